@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class Clock:
     """Processor seconds by part, each without those inside of it."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
         self.stack: list[str] = ["the rest: start, loading, records, checkpoints"]
         self.since = time.process_time()
 
@@ -93,7 +93,7 @@ def main() -> None:
         clock.turn()
     whole = sum(clock.seconds.values())
     print("| part | processor s | share |\n|---|--:|--:|")
-    for part, seconds in clock.seconds.most_common():
+    for part, seconds in sorted(clock.seconds.items(), key=lambda item: -item[1]):
         print(f"| {part} | {seconds:.1f} | {seconds / whole:.1%} |")
     print(f"| all | {whole:.1f} | |")
 

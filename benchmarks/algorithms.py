@@ -172,7 +172,7 @@ def distance_from_start(trainer: GRPOTrainer, count: int = 64) -> float:
 
 def compare_references(given: argparse.Namespace) -> dict[str, Any]:
     """GRPO with one KL term and three rules for its reference: the KL by step, accuracy, and the way gone from the start."""
-    rules = {
+    rules: dict[str, ReferenceRule] = {
         "frozen": alg.keep,
         "soft, every 10 by 0.6": alg.Every(10, 0.6),
         "hard, every 20": alg.Every(20, 1.0),
@@ -197,9 +197,11 @@ def compare_feedback(given: argparse.Namespace) -> dict[str, tuple[float, float,
         drawn = sampler.sample(test_prompts(trainer, given.held_out), 8, SamplingParams(max_tokens=32, seed=0))
         plain, hinted = [], []
         for group in scorer.score(list(drawn)):
+            assert group.rewards is not None
             rewards = group.rewards[:, 0]
             if (rewards >= 0.5).any() and (rewards < 0.5).any():
                 best = group.completions[int(rewards.argmax())].text
+                assert group.prompt.messages is not None
                 asked = [{"role": "user", "content": f"{group.prompt.messages[-1]['content']}\n\n{best}"}]
                 ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
                 plain.append(group.prompt)

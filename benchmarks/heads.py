@@ -16,6 +16,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def run(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     for _ in range(given.repeats + 1):
         for name, side in every.items():
             before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-            spent, most = measured(lambda side=side: _both(side, hidden, weight, targets, slopes), device)
+            spent, most = measured(partial(_both, side, hidden, weight, targets, slopes), device)
             seconds[name].append(spent)
             peaks[name] = (most - before) / 2**20
     part = slice(0, min(CHECKED, given.tokens))

@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 import rollout
 from covey import algorithms as alg
@@ -34,7 +35,7 @@ from covey.types import Completion, Group, Prompt
 
 def learner_of(policy: Policy, optimizer: torch.optim.Optimizer, **options: Any) -> Learner:
     """A learner of one process without reference, at a constant rate, on a heap as runs have it."""
-    training_heap(recomputes=False)
+    training_heap(returns_blocks=False)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     return Learner(
         policy=policy, reference=NoReference(), optimizer=optimizer, scheduler=scheduler, world=World(), **options
@@ -83,13 +84,15 @@ def main() -> None:
 
 def by_kernels(work: Callable[[], object], repeats: int, now: Callable[[], float]) -> str:
     """What a step takes with transformers' layers, with layers in kernels, and with products too."""
-    real = fused_layers.fused, products.bf16_matmul
+    layers: Any = fused_layers  # its functions are replaced
+    matmul: Any = products
+    real = layers.fused, matmul.bf16_matmul
     sides = ["transformers' layers", "layers in kernels", "and the products"]
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats + 1):
         for count, name in enumerate(sides):
-            fused_layers.fused = real[0] if count > 0 else lambda model: nullcontext()
-            products.bf16_matmul = real[1] if count > 1 else lambda: None
+            layers.fused = real[0] if count > 0 else lambda model: nullcontext()
+            matmul.bf16_matmul = real[1] if count > 1 else lambda: None
             seconds[name].append(timed(work, now))
     middle = {name: statistics.median(found[1:]) for name, found in seconds.items()}
     first = middle[sides[0]]
@@ -112,16 +115,16 @@ def drawn(prompt: int, vocabulary: int) -> list[Group]:
     return groups
 
 
-def operations(model: torch.nn.Module, groups: list[Group]) -> float:
+def operations(model: PreTrainedModel, groups: list[Group]) -> float:
     """Forward and backward: 6 a weight and token in the blocks, where a completion's last is not needed, 6 a weight of the head and
     completion token, 12 D c a layer for attention over c tokens of context."""
-    config = model.config
+    config: Any = model.config
     blocks = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
     head = config.vocab_size * config.hidden_size
     total = 0.0
     for group in groups:
         prompt = len(group.prompt.token_ids)
-        contexts = prompt * (prompt + 1) / 2
+        contexts = prompt * (prompt + 1) / 2.0
         for completion in group.completions:
             count = completion.num_tokens - 1
             total += 6 * count * blocks + 6 * completion.num_tokens * head

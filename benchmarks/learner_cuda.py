@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ def run(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         kept = _kept(side.model)
         seconds, peaks = [], []
         for _ in range(given.repeats + 1):
-            spent, most = measured(lambda side=side: side.step(groups), device)
+            spent, most = measured(partial(side.step, groups), device)
             seconds.append(spent)
             peaks.append(most - kept)
         step = statistics.median(seconds[1:])
@@ -152,7 +153,8 @@ def model_of(given: argparse.Namespace, device: torch.device) -> Any:
     config = Qwen2Config(
         **SHAPES[given.size], num_key_value_heads=2, max_position_embeddings=2**19, tie_word_embeddings=True
     )
-    model = Qwen2ForCausalLM(config).to(device).train()
+    model: Any = Qwen2ForCausalLM(config)
+    model = model.to(device).train()
     if given.checkpointing:
         checkpoint_activations(model)
     return model
@@ -250,7 +252,7 @@ def longest(fits: Callable[[int], bool], start: int, most: int) -> int:
     return length
 
 
-def measured(work: Callable[[], None], device: torch.device) -> tuple[float, int]:
+def measured(work: Callable[[], object], device: torch.device) -> tuple[float, int]:
     """Seconds, and the most bytes that the allocator gave out; 0 on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -119,7 +119,12 @@ def learner_cell(vocabulary: int, length: int) -> dict[str, float]:
     """Peak of one step of four completions of `length` tokens on a small model with this vocabulary."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = Qwen2Config(
         **shape, num_key_value_heads=2, vocab_size=vocabulary, tie_word_embeddings=True, max_position_embeddings=8192
     )
@@ -197,7 +202,12 @@ def warm_up(prompts: list[str], options: dict[str, Any], rank: int | None) -> No
 
     tokenizer = rollout.trained("10m", 0)[1]
     never_ends(tokenizer)
-    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     eos = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     tiny = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=1, **shape, **eos))
     dtype = "bfloat16" if has_bfloat16(tiny.device) else "auto"  # what a model that is not tiny is sampled in
@@ -218,8 +228,19 @@ def trained(
     """What a run was configured to, and the mean length of its completions by step."""
     from datasets import Dataset
 
-    given = {"per_device_train_batch_size": 32, "num_generations": 8, "bf16": False, "gradient_checkpointing": False}
-    quiet = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
+    given: dict[str, Any] = {
+        "per_device_train_batch_size": 32,
+        "num_generations": 8,
+        "bf16": False,
+        "gradient_checkpointing": False,
+    }
+    quiet: dict[str, Any] = {
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+    }
     with tempfile.TemporaryDirectory() as output:
         args = GRPOConfig(output_dir=output, **quiet, **{**given, **options})
         trainer = GRPOTrainer(

@@ -166,6 +166,7 @@ def plan_of(case: Case) -> Estimate:
 def part_of(case: Case, plan: Estimate, part: str) -> float:
     """Of one rollout and all updates from it, as the figures are."""
     args = plan.setup.args
+    assert args.steps_per_generation is not None
     updates = args.steps_per_generation / args.gradient_accumulation_steps
     if part == "step, asynchronous":
         return updates * plan.seconds.step / float(asynchrony(plan).speed or 1)

@@ -34,7 +34,12 @@ from covey.runs import RunFolder
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from kit import tiny_tokenizer
 
-SHAPE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 4}
+SHAPE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+}
 WARM = 2
 PARTS: dict[str, list[tuple[type, str]]] = {
     "metrics.jsonl, events.jsonl, alerts.jsonl": [
@@ -160,7 +165,12 @@ def trainer(name: str, folder: Path, given: argparse.Namespace, seed: int, clock
             str(demo.model_path()), demo.reward, GRPOConfig(**options), Dataset.from_list(rows), callbacks=[clock]
         )
     torch.manual_seed(seed)
-    shape = {"num_key_value_heads": 2, "vocab_size": 4096, "max_position_embeddings": 512, "tie_word_embeddings": True}
+    shape: dict[str, Any] = {
+        "num_key_value_heads": 2,
+        "vocab_size": 4096,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+    }
     model = Qwen2ForCausalLM(Qwen2Config(**shape, **SHAPE, eos_token_id=1, pad_token_id=0))
     options |= {"per_device_train_batch_size": 32, "num_generations": 8, "max_completion_length": 200}
     options |= {"max_steps": given.steps, "learning_rate": 1e-6, "bf16": False}

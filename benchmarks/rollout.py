@@ -43,7 +43,7 @@ from covey.types import Group
 
 DATA = Path(os.environ.get("COVEY_BENCHMARK_DATA", Path(__file__).parents[1] / "tests" / "data" / "gsm8k"))
 CACHE = Path(os.environ.get("COVEY_BENCHMARK_CACHE", Path.home() / ".cache" / "covey-benchmarks"))
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "10m": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 4},
     "60m": {"hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 10},
 }
@@ -95,7 +95,12 @@ def trained(size: str, steps: int) -> tuple[Qwen2ForCausalLM, PreTrainedTokenize
         return Qwen2ForCausalLM.from_pretrained(folder).eval(), PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer = new_tokenizer()
     torch.manual_seed(0)
-    shape = {"num_key_value_heads": 2, "vocab_size": 4096, "max_position_embeddings": 4096, "tie_word_embeddings": True}
+    shape: dict[str, Any] = {
+        "num_key_value_heads": 2,
+        "vocab_size": 4096,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    }
     model = Qwen2ForCausalLM(Qwen2Config(**shape, **SHAPES[size], eos_token_id=0, pad_token_id=0, bos_token_id=None))
     encoded = [tokenizer(text(row) + END)["input_ids"][:320] for row in rows("train")]
     train(model, encoded, steps)

@@ -143,14 +143,14 @@ def measure(runs: dict[str, Callable[[int], int]], repeats: int, best: float) ->
             if seed:
                 seen[name].append(found)
     report: dict[str, dict[str, float | str]] = {name: {"failed": said} for name, said in failed.items()}
-    for name, found in seen.items():
+    for name, measured in seen.items():
         if name not in failed:
-            seconds = statistics.median(second for second, _, _ in found)
+            seconds = statistics.median(second for second, _, _ in measured)
             report[name] = {
                 "seconds": round(seconds, 3),
-                "tokens_per_second": round(found[0][1] / seconds, 1),
+                "tokens_per_second": round(measured[0][1] / seconds, 1),
                 "roofline": round(best / seconds, 3),
-                "peak_gib": round(max(peak for _, _, peak in found) / 2**30, 2),
+                "peak_gib": round(max(peak for _, _, peak in measured) / 2**30, 2),
             }
     return report
 

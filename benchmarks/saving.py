@@ -31,7 +31,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from kit import tiny_tokenizer
 from rollout import SHAPES
 
-WAYS = {"no saves": {"save_strategy": "no"}, "wait for the disk": {"save_async": False}, "beside the steps": {}}
+WAYS: dict[str, dict[str, Any]] = {
+    "no saves": {"save_strategy": "no"},
+    "wait for the disk": {"save_async": False},
+    "beside the steps": {},
+}
 Found = dict[str, Any]
 
 
@@ -79,7 +83,7 @@ def measure(given: argparse.Namespace, changed: Found) -> Found:
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         clock = Clock()
         one = trainer(given, folder, clock, changed)
-        saving.Saver.save = timed  # type: ignore[method-assign]
+        saving.Saver.save = timed  # type: ignore[method-assign,assignment]
         started = time.perf_counter()
         try:
             one.train()
@@ -94,7 +98,12 @@ def measure(given: argparse.Namespace, changed: Found) -> Found:
 
 def trainer(given: argparse.Namespace, folder: str, clock: Clock, changed: Found) -> GRPOTrainer:
     torch.manual_seed(0)
-    shape = {"num_key_value_heads": 2, "vocab_size": 4096, "max_position_embeddings": 512, "tie_word_embeddings": True}
+    shape: dict[str, Any] = {
+        "num_key_value_heads": 2,
+        "vocab_size": 4096,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+    }
     model = Qwen2ForCausalLM(Qwen2Config(**shape, **SHAPES[given.size], eos_token_id=1, pad_token_id=0))
     options = {
         "output_dir": folder,

@@ -163,7 +163,7 @@ def work(given: argparse.Namespace, how: Found) -> None:
             bf16=False,
             report_to="none",
             disable_tqdm=True,
-            fsdp=True if how["split"] else None,
+            fsdp=True if how["split"] else None,  # type: ignore[arg-type]  # as transformers documents it
         ),
     )
     trainer.train()

@@ -28,7 +28,9 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import openai
 import psutil
@@ -37,7 +39,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from covey import demo
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "1m": {"hidden_size": 128, "intermediate_size": 448, "num_hidden_layers": 4, "num_attention_heads": 4},
     "10m": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 4},
     "60m": {"hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 10},
@@ -86,7 +88,7 @@ def requests(count: int, prompt_tokens: int, max_tokens: int) -> list[Asked]:
 # -- sides --------------------------------------------------------------------------------------------------------------
 
 
-def by_generate(model: Qwen2ForCausalLM, asked: list[Asked], batch: int) -> Measured:
+def by_generate(model: Any, asked: list[Asked], batch: int) -> Measured:
     began, cpu = time.perf_counter(), time.process_time()
     order = sorted(range(len(asked)), key=lambda i: asked[i].num_tokens)
     answers: list[list[int]] = [[] for _ in asked]
@@ -111,7 +113,7 @@ def by_server(url: str, pid: int, asked: list[Asked]) -> Measured:
 
 
 async def ask_all(url: str, asked: list[Asked]) -> list[list[int]]:
-    limits = {"max_retries": 3, "timeout": 3600}
+    limits: dict[str, Any] = {"max_retries": 3, "timeout": 3600}
     async with openai.AsyncOpenAI(base_url=url, api_key="none", **limits) as client:
 
         async def one(request: Asked) -> list[int]:
@@ -178,12 +180,11 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[Measure
             for name, command in commands.items()
         }
         sides = {
-            name: lambda name=name: by_server(f"http://127.0.0.1:{ports[name]}/v1", servers[name], asked)
-            for name in servers
+            name: partial(by_server, f"http://127.0.0.1:{ports[name]}/v1", servers[name], asked) for name in servers
         }
         for side in sides.values():
             side()  # the first batch compiles, captures or allocates
-        sides["generate"] = lambda: by_generate(model, asked, options.batch)
+        sides["generate"] = partial(by_generate, model, asked, options.batch)
         for _ in range(options.repeats):
             for name, side in sides.items():
                 found[name].append(side())

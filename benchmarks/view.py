@@ -24,6 +24,7 @@ import urllib.request
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def after(page: Page, act: Callable[[], Any], mark: str = "drawn") -> float:
 def curves(page: Page, waits: Waits) -> None:
     """Zoom by key and by hand, back to all steps, smoothing, and down the page of all metrics."""
     for key, name in (("+", "zoom in (key)"), ("ArrowLeft", "move along (key)"), ("0", "all steps (key)")):
-        waits.add(f"curves: {name}", after(page, lambda key=key: page.keyboard.press(key)), QUICK)
+        waits.add(f"curves: {name}", after(page, partial(page.keyboard.press, key)), QUICK)
     box = page.locator("canvas").first.bounding_box()
     assert box is not None
     x, y = box["x"] + box["width"] * 0.4, box["y"] + box["height"] * 0.5
@@ -213,10 +214,10 @@ def spreads(page: Page, waits: Waits, address: str) -> None:
     """The pages of lengths, policy and rewards, and what is chosen on them; a page is complete with its whole sample."""
     ready(page, f"{address}#rollouts", "listed")
     for key, name in (("5", "lengths"), ("6", "policy"), ("7", "rewards")):
-        press = lambda key=key: page.keyboard.press(key)
+        press = partial(page.keyboard.press, key)
         waits.add(f"{name}: from another page (key)", after(page, press, "spread"), READY)
     for key, name in (("5", "lengths"), ("6", "policy"), ("7", "rewards")):
-        waits.add(f"{name}: again (key)", after(page, lambda key=key: page.keyboard.press(key), "spread"), QUICK)
+        waits.add(f"{name}: again (key)", after(page, partial(page.keyboard.press, key), "spread"), QUICK)
     score = lambda: page.get_by_label("Reward", exact=True).select_option("brief")
     waits.add("rewards: spread of another", after(page, score, "spread"), QUICK)
     waits.add("runs (key)", after(page, lambda: page.keyboard.press("1"), "ready"), QUICK)

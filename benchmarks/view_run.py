@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -122,7 +122,9 @@ def write_rollouts(folder: Path, steps: Sequence[int], per_step: int, seed: int)
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     for step in steps:
         groups = groups_of(random.Random(seed * 1_000_003 + step), tokenizer, step, per_step // GROUP)
-        entropy = [torch.rand(GROUP, max(c.num_tokens for c in group.completions)) for group in groups]
+        entropy: list[list[torch.Tensor | None]] = [
+            list(torch.rand(GROUP, max(c.num_tokens for c in group.completions))) for group in groups
+        ]
         rollouts.write(folder / "rollouts", step, groups, REWARDS, per_token={"entropy": entropy})
 
 
@@ -159,7 +161,7 @@ def _answer(rng: random.Random, step: int) -> str:
 
 def _completion(text: str, ids: torch.Tensor, rng: random.Random, step: int) -> Completion:
     logprobs = -torch.rand(len(ids))
-    finish = "length" if rng.random() < 0.05 else "stop"
+    finish: Literal["length", "stop"] = "length" if rng.random() < 0.05 else "stop"
     return Completion(
         token_ids=ids, text=text, finish=finish, logprobs=logprobs, ref_logp=logprobs - 0.01, version=step - 1
     )
