@@ -76,10 +76,10 @@ _LIBRARIES = 36 * 2**20
 def allocator_bytes(activations: int, code: int, *, is_checkpointed: bool, is_adapted: bool) -> int:
     """Bytes that a CPU's libraries keep beside tensors, by formula: fake tensors use no allocator (measured with glibc on Linux).
 
-    Freed blocks stay in the heap, a share of the activations; with recomputation, large blocks are returned at once, but for the
-    small tensors of adapters. `code` is oneDNN's compiled code for the matmuls of a step.
+    Freed blocks stay in the heap, a share of the activations: most with adapters, whose small tensors lie between large ones, none
+    with recomputation alone, where large blocks are returned at once. `code` is oneDNN's compiled code for the matmuls of a step.
     """
-    share = 0.0 if is_checkpointed and not is_adapted else 0.25
+    share = 0.25 if is_adapted else 0.0 if is_checkpointed else 0.2
     return _LIBRARIES + int(share * activations) + code
 
 
