@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from covey.config.alerts import ALERT_RULES
 from covey.monitor.detectors.ensemble import MemberDominates, MemberIdle
 from covey.monitor.detectors.languages import LanguageCollapse
 from covey.monitor.detectors.pace import DataDrift, Forgetting, RewardDrift, ThroughputDrop
@@ -18,9 +17,6 @@ from covey.monitor.history import History
 from covey.types import Alert
 
 Detector = Callable[[History], Alert | None]
-
-RULES = ALERT_RULES
-"""Every rule that `standard` detectors can report."""
 
 READS = frozenset(
     {

@@ -155,7 +155,6 @@ class Seen:
     """True if the answer changed. None: the update is too small to tell, or the server is not deterministic."""
     right: Verdict
     slope: float
-    slope_error: float
     distance: float
     """Nats between the server's log-probabilities and the trainer's."""
     exact: bool | None = None
@@ -218,7 +217,7 @@ class Attestation:
             self.slope = self._pooled(before, after, logp_before, logp)
         distance = after.distance(logp)
         verdict = self.slope.verdict(lowest=1 - SLACK if self.is_exact_trainer else SLACK)
-        seen = Seen(moved, verdict, self.slope.value, self.slope.error, distance, exact)
+        seen = Seen(moved, verdict, self.slope.value, distance, exact)
         limit = self.farthest()
         self.last, self.logp, self.rounded = after, logp, rounded
         if moved is False:
