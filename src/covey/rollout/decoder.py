@@ -242,7 +242,7 @@ class DecoderForward:
 
     def _projected(self, block: _Layer, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[M, Hq * D], [M, Hkv * D], [M, Hkv * D]."""
-        query, key, value = block.qkv.apart(h, [heads * self.width for heads in self._heads_of_qkv])
+        query, key, value = block.qkv.split(h, [heads * self.width for heads in self._heads_of_qkv])
         return query, key, value
 
     def _rotated(self, block: _Layer, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
