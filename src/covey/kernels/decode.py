@@ -88,7 +88,7 @@ class _Linear(ctypes.Structure):
 
     @classmethod
     def each(cls, linear: InPlaceLinear | Bf16PairLinear) -> list[_Linear]:
-        """Entries, one per weight matrix."""
+        """One entry per weight matrix."""
         if isinstance(linear, Bf16PairLinear):
             return [cls(linear.weight.data_ptr(), _address(linear.bias), linear.in_features, linear.out_features)]
         return [cls(part.data_ptr(), _address(bias), part.shape[1], len(part)) for part, bias in linear.parts]

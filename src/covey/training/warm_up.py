@@ -44,7 +44,7 @@ def sft_config(**options: Any) -> GRPOConfig:
     """A GRPOConfig for `SFTTrainer`: no groups, no sampling, a learning rate of 2e-5. Takes GRPOConfig's options."""
     for name in ("algorithm", "num_generations", "temperature"):
         if name in options:
-            raise ConfigError(f"{name} has nothing to act on in supervised fine-tuning; leave it out.")
+            raise ConfigError(f"{name} has no effect in supervised fine-tuning; leave it out.")
     chosen = {**DEFAULTS, **options}
     chosen["alert_actions"] = {
         **{rule: "off" for rule in ALERT_RULES if rule not in _WATCHED},
