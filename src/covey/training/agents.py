@@ -45,6 +45,8 @@ class Agents:
     rollout_func: Callable[..., Any] | None = None
     agent: Agent | None = None
     """A loop of the user's own over the run's endpoint."""
+    has_single_completions: bool = False
+    """True if no two completions share a prompt, so that the learner packs rows without padding regardless."""
 
     @staticmethod
     def of(tools: Any, environment_factory: Any, rollout_func: Any, agent: Any = None) -> Agents:
