@@ -35,9 +35,8 @@ def on_shards(kind: Any) -> Any:
     class OnShards(kind):
         def get_config(self, gindex: int, pindex: int, group: Mapping[str, Any]) -> dict[str, Any]:
             config = super().get_config(gindex, pindex, group)
-            is_small = (
-                group["params"][pindex].numel() < config["min_8bit_size"]
-            )  # size of the full parameter, equal on all processes
+            size = group["params"][pindex].numel()  # of the full parameter, equal on all processes
+            is_small = size < config["min_8bit_size"]
             return {**config, "min_8bit_size": math.inf if is_small else 0}
 
         def init_state(self, group: Any, p: Tensor, gindex: int, pindex: int) -> None:

@@ -47,9 +47,7 @@ class PartSave:
         (folder / FOLDER).mkdir()
         self._announce(str(folder / FOLDER))
         refused = self._written(folder / FOLDER)
-        for rank in range(
-            1, self.world.size
-        ):  # wait for all: no process may still be writing when the folder is removed
+        for rank in range(1, self.world.size):  # all of them: none may be writing when the folder is removed
             try:
                 said = self.world.await_post(f"{self.key}/{rank}", rank)
             except RankError as error:
