@@ -153,7 +153,7 @@ def one_run(case: Case, given: argparse.Namespace, seed: int) -> Alerts:
 
 def replay(folder: Path) -> Alerts:
     """What the detectors say of a finished run, step by step."""
-    watch = Watch(standard(("eval_reward",)), more=frozenset({"eval_reward"}))
+    watch = Watch(standard(("eval_reward",)))
     alerts: Alerts = []
     for line in read(folder / "metrics.jsonl"):
         values = {name: Last(value) for name, value in line.items() if isinstance(value, (int, float))}

@@ -85,16 +85,14 @@ def train(name: str, steps: int = STEPS) -> dict[str, Any]:
 
 
 def recorded(folder: Path, names: Sequence[str], weights: Sequence[float]) -> dict[str, Any]:
-    """Of a run folder: audit metrics, weights, metrics by name, evaluations and alerts; everything that `Watch` reads but times."""
+    """Of a run folder: audit metrics, weights, metrics by name (without times), evaluations and alerts."""
     lines, events = read(folder / "metrics.jsonl"), read(folder / "events.jsonl")
     bad = {event["step"] for event in events if event["kind"] == "non_finite_step"}
     audits = [f"rewards/{name}/mean" for name, weight in zip(names, weights, strict=True) if weight == 0]
     audits.append("eval_reward")
-    wanted = Watch(more=frozenset(audits))._is_read
-    kept = sorted({name for line in lines for name in line if wanted(name) and "seconds" not in name})
-    kept = [name for name in kept if not name.startswith("tokens_per_second")]
+    kept = sorted({name for line in lines for name in line if name not in ("step", "time") and "second" not in name})
     evaluations = [
-        [line["step"], {name: value for name, value in line.items() if wanted(name) and is_number(value)}]
+        [line["step"], {name: value for name, value in line.items() if is_number(value)}]
         for line in read(folder / "evaluations.jsonl")
     ]
     return {
@@ -111,7 +109,7 @@ def recorded(folder: Path, names: Sequence[str], weights: Sequence[float]) -> di
 def replay(record: Mapping[str, Any]) -> Found:
     """Alerts of the detectors of today, shown the metrics of a kept run step by step."""
     audits = tuple(record["audits"])
-    watch = Watch(standard(audits, record["weights"]), more=frozenset(audits))
+    watch = Watch(standard(audits, record["weights"]))
     evaluations: dict[int, list[dict[str, float]]] = {}
     for step, metrics in record["evaluations"]:
         evaluations.setdefault(step, []).append(metrics)

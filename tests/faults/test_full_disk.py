@@ -108,13 +108,13 @@ def test_the_command_line_ends_with_74_where_the_disk_takes_no_model(
 
     make, options, reason = TROUBLES[trouble]
     disk = mounted(options.replace("12m", "120m"))
-    real = GRPOTrainer.turns
+    real = GRPOTrainer.steps
 
-    def turns(self: Any, **given: Any) -> Any:
+    def steps(self: Any, **given: Any) -> Any:
         self.add_callback(Trouble(1, disk, make))
         return real(self, **given)
 
-    monkeypatch.setattr(GRPOTrainer, "turns", turns)
+    monkeypatch.setattr(GRPOTrainer, "steps", steps)
     words = [
         "train",
         "demo",

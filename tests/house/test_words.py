@@ -50,6 +50,19 @@ def comments_of(source: str) -> Iterator[tuple[int, str]]:
         yield first, text
 
 
+def comments_of_cpp(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every `//` comment of C++; lines of comments that follow each other are one text."""
+    text, first = "", 0
+    for line, content in enumerate([*source.splitlines(), ""], 1):
+        code, _, words = content.partition("//")
+        if text and words and not code.strip():
+            text = f"{text} {words.strip()}"
+            continue
+        if text:
+            yield first, text
+        text, first = words.strip(), line
+
+
 def offences_of(source: str, nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     for line, text in [*docstrings_of(nodes), *comments_of(source)]:
         if BEGINS_BADLY.search(text):
@@ -62,6 +75,19 @@ def test_the_check_finds_docstrings_attribute_docstrings_and_comments():
         "    # a comment. Nobody reads it\n    y = 1  # whose value\n    z = 2  # says what it is; whether it holds\n"
     )
     assert [line for line, _ in offences_of(source, ast.walk(ast.parse(source)))] == [1, 5, 6, 7]
+
+
+def test_no_sentence_of_a_comment_in_cpp_begins_with_a_relative_word():
+    assert list(comments_of_cpp("int a;  // of b. What\n// it is\nint b;")) == [(1, "of b. What it is")]
+    files = sorted((SRC / "kernels" / "cpp").iterdir())
+    assert files
+    offences = [
+        f"{file.name}:{line}: {text[:100]}"
+        for file in files
+        for line, text in comments_of_cpp(file.read_text())
+        if BEGINS_BADLY.search(text)
+    ]
+    assert not offences, "\n" + "\n".join(offences)
 
 
 def test_no_sentence_of_a_docstring_or_comment_begins_with_a_relative_word():

@@ -9,7 +9,7 @@ from covey import algorithms as alg
 from covey.errors import SpoiledError
 from covey.learner import FrozenCopy, Policy
 from covey.learner.packing import rows_of
-from covey.learner.silent import teaches
+from covey.learner.zero_gradient import can_have_gradient
 from covey.types import Completion, Group, Prompt
 from kit import learner_of, rest_nightly, tiny_model
 
@@ -86,10 +86,10 @@ def test_a_part_that_looks_at_the_whole_step_sees_it_whatever_the_split():
 def test_a_dead_group_costs_no_backward_and_changes_no_gradient():
     algorithm = alg.dapo()
     rows = rows_of(GROUPS)
-    assert [teaches(row, algorithm) for row in rows] == [True] * 3 + [False] * 3 + [True] * 3
+    assert [can_have_gradient(row, algorithm) for row in rows] == [True] * 3 + [False] * 3 + [True] * 3
     skipping, report = moved(learner(), algorithm)
     blunt = algorithm.replace(objective=lambda tokens: algorithm.objective(tokens))  # says nothing of how it scales
-    assert all(teaches(row, blunt) for row in rows)
+    assert all(can_have_gradient(row, blunt) for row in rows)
     everything, blunt_report = moved(learner(), blunt)
     torch.testing.assert_close(skipping, everything, rtol=1e-4, atol=1e-7)
     assert report["entropy"] == pytest.approx(blunt_report["entropy"]), "its numbers are still shown"
@@ -101,7 +101,7 @@ def test_a_dead_group_is_trained_on_when_another_term_needs_it():
         alg.grpo(kl=alg.KL(coefficient=0.1)),
         alg.grpo().replace(regularizers=(alg.entropy_bonus(0.01),)),
     ):
-        assert all(teaches(row, algorithm) for row in rows)
+        assert all(can_have_gradient(row, algorithm) for row in rows)
 
 
 def test_truncated_completions_can_be_left_out_of_the_loss():

@@ -214,7 +214,7 @@ def test_what_is_not_a_number_stays_in_its_completion(dtype, one_thread, monkeyp
 def test_memory_that_runs_out_is_an_error_which_the_learner_survives(one_thread, monkeypatch):
     inputs = given(torch.float32, 1, 1, 16)
     kernels = packed_attention_for(inputs[0], inputs[1], LAYOUTS)
-    monkeypatch.setattr(kernels, "_room", lambda *_: 2**60)
+    monkeypatch.setattr(kernels, "_scratch_size", lambda *_: 2**60)
     with pytest.raises(RuntimeError) as caught:
         through(kernels, inputs, monkeypatch)
     assert is_out_of_memory(caught.value)

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError
 from covey.kernels import flex_attention as shared_flex
-from covey.kernels.flex_attention import AttentionHeads, _Seen, mask_of, tried
+from covey.kernels.flex_attention import AttentionHeads, _KeyRanges, mask_of, tried
 from covey.kernels.layout import Layout
 from covey.learner.policy import Policy
 from kit import tiny_model, tiny_tokenizer
@@ -29,7 +29,7 @@ LAYOUTS = {
 def test_the_blocks_are_those_that_torch_finds_by_looking_at_every_pair(layouts):
     mask = mask_of(layouts, torch.device("cpu"))
     size = mask.seq_lengths[0]
-    dense = create_block_mask(_Seen.of(layouts).allows(), None, None, size, size, device="cpu")
+    dense = create_block_mask(_KeyRanges.of(layouts).allows(), None, None, size, size, device="cpu")
     for counts, order in (("kv_num_blocks", "kv_indices"), ("full_kv_num_blocks", "full_kv_indices")):
         assert torch.equal(getattr(mask, counts), getattr(dense, counts))
         for row, count in enumerate(getattr(mask, counts)[0, 0].tolist()):
@@ -40,7 +40,7 @@ def test_the_blocks_are_those_that_torch_finds_by_looking_at_every_pair(layouts)
 
 def test_a_token_sees_its_prompt_and_its_own_completion_up_to_itself():
     place = torch.arange(9)
-    seen = _Seen.of((Layout(0, 2, (3, 2)), Layout(7, 2, ()))).allows()(None, None, place[:, None], place[None])
+    seen = _KeyRanges.of((Layout(0, 2, (3, 2)), Layout(7, 2, ()))).allows()(None, None, place[:, None], place[None])
     assert ["".join("x" if one else "." for one in row) for row in seen.tolist()] == [
         "x........", "xx.......",
         "xxx......", "xxxx.....", "xxxxx....",

@@ -9,7 +9,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from covey.kernels import Layout, Window
-from covey.kernels.flex_attention import _Seen, mask_of
+from covey.kernels.flex_attention import _KeyRanges, mask_of
 from covey.learner.policy import Policy
 from covey.learner.shared_prompt import share_rows
 from kit import tiny_model
@@ -73,13 +73,13 @@ def test_a_window_that_hides_nothing_is_not_asked():
 def test_the_blocks_of_a_window_are_those_that_torch_finds_by_looking_at_every_pair(window):
     layouts = (Layout(0, 300, (1, 200)), Layout(501, 7, ()), Layout(508, 1, (260,)), Layout(769, 127, ()))
     mask = mask_of(layouts, torch.device("cpu"), window)
-    dense = create_block_mask(_Seen.of(layouts, window).allows(), None, None, 896, 896, device="cpu")
+    dense = create_block_mask(_KeyRanges.of(layouts, window).allows(), None, None, 896, 896, device="cpu")
     assert torch.equal(mask.to_dense(), dense.to_dense())
     starts = [(n, begin) for one in layouts for n, begin in ((one.length, 0), *((n, one.length) for n in one.counts))]
     position = torch.cat([torch.arange(count) + begin for count, begin in starts])
     at = torch.arange(896)
-    everything = _Seen.of(layouts).allows()(None, None, at[:, None], at[None])
-    within = _Seen.of(layouts, window).allows()(None, None, at[:, None], at[None])
+    everything = _KeyRanges.of(layouts).allows()(None, None, at[:, None], at[None])
+    within = _KeyRanges.of(layouts, window).allows()(None, None, at[:, None], at[None])
     assert torch.equal(within, everything & (position >= window.first(position)[:, None]))
 
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from covey.monitor.detectors import RULES, standard
+from covey.config.alerts import ALERT_RULES
+from covey.monitor.detectors import standard
 from covey.monitor.history import History
 from kit import rest_nightly
 
@@ -110,7 +111,7 @@ FAULTS: dict[str, tuple[Change | None, Callable[[int], float]]] = {
 
 
 def test_every_rule_has_a_planted_fault():
-    assert set(FAULTS) == set(RULES) - {"detector_failed"}, "that one is of detectors of the user's own"
+    assert set(FAULTS) == set(ALERT_RULES) - {"detector_failed"}, "that one is of detectors of the user's own"
 
 
 @pytest.mark.parametrize("rule", sorted(FAULTS))

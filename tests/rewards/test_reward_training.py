@@ -11,7 +11,8 @@ from covey.cli import main
 from covey.errors import DataError
 from covey.rewards.builtin.registry import resolve
 from covey.rewards.builtin.reward_model import ModelReward
-from covey.rewards.preference import Pair, PreferenceOptions, judge, load_pairs, parted_by_prompt, train
+from covey.rewards.preference import Pair, PreferenceOptions, judge, parted_by_prompt, train
+from covey.rewards.steps import load_examples
 from kit import tiny_reward_model, tiny_tokenizer
 
 PAIRS = [Pair(f"{n} + {n} =", f" {2 * n} apples", f" {2 * n}") for n in range(24)]
@@ -88,7 +89,7 @@ def test_pairs_are_texts_messages_or_whole_conversations(tmp_path):
     }.items():
         file = tmp_path / f"{name}.jsonl"
         file.write_text(json.dumps(row) + "\n")
-        (pair,) = load_pairs(str(file))
+        (pair,) = load_examples(str(file))
         said = [pair.prompt, pair.chosen, pair.rejected]
         assert [one if isinstance(one, str) else one[0]["content"] for one in said] == ["a", "b", "c"]
 
@@ -105,7 +106,7 @@ def test_what_is_no_pair_is_refused(tmp_path, row, said):
     file = tmp_path / "pairs.jsonl"
     file.write_text(json.dumps(row) + "\n")
     with pytest.raises(DataError, match=said):
-        load_pairs(str(file))
+        load_examples(str(file))
 
 
 def test_held_out_pairs_have_prompts_of_their_own():

@@ -76,8 +76,8 @@ def test_weights_of_any_even_width_come_into_pairs_from_either_type(outside, ins
 def test_layers_stand_side_by_side_and_are_told_apart():
     layers = [layer_of(48, size, seed=size) for size in (32, 8, 8)]
     x = torch.randn(3, 5, 48).bfloat16()
-    parts = Bf16PairLinear.of(*layers).apart(x, (32, 8, 8))
-    for part, expected in zip(parts, InPlaceLinear.of(*layers).apart(x.float(), (32, 8, 8)), strict=True):
+    parts = Bf16PairLinear.of(*layers).split(x, (32, 8, 8))
+    for part, expected in zip(parts, InPlaceLinear.of(*layers).split(x.float(), (32, 8, 8)), strict=True):
         assert_near(part, expected)
 
 

@@ -4,9 +4,13 @@ import gc
 import os
 import signal
 import sys
+import threading
+import warnings
 
+import datasets
 import pytest
 import torch
+import transformers
 from datasets import Dataset
 
 from covey import GRPOConfig, GRPOTrainer
@@ -21,7 +25,7 @@ BY_OPTION = {"training", "gradient_checkpointing", "_gradient_checkpointing_func
 """Attributes of modules that options change for good."""
 
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGRTMAX)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGRTMAX)
 
 
 def digits(completions, **kwargs):
@@ -43,7 +47,12 @@ def state_of(model):
         "rotation": home.apply_rotary_pos_emb,
         "torch": (torch.nn.functional.linear, torch.nn.functional.scaled_dot_product_attention),
         "numbers": (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()),
+        "precision": (torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
         "signals": [signal.getsignal(number) for number in SIGNALS],
+        "hooks of Python": (sys.excepthook, sys.unraisablehook, threading.excepthook, warnings.showwarning),
+        "streams": (sys.stdout, sys.stderr),
+        "bars": (transformers.utils.logging.is_progress_bar_enabled(), datasets.is_progress_bar_enabled()),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
         "frozen": gc.get_freeze_count(),
         "environment": dict(os.environ),
     }

@@ -6,7 +6,7 @@ from covey import GRPOConfig
 from covey import algorithms as alg
 from covey.rewards.contract import RewardSpec
 from covey.training import same
-from covey.training.same import told_parts
+from covey.training.same import comparable_parts
 
 
 def longer(completions, **columns):
@@ -14,7 +14,7 @@ def longer(completions, **columns):
 
 
 def told(algorithm, name="longer"):
-    return told_parts(algorithm, [RewardSpec(name=name, call=longer)])
+    return comparable_parts(algorithm, [RewardSpec(name=name, call=longer)])
 
 
 @pytest.mark.parametrize("name", alg.PRESETS)
@@ -44,4 +44,4 @@ def test_another_reward_is_named():
 def test_an_option_that_this_transformers_does_not_have_is_left_out(monkeypatch, tmp_path):
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none")
     monkeypatch.setattr(same, "HONOURED", same.HONOURED | {"an_option_of_the_next_version"})
-    assert same.told_options(args)["num_generations"] == "8"
+    assert same.comparable_options(args)["num_generations"] == "8"

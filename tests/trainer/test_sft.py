@@ -101,7 +101,7 @@ def test_long_examples_are_refused_or_left_out(tmp_path, caplog):
 def test_options_without_effect_and_other_configurations_are_refused(tmp_path):
     from covey import GRPOConfig
 
-    with pytest.raises(ConfigError, match="num_generations has nothing to act on"):
+    with pytest.raises(ConfigError, match="num_generations has no effect"):
         sft_config(output_dir=str(tmp_path), num_generations=4)
     with pytest.raises(ConfigError, match=r"covey.sft_config"):
         SFTTrainer("nowhere", GRPOConfig(output_dir=str(tmp_path)))

@@ -48,7 +48,7 @@ _IDLE = frozenset(
         "num_completions_to_print", "log_unique_prompts", "remove_unused_columns", "target_kl",
     }
 )  # fmt: skip
-"""Options of those groups that have nothing to act on without sampling."""
+"""Options of those groups that have no effect without sampling."""
 _COMMON = frozenset(
     {
         "output_dir", "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",

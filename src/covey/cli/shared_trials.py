@@ -13,7 +13,7 @@ from covey.cli.attempt import Attempt
 from covey.cli.child import Ended
 from covey.cli.fields import other_flags
 from covey.cli.flags import typed
-from covey.cli.together import OF_THE_BASE, OF_THE_DATA, OF_THE_PROCESS, Outcome, Turns
+from covey.cli.together import OF_THE_BASE, OF_THE_DATA, OF_THE_PROCESS, Outcome, Steps
 from covey.errors import ConfigError, CoveyError
 from covey.runs.signals import StopRequest
 
@@ -55,14 +55,14 @@ class SharedTrials:
         `following` gives the next trial where one has ended, or None. A trial prints into its log. A signal, or
         `watch.is_hopeless()` returning True after a step, ends a trial with a checkpoint.
         """
-        from covey.training.taking_turns import Member, Rounds
+        from covey.training.interleaving import Member, Rounds
 
         open_trials: dict[Any, _Trial] = {}
         with stop.for_all(), contextlib.ExitStack() as stack, Rounds[Outcome]() as rounds:
             while True:
                 while len(rounds.running) < jobs and (attempt := following()) is not None:
                     trial = stack.enter_context(_Trial(attempt))
-                    member = Member(attempt.place.name, self._turns(attempt), trial.turning)
+                    member = Member(attempt.place.name, self._steps(attempt), trial.turning)
                     rounds.running.append(member)
                     open_trials[member] = trial
                 if not rounds.running:
@@ -74,7 +74,7 @@ class SharedTrials:
                     elif member.drawing is None and open_trials[member].attempt.watch.is_hopeless():
                         open_trials[member].stop.adopt([["SIGTERM"]])
 
-    def _turns(self, attempt: Attempt) -> Turns:
+    def _steps(self, attempt: Attempt) -> Steps:
         given = {**self._options, **typed(attempt.params, self._types)}
         return train.member({**given, "output_dir": str(attempt.place), "resume": "auto"}, self._base, self._load)
 
@@ -96,7 +96,7 @@ class _Trial:
 
     @contextlib.contextmanager
     def turning(self) -> Iterator[None]:
-        """Context of its turns."""
+        """Context of its steps."""
         with contextlib.redirect_stdout(self._file), contextlib.redirect_stderr(self._file), self.stop.for_all():
             yield
 

@@ -50,7 +50,7 @@ class Outcome:
     """True if this process is the one that reports."""
 
 
-Turns = Generator[Any, Any, Outcome]
+Steps = Generator[Any, Any, Outcome]
 Results = dict[str, dict[str, Any]]
 
 
@@ -64,7 +64,7 @@ def run(
     wanted: Mapping[str, Any],
     own: Mapping[str, Any],
     options_of: Callable[[Given], dict[str, Any]],
-    member_of: Callable[[Given, Any], Turns],
+    member_of: Callable[[Given, Any], Steps],
     flags: Mapping[str, Flag],
     types: Mapping[str, Any],
 ) -> int:
@@ -79,7 +79,7 @@ def run(
     from covey.models import SharedBase
     from covey.runs.lock import FolderLock
     from covey.runs.signals import StopRequest
-    from covey.training.taking_turns import Member, take_turns
+    from covey.training.interleaving import Member, interleave
 
     folder = Path(str(wanted["output_dir"])).expanduser()
     runs = {name: {**own, **wanted, **changes} for name, changes in _runs(given, wanted, flags, types).items()}
@@ -97,7 +97,7 @@ def run(
             series.make_way(folder / name)
         output.say(f"{len(waiting)} runs on one base, a step of each in turn: {', '.join(waiting) or 'all have ended'}")
         with StopRequest() as stop, stop.for_all():
-            take_turns([Member(name, member_of(runs[name], base)) for name in waiting], book.ended)
+            interleave([Member(name, member_of(runs[name], base)) for name in waiting], book.ended)
     finally:
         lock.release()
     if stop.requested:

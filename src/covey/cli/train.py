@@ -159,7 +159,7 @@ def run(given: Given) -> int:
     refuse_other_options(config, given, dataset)
     held_out = given.get("eval_dataset")
     eval_dataset = load_prompts(held_out, given, limit=given.get("max_eval_prompts")) if held_out else None
-    made = _turns(config, given, dataset, eval_dataset, peft_config, rerun.recorder(wanted, own))
+    made = _steps(config, given, dataset, eval_dataset, peft_config, rerun.recorder(wanted, own))
     return _finish(config, given, made)
 
 
@@ -194,7 +194,7 @@ def refuse_other_options(config: Any, given: Given, dataset: Any) -> None:
     expect_resumable(saved[-1] if saved else None, config, dataset, tells=False)
 
 
-def _turns(
+def _steps(
     config: Any, given: Given, dataset: Any, eval_dataset: Any, peft_config: Any, record: Any, model: Any = None
 ) -> Generator[Any, Any, Outcome]:
     """One run, from the trainer's making to its last evaluation; pauses after every step."""
@@ -216,7 +216,7 @@ def _turns(
     )
     trainer.is_strict = True  # a script that runs twice may set a run aside; a command says so and stops
     trainer.raises_when_stopped = False
-    trained = yield from trainer.turns(resume_from_checkpoint=given.get("resume"))
+    trained = yield from trainer.steps(resume_from_checkpoint=given.get("resume"))
     if trainer.stopped_by:
         return Outcome(trained.global_step, {}, trainer.stopped_by, trainer.exit_code)
     trainer.save_model(str(Path(config.output_dir) / FINAL))
@@ -227,11 +227,11 @@ def _turns(
     return Outcome(trained.global_step, metrics, has_trained=has_trained, tells=tells)
 
 
-def _finish(config: Any, given: Given, turns: Generator[Any, Any, Outcome]) -> int:
+def _finish(config: Any, given: Given, steps: Generator[Any, Any, Outcome]) -> int:
     """Train one run alone, and say how it ended."""
-    from covey.training.taking_turns import to_the_end
+    from covey.training.interleaving import to_the_end
 
-    ended = to_the_end(turns)
+    ended = to_the_end(steps)
     if ended.stopped_by:
         again = resume_command(sys.argv, config.output_dir)
         output.say(f"Stopped by {ended.stopped_by} after step {ended.steps}; go on with: {again}")
@@ -257,7 +257,7 @@ def member(given: Given, base: Any, load: Any) -> Generator[Any, Any, Outcome]:
     refuse_other_options(config, given, rows)
     own = {name: value for name, value in given.items() if name in _OWN}
     record = rerun.recorder(wanted, own)
-    return (yield from _turns(config, given, rows, held_out, adapter(given), record, model=base))
+    return (yield from _steps(config, given, rows, held_out, adapter(given), record, model=base))
 
 
 def _report(config: Any, given: Given, steps: int, metrics: Mapping[str, Any], *, has_trained: bool) -> None:

@@ -49,7 +49,7 @@ def is_default_accelerator(given: Any) -> bool:
 
 
 def warn_inert(given: Mapping[str, Any]) -> None:
-    """Name each option that was set and has nothing to act on, once."""
+    """Name each option that was set and has no effect, once."""
     for name, value in given.items():
         declared = DECLARED.get(name)
         if declared is not None and declared.inert and not declared.is_silent:

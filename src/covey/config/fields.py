@@ -337,7 +337,7 @@ class Options:
         "Compute the output layer in float32 whatever the rest is computed in: policy, reference and sampler (not vLLM's).",
         group="memory, precision and devices")
 
-    # TRL's, with nothing to act on here
+    # TRL's, without effect here
     pad_to_multiple_of: int | str | None = option("auto", "Pad to a multiple of so many tokens.",
         inert="padding changes no result here, and memory is bounded by tokens")
     cache_implementation: str | None = option(None, "Cache class of transformers' `generate`.",

@@ -163,7 +163,7 @@ _INERT: Mapping[str, tuple[str, ...]] = {
     "the position in the data is part of a checkpoint and is never replayed": ("ignore_data_skip",),
     "batches are shared between processes by Covey itself": ("accelerator_config",),
 }  # fmt: skip
-"""Options with nothing to act on, by the reason."""
+"""Options without effect, by the reason."""
 
 _SILENT = frozenset({"do_train", "do_eval", "do_predict", "local_rank", "include_num_input_tokens_seen"})
 """Options that transformers documents as unused or sets itself: naming them would be noise."""

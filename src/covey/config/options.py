@@ -1,4 +1,4 @@
-"""Options by what Covey does with each: it acts, has nothing to act on, or is refused. Views of the declarations, light to import."""
+"""Options by what Covey does with each: it acts, has no effect, or is refused. Views of the declarations, light to import."""
 
 from __future__ import annotations
 

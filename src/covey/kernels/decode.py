@@ -83,14 +83,14 @@ class Block(Protocol):
 class _Linear(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
-        *((name, ctypes.c_int64) for name in ("inside", "outside")),
+        *((name, ctypes.c_int64) for name in ("in_features", "out_features")),
     )
 
     @classmethod
     def each(cls, linear: InPlaceLinear | Bf16PairLinear) -> list[_Linear]:
-        """Entries, one per weight matrix."""
+        """One entry per weight matrix."""
         if isinstance(linear, Bf16PairLinear):
-            return [cls(linear.weight.data_ptr(), _address(linear.bias), linear.inside, linear.outside)]
+            return [cls(linear.weight.data_ptr(), _address(linear.bias), linear.in_features, linear.out_features)]
         return [cls(part.data_ptr(), _address(bias), part.shape[1], len(part)) for part, bias in linear.parts]
 
 
@@ -113,7 +113,7 @@ class _Decoder(ctypes.Structure):
         ("norm", ctypes.c_void_p),
         ("head", _Linear),
         ("share", ctypes.c_void_p),
-        ("turn", ctypes.c_void_p),
+        ("transpose", ctypes.c_void_p),
     )
 
 
@@ -126,17 +126,17 @@ class DecodeWeights:
         norm: Tensor,
         head: InPlaceLinear | Bf16PairLinear,
         share: int | None,
-        turn: int | None,
+        transpose: int | None,
     ) -> None:
         self.held = blocks, norm, head
         self._layers = (_Layer * len(blocks))(*map(_Layer.of, blocks))
         (last,) = _Linear.each(head)
-        self.decoder = _Decoder(ctypes.addressof(self._layers), len(blocks), norm.data_ptr(), last, share, turn)
+        self.decoder = _Decoder(ctypes.addressof(self._layers), len(blocks), norm.data_ptr(), last, share, transpose)
         layer = self._layers[0]
-        heads = layer.query.outside + layer.key.outside + layer.value.outside
-        self.vocabulary = int(last.outside)
-        self._a_row = 2 * layer.query.inside + heads + layer.out.inside + 2 * layer.gate.outside
-        self._widest = max(layer.query.inside, layer.out.inside, layer.down.inside) if turn else 0
+        heads = layer.query.out_features + layer.key.out_features + layer.value.out_features
+        self.vocabulary = int(last.out_features)
+        self._a_row = 2 * layer.query.in_features + heads + layer.out.in_features + 2 * layer.gate.out_features
+        self._widest = max(layer.query.in_features, layer.out.in_features, layer.down.in_features) if transpose else 0
 
     def scratch(self, rows: int) -> int:
         """Elements of scratch space for `rows` rows."""
@@ -147,13 +147,13 @@ class DecodeWeights:
         """Addresses of these layers; None if another library multiplies, or layers differ in size."""
         used = [*(linear for block in blocks for linear in block.products), head]
         if all(isinstance(linear, Bf16PairLinear) for linear in used):
-            share, turn = head.kernels.function_pointer, None
+            share, transpose = head.kernels.function_pointer, None
         elif all(isinstance(linear, InPlaceLinear) and linear.is_plain for linear in used) and (found := fp32_matmul()):
-            share, turn = found.function_pointer, found.transpose_pointer
+            share, transpose = found.function_pointer, found.transpose_pointer
         else:
             return None
-        sizes = {tuple((linear.inside, linear.outside) for linear in block.products) for block in blocks}
-        return DecodeWeights(blocks, norm, head, share, turn) if len(sizes) == 1 else None
+        sizes = {tuple((linear.in_features, linear.out_features) for linear in block.products) for block in blocks}
+        return DecodeWeights(blocks, norm, head, share, transpose) if len(sizes) == 1 else None
 
 
 class DecodeKernels:

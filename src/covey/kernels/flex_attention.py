@@ -49,7 +49,7 @@ def padded(tokens: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class _Seen:
+class _KeyRanges:
     """Key ranges of each of S tokens: from `own` to itself, and of its prompt from `first` to before `last`."""
 
     own: Tensor
@@ -57,7 +57,7 @@ class _Seen:
     last: Tensor
 
     @staticmethod
-    def of(layouts: Sequence[Layout], window: Window | None = None) -> _Seen:
+    def of(layouts: Sequence[Layout], window: Window | None = None) -> _KeyRanges:
         """Key ranges of adjacent parts, on the CPU. `window` moves the first keys towards the token."""
         own, first, last, counts = [], [], [], []
         for layout in layouts:
@@ -70,19 +70,19 @@ class _Seen:
                 counts.append(count)
                 begin += count
         wide = lambda values: torch.repeat_interleave(torch.tensor(values), torch.tensor(counts))
-        seen = _Seen(wide(own), wide(first), wide(last))
+        seen = _KeyRanges(wide(own), wide(first), wide(last))
         return seen if window is None else seen._within(window)
 
-    def _within(self, window: Window) -> _Seen:
+    def _within(self, window: Window) -> _KeyRanges:
         place = torch.arange(len(self.own))
         length = self.last - self.first  # length of the prompt before a token; 0 for the prompt's own tokens
         earliest = window.first(length + place - self.own)  # a position, counted from the prompt's first token
         own = torch.maximum(self.own, self.own + earliest - length)
-        return _Seen(own, torch.minimum(self.first + earliest.clamp(min=0), self.last), self.last)
+        return _KeyRanges(own, torch.minimum(self.first + earliest.clamp(min=0), self.last), self.last)
 
-    def to(self, device: torch.device) -> _Seen:
+    def to(self, device: torch.device) -> _KeyRanges:
         move = lambda x: x.to(device, torch.int32)
-        return _Seen(move(self.own), move(self.first), move(self.last))
+        return _KeyRanges(move(self.own), move(self.first), move(self.last))
 
     def allows(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """FlexAttention's mask: (batch, head, query, key) -> bool."""
@@ -97,7 +97,7 @@ class _Seen:
 
 def mask_of(layouts: Sequence[Layout], device: torch.device, window: Window | None = None) -> BlockMask:
     """Block mask of a packed row whose length is a multiple of `BLOCK`, from its parts: no [S, S] tensor is built."""
-    seen = _Seen.of(layouts, window)
+    seen = _KeyRanges.of(layouts, window)
     size = seen.own.shape[0]
     assert size % BLOCK == 0
     place = torch.arange(size)
@@ -191,7 +191,7 @@ def _gap(heads: AttentionHeads, layout: Layout) -> float:
     leaves = [make(heads.query, heads.width), make(heads.key, heads.width), make(heads.key, heads.value_width)]
     sign = make(heads.query, heads.value_width).transpose(1, 2)
     place = torch.arange(size, device=heads.device)
-    seen = _Seen.of(layouts).to(heads.device).allows()(place, place, place[:, None], place[None])
+    seen = _KeyRanges.of(layouts).to(heads.device).allows()(place, place, place[:, None], place[None])
 
     def by_flex(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return attend(query, key, value, mask_of(layouts, heads.device), None)

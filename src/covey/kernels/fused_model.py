@@ -237,12 +237,12 @@ def _is_gated(mlp: Any) -> bool:
 def _is_rotation(function: Forward) -> bool:
     """True if it rotates the halves of queries and keys."""
     query, key, cosines, sines = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), *torch.randn(2, 1, 3, 8)
-    turned = lambda x: torch.cat([-x[..., 4:], x[..., :4]], -1)
+    rotate_half = lambda x: torch.cat([-x[..., 4:], x[..., :4]], -1)
     try:
         found = function(query, key, cosines, sines)
     except (RuntimeError, TypeError, ValueError):
         return False
-    return all(_agree(one, x * cosines + turned(x) * sines) for one, x in zip(found, (query, key), strict=True))
+    return all(_agree(one, x * cosines + rotate_half(x) * sines) for one, x in zip(found, (query, key), strict=True))
 
 
 def _agree(one: Tensor, two: Tensor) -> bool:

@@ -125,7 +125,7 @@ def _gap(kernels: LayerKernels, stream: torch.dtype, products: torch.dtype) -> f
     scales = (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     slope = gradient * weight
     opened = gate.sigmoid()
-    turned = lambda y: torch.cat([-y[:, 16:], y[:, :16]], -1)
+    rotate_half = lambda y: torch.cat([-y[:, 16:], y[:, :16]], -1)
     expected = [
         x * scales * weight,
         (slope - x * scales * (slope * x * scales).mean(-1, keepdim=True)) * scales,
@@ -133,8 +133,8 @@ def _gap(kernels: LayerKernels, stream: torch.dtype, products: torch.dtype) -> f
         gate * opened * up,
         gradient * up * opened * (1 + gate * (1 - opened)),
         gradient * gate * opened,
-        gate * cosines + turned(gate) * sines,
-        gradient * cosines - turned(gradient * sines),
+        gate * cosines + rotate_half(gate) * sines,
+        gradient * cosines - rotate_half(gradient * sines),
     ]
     half = lambda y: y.to(products)
     out, taken = kernels.norm(x.to(stream), weight, 1e-6, products)

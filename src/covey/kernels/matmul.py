@@ -4,7 +4,7 @@ In float32 that is oneDNN on AMD processors with AVX-512: torch's builds for x86
 reaches half of peak there (one Zen 5 core, 3072 x 448 x 128: 95 GFLOP/s with MKL, 229 with oneDNN). oneDNN comes
 with torch and reads the weights in place. It sums in another order, so results agree to float32's rounding.
 
-In bfloat16, on processors with AVX-512 BF16 but without AMX, it is `cpp/linear.cpp`: an eighth faster than oneDNN, no code kept
+In bfloat16, on processors with AVX-512 BF16 but without AMX, it is `cpp/matmul_bf16.cpp`: an eighth faster than oneDNN, no code kept
 for each shape, and the weight gradient in float32.
 """
 
@@ -34,7 +34,7 @@ PLAIN = (Tensor, nn.Parameter)
 WEIGHT_ROWS = 2**14
 """Rows of the head's weight gradient added at a time, because oneDNN cannot accumulate in place."""
 MIN_GRADIENT_TOKENS = 256
-"""Tokens from which oneDNN's faster matmul outweighs that addition: with 55 tokens and 152,000 words it takes twice as long."""
+"""Tokens from which oneDNN's faster matmul outweighs that addition: with 55 tokens and a vocabulary of 152,000 it takes twice as long."""
 
 
 @functools.cache
@@ -115,9 +115,9 @@ def _bf16_for(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Bf16Matmul | Non
     return bf16_matmul() if is_fit else None
 
 
-def fits_bf16(inside: int, outside: int) -> bool:
+def fits_bf16(in_features: int, out_features: int) -> bool:
     """True if the bfloat16 kernels take a layer with this many inputs and outputs."""
-    return not outside % PANEL and not inside % BLOCK
+    return not out_features % PANEL and not in_features % BLOCK
 
 
 def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

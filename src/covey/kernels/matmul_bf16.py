@@ -1,4 +1,4 @@
-"""bfloat16 matmul with AVX-512 BF16 (`cpp/linear.cpp`): forward, input gradient and weight gradient."""
+"""bfloat16 matmul with AVX-512 BF16 (`cpp/matmul_bf16.cpp`): forward, input gradient and weight gradient."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from covey.kernels.compile import largest_gap, load_verified, processor_has
 
-SOURCE = Path(__file__).parent / "cpp" / "linear.cpp"
+SOURCE = Path(__file__).parent / "cpp" / "matmul_bf16.cpp"
 PANEL = 16
 """Outputs per register panel."""
 BLOCK = 32
@@ -31,11 +31,11 @@ class Epilogue(IntEnum):
 
 
 class Bf16Matmul:
-    """Functions of `cpp/linear.cpp`. All tensors are contiguous; a weight in VNNI pairs is [N / 16, K / 2, 16, 2] bfloat16."""
+    """Functions of `cpp/matmul_bf16.cpp`. All tensors are contiguous; a weight in VNNI pairs is [N / 16, K / 2, 16, 2] bfloat16."""
 
     def __init__(self, found: ctypes.CDLL) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
-        self._multiply, self._transpose = found.covey_linear, found.covey_turned
+        self._multiply, self._transpose = found.covey_matmul_bf16, found.covey_transpose_bf16
         self._pair_rows, self._pair_columns = found.covey_pair_rows, found.covey_pair_columns
         self._multiply.argtypes = [pointer, *[size] * 3, *[pointer] * 4, size, size]
         self._transpose.argtypes = [pointer, *[size] * 3, pointer, size]
@@ -43,7 +43,7 @@ class Bf16Matmul:
         self._pair_columns.argtypes = [pointer, *[size] * 3, pointer, size]
         for function in (self._multiply, self._transpose, self._pair_rows, self._pair_columns):
             function.restype = None
-        self.function_pointer = ctypes.cast(found.covey_linear_share, pointer).value
+        self.function_pointer = ctypes.cast(found.covey_matmul_bf16_share, pointer).value
         """Address of the function that one thread of a parallel region calls, for the decode kernels."""
 
     def multiply(
@@ -59,9 +59,9 @@ class Bf16Matmul:
 
         `epilogue`: SiLU, or product with `factor` [.., N], in bfloat16; FP32_OUT writes float32, FP32_ACCUMULATE adds to `out`.
         """
-        inside, outside = 2 * weight.shape[1], PANEL * weight.shape[0]
+        in_features, out_features = 2 * weight.shape[1], PANEL * weight.shape[0]
         self._multiply(
-            x.data_ptr(), x.numel() // inside, inside, outside, weight.data_ptr(),
+            x.data_ptr(), x.numel() // in_features, in_features, out_features, weight.data_ptr(),
             None if bias is None else bias.data_ptr(), None if factor is None else factor.data_ptr(),
             out.data_ptr(), epilogue, torch.get_num_threads(),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""float32 matmul with AVX2 that reads the weights in place (`cpp/live.cpp`), for sampling."""
+"""float32 matmul with AVX2 that reads the weights in place (`cpp/matmul_fp32.cpp`), for sampling."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch.nn import functional as F
 from covey.kernels.compile import largest_gap, load_verified
 from covey.kernels.matmul_bf16 import Epilogue
 
-SOURCE = Path(__file__).parent / "cpp" / "live.cpp"
+SOURCE = Path(__file__).parent / "cpp" / "matmul_fp32.cpp"
 PANEL = 16
 """Rows per transposed panel."""
 
 
 class Fp32Matmul:
-    """Functions of `cpp/live.cpp`. All tensors are float32 and contiguous."""
+    """Functions of `cpp/matmul_fp32.cpp`. All tensors are float32 and contiguous."""
 
     def __init__(self, found: ctypes.CDLL) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
-        self._multiply = found.covey_live
+        self._multiply = found.covey_matmul_fp32
         self._multiply.argtypes, self._multiply.restype = [pointer, *[size] * 3, *[pointer] * 5, size, size], None
-        self.function_pointer = ctypes.cast(found.covey_live_share, pointer).value
-        self.transpose_pointer = ctypes.cast(found.covey_live_turn, pointer).value
+        self.function_pointer = ctypes.cast(found.covey_matmul_fp32_share, pointer).value
+        self.transpose_pointer = ctypes.cast(found.covey_transpose_fp32, pointer).value
         """Addresses of the functions that one thread of a parallel region calls, for the decode kernels."""
 
     def multiply(
@@ -38,19 +38,19 @@ class Fp32Matmul:
         epilogue: Epilogue = Epilogue.NONE,
     ) -> Tensor:
         """`x @ weight.T + bias` [M, N] from `x` [M, K], `weight` [N, K]; `epilogue`: SiLU, or product with `factor` [M, N]."""
-        (rows, inside), outside = x.shape, len(weight)
-        out, room = x.new_empty(rows, outside), x.new_empty(transposed_size(rows, inside))
+        (rows, in_features), out_features = x.shape, len(weight)
+        out, scratch = x.new_empty(rows, out_features), x.new_empty(transposed_size(rows, in_features))
         self._multiply(
-            x.data_ptr(), rows, inside, outside, weight.data_ptr(),
+            x.data_ptr(), rows, in_features, out_features, weight.data_ptr(),
             None if bias is None else bias.data_ptr(), None if factor is None else factor.data_ptr(),
-            out.data_ptr(), room.data_ptr(), epilogue, torch.get_num_threads(),
+            out.data_ptr(), scratch.data_ptr(), epilogue, torch.get_num_threads(),
         )  # fmt: skip
         return out
 
 
-def transposed_size(rows: int, inside: int) -> int:
+def transposed_size(rows: int, in_features: int) -> int:
     """Floats of scratch space for the transposed input of `rows` rows."""
-    return -(-rows // PANEL) * PANEL * inside
+    return -(-rows // PANEL) * PANEL * in_features
 
 
 def is_for_this_processor() -> bool:
@@ -63,7 +63,7 @@ def fp32_matmul() -> Fp32Matmul | None:
     """The kernels; None on other processors, without a compiler, or if they disagree with PyTorch.
 
     Two threads of a Zen 3: mostly two to three times as fast as MKL with 4 to 16 rows, 0.9 to 1.5 times with 256
-    (`benchmarks/live_products.py`).
+    (`benchmarks/matmul_fp32.py`).
     """
     if not is_for_this_processor():
         return None

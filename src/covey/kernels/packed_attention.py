@@ -38,7 +38,7 @@ class _Packed(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in ("segments", "heads", "repeats", "width", "tokens", "most", "threads")
         ),
-        *((name, ctypes.c_void_p) for name in ("starts", "lengths", "firsts", "counts", "rooms")),
+        *((name, ctypes.c_void_p) for name in ("starts", "lengths", "firsts", "counts", "scratch")),
         ("scale", ctypes.c_double),
     )  # fmt: skip
     held: tuple[Any, ...]
@@ -51,8 +51,8 @@ class PackedAttention:
     """Attention kernels for packed rows in one dtype; one call computes a whole row."""
 
     def __init__(self, found: ctypes.CDLL) -> None:
-        self._room = found.covey_shared_room
-        self._room.argtypes, self._room.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
+        self._scratch_size = found.covey_shared_scratch
+        self._scratch_size.argtypes, self._scratch_size.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
         self._forward, self._backward = found.covey_shared_forward, found.covey_shared_backward
         self._forward.argtypes, self._backward.argtypes = [ctypes.c_void_p] * 6, [ctypes.c_void_p] * 10
         self._forward.restype = self._backward.restype = None
@@ -65,7 +65,7 @@ class PackedAttention:
         normalizer = torch.empty(query.shape[:2], dtype=torch.float32)
         query, key, value = map(_in_rows, (query, key, value))
         self._forward(
-            ctypes.byref(self._with_room(_packed(layouts, query, key, scale), False)),
+            ctypes.byref(self._with_scratch(_packed(layouts, query, key, scale), False)),
             *map(_Heads.of, (query, key, value, out)),
             normalizer.data_ptr(),
         )
@@ -79,17 +79,19 @@ class PackedAttention:
         gradient, query, key, value, out = map(_in_rows, (gradient, *given))
         gradients = empty_like(query), empty_like(key), empty_like(value)
         self._backward(
-            ctypes.byref(self._with_room(_packed(layouts, query, key, scale), True)),
+            ctypes.byref(self._with_scratch(_packed(layouts, query, key, scale), True)),
             *map(_Heads.of, (gradient, query, key, value, out)),
             normalizer.data_ptr(),
             *map(_Heads.of, gradients),
         )
         return gradients
 
-    def _with_room(self, packed: _Packed, is_backward: bool) -> _Packed:
+    def _with_scratch(self, packed: _Packed, is_backward: bool) -> _Packed:
         """Add scratch space from torch's allocator, so that running out of memory raises as usual."""
-        packed.space = torch.zeros(packed.threads, self._room(ctypes.byref(packed), is_backward), dtype=torch.float32)
-        packed.rooms = packed.space.data_ptr()
+        packed.space = torch.zeros(
+            packed.threads, self._scratch_size(ctypes.byref(packed), is_backward), dtype=torch.float32
+        )
+        packed.scratch = packed.space.data_ptr()
         return packed
 
 

@@ -60,7 +60,7 @@ class SamplerLinear(ABC):
     def __call__(self, x: Tensor) -> Tensor: ...
 
     @abstractmethod
-    def apart(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+    def split(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
         """The output split into those of the concatenated layers, by their widths."""
 
     @abstractmethod
@@ -101,12 +101,12 @@ class InPlaceLinear(SamplerLinear):
         return InPlaceLinear(tuple(effective(linear) for linear in linears))
 
     @property
-    def inside(self) -> int:
+    def in_features(self) -> int:
         """Inputs, K."""
         return self.parts[0][0].shape[1]
 
     @property
-    def outside(self) -> int:
+    def out_features(self) -> int:
         """Outputs of all parts."""
         return sum(len(weight) for weight, _ in self.parts)
 
@@ -120,7 +120,7 @@ class InPlaceLinear(SamplerLinear):
         out = [plain_linear(x, weight, bias) for weight, bias in self.parts]
         return out[0] if len(out) == 1 else torch.cat(out, -1)
 
-    def apart(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+    def split(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
         if len(self.parts) == 1:
             return self(x).split(widths, -1)
         return [plain_linear(x, weight, bias) for weight, bias in self.parts]
@@ -159,7 +159,7 @@ class OneDnnLinear(SamplerLinear):
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return out
 
-    def apart(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+    def split(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
         return self(x).split(widths, -1)
 
     def silu(self, x: Tensor) -> Tensor:
@@ -206,19 +206,19 @@ class Bf16PairLinear(SamplerLinear):
         return Bf16PairLinear(found.pair_columns(weight, before[0]), bias, found)
 
     @property
-    def inside(self) -> int:
+    def in_features(self) -> int:
         """Inputs, K."""
         return 2 * self.weight.shape[1]
 
     @property
-    def outside(self) -> int:
+    def out_features(self) -> int:
         """Outputs, N."""
         return PANEL * self.weight.shape[0]
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._product(x)
 
-    def apart(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+    def split(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
         return self(x).split(widths, -1)
 
     def silu(self, x: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ class Bf16PairLinear(SamplerLinear):
         return super().gated(up, x) if kernels is None else kernels.gate(self(x), up(x))
 
     def _product(self, x: Tensor, epilogue: Epilogue = Epilogue.NONE) -> Tensor:
-        out = x.new_empty(*x.shape[:-1], self.outside)
+        out = x.new_empty(*x.shape[:-1], self.out_features)
         return self.kernels.multiply(out, x.contiguous(), self.weight, self.bias, epilogue=epilogue)
 
 

@@ -72,7 +72,7 @@ class SharedAttention(torch.autograd.Function):
 
 
 SHORT = 512
-"""Number of tokens below which bfloat16 is slower than float32: with 85 tokens its backward takes 2.8 times as long."""
+"""Sequence length below which bfloat16 is slower than float32: with 85 tokens its backward takes 2.8 times as long."""
 
 FEW = 96
 """Number of prompt keys below which bfloat16 is slower for completion tokens: with 45 keys six times."""

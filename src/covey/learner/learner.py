@@ -20,12 +20,12 @@ from covey.learner.packing import Row, filler, regrouped, rows_of, unscored_row
 from covey.learner.policy import Measured, Policy
 from covey.learner.reference import Reference
 from covey.learner.served_teacher import AnyTeacher
-from covey.learner.silent import teaches
 from covey.learner.soundness import expect_rates, expect_sound_training
 from covey.learner.supervised import Supervised
 from covey.learner.token_batches import advantages, as_drawn, moved, onto, spread, totals_of, weights
 from covey.learner.token_metrics import FIRST_UPDATE, TokenEntropies, Unread, metrics_of
 from covey.learner.update_guard import UpdateGuard
+from covey.learner.zero_gradient import can_have_gradient
 from covey.process.gradient_buckets import GradientBuckets
 from covey.process.interruption import Interruption
 from covey.process.sharding import is_sharded, total_norm
@@ -110,7 +110,7 @@ class Learner:
         mine = self.world.share(list(range(len(rows))))
         self.policy.model.eval()
         self.micro_batcher.left_out.begin(0)  # no completion may be skipped: advantages need all of them
-        with self._leavable():
+        with self._abortable():
             notes = self.micro_batcher.attempt(lambda: self._notes([rows[i] for i in mine], needs))
         done = self.world.interleave(notes)
         assert len(done) == len(flat)
@@ -150,16 +150,16 @@ class Learner:
         totals = totals_of(rows, self.max_completion_length)
         self.micro_batcher.left_out.begin(len(rows))
         self.policy.model.train(not self.disable_dropout or self.policy.is_checkpointing)
-        is_loud = [self.policy.auxiliary_coefficient != 0 or teaches(row, algorithm) for row in mine]
-        known = [not loud and self._is_known(row, algorithm) for row, loud in zip(mine, is_loud, strict=True)]
+        trains = [self.policy.auxiliary_coefficient != 0 or can_have_gradient(row, algorithm) for row in mine]
+        known = [not train and self._is_known(row, algorithm) for row, train in zip(mine, trains, strict=True)]
         pick = lambda flags: [row for row, flag in zip(mine, flags, strict=True) if flag]
-        silent, loud = pick([not loud and not k for loud, k in zip(is_loud, known, strict=True)]), pick(is_loud)
-        algorithm = self._prepared(algorithm, (silent, loud), totals)
+        evaluated, trained = pick([not (train or k) for train, k in zip(trains, known, strict=True)]), pick(trains)
+        algorithm = self._prepared(algorithm, (evaluated, trained), totals)
         parts = [{**algorithm.metrics(as_drawn(rows), totals), "loss": Sum(0.0)} for rows in [pick(known)] if rows]
-        with self._leavable():
+        with self._abortable():
             with torch.no_grad():  # for their metrics; their gradient is zero
-                parts += self.micro_batcher.attempt(lambda: self._evaluate_all(silent, algorithm, totals))
-            parts += self._gradients(loud, algorithm, totals, step)
+                parts += self.micro_batcher.attempt(lambda: self._evaluate_all(evaluated, algorithm, totals))
+            parts += self._gradients(trained, algorithm, totals, step)
         metrics = self.world.merge(merge_metrics([*parts, self.micro_batcher.left_out.end()]))
         if rows and all(row.completion.version == step - 1 for row in rows):
             self.before_first_update(metrics, step - 1)
@@ -169,7 +169,7 @@ class Learner:
         events = (*self.micro_batcher.take_events(), *report.events)
         return replace(report, events=events, tokens=self.token_entropies.gathered(self.world, groups))
 
-    def _leavable(self) -> AbstractContextManager[None]:
+    def _abortable(self) -> AbstractContextManager[None]:
         """Context of micro-batches that a stop signal may abort; with a sharded model, on all processes together."""
         return self.interruption.together(in_step=self.policy.shards is not None)
 
@@ -241,7 +241,7 @@ class Learner:
             if gradients.finish():
                 return parts
             self.forget()
-        raise AssertionError("sums that begin after the last micro-batch cannot be spoiled")
+        raise AssertionError("an all-reduce that starts after the last micro-batch cannot fail")
 
     def _accumulate_all(
         self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals, overlapping: GradientBuckets | None

@@ -152,7 +152,7 @@ def _fused(
 
 @dataclass(frozen=True, eq=False)
 class Other:
-    """Another model at the same positions, for a distance between distributions."""
+    """Hidden states of another model at the same positions, for a distance between the two distributions."""
 
     hidden: Tensor
     """[M, D], without gradient."""
@@ -165,7 +165,7 @@ class Other:
 
 @dataclass(frozen=True, eq=False)
 class Likeliest:
-    """The likeliest tokens of another model at the same positions, for a distance."""
+    """Top-k tokens of another model at the same positions, for a distance between the two distributions."""
 
     ids: Tensor
     """[M, k]"""

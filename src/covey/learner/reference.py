@@ -21,7 +21,7 @@ class Reference(Protocol):
     """Reference model: frozen unless an update rule mixes the policy in."""
 
     moves: int
-    """Number of intended changes of its weights, by its update rule or from a checkpoint."""
+    """Number of intended weight changes: by the update rule, or from a checkpoint."""
 
     def weights(self) -> dict[str, Tensor]:
         """Weights that it does not share with the policy."""

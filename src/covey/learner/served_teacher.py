@@ -1,4 +1,4 @@
-"""The teacher of a distillation behind an OpenAI-compatible address, which tells its likeliest tokens."""
+"""Teacher of a distillation behind an OpenAI-compatible endpoint, which returns its top-k tokens with log-probabilities."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from covey.types import Prompt
 NAMED = "token_id:"
 """Prefix of a token that a server names by its id."""
 Ranked = tuple[list[int], list[float]]
-"""The likeliest tokens at a place, and their log-probabilities."""
+"""Top-k tokens at one position, and their log-probabilities."""
 
 
 @dataclass(frozen=True, eq=False)
 class ServedTeacher:
-    """A teacher that a server runs: `echo` of /v1/completions scores the policy's tokens. It is asked once a completion and update."""
+    """Teacher model on a server. `echo` of /v1/completions scores the policy's tokens: one request per completion and update."""
 
     endpoint: Endpoint
     top_k: int
@@ -38,10 +38,10 @@ class ServedTeacher:
     hinted: Callable[[Prompt, str], tuple[int, ...]] = lambda prompt, hint: prompt.token_ids
     """Token ids of the prompt with the hint inserted."""
     check_stop: Callable[[], None] = lambda: None
-    """Called while requests are pending; an exception ends the waiting."""
+    """Callback while requests are pending; its exception ends the wait."""
 
     def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Likeliest:
-        """The teacher's likeliest tokens at the policy's positions: `rows`, in the order of `packed`. Raises ServerError."""
+        """The teacher's top-k tokens at the policy's positions: `rows`, in the order of `packed`. Raises ServerError."""
         answers = self.asked([partial(self.likeliest, *self._ids(row)) for row in rows])
         ids = torch.zeros(*packed.shape, self.top_k, dtype=torch.long)
         logp = torch.full((*packed.shape, self.top_k), -torch.inf)
@@ -53,7 +53,7 @@ class ServedTeacher:
         return Likeliest(flat(ids), flat(logp), self.distance)
 
     def asked(self, work: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Results of requests that are sent together. Raises ConfigError where the server refuses them, ServerError where it does not answer."""
+        """Results of concurrent requests. Raises ConfigError where the server refuses them, ServerError where it does not answer."""
         try:
             return all_of(work, self.check_stop)
         except RewardError as error:
@@ -62,7 +62,7 @@ class ServedTeacher:
             raise ServerError(f"{error}. Start the teacher's server again, and resume the run.") from error
 
     def likeliest(self, prompt: Sequence[int], completion: Sequence[int]) -> list[Ranked]:
-        """The `top_k` likeliest tokens at each place of a completion, the likeliest first."""
+        """The `top_k` likeliest tokens at each position of a completion, in descending order."""
         ids = [*prompt, *completion]
         read = partial(_tops, ids=ids, count=len(completion), top_k=self.top_k)
         return self._echoed(ids, read, logprobs=self.top_k, return_tokens_as_token_ids=True)

@@ -1,7 +1,7 @@
-"""bitsandbytes' optimizers on a sharded model, and optimizer state that goes on over another number of processes.
+"""bitsandbytes optimizers on a sharded model, and resharding of optimizer state for another number of processes.
 
-An 8-bit state is codes [as the parameter] and a scale for each block of 256 of them. Each process updates its own shard, so blocks
-begin with the shard. In a checkpoint codes are sharded like the parameter, and scales are a matrix of one row a process.
+An 8-bit state consists of codes in the parameter's shape and one scale per block of 256 codes. Each process updates its own shard,
+so blocks begin with the shard. In a checkpoint, codes are sharded like the parameter, and scales are a matrix with one row per process.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ def on_shards(kind: Any) -> Any:
     class OnShards(kind):
         def get_config(self, gindex: int, pindex: int, group: Mapping[str, Any]) -> dict[str, Any]:
             config = super().get_config(gindex, pindex, group)
-            is_small = group["params"][pindex].numel() < config["min_8bit_size"]  # of the whole: the same everywhere
+            size = group["params"][pindex].numel()  # of the full parameter, equal on all processes
+            is_small = size < config["min_8bit_size"]
             return {**config, "min_8bit_size": math.inf if is_small else 0}
 
         def init_state(self, group: Any, p: Tensor, gindex: int, pindex: int) -> None:
             self._on_shard(super().init_state, group, p, gindex, pindex)
 
         def update_step(self, group: Any, p: Tensor, gindex: int, pindex: int) -> None:
-            if not local(p).numel():  # fewer rows than processes
+            if not local(p).numel():  # an empty shard: fewer rows than processes
                 self.state[p]["step"] += 1
                 return
             self._on_shard(super().update_step, group, p, gindex, pindex)
@@ -74,7 +75,7 @@ def saved_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def load_saved_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load a `saved_state`, whole or of any number of processes, sharded as the parameters are now. Collective.
 
-    An 8-bit block that lay in one block of the saved state is kept to the bit. Others are quantized anew.
+    An 8-bit block that lies within one saved block keeps its bits; others are quantized again.
     """
     as_now = _as_now if is_bitsandbytes(type(optimizer)) else _sharded
     optimizer.load_state_dict({**state, "state": _each(optimizer, state, as_now)})

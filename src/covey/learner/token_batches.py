@@ -33,7 +33,7 @@ def totals_of(rows: Sequence[Row], max_length: int) -> Totals:
 def as_drawn(rows: Sequence[Row]) -> TokenBatch:
     """Token batch of completions without gradient from the sampler's log-probabilities; on-policy, with `-log p` as entropy.
 
-    That estimate is unbiased, for a token drawn from p has E[-log p] = H(p).
+    The estimate is unbiased: E[-log p] = H(p) for a token drawn from p.
     """
     shape = torch.Size([len(rows), max(row.completion.num_tokens for row in rows)])
     logp = spread([row.completion.logprobs for row in rows], shape, CPU, 0.0)

@@ -38,9 +38,7 @@ def build_monitor(
     )
     return Monitor(
         reward_names=tuple(reward_names),
-        watch=Watch(
-            [*standard(audits, paid_weights(args, reward_names)), *own], more=frozenset(audits), reads_all=bool(own)
-        ),
+        watch=Watch([*standard(audits, paid_weights(args, reward_names)), *own]),
         meter=meter,
         anchor=Anchor(learner.annotate),
         slices=Slices(args.metrics_by or ()),

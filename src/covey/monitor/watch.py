@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from covey.monitor.detectors import READS, Detector
+from covey.monitor.detectors import Detector
 from covey.monitor.history import History
 from covey.types import Alert, StepReport
 
@@ -22,10 +22,6 @@ class Watch:
     more severe, or if it comes back after twenty steps without it."""
 
     detectors: Sequence[Detector] = ()
-    more: frozenset[str] = frozenset()
-    """Metrics to remember beside those that the detectors of the package read: the audit metrics."""
-    reads_all: bool = False
-    """Remember every metric: a detector of the user's own may look at any."""
     history: History = field(default_factory=History)
     told: dict[str, list[int]] = field(default_factory=dict)
     """Last alert by rule: its step and its severity."""
@@ -33,7 +29,7 @@ class Watch:
 
     def __call__(self, report: StepReport) -> list[Alert]:
         """Alerts of this step that have not been sent yet."""
-        values = {name: metric.value for name, metric in report.metrics.items() if self._is_read(name)}
+        values = {name: metric.value for name, metric in report.metrics.items()}
         values |= {f"seconds/{phase}": seconds for phase, seconds in report.seconds.items()}
         values |= self.speed(report)
         values["steps/non_finite"] = float(any(event.kind == "non_finite_step" for event in report.events))
@@ -43,8 +39,7 @@ class Watch:
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Store the metrics of an evaluation for the next step's detectors."""
-        read = {name: value for name, value in metrics.items() if self._is_read(name)}
-        self.history.add(self.history.step, read)
+        self.history.add(self.history.step, metrics)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but times, which say nothing of the machine that a run is resumed on."""
@@ -54,17 +49,6 @@ class Watch:
         self.history.load_state_dict(state["history"])
         self.told = {rule: list(seen) for rule, seen in state["told"].items()}
         self.speed = Speed()
-
-    def _is_read(self, name: str) -> bool:
-        return (
-            self.reads_all
-            or name in READS
-            or name.startswith("ensemble/")
-            or name in self.more
-            or name.startswith("languages/")
-            or "_forgetting" in name
-            or (name.startswith("rewards/") and name.endswith(("/errors", "/mean")))
-        )
 
     def _is_new(self, alert: Alert) -> bool:
         before = self.told.get(alert.rule)

@@ -39,7 +39,7 @@ class Interruption:
             raise StopNow
 
     def while_waiting(self) -> None:
-        """As a call; raises inside `evaluating()` too. For a wait that ends on all processes together, such as that for a lost server."""
+        """Like a call, but raises inside `evaluating()` too; for waits that end on all processes together, such as for a lost server."""
         if self._is_in_evaluation and self.is_asked():
             raise StopNow
         self()

@@ -1,4 +1,4 @@
-"""transformers' options and callbacks without PEFT: its import brings bitsandbytes and half of torch's compiler, for one `isinstance`."""
+"""transformers' options and callbacks, imported without PEFT, which would bring in bitsandbytes and half of torch's compiler."""
 
 from __future__ import annotations
 

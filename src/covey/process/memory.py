@@ -28,7 +28,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Keeper(Protocol):
-    """An object that keeps memory which it can do without."""
+    """Owner of cached memory that can be released."""
 
     def release_memory(self) -> None: ...
 
@@ -42,7 +42,7 @@ def release_under_pressure(keeper: Keeper) -> None:
 
 
 def release() -> None:
-    """Free the memory of a failed attempt, and what keepers can do without."""
+    """Free the memory of a failed attempt and the caches of all keepers."""
     for keeper in list(_KEEPERS):
         keeper.release_memory()
     gc.collect()

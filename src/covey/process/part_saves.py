@@ -47,7 +47,7 @@ class PartSave:
         (folder / FOLDER).mkdir()
         self._announce(str(folder / FOLDER))
         refused = self._written(folder / FOLDER)
-        for rank in range(1, self.world.size):  # all of them: nobody may still be writing when the folder is removed
+        for rank in range(1, self.world.size):  # all of them: none may be writing when the folder is removed
             try:
                 said = self.world.await_post(f"{self.key}/{rank}", rank)
             except RankError as error:
@@ -96,7 +96,7 @@ def _serialized(tensors: Mapping[str, Tensor]) -> dict[str, io.BytesIO]:
     """The files of this process in PyTorch's format, by name. Collective."""
     memory = _Memory()
     writer = FileSystemWriter("", sync_files=False)
-    writer.fs = cast(Any, memory)  # it asks no more of it than a FileSystemBase has
+    writer.fs = cast(Any, memory)  # it uses only the interface of FileSystemBase
     dcp.save(dict(tensors), storage_writer=writer)
     return memory.files
 

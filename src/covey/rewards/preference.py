@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from covey.data.checks import row_of
-from covey.data.loading import parted
-from covey.data.sources import opened, shown
 from covey.errors import ConfigError, DataError
 from covey.models import load_tokenizer, quiet_bars, resolve_source, told_as_model_error
 from covey.rewards.builtin.reward_model import ModelReward
@@ -93,17 +91,12 @@ class Judged:
         return -F.logsigmoid(torch.tensor(self.margins)).mean().item()
 
 
-def load_pairs(source: str) -> list[Pair]:
-    """The pairs of a file, a folder or a hub id with TRL's columns `prompt`, `chosen`, `rejected`.
+def pairs_of(dataset: Any, name: str) -> list[Pair]:
+    """The pairs of an opened data set with TRL's columns `prompt`, `chosen`, `rejected`.
 
     Without `prompt`, `chosen` and `rejected` are whole conversations, which part at their last message. Raises DataError for a
     missing column, a row without two different completions, or mixed forms.
     """
-    return pairs_of(opened(*parted(source, None), False, None), shown(source))
-
-
-def pairs_of(dataset: Any, name: str) -> list[Pair]:
-    """The pairs of an opened data set; see `load_pairs`."""
     have = list(dataset.column_names or [])
     if not {"chosen", "rejected"} <= set(have):
         raise DataError(f"{name} has no pairs: it needs the columns chosen and rejected; it has {', '.join(have)}.")

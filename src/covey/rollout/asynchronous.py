@@ -1,7 +1,7 @@
-"""Rollouts that run ahead: a sampler whose groups are written in other processes while the learner learns.
+"""Asynchronous rollouts: a sampler whose completions are generated in other processes while the learner updates.
 
-The caller of `order` decides which rollouts run ahead (`covey.training.ahead`). Every ordered rollout is delivered, so no completion
-is thrown away.
+The caller of `order` decides which rollouts are generated ahead (`covey.training.ahead`). Every ordered rollout is delivered, so no
+completion is discarded.
 """
 
 from __future__ import annotations

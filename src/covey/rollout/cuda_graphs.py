@@ -18,7 +18,7 @@ Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 
 
 MOST = 256
-"""Captured steps held at a time; beyond that, all are dropped: shapes that do not come back must not fill the memory."""
+"""Limit of captured steps. Beyond it all are dropped, so that shapes that do not recur cannot fill the memory."""
 
 
 class Eager:

@@ -1,4 +1,4 @@
-"""Decoders of the Llama architecture computed without their modules: the same arithmetic in a quarter of the calls.
+"""Forward passes of Llama-like decoders without their modules: the same arithmetic in a quarter of the calls.
 
 In the model's own precision the live weights are read; another precision reads a copy of the linear layers, written again in the
 same memory by every `load`. The residual stream, norms, rotary embeddings and softmax stay in float32, as under the learner's autocast.
@@ -242,7 +242,7 @@ class DecoderForward:
 
     def _projected(self, block: _Layer, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[M, Hq * D], [M, Hkv * D], [M, Hkv * D]."""
-        query, key, value = block.qkv.apart(h, [heads * self.width for heads in self._heads_of_qkv])
+        query, key, value = block.qkv.split(h, [heads * self.width for heads in self._heads_of_qkv])
         return query, key, value
 
     def _rotated(self, block: _Layer, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:

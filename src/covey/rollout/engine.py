@@ -256,7 +256,7 @@ class NativeSampler:
         """Halve the number of rows decoded at once. Each completion has its own seed, so none of them changes."""
         if rows <= n:
             raise MemoryLimitError(
-                f"One group of {n} completions does not fit in memory while it is drawn ({said.splitlines()[0]}); lower "
+                f"One group of {n} completions does not fit in memory while it is sampled ({said.splitlines()[0]}); lower "
                 "max_completion_length or num_generations."
             )
         self.max_rows, self.cache_bytes = max(n, rows // 2), held // 2

@@ -33,12 +33,12 @@ TABLES = (
     "uniforms",
     "is_eos",
     "banned",
-    "outside",
+    "replies",
     "seen",
-    "nobody",
+    "no_output",
     "live",
     "stopped",
-    "said",
+    "is_reply",
 )
 """Tensors of a scheduler that a decode step reads or writes."""
 
@@ -55,14 +55,14 @@ class GraphScheduler(Scheduler):
         self.window = 1 if self.environment is not None or self.params.stop else WINDOW
         self.looks = 0
         device, rows = self.forward.device, rows_for(self.max_rows, self.max_rows)
-        self.nobody = torch.tensor(len(self.tokens), device=device)  # output row for the tokens of padding rows
+        self.no_output = torch.tensor(len(self.tokens), device=device)  # output row for the tokens of padding rows
         self.tokens, self.logprobs, self.uniforms = map(_with_one_more, (self.tokens, self.logprobs, self.uniforms))
-        self.outside = None if self.outside is None else _with_one_more(self.outside, -1)
+        self.replies = None if self.replies is None else _with_one_more(self.replies, -1)
         self.rows = torch.zeros(6, rows, dtype=torch.int64, device=device)
         self.seen = None if self.seen is None else self.seen.new_zeros(rows, self.seen.shape[1])
         self.live = torch.zeros(rows, dtype=torch.bool, device=device)  # running and not finished
         self.stopped = torch.zeros(rows, dtype=torch.bool, device=device)  # ended by itself
-        self.said = torch.zeros(rows, dtype=torch.bool, device=device)  # the last token comes from an environment
+        self.is_reply = torch.zeros(rows, dtype=torch.bool, device=device)  # the last token comes from an environment
         self.weights = self.forward.capture_key()
         shapes = []
         for name in TABLES:
@@ -135,7 +135,7 @@ class GraphScheduler(Scheduler):
         """Draw and store one token for each live row. Tensors only."""
         row, live = self.rows[:, :rows], self.live[:rows]
         output_row, written = (
-            torch.where(live, row[OUTPUT_ROW], self.nobody),
+            torch.where(live, row[OUTPUT_ROW], self.no_output),
             row[WRITTEN] * live,
         )  # a Python 0 would be copied from the host
         seen = None if self.seen is None else self.seen[:rows]
@@ -144,16 +144,16 @@ class GraphScheduler(Scheduler):
             logits = logits.index_fill_(1, self.banned, -torch.inf)
         drawn: Draw = draw(logits, uniforms, self.params, seen=seen, in_place=True)
         tokens, logprobs = drawn.tokens, drawn.logprobs
-        if self.outside is not None:
-            outside = self.outside[output_row, written]
-            self.said[:rows] = outside >= 0
-            tokens, logprobs = torch.where(outside >= 0, outside, tokens), logprobs.masked_fill(outside >= 0, 0.0)
+        if self.replies is not None:
+            replies = self.replies[output_row, written]
+            self.is_reply[:rows] = replies >= 0
+            tokens, logprobs = torch.where(replies >= 0, replies, tokens), logprobs.masked_fill(replies >= 0, 0.0)
         self.tokens[output_row, written], self.logprobs[output_row, written] = tokens, logprobs
         if seen is not None:
             seen.scatter_(1, tokens[:, None], True)
         row[TOKEN] = tokens
         row[POSITION : WRITTEN + 1] += live
-        self.stopped[:rows] |= self.is_eos[tokens] & live & ~self.said[:rows]
+        self.stopped[:rows] |= self.is_eos[tokens] & live & ~self.is_reply[:rows]
         if self.window > 1:  # otherwise the host decides on stop strings and environments
             live &= ~(self.stopped[:rows] | (row[WRITTEN] >= row[LIMIT]))
             self.cache.first[:rows].masked_fill_(~live, NEVER)
@@ -164,7 +164,7 @@ class GraphScheduler(Scheduler):
         live, is_full = self.live[:count], self.rows[WRITTEN, :count] >= self.rows[LIMIT, :count]
         stops = self.stopped[:count] & live
         if self.params.stop:
-            stops |= self._completes_stop_string(self.rows[TOKEN, :count]) & live & ~self.said[:count]
+            stops |= self._completes_stop_string(self.rows[TOKEN, :count]) & live & ~self.is_reply[:count]
         if self.environment is not None:
             stops &= ~self._continues(stops & ~is_full)
         self.stopped[:count] = torch.where(live, stops, self.stopped[:count])

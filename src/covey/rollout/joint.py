@@ -1,7 +1,7 @@
-"""Joint rollouts: completions of several runs on one base drawn in one decode batch, each row with its run's adapter.
+"""Joint rollouts: completions of several runs on one base model in one decode batch, each row with its run's adapter.
 
-The base's products are computed once for the rows of all runs, an adapter's products for the rows of its own run. The bits are
-those of separate rollouts: every number of rows in a batch is compared with a separate decode step before it is trusted.
+The base's matmuls are computed once for the rows of all runs, an adapter's for the rows of its own run. Results are bitwise those
+of separate rollouts: every batch size is compared with separate decode steps before it is used.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from covey.types import Group
 logger = logging.getLogger(__name__)
 
 LEAST_ROWS, MOST_ROWS = 4, 256
-"""Rows of a run, and of a joint batch: between them a product's bits do not depend on the number of rows with torch 2.13 on x86,
-below them libraries take other kernels, and above there is nothing to save."""
+"""Fewest rows of a run and most rows of a joint batch. In between, a matmul's result does not depend on the number of rows, bit for
+bit (torch 2.13 on x86). With fewer rows libraries choose other kernels, and with more a joint batch saves nothing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +57,10 @@ class JointRollouts:
     """Rollouts of several runs in one batch, and the row counts that were found to have the bits of separate ones."""
 
     is_equal: dict[Hashable, bool] = field(default_factory=dict)
-    """By base, rows of a run, its first row, rows of the batch, and threads."""
+    """Results of the comparisons, by base, rows of a run, its first row, rows of the batch, and threads."""
 
     def __call__(self, asked: Sequence[Drawing]) -> list[Drawn | BaseException | None]:
-        """Result of each drawing: its groups, its error, or None where it has to be drawn alone, by its sampler's `sample`."""
+        """Result of each drawing: its groups, its error, or None if it must be sampled separately, by its sampler's `sample`."""
         bases: dict[Hashable, list[int]] = {}
         for place, drawing in enumerate(asked):
             if (base := _shared_base(drawing)) is not None:
@@ -110,7 +110,7 @@ class JointRollouts:
                 run.end(logits[place] if place in logits else run.decode())
 
     def _joint_logits(self, forward: _JointForward, runs: Sequence[_Run], joined: Sequence[int]) -> dict[int, Tensor]:
-        """Logits [R, V] of the joined runs that have the same bits as alone."""
+        """Logits [R, V] of the joined runs whose bits equal those of separate steps."""
         total, start = sum(len(runs[place].ids) for place in joined), 0
         keys: dict[int, Hashable] = {}
         for place in joined:
@@ -134,7 +134,7 @@ class _Run:
         self.groups: list[Group] = []
         self.error: BaseException | None = None
         self.is_alone = False
-        """True if its memory ran out, so that it is drawn alone, in smaller batches."""
+        """True after running out of memory: the run is then sampled separately, in smaller batches."""
         self.scheduler: Scheduler | None = None
         self.ids = self.positions = torch.zeros(0, dtype=torch.int64)
         with self._kept():
@@ -171,9 +171,9 @@ class _Run:
 
 
 class _JointForward:
-    """The modules of the first run on the rows of several; in each layer that one of them adapts, every run's own layer on its rows.
+    """Forward pass of the first run's modules on the rows of several runs; an adapted layer is computed by each run on its own rows.
 
-    A run's layer gets the rows of the base's product that was computed for all, in place of its own product.
+    Such a layer gets its rows of the base's matmul, computed once for all runs, in place of its own base layer's result.
     """
 
     def __init__(self, forwards: Sequence[ModulesForward], base: int) -> None:
@@ -213,7 +213,7 @@ class _JointBatch:
 
 
 def _route(stack: ExitStack, carrier: Any, layers: Sequence[Any], sizes: Sequence[int]) -> None:
-    """Let the layer `carrier` compute each of `layers` on its rows, with one product of the base, until the stack is closed."""
+    """Make the layer `carrier` compute each of `layers` on its rows, with one base matmul, until the stack is closed."""
     base = _base_of(carrier) or carrier
     product = base.forward
 
@@ -226,7 +226,7 @@ def _route(stack: ExitStack, carrier: Any, layers: Sequence[Any], sizes: Sequenc
                 continue
             of_layer.__dict__["forward"] = lambda x, done=done: done
             try:
-                # copied, so that it begins at an aligned address as alone
+                # copied, so that it is aligned as in a separate rollout
                 out.append(type(layer).forward(layer, own.clone()))
             finally:
                 del of_layer.__dict__["forward"]
@@ -253,7 +253,7 @@ def _layers_of(module: nn.Module, path: str = "") -> dict[str, nn.Module]:
 
 
 def _shared_base(drawing: Drawing) -> Hashable | None:
-    """Addresses of the base's weights by layer: equal for runs that may be joined. None for one that is drawn alone.
+    """Addresses of the base's weights by layer, equal for runs that can be joined. None for a run that must be sampled separately.
 
     Only models whose rows do not depend on each other, and that decode with their own modules, in float32 on a CPU.
     """

@@ -11,13 +11,13 @@ from covey.rollout.static_buffers import StaticState
 KEPT_SHARE = 1 / 16
 """Share of a device's memory up to which buffers and captured steps are always kept."""
 SPARE_SHARE = 1 / 10
-"""Share that larger ones have to leave free beside what the learner took after an earlier call."""
+"""Share of memory that larger ones must leave free beside the learner's peak after an earlier call."""
 
 
 class MemoryBetweenCalls:
-    """Most bytes taken on a device between two calls of a sampler with an update of the weights between them.
+    """Peak memory of a device between two sampler calls that have a weight update between them.
 
-    Measured anew in each process: it decides which buffers are kept, never a completion.
+    Measured in each process. It decides which buffers are kept and never affects a completion.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class MemoryBetweenCalls:
         self._peak.restart()
 
     def has_room_for(self, static: StaticState) -> bool:
-        """True if the buffers and captured steps of a call may stay until the next one."""
+        """True if a call's buffers and captured steps of this size may be kept until the next call."""
         memory = device_memory(self.device)
         if not memory or static.nbytes <= KEPT_SHARE * memory:
             return True

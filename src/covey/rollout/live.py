@@ -46,7 +46,7 @@ class LiveRequest(GroupRequest):
     params: SamplingParams = field(default_factory=SamplingParams)
     listener: Listener | None = None
     num_top: int | None = None
-    """Number of likeliest tokens reported to the listener. 0: only the drawn token's log-probability. None: the one already computed
+    """Number of likeliest tokens reported to the listener. 0: the drawn token's log-probability only. None: the one already computed
     for the draw, at no cost."""
     logprobs: LogprobsMode = "raw_logprobs"
     ignores_eos: bool = False

@@ -104,7 +104,7 @@ class Scheduler:
         self.is_eos = torch.zeros(self.forward.vocab_size, dtype=torch.bool, device=device)
         self.is_eos[list(eos_ids)] = True
         self.banned = torch.tensor(banned, dtype=torch.int64, device=device) if banned else None  # never drawn
-        self.outside = torch.full_like(self.tokens, -1) if environment is not None else None  # an environment's reply
+        self.replies = torch.full_like(self.tokens, -1) if environment is not None else None  # an environment's reply
         self.stop = StopStrings.of(params.stop, tokenizer, self.forward.vocab_size)
         self.enders = self.stop.enders.to(device)
         self.seen: Tensor | None = None
@@ -239,8 +239,8 @@ class Scheduler:
         seen = None if self.seen is None else self.seen[: self.num_rows]
         drawn = self._draw(logits, self.uniforms[output_row, written], seen)
         tokens, logprobs, is_outside = drawn.tokens, drawn.logprobs, None
-        if self.outside is not None:
-            said = self.outside[output_row, written]
+        if self.replies is not None:
+            said = self.replies[output_row, written]
             is_outside = said >= 0
             tokens, logprobs = torch.where(is_outside, said, tokens), logprobs.masked_fill(is_outside, 0.0)
         self.tokens[output_row, written], self.logprobs[output_row, written] = tokens, logprobs
@@ -275,7 +275,7 @@ class Scheduler:
         """[R] bool, rows among `stops` that continue because the environment replied."""
         continues = torch.zeros_like(stops)
         asked = stops.nonzero().squeeze(-1).tolist()
-        if not asked or self.environment is None or self.outside is None:
+        if not asked or self.environment is None or self.replies is None:
             return continues
         columns = self.rows[:, asked].T.tolist()
         turns = [self._turn(column) for column in columns]
@@ -283,15 +283,15 @@ class Scheduler:
             if reply is None:
                 continue
             start, stop = column[WRITTEN], min(column[WRITTEN] + len(reply), column[LIMIT])
-            self.outside[column[OUTPUT_ROW], start:stop] = torch.tensor(reply[: stop - start], dtype=torch.int64)
+            self.replies[column[OUTPUT_ROW], start:stop] = torch.tensor(reply[: stop - start], dtype=torch.int64)
             continues[row] = True
         return continues
 
     def _turn(self, column: list[int]) -> Turn:
         group, output_row, written = self.open[column[SLOT]], column[OUTPUT_ROW], column[WRITTEN]
         assert group is not None  # a running row belongs to a running group
-        assert self.outside is not None
-        said = self.outside[output_row, :written] >= 0
+        assert self.replies is not None
+        said = self.replies[output_row, :written] >= 0
         last = int(said.nonzero().max()) + 1 if bool(said.any()) else 0
         ids = self.tokens[output_row, :written].tolist()
         return Turn(
@@ -341,8 +341,8 @@ class Scheduler:
         self.open[group.slot] = None
         self.held -= group.request.cache_bytes(self.forward)
         self.free_output_rows += group.output_rows[::-1]
-        if self.outside is not None:
-            self.outside[group.output_rows] = -1
+        if self.replies is not None:
+            self.replies[group.output_rows] = -1
         return Group(prompt=group.request.prompt, completions=completions)
 
     def _completions(self, group: RunningGroup) -> tuple[Completion, ...]:
@@ -350,7 +350,7 @@ class Scheduler:
         longest = max(length for length, _ in group.written.values())
         own = lambda table: table[group.output_rows, :longest].cpu()
         tokens, logprobs = own(self.tokens), own(self.logprobs)
-        mask = None if self.outside is None else own(self.outside) < 0
+        mask = None if self.replies is None else own(self.replies) < 0
         check_finite(logprobs)  # beyond a completion's end stand zeros, or values that were checked before
         return tuple(
             completion(

@@ -60,7 +60,7 @@ class Setup:
     in_flight: bool
     """True if running completions continue with newer weights (in-flight updates)."""
     takes_newest: bool = True
-    """False: an order is written with weights as old as it allows, also where newer ones have come by then: a slow worker changes no bit."""
+    """False: each order is generated with the oldest weights it allows, even if newer ones have arrived, so that a slow worker changes no result."""
 
 
 class Writer:

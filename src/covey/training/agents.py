@@ -45,6 +45,8 @@ class Agents:
     rollout_func: Callable[..., Any] | None = None
     agent: Agent | None = None
     """A loop of the user's own over the run's endpoint."""
+    has_single_completions: bool = False
+    """True if no two completions share a prompt, so that the learner packs rows without padding regardless."""
 
     @staticmethod
     def of(tools: Any, environment_factory: Any, rollout_func: Any, agent: Any = None) -> Agents:
@@ -76,7 +78,7 @@ class Agents:
         return bool(self.tools) or any(one is not None for one in given)
 
     def name_idle_options(self, args: GRPOConfig) -> None:
-        """Warn of each option of tools, environments and agents that was set and cannot act in this run."""
+        """Warn about each option of tools, environments and agents that is set but has no effect in this run."""
         turns = bool(self.tools) or self.environments is not None
         acting = {
             "max_tool_calling_iterations": (turns or self.agent is not None, "tools, an environment or an agent"),
@@ -95,7 +97,7 @@ class Agents:
         return [] if self.environments is None else self.environments.rewards
 
     def own_rewards(self, is_alone: bool) -> list[Callable[..., Any]]:
-        """Those of environments, and the scores of an agent; `is_alone`: no other reward is given."""
+        """Rewards of environments and the scores of an agent; `is_alone`: no other reward is given."""
         return self.rewards if self.agent is None else [agent_reward(self.agent, is_alone)]
 
     def columns(self, own: Sequence[str] | None) -> list[str] | None:
@@ -211,7 +213,7 @@ def with_prompts(dataset: Any, agents: Agents, args: GRPOConfig) -> Any:
     if dataset is not None:
         has_prompt = "prompt" in (getattr(dataset, "column_names", None) or ["prompt"])
         return dataset if has_prompt else dataset.add_column("prompt", [empty] * len(dataset))
-    assert agents.environments is not None  # an agent without a data set was turned away above
+    assert agents.environments is not None  # an agent without a data set was refused above
     if None not in agents.environments.factories:
         raise ConfigError(
             "environment_factory has several environments, which needs a train_dataset whose column environment names one "

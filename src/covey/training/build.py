@@ -142,6 +142,7 @@ def build_policy(given: RunInputs) -> Policy:
         offloads=args.activation_offloading and given.world.device.type != "cpu",
         shared_attention=args.shared_attention,
         float32_head=args.cast_lm_head_to_fp32,
+        packs_always=given.agents.has_single_completions,
     )
     if args.cast_lm_head_to_fp32:
         policy.expect_float32_head()

@@ -1,4 +1,4 @@
-"""Prompts, rollouts, rewards, advantages, an update, new weights: the whole of training, on one screen."""
+"""The training loop: prompts, rollout, rewards, advantages, update, new weights to the sampler."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from covey.training.agents import tool_metrics
 from covey.training.ahead import next_prompts, order_ahead, staleness, used
 from covey.training.credit import completion_metrics, outcomes, with_advantages, with_greedy_rewards
 from covey.training.ensembles import asked_again, own, rescued, taught
+from covey.training.interleaving import Steps
 from covey.training.own_endpoint import branched
 from covey.training.parts import Parts
 from covey.training.prompts import take
 from covey.training.recovery import after_spoiled, after_step, expect_sound_end
 from covey.training.state import TrainState
-from covey.training.taking_turns import Turns
 from covey.types import Group, Mean, Prompt
 
 WAITING = "waiting"
-"""Phase in which other runs of this process had their turn; no part of a step's time."""
+"""Phase in which other runs of this process were advanced; not part of a step's time."""
 
 
-def run(parts: Parts, state: TrainState) -> Turns[TrainState]:
+def run(parts: Parts, state: TrainState) -> Steps[TrainState]:
     """Train until `parts.total_steps`, or until the session asks to stop. Yields after every step and before drawing."""
     with collecting_new_garbage_only():
-        return (yield from turns(parts, state))
+        return (yield from train_steps(parts, state))
 
 
-def turns(parts: Parts, state: TrainState) -> Turns[TrainState]:
+def train_steps(parts: Parts, state: TrainState) -> Steps[TrainState]:
     parts.sampler.load(parts.learner.policy.model, version=state.step)
     while state.step < parts.total_steps and not parts.session.should_stop:
         started = time.perf_counter()
@@ -46,7 +46,7 @@ def turns(parts: Parts, state: TrainState) -> Turns[TrainState]:
             if not state.pending:
                 with undone_when_stopped(parts):
                     state = yield from roll_out(parts, state)
-            state = turn(parts, state, started)
+            state = train_step(parts, state, started)
         except StopNow:  # the session saves the state after the last complete step
             break
         except NumericsError as error:
@@ -55,7 +55,7 @@ def turns(parts: Parts, state: TrainState) -> Turns[TrainState]:
     return state
 
 
-def turn(parts: Parts, state: TrainState, started: float) -> TrainState:
+def train_step(parts: Parts, state: TrainState, started: float) -> TrainState:
     """One optimizer step on the next batch of a rollout, with logs and saves; `started`: start time of the step.
 
     Raises SpoiledError when training must roll back.
@@ -84,7 +84,7 @@ def turn(parts: Parts, state: TrainState, started: float) -> TrainState:
     return state
 
 
-def roll_out(parts: Parts, state: TrainState) -> Turns[TrainState]:
+def roll_out(parts: Parts, state: TrainState) -> Steps[TrainState]:
     """Sample, score and add advantages to the completions of the next optimizer steps."""
     seconds: dict[str, float] = {}
     algorithm = parts.algorithm.resolve(state.controllers)
@@ -124,7 +124,7 @@ def roll_out(parts: Parts, state: TrainState) -> Turns[TrainState]:
 
 def answered(
     parts: Parts, state: TrainState, prompts: Sequence[Prompt], seconds: dict[str, float]
-) -> Turns[list[Group]]:
+) -> Steps[list[Group]]:
     """The prompts with their scored completions, in their order."""
     sampling, sampler = parts.sampling_for(state.num_rollouts), parts.ensemble or parts.sampler
     with timed(seconds, WAITING):

@@ -13,8 +13,8 @@ import yaml
 from covey.evaluation.intervals import Difference, Estimate, mean_of_few, paired_difference
 from covey.runs import evaluations, manifest
 
-_TOLD = 60
-"""Most characters shown of an option's value."""
+_SHOWN_CHARACTERS = 60
+"""Character limit of a shown option value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ def _cell(value: Any) -> str:
 def _shown(value: Any) -> str:
     value = getattr(value, "value", value)
     text = value if isinstance(value, str) else json.dumps(manifest.to_json(value))
-    return text if len(text) <= _TOLD else f"{text[:_TOLD]} ..."
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} ..."
 
 
 _CITATION = """## Citation

@@ -81,7 +81,7 @@ def _branched(group: Group) -> Group:
 
 
 def shared_advantages(group: Group, advantages: Tensor) -> Tensor:
-    """[G] or [G, T], where a branch has the advantage of its episode: of tokens, the mean over those that the model wrote."""
+    """Advantages [G] or [G, T] in which a branch has its episode's advantage: the mean over the model's tokens if they are per token."""
     places = [(i, one.episode.shares) for i, one in enumerate(group.completions) if one.episode is not None]
     pairs = [(i, source) for i, source in places if source is not None]
     if not pairs:

@@ -1,4 +1,4 @@
-"""Inputs that must be equal on every process of a run, in a form that is compared before a model is loaded."""
+"""Inputs that must be equal on every process of a run, as text that is compared before a model is loaded."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _OWN = frozenset(
 _ROWS = 16
 
 
-def told_options(args: GRPOConfig) -> dict[str, str]:
+def comparable_options(args: GRPOConfig) -> dict[str, str]:
     """Options that affect training, as text, without objects and functions, which have no stable text."""
     known = {item.name for item in fields(args)}  # an older transformers lacks the newest of its options
     found = {name: getattr(args, name) for name in sorted((HONOURED - _OWN) & known)}
     return {name: str(getattr(value, "value", value)) for name, value in found.items() if _is_plain(value)}
 
 
-def told_inputs(dataset: Any, model: Any, algorithm: Algorithm, rewards: Sequence[RewardSpec]) -> dict[str, str]:
+def comparable_inputs(dataset: Any, model: Any, algorithm: Algorithm, rewards: Sequence[RewardSpec]) -> dict[str, str]:
     """All inputs of a trainer but its options."""
-    return told_parts(algorithm, rewards) | told_data(dataset, model)
+    return comparable_parts(algorithm, rewards) | comparable_data(dataset, model)
 
 
-def told_data(dataset: Any, model: Any) -> dict[str, str]:
+def comparable_data(dataset: Any, model: Any) -> dict[str, str]:
     """Number of rows of the data set, a digest of some of its prompts, and the model's name; for a stream the name only."""
     found = {"as model": str(model)} if isinstance(model, str) else {}
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
@@ -46,7 +46,7 @@ def told_data(dataset: Any, model: Any) -> dict[str, str]:
     return {**found, "as digest of prompts of train_dataset": xxhash.xxh3_64_hexdigest(repr(prompts).encode())}
 
 
-def told_parts(algorithm: Algorithm, rewards: Sequence[RewardSpec]) -> dict[str, str]:
+def comparable_parts(algorithm: Algorithm, rewards: Sequence[RewardSpec]) -> dict[str, str]:
     """The algorithm's parts with their parameters, and the names of the rewards."""
     parts = {f"as the algorithm's {one.name}": _text(getattr(algorithm, one.name)) for one in fields(algorithm)}
     return {**parts, "as rewards": ", ".join(one.name for one in rewards)}

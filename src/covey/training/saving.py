@@ -29,7 +29,7 @@ from covey.types import Alert, Event
 
 logger = logging.getLogger(__name__)
 
-_LOUD_AFTER = 3
+_ALERT_AFTER = 3
 """Consecutive failed saves before an alert."""
 
 
@@ -100,7 +100,7 @@ class Saver:
             self._must_wait(sum(local(one).nbytes for one in split.values()) * _processes_here()) or not world.can_post
         )
         if not world.any(waits):
-            self._save_split_beside(parts, step, tree, split, weights)
+            self._save_split_in_background(parts, step, tree, split, weights)
             return
         if not world.is_main:
             folder = world.broadcast("")
@@ -123,7 +123,7 @@ class Saver:
             if not told:
                 world.broadcast("")
 
-    def _save_split_beside(
+    def _save_split_in_background(
         self, parts: Parts, step: int, tree: dict[str, Any], split: dict[str, Any], weights: dict[str, Any]
     ) -> None:
         """Save a run with a sharded model from copies in host memory, on a thread of each process."""
@@ -206,7 +206,7 @@ class Saver:
         self.failed += 1
         logger.error("%s Training goes on; the next save tries again.", error)
         parts.session.recorder.event(self.writing, Event(kind="save_failed", said=str(error)))
-        if self.failed == _LOUD_AFTER:
+        if self.failed == _ALERT_AFTER:
             said = f"{self.failed} saves in a row failed, so a crash would lose everything since the newest checkpoint: {error}"
             parts.session.monitor.tell(
                 Alert(

@@ -1,4 +1,4 @@
-"""A distillation's teacher at an endpoint, examined before the first rollout."""
+"""Checks of a distillation teacher at an endpoint, before the first rollout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from covey.types import Prompt
 PROBED = 64
 """Tokens, spread over the vocabulary, whose texts are compared."""
 MOST_BYTES = 2**26
-"""Longest answer that is read: some 100,000 tokens with 20 likeliest ones each."""
+"""Size limit of an answer: some 100,000 tokens with their top 20 each."""
 
 
 def served_teacher(

@@ -79,7 +79,7 @@ class Session:
     """Multiplies the learning rate of the current and all later steps."""
     show_completions: Callable[[int, Sequence[Group]], None] = lambda step, groups: None
     """Prints completions at each log; the default prints nothing."""
-    look_at_saving: Callable[[], None] = lambda: None
+    poll_saving: Callable[[], None] = lambda: None
     """Handles the result of a finished checkpoint write, without waiting."""
     finish_saving: Callable[[], None] = lambda: None
     """Waits for the current checkpoint write."""
@@ -129,7 +129,7 @@ class Session:
 
     def begin(self, state: TrainState) -> None:
         """Start of training: `on_train_begin`, and an initial evaluation if configured."""
-        self.look_at_saving()
+        self.poll_saving()
         self.latest = state
         self.trainer_state.global_step = state.step
         self._count(state)
@@ -144,7 +144,7 @@ class Session:
 
     def record(self, state: TrainState, groups: Sequence[Group], report: StepReport) -> None:
         """End of a step: write its records, update the display, call the callbacks, then evaluate and save when due."""
-        self.look_at_saving()
+        self.poll_saving()
         report = self.monitor.with_update(report)
         epoch_before = math.floor((state.step - 1) / self.steps_per_epoch + 1e-9)
         self.latest = state
@@ -157,7 +157,7 @@ class Session:
         self.total_loss += loss if math.isfinite(loss) else 0.0
         self.recorder.step(report, plain(report.metrics) | {"epoch": self.trainer_state.epoch}, groups)
         self.display.update(report, self.trainer_state.max_steps)
-        self._heed(self.monitor.look(report), state)
+        self._act_on(self.monitor.look(report), state)
         self._call("on_step_end")
         self._follow(state, groups)
         is_last = state.step >= self.trainer_state.max_steps or self.control.should_training_stop
@@ -250,7 +250,7 @@ class Session:
     def _hear_signals(self) -> None:
         self.is_asked_to_stop = self.agree(self.stop.requested or self.is_told_to_stop)
 
-    def _heed(self, alerts: Sequence[Alert], state: TrainState) -> None:
+    def _act_on(self, alerts: Sequence[Alert], state: TrainState) -> None:
         """Run the configured actions of these alerts, after agreement between processes, whose timings differ."""
         wanted = {self.monitor.action_for(alert): alert for alert in alerts}
         said = {action: f"{alert.rule} at step {state.step}: {alert.said}." for action, alert in wanted.items()}

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 from covey.learner.update_guard import is_left_out
 from covey.types import Group, Metric, StepReport, merge_metrics
-
-
-class Stateful(Protocol):
-    """Object with a `state_dict` of its own in the checkpoint."""
-
-    def state_dict(self) -> Mapping[str, Any]: ...
-
-    def load_state_dict(self, state: Any) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)

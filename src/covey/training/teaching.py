@@ -1,4 +1,4 @@
-"""A distillation's teacher and a supervised term's examples, loaded and checked before the first rollout."""
+"""Loading and checks of a distillation teacher and of supervised examples, before the first rollout."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from covey.errors import ConfigError
 from covey.models import SharedBase
 from covey.runs import StopRequest
 from covey.runs.console import lasting_output
-from covey.training.taking_turns import Member, Turns, take_turns
+from covey.training.interleaving import Member, Steps, interleave
 from covey.training.trainer import GRPOTrainer
 
 logger = logging.getLogger(__name__)
@@ -53,11 +53,11 @@ def train_together(
     base = SharedBase(model)
     trainers: dict[int, GRPOTrainer] = {}
     members = [
-        Member(Path(run["args"].output_dir).name, _turns(base, run, resume_from_checkpoint, trainers, number))
+        Member(Path(run["args"].output_dir).name, _steps(base, run, resume_from_checkpoint, trainers, number))
         for number, run in enumerate(together)
     ]
     with lasting_output(), StopRequest() as stop, stop.for_all():
-        take_turns(members)
+        interleave(members)
     failed = [member for member in members if member.error is not None]
     for member in failed:
         logger.error("%s failed: %s", member.name, member.error)
@@ -67,13 +67,13 @@ def train_together(
     return [trainers[number] for number in range(len(together))]
 
 
-def _turns(
+def _steps(
     base: SharedBase, run: Mapping[str, Any], resume: str | bool | None, trainers: dict[int, GRPOTrainer], number: int
-) -> Turns[None]:
+) -> Steps[None]:
     """Steps of a run, its construction included, so that random initialization uses its own generators."""
     trainer = trainers[number] = GRPOTrainer(base, **run)
     trainer.raises_when_stopped = False
-    yield from trainer.turns(resume)
+    yield from trainer.steps(resume)
 
 
 def refuse_unshareable(configs: Sequence[GRPOConfig]) -> None:

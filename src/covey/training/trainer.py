@@ -44,18 +44,18 @@ from covey.training.ensembles import given_ensemble, with_ensemble
 from covey.training.evaluator import Evaluator
 from covey.training.hooks import handler_of, is_overridden, refuse_dead_hooks
 from covey.training.hub import Hub
+from covey.training.interleaving import Interleavable, Steps
 from covey.training.languages import check_columns
 from covey.training.loaders import loader_for_callbacks
 from covey.training.loading import expect_engine, load_for_training
 from covey.training.parts import Parts
 from covey.training.recording import Recording, load_best, restore_history, restore_tree
 from covey.training.recovery import lower_learning_rate
-from covey.training.same import told_inputs, told_options
+from covey.training.same import comparable_inputs, comparable_options
 from covey.training.saving import Saver
 from covey.training.session import Session
 from covey.training.state import TrainState
 from covey.training.streams import finite, refuse_no_data
-from covey.training.taking_turns import TakesTurns, Turns
 from covey.training.trl_interface import TRLInterface
 from covey.types import Event
 
@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 _NO_CHECKPOINT_AFTER = (InvariantError, SpoiledError, StorageError)
 
 
-class GRPOTrainer(TakesTurns, TRLInterface):
+class GRPOTrainer(Interleavable, TRLInterface):
     """Post-trains a causal language model with GRPO or any algorithm of its family.
 
     Takes TRL 1.16's arguments: `model` (a hub id, a folder, or a loaded model, PEFT included), `reward_funcs` (callables,
@@ -114,7 +114,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
         self.args.output_dir = self.world.broadcast(self.args.output_dir)  # generated names may differ
         self.output_dir = Path(str(self.args.output_dir))
         self.hub = Hub(self.args, self.output_dir, self._record)
-        self.world.expect_same(told_options(self.args))
+        self.world.expect_same(comparable_options(self.args))
         self.algorithm = given_algorithm(self.args, algorithm)
         self.state = lean.TrainerState(
             is_local_process_zero=self.world.is_main, is_world_process_zero=self.world.is_main
@@ -146,8 +146,8 @@ class GRPOTrainer(TakesTurns, TRLInterface):
 
     # -- public methods ---------------------------------------------------------------------------------------------
 
-    def turns(self, resume_from_checkpoint: str | bool | None = None) -> Turns[lean.TrainOutput]:
-        """`train()` as a generator that pauses (`Turns`), so that runs can be interleaved (`train_together`)."""
+    def steps(self, resume_from_checkpoint: str | bool | None = None) -> Steps[lean.TrainOutput]:
+        """`train()` as a generator that pauses (`Steps`), so that runs can be interleaved (`train_together`)."""
         if self.train_dataset is None:
             raise DataError("train() needs train_dataset: a data set with a column 'prompt'.")
         wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
@@ -212,7 +212,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
         self.eval_dataset = checked_eval(eval_dataset, self.args)
         check_columns(self.args, self.train_dataset, self.agents, self.scorer)
         if self.world.size > 1:
-            self.world.expect_same(told_inputs(self.train_dataset, model, self.algorithm, self.scorer.rewards))
+            self.world.expect_same(comparable_inputs(self.train_dataset, model, self.algorithm, self.scorer.rewards))
 
     def _load(self, model: Any, processing_class: Any, quantization_config: Any, peft_config: Any) -> None:
         given: dict[str, Any] = {"tokenizer": processing_class, "peft_config": peft_config}
@@ -307,7 +307,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
             stop=stop,
             evaluate=self._evaluate_in_training,
             save=lambda state: saver.save(self._running, state),
-            look_at_saving=partial(self._look_at_saving, saver),
+            poll_saving=partial(self._poll_saving, saver),
             finish_saving=lambda: saver.finish(self._running),
             finish_uploads=lambda: self.hub.finish(lambda: stop.requested),
             announce=self.log,
@@ -328,7 +328,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
         if self._parts is not None:
             self._parts.session.recorder.event(self.state.global_step, event)
 
-    def _look_at_saving(self, saver: Saver) -> None:
+    def _poll_saving(self, saver: Saver) -> None:
         saver.poll(self._running)
         self.hub.poll()
 
@@ -343,7 +343,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
 
     # -- training ---------------------------------------------------------------------------------------------------
 
-    def _run(self, parts: Parts, state: TrainState) -> Turns[TrainState]:
+    def _run(self, parts: Parts, state: TrainState) -> Steps[TrainState]:
         """The loop; errors and stop signals leave a checkpoint of the last complete step."""
         parts.session.latest = state
         self.is_in_train = True

@@ -35,10 +35,10 @@ from covey.training.parts import Parts
 from covey.training.recording import weights_to_write, write_model
 from covey.training.transformers_interface import TransformersInterface
 
-_TOLD_OPTIONS = frozenset(
+_SHOWN_OPTIONS = frozenset(
     name for group, names in GROUPS.items() if group not in ("output", "hub", "alerts") for name in names
 ) - {"algorithm", "model_init_kwargs"}
-"""Options shown in a model card: those that affect the model, and none that may hold an address or a token."""
+"""Options shown in a model card: those that affect the model, without any that may hold an address or a token."""
 _OF_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length"}
 
 
@@ -344,7 +344,7 @@ class TRLInterface(TransformersInterface):
             repo_id=self.hub.repo_id or self.args.hub_model_id,
             dataset_name=dataset_name,
             algorithm=self.algorithm.name,
-            options={name: value for name, value in self.args._changed().items() if name in _TOLD_OPTIONS},
+            options={name: value for name, value in self.args._changed().items() if name in _SHOWN_OPTIONS},
             rewards=dict(zip(self.scorer.names, self.scorer.weights.tolist(), strict=True)),
             step=self.state.global_step if step is None else step,
             run_dir=self.output_dir,

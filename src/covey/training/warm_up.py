@@ -44,7 +44,7 @@ def sft_config(**options: Any) -> GRPOConfig:
     """A GRPOConfig for `SFTTrainer`: no groups, no sampling, a learning rate of 2e-5. Takes GRPOConfig's options."""
     for name in ("algorithm", "num_generations", "temperature"):
         if name in options:
-            raise ConfigError(f"{name} has nothing to act on in supervised fine-tuning; leave it out.")
+            raise ConfigError(f"{name} has no effect in supervised fine-tuning; leave it out.")
     chosen = {**DEFAULTS, **options}
     chosen["alert_actions"] = {
         **{rule: "off" for rule in ALERT_RULES if rule not in _WATCHED},
@@ -143,10 +143,10 @@ class SFTTrainer(GRPOTrainer):
         return [said for said in super()._advice() if "num_generations" not in said]
 
     def _build_parts(self, stop: Any, start: Path | None) -> Parts:
-        return _as_supervised(super()._build_parts(stop, start))
+        return replace(super()._build_parts(stop, start), has_rewards=False)
 
     def _parts_without_training(self) -> Parts:
-        return _as_supervised(super()._parts_without_training())
+        return replace(super()._parts_without_training(), has_rewards=False)
 
     def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
         found = super()._evaluate_one(dataset, prefix)
@@ -163,6 +163,7 @@ class Examples(Agents):
     """Completions from the column `completion`, in place of a sampler."""
 
     encode: Encode | None = None
+    has_single_completions: bool = True
 
     def sampler(
         self, make: Callable[..., Sampler], args: GRPOConfig, tokenizer: Any, eos_ids: Sequence[int], trainer: Any
@@ -191,8 +192,3 @@ class Recorded:
 
 def _encoded(prompt: Prompt, tokenizer: Any, eos_ids: Sequence[int], template: Mapping[str, Any]) -> Completion:
     return encode_example(prompt, prompt.columns.get("completion"), tokenizer, eos_ids, template)
-
-
-def _as_supervised(parts: Parts) -> Parts:
-    parts.learner.policy.packs_always = True
-    return replace(parts, has_rewards=False)

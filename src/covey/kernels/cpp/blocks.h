@@ -1,5 +1,5 @@
-// Products of small blocks that stay in the cache: of float32 numbers, or of pairs of neighbours in bfloat16 where the
-// processor multiplies them. A word is one number or one pair; sums are in float32.
+// Matmul of small blocks that fit in the cache: of float32 elements or, with AVX-512 BF16, of pairs of adjacent bfloat16 elements.
+// A word is one float32 or one pair; sums are in float32.
 
 #pragma once
 
@@ -8,9 +8,9 @@
 namespace {
 
 #ifdef WIDE
-constexpr int DEEP = 6, BROAD = 4;  // rows and vectors of a tile: 24 sums, 4 factors, 1 broadcast in 32 registers
+constexpr int DEEP = 6, BROAD = 4;  // rows x vectors per tile: 24 sums, 4 factors and 1 broadcast fill 32 registers
 #else
-constexpr int DEEP = 6, BROAD = 2;  // 12 sums, 2 factors, 1 broadcast in 16 registers
+constexpr int DEEP = 6, BROAD = 2;  // 12 sums, 2 factors and 1 broadcast fill 16 registers
 #endif
 
 inline Floats taken(const float* p) { return load(p); }
@@ -27,21 +27,21 @@ inline __m512bh everywhere(Pair x) { return (__m512bh)_mm512_set1_epi32((int)x.b
 inline Floats more(Floats sum, __m512bh one, __m512bh factor) { return (Floats)_mm512_dpbf16_ps((__m512)sum, one, factor); }
 #endif
 
-// Rows of A, and how far apart; its factor is at row * by_row + k * by_k.
+// Matrix A; the element at (row, k) is at row * by_row + k * by_k.
 template <class W>
 struct Rows {
     const W* data;
     int64_t by_row, by_k;
 };
 
-// Vectors of B: the j-th of row k is at k * by_k + j * by_vector.
+// Matrix B in vectors; vector j of row k is at k * by_k + j * by_vector.
 template <class W>
 struct Vectors {
     const W* data;
     int64_t by_k, by_vector;
 };
 
-// Rows of C.
+// Matrix C, overwritten or added to.
 struct Target {
     float* data;
     int64_t by_row;

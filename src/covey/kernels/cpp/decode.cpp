@@ -1,19 +1,19 @@
-// Decode attention and RMSNorm on a CPU, one pass over memory each; and a whole decode step in one call, where linear.cpp or
-// live.cpp multiplies: calling the operations of a small model from Python takes as long as computing them.
+// Decode attention and RMSNorm on a CPU, one pass over memory each, and a whole decode step in one call, with the matmuls of
+// matmul_bf16.cpp or matmul_fp32.cpp: for a small model, calling operations from Python takes as long as computing them.
 //
-// Sums of as many keys as lanes at once, and products of bfloat16 where the processor has AVX-512.
+// Scores of one key per SIMD lane; bfloat16 dot products with AVX-512 BF16.
 // Threads are those of the OpenMP runtime that torch has loaded.
 //
-// decode.py defines NUMBER, float or bf16, and WIDTH, that of a head.
+// decode.py defines NUMBER (float or bf16) and WIDTH (head width).
 
 #include "vectors.h"
 
 namespace {
 
 constexpr int VECTORS = WIDTH / LANES;
-constexpr int CHUNK = 512;  // keys whose scores exist at a time
+constexpr int CHUNK = 512;  // keys per block of scores
 
-// Queries, and vectors of a value, whose sums are in registers together.
+// Queries, and vectors of a value, whose sums are held in registers at once.
 #ifdef WIDE
 constexpr int at_once(int vectors) { return vectors <= 4 ? 5 : vectors <= 8 ? 2 : 1; }
 constexpr int across(int vectors, int) { return vectors; }
@@ -27,7 +27,7 @@ constexpr int across(int vectors, int queries) {
 #endif
 
 #ifdef PAIRS
-// bfloat16 heads of whole registers: 32 products an instruction, sums in float32.
+// bfloat16 heads of whole registers: 32 products per instruction, sums in float32.
 template <class T, int VD>
 constexpr bool in_pairs = sizeof(T) == 2 && VD % 2 == 0;
 #else
@@ -35,7 +35,7 @@ template <class T, int VD>
 constexpr bool in_pairs = false;
 #endif
 
-// Products of one query with keys; their sums over the lanes are its scores.
+// Dot products of one query with keys; their sums over the lanes are its scores.
 template <class T, int VD, bool PAIRED = in_pairs<T, VD>>
 struct Query {
     Floats part[VD];
@@ -69,7 +69,7 @@ struct Query<T, VD, true> {
 };
 #endif
 
-// Attention of RQ queries so far: highest score, sum of weights, and weighted values.
+// Online softmax of RQ queries: maximum score, sum of weights, and weighted sum of values.
 template <int VD, int RQ>
 struct Attended {
     float top[RQ], total[RQ];
@@ -101,7 +101,7 @@ void scores_of(const float* query, const T* keys, int count, float scale, float 
     }
 }
 
-// Adds the values of `here` keys by their weights `scores`, which are 0 up to the next whole vector.
+// Add the values of `here` keys, weighted by `scores`, which are zero-padded to a whole vector.
 template <class T, int VD, int RQ>
 void add_values(const T* value, int here, const float* kept, const float scores[RQ][CHUNK], Attended<VD, RQ>& seen) {
     constexpr int D = VD * LANES;
@@ -112,7 +112,7 @@ void add_values(const T* value, int here, const float* kept, const float scores[
         for (int q = 0; q < RQ; q++)
             UNROLLED
             for (int d = 0; d < VD; d++) sum[q][d] = load(seen.values[q] + LANES * d) * kept[q];
-        // two keys at a time: their values are interleaved by 16 bits, which leaves the sums in another order; see `write`
+        // two keys at a time: their values are interleaved by 16 bits, so the sums are permuted; `write` restores the order
         uint32_t weights[RQ][CHUNK / 2];
         UNROLLED
         for (int q = 0; q < RQ; q++)
@@ -141,7 +141,7 @@ void add_values(const T* value, int here, const float* kept, const float scores[
         return;
     }
 #endif
-    constexpr int BROAD = across(VD, RQ);  // of a value at a time, so that the sums of all queries stay in registers
+    constexpr int BROAD = across(VD, RQ);  // vectors of a value at a time, so that the sums of all queries stay in registers
     UNROLLED
     for (int from = 0; from < VD; from += BROAD) {
         Floats sum[RQ][BROAD];
@@ -168,7 +168,7 @@ void add_values(const T* value, int here, const float* kept, const float scores[
     }
 }
 
-// `count` more keys and values, each D wide and D apart.
+// Attention over `count` further keys and values, each of width D and contiguous.
 template <class T, int VD, int RQ>
 void attend_to(const float* query, const T* keys, const T* values, int64_t count, float scale, Attended<VD, RQ>& seen) {
     constexpr int D = VD * LANES;
@@ -189,7 +189,7 @@ void attend_to(const float* query, const T* keys, const T* values, int64_t count
                 total += weight;
             }
             kept[q] = exponential(all(seen.top[q] - highest))[0];
-            const int beyond = here % LANES ? LANES - here % LANES : 0;  // e^-87 each: nothing, but not to be counted
+            const int beyond = here % LANES ? LANES - here % LANES : 0;  // padding weighs e^-87: subtract it from the sum
             for (int k = here; k < here + beyond; k++) scores[q][k] = 0;
             seen.total[q] = seen.total[q] * kept[q] + sum(total);
             seen.top[q] = highest;
@@ -198,7 +198,7 @@ void attend_to(const float* query, const T* keys, const T* values, int64_t count
     }
 }
 
-// What the queries saw, in the order of the values.
+// Output of the queries, in the order of the values.
 template <class T, int VD, int RQ>
 void write(const Attended<VD, RQ>& seen, T* out) {
     constexpr int D = VD * LANES;
@@ -224,49 +224,49 @@ extern "C" {
 
 // Arguments of a decode step that all layers share. The layout is mirrored in decode.py.
 struct Step {
-    int64_t rows;         // that are in flight
-    int64_t heads;        // of keys
-    int64_t repeats;      // query heads a key head
-    int64_t width;        // of a head, D
-    int64_t column;       // of the own keys, where this step writes
+    int64_t rows;         // running rows
+    int64_t heads;        // key heads
+    int64_t repeats;      // query heads per key head
+    int64_t width;        // head width D
+    int64_t column;       // step column: column of the own keys that this step writes
     int64_t threads;
-    const int64_t* starts;   // [rows] the first column that a row sees
-    const int64_t* owners;   // [rows] its prompt
-    const int64_t* lengths;  // [prompts] keys of each prompt
+    const int64_t* starts;   // [rows] first column that a row sees
+    const int64_t* owners;   // [rows] prompt of each row
+    const int64_t* lengths;  // [prompts] number of keys of each prompt
     const int64_t* places;   // [rows] positions; unused without rotation
     const float* cosines;    // [positions, D], or null: queries and keys are rotated already
-    const float* sines;      // [positions, D], with the sign that a rotation by halves wants
+    const float* sines;      // [positions, D], with the signs of `rotate_half`
     double scale;
     double epsilon;
 };
 
-// Where the heads of one layer's rows begin: x[row * by_row + head * by_head + d].
+// Address and strides of heads: element d of a head is x[row * by_row + head * by_head + d].
 struct Heads {
     void* data;
     int64_t by_row, by_head;
 };
 
-// [2, rows or prompts, heads, columns, D] of one layer, D contiguous and columns D apart.
-struct Slab {
+// KV cache of one layer, [2, rows or prompts, heads, columns, D], contiguous in its last two dimensions.
+struct CacheTable {
     void* data;
     int64_t by_kind, by_row, by_head;
 };
 
-// covey_linear_share of linear.cpp, or covey_live_share of live.cpp, which reads what covey_live_turn has turned.
-typedef void Turn(const void* x, int64_t rows, int64_t inside, void* room);
-typedef void Share(const void* x, int64_t rows, int64_t inside, int64_t outside, const void* weight, const float* bias,
-                   const void* factor, void* out, int64_t then);
+// covey_matmul_bf16_share of matmul_bf16.cpp, or covey_matmul_fp32_share of matmul_fp32.cpp, whose input covey_transpose_fp32 transposes.
+typedef void Transpose(const void* x, int64_t rows, int64_t in_features, void* room);
+typedef void Share(const void* x, int64_t rows, int64_t in_features, int64_t out_features, const void* weight, const float* bias,
+                   const void* factor, void* out, int64_t epilogue);
 
-// A weight in pairs, or as it stands.
+// A linear layer: weight in VNNI pairs, or unchanged for the float32 kernels.
 struct Linear {
     const void* weight;
     const float* bias;  // or null
-    int64_t inside, outside;
+    int64_t in_features, out_features;
 };
 
 struct Layer {
-    const float *before, *after, *query_norm, *key_norm;  // weights of norms; of the heads' or null
-    Linear query, key, value, out, gate, up, down;        // all three of the first in one where `key` has no weight
+    const float *before, *after, *query_norm, *key_norm;  // norm weights; those of heads may be null
+    Linear query, key, value, out, gate, up, down;        // with a null weight in `key`, `query` computes queries, keys and values
 };
 
 struct Decoder {
@@ -275,13 +275,13 @@ struct Decoder {
     const float* norm;
     Linear head;
     Share* share;
-    Turn* turn;  // or null
+    Transpose* transpose;  // or null
 };
 }
 
 namespace {
 
-// `x` [D] normed (with a weight) and rotated to `out`.
+// `x` [D], normed if there is a weight and rotated, into `out`.
 inline void prepared(const Step& step, int64_t row, const float* weight, float* x, float* out) {
     const int64_t D = step.width, half = D / 2;
     if (weight) {
@@ -301,7 +301,7 @@ inline void prepared(const Step& step, int64_t row, const float* weight, float* 
 }
 
 template <class T, int VD, int RQ>
-void attend_some(const Step& step, int64_t row, int64_t head, const float* query, const Slab& own, const Slab& prompt, T* out) {
+void attend_some(const Step& step, int64_t row, int64_t head, const float* query, const CacheTable& own, const CacheTable& prompt, T* out) {
     constexpr int64_t D = VD * LANES;
     Attended<VD, RQ> seen;
     const int64_t owner = step.owners[row], start = step.starts[row];
@@ -312,10 +312,10 @@ void attend_some(const Step& step, int64_t row, int64_t head, const float* query
     write<T, VD, RQ>(seen, out);
 }
 
-// One row's queries of one key head: its key and value are kept, then all of its queries attend.
+// One row and one key head: store its key and value, then attend with all its queries.
 template <class T, int VD>
 void attend_row(const Step& step, int64_t row, int64_t head, const Heads& query, const Heads& key, const Heads& value,
-                const float* query_norm, const float* key_norm, const Slab& own, const Slab& prompt, T* out) {
+                const float* query_norm, const float* key_norm, const CacheTable& own, const CacheTable& prompt, T* out) {
     constexpr int64_t D = VD * LANES;
     constexpr int MOST = at_once(VD);
     alignas(64) float raw[D], queries[MOST * D];
@@ -350,10 +350,10 @@ void attend_row(const Step& step, int64_t row, int64_t head, const Heads& query,
     }
 }
 
-// By all threads of a parallel region, which wait for each other at the end; as `add_norm`.
+// Called by all threads of a parallel region, with a barrier at the end, like `add_norm`.
 template <class T, int VD>
 void attend(const Step& step, const Heads& query, const Heads& key, const Heads& value, const float* query_norm,
-            const float* key_norm, const Slab& own, const Slab& prompt, void* out) {
+            const float* key_norm, const CacheTable& own, const CacheTable& prompt, void* out) {
 #pragma omp for schedule(dynamic, 4)
     for (int64_t task = 0; task < step.rows * step.heads; task++)
         attend_row<T, VD>(step, task / step.heads, task % step.heads, query, key, value, query_norm, key_norm, own,
@@ -389,7 +389,7 @@ void add_norm(float* x, const T* update, const float* weight, T* out, int64_t ro
     }
 }
 
-// out = silu(gate) times up; `out` may be `gate`.
+// out = silu(gate) * up; `out` may be `gate`.
 template <class T>
 void gated(const T* gate, const T* up, T* out, int64_t size) {
 #pragma omp for schedule(static)
@@ -400,30 +400,30 @@ void gated(const T* gate, const T* up, T* out, int64_t size) {
             for (int64_t j = i; j < size; j++) put(out + j, silu(all(one(gate + j)))[0] * one(up + j));
 }
 
-// By all threads of a parallel region.
+// Called by all threads of a parallel region.
 template <class T, int VD>
-void decode(const Step& step, const Decoder& decoder, const Slab* own, const Slab* prompts, float* x, T* scratch, T* logits) {
+void decode(const Step& step, const Decoder& decoder, const CacheTable* own, const CacheTable* prompts, float* x, T* scratch, T* logits) {
     const Layer& first = *decoder.layers;
-    const int64_t rows = step.rows, hidden = first.query.inside, heads = step.heads * step.width, wide = first.gate.outside;
+    const int64_t rows = step.rows, hidden = first.query.in_features, heads = step.heads * step.width, wide = first.gate.out_features;
     const bool is_apart = first.key.weight;
     T *normed = scratch, *updates = normed + rows * hidden, *projected = updates + rows * hidden;
-    T *attended = projected + rows * heads * (step.repeats + 2), *inner = attended + rows * first.out.inside;
-    T *ups = inner + rows * wide, *turned = ups + rows * wide;
-    const auto ready = [&](const T* from, int64_t inside) -> const T* {
-        if (!decoder.turn) return from;
-        decoder.turn(from, rows, inside, turned);
-        return turned;
+    T *attended = projected + rows * heads * (step.repeats + 2), *inner = attended + rows * first.out.in_features;
+    T *ups = inner + rows * wide, *transposed = ups + rows * wide;
+    const auto ready = [&](const T* from, int64_t in_features) -> const T* {
+        if (!decoder.transpose) return from;
+        decoder.transpose(from, rows, in_features, transposed);
+        return transposed;
     };
     const auto share = [&](const T* from, const Linear& by, T* to) {
-        decoder.share(from, rows, by.inside, by.outside, by.weight, by.bias, nullptr, to, EPILOGUE_NONE);
+        decoder.share(from, rows, by.in_features, by.out_features, by.weight, by.bias, nullptr, to, EPILOGUE_NONE);
     };
     const auto product = [&](const T* from, const Linear& by, T* to) {
         share(from, by, to);
 #pragma omp barrier
     };
-    // heads of each kind apart, or, from the `before`-th on, of rows that hold all of them
+    // separate buffers of queries, keys and values, or one buffer whose rows hold them from element `before` on
     const auto heads_at = [&](T* place, int64_t before, const Linear& by) {
-        return is_apart ? Heads{place, by.outside, step.width} : Heads{place + before, first.query.outside, step.width};
+        return is_apart ? Heads{place, by.out_features, step.width} : Heads{place + before, first.query.out_features, step.width};
     };
     const int64_t keys = heads * step.repeats, values = keys + heads;
     const T* more = nullptr;
@@ -437,13 +437,13 @@ void decode(const Step& step, const Decoder& decoder, const Slab* own, const Sla
         if (is_apart) share(from, layer.key, (T*)key.data), share(from, layer.value, (T*)value.data);
         product(from, layer.query, projected);
         attend<T, VD>(step, query, key, value, layer.query_norm, layer.key_norm, own[i], prompts[i], attended);
-        product(ready(attended, layer.out.inside), layer.out, updates);
+        product(ready(attended, layer.out.in_features), layer.out, updates);
         add_norm(x, (const T*)updates, layer.after, normed, rows, hidden, step.epsilon);
         from = ready(normed, hidden);
         share(from, layer.gate, inner);
         product(from, layer.up, ups);
         gated((const T*)inner, (const T*)ups, inner, rows * wide);
-        product(ready(inner, layer.down.inside), layer.down, updates);
+        product(ready(inner, layer.down.in_features), layer.down, updates);
         more = updates;
     }
     add_norm(x, more, decoder.norm, normed, rows, hidden, step.epsilon);
@@ -454,25 +454,25 @@ void decode(const Step& step, const Decoder& decoder, const Slab* own, const Sla
 
 extern "C" {
 
-// Keys and values of this step's tokens into column `step.column` of `own`, and what their queries attend to into `out`
+// Store keys and values of this step's tokens in column `step.column` of `own`, and the attention output of their queries in `out`
 // [rows, heads * repeats, D].
 void covey_attend(const Step* step, const Heads* query, const Heads* key, const Heads* value, const float* query_norm,
-                  const float* key_norm, const Slab* own, const Slab* prompt, void* out) {
+                  const float* key_norm, const CacheTable* own, const CacheTable* prompt, void* out) {
 #pragma omp parallel num_threads(step->threads) if (step->threads > 1 && step->rows * step->heads > 8)
     attend<NUMBER, VECTORS>(*step, *query, *key, *value, query_norm, key_norm, *own, *prompt, out);
 }
 
-// x [rows, size] += update (or nothing, when null); out = x / rms(x) * weight.
+// x [rows, size] += update (if not null); out = x / rms(x) * weight.
 void covey_add_norm(float* x, const void* update, const float* weight, void* out, int64_t rows, int64_t size,
                     double epsilon, int64_t threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1 && rows * size > 16384)
     add_norm<NUMBER>(x, (const NUMBER*)update, weight, (NUMBER*)out, rows, size, epsilon);
 }
 
-// A whole step: `logits` [rows, vocabulary] of the embedded tokens `x` [rows, hidden], which are overwritten. `own` and
-// `prompts` are those of all layers; `scratch` is [rows, 2 hidden + heads of queries, keys and values + inputs of out + outputs of gate and up],
-// and behind it what `turn` needs of the widest.
-void covey_decode(const Step* step, const Decoder* decoder, const Slab* own, const Slab* prompts, float* x, void* scratch,
+// A decode step: `logits` [rows, vocabulary] of the embedded tokens `x` [rows, hidden], which are overwritten. `own` and
+// `prompts` are the caches of all layers. `scratch` holds [rows, 2 hidden + heads of queries, keys and values + inputs of out +
+// outputs of gate and up], followed by the transposed input of the widest matmul.
+void covey_decode(const Step* step, const Decoder* decoder, const CacheTable* own, const CacheTable* prompts, float* x, void* scratch,
                   void* logits) {
 #pragma omp parallel num_threads(step->threads) if (step->threads > 1)
     decode<NUMBER, VECTORS>(*step, *decoder, own, prompts, x, (NUMBER*)scratch, (NUMBER*)logits);

@@ -1,5 +1,5 @@
-// Between the matmuls of a decoder layer, forward and backward on a CPU: RMSNorm, the rotation of queries and keys, the gated SiLU. Each is one pass over memory; sums are in float32
-// whatever the numbers' precision. Threads are those of the OpenMP runtime that torch has loaded.
+// Operations between the matmuls of a decoder layer, forward and backward on a CPU: RMSNorm, rotary embedding, gated SiLU. Each is
+// one pass over memory; sums are in float32 in every precision. Threads are those of the OpenMP runtime that torch has loaded.
 
 #include "vectors.h"
 
@@ -9,9 +9,9 @@ int omp_get_thread_num(void);
 
 namespace {
 
-constexpr int64_t FEW = 16384;  // numbers below which one thread is enough
+constexpr int64_t FEW = 16384;  // elements below which one thread is enough
 
-// Of each row: out = x * scale * weight with scale = (mean of x^2 + epsilon)^-1/2.
+// RMSNorm of each row: out = x * scale * weight with scale = (mean of x^2 + epsilon)^-1/2.
 template <class X, class Y>
 void norm(const X* x, const float* weight, Y* out, float* scales, int64_t rows, int64_t size, double epsilon, int64_t threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * size > FEW)
@@ -28,7 +28,7 @@ void norm(const X* x, const float* weight, Y* out, float* scales, int64_t rows, 
     }
 }
 
-// The gradient of x, and into `sums` [threads, size] what each thread's rows add to that of the weight.
+// Gradient of x, and in `sums` [threads, size] each thread's share of the weight's gradient.
 template <class X, class Y>
 void norm_backward(const Y* gradient, const X* x, const float* weight, const float* scales, X* out, float* sums, int64_t rows,
                    int64_t size, int64_t threads) {
@@ -56,7 +56,7 @@ void norm_backward(const Y* gradient, const X* x, const float* weight, const flo
 }
 
 inline Floats sigmoid(Floats x) {
-#ifdef WIDE  // where `exponential` takes what is above 0 too
+#ifdef WIDE  // `exponential` accepts positive arguments
     const Floats e = exponential((Floats)_mm512_min_ps(_mm512_set1_ps(87.0f), (__m512)-x));
     return all(1.0f) / (e + 1.0f);
 #else
@@ -69,10 +69,10 @@ inline Floats sigmoid(Floats x) {
 template <class T>
 void gate(const T* gates, const T* ups, T* out, int64_t count, int64_t threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && count > FEW)
-    for (int64_t i = 0; i < count; i += LANES) store(out + i, silu(load(gates + i)) * load(ups + i));  // as in decode.cpp, to the bit
+    for (int64_t i = 0; i < count; i += LANES) store(out + i, silu(load(gates + i)) * load(ups + i));  // bitwise equal to decode.cpp
 }
 
-// Gradients of both from that of their product, which becomes the product itself where `repeats`.
+// Gradients of gate and up from that of `SiLU(gate) * up`, which is overwritten by the product itself if `repeats`.
 template <class T>
 void gate_backward(T* gradient, const T* gates, const T* ups, T* gate_gradient, T* up_gradient, int64_t count, int64_t repeats,
                    int64_t threads) {
@@ -86,13 +86,13 @@ void gate_backward(T* gradient, const T* gates, const T* ups, T* gate_gradient, 
     }
 }
 
-// [tokens, heads, size] of which head h of token t is at t * by_token + h * by_head.
+// [tokens, heads, size]; head h of token t is at t * by_token + h * by_head.
 struct Heads {
     void* data;
     int64_t by_head, by_token, heads;
 };
 
-// Each head's halves (a, b) become (a cos - b sin, b cos + a sin), or with `back` the gradient of that.
+// Rotation of each head's halves (a, b) to (a cos - b sin, b cos + a sin); with `back` its gradient.
 template <class T>
 void rotate(const Heads& from, const Heads& to, const float* cosines, const float* sines, int64_t tokens, int64_t size,
             int64_t back, int64_t threads) {
@@ -116,7 +116,7 @@ void rotate(const Heads& from, const Heads& to, const float* cosines, const floa
 
 }  // namespace
 
-// STREAM is what the residual stream holds, NUMBER what the products take; fused_ops.py defines both.
+// STREAM: dtype of the residual stream; NUMBER: dtype of matmuls. fused_ops.py defines both.
 extern "C" {
 
 void covey_norm(const void* x, const float* weight, void* out, float* scales, int64_t rows, int64_t size, double epsilon,

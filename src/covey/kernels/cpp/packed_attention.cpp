@@ -1,16 +1,16 @@
 // Attention of packed rows `[prompt | c1 | ... | cG]` on a CPU, forward and backward: every completion token sees the
-// prompt and its own completion up to itself; a prompt's token sees the prompt up to itself.
+// prompt and its own completion up to itself; a prompt token sees the prompt up to itself.
 //
-// One task is one prompt and one head of keys. It copies the prompt's keys and values into the order in which products
-// read them, once for all completions and query heads, and puts each completion's own behind them in turn, so that a
-// block of queries meets all it sees as one row of keys. Sums are in float32 whatever the numbers' precision.
+// A task is one prompt and one key head. It copies the prompt's keys and values into the layout of the matmuls, once for all
+// completions and query heads, then appends those of one completion after another, so that all keys of a block of queries are
+// contiguous. Sums are in float32 in every precision.
 // Threads are those of the OpenMP runtime that torch has loaded.
 
 #include "blocks.h"
 
 namespace {
 
-constexpr int BLOCK = 24;  // queries at a time
+constexpr int BLOCK = 24;  // queries per block
 
 #ifdef PAIRS
 template <class T>
@@ -30,27 +30,27 @@ inline int64_t in_vectors(int64_t count) { return (count + LANES - 1) / LANES; }
 
 extern "C" {
 
-// One head after another, one token after another; the numbers of a token's head are contiguous.
+// Address and strides of [heads, tokens, D], contiguous in D.
 struct Heads {
     void* data;
     int64_t by_head, by_token;
 };
 
-// Where prompts and completions stand. The layout is mirrored in packed_attention.py.
+// Positions of prompts and completions. The layout is mirrored in packed_attention.py.
 struct Packed {
     int64_t segments;
-    int64_t heads;    // of keys
-    int64_t repeats;  // query heads a key head
-    int64_t width;    // of a head, D
-    int64_t tokens;   // of the row
-    int64_t most;     // keys that one token sees, at most
+    int64_t heads;    // key heads
+    int64_t repeats;  // query heads per key head
+    int64_t width;    // head width D
+    int64_t tokens;   // tokens of the row
+    int64_t most;     // most keys that a token sees
     int64_t threads;
-    const int64_t* starts;   // [segments] a prompt's first token
-    const int64_t* lengths;  // [segments] its tokens
-    const int64_t* firsts;   // [segments + 1] its first completion in `counts`
-    const int64_t* counts;   // [completions] tokens of each; they follow the prompt without a gap
-    float* rooms;            // [threads, what `covey_shared_room` says] zeros
-    double scale;            // above 0
+    const int64_t* starts;   // [segments] first token of each prompt
+    const int64_t* lengths;  // [segments] tokens of each prompt
+    const int64_t* firsts;   // [segments + 1] first completion of each prompt in `counts`
+    const int64_t* counts;   // [completions] tokens of each; completions follow the prompt without gaps
+    float* scratch;            // [threads, `covey_shared_scratch`] zeros
+    double scale;            // positive
 };
 
 int omp_get_thread_num(void);
@@ -68,21 +68,22 @@ inline void copy_out(const float* from, T* to, int64_t D, float scale = 1.0f) {
     for (int64_t d = 0; d < D; d += LANES) store(to + d, load(from + d) * scale);
 }
 
-// What one thread works in: zeros at first, since columns beyond the last key are multiplied too.
+// Scratch space of one thread, initialized to zero: columns beyond the last key are multiplied too.
 //
-// Rows of D numbers stand here in up to three ways: along, one after another, where a word is neighbours in a row; down, where
-// a word is neighbours of two rows; across, as many rows as lanes next to each other. A word of one number is the same along as down.
+// Rows of D elements are stored in up to three layouts of words (a float32, or two bfloat16). along: row-major, a word holds two
+// adjacent elements of a row. down: a word holds the same element of two rows. across: as many rows as lanes interleaved. For
+// float32, along and down are the same.
 template <class T>
-struct Room {
+struct Scratch {
     using W = Word<T>;
-    using Number = std::conditional_t<in_pairs<T>, T, float>;  // that words are made of
+    using Number = std::conditional_t<in_pairs<T>, T, float>;  // element of a word
     static constexpr int64_t PER = sizeof(W) / sizeof(Number);
 
     int64_t D, columns;
-    W *keys_across, *values_down, *query;                                           // columns x D, a block of queries
+    W *keys_across, *values_down, *query;                                           // [columns, D], and a block of queries
     W *keys_down, *values_across, *gradient, *query_down, *gradient_down;           // for the backward
-    float *out, *weights, *slopes;                                                  // BLOCK x D, BLOCK x columns
-    float *key_sums, *value_sums;                                                   // gradients, columns x D
+    float *out, *weights, *slopes;                                                  // [BLOCK, D], and [BLOCK, columns]: softmax weights and score gradients
+    float *key_sums, *value_sums;                                                   // gradients of keys and values, [columns, D]
 
     static int64_t size(const Packed& packed, bool backward) {
         const int64_t columns = in_vectors(packed.most) * LANES, side = columns * packed.width, block = BLOCK * packed.width;
@@ -90,8 +91,8 @@ struct Room {
         return (4 * side + 2 * block * PER) / PER + block + 2 * BLOCK * columns + 2 * side;
     }
 
-    Room(const Packed& packed, bool backward) : D(packed.width), columns(in_vectors(packed.most) * LANES) {
-        float* next = packed.rooms + omp_get_thread_num() * size(packed, backward);
+    Scratch(const Packed& packed, bool backward) : D(packed.width), columns(in_vectors(packed.most) * LANES) {
+        float* next = packed.scratch + omp_get_thread_num() * size(packed, backward);
         auto take = [&next](int64_t count) {
             float* mine = next;
             next += count;
@@ -117,7 +118,7 @@ struct Room {
         return x;
     }
 
-    // Below the row, where it is the first of its words, come zeros.
+    // Store a row in layout `down`. An even row clears the second half of its words.
     void put_down(W* down, int64_t index, const T* x) const {
         if constexpr (PER == 1)
             put_along(down, index, x);
@@ -140,36 +141,36 @@ struct Room {
         }
     }
 
-    // Products of `rows` rows along with the first `count` rows across.
+    // Scores: products of `rows` rows `along` with the first `count` rows `across`.
     void products(const W* along, const W* across, float* scores, int64_t rows, int64_t count) const {
         const int64_t words = D / PER;
         multiply<W>({along, words, 1}, {across, LANES, LANES * words}, {scores, columns, false}, rows, in_vectors(count), words);
     }
 
-    // `out`: for each of `rows`, the sum of `count` rows by its weights, which stand where its scores did.
+    // `out`: for each of `rows`, the sum of `count` rows weighted by its weights, which have replaced its scores.
     void weighted(const float* weights, const W* down, int64_t rows, int64_t count) const {
         multiply<W>({(const W*)weights, columns, 1}, {down, D, LANES}, {out, D, false}, rows, D / LANES, (count + PER - 1) / PER);
     }
 
-    // Adds to each of `count` sums the block's `rows` by their weights, which stand down.
+    // Add the block's weighted `rows` to each of `count` sums; the weights are in layout `down`.
     void add(float* sums, const float* weights, const W* down, int64_t rows, int64_t count) const {
         multiply<W>({(const W*)weights, 1, PER * columns}, {down, D, LANES}, {sums, D, true}, count, D / LANES, (rows + PER - 1) / PER);
     }
 };
 
 template <class T>
-void take_keys(Room<T>& room, const Heads& key, const Heads& value, int64_t head, int64_t token, int64_t count, int64_t column, bool backward) {
+void take_keys(Scratch<T>& scratch, const Heads& key, const Heads& value, int64_t head, int64_t token, int64_t count, int64_t column, bool backward) {
     for (int64_t i = 0; i < count; i++, column++) {
         const T *one = at<T>(key, head, token + i), *other = at<T>(value, head, token + i);
-        room.put_across(room.keys_across, column, one);
-        room.put_down(room.values_down, column, other);
+        scratch.put_across(scratch.keys_across, column, one);
+        scratch.put_down(scratch.values_down, column, other);
         if (!backward) continue;
-        room.put_down(room.keys_down, column, one);
-        room.put_across(room.values_across, column, other);
+        scratch.put_down(scratch.keys_down, column, one);
+        scratch.put_across(scratch.values_across, column, other);
     }
 }
 
-// Scores beyond what a query sees, up to a whole vector beyond what the block sees.
+// Mask the scores of keys that a query does not see, up to the block's last whole vector.
 inline void hide(float* row, int64_t visible, int64_t columns, float nothing) {
     const int32_t order[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     Ints lanes;
@@ -179,21 +180,21 @@ inline void hide(float* row, int64_t visible, int64_t columns, float nothing) {
 }
 
 struct Piece {
-    int64_t token, count, prefix;  // its first token, its tokens, and the keys before its own
+    int64_t token, count, prefix;  // first token, number of tokens, number of keys before its own
 };
 
 template <class T>
-void forward_piece(const Packed& packed, Room<T>& room, const Heads& query, const Heads& out, float* normalizer, int64_t head, Piece piece) {
-    const int64_t D = room.D;
+void forward_piece(const Packed& packed, Scratch<T>& scratch, const Heads& query, const Heads& out, float* normalizer, int64_t head, Piece piece) {
+    const int64_t D = scratch.D;
     const float scale = (float)packed.scale;
     for (int64_t from = 0; from < piece.count; from += BLOCK) {
         const int64_t rows = piece.count - from < BLOCK ? piece.count - from : BLOCK;
         const int64_t columns = piece.prefix + from + rows, first = piece.token + from;
-        for (int64_t m = 0; m < rows; m++) room.put_along(room.query, m, at<T>(query, head, first + m));
-        room.products(room.query, room.keys_across, room.weights, rows, columns);
+        for (int64_t m = 0; m < rows; m++) scratch.put_along(scratch.query, m, at<T>(query, head, first + m));
+        scratch.products(scratch.query, scratch.keys_across, scratch.weights, rows, columns);
         float shares[BLOCK];
         for (int64_t m = 0; m < rows; m++) {
-            float* row = room.weights + m * room.columns;
+            float* row = scratch.weights + m * scratch.columns;
             const int64_t visible = columns - rows + m + 1;
             hide(row, visible, columns, NOTHING);
             Floats top = all(NOTHING), total = {};
@@ -201,15 +202,15 @@ void forward_piece(const Packed& packed, Room<T>& room, const Heads& query, cons
             const float highest = largest(top);
             for (int64_t k = 0; k < columns; k += LANES) {
                 const Floats weight = exponential((load(row + k) - highest) * scale);
-                store((typename Room<T>::Number*)row + k, weight);
+                store((typename Scratch<T>::Number*)row + k, weight);
                 total += weight;
             }
             const float whole = sum(total);
             shares[m] = 1.0f / whole;
             normalizer[head * packed.tokens + first + m] = highest * scale + std::log(whole);
         }
-        room.weighted(room.weights, room.values_down, rows, columns);
-        for (int64_t m = 0; m < rows; m++) copy_out(room.out + m * D, at<T>(out, head, first + m), D, shares[m]);
+        scratch.weighted(scratch.weights, scratch.values_down, rows, columns);
+        for (int64_t m = 0; m < rows; m++) copy_out(scratch.out + m * D, at<T>(out, head, first + m), D, shares[m]);
     }
 }
 
@@ -219,21 +220,21 @@ struct Given {
     Heads query_gradient, key_gradient, value_gradient;
 };
 
-// The weights of one row, and the gradients of its scores, in place of its scores and of the gradients of its weights.
+// Softmax weights of one row in place of its scores, and gradients of its scores in place of those of its weights.
 inline void slope(float* weights, float* slopes, int64_t visible, int64_t columns, float scale, float normalizer, float inner) {
-    for (int64_t k = 0; k < visible; k += LANES)  // never above zero but for rounding
+    for (int64_t k = 0; k < visible; k += LANES)  // above zero by rounding only
         store(weights + k, exponential(-larger(all(0.0f), normalizer - load(weights + k) * scale)));
     hide(weights, visible, columns, 0);
     for (int64_t k = 0; k < columns; k += LANES) store(slopes + k, load(weights + k) * (load(slopes + k) - inner) * scale);
-    hide(slopes, visible, columns, 0);  // what an earlier piece left there may be no number
+    hide(slopes, visible, columns, 0);  // an earlier piece may have left NaN there
 }
 
-// Of rows m and m + 1, if there is one: weights down in place of those of m, slopes down in place of the weights of m + 1,
-// and slopes along in place of themselves.
+// Convert rows m and m + 1 (if it exists) to words: weights `down` in place of the weights of m, slopes `down` in place of the
+// weights of m + 1, and slopes `along` in place.
 template <class T>
-void into_words(const Room<T>& room, int64_t m, bool is_last, int64_t columns) {
-    const int64_t after = is_last ? 0 : room.columns;
-    float *weights = room.weights + m * room.columns, *slopes = room.slopes + m * room.columns;
+void into_words(const Scratch<T>& scratch, int64_t m, bool is_last, int64_t columns) {
+    const int64_t after = is_last ? 0 : scratch.columns;
+    float *weights = scratch.weights + m * scratch.columns, *slopes = scratch.slopes + m * scratch.columns;
     for (int64_t k = 0; k < columns; k += LANES) {
         const Floats rows[] = {load(weights + k), load(weights + after + k), load(slopes + k), load(slopes + after + k)};
         alignas(64) bf16 narrow[4][LANES];
@@ -241,15 +242,15 @@ void into_words(const Room<T>& room, int64_t m, bool is_last, int64_t columns) {
         for (int i = 0; i < 4; i++) store(narrow[i], is_last && i % 2 ? Floats{} : rows[i]);
         const Words down[] = {words_of(narrow[0]) | words_of(narrow[1]) << 16, words_of(narrow[2]) | words_of(narrow[3]) << 16};
         std::memcpy((void*)(weights + k), down, sizeof down[0]);
-        std::memcpy((void*)(weights + room.columns + k), down + 1, sizeof down[1]);
+        std::memcpy((void*)(weights + scratch.columns + k), down + 1, sizeof down[1]);
         std::memcpy((bf16*)slopes + k, narrow[2], sizeof narrow[2]);
-        std::memcpy((bf16*)(slopes + room.columns) + k, narrow[3], sizeof narrow[3]);
+        std::memcpy((bf16*)(slopes + scratch.columns) + k, narrow[3], sizeof narrow[3]);
     }
 }
 
 template <class T>
-void backward_piece(const Packed& packed, Room<T>& room, const Given& given, int64_t head, Piece piece) {
-    const int64_t D = room.D;
+void backward_piece(const Packed& packed, Scratch<T>& scratch, const Given& given, int64_t head, Piece piece) {
+    const int64_t D = scratch.D;
     for (int64_t from = 0; from < piece.count; from += BLOCK) {
         const int64_t rows = piece.count - from < BLOCK ? piece.count - from : BLOCK;
         const int64_t columns = piece.prefix + from + rows, first = piece.token + from;
@@ -257,27 +258,27 @@ void backward_piece(const Packed& packed, Room<T>& room, const Given& given, int
         for (int64_t m = 0; m < rows; m++) {
             const T *query = at<T>(given.query, head, first + m), *gradient = at<T>(given.gradient, head, first + m);
             const T* out = at<T>(given.out, head, first + m);
-            room.put_along(room.query, m, query), room.put_along(room.gradient, m, gradient);
-            if (room.PER > 1) room.put_down(room.query_down, m, query), room.put_down(room.gradient_down, m, gradient);
+            scratch.put_along(scratch.query, m, query), scratch.put_along(scratch.gradient, m, gradient);
+            if (scratch.PER > 1) scratch.put_down(scratch.query_down, m, query), scratch.put_down(scratch.gradient_down, m, gradient);
             Floats total = {};
             for (int64_t d = 0; d < D; d += LANES) total += load(gradient + d) * load(out + d);
             inner[m] = sum(total);
         }
-        room.products(room.query, room.keys_across, room.weights, rows, columns);
-        room.products(room.gradient, room.values_across, room.slopes, rows, columns);
+        scratch.products(scratch.query, scratch.keys_across, scratch.weights, rows, columns);
+        scratch.products(scratch.gradient, scratch.values_across, scratch.slopes, rows, columns);
         for (int64_t m = 0; m < rows; m++)
-            slope(room.weights + m * room.columns, room.slopes + m * room.columns, columns - rows + m + 1, columns,
+            slope(scratch.weights + m * scratch.columns, scratch.slopes + m * scratch.columns, columns - rows + m + 1, columns,
                   (float)packed.scale, given.normalizer[head * packed.tokens + first + m], inner[m]);
         if constexpr (in_pairs<T>)
-            for (int64_t m = 0; m < rows; m += 2) into_words(room, m, m + 1 == rows, columns);
-        room.add(room.value_sums, room.weights, room.gradient_down, rows, columns);
-        room.add(room.key_sums, in_pairs<T> ? room.weights + room.columns : room.slopes, room.query_down, rows, columns);
-        room.weighted(room.slopes, room.keys_down, rows, columns);
-        for (int64_t m = 0; m < rows; m++) copy_out(room.out + m * D, at<T>(given.query_gradient, head, first + m), D);
+            for (int64_t m = 0; m < rows; m += 2) into_words(scratch, m, m + 1 == rows, columns);
+        scratch.add(scratch.value_sums, scratch.weights, scratch.gradient_down, rows, columns);
+        scratch.add(scratch.key_sums, in_pairs<T> ? scratch.weights + scratch.columns : scratch.slopes, scratch.query_down, rows, columns);
+        scratch.weighted(scratch.slopes, scratch.keys_down, rows, columns);
+        for (int64_t m = 0; m < rows; m++) copy_out(scratch.out + m * D, at<T>(given.query_gradient, head, first + m), D);
     }
 }
 
-// Calls `visit(piece)` for the prompt and then for each of its completions.
+// Call `visit(piece)` for the prompt, then for each of its completions.
 template <class Visit>
 void each_piece(const Packed& packed, int64_t segment, Visit visit) {
     const int64_t start = packed.starts[segment], length = packed.lengths[segment];
@@ -295,24 +296,24 @@ void forward(const Packed& packed, const Heads& query, const Heads& key, const H
     const int64_t tasks = packed.segments * packed.heads;
 #pragma omp parallel num_threads(packed.threads)
     {
-        Room<T> room(packed, false);
+        Scratch<T> scratch(packed, false);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < tasks; task++) {
             const int64_t head = task % packed.heads;
             each_piece(packed, task / packed.heads, [&](Piece piece) {
-                take_keys<T>(room, key, value, head, piece.token, piece.count, piece.prefix, false);
+                take_keys<T>(scratch, key, value, head, piece.token, piece.count, piece.prefix, false);
                 for (int64_t r = 0; r < packed.repeats; r++)
-                    forward_piece<T>(packed, room, query, out, normalizer, head * packed.repeats + r, piece);
+                    forward_piece<T>(packed, scratch, query, out, normalizer, head * packed.repeats + r, piece);
             });
         }
     }
 }
 
 template <class T>
-void give_sums(const Room<T>& room, const Given& given, int64_t head, int64_t token, int64_t count, int64_t column) {
+void give_sums(const Scratch<T>& scratch, const Given& given, int64_t head, int64_t token, int64_t count, int64_t column) {
     for (int64_t i = 0; i < count; i++) {
-        copy_out(room.key_sums + (column + i) * room.D, at<T>(given.key_gradient, head, token + i), room.D);
-        copy_out(room.value_sums + (column + i) * room.D, at<T>(given.value_gradient, head, token + i), room.D);
+        copy_out(scratch.key_sums + (column + i) * scratch.D, at<T>(given.key_gradient, head, token + i), scratch.D);
+        copy_out(scratch.value_sums + (column + i) * scratch.D, at<T>(given.value_gradient, head, token + i), scratch.D);
     }
 }
 
@@ -321,19 +322,19 @@ void backward(const Packed& packed, const Given& given) {
     const int64_t tasks = packed.segments * packed.heads;
 #pragma omp parallel num_threads(packed.threads)
     {
-        Room<T> room(packed, true);
+        Scratch<T> scratch(packed, true);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < tasks; task++) {
-            const int64_t segment = task / packed.heads, head = task % packed.heads, D = room.D;
+            const int64_t segment = task / packed.heads, head = task % packed.heads, D = scratch.D;
             each_piece(packed, segment, [&](Piece piece) {
-                take_keys<T>(room, given.key, given.value, head, piece.token, piece.count, piece.prefix, true);
-                std::memset(room.key_sums + piece.prefix * D, 0, piece.count * D * sizeof(float));
-                std::memset(room.value_sums + piece.prefix * D, 0, piece.count * D * sizeof(float));
+                take_keys<T>(scratch, given.key, given.value, head, piece.token, piece.count, piece.prefix, true);
+                std::memset(scratch.key_sums + piece.prefix * D, 0, piece.count * D * sizeof(float));
+                std::memset(scratch.value_sums + piece.prefix * D, 0, piece.count * D * sizeof(float));
                 for (int64_t r = 0; r < packed.repeats; r++)
-                    backward_piece<T>(packed, room, given, head * packed.repeats + r, piece);
-                if (piece.prefix) give_sums<T>(room, given, head, piece.token, piece.count, piece.prefix);
+                    backward_piece<T>(packed, scratch, given, head * packed.repeats + r, piece);
+                if (piece.prefix) give_sums<T>(scratch, given, head, piece.token, piece.count, piece.prefix);
             });
-            give_sums<T>(room, given, head, packed.starts[segment], packed.lengths[segment], 0);
+            give_sums<T>(scratch, given, head, packed.starts[segment], packed.lengths[segment], 0);
         }
     }
 }
@@ -342,15 +343,15 @@ void backward(const Packed& packed, const Given& given) {
 
 extern "C" {
 
-// Numbers in float32 that one thread works in.
-int64_t covey_shared_room(const Packed* packed, int64_t backward) { return Room<NUMBER>::size(*packed, backward); }
+// Size of a thread's scratch space, in floats.
+int64_t covey_shared_scratch(const Packed* packed, int64_t backward) { return Scratch<NUMBER>::size(*packed, backward); }
 
-// What the queries see into `out`, log-sum-exp of their scores into `normalizer` [query heads, tokens].
+// Attention output in `out`, log-sum-exp of the scores in `normalizer` [query heads, tokens].
 void covey_shared_forward(const Packed* packed, const Heads* query, const Heads* key, const Heads* value, const Heads* out, float* normalizer) {
     forward<NUMBER>(*packed, *query, *key, *value, *out, normalizer);
 }
 
-// Gradients of queries, keys and values from that of `out`.
+// Gradients of queries, keys and values from the gradient of `out`.
 void covey_shared_backward(const Packed* packed, const Heads* gradient, const Heads* query, const Heads* key, const Heads* value,
                            const Heads* out, const float* normalizer, const Heads* query_gradient, const Heads* key_gradient,
                            const Heads* value_gradient) {

@@ -1,6 +1,5 @@
-// Vectors of the processor's registers, 16 numbers or 8, through GCC's and Clang's vector types: loaded from float32 or bfloat16,
-// kept in float32.
-// No torch header: what includes this compiles in a second or two, and works with any build of torch.
+// SIMD vectors of 16 or 8 float32 elements, by GCC's and Clang's vector types, loaded from float32 or bfloat16.
+// No torch header: a file that includes this compiles in a second or two, and works with any build of torch.
 
 #pragma once
 
@@ -26,9 +25,9 @@ namespace {
 #ifdef WIDE
 constexpr int LANES = 16;
 #else
-constexpr int LANES = 8;  // wider ones than the registers go through memory
+constexpr int LANES = 8;  // vectors wider than a register would be spilled to memory
 #endif
-constexpr float NOTHING = -1e30f;  // the score of no key; finite, so that differences of two of them are
+constexpr float NOTHING = -1e30f;  // score of a masked key; finite, so that the difference of two is 0, not NaN
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
@@ -50,7 +49,7 @@ inline Floats load(const float* p) {
     return x;
 }
 
-// LANES numbers, one a word.
+// LANES elements, each in a word of 32 bits.
 inline Words words_of(const bf16* p) {
     Halves x;
     std::memcpy(&x, p, sizeof x);
@@ -61,7 +60,7 @@ inline Floats load(const bf16* p) { return (Floats)(words_of(p) << 16); }
 
 inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
 
-// To the nearest, ties to even; where there is an instruction for it, numbers below 2^-126 become zero.
+// Round to nearest, ties to even. The AVX-512 BF16 instruction flushes magnitudes below 2^-126 to zero.
 inline void store(bf16* p, Floats x) {
 #ifdef PAIRS
     const __m256bh half = _mm512_cvtneps_pbh((__m512)x);
@@ -113,7 +112,7 @@ inline float largest(Floats x) {
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
-// The sums of LANES vectors, one a lane.
+// Sums of LANES vectors, one per lane.
 inline Floats sums(const Floats* x) {
 #ifdef WIDE
     __m512 fours[4];
@@ -131,7 +130,7 @@ inline Floats sums(const Floats* x) {
         _mm512_shuffle_f32x4(fours[2], fours[3], 0x88), _mm512_shuffle_f32x4(fours[2], fours[3], 0xdd));
     return (Floats)_mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
 #else
-    __m256 fours[2];  // each half of a register: sums over that half of four vectors
+    __m256 fours[2];  // each half of a register: sums of that half of four vectors
     UNROLLED
     for (int i = 0; i < 2; i++) {
         const Floats* four = x + 4 * i;
@@ -141,15 +140,15 @@ inline Floats sums(const Floats* x) {
 #endif
 }
 
-// e^x for x <= 0, and up to 87 where vectors are WIDE, to 2 units in the last place (the polynomial of Cephes' expf). What is
-// not a number stays none.
+// e^x for x <= 0, and up to 87 where vectors are WIDE, to 2 units in the last place (the polynomial of Cephes' expf). NaN stays
+// NaN.
 inline Floats exponential(Floats x) {
 #ifdef WIDE
-    x = (Floats)_mm512_max_ps(_mm512_set1_ps(-87.0f), (__m512)x);  // of which the second is taken where it is no number
+    x = (Floats)_mm512_max_ps(_mm512_set1_ps(-87.0f), (__m512)x);  // the second operand is returned if it is NaN
     const Floats n = (Floats)_mm512_roundscale_ps((__m512)(x * 1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
     x = x < all(-87.0f) ? all(-87.0f) : x;
-    // truncation towards 0 of a negative number, minus a half: the nearest
+    // rounding to nearest of a negative number: truncation of x - 0.5
     const Ints whole = __builtin_convertvector(x * 1.44269504f - 0.5f, Ints);
     const Floats n = __builtin_convertvector(whole, Floats);
 #endif
@@ -173,7 +172,7 @@ inline Floats silu(Floats x) {
     return x * (x < all(0.0f) ? small : all(1.0f)) / (1.0f + small);
 }
 
-// Calls visit(i, x) for the vectors of a row; what the last one lacks is NOTHING, and not a number stays none.
+// Call visit(i, x) for the vectors of a row; the last one is padded with NOTHING, and NaN stays NaN.
 template <class T, class Visit>
 inline void each(const T* row, int64_t size, float scale, Visit visit) {
     const int64_t whole = size / LANES * LANES;

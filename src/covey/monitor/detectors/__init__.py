@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from covey.config.alerts import ALERT_RULES
 from covey.monitor.detectors.ensemble import MemberDominates, MemberIdle
 from covey.monitor.detectors.languages import LanguageCollapse
 from covey.monitor.detectors.pace import DataDrift, Forgetting, RewardDrift, ThroughputDrop
@@ -18,23 +17,6 @@ from covey.monitor.history import History
 from covey.types import Alert
 
 Detector = Callable[[History], Alert | None]
-
-RULES = ALERT_RULES
-"""Every rule that `standard` detectors can report."""
-
-READS = frozenset(
-    {
-        "reward", "reward_std", "num_prompts", "completions/count", "groups/all_pass", "groups/all_fail",
-        "frac_reward_zero_std", "entropy", "diversity/unique", "kl", "completions/mean_length",
-        "completions/mean_length_right", "completions/mean_length_wrong", "completions/clipped_ratio",
-        "completions/repetition", "format_rate", "grad_norm", "learning_rate", "update/all", "update/changed",
-        "sampling/sampling_logp_difference/mean", "sampling/effective_sample_size", "rewards/unscored",
-        "tokens_per_second/step", "seconds/rollout", "seconds/reward", "seconds/learn", "prompts/drift_p/length",
-        "prompts/drift_p/text", "rewards/drift_p",
-        "prompts/mean_length", "steps/non_finite", "eval_reward", "tools/call_frequency", "tools/failure_frequency", "tools/looping",
-    }
-)  # fmt: skip
-"""Metrics that they look at, beside the audit metrics, each reward's `mean` and `errors`, and `ensemble/<member>/...`."""
 
 
 def standard(audits: Sequence[str] = (), weights: Mapping[str, float] | None = None) -> tuple[Detector, ...]:

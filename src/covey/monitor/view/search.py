@@ -25,7 +25,6 @@ class Found:
     """Groups that match, as places in the table, in the order that was asked for."""
     at: int
     """Number of groups searched so far, in the order; the next part starts here."""
-    is_done: bool
 
 
 def search(
@@ -52,15 +51,15 @@ def search(
             place = int(part[at])
             step, group = int(table["step"][place]), int(table["group"][place])
             if len(found) == most:
-                return Found(found, first + at, False)
+                return Found(found, first + at)
             if step not in matches:
                 if looked and time.monotonic() > deadline:
-                    return Found(found, first + at, False)
+                    return Found(found, first + at)
                 matches[step] = _groups_with(index.path_of(step), text)
                 looked += 1
             if group in matches[step]:
                 found.append(place)
-    return Found(found, len(order), True)
+    return Found(found, len(order))
 
 
 def _worth_a_look(steps: np.ndarray, matches: Mapping[int, frozenset[int]]) -> list[int]:

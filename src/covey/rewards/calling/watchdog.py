@@ -1,7 +1,7 @@
-"""Ends a process that a reward holds up altogether: C code that neither returns, nor looks at signals, nor lets others run.
+"""Watchdog for rewards that block the whole process: C code that neither returns, nor releases the GIL, nor handles signals.
 
-Nothing in Python can run then, no checkpoint can be written and no exception raised; a timer inside the interpreter's own
-`faulthandler` can still print the stack of every thread and end the process, so that the run may be resumed.
+No Python code can run then, so no checkpoint is written and no exception raised. A timer of the interpreter's own
+`faulthandler` still prints the stack of every thread and ends the process, so that the run can be resumed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _numbers = itertools.count()
 
 
 class HangGuard:
-    """`with Watched(seconds):` the process ends with exit code 1 when this block lasts ten times `seconds`."""
+    """Time limit on a block: `with HangGuard(seconds):` ends the process with exit code 1 after ten times `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = max(TIMES * seconds, _AT_LEAST_SECONDS)

@@ -32,13 +32,13 @@ TOP = 20
 SIGMAS = 7.0
 """Standard errors on each side of the slope's interval: no false alarm in thousands of updates, also with few clusters."""
 SLACK = 0.25
-"""Distance of the interval from 1 beyond which the weights are others."""
+"""Distance of the interval from 1 beyond which the weights count as wrong."""
 FARTHEST = 0.3
-"""Mean difference in nats that bfloat16, quantized caches and kernels may make; measured in float32: 1e-6, in bfloat16: 0.01."""
+"""Tolerated mean difference in nats due to bfloat16, quantized caches and kernels; measured: 1e-6 in float32, 0.01 in bfloat16."""
 TIMES_FARTHER = 5.0
-"""Growth of that difference since the first updates beyond which the weights are others."""
+"""Factor on the first updates' difference beyond which the weights count as wrong."""
 SMALLEST_STEP = 2e-3
-"""Nats below which no growth counts: float32 servers start from almost nothing."""
+"""Difference in nats below which growth is ignored: float32 servers start near 0."""
 
 Verdict = Literal["right", "wrong", "not decidable yet"]
 
@@ -148,14 +148,13 @@ class Slope:
 
 
 @dataclass(frozen=True)
-class Seen:
+class AttestationResult:
     """Outcome of the attestation of one update."""
 
     moved: bool | None
     """True if the answer changed. None: the update is too small to tell, or the server is not deterministic."""
     right: Verdict
     slope: float
-    slope_error: float
     distance: float
     """Nats between the server's log-probabilities and the trainer's."""
     exact: bool | None = None
@@ -208,7 +207,9 @@ class Attestation:
             "writes weights to it, or it was started again. Give every run a server of its own."
         )
 
-    def check_update(self, after: Answer, logp: Tensor, rounded: Tensor, exact: bool | None = None) -> Seen:
+    def check_update(
+        self, after: Answer, logp: Tensor, rounded: Tensor, exact: bool | None = None
+    ) -> AttestationResult:
         """Attest an update: `after` is the server's, `logp` and `rounded` are the trainer's. Raises AttestationError if they disagree."""
         before, logp_before, rounded_before = self.last, self.logp, self.rounded
         moved = None
@@ -218,7 +219,7 @@ class Attestation:
             self.slope = self._pooled(before, after, logp_before, logp)
         distance = after.distance(logp)
         verdict = self.slope.verdict(lowest=1 - SLACK if self.is_exact_trainer else SLACK)
-        seen = Seen(moved, verdict, self.slope.value, self.slope.error, distance, exact)
+        seen = AttestationResult(moved, verdict, self.slope.value, distance, exact)
         limit = self.farthest()
         self.last, self.logp, self.rounded = after, logp, rounded
         if moved is False:

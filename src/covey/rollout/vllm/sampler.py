@@ -21,7 +21,7 @@ from covey.rollout.sampler import SamplingParams
 from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.stopping import check_finite, checked_eos_ids, context_of
 from covey.rollout.vllm.client import Address, Client, Deadlines, NoAnswerError
-from covey.rollout.vllm.server import Server, refuse_other_model, refuse_raw, warn_if_exposed
+from covey.rollout.vllm.server import Server, refuse_other_model, refuse_raw_logprobs, warn_if_exposed
 from covey.rollout.vllm.sync import Attest, Sync
 from covey.rollout.vllm.transports import (
     AdapterTransport,
@@ -30,7 +30,7 @@ from covey.rollout.vllm.transports import (
     NCCLTransport,
     Transport,
     refuse_carrier,
-    refuse_forgetful,
+    refuse_stale_head,
 )
 from covey.rollout.vllm.weights import safe_name, why_not_alone
 from covey.types import Completion, Group, Metric, Prompt, merge_metrics
@@ -107,7 +107,7 @@ class ServerSampler:
         """
         if n < 1:
             raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
-        refuse_raw(self.server, params)
+        refuse_raw_logprobs(self.server, params)
         known = as_prompts(prompts, self.tokenizer, self.context)
         return self._groups(known, n, params)
 
@@ -295,10 +295,10 @@ def refuse_unfit(
 ) -> None:
     """Raise the ConfigError that a ServerSampler would raise, by the model's configuration: before its weights are loaded."""
     refuse_carrier(server, transport, is_on_cuda=is_on_cuda)
-    refuse_raw(server, params)
+    refuse_raw_logprobs(server, params)
     refuse_other_model(server, config, tokenizer)
     if transport != "nccl" and not has_adapter:  # an adapter may travel alone
-        refuse_forgetful(server, config)
+        refuse_stale_head(server, config)
 
 
 def _transport(server: Server, model: Any, wanted: Carrier, folder: Path, *, host: str, port: int) -> Transport:
@@ -311,5 +311,5 @@ def _transport(server: Server, model: Any, wanted: Carrier, folder: Path, *, hos
         if reason is None:
             return AdapterTransport(server, folder)
         logger.warning("Whole weights are sent to the vLLM server instead of the adapter alone: %s.", reason)
-    refuse_forgetful(server, unwrapped(model).config)
+    refuse_stale_head(server, unwrapped(model).config)
     return DirectoryTransport(server, folder)

@@ -26,7 +26,7 @@ DIGEST, REPACK = "covey_digest", "covey_repack"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class ServerInfo:
     """Description of a server, from `/server_info` and `/v1/models`."""
 
     model: str
@@ -53,7 +53,7 @@ class Server:
     """A connected server. Its methods raise ServerError if a call fails or does not answer in time."""
 
     client: Client
-    facts: Facts
+    facts: ServerInfo
 
     @staticmethod
     def connect(client: Client, seconds: float, check_stop: Any = lambda: None) -> Server:
@@ -66,7 +66,7 @@ class Server:
                 "covey serve-vllm MODEL, or with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 "
                 "--logprobs-mode processed_logprobs (vLLM 0.32 has them all)."
             )
-        return Server(client, _facts(client))
+        return Server(client, _read_info(client))
 
     def version(self) -> str:
         """Label of the current weights, set by the last update; `default` before the first."""
@@ -161,14 +161,14 @@ class Server:
             raise NoAnswerError(f"The server at {self.client.address} gives no prompt_logprobs.") from error
 
 
-def _facts(client: Client) -> Facts:
+def _read_info(client: Client) -> ServerInfo:
     info = client.get("/server_info", {"config_format": "json"}, client.deadlines.init)
     models = client.get("/v1/models")
     try:
         config, listed = info["vllm_config"], models["data"][0]
         model, parallel, lora = config["model_config"], config["parallel_config"], config.get("lora_config") or {}
         transfer = config.get("weight_transfer_config") or {}
-        return Facts(
+        return ServerInfo(
             model=str(listed["id"]),
             folder=str(model["model"]),
             dtype=str(model["dtype"]).removeprefix("torch."),
@@ -227,8 +227,8 @@ def refuse_other_model(server: Server, config: Any, tokenizer: Any) -> None:
         ) from error
 
 
-def refuse_raw(server: Server, params: SamplingParams) -> None:
-    """Raise ConfigError where the server's log-probabilities are not those of the distribution that completions are drawn from."""
+def refuse_raw_logprobs(server: Server, params: SamplingParams) -> None:
+    """Raise ConfigError if the server's log-probabilities are raw, not those of the sampled distribution (temperature, truncation)."""
     is_plain = params.temperature in (0.0, 1.0) and not params.truncates and params.repetition_penalty == 1.0
     if server.facts.logprobs_mode != "processed_logprobs" and not is_plain:
         raise ConfigError(

@@ -14,7 +14,15 @@ import torch
 
 from covey.data import num_embeddings
 from covey.errors import AttestationError, ServerError
-from covey.rollout.vllm.attestation import TOP, Answer, Attestation, Seen, check_replicas, probe_ids, trainer_logprobs
+from covey.rollout.vllm.attestation import (
+    TOP,
+    Answer,
+    Attestation,
+    AttestationResult,
+    check_replicas,
+    probe_ids,
+    trainer_logprobs,
+)
 from covey.rollout.vllm.server import Server
 from covey.rollout.vllm.transports import Transport, dtype_of
 from covey.rollout.vllm.weights import differing_blocks, digests_of, distinct_weights, plain_weights
@@ -44,7 +52,7 @@ class Sync:
     ids: tuple[int, ...] = ()
     """Token ids of the probe."""
 
-    def push(self, policy: Any, version: int) -> Seen | None:
+    def push(self, policy: Any, version: int) -> AttestationResult | None:
         """Send these weights to the server and attest them. Returns None if nothing was attested.
 
         Raises ServerError if a phase fails or takes too long (the server is left paused), AttestationError where the server
@@ -129,7 +137,7 @@ class Sync:
             logger.error("Blocks whose digest differs: %s.", ", ".join(wrong[:5]))
         return not wrong
 
-    def _attested(self, policy: Any, exact: bool | None) -> Seen | None:
+    def _attested(self, policy: Any, exact: bool | None) -> AttestationResult | None:
         if self.attest == "off":
             return None
         self.ids = probe_ids(num_embeddings(policy) or policy.config.get_text_config().vocab_size)
@@ -144,7 +152,7 @@ class Sync:
         rounded = logp if dtype == torch.float32 else trainer_logprobs(policy, self.ids, dtype)
         replicas = self.server.facts.data_parallel
         others = [self.answer(rank) for rank in range(replicas)] if replicas > 1 else []
-        seen: list[Seen] = []
+        seen: list[AttestationResult] = []
 
         def look() -> None:
             check_replicas(others, before, is_repeatable=self.attestation.is_repeatable)

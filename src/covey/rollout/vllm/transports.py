@@ -253,8 +253,8 @@ def refuse_nccl(server: Server, is_on_cuda: bool) -> None:
         raise ConfigError(f"vllm_transport='nccl' cannot be used: {reason}; use 'directory'.")
 
 
-def refuse_forgetful(server: Server, config: Any) -> None:
-    """Raise ConfigError for a CPU server that would go on computing logits with the old matrix of tied embeddings."""
+def refuse_stale_head(server: Server, config: Any) -> None:
+    """Raise ConfigError for a CPU server that keeps a stale packed `lm_head` after an update of tied embeddings."""
     is_tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
     if server.facts.device == "cpu" and is_tied and not server.facts.has_digest:
         raise ConfigError(

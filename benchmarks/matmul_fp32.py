@@ -1,9 +1,9 @@
-"""Products of float32 activations with float32 weights as they stand, by the sampler's kernels and by PyTorch: GFLOP/s.
+"""float32 matmuls of the sampler, weights read in place, by Covey's kernels and by PyTorch: GFLOP/s.
 
-    python benchmarks/live_products.py
+    python benchmarks/matmul_fp32.py
 
-Rows are completions that decode together. Weights of 64 MB take turns, so that they come from memory as those of a model do.
-Medians of seven, both sides in turns; only on processors for which `covey/compiled/live.cpp` is written.
+Rows are completions that decode together. 64 MB of weights are used in rotation, so that they come from memory as a model's do.
+Medians of seven, both sides alternating; only on processors for which `covey/kernels/cpp/matmul_fp32.cpp` is written.
 """
 
 from __future__ import annotations

@@ -13,24 +13,24 @@ from covey.rollout import Drawing, Drawn, JointRollouts
 from covey.runs import rng
 
 T = TypeVar("T")
-Turns = Generator[Drawing | None, Drawn | None, T]
-"""A run that yields None after every optimizer step, and before its completions are drawn the drawing: it draws itself unless the
-groups are sent."""
+Steps = Generator[Drawing | None, Drawn | None, T]
+"""Generator of a run. It yields None after every optimizer step, and before a rollout its `Drawing`: it samples the completions itself
+unless they are sent in."""
 
 
-def to_the_end(turns: Turns[T]) -> T:
+def to_the_end(steps: Steps[T]) -> T:
     """Exhaust a generator. Returns its return value."""
     while True:
         try:
-            next(turns)
+            next(steps)
         except StopIteration as ended:
             return ended.value
 
 
-class TakesTurns:
-    """Mixin with `train`, which runs the generator `turns` to its end."""
+class Interleavable:
+    """Mixin with `train`, which runs the generator `steps` to its end."""
 
-    turns: Callable[..., Turns[lean.TrainOutput]]
+    steps: Callable[..., Steps[lean.TrainOutput]]
 
     def train(
         self,
@@ -49,45 +49,45 @@ class TakesTurns:
             raise NotOfferedError(
                 "train(trial=...) is not offered; `covey tune CONFIG.yaml` searches options (docs/tune.md)."
             )
-        return to_the_end(self.turns(resume_from_checkpoint))
+        return to_the_end(self.steps(resume_from_checkpoint))
 
 
 class Member(Generic[T]):
     """One of several interleaved runs, with its own random generators, stdout and stderr."""
 
     def __init__(
-        self, name: str, turns: Turns[T], within: Callable[[], AbstractContextManager[None]] = nullcontext
+        self, name: str, steps: Steps[T], within: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> None:
-        """`within` makes a context that is entered for each turn."""
+        """`within` makes a context for each `advance`."""
         self.name = name
-        self.turns = turns
+        self.steps = steps
         self._within = within
         self.result: T | None = None
         self.error: Exception | None = None
         self.drawing: Drawing | None = None
-        """Completions that the next turn begins by drawing."""
+        """Completions to draw at the start of the next `advance`."""
         self.has_ended = False
         self._random: Mapping[str, Any] | None = None
         self._streams: tuple[Any, Any] | None = None
 
-    def turn(self, drawn: Drawn | BaseException | None = None) -> None:
+    def advance(self, drawn: Drawn | BaseException | None = None) -> None:
         """Run until the next pause or the end. An error ends this run, and is kept in `error`.
 
         `drawn`: result of `drawing`, or None to draw it now.
         """
         with self._within():
-            self._turn(drawn)
+            self._advance(drawn)
 
-    def _turn(self, drawn: Drawn | BaseException | None) -> None:
+    def _advance(self, drawn: Drawn | BaseException | None) -> None:
         outer = sys.stdout, sys.stderr
         if self._random is not None:
             rng.restore(self._random)
         sys.stdout, sys.stderr = self._streams or (Labelled(outer[0], self.name), Labelled(outer[1], self.name))
         try:
             if isinstance(drawn, BaseException):
-                self.drawing = self.turns.throw(drawn)
+                self.drawing = self.steps.throw(drawn)
             else:
-                self.drawing = self.turns.send(drawn)
+                self.drawing = self.steps.send(drawn)
         except StopIteration as ended:
             self.result, self.has_ended = ended.value, True
         except Exception as error:  # noqa: BLE001 - kept, and raised or reported when the others have ended
@@ -98,7 +98,7 @@ class Member(Generic[T]):
 
 
 class Rounds(Generic[T]):
-    """Members that take turns: a round is an optimizer step of each. Others may join between two rounds.
+    """Interleaved members: a round is an optimizer step of each. Others may join between two rounds.
 
     Completions of all members that draw in a round are drawn in one batch, where that is exact (`JointRollouts`). On leaving, the
     random generators of the process are restored, and members that have not ended are closed.
@@ -114,11 +114,11 @@ class Rounds(Generic[T]):
 
     def __exit__(self, *error: object) -> None:
         for member in self.running:
-            member.turns.close()
+            member.steps.close()
         rng.restore(self._before)
 
     def next(self) -> Iterator[Member[T]]:
-        """The next round; yields each member after each of its turns."""
+        """The next round; yields each member after each `advance`."""
         for member in list(self.running):
             if member.drawing is None:
                 yield self._turned(member)
@@ -128,14 +128,14 @@ class Rounds(Generic[T]):
             yield self._turned(member, drawn.pop(member))
 
     def _turned(self, member: Member[T], drawn: Drawn | BaseException | None = None) -> Member[T]:
-        member.turn(drawn)
+        member.advance(drawn)
         if member.has_ended:
             self.running.remove(member)
         return member
 
 
-def take_turns(members: Iterable[Member[T]], ended: Callable[[Member[T]], None] = lambda member: None) -> None:
-    """Run one step of each member in turn until all have ended; `ended` is called with each."""
+def interleave(members: Iterable[Member[T]], ended: Callable[[Member[T]], None] = lambda member: None) -> None:
+    """Run one step of each member, round after round, until all have ended; `ended` is called with each."""
     with Rounds(members) as rounds:
         while rounds.running:
             for member in rounds.next():

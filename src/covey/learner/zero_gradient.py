@@ -1,4 +1,4 @@
-"""Completions with zero gradient, whose backward can be skipped."""
+"""Zero-gradient completions, whose backward can be skipped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from covey.algorithms.composing import is_apart
 from covey.learner.packing import Row
 
 
-def teaches(row: Row, algorithm: Algorithm) -> bool:
+def can_have_gradient(row: Row, algorithm: Algorithm) -> bool:
     """True if a completion can have a gradient. Terms that scale with the advantage have none where it is zero."""
     acts_alone = any(not is_apart(part) for part in algorithm.regularizers) or algorithm.critic is not None
     acts_alone = acts_alone or (algorithm.kl is not None and algorithm.kl.where == "loss")
