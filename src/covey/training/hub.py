@@ -142,9 +142,8 @@ class Hub:
                     commit = self._commit(staged, message, place, **given)
             except BaseException as error:  # noqa: BLE001 - set on the future
                 failure = error
-            shutil.rmtree(
-                staged, ignore_errors=True
-            )  # before the result is set: a waiting caller finds the folder clean
+            # before the result is set: a waiting caller finds the folder clean
+            shutil.rmtree(staged, ignore_errors=True)
             if failure is not None:
                 result.set_exception(failure)
             else:
