@@ -4,11 +4,12 @@
     python benchmarks/sample_efficiency.py --task words --arms plain "4 uses"
 
 Every completion that is sampled for training counts, also those that dynamic sampling drops: the reward function counts them. About
-every 256 completions the greedy accuracy on 150 held-out problems is taken, and the first value at the target ends the run. A run
-that never gets there counts with its whole budget, marked `>`, so its ratio to plain GRPO is a lower bound of the truth. Tasks:
+every 256 completions (64 of `words`) the greedy accuracy on 150 held-out problems is taken; the first value of 90% ends the run. A
+run that never gets there counts with its whole budget, marked `>`, so its ratio to plain GRPO is a lower bound of the truth. Tasks:
 `demo` is the demo with its settings, as in `step.py --race`. `words` is translation of five words by a model of 0.1 million parameters,
 taught here to leave most words as they are; its reward is the share of right words, its accuracy that of whole sentences.
-Intervals are 95% t-intervals over seeds; ratios are of the same seed. Runs go to `--out` as JSON lines, and are not made twice.
+`misread` in its JSON lines is the share of held-out answers that use another operation, at each look: the other wrong ones
+calculate wrongly. Intervals are 95% t-intervals over seeds; ratios are of the same seed. Runs go to `--out` as JSON lines, and are not made twice.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import json
 import math
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -41,7 +43,17 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from tiny import taught
 
 Found = dict[str, Any]
-EVERY, HELD_OUT = 256, 150
+HELD_OUT = 150
+TARGETS = (0.6, 0.75, 0.8, 0.9)
+"""Accuracies whose completions are reported; the last one ends a run."""
+COMBINED: Mapping[str, Any] = {
+    "curriculum": "frontier",
+    "dynamic_sampling": 1,
+    "num_iterations": 2,
+    "target_kl": 0.02,
+}
+EVEN: Mapping[str, Any] = {"num_iterations": 4, "adam_epsilon": 1e-3, "learning_rate": 4.0}
+"""With an epsilon above most gradients, Adam's updates are nearly those of plain gradient descent."""
 ARMS: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
     "MaxRL": {"algorithm": "maxrl"},
@@ -53,6 +65,17 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "2 uses, KL target, learning rate x 2": {"num_iterations": 2, "target_kl": 0.02, "learning_rate": 2.0},
     "curriculum": {"curriculum": "frontier"},
     "dynamic sampling": {"dynamic_sampling": 1},
+    "curriculum, dynamic sampling, 2 uses, KL target": COMBINED,
+    "the same, 4 uses": {**COMBINED, "num_iterations": 4},
+    "the same, 2 a group": {**COMBINED, "num_generations": 2},
+    "curriculum, 4 uses, KL target": {"curriculum": "frontier", "num_iterations": 4, "target_kl": 0.02},
+    "dynamic sampling, 4 uses, KL target": {"dynamic_sampling": 1, "num_iterations": 4, "target_kl": 0.02},
+    "4 uses, beta 0.04": {"num_iterations": 4, "beta": 0.04},
+    "4 uses, no momentum": {"num_iterations": 4, "adam_beta1": 0.0},
+    "4 uses, epsilon of Adam 1e-3": {"num_iterations": 4, "adam_epsilon": 1e-3},
+    "4 uses, epsilon of Adam 1e-3, learning rate x 4": EVEN,
+    "4 uses, epsilon of Adam 1e-3, learning rate x 4, beta 0.2": {**EVEN, "beta": 0.2},
+    "4 uses, epsilon of Adam 1e-3, learning rate x 4, 4 a group": {**EVEN, "num_generations": 4},
     "learning rate x 2": {"learning_rate": 2.0},
     "learning rate x 4": {"learning_rate": 4.0},
     "learning rate / 2": {"learning_rate": 0.5},
@@ -81,7 +104,10 @@ class Task:
     right: Callable[..., list[float]]
     """1 for a right answer, 0 for another."""
     options: Mapping[str, Any]
-    target: float = 0.9
+    every: int
+    """Completions between two looks at the held-out accuracy."""
+    misread: Callable[[Sequence[str]], float] | None = None
+    """Share of the held-out answers that calculate with other operations than the problem's."""
 
 
 def main() -> None:
@@ -116,7 +142,15 @@ def demo_task() -> Task:
         reward=demo.reward,
         right=demo.reward,
         options=demo.DEMO_SETTINGS,
+        every=256,
+        misread=misread,
     )
+
+
+def misread(texts: Sequence[str]) -> float:
+    problems = demo.problems("test", HELD_OUT)
+    used = ["".join(re.findall(r" ([-+*]) ", text)) for text in texts]
+    return statistics.mean(found != one.operations for found, one in zip(used, problems, strict=True))
 
 
 LEXICON = [
@@ -151,7 +185,9 @@ def words_task(folder: str) -> Task:
         "gradient_checkpointing": False,
         "logging_steps": 1,
     }
-    return Task(taught(folder, sentence), rows[HELD_OUT:], rows[:HELD_OUT], right_words, right_sentence, options)
+    return Task(
+        taught(folder, sentence), rows[HELD_OUT:], rows[:HELD_OUT], right_words, right_sentence, options, every=64
+    )
 
 
 def right_words(completions: Sequence[Any], answer: Sequence[str], **columns: Any) -> list[float]:
@@ -171,8 +207,9 @@ class Watch(TrainerCallback):
 
     def __init__(self, task: Task, budget: int) -> None:
         self.task, self.budget = task, budget
-        self.count, self.next = 0, EVERY
+        self.count, self.next = 0, task.every
         self.curve: list[tuple[int, float]] = []
+        self.misread: list[float] = []
 
     def reward(self, completions: Sequence[Any], **columns: Any) -> list[float]:
         self.count += len(completions)
@@ -186,11 +223,13 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.count >= min(self.next, self.budget):
-            self.next = (self.count // EVERY + 1) * EVERY
+            self.next = (self.count // self.task.every + 1) * self.task.every
             self.sampler.load(kwargs["model"], version=state.global_step)
             found = assess(self.sampler, Scorer([self.task.right]), self.prompts, max_tokens=args.max_completion_length)
             self.curve.append((self.count, found.accuracy.value))
-            control.should_training_stop = found.accuracy.value >= self.task.target or self.count >= self.budget
+            if self.task.misread is not None:
+                self.misread.append(self.task.misread(found.texts))
+            control.should_training_stop = found.accuracy.value >= TARGETS[-1] or self.count >= self.budget
 
 
 def train(task: Task, chosen: Mapping[str, Any], seed: int) -> Found:
@@ -211,30 +250,44 @@ def train(task: Task, chosen: Mapping[str, Any], seed: int) -> Found:
             callbacks=[watch],
         )
         trainer.train()
-    reached = next((count for count, accuracy in watch.curve if accuracy >= task.target), None)
+    reached = first(watch.curve, TARGETS[-1])
     seconds = round(time.process_time() - started, 1)
-    return {"reached": reached, "drawn": watch.count, "curve": watch.curve, "seconds": seconds}
+    return {
+        "reached": reached,
+        "drawn": watch.count,
+        "curve": watch.curve,
+        "misread": watch.misread,
+        "seconds": seconds,
+    }
 
 
 def table(found: Sequence[Found], arms: Sequence[str]) -> str:
-    """Completions of each seed until the target, and the ratio to plain GRPO with its interval."""
-    plain = {one["seed"]: completions(one) for one in found if one["arm"] == "plain"}
-    lines = ["| arm | completions, each seed | mean | of plain GRPO's |", "|---|---|--:|--:|"]
+    """Completions until the earlier targets, on average; until the last one, by seed; and the ratio to plain GRPO's there."""
+    plain = {one["seed"]: completions(one, TARGETS[-1]) for one in found if one["arm"] == "plain"}
+    early = [f"{target:.0%}" for target in TARGETS[:-1]]
+    lines = [f"| arm | {' | '.join(early)} | {TARGETS[-1]:.0%}, each seed | mean | of plain GRPO's |"]
+    lines.append(f"|---|{'--:|' * len(early)}---|--:|--:|")
     for arm in arms:
         runs = sorted((one for one in found if one["arm"] == arm), key=lambda one: one["seed"])
         if not runs:
             continue
-        each = ", ".join(f"{'' if one['reached'] else '>'}{completions(one)}" for one in runs)
-        ratios = [completions(one) / plain[one["seed"]] for one in runs if one["seed"] in plain]
-        counts = [float(completions(one)) for one in runs]
-        lines.append(
-            f"| {arm} | {each} | {interval(counts, '.0f')} | {interval(ratios, '.2f') if arm != 'plain' else 1} |"
-        )
+        means = [format(statistics.mean(completions(one, target) for one in runs), ".0f") for target in TARGETS[:-1]]
+        each = ", ".join(f"{'' if one['reached'] else '>'}{completions(one, TARGETS[-1])}" for one in runs)
+        counts = [float(completions(one, TARGETS[-1])) for one in runs]
+        ratios = [completions(one, TARGETS[-1]) / plain[one["seed"]] for one in runs if one["seed"] in plain]
+        ratio = interval(ratios, ".2f") if arm != "plain" else "1"
+        lines.append(f"| {arm} | {' | '.join(means)} | {each} | {interval(counts, '.0f')} | {ratio} |")
     return "\n".join(lines)
 
 
-def completions(run: Found) -> int:
-    return int(run["reached"] or run["drawn"])
+def first(curve: Sequence[Sequence[float]], target: float) -> int | None:
+    """Completions at the first look at which the accuracy was at the target."""
+    return next((int(count) for count, accuracy in curve if accuracy >= target), None)
+
+
+def completions(run: Found, target: float) -> int:
+    """Completions until the target, or all that were drawn."""
+    return first(run["curve"], target) or int(run["drawn"])
 
 
 def interval(values: Sequence[float], form: str) -> str:
