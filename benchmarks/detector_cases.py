@@ -273,11 +273,16 @@ FAULTY = tuple(
     for i, (name, fault) in enumerate(FAULTS.items())
     for k, (family, task) in enumerate(fault.on)
 )
-RUNS = {run.name: run for run in (*HEALTHY, *FAULTY)}
+AFTERWARDS = tuple(
+    Run(number=len(FAULTY) + i, family=family, task=task, fault="entropy bonus of 1")
+    for i, (family, task) in enumerate((("gpt2", "order"), ("qwen2", "initials"), ("llama", "tags"), ("qwen3", "sums")))
+)
+"""Made when `entropy_explosion` had been changed for what one of the judging runs (`LOOKED_AT`) showed."""
+RUNS = {run.name: run for run in (*HEALTHY, *FAULTY, *AFTERWARDS)}
 
 
 def task_of(run: Run) -> Task:
     return TASKS[run.task]
 
 
-__all__ = ["FAULTS", "FAULTY", "HEALTHY", "ONSET", "RUNS", "Fault", "Run", "demo_row", "task_of"]
+__all__ = ["AFTERWARDS", "FAULTS", "FAULTY", "HEALTHY", "ONSET", "RUNS", "Fault", "Run", "demo_row", "task_of"]

@@ -34,6 +34,8 @@ MARKS = ("<!-- kept runs -->", "<!-- end of kept runs -->")
 STEPS, PROMPTS = 500, 4
 FIXED = {"healthy": 40, "faulty": 44}
 """Runs of each kind that fix thresholds; later numbers judge."""
+LOOKED_AT = ("faulty-61",)
+"""Runs that were made to judge, and then changed a rule: they count as runs that fix thresholds."""
 Found = list[tuple[int, str, str]]
 """Step, rule and severity of each alert."""
 
@@ -216,7 +218,7 @@ HALVES = {"fix": "fix thresholds", "judge": "judge"}
 
 def half_of(record: Mapping[str, Any]) -> str:
     kind, number = record["name"].split("-")
-    return "judge" if int(number) >= FIXED[kind] else "fix"
+    return "judge" if int(number) >= FIXED[kind] and record["name"] not in LOOKED_AT else "fix"
 
 
 def after(record: Mapping[str, Any], found: Found) -> Found:

@@ -42,7 +42,7 @@ def rule_of(detector: Any) -> str:
 def load(path: str, kind: str) -> Any:
     """The object at `package.module:attribute` or `path/to/file.py:attribute`.
 
-    Raises ConfigError when the module, the file or the attribute is missing.
+    A file may import its neighbours. Raises ConfigError when the module, the file or the attribute is missing.
     """
     where, _, attribute = path.rpartition(":")
     if not where or not attribute or where.startswith("."):
@@ -68,6 +68,8 @@ def _load_file(file: Path, kind: str) -> Any:
     assert spec.loader is not None  # a .py file always has one
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # pickling and dataclasses look the module up while it runs
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # its neighbours can be imported; last, so that they hide no package
     try:
         spec.loader.exec_module(module)
     except BaseException:

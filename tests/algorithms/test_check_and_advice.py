@@ -134,6 +134,7 @@ def test_values_in_the_known_range_get_no_advice():
     assert advise(learning_rate=1e-5, is_lora=True) == []
     assert advise(epsilon=3e-4, epsilon_high=4e-4, importance_sampling_level="sequence") == []
     assert advise(epsilon=0.2, epsilon_high=5.0, loss_type="cispo") == []
+    assert advise(entropy_coef=0.0) == advise(entropy_coef=0.01) == []
 
 
 @pytest.mark.parametrize(
@@ -152,6 +153,8 @@ def test_values_in_the_known_range_get_no_advice():
         ({"epsilon": 0.2, "loss_type": "cispo"}, "epsilon_high", "ceiling of the ratio itself"),
         ({"temperature": 0.2}, "temperature", "alike"),
         ({"num_iterations": 8}, "num_iterations", "off-policy"),
+        ({"entropy_coef": -0.01}, "entropy_coef", "pays for certainty"),
+        ({"entropy_coef": 1.0}, "entropy_coef", "can outweigh the reward"),
     ],
 )
 def test_a_value_far_off_gets_one_sentence_and_a_source(options, option, words):

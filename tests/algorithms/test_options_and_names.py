@@ -1,6 +1,7 @@
 """TRL's option names compose what the presets compose; every option acts; names and changes behind commas are found."""
 
 import inspect
+import sys
 from dataclasses import replace
 
 import pytest
@@ -147,6 +148,20 @@ def test_options_and_parts_of_a_preset_behind_commas():
     assert found.aggregate is alg.prompt_mean
     assert found.weights == (*alg.dapo().weights, alg.TopEntropy())
     assert alg.from_name("grpo, kl=k2").kl == alg.KL(alg.k2, 0.04)
+
+
+def test_a_file_may_import_its_neighbours_and_hides_no_package(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "shared_range_of_mine.py").write_text("LOW = 0.15\n")
+    (tmp_path / "torch.py").write_text("raise SystemError('a file of the user hides a package')\n")
+    (tmp_path / "ideas.py").write_text(
+        "from covey import algorithms as alg\n"
+        "def mine():\n"
+        "    import torch\n"
+        "    from shared_range_of_mine import LOW  # late, when it is called\n"
+        "    return alg.dapo(low=LOW)\n"
+    )
+    assert alg.from_name(f"{tmp_path}/ideas.py:mine") == alg.dapo(low=0.15)
 
 
 def test_ones_own_by_import_path(tmp_path):

@@ -1,6 +1,7 @@
 """`covey train`: what is wrong is said before anything is loaded, what would happen can be seen, and it trains."""
 
 import json
+import shutil
 from importlib.util import find_spec
 
 import pytest
@@ -79,6 +80,17 @@ def test_a_dry_run_shows_options_arithmetic_and_memory_and_writes_nothing(place,
     assert "9 optimizer steps in all, 3 passes over the prompts" in shown
     assert "peak" in shown
     assert not (place / "run").exists()
+
+
+def test_a_run_stands_for_the_model_that_it_ended_with(place, tmp_path, capsys):
+    shutil.copytree(place / "model", tmp_path / "earlier" / "model")
+    given = words(place, "--dry-run")
+    given[given.index("--model") + 1] = str(tmp_path / "earlier")
+    assert main(given) == 0
+    assert "peak" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "earlier" / "model")
+    assert main(given) == 2
+    assert "holds neither a model (config.json) nor a checkpoint of a run" in capsys.readouterr().err
 
 
 @pytest.mark.slow

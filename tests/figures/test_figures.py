@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import covey
 from covey.cli import main
 from covey.errors import ConfigError, RunFolderError
+from covey.evaluation.compare.svg import _spans
 from covey.figures import Confusion, Shares
 from covey.figures.report import report_of
 from covey.runs import RunFolder, evaluations
@@ -82,6 +84,8 @@ def test_the_band_of_one_run_is_the_interval_over_its_questions(runs: Path) -> N
     (line,) = held.lines
     assert line.middle == [0.25, 0.5, 0.75]
     assert (line.low[1], line.high[1]) == pytest.approx((0.15, 0.85), abs=0.01)  # Wilson, 2 of 4
+    low, high = _spans(replace(held, lines=[replace(line, runs=[[(1, 0.5), (2, 0.51)]], middle=[0.5, 0.5, 0.51])]))[1]
+    assert low <= min(line.low) < max(line.high) <= high, "a line that hardly moves has its whole band in the picture"
 
 
 def test_a_run_without_evaluations_stands_beside_one_that_has_some(runs: Path, tmp_path: Path) -> None:
@@ -156,6 +160,13 @@ def test_a_report_runs_nothing_and_fetches_nothing(runs: Path) -> None:
     assert "&lt;script&gt;" in page
     assert not re.search(r'(?:src|href)="', page)
     assert "default-src 'none'" in page
+
+
+def test_a_reward_of_a_file_has_the_name_of_the_file_in_the_report() -> None:
+    from covey.figures.report import _name
+
+    assert _name({"name": "covey_user_my_reward_9e2139084920:right"}) == "my_reward.py:right"
+    assert _name({"name": "package.module:right"}) == "package.module:right"
 
 
 def test_the_report_holds_the_card_that_the_run_wrote(runs: Path) -> None:

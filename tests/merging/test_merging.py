@@ -319,6 +319,7 @@ def test_weights_are_chosen_by_prompts_and_a_merge_that_is_worse_is_not_written(
     if is_kept:
         assert code == 0
         assert json.loads(told.out)["chosen"] == "linear 0.75, 0.25"
+        assert "linear 0.75, 0.25: 24 prompts" in told.err  # and not the folder that it is tried in
     else:
         assert code == 2
         assert "The best merge found is worse than" in told.err

@@ -127,6 +127,13 @@ def test_a_planted_fault_is_seen_with_evidence_and_a_remedy(rule):
     assert all(value == value for value in alert.evidence.values())
 
 
+@pytest.mark.parametrize(("gain", "is_told"), [(0.6, False), (1.3, True)])
+def test_entropy_that_started_high_explodes_by_what_it_gains(gain, is_told):
+    """Three times 0.96 nats a token may be more than the vocabulary has; one nat more is e times as many choices."""
+    change = lambda t, values, draw: {"entropy": values["entropy"] + gain * min(1.0, t / 10)}
+    assert ("entropy_explosion" in rules_of(change, steps=120, skill=lambda step: 0.4)) is is_told
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_honest_learning_is_silent(seed):
     assert not rules_of(seed=seed)

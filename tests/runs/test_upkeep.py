@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from covey.cli import main
+from covey.errors import CheckpointError
 from covey.runs import checkpoint, checksums
+from covey.runs.weights import model_folder
 
 BEST = "checkpoint-10"
 
@@ -43,6 +45,7 @@ def names(run: Path) -> list[str]:
 
 def test_the_list_tells_size_kind_and_the_best(run: Path, capsys) -> None:
     (run / "checkpoint-20" / "covey_state.json").unlink()
+    checksums.seal(run / "checkpoint-20", 20)  # as one with save_only_model
     found = said(capsys, "list", run)["checkpoints"]
     assert [(one["step"], one["kind"], one["best"]) for one in found] == [
         (10, "resumable", True),
@@ -52,6 +55,33 @@ def test_the_list_tells_size_kind_and_the_best(run: Path, capsys) -> None:
     assert all(one["bytes"] > 200 and one["saved"] > 1.6e9 for one in found)
     assert main(["checkpoints", "list", str(run)]) == 0
     assert "best evaluation" in capsys.readouterr().out
+
+
+def test_the_list_calls_a_torn_checkpoint_damaged_without_reading_its_bytes(run: Path, capsys) -> None:
+    torn = run / "checkpoint-20" / "model.safetensors"
+    torn.write_bytes(torn.read_bytes()[:100])
+    (run / "checkpoint-30" / "manifest.json").unlink()
+    kinds = [one["kind"] for one in said(capsys, "list", run)["checkpoints"]]
+    assert kinds == ["resumable", "damaged", "damaged"]
+
+
+def test_a_checkpoint_with_changed_weights_is_no_model(run: Path, tmp_path: Path) -> None:
+    good, changed, half = (run / f"checkpoint-{step}" for step in (10, 20, 30))
+    (good / "config.json").write_text('{"model_type": "edited by its owner"}')
+    weights = changed / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x07")
+    (half / "manifest.json").write_text("{")
+    assert model_folder(str(good)) == str(good)
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors has changed since it was written. covey checkpoints verify RUN"
+    ):
+        model_folder(str(changed))
+    with pytest.raises(CheckpointError, match=r"is no whole checkpoint: manifest.json is damaged"):
+        model_folder(str(half))
+    (tmp_path / "theirs").mkdir()
+    for name in ("config.json", "manifest.json"):
+        (tmp_path / "theirs" / name).write_text("{}")  # a manifest of another program
+    assert model_folder(str(tmp_path / "theirs")) == str(tmp_path / "theirs")
 
 
 def test_one_changed_byte_is_found_and_named(run: Path, capsys) -> None:

@@ -182,6 +182,33 @@ def test_on_a_phone_a_title_stands_above_its_plot(browser: Any, address: str) ->
     page.close()
 
 
+def test_a_finger_sideways_over_a_plot_shows_that_stretch_and_a_double_tap_all(browser: Any, address: str) -> None:
+    context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    page = context.new_page()
+    curves(page, address, "long")
+    over = plot(page, "reward").locator(".u-over")
+    over.scroll_into_view_if_needed()
+    box = over.bounding_box()
+    middle = box["y"] + box["height"] / 2
+    session = context.new_cdp_session(page)
+    touch = lambda kind, *points: session.send(
+        "Input.dispatchTouchEvent", {"type": kind, "touchPoints": [{"x": x, "y": middle} for x in points]}
+    )
+    touch("touchStart", box["x"] + 0.3 * box["width"])
+    for part in (0.4, 0.5, 0.6, 0.7):
+        touch("touchMove", box["x"] + part * box["width"])
+    touch("touchEnd")
+    wait_for_address(page, "from=")
+    low, high = (int(re.search(rf"{name}=(\d+)", page.url)[1]) for name in ("from", "to"))
+    assert 850 <= low <= 950
+    assert 2050 <= high <= 2150
+    for _ in range(2):
+        touch("touchStart", box["x"] + 0.5 * box["width"])
+        touch("touchEnd")
+    wait_for_address(page, "^((?!from=).)*$")
+    context.close()
+
+
 def test_a_page_that_is_open_follows_a_run_that_grows(page: Any, tmp_path: Path, served: Callable[..., Any]) -> None:
     grown(tmp_path / "young", 5, 0.0)
     with served(Library([tmp_path]), watch=True) as client:

@@ -53,6 +53,25 @@ def test_groups_that_outweigh_the_others_are_left_out_together(sums: list[float]
     assert causes._heavy(SimpleNamespace(groups=[*groups, SimpleNamespace(advantages=None)])) == heavy
 
 
+def _remedy(left: dict[str, float], **was: float) -> causes.Remedy:
+    """Of a step of eight groups with the troubles `was`, all with limit 1, and a change that leaves `left` of them."""
+    effect = lambda values: SimpleNamespace(
+        moved=np.zeros(8), **{name: np.full(8, one) for name, one in values.items()}
+    )
+    troubles = [causes.Trouble(said=name, measure=lambda e, n=name: getattr(e, n), limit=1.0) for name in was]
+    change = causes.Change(kind="any", said="", apply=lambda g, a: (g, a, 1.0, None))
+    return causes._remedy(change, troubles, effect(was), effect(left))
+
+
+def test_of_two_troubles_with_causes_of_their_own_each_change_is_named_for_the_one_that_it_removes() -> None:
+    """Stale completions at a high learning rate: without them the batch is smaller and the update larger."""
+    was = {"stale": 5.0, "far": 3.0}
+    fresh, slower, neither = ({"stale": 0.5, "far": 4.0}, {"stale": 5.0, "far": 0.9}, {"stale": 4.0, "far": 2.5})
+    assert [_remedy(left, **was).removes for left in (fresh, slower, neither)] == [(0,), (1,), ()]
+    assert [_remedy(left, **was).share for left in (fresh, slower)] == [0.5, 0.5]
+    assert _remedy(neither, **was).share == 0.25
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_healthy_step_is_made_again_exactly_and_blames_nothing(seed: int, tmp_path: Path, capsys) -> None:

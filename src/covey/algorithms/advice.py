@@ -35,6 +35,7 @@ def advise(
     scale_rewards: str | bool = "group",
     temperature: float | None = None,
     num_iterations: int | None = None,
+    entropy_coef: float | None = None,
     is_lora: bool = False,
     num_parameters: int | None = None,
     optimizer: str = "adamw",
@@ -59,6 +60,8 @@ def advise(
     if temperature is not None and temperature < 0.6:
         said = f"temperature={temperature:g} makes completions of a prompt alike, so that most groups are tied; 1.0 is usual."
         found.append(Advice("temperature", said, "TRL's default is 1.0; so is verl's"))
+    if entropy_coef is not None:
+        found += _entropy(entropy_coef)
     if num_iterations is not None and num_iterations > 4:
         said = f"num_iterations={num_iterations} trains on each completion far off-policy; 1 to 4 are usual."
         found.append(
@@ -139,6 +142,19 @@ def _beta(beta: float) -> Iterator[Advice]:
             f"beta={beta:g} holds the policy close to the reference; 0 to 0.04 are usual where rewards are verifiable."
         )
         yield Advice("beta", said, "DAPO 2025 uses 0, DeepSeek-R1 2025 0.001, DeepSeekMath 2024 0.04")
+
+
+def _entropy(coefficient: float) -> Iterator[Advice]:
+    source = "A3C, Mnih et al. 2016, uses 0.01"
+    if coefficient < 0:
+        said = (
+            f"entropy_coef={coefficient:g} pays for certainty: completions become alike whatever the reward says; the bonus that "
+            "keeps a policy exploring is above 0, 0.001 to 0.01."
+        )
+        yield Advice("entropy_coef", said, source)
+    if coefficient > 0.1:
+        said = f"entropy_coef={coefficient:g} can outweigh the reward, and completions turn to noise; 0.001 to 0.01 are usual."
+        yield Advice("entropy_coef", said, source)
 
 
 def _cispo(ceiling: float) -> Iterator[Advice]:

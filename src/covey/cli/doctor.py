@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.cli import output, train
+from covey.cli.checkpoints import model_folder
 from covey.cli.fields import other_flags
 from covey.cli.flags import Flag
 from covey.cli.verb import Given, Verb
@@ -60,7 +61,7 @@ def case_of(given: Given) -> Case:
     wanted = train.config_options({name: value for name, value in given.items() if name != "sample_prompts"})
     held_out = given.get("eval_dataset")
     return Case(
-        model=given["model"],
+        model=model_folder(given["model"]),
         rewards=list(given["reward"]),
         configure=lambda: GRPOConfig(**wanted),
         load_dataset=partial(train.load_prompts, given["dataset"], given, given.get("max_prompts")),

@@ -112,8 +112,8 @@ def defaults() -> dict[str, Any]:
     return {flag.name: flag.default for flag in _FLAGS}
 
 
-def assess_model(model_name: str, options: dict[str, Any]) -> Assessment:
-    """Answers of a model to the prompts of `options`, scored."""
+def assess_model(model_name: str, options: dict[str, Any], *, called: str | None = None) -> Assessment:
+    """Answers of a model to the prompts of `options`, scored. `called`: its name in the line that is shown; None: `model_name`."""
     from covey.cli.checkpoints import model_folder
     from covey.cli.columns import evaluated_dataset
     from covey.data import PromptStream, eos_ids, prepare_tokenizer
@@ -138,7 +138,7 @@ def assess_model(model_name: str, options: dict[str, Any]) -> Assessment:
     stream = PromptStream(dataset, tokenizer, processor=processor, seed=0, shuffle=False, max_prompt_length=room)
     sampler = choose_sampler(model, tokenizer, eos_ids=eos_ids(model, tokenizer))
     output.say(
-        f"{model_name}: {len(dataset)} prompts, 1 greedy and {options['num_samples']} drawn answers each, on {in_words(device)} ..."
+        f"{called or model_name}: {len(dataset)} prompts, 1 greedy and {options['num_samples']} drawn answers each, on {in_words(device)} ..."
     )
     return assess(
         sampler,

@@ -123,7 +123,7 @@ def _chosen(
         for i, candidate in enumerate(candidates(recipe, len(folders), is_dense=given.get("density") is not None)):
             folder = Path(place) / str(i)
             done = merge_models(folders, folder, candidate, **quietly)
-            found = _assessed(folder, given)
+            found = _assessed(folder, given, called=_words(done))
             tried.append((_mean(found, 0, half), done, found))
             output.say(f"{_words(done)}: {tried[-1][0]:.3f}")
             shutil.rmtree(folder)
@@ -152,9 +152,9 @@ def _mean(found: Assessment, start: int, stop: int) -> float:
     return sum(rewards) / len(rewards) if rewards else float("-inf")
 
 
-def _assessed(folder: Path, given: Given) -> Assessment:
+def _assessed(folder: Path, given: Given, *, called: str | None = None) -> Assessment:
     from covey.cli.eval import assess_model, defaults
 
     asked = {name: given.get(name) for name in ("reward", "prompt_column", "columns", "max_prompts", "max_tokens")}
     options = {**defaults(), **{name: value for name, value in asked.items() if value is not None}}
-    return assess_model(str(folder), {**options, "dataset": given["choose"]})
+    return assess_model(str(folder), {**options, "dataset": given["choose"]}, called=called)

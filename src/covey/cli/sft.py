@@ -10,7 +10,7 @@ from typing import Any
 
 from covey.cli import early, output
 from covey.cli.adapter import WEIGHTS, adapter, refuse_bad_adapter
-from covey.cli.checkpoints import FINAL
+from covey.cli.checkpoints import FINAL, model_folder
 from covey.cli.fields import config_flags
 from covey.cli.flags import Flag
 from covey.cli.train import resume_command
@@ -19,7 +19,7 @@ from covey.config import options
 from covey.errors import ConfigError
 
 _WHAT = (
-    Flag(name="model", help="Model to train: a folder, a hub id, or demo for the one that ships with Covey.", group="what"),
+    Flag(name="model", help="Model to train: a folder, a run, a checkpoint, a hub id, or demo for the one that ships with Covey.", group="what"),
     Flag(name="dataset", help="Examples: a JSONL, CSV or Parquet file, a folder or a hub id; PATH:SPLIT picks a split.", group="what"),
     Flag(name="eval_dataset", help="Held-out examples, like --dataset; their loss is told at the end, and as --eval-strategy says.", group="what"),
     CONFIG,
@@ -81,6 +81,7 @@ def run(given: Given) -> int:
     early.refuse_early(wanted)
     refuse_bad_adapter(given)
     early.refuse_missing_places(given)
+    given = {**given, "model": model_folder(given["model"])}
     output.say(f"model      {given['model']}\ndata       {given['dataset']}\nfolder     {wanted['output_dir']}")
     from covey.training.warm_up import SFTTrainer, sft_config
 

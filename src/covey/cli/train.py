@@ -11,7 +11,7 @@ from typing import Any
 
 from covey.cli import early, header, output, rerun, seeds, together
 from covey.cli.adapter import WEIGHTS, adapter, refuse_bad_adapter
-from covey.cli.checkpoints import FINAL
+from covey.cli.checkpoints import FINAL, model_folder
 from covey.cli.columns import column_map
 from covey.cli.ensemble import ensemble_of, refuse_bad_ensemble
 from covey.cli.fields import config_flags, other_flags
@@ -33,7 +33,7 @@ _COMMON = frozenset(
 """Options of GRPOConfig that `covey train --help` shows."""
 
 _WHAT = (
-    Flag(name="model", help="Model to train: a folder, a hub id, or demo for the one that ships with Covey.", group="what"),
+    Flag(name="model", help="Model to train: a folder, a run, a checkpoint, a hub id, or demo for the one that ships with Covey.", group="what"),
     Flag(name="dataset", help="Prompts: a JSONL, CSV or Parquet file, a folder, a hub id, or demo; PATH:SPLIT picks a split, follow:PATH reads a file that grows, '0.7*A + 0.3*B' mixes.", group="what"),
     Flag(name="reward", help="Reward by name, or your own as file.py:function or package.module:function; several may be given.", type=list[str], group="what"),
     Flag(name="tools", help="Functions that the model may call while it writes, as file.py:function; they need type hints and a docstring.", type=list[str], group="what"),
@@ -61,7 +61,7 @@ _WHAT = (
     Flag(name="system_prompt", help="System message before every prompt, which then becomes a chat.", group="data"),
     Flag(name="dataset_config", help="Configuration of a hub data set that has several.", group="data", is_common=False),
     Flag(name="streaming", help="Read the data set as it is needed; needs --max-steps.", type=bool, group="data", is_common=False),
-    Flag(name="max_prompts", help="Use the first N prompts only.", type=int, group="data"),
+    Flag(name="max_prompts", help="Train on the first N prompts only; --max-eval-prompts is for held-out ones.", type=int, group="data"),
     Flag(name="max_eval_prompts", help="Evaluate on the first N held-out prompts only.", type=int, group="data"),
     *WEIGHTS,
     JSON,
@@ -120,6 +120,7 @@ def run(given: Given) -> int:
     if not given.get("print_config"):
         refuse_missing(given)
         early.refuse_missing_places(given)
+        given = {**given, "model": model_folder(given["model"])}
     dataset = None
     is_one = given.get("seeds") is None and not together.is_asked(given)
     if not given.get("print_config") and not given.get("dry_run") and is_one:

@@ -23,7 +23,7 @@ def run(given: Given) -> None:
         output.result_json({
             "step": recorded.step,
             "troubles": [{"said": said, "value": value, "limit": limit} for said, value, limit in found.troubles],
-            "changes": [{"kind": one.change.kind, "said": one.change.said, "removes": one.share, "interval": [one.low, one.high], "named": is_named(one)} for one in found.remedies],
+            "changes": [{"kind": one.change.kind, "said": one.change.said, "removes": one.share, "interval": [one.low, one.high], "named": is_named(one), "troubles": [place + 1 for place in one.removes]} for one in found.remedies],
             "grad_norm": {"replayed": found.replayed[0], "recorded": found.replayed[1]},
             "left_out": found.left_out,
         })  # fmt: skip
@@ -38,17 +38,26 @@ def run(given: Given) -> None:
             "are, its gradient beside those before, its groups and slices beside each other, and what it does to each reward."
         )
         return
-    for said, value, limit in found.troubles:
-        output.result(output.row("WARN", "trouble", f"{said}: {value:.3g}, at most {limit:.3g} is usual"))
+    has_one = len(found.troubles) == 1
+    for place, (said, value, limit) in enumerate(found.troubles, 1):
+        name = "trouble" if has_one else f"trouble {place}"
+        output.result(output.row("WARN", name, f"{said}: {value:.3g}, at most {limit:.3g} is usual"))
     for one in found.remedies:
-        mark = "OK  " if is_named(one) else "-   "
+        mark, which = ("OK  ", _which(one.removes)) if is_named(one) else ("-   ", "")
         output.result(
-            f"{mark}{one.change.said} removes {100 * one.share:.0f}% of it (95%: {100 * one.low:.0f} to {100 * one.high:.0f})"
+            f"{mark}{one.change.said} removes {100 * one.share:.0f}% of {'it' if has_one else 'all'} "
+            f"(95%: {100 * one.low:.0f} to {100 * one.high:.0f}){'' if has_one else which}"
         )
-    if not any(map(is_named, found.remedies)):
-        output.result("no single change removes it")
+    for place in range(len(found.troubles)):
+        if not any(place in one.removes for one in found.remedies):
+            output.result("no single change removes it" if has_one else f"no single change removes trouble {place + 1}")
     for said in found.left_out:
         output.say(f"not tried: {said}")
+
+
+def _which(places: tuple[int, ...]) -> str:
+    """`: trouble 1`, `: troubles 1 and 2`."""
+    return f": trouble{'s' if len(places) > 1 else ''} {' and '.join(str(place + 1) for place in places)}"
 
 
 verb = Verb(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +16,8 @@ from covey.figures.gather import figures_of, interval_at, last_values, step_of
 from covey.figures.page import page_of, table
 from covey.runs import metrics, rollouts
 
+_OWN_FILE = re.compile(r"covey_user_(\w+)_[0-9a-f]{12}:")
+"""Module of a file that the user named, as `covey.names` calls it."""
 _MOST_ALERTS = 40
 _LONGEST = 3000
 _MOST_CARD = 200_000
@@ -121,7 +124,8 @@ def _name(value: Any) -> str:
     if isinstance(value, Mapping):
         fields = value.get("fields")
         inner = fields.get("name") if isinstance(fields, Mapping) else None
-        return str(value.get("name") or inner or value.get("type") or "")
+        named = str(value.get("name") or inner or value.get("type") or "")
+        return _OWN_FILE.sub(r"\1.py:", named)
     return "" if value is None else str(value)
 
 

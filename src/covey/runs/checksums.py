@@ -60,16 +60,26 @@ def problems(folder: Path) -> list[str]:
         manifest = read(folder)
     except CheckpointError as error:
         return [str(error)]
-    found = [problem for name, entry in manifest["files"].items() if (problem := _problem(folder, name, entry))]
+    found = [wrong for name, entry in manifest["files"].items() if (wrong := problem(folder, name, entry))]
     named = re.fullmatch(r"checkpoint-(\d+)", folder.name)
     if named and int(named[1]) != manifest["step"]:
         found.append(f"{NAME} is of step {manifest['step']}, not {named[1]}")
     return found
 
 
+def is_complete(folder: Path) -> bool:
+    """True if the manifest can be read and every file has the size that it names; no other bytes are read."""
+    try:
+        files = read(folder)["files"]
+    except CheckpointError:
+        return False
+    paths = ((folder / name, entry["size"]) for name, entry in files.items())
+    return all(path.is_file() and path.stat().st_size == size for path, size in paths)
+
+
 def is_as_written(folder: Path, name: str, entry: Mapping[str, Any]) -> bool:
     """True if a file of a checkpoint has the size and the checksum of an entry of a manifest."""
-    return _problem(folder, name, entry) is None
+    return problem(folder, name, entry) is None
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -112,7 +122,8 @@ def _is_entry(entry: Any) -> bool:
     return isinstance(entry, dict) and type(entry.get("size")) is int and isinstance(entry.get("xxh3_128"), str)
 
 
-def _problem(folder: Path, name: str, entry: Mapping[str, Any]) -> str | None:
+def problem(folder: Path, name: str, entry: Mapping[str, Any]) -> str | None:
+    """Fault of one file of a checkpoint, given its entry of the manifest; None if it is as it was written."""
     relative = PurePosixPath(name)
     if relative.is_absolute() or ".." in relative.parts or "\0" in name:
         return f"{NAME} names {name!r}, which is outside the checkpoint"

@@ -30,7 +30,7 @@ class Held:
     size: int
     """Bytes."""
     kind: str
-    """`resumable`, `weights only` (`save_only_model`), or `foreign` (Covey did not write it)."""
+    """`resumable`, `weights only` (`save_only_model`), `damaged` (a file is missing or of another size), or `foreign` (not Covey's)."""
     is_best: bool
 
 
@@ -138,6 +138,8 @@ class _Alone:
 def _kind(path: Path) -> str:
     if not checksums.is_ours(path):
         return "foreign"
+    if not checksums.is_complete(path):
+        return "damaged"
     return "resumable" if (path / f"{checkpoint.STATE}.json").exists() else "weights only"
 
 

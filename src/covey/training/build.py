@@ -124,6 +124,7 @@ def advice_for(args: GRPOConfig, model: Any) -> list[str]:
         epsilon=args.epsilon if acts else None,
         epsilon_high=args.epsilon_high if acts else None,
         loss_type=args.loss_type if acts else None,
+        entropy_coef=args.entropy_coef if acts else None,
         importance_sampling_level=args.importance_sampling_level,
         scale_rewards=args.scale_rewards,
     )

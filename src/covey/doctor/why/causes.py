@@ -28,6 +28,7 @@ OUTSIZED = 10.0
 _FEWEST_BEFORE = 3
 _GROUPS_TRIED = 4
 _RESAMPLES = 400
+_REMOVED = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +58,12 @@ class Remedy:
 
     change: Change
     share: float
+    """Mean over troubles; one that a change makes worse counts as 0, because each may have a cause of its own."""
     low: float
     high: float
     """95% bootstrap interval over groups."""
+    removes: tuple[int, ...]
+    """Places of the troubles of which it removes half or more, with an interval above 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,22 +237,24 @@ def _remedy(change: Change, troubles: list[Trouble], base: Effect, changed: Effe
     pairs = [(t.measure(base), t.measure(changed), t.limit) for t in troubles]
     rng = np.random.default_rng(0)
     size = len(base.moved)
-    draws = [_share(pairs, rng.integers(0, size, size)) for _ in range(_RESAMPLES)]
-    low, high = np.nanquantile([*draws, _share(pairs, np.arange(size))], [0.025, 0.975])
-    return Remedy(change=change, share=_share(pairs, np.arange(size)), low=float(low), high=float(high))
+    shares = _shares(pairs, np.arange(size))
+    draws = np.stack([*(_shares(pairs, rng.integers(0, size, size)) for _ in range(_RESAMPLES)), shares])
+    shown = draws[~np.isnan(draws).all(1)]
+    low, high = np.quantile(np.nanmean(shown, 1), [0.025, 0.975])
+    lows = np.nanquantile(draws, 0.025, axis=0)
+    removes = np.flatnonzero((shares >= _REMOVED) & (lows > 0)).tolist()
+    return Remedy(change=change, share=float(shares.mean()), low=float(low), high=float(high), removes=tuple(removes))
 
 
-def _share(
+def _shares(
     pairs: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], float]], picked: np.ndarray[Any, Any]
-) -> float:
-    """Mean over troubles of how much of the excess over the limit is gone, each between -1 and 1."""
+) -> np.ndarray[Any, Any]:
+    """For each trouble how much of the excess over the limit is gone, 0 to 1; NaN where this sample of groups shows no such trouble."""
     shares = []
     for before, after, limit in pairs:
         was, now = (float(x.mean() if len(x) == 1 else x[picked].mean()) for x in (before, after))
-        if was <= limit:  # this sample of groups shows no such trouble
-            continue
-        shares.append(float(np.clip((was - now) / max(was - limit, 1e-12), -1, 1)))
-    return sum(shares) / len(shares) if shares else float("nan")
+        shares.append(float(np.clip((was - now) / max(was - limit, 1e-12), 0, 1)) if was > limit else float("nan"))
+    return np.array(shares)
 
 
 def _interval(values: np.ndarray[Any, Any]) -> tuple[float, float]:
@@ -258,5 +264,5 @@ def _interval(values: np.ndarray[Any, Any]) -> tuple[float, float]:
 
 
 def is_named(remedy: Remedy) -> bool:
-    """True if a change removes most of the trouble, and not by chance."""
-    return remedy.share >= 0.5 and remedy.low > 0
+    """True if a change removes most of a trouble, and not by chance."""
+    return bool(remedy.removes)

@@ -65,9 +65,12 @@ class Frame:
 
 
 def _spans(curve: Curve) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Ranges of the axes: all values of the runs, and at most as much again for bands; wider bands of few seeds are cut."""
+    """Ranges of the axes: all values of the runs, bands of single runs (over questions), and at most as much again for bands over seeds:
+    those of few seeds are wide, and are cut."""
     steps = [step for line in curve.lines for step in line.steps] or [0.0]
     values = [curve.scale * value for line in curve.lines for run in line.runs for _, value in run] or [0.0]
+    single = [line for line in curve.lines if len(line.runs) == 1]
+    values += [curve.scale * value for line in single for value in (*line.low, *line.high)]
     low, high = min(values), max(values)
     room = (high - low) or abs(high) or 1.0
     edges = [curve.scale * value for line in curve.lines for value in (*line.low, *line.high)] or [low]

@@ -59,6 +59,8 @@ class EntropyExplosion:
     times: float = 3.0
     at_least: float = 0.5
     """Nats that it must have gained."""
+    gain: float = 1.0
+    """Nats that are enough from any start: e times as many choices a token, where three times the entropy may be more than there is."""
     window: int = 5
     z: float = 4.0
 
@@ -67,7 +69,8 @@ class EntropyExplosion:
         if entropy.count < 3 * self.window:
             return None
         begun, now = median(entropy.start(10)), median(entropy.last(self.window))
-        if now < self.times * begun or now < begun + self.at_least or has_risen(seen):
+        has_multiplied = now >= self.times * begun and now >= begun + self.at_least
+        if not (has_multiplied or now >= begun + self.gain) or has_risen(seen):
             return None
         if shift(entropy.start(10), entropy.last(self.window)).z < self.z:
             return None

@@ -42,6 +42,22 @@ export class Plot {
     this.chart = new window.uPlot(this.options(lines, { low, high, isLog, top }), data, this.element);
     this.chart.over.append(this.tip);
     this.chart.over.addEventListener("click", (event) => this.clicked(event));
+    this.dragged(this.chart);
+  }
+
+  /** A finger drawn sideways chooses a stretch, as a mouse does; up and down it scrolls the page (`touch-action` in the style). */
+  dragged(chart) {
+    let start = null;
+    const place = (event) => event.clientX - chart.over.getBoundingClientRect().left;
+    const on = (name, act) => chart.over.addEventListener(name, (event) => event.pointerType === "touch" && act(event));
+    on("pointerdown", (event) => { start = event.isPrimary ? place(event) : null; });
+    on("pointermove", (event) => {
+      if (start === null) return;
+      const [low, high] = [start, place(event)].map((left) => Math.min(Math.max(left, 0), chart.over.clientWidth)).sort((a, b) => a - b);
+      chart.setSelect({ left: low, width: high - low, top: 0, height: chart.over.clientHeight }, false);
+    });
+    on("pointercancel", () => { start = null; chart.setSelect({ left: 0, width: 0 }, false); });
+    on("pointerup", () => { if (start !== null) this.selected(chart); start = null; });
   }
 
   options(lines, { low, high, isLog, top }) {
