@@ -11,11 +11,11 @@ from covey.errors import ConfigError, did_you_mean
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "fast": {"num_iterations": 4, "target_kl": 0.02, "curriculum": "frontier"},
 }
-"""What each sets; docs/sample-efficiency.md has the measurements."""
+"""Options that each sets; docs/sample-efficiency.md has the measurements."""
 
 
 def expanded(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given, with the options of its recipe where it sets none. Raises ConfigError for an unknown recipe."""
+    """The options given, and those of their recipe where they set none. Raises ConfigError for an unknown recipe."""
     wanted = dict(given)
     name = wanted.pop("recipe", None)
     if name is None:
