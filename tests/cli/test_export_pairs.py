@@ -67,7 +67,7 @@ def test_a_cut_completion_is_left_out_when_asked(tmp_path):
     [
         (["-o", "pairs.txt"], "must be a file that ends in .jsonl or .parquet"),
         (["-o", "new.jsonl", "--reward", "rihgt"], "Did you mean"),
-        (["-o", "new.jsonl", "--steps", "7:"], "has no rollouts of these steps"),
+        (["-o", "new.jsonl", "--steps", "7:"], "has no rollouts of these steps; --steps must meet one from 1 to 1"),
         (["-o", "new.jsonl", "--steps", "a"], "is no FIRST:LAST"),
         (["-o", "new.jsonl", "--min-margin", "9"], "far enough apart"),
     ],
@@ -83,3 +83,5 @@ def test_what_gives_no_pairs_is_said_in_a_sentence(tmp_path, monkeypatch, capsys
 def test_a_mistyped_folder_is_told_as_such(tmp_path, capsys):
     assert main(["export", "pairs", str(tmp_path / "nowhere"), "-o", str(tmp_path / "new.jsonl")]) != 0
     assert "nowhere is no folder; give the folder of a run" in capsys.readouterr().err
+    assert main(["export", "pairs", str(tmp_path), "-o", str(tmp_path / "new.jsonl")]) != 0
+    assert f"{tmp_path} has no rollouts; give the folder of a run" in capsys.readouterr().err

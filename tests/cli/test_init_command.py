@@ -50,3 +50,17 @@ def test_what_is_there_is_left_as_it_is(tmp_path: Path, capsys) -> None:
     assert (tmp_path / "reward.py").read_text() == "mine"
     assert main(["init"]) == 2
     assert "needs a folder" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_refused_before_anything_is_written(tmp_path: Path, capsys) -> None:
+    (tmp_path / "qwen").mkdir()
+    assert main(["init", str(tmp_path / "p"), "--model", str(tmp_path / "qwne")]) == 2
+    assert "qwne' does not exist. Did you mean qwen?" in capsys.readouterr().err
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_models_folder_is_found_from_the_projects_folder(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "qwen").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "p", "--model", "./qwen"]) == 0
+    assert yaml.safe_load((tmp_path / "p" / "run.yaml").read_text())["model"] == str(tmp_path / "qwen")

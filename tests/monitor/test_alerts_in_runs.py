@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from covey.config.alerts import late_checkpoint
 from covey.errors import ConfigError
 
 sys.path.append(str(Path(__file__).parents[1] / "faults"))  # its tiny runs
@@ -83,6 +84,37 @@ def test_an_alert_can_take_the_run_back_to_the_checkpoint_before_it_and_stops_it
     assert ended["kind"] == "stopped_by_alert"
     assert out.global_step == 10
     assert [alert["step"] for alert in told(tmp_path / "run") if alert["rule"] == "dead_groups"] == [10, 10]
+
+
+@pytest.mark.parametrize(
+    "given, total, is_told",
+    [
+        ({"alert_actions": {"all": "roll_back"}, "save_steps": 12}, 12, True),
+        ({"alert_actions": {"all": "roll_back"}, "save_steps": 11}, 12, False),
+        ({"alert_actions": {"all": "roll_back"}, "save_steps": 0.5}, 12, False),
+        ({"alert_actions": {"all": "roll_back"}, "save_strategy": "epoch"}, 12, False),
+        ({"alert_actions": {"all": "stop"}, "save_steps": 500}, 12, False),
+        ({"on_bad_numbers": "roll_back", "save_steps": 500}, 12, True),
+        ({"on_spike": "roll_back", "save_steps": 500}, 501, False),
+    ],
+)
+def test_a_rollback_that_would_find_no_checkpoint_is_told_by_name(tmp_path, given, total, is_told):
+    said = late_checkpoint(options(tmp_path / "run", **{"save_strategy": "steps", **given}), total)
+    assert (said is not None) == is_told
+    assert said is None or (next(iter(given)) in said and f"save_steps={given['save_steps']}" in said)
+
+
+@pytest.mark.filterwarnings("ignore:.*goes on from step")
+def test_a_run_says_once_at_its_start_that_it_saves_too_late_to_roll_back(tmp_path, caplog):
+    saving = {"max_completion_length": 4, "save_strategy": "steps", "save_steps": 2, "on_spike": "roll_back"}
+    trainer(tmp_path / "run", max_steps=2, **saving).train()
+    assert [r.getMessage() for r in caplog.records if "can roll back" in r.getMessage()] == [
+        "advice: on_spike can roll back, but save_steps=2 saves no checkpoint before the last of 2 steps, so the run would end "
+        "instead; set save_steps below the step of the first fault to expect."
+    ]
+    caplog.clear()
+    trainer(tmp_path / "run", max_steps=3, **saving | {"save_steps": 3}).train(resume_from_checkpoint=True)
+    assert not any("can roll back" in r.getMessage() for r in caplog.records), "checkpoint-2 is there"
 
 
 @pytest.mark.slow

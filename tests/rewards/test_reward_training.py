@@ -11,7 +11,7 @@ from covey.cli import main
 from covey.errors import DataError
 from covey.rewards.builtin.registry import resolve
 from covey.rewards.builtin.reward_model import ModelReward
-from covey.rewards.preference import Pair, PreferenceOptions, judge, parted_by_prompt, train
+from covey.rewards.preference import Pair, PreferenceOptions, by_prompt, judge, parted_by_prompt, train
 from covey.rewards.steps import load_examples
 from kit import tiny_reward_model, tiny_tokenizer
 
@@ -53,7 +53,7 @@ def test_it_learns_the_order_and_centring_keeps_rewards_around_zero():
             center_rewards_coefficient=coefficient,
         )
         train(reward, PAIRS[:16], options, lambda *told: None)
-        assert judge(reward, PAIRS[16:]).num_right == 8
+        assert judge(reward, PAIRS[16:]).right == [1.0] * 8
         both = [reward([p.prompt], [text])[0].item() for p in PAIRS[16:] for text in (p.chosen, p.rejected)]
         spread[coefficient] = abs(sum(both) / len(both))
     assert spread[0.1] < 0.5
@@ -116,6 +116,26 @@ def test_held_out_pairs_have_prompts_of_their_own():
     assert len(held) == 12
     assert not {p.prompt for p in kept} & {p.prompt for p in held}
     assert parted_by_prompt(pairs, 0.25, seed=1)[1] != held
+
+
+def test_pairs_without_a_prompt_are_each_their_own():
+    pairs = [Pair("", f"right {n}", f"wrong {n}") for n in range(20)]
+    kept, held = parted_by_prompt(pairs, 0.1, seed=0)
+    assert (len(kept), len(held)) == (18, 2)
+    assert by_prompt(pairs, range(20)) == [[n] for n in range(20)]
+
+
+def test_many_pairs_of_few_prompts_tell_no_more_than_the_prompts(tmp_path, capsys):
+    """Eighty pairs of eight prompts, all right: the interval is Wilson's for 8 of 8, from 1 / (1 + 1.96^2 / 8) on."""
+    learnt, held = tmp_path / "learnt.jsonl", tmp_path / "held.jsonl"
+    for file, pairs in ((learnt, PAIRS[:16]), (held, PAIRS[16:] * 10)):
+        file.write_text("".join(json.dumps(vars(one)) + "\n" for one in pairs))
+    words = ["reward", "train", "--model", "demo", "--dataset", str(learnt), "--eval-dataset", str(held), "--use-cpu"]
+    words += ["-o", str(tmp_path / "judge"), "--learning-rate", "1e-3", "--num-train-epochs", "6", "--json"]
+    assert main(words) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (told["held_out"], told["held_out_prompts"], told["accuracy"]) == (80, 8, 1.0)
+    assert told["interval"] == pytest.approx([0.676, 1.0], abs=5e-4)
 
 
 def test_the_command_writes_a_reward_and_tells_its_accuracy_with_an_interval(tmp_path, capsys):

@@ -234,16 +234,17 @@ def test_nothing_gets_out_as_nobody_either(tmp_path: Path, world: World) -> None
     copy = Path("/var/tmp") / f"covey-copy-{os.getpid()}"
     shutil.copytree(SOURCE / "covey", copy / "covey", ignore=shutil.ignore_patterns("__pycache__"))
     programs = {name: world.program(code) for group in (READING, WRITING) for name, code in group.items()}
-    greedy = {name: code for name, (code, _) in GREEDY.items()}
+    asked = {name: (code, 10.0) for name, code in programs.items()}
+    greedy = {name: (code, 1.0 if "timeout" in reasons else 10.0) for name, (code, reasons) in GREEDY.items()}
     driver = (
         "import json, sys\nfrom covey.rewards.sandbox import Sandbox\nsandbox = Sandbox(2)\nasked = json.load(sys.stdin)\n"
         "def told(r): return [r.reason, r.stdout, r.stderr]\n"
-        "print(json.dumps([sandbox.isolation.layers, {n: told(sandbox.run(c, timeout=1)) for n, c in asked.items()}]))"
+        "print(json.dumps([sandbox.isolation.layers, {n: told(sandbox.run(c, timeout=t)) for n, (c, t) in asked.items()}]))"
     )
     try:
         done = subprocess.run(
             ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", python, "-c", driver],
-            input=json.dumps({**programs, **greedy}),
+            input=json.dumps({**asked, **greedy}),
             capture_output=True,
             text=True,
             env={"PYTHONPATH": str(copy), "COVEY_SECRET": CANARY, "PATH": "/usr/bin:/bin"},

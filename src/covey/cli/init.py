@@ -10,6 +10,7 @@ from covey.cli import output, project
 from covey.cli.flags import Flag
 from covey.cli.verb import JSON, Given, Verb
 from covey.errors import ConfigError, StorageError
+from covey.files.places import refuse_missing
 
 _TRAIN, _TEST = 512, 64
 _DEMO = {"learning_rate": "6.0e-4", "batch": 128, "length": 32, "minutes": "minutes on a CPU"}
@@ -17,13 +18,17 @@ _OTHERS = {"learning_rate": "1.0e-6", "batch": 32, "length": 256, "minutes": "on
 
 
 def run(given: Given) -> None:
-    """Write the project, whole or not at all. Raises ConfigError where something is there already."""
+    """Write the project, whole or not at all. Raises ConfigError where something is there already, ModelError for a model that is not."""
     if not given.get("folder"):
         raise ConfigError("covey init needs a folder for the project: covey init my-project.")
     folder = Path(given["folder"]).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there already and not empty; choose a new folder for the project.")
-    files = _files(folder.resolve().name, given.get("model") or "demo")
+    model = given.get("model") or "demo"
+    refuse_missing(model, "model folder")
+    if model != "demo" and Path(model).expanduser().is_dir():
+        model = str(Path(model).expanduser().resolve())  # run.yaml is read from the project's folder
+    files = _files(folder.resolve().name, model)
     _write(folder, files)
     if given.get("json"):
         output.result_json({"folder": str(folder), "files": sorted(files)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from covey.cli import output
@@ -98,18 +99,27 @@ def _learn_pairs(
     how: PreferenceOptions,
     told: Any,
 ) -> tuple[dict[str, Any], str]:
-    """A Bradley-Terry model, saved in `folder`: numbers on the held-out pairs, and a sentence."""
-    from covey.evaluation.intervals import proportion
+    """A Bradley-Terry model, saved in `folder`: numbers on the held-out pairs, those of a prompt together, and a sentence."""
+    from covey.evaluation.intervals import bounded_mean
     from covey.rewards import preference
 
     reward = preference.load_classifier(options["model"], device)
     preference.train(reward, rows, how, told)
     judged = preference.judge(reward, held)
-    accuracy = proportion(round(judged.num_right), len(held))
+    accuracy = bounded_mean([fmean(pairs) for pairs in preference.by_prompt(held, judged.right)])
     folder.mkdir(parents=True)
     preference.save(reward, folder)
-    found = {"accuracy": accuracy.value, "interval": [accuracy.low, accuracy.high], "loss": judged.loss}
-    said = f"right on {accuracy.value:.0%} (95% {accuracy.low:.0%} to {accuracy.high:.0%}) of {len(held)} held-out pairs, loss {judged.loss:.3f}"
+    found = {
+        "accuracy": accuracy.value,
+        "interval": [accuracy.low, accuracy.high],
+        "held_out_prompts": accuracy.count,
+        "loss": judged.loss,
+    }
+    over = f", averaged over {accuracy.count} prompts" if accuracy.count < len(held) else ""
+    said = (
+        f"right on {accuracy.value:.0%} (95% {accuracy.low:.0%} to {accuracy.high:.0%}) of {len(held)} held-out pairs{over}, "
+        f"loss {judged.loss:.3f}"
+    )
     return found, said
 
 

@@ -1,7 +1,8 @@
-"""Alerts by rule, the actions that may follow one, and the check of the options that name them. Light to import."""
+"""Alerts by rule, the actions that may follow one, the check of the options that name them, and advice. Light to import."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -42,3 +43,17 @@ def refuse_bad_alerts(config: Any) -> None:
             )
     if config.alert_webhook is not None and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", config.alert_webhook):
         raise ConfigError("alert_webhook is not an address of the form https://host/path; give one that takes a POST.")
+
+
+def late_checkpoint(config: Any, total_steps: int) -> str | None:
+    """Advice for a run that may roll back, and saves no checkpoint before its last step."""
+    options = [name for name in ("on_bad_numbers", "on_spike") if getattr(config, name) == "roll_back"]
+    if "roll_back" in (config.alert_actions or {}).values():
+        options.insert(0, "alert_actions")
+    first = config.save_steps if config.save_steps >= 1 else math.ceil(config.save_steps * total_steps)
+    if not options or getattr(config.save_strategy, "value", config.save_strategy) != "steps" or first < total_steps:
+        return None
+    return (
+        f"{' and '.join(options)} can roll back, but save_steps={config.save_steps:g} saves no checkpoint before the last of "
+        f"{total_steps} steps, so the run would end instead; set save_steps below the step of the first fault to expect."
+    )

@@ -33,7 +33,7 @@ AnyDataset: TypeAlias = "datasets.Dataset | datasets.IterableDataset"
 
 def opened(source: Any, split: str | None, streaming: bool, config_name: str | None) -> AnyDataset:
     """The data set as it is stored: of its splits the one asked for, or `train`, or the only one."""
-    with _quiet():
+    with quiet():
         return _opened(source, split, streaming, config_name)
 
 
@@ -311,7 +311,7 @@ def _demo(split: str | None, streaming: bool) -> AnyDataset:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Context manager without progress bars for small files, and without logs of errors that are raised as DataError."""
     was_on, level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -35,6 +35,7 @@ class Example(Protocol):
 
 
 E = TypeVar("E", bound=Example)
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +82,9 @@ class Judged:
     """Reward of the chosen less that of the rejected completion."""
 
     @property
-    def num_right(self) -> float:
-        """Pairs in the right order; equal rewards count half."""
-        return sum(1.0 if margin > 0 else 0.5 if margin == 0 else 0.0 for margin in self.margins)
+    def right(self) -> list[float]:
+        """1 for a pair in the right order, 0 in the wrong one, a half for equal rewards."""
+        return [1.0 if margin > 0 else 0.5 if margin == 0 else 0.0 for margin in self.margins]
 
     @property
     def loss(self) -> float:
@@ -119,12 +120,17 @@ def _pair(row: Any, where: str) -> Pair:
     return Pair(prompt, chosen, rejected)
 
 
+def by_prompt(examples: Sequence[Example], values: Sequence[V]) -> list[list[V]]:
+    """The values, one for each example, in lists by prompt; an example without a prompt is alone."""
+    found: dict[Hashable, list[V]] = {}
+    for place, (example, value) in enumerate(zip(examples, values, strict=True)):
+        found.setdefault(repr(example.prompt) if example.prompt else place, []).append(value)
+    return list(found.values())
+
+
 def parted_by_prompt(pairs: Sequence[E], share: float, seed: int) -> tuple[list[E], list[E]]:
     """About `1 - share` and `share` of the pairs; those of one prompt stay together, so that none is known from training."""
-    by_prompt: dict[str, list[E]] = {}
-    for pair in pairs:
-        by_prompt.setdefault(repr(pair.prompt), []).append(pair)
-    groups = list(by_prompt.values())
+    groups = by_prompt(pairs, pairs)
     order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
     held, kept = list[E](), list[E]()
     for place in order:

@@ -49,10 +49,15 @@ def preference_pairs(run: Path, options: PairOptions) -> Pairs:
     """
     expect_folder(run)
     folder = run / "rollouts"
-    found = [s for s in rollouts.steps(folder) if s >= options.first_step and s <= (options.last_step or s)]
+    written = rollouts.steps(folder)
+    if not written:
+        raise RunFolderError(
+            f"{run} has no rollouts; give the folder of a run, such as runs/train-1, trained with --rollout-log-steps."
+        )
+    found = [s for s in written if s >= options.first_step and s <= (options.last_step or s)]
     if not found:
         raise RunFolderError(
-            f"{run} has no rollouts of these steps; a run writes them as --rollout-log-steps says, and --steps must meet one."
+            f"{run} has no rollouts of these steps; --steps must meet one from {written[0]} to {written[-1]}."
         )
     made, num_groups, num_level = list[dict[str, Any]](), 0, 0
     for step in found:

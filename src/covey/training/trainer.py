@@ -14,6 +14,7 @@ from transformers.utils.logging import set_verbosity
 
 from covey.algorithms import Algorithm
 from covey.config import GRPOConfig
+from covey.config.alerts import late_checkpoint
 from covey.data.checks import length_of
 from covey.errors import ArgumentTypeError, CoveyError, DataError, InvariantError, SpoiledError, StorageError
 from covey.learner import Learner
@@ -253,6 +254,9 @@ class GRPOTrainer(Interleavable, TRLInterface):
         for said in self._advice() if self.world.is_main else ():
             logger.warning("advice: %s", said)
         parts = build_parts(given, session, self.optimizers, length_of(self.train_dataset), stop)
+        late = late_checkpoint(self.args, parts.total_steps) if start is None else None
+        if late is not None and self.world.is_main:
+            logger.warning("advice: %s", late)
         return with_ensemble(replace(parts, average=average_of(self.args, self.model)), self.ensemble, given)
 
     def _advice(self) -> list[str]:

@@ -82,14 +82,15 @@ class Rows:
         from datasets.exceptions import DatasetsError
 
         from covey.data.loading import parted
-        from covey.data.sources import opened
+        from covey.data.sources import opened, quiet
 
         source, split = parted(self.source, None)
         number = -1
         rows = iter(opened(source, split, True, None))
         try:
-            for number, row in enumerate(rows):
-                yield Record(number, row)
+            with quiet():  # datasets logs an unreadable file, which is told below
+                for number, row in enumerate(rows):
+                    yield Record(number, row)
         except (ValueError, TypeError, OSError, NotImplementedError, DatasetsError) as error:
             if isinstance(error, DataError):
                 raise
