@@ -32,7 +32,7 @@ def share(value: float, count: int) -> str:
     z = 1.96
     middle = (value + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * (value * (1 - value) / count + z * z / (4 * count * count)) ** 0.5
-    return f"{value:.1%} (95% {middle - half:.1%} to {middle + half:.1%})"
+    return f"{value:.1%} (95% {max(0.0, middle - half):.1%} to {min(1.0, middle + half):.1%})"
 
 
 def main() -> None:

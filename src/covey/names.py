@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import ConfigError, did_you_mean
+
+_OWN_FILE = re.compile(r"\bcovey_user_(\w+)_[0-9a-f]{12}:")
+"""Module of a file that the user named, as `_load_file` calls it."""
 
 
 def find(name: str, known: Mapping[str, Any], kind: str) -> Any:
@@ -52,6 +56,11 @@ def load(path: str, kind: str) -> Any:
         public = [name for name in vars(module) if not name.startswith("_")]
         raise ConfigError(f"{kind} {path!r}: {where} has no {attribute!r}.{did_you_mean(attribute, public)}")
     return getattr(module, attribute)
+
+
+def as_written(name: str) -> str:
+    """The name as the user wrote it: `reward.py:right`, where the module of a loaded file is called otherwise."""
+    return _OWN_FILE.sub(r"\1.py:", name)
 
 
 def _load_file(file: Path, kind: str) -> Any:

@@ -18,6 +18,13 @@ def test_a_range_is_one_of_the_options_type():
     assert (group.name, group.is_whole, group.ends) == ("num_generations", True, (4, 16))
 
 
+def test_steps_are_whole_numbers_and_shares_of_a_run_are_not():
+    assert one("warmup_steps=0:20").ends == (0, 20)
+    assert one("logging_steps=1:5").is_whole
+    assert not one("warmup_steps=0:0.2").is_whole
+    assert not one("num_train_epochs=1:4").is_whole
+
+
 def test_choices_are_read_as_yaml_reads_them():
     assert one("beta=0,0.01,1e-3").choices == (0, 0.01, 0.001)
     assert one("loss_type=grpo,dapo").choices == ("grpo", "dapo")
@@ -56,6 +63,7 @@ def test_optuna_gets_the_same_range():
         ("learning_rate=0:1:log", "above 0"),
         ("learning_rate=1:2:lin", "only log may follow"),
         ("num_generations=2:4.5", "takes whole numbers"),
+        ("warmup_steps=0.1:20", "whole numbers of steps, or shares of the run"),
         ("learning_rate=nan:1", "must be the smaller one"),
     ],
 )

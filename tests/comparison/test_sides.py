@@ -6,6 +6,7 @@ from run_folders import write_run
 from covey.errors import ConfigError, RunFolderError
 from covey.evaluation.compare.run_data import read_runs
 from covey.evaluation.compare.sides import differences, grouped, repeats
+from covey.names import load
 
 
 def read(*paths):
@@ -75,6 +76,25 @@ def test_another_reward_is_another_side(tmp_path):
     write_run(tmp_path / "two", manifest={"rewards": [other_match]})
     names = [one.name for one in differences(grouped(read(tmp_path / "one", tmp_path / "two")))]
     assert "0.name" in names
+
+
+def test_a_reward_of_a_file_has_the_name_of_its_file_wherever_that_file_lies(tmp_path):
+    def written(run, place, text="def right(completions, **kwargs):\n    return [0.0 for _ in completions]\n"):
+        file = tmp_path / place
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+        write_run(tmp_path / run, manifest={"rewards": [load(f"{file}:right", "reward")]})
+
+    written("one", "here/mine.py")
+    written("two", "there/mine.py")
+    written("three", "there/yours.py")
+    assert len(grouped(read(tmp_path / "one", tmp_path / "two"))) == 1, "the same text in another folder"
+    named, mine, yours = differences(grouped(read(tmp_path / "one", tmp_path / "three")))
+    assert (named.area, named.name, named.values) == ("rewards", "0.name", ["mine.py:right", "yours.py:right"])
+    assert (mine.values, yours.values) == (["2 lines", "-"], ["-", "2 lines"])
+    assert {line[0] for line in mine.diff.splitlines()[1:]} == {"-"}, "a file that the other has not is all removed"
+    written("four", "else/mine.py", "def right(completions, **kwargs):\n    return [1.0 for _ in completions]\n")
+    assert len(grouped(read(tmp_path / "one", tmp_path / "four"))) == 2
 
 
 def test_versions_tell_sides_apart_only_where_nothing_else_does(tmp_path):

@@ -161,6 +161,14 @@ def test_small_numbers_on_an_axis_differ(page: Any, address: str) -> None:
         assert len(set(texts)) == len(places), texts
 
 
+def test_an_open_first_bin_says_where_it_ends(page: Any, address: str) -> None:
+    go(page, address, "runs")
+    marks = "async (edges) => (await import('/heat.js')).begins(edges)"
+    assert page.evaluate(marks, [None, -0.5, 0, 0.5, None]) == ["< -0.5", "-0.5", "0.0", "0.5"]
+    assert page.evaluate(marks, [None, 2, None]) == ["< 2", "2"]
+    assert page.evaluate(marks, [0, 1, 2]) == ["0", "1"]
+
+
 def ink(page: Any, colour: str, metric: str = "reward") -> int:
     """Pixels of about this colour in a plot."""
     return int(page.evaluate("""([metric, wanted]) => { const canvas = document.querySelector(`figure[data-metric="${metric}"] canvas`);

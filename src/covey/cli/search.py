@@ -17,6 +17,8 @@ _FIXED = frozenset(
         "share_base", "vary",
     }
 )  # fmt: skip
+_STEPS_OR_SHARE = frozenset({"warmup_steps", "logging_steps", "eval_steps", "save_steps"})
+"""Whole numbers of steps, or below 1 a share of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +138,9 @@ def _range(word: str, name: str, values: str, flag: Flag) -> Dimension:
     if rest and ends[0] <= 0:
         raise ConfigError(f"--search {word}: log needs numbers above 0.")
     kinds = {part.strip() for part in flag.kind.split("|")}
-    is_whole = "int" in kinds and "float" not in kinds
+    is_steps = name in _STEPS_OR_SHARE and ends[1] > 1
+    is_whole = is_steps or ("int" in kinds and "float" not in kinds)
     if is_whole and not all(end.is_integer() for end in ends):
-        raise ConfigError(f"--search {word}: {name} takes whole numbers.")
+        more = " of steps, or shares of the run, all below 1" if is_steps else ""
+        raise ConfigError(f"--search {word}: {name} takes whole numbers{more}.")
     return Dimension(name=name, low=ends[0], high=ends[1], is_log=bool(rest), is_whole=is_whole)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -14,10 +13,9 @@ from covey.evaluation.html import text
 from covey.figures.draw import as_svg
 from covey.figures.gather import figures_of, interval_at, last_values, step_of
 from covey.figures.page import page_of, table
+from covey.names import as_written
 from covey.runs import metrics, rollouts
 
-_OWN_FILE = re.compile(r"covey_user_(\w+)_[0-9a-f]{12}:")
-"""Module of a file that the user named, as `covey.names` calls it."""
 _MOST_ALERTS = 40
 _LONGEST = 3000
 _MOST_CARD = 200_000
@@ -125,7 +123,7 @@ def _name(value: Any) -> str:
         fields = value.get("fields")
         inner = fields.get("name") if isinstance(fields, Mapping) else None
         named = str(value.get("name") or inner or value.get("type") or "")
-        return _OWN_FILE.sub(r"\1.py:", named)
+        return as_written(named)
     return "" if value is None else str(value)
 
 

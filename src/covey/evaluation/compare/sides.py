@@ -13,6 +13,7 @@ from typing import Any
 
 from covey.errors import ConfigError
 from covey.evaluation.compare.run_data import Run, flat
+from covey.names import as_written
 
 _SEEDS = frozenset({"seed", "data_seed"})
 _BOOKKEEPING = frozenset(
@@ -114,7 +115,8 @@ def _difference(area: str, name: str, texts: Sequence[Sequence[str]]) -> Differe
     if not name.endswith("source"):
         return Difference(area=area, name=name, values=[_short(text) for text in shown])
     first, other = texts[0][0], next(text[0] for text in texts if text[0] != texts[0][0])
-    lines = difflib.unified_diff(first.splitlines(), other.splitlines(), "before", "after", lineterm="", n=2)
+    before, after = ([] if text == "-" else text.splitlines() for text in (first, other))
+    lines = difflib.unified_diff(before, after, "before", "after", lineterm="", n=2)
     counts = [f"{len(text[0].splitlines())} lines" if text[0] != "-" else "-" for text in texts]
     return Difference(area=area, name=name, values=counts, diff="\n".join(list(lines)[2:]))
 
@@ -149,7 +151,11 @@ def _leaves(run: Run, area: str) -> dict[str, Any]:
             leaves.pop(f"{part}.source", None)
         if is_shown_whole or (last == "source" and item is not None):
             leaves.pop(f"{part}.sha256", None)
-    return {name: item for name, item in leaves.items() if not _PLACES.search(f"{area}.{name}")}
+    return {
+        name: as_written(item) if isinstance(item, str) and not name.endswith("source") else item
+        for name, item in leaves.items()
+        if not _PLACES.search(f"{area}.{name}")
+    }
 
 
 def _text(value: Any) -> str:

@@ -72,8 +72,11 @@ export const stretch = (edges, at, isWhole) => {
   return `${short(low)} to ${short(high)}`;
 };
 
-/** What stands beside bins that are too narrow for both their ends: where each begins. */
-export const begins = (edges) => axisTexts(edges.slice(0, -1)).map((text, at) => (edges[at] === null ? "<" : text));
+/** What stands beside bins that are too narrow for both their ends: where each begins; of an open first one, where it ends. */
+export function begins(edges) {
+  const texts = axisTexts(edges.slice(0, -1));
+  return texts.map((text, at) => (edges[at] === null ? `< ${texts[at + 1] ?? short(edges[at + 1])}` : text));
+}
 
 /** Columns are steps, rows are bins from low to high, `cells[step][bin]`; each column is coloured by its own sum, or all by the largest (`isAbsolute`). */
 export function heatMap(title, note, { steps, rows, marks = rows, cells, unit, isAbsolute = false }) {
