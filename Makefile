@@ -7,7 +7,7 @@ PEER   := .venv-trl
 VLLM   := .venv-vllm
 # a package is compiled when it is imported, but for those of .venv, which every test imports
 INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
-# processes that share the tests: one more than CI has cores, since tests also wait
+# processes that share the tests: one more than two cores, since tests also wait
 WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # the files with such a mark, or with `kit.rest_nightly`: reading all of them takes ten seconds of each process

@@ -110,6 +110,7 @@ def test_the_command_line_refuses_before_the_model_is_loaded(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text("{}")  # no weights beside it: loading it would say so
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a"}\n' * 6)
     words = ["train", "--model", str(tmp_path / "model"), "--dataset", str(rows), "--reward", "format"]
