@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any
 
-from covey.cli.flags import Flag
+from covey.cli.flags import Flag, spelled
 from covey.cli.verb import Given
 from covey.errors import ConfigError
 
@@ -25,7 +25,7 @@ def refuse_bad_adapter(given: Given) -> None:
     if given.get("lora_r") is None:
         for name in ("lora_alpha", "lora_dropout", "lora_target_modules"):
             if name in given:
-                raise ConfigError(f"--{name.replace('_', '-')} needs --lora-r, the rank of the adapter.")
+                raise ConfigError(f"{spelled(name)} needs --lora-r, the rank of the adapter.")
         return
     rank, alpha, dropout = given["lora_r"], given.get("lora_alpha", 1.0), given.get("lora_dropout", 0.0)
     if rank < 1:

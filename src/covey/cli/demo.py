@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.cli import output
-from covey.cli.flags import Flag
+from covey.cli.flags import Flag, spelled
 from covey.cli.verb import JSON, Given, Verb
 from covey.errors import ConfigError, RunFolderError
 
@@ -30,7 +30,7 @@ def run(given: Given) -> int | None:
     options = {flag.name: flag.default for flag in _FLAGS} | dict(given)
     for name in ("steps", "held_out"):
         if options[name] is not None and options[name] < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {options[name]} is no number to count to; give 1 or more.")
+            raise ConfigError(f"{spelled(name)} {options[name]} is no number to count to; give 1 or more.")
     folder = _folder(options)
     started = time.perf_counter()
     trainer = _trainer(folder, options)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.cli import output, train
 from covey.cli.fields import other_flags
-from covey.cli.flags import Flag
+from covey.cli.flags import Flag, spelled
 from covey.cli.verb import Given, Verb
 from covey.errors import ConfigError
 
@@ -56,7 +56,7 @@ def _setup(given: Given) -> Setup:
     least = {"prompt_tokens": 1, "mean_completion_tokens": 1}
     for name, lowest in least.items():
         if given.get(name, lowest) < lowest:
-            raise ConfigError(f"--{name.replace('_', '-')} is less than {lowest}; give a number of tokens.")
+            raise ConfigError(f"{spelled(name)} is less than {lowest}; give a number of tokens.")
     from covey.cli.plan import model_config
     from covey.doctor.roofline.estimate import Setup
     from covey.doctor.roofline.known_models import config_of

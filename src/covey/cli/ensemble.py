@@ -7,6 +7,7 @@ from contextlib import closing
 from typing import Any
 
 from covey.cli import output
+from covey.cli.flags import spelled
 from covey.errors import ConfigError
 
 
@@ -16,7 +17,7 @@ def ensemble_of(given: Mapping[str, Any]) -> Any:
     asked = {name: value for name, value in options.items() if value is not None}
     if not given.get("ensemble"):
         if asked:
-            raise ConfigError(f"--ensemble-{next(iter(asked)).replace('_', '-')} belongs to --ensemble.")
+            raise ConfigError(f"{spelled(f'ensemble_{next(iter(asked))}')} belongs to --ensemble.")
         return None
     from covey.ensembles import Ensemble
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.cli import output
-from covey.cli.flags import Flag
+from covey.cli.flags import Flag, spelled
 from covey.cli.verb import CONFIG, JSON, Given, Verb
 from covey.errors import ConfigError
 
@@ -97,7 +97,7 @@ def _check_ensemble(options: dict[str, Any]) -> None:
     for name in ("num_samples", "k", "compare_to", "answers", "device", "batch_size"):
         if options["ensemble"] and options[name] != plain[name]:
             raise ConfigError(
-                f"--{name.replace('_', '-')} does not apply with --ensemble, whose members say samples=N and answer on this machine's GPU, else its CPU; leave it out."
+                f"{spelled(name)} does not apply with --ensemble, whose members say samples=N and answer on this machine's GPU, else its CPU; leave it out."
             )
 
 

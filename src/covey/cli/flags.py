@@ -19,6 +19,11 @@ _NUMBER = re.compile(r"-\.?\d")
 _YES_NO = frozenset({"true", "false", "yes", "no", "on", "off", "null", "none"})
 
 
+def spelled(option: str) -> str:
+    """An option as it is spelled on the command line: `--save-steps` for `save_steps`."""
+    return "--" + option.replace("_", "-")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Flag:
     """One option of a verb. `--max-steps 10`, `--max_steps=10` and `max_steps: 10` in YAML are the same."""
@@ -57,7 +62,7 @@ class Flag:
     @property
     def spelled(self) -> str:
         """Spelling on the command line."""
-        return "--" + self.name.replace("_", "-")
+        return spelled(self.name)
 
 
 NO_HINTS: Mapping[str, str] = {}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.cli import output
+from covey.cli.flags import spelled
 from covey.cli.verb import Given
 from covey.errors import ConfigError, did_you_mean
 
@@ -28,7 +29,7 @@ def refuse_idle(given: Given, acting: Sequence[str], what: str) -> None:
     """Raise ConfigError for a flag that is given and would not act on `what`."""
     for name in OPTIONS:
         if given.get(name) is not None and name not in acting:
-            raise ConfigError(f"--{name.replace('_', '-')} does not act on {what}; leave it out.")
+            raise ConfigError(f"{spelled(name)} does not act on {what}; leave it out.")
 
 
 def merge(folders: Sequence[Path], out: Path, given: Given, dtype: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from covey.cli import output
+from covey.cli.flags import spelled
 from covey.errors import ConfigError, did_you_mean
 
 RECIPES: Mapping[str, Mapping[str, Any]] = {
@@ -25,8 +26,8 @@ def expanded(given: Mapping[str, Any]) -> dict[str, Any]:
             f"--recipe {name} is unknown.{did_you_mean(name, RECIPES)} Known: {', '.join(sorted(RECIPES))}."
         )
     added = {option: value for option, value in RECIPES[name].items() if option not in wanted}
-    kept = [f"--{option.replace('_', '-')}" for option in RECIPES[name] if option in wanted]
-    flags = " ".join(f"--{option.replace('_', '-')} {value}" for option, value in added.items())
+    kept = [spelled(option) for option in RECIPES[name] if option in wanted]
+    flags = " ".join(f"{spelled(option)} {value}" for option, value in added.items())
     also = f"; yours: {', '.join(kept)}" if kept else ""
     output.say(f"recipe {name}: {flags or 'sets nothing that you have not set'}{also}")
     return {**added, **wanted}

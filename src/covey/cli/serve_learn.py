@@ -34,7 +34,7 @@ def refuse_alone(options: Given) -> None:
     if not options["learn"]:
         for flag in FLAGS:
             if options[flag.name] != flag.default:
-                raise ConfigError(f"--{flag.name.replace('_', '-')} belongs to --learn; give both, or leave it out.")
+                raise ConfigError(f"{flag.spelled} belongs to --learn; give both, or leave it out.")
         return
     for name in ("fixed_set", "reward"):
         if not options[name]:
