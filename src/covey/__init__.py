@@ -19,6 +19,16 @@ if TYPE_CHECKING:
     from covey.errors import CoveyError
     from covey.figures import Run, plot
     from covey.rollout import NativeSampler, SamplingParams
+    from covey.training.scripts import (
+        DatasetMixtureConfig,
+        ModelConfig,
+        ScriptArguments,
+        TrlParser,
+        get_dataset,
+        get_kbit_device_map,
+        get_peft_config,
+        get_quantization_config,
+    )
     from covey.training.together import train_together
     from covey.training.trainer import GRPOTrainer
     from covey.training.warm_up import SFTTrainer, sft_config
@@ -28,36 +38,74 @@ __version__ = "0.1.0"
 _WHERE = {
     "Algorithm": "covey.algorithms",
     "CoveyError": "covey.errors",
+    "DatasetMixtureConfig": "covey.training.scripts",
     "Ensemble": "covey.ensembles",
     "GRPOConfig": "covey.config.grpo_config",
     "GRPOTrainer": "covey.training.trainer",
     "Member": "covey.ensembles",
+    "ModelConfig": "covey.training.scripts",
     "NativeSampler": "covey.rollout",
     "Run": "covey.figures",
     "SFTTrainer": "covey.training.warm_up",
     "SamplingParams": "covey.rollout",
+    "ScriptArguments": "covey.training.scripts",
+    "TrlParser": "covey.training.scripts",
     "batch_arithmetic": "covey.config.grpo_config",
+    "get_dataset": "covey.training.scripts",
+    "get_kbit_device_map": "covey.training.scripts",
+    "get_peft_config": "covey.training.scripts",
+    "get_quantization_config": "covey.training.scripts",
     "plot": "covey.figures",
     "sft_config": "covey.training.warm_up",
     "train_together": "covey.training.together",
 }
+_TRLS = {
+    **dict.fromkeys(
+        ("BEMACallback", "LogCompletionsCallback", "RichProgressCallback", "SyncRefModelCallback", "WeaveCallback"),
+        "it is a callback of TRL, which works here too: from trl import {name}",
+    ),
+    **dict.fromkeys(
+        ("DPOConfig", "DPOTrainer", "KTOConfig", "KTOTrainer", "DistillationConfig", "DistillationTrainer"),
+        "Covey trains with GRPO and its family only: from trl import {name}",
+    ),
+    **dict.fromkeys(
+        ("RewardConfig", "RewardTrainer"), "train a reward model with `covey reward train`, or: from trl import {name}"
+    ),
+    "RLOOConfig": "use GRPOConfig, with `algorithm=alg.rloo()` in GRPOTrainer",
+    "RLOOTrainer": "use GRPOTrainer with `algorithm=alg.rloo()`",
+    "SFTConfig": "use `sft_config(...)`, which SFTTrainer takes",
+    "create_reference_model": "leave it out: GRPOTrainer makes its reference when beta is above 0",
+    "clone_chat_template": "from trl import clone_chat_template",
+    "init_zero_verbose": "leave it out",
+    "apply_chat_template": "leave it out: GRPOTrainer applies the chat template to messages",
+    "maybe_apply_chat_template": "leave it out: GRPOTrainer applies the chat template to messages",
+}
+"""Names of TRL that Covey does not have, with what to do instead."""
 _MODULES = ("algorithms", "data", "errors", "rewards", "rollout", "runs", "testing", "types")
 
 __all__ = [
     "Algorithm",
     "CoveyError",
+    "DatasetMixtureConfig",
     "Ensemble",
     "GRPOConfig",
     "GRPOTrainer",
     "Member",
+    "ModelConfig",
     "NativeSampler",
     "Run",
     "SFTTrainer",
     "SamplingParams",
+    "ScriptArguments",
+    "TrlParser",
     "algorithms",
     "batch_arithmetic",
     "data",
     "errors",
+    "get_dataset",
+    "get_kbit_device_map",
+    "get_peft_config",
+    "get_quantization_config",
     "plot",
     "rewards",
     "rollout",
@@ -95,6 +143,8 @@ def __getattr__(name: str) -> Any:
         expect_docstrings()
     if name in _MODULES:
         return importlib.import_module(f"covey.{name}")
+    if name in _TRLS:
+        raise ImportError(f"covey has no {name}: {_TRLS[name].format(name=name)}.", name="covey")
     if name not in _WHERE:
         raise AttributeError(f"module 'covey' has no attribute {name!r}")
     value = getattr(importlib.import_module(_WHERE[name]), name)
