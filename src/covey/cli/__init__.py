@@ -26,6 +26,7 @@ VERBS = {
     "reward": "whether a reward pays right answers and nothing else; a reward model trained on pairs",
     "features": "describe a data set's rows in columns: length, language, how often a model solves them",
     "serve-vllm": "start a vLLM server whose weights a run can update and prove",
+    "attest": "whether a running server computes with the weights of a folder, by its log-probabilities",
     "view": "look at runs in the browser: curves, alerts, completions, differences",
     "compare": "differences of runs, their learning curves, and which is better, over seeds",
     "plot": "curves, reward shares and verdicts of runs as a picture or a page",

@@ -1,0 +1,119 @@
+"""`covey attest`: whether a running server computes with the weights of a folder, by its log-probabilities alone."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from covey.cli import output
+from covey.cli.flags import Flag
+from covey.cli.verb import JSON, Given, Verb
+from covey.errors import AttestationError, ConfigError, ServerError
+
+if TYPE_CHECKING:
+    from covey.evaluation.scored_tokens import ScoredTokens, TokenScorer
+
+_FLAGS = (
+    Flag(name="url", help="Address of the server, such as http://127.0.0.1:8000.", group="server"),
+    Flag(name="served_name", help="Model name for requests; the server's only model when left out.", group="server"),
+    Flag(name="api_key_env", help="Environment variable that holds the server's API key.", group="server"),
+    Flag(name="timeout", help="Deadline of each request in seconds.", type=float, default=60.0, group="server"),
+    Flag(name="model", help="Weights that the server is to have: a folder, a hub id, an adapter, a checkpoint, or demo.", group="weights"),
+    Flag(name="other", help="Weights that it may have instead, such as the base model or the last adapter; may be repeated.", type="list[str]", group="weights"),
+    Flag(name="dtype", help="Type in which the server is to compute: float32, float16, bfloat16; auto: the type of the folder.", default="auto", group="weights"),
+    JSON,
+)  # fmt: skip
+
+
+def run(given: Given) -> int:
+    """Ask, compare, print. Returns 0 for an attested server, 73 for one with other weights or another dtype, 1 if it cannot be decided."""
+    from covey.evaluation.attestation import Reference, attest, logprobs_of, probes, served_values
+    from covey.models import config_of, context_limit, dtype_of, load_model, load_tokenizer, unwrapped
+
+    for name, example in (("url", "http://127.0.0.1:8000"), ("model", "runs/first/checkpoint-100")):
+        if not given.get(name):
+            raise ConfigError(f"covey attest needs {name}: covey attest http://127.0.0.1:8000 --model {example}.")
+    folder = given["model"]
+    dtype = _dtype(given.get("dtype", "auto"), config_of(folder))
+    scorer = _scorer(given, load_tokenizer(None, folder))
+    model = load_model(folder)
+    vocabulary = min(model.get_input_embeddings().weight.shape[0], len(scorer.tokenizer))
+    answers: list[ScoredTokens] = [scorer.score(ids) for ids in probes(vocabulary, context_limit(unwrapped(model)))]
+    exact = logprobs_of(model.eval(), answers)
+    del model
+    mine = Reference(exact, logprobs_of(load_model(folder, {"dtype": dtype_of("bfloat16")}).eval(), answers))
+    others = {name: logprobs_of(load_model(name).eval(), answers) for name in given.get("other") or ()}
+    result = attest(served_values(answers), mine, dtype, others)
+    if given.get("json"):
+        output.result_json({"sentence": result.sentence, "form": scorer.form, **asdict(result)})
+    else:
+        output.result(result.sentence)
+        output.say(_margins(result))
+    return {"attested": 0, "not decidable": 1}.get(result.verdict, AttestationError.exit_code)
+
+
+def _margins(result: Any) -> str:
+    lines = [
+        f"chance that this is wrong: {_at_least(result.chance)}; a change of {result.detectable:.2g} nats or more would have been noticed"
+    ]
+    lines += [
+        f"against {name}: slope {slope.value:.3f} ± {slope.error:.2g}, where 1 is --model and 0 is {name}"
+        for name, slope in result.slopes.items()
+    ]
+    return "\n".join(lines)
+
+
+def _at_least(chance: float) -> str:
+    return "below 1e-9" if chance < 1e-9 else f"{chance:.1e}"
+
+
+def _dtype(name: str, config: Any) -> str:
+    """Name of the dtype in which the server is to compute."""
+    from covey.models import dtype_of
+
+    stored = getattr(config, "dtype", None) if name == "auto" else dtype_of(name)
+    return str(stored or "float32").removeprefix("torch.")
+
+
+def _scorer(given: Given, tokenizer: Any) -> TokenScorer:
+    from covey.evaluation.scored_tokens import TokenScorer
+    from covey.rollout.vllm.client import Address, Client, Deadlines
+
+    seconds = given.get("timeout", 60.0)
+    client = Client(Address.of(given["url"]), Deadlines(probe=seconds, read=seconds))
+    variable = given.get("api_key_env")
+    if variable and not os.environ.get(variable):
+        raise ConfigError(
+            f"--api-key-env {variable}: the environment has no such variable; export {variable}=... first."
+        )
+    headers = {"Authorization": f"Bearer {os.environ[variable]}"} if variable else {}
+    return TokenScorer(client, given.get("served_name") or _only_model(client, headers), tokenizer, headers)
+
+
+def _only_model(client: Any, headers: dict[str, str]) -> str:
+    """Name of the server's only model. Raises ConfigError if it has several."""
+    try:
+        listed = client.call("GET", "/v1/models", seconds=client.deadlines.read, headers=headers)
+        names = [str(entry["id"]) for entry in listed["data"]]
+    except (ServerError, LookupError, TypeError) as error:
+        raise ServerError(
+            f"{client.address} does not list its models at /v1/models ({error}); give an OpenAI-compatible server, or --served-name."
+        ) from error
+    if len(names) != 1:
+        raise ConfigError(f"{client.address} serves {', '.join(names) or 'nothing'}; say which with --served-name.")
+    return names[0]
+
+
+verb = Verb(
+    name="attest",
+    usage="URL --model FOLDER [options]",
+    sentence="Whether a running server computes with these weights, by its log-probabilities alone; the exit code says it to a script.",
+    flags=lambda: _FLAGS,
+    run=run,
+    positional=("url",),
+    examples=(
+        "covey attest http://127.0.0.1:8000 --model runs/a/checkpoint-100",
+        "covey attest http://127.0.0.1:8000 --model runs/a/adapter --other Qwen/Qwen2.5-0.5B-Instruct",
+    ),
+)
