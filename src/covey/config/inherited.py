@@ -15,7 +15,9 @@ _ACTING: Mapping[str, Mapping[str, Option]] = {
         "max_steps": Option("Optimizer steps; -1: as many as `num_train_epochs` takes."),
         "num_train_epochs": Option("Passes over the prompts, when `max_steps` is not set."),
         "per_device_train_batch_size": Option(
-            "Completions of a micro-batch on each device.", at_least=1, is_whole=True
+            "Completions of a batch on each device; on a GPU, `max_tokens_per_microbatch` alone limits one forward pass.",
+            at_least=1,
+            is_whole=True,
         ),
         "gradient_accumulation_steps": Option("Micro-batches of an optimizer step.", at_least=1, is_whole=True),
     },

@@ -23,12 +23,15 @@ from covey.learner.memory_estimate import (
     bytes_a_token,
     cache_bytes,
     enough_tokens,
+    starting_rows,
     starting_tokens,
+    update_bytes,
 )
 from covey.learner.packing import Row, tokens_in
 from covey.learner.preparation import prepare_for_training
 from covey.learner.worst_case import groups_of
 from covey.models import disable_dropout, dtype_of, with_adapter
+from covey.process.device import free_on
 from covey.process.world import World
 from covey.rollout.engine import BFLOAT16_FROM
 from covey.training.build import RunInputs, build_algorithm, build_learner
@@ -48,6 +51,10 @@ class Target:
     on_cpu: bool
     logits: int | None = None
     """Logits that exist at a time on it; None: as many as on the device that is here."""
+    memory: int | None = None
+    """Bytes of the device; None: what is free on the one that is here."""
+    shards: int = 1
+    """Devices that share the model."""
     live: Callable[[], FakeBytes] = FakeBytes
     """Factory of the counter of bytes, and of operations where wanted."""
 
@@ -147,14 +154,26 @@ def _tokens_of_a_pass(
     """Tokens of one forward pass at the start, of the whole model."""
     asked = args.max_tokens_per_microbatch
 
+    def whole(values: Sequence[float]) -> float:
+        return values[0] if few is None else values[1] + (layers - few[1]) * (values[1] - values[0]) / (few[1] - few[0])
+
     def each() -> float:
         found = []
         for learner, live in made:
             with live:
                 found.append(bytes_a_token(learner.policy, is_warm=True))
-        return found[0] if few is None else found[1] + (layers - few[1]) * (found[1] - found[0]) / (few[1] - few[0])
+        return whole(found)
 
-    return starting_tokens(asked, learners[0].policy, on_cpu=target.on_cpu, bytes_each=each)
+    def room() -> float:
+        weights = whole([nbytes([*one.policy.model.parameters(), *one.policy.model.buffers()]) for one in learners])
+        free = free_on(_accelerator()) if target.memory is None else target.memory
+        return free - (weights + whole([update_bytes(one.policy) for one in learners])) / target.shards
+
+    return starting_tokens(asked, learners[0].policy, on_cpu=target.on_cpu, bytes_each=each, room=room)
+
+
+def _accelerator() -> torch.device:
+    return torch.accelerator.current_accelerator() or CPU
 
 
 def _counted(learner: Learner, args: GRPOConfig, live: FakeBytes, prompt_tokens: int) -> Measured:
@@ -239,7 +258,10 @@ def _learner(args: GRPOConfig, model_config: Any, peft_config: Any, live: FakeBy
         vocabulary = learner.policy.model.get_output_embeddings().weight.shape[0]
         device = None if target.logits else torch.accelerator.current_accelerator()
         learner.policy.logits_chunk = chunk_for(vocabulary, args.logits_chunk_tokens, device, elements=target.logits)
-    learner.micro_batcher.enough_tokens = enough_tokens(args.max_tokens_per_microbatch, on_cpu=target.on_cpu)
+    asked, batch = args.max_tokens_per_microbatch, args.per_device_train_batch_size
+    room = learner.micro_batcher
+    room.max_rows = starting_rows(asked, batch, batch * args.gradient_accumulation_steps, on_cpu=target.on_cpu)
+    room.enough_tokens = enough_tokens(asked, on_cpu=target.on_cpu)
     return learner
 
 

@@ -88,6 +88,7 @@ class Learner:
             shares_prompts=self.policy.shares_prompts,
             enough_tokens=self.enough_tokens,
             enable_recomputation=self.enable_recomputation,
+            device=self.policy.device.type,
             agree=None if self.policy.shards is None else self.world.max,
         )
 
@@ -103,7 +104,6 @@ class Learner:
     @torch.no_grad()
     def measured(self, groups: Sequence[Group], needs: Needs) -> list[Group]:
         """Groups with `old_logp`, `ref_logp` and `values` of the current models, as far as `needs` names them."""
-        flat = [completion for group in groups for completion in group.completions]
         rows = [
             unscored_row(group, i, completion) for i, group in enumerate(groups) for completion in group.completions
         ]
@@ -113,7 +113,7 @@ class Learner:
         with self._abortable():
             notes = self.micro_batcher.attempt(lambda: self._notes([rows[i] for i in mine], needs))
         done = self.world.interleave(notes)
-        assert len(done) == len(flat)
+        assert len(done) == len(rows)
         return regrouped(groups, done)
 
     def _notes(self, rows: Sequence[Row], needs: Needs) -> list[Completion]:

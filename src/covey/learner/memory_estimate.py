@@ -12,6 +12,7 @@ import torch
 from covey.learner.live_memory import LiveBytes
 from covey.learner.policy import Policy
 from covey.models import decoder_of, unwrapped
+from covey.process.device import free_on
 from covey.process.memory import free_memory
 
 
@@ -88,28 +89,60 @@ CPU_TOKENS = 4096
 CPU_ENOUGH = 2048
 """Tokens up to which groups are joined: beyond, a CPU gets no faster (2048, 3072 and 4096 took the same time at 10 and 60
 million parameters, and 1024 up to a third more)."""
+GPU_TOKENS = 2**17
+"""Most tokens of a micro-batch on an accelerator, reached by a single group only."""
+GPU_ENOUGH = 2**15
+"""Tokens up to which groups are joined on an accelerator. One layer of a 0.5B model (15 million weights) then computes for 4.9 ms a pass,
+recomputation and backward included (8 x 15e6 x 2**15 operations at 800 TFLOP/s), and its 258 launches take the host 1.8 ms."""
+GPU_FEWEST = 1024
+"""Tokens of a micro-batch on an accelerator that has less room by the estimate."""
+_ADAM_BYTES = 8
+"""Optimizer state of a trained parameter in bytes, float32 moments of Adam; other optimizers hold less."""
 
 
 def starting_tokens(
-    asked: int | str | None, policy: Policy, *, on_cpu: bool, bytes_each: Callable[[], float] | None = None
+    asked: int | str | None,
+    policy: Policy,
+    *,
+    on_cpu: bool,
+    bytes_each: Callable[[], float] | None = None,
+    room: Callable[[], float] | None = None,
+    shards: int = 1,
 ) -> int | None:
     """Initial token limit of a micro-batch; running out of memory halves it.
 
-    "auto" sets no limit on an accelerator, which raises when memory runs out. On a CPU the system kills the process, so there
-    the limit is the tokens that fit in half of the free memory, at most `CPU_TOKENS`. `bytes_each` measures the bytes of a token
-    otherwise than on this policy.
+    "auto" takes the tokens that fit in half of the free memory. On a CPU, where the system kills a process that runs out, these are at
+    most `CPU_TOKENS`. On an accelerator, memory of gradients and optimizer is set apart first, and the limit is a power of two up to
+    `GPU_TOKENS`, so that a resumed run splits its steps alike. `bytes_each` and `room` give the bytes of a token and the free bytes
+    of a device that is not here; `shards` is the number of devices that will share the model.
     """
     if asked != "auto":
         return None if asked is None else int(asked)
-    if not on_cpu:
-        return None
-    free = free_memory() or psutil.virtual_memory().available
-    return max(256, min(CPU_TOKENS, int(0.5 * free / (bytes_each() if bytes_each else bytes_a_token(policy)))))
+    each = bytes_each() if bytes_each else bytes_a_token(policy)
+    if on_cpu:
+        free = free_memory() or psutil.virtual_memory().available
+        return max(256, min(CPU_TOKENS, int(0.5 * free / each)))
+    free_bytes = room() if room else free_on(policy.device) - update_bytes(policy) / shards
+    fitting = max(GPU_FEWEST, min(GPU_TOKENS, int(0.5 * free_bytes / each)))
+    return 1 << (fitting.bit_length() - 1)
+
+
+def update_bytes(policy: Policy) -> int:
+    """Bytes that a first update allocates: gradients and the state of Adam."""
+    return sum(parameter.nbytes + _ADAM_BYTES * parameter.numel() for parameter in policy.parameters())
 
 
 def enough_tokens(asked: int | str | None, *, on_cpu: bool) -> int | None:
     """Tokens of a micro-batch beyond which "auto" joins no more groups; None: no limit."""
-    return CPU_ENOUGH if asked == "auto" and on_cpu else None
+    return (CPU_ENOUGH if on_cpu else GPU_ENOUGH) if asked == "auto" else None
+
+
+def starting_rows(asked: int | str | None, batch: int, step: int, *, on_cpu: bool) -> int:
+    """Initial row limit of a micro-batch, from the completions of a batch and of a step of this process.
+
+    On an accelerator tokens alone limit a micro-batch, so the row limit is the whole step, unless tokens have no limit (`asked` is None).
+    """
+    return batch if on_cpu or asked is None else max(batch, step)
 
 
 _TRIED = (32, 32, 96)

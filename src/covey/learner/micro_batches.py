@@ -78,6 +78,8 @@ class MicroBatcher:
     events: list[Event] = field(default_factory=list)
     left_out: SkippedCompletions = field(default_factory=SkippedCompletions)
     """Completions of the step that did not fit even alone."""
+    device: str = "cpu"
+    """Type of the device whose memory limits the sizes."""
     agree: Callable[[int], int] | None = None
     """Maximum of the processes' counts, for a sharded model: all processes must run the same number of passes."""
     is_last: bool = False
@@ -175,10 +177,13 @@ class MicroBatcher:
             "max_rows": self.max_rows,
             "max_tokens": self.max_tokens,
             "is_last_resort": self.is_last_resort,
+            "device": self.device,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the sizes found to fit; smaller ones from the options win."""
+        """Restore the sizes found to fit; smaller ones from the options win. Those of another type of device are not restored."""
+        if state.get("device", self.device) != self.device:
+            return
         if state.get("is_last_resort") and not self.is_last_resort:
             self.is_last_resort = self.enable_recomputation()
         self.max_rows = min(self.max_rows, state["max_rows"])

@@ -16,7 +16,7 @@ from covey.config.grpo_config import batch_arithmetic
 from covey.data import PromptStream, check_dataset, num_embeddings
 from covey.errors import ConfigError, RewardError
 from covey.learner import Learner, Policy
-from covey.learner.memory_estimate import enough_tokens, starting_tokens
+from covey.learner.memory_estimate import enough_tokens, starting_rows, starting_tokens
 from covey.learner.optimizer import make_optimizer, make_scheduler
 from covey.learner.preparation import checkpoint_activations
 from covey.learner.token_metrics import TokenEntropies
@@ -215,7 +215,8 @@ def build_networks(given: RunInputs, optimizer: Any = None) -> Networks:
     if args.sharding is not None and given.world.size > 1:
         refuse_unsplit(given.algorithm, given.model, optimizer, given.agents.rollout_func)
     policy = build_policy(given)
-    max_tokens = starting_tokens(args.max_tokens_per_microbatch, policy, on_cpu=given.world.device.type == "cpu")
+    on_cpu, shards = given.world.device.type == "cpu", 1 if args.sharding is None else given.world.size
+    max_tokens = starting_tokens(args.max_tokens_per_microbatch, policy, on_cpu=on_cpu, shards=shards)
     return networks_of(given.algorithm, policy, given.world, args.sharding, max_tokens, given.frozen)
 
 
@@ -240,6 +241,7 @@ def build_learner(
     stop = callbacks.get("interruption", lambda: None)
     taught = partial(build_teacher, trust_remote_code=args.trust_remote_code, check_stop=stop)
     seed = args.seed if args.data_seed is None else args.data_seed
+    batch = args.per_device_train_batch_size
     return Learner(
         policy=policy,
         reference=networks.reference,
@@ -247,7 +249,9 @@ def build_learner(
         scheduler=scheduler,
         world=given.world,
         max_completion_length=args.max_completion_length,
-        max_rows=args.per_device_train_batch_size,
+        max_rows=starting_rows(
+            args.max_tokens_per_microbatch, batch, batch * args.gradient_accumulation_steps, on_cpu=on_cpu
+        ),
         max_tokens=networks.max_tokens,
         enough_tokens=enough_tokens(args.max_tokens_per_microbatch, on_cpu=on_cpu),
         max_grad_norm=args.max_grad_norm,

@@ -35,9 +35,9 @@ def rows_that_fit(plan: Estimate) -> int:
     """Completions of a micro-batch that fit on one device, from two dry runs on a line; 0: not even one."""
     setup, rows = plan.setup, plan.setup.args.per_device_train_batch_size
     other = max(1, rows // 2) if rows > 1 else 2
-    measured = setup.with_rows(other).measure()
-    slope = (plan.found.peak - measured.peak) / (rows - other)
-    free = setup.gpu.memory - plan.held.learning
+    peak, other_peak = (setup.with_rows(count).measure().peak for count in (rows, other))
+    slope = (peak - other_peak) / (rows - other)
+    free = setup.gpu.memory - plan.held.learning + plan.found.peak - peak
     return max(0, int(rows + free // slope)) if slope > 0 else rows
 
 
@@ -50,7 +50,10 @@ def answers(plan: Estimate, lora: Any) -> Iterator[Answer]:
     elif setup.adapter is not None and plan.found.dtype == torch.float32 and setup.args.bf16:
         yield _compared(plan, estimate(_in_bfloat16(setup)), "frozen weights in bfloat16 (--dtype bfloat16)")
     if not setup.is_split and setup.gpus > 1:
-        yield _compared(plan, estimate(replace(setup, is_split=True), plan.found), "a split model (--fsdp true)")
+        split = estimate(
+            replace(setup, is_split=True), plan.found if plan.fits else None
+        )  # with room, for longer passes
+        yield _compared(plan, split, "a split model (--fsdp true)")
     doubled = _on(setup, 2 * setup.gpus)
     if doubled is not None:
         more = estimate(doubled, plan.found)

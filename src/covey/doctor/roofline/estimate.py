@@ -44,9 +44,9 @@ class Setup:
 
     def measure(self) -> Measured:
         """A step with the largest micro-batch on fake tensors, its operations timed on the GPU."""
-        target = Target(
-            on_cpu=False, logits=elements_of(int(self.gpu.memory_gb * 1e9)), live=partial(TimedBytes, self.gpu)
-        )
+        memory = int(self.gpu.memory_gb * 1e9)
+        live = partial(TimedBytes, self.gpu)
+        target = Target(on_cpu=False, logits=elements_of(memory), memory=self.gpu.memory, shards=self.shards, live=live)
         return measured(
             self.args, self.model_config, peft_config=self.adapter, prompt_tokens=self.prompt_tokens, target=target
         )
@@ -54,7 +54,7 @@ class Setup:
     def with_rows(self, rows: int) -> Setup:
         """The same with so many completions in a micro-batch of one device."""
         args = copy.copy(self.args)
-        args.per_device_train_batch_size = rows
+        args.per_device_train_batch_size, args.max_tokens_per_microbatch = rows, None
         return replace(self, args=args)
 
 
@@ -191,9 +191,9 @@ def _learning(setup: Setup, found: Measured, completions: int) -> tuple[float, f
     Movement overlaps with arithmetic; whichever is longer counts.
     """
     args, gpus = setup.args, setup.gpus
-    passes = max(1.0, completions / gpus / args.per_device_train_batch_size)
-    rows = min(args.per_device_train_batch_size, completions / gpus)
+    rows = completions / gpus
     real = rows * setup.mean + max(1.0, rows / args.num_generations) * setup.prompt_tokens
+    passes = max(1.0, real / found.tokens)
     share = min(1.0, real / found.tokens)
     one_score, one_pass = found.scoring * share, (found.learning - found.updating) * share
     update = found.updating / setup.shards

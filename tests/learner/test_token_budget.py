@@ -1,0 +1,97 @@
+"""On an accelerator a micro-batch is filled up to a number of tokens that memory allows, whatever the batch size is."""
+
+import pytest
+import torch
+
+from covey import algorithms as alg
+from covey.learner import Policy
+from covey.learner.memory_estimate import enough_tokens, starting_rows, starting_tokens, update_bytes
+from covey.learner.micro_batches import MicroBatcher
+from covey.learner.packing import rows_of, tokens_in
+from covey.learner.worst_case import groups_of
+from kit import learner_of, tiny_model
+
+GIB = 2**30
+
+
+def policy_of(**more):
+    return Policy(tiny_model(layers=2, hidden=64, **more), pad_id=0)
+
+
+@pytest.mark.parametrize("free, each, tokens", [(60 * GIB, 2**18, 2**16), (60 * GIB, 2**10, 2**17), (8 * GIB, 2**18, 2**14),
+                                                (-GIB, 2**18, 1024)])  # fmt: skip
+def test_an_accelerators_limit_is_the_power_of_two_that_fits_in_half_of_its_room(free, each, tokens):
+    found = starting_tokens("auto", policy_of(), on_cpu=False, bytes_each=lambda: each, room=lambda: free)
+    assert found == tokens
+
+
+def test_a_limit_from_the_options_is_kept_as_it_is():
+    assert starting_tokens(50_000, policy_of(), on_cpu=False) == 50_000
+    assert starting_tokens(None, policy_of(), on_cpu=False) is None
+
+
+def test_gradients_and_the_moments_of_adam_are_set_apart():
+    policy = policy_of()
+    count = sum(parameter.numel() for parameter in policy.parameters())
+    assert update_bytes(policy) == 12 * count
+    free = 2 * 2**14 * 2**20 + 6 * count  # half of the gradients and moments fits
+    given = {"on_cpu": False, "bytes_each": lambda: float(2**20)}
+    two_devices = starting_tokens("auto", policy, room=lambda: free - update_bytes(policy) / 2, **given)
+    assert (two_devices, starting_tokens("auto", policy, room=lambda: free - update_bytes(policy), **given)) == (
+        2**14,
+        2**13,
+    )
+
+
+def test_a_step_of_131000_tokens_takes_five_passes_whatever_the_batch_size_is():
+    rows = rows_of(groups_of(256, 256, 512, 8, 1000))
+    limits = {"max_tokens": 2**17, "enough_tokens": enough_tokens("auto", on_cpu=False)}
+    for batch in (1, 16, 128):
+        room = MicroBatcher(starting_rows("auto", batch, 256, on_cpu=False), shares_prompts=lambda: True, **limits)
+        sizes = [tokens_in(batch, True) for batch in room.batches(rows)]
+        assert len(sizes) == 5
+        assert max(sizes) <= 2**15
+
+
+def test_a_group_that_is_longer_than_enough_is_one_pass_where_memory_allows():
+    rows = rows_of(groups_of(16, 100, 8192, 8, 1000))
+    room = MicroBatcher(16, 2**17, shares_prompts=lambda: True, enough_tokens=enough_tokens("auto", on_cpu=False))
+    assert [len(batch) for batch in room.batches(rows)] == [8, 8]
+
+
+def test_rows_are_bounded_by_the_batch_size_on_a_cpu_and_where_tokens_are_not():
+    assert starting_rows("auto", 16, 256, on_cpu=True) == 16
+    assert starting_rows(None, 16, 256, on_cpu=False) == 16
+    assert starting_rows("auto", 16, 256, on_cpu=False) == starting_rows(4096, 16, 256, on_cpu=False) == 256
+
+
+def test_memory_that_runs_out_halves_the_budget_and_changes_no_gradient(monkeypatch):
+    def gradient(most):
+        policy = policy_of()
+        learner = learner_of(
+            policy, torch.optim.SGD(policy.parameters(), lr=1.0), max_completion_length=20, max_rows=32
+        )
+        learner.micro_batcher.max_tokens = 1024
+        measure = policy.measure
+
+        def watched(rows, **options):
+            if tokens_in(rows, True) > most:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return measure(rows, **options)
+
+        monkeypatch.setattr(policy, "measure", watched)
+        before = torch.cat([p.detach().flatten() for p in policy.parameters()])
+        learner.step(groups_of(32, 30, 20, 4, 300), alg.dapo(), 1)
+        return before - torch.cat([p.detach().flatten() for p in policy.parameters()]), learner.micro_batcher.max_tokens
+
+    whole, halved = gradient(10**6), gradient(500)
+    assert (whole[1], halved[1]) == (1024, 424)
+    assert (whole[0] - halved[0]).norm() < 1e-5 * whole[0].norm()
+
+
+def test_sizes_of_another_kind_of_device_are_not_restored():
+    cpu, gpu = (MicroBatcher(8, 2048), MicroBatcher(256, 2**16, device="cuda"))
+    gpu.load_state_dict(cpu.state_dict())
+    assert (gpu.max_rows, gpu.max_tokens) == (256, 2**16)
+    gpu.load_state_dict(MicroBatcher(100, 2**14, device="cuda").state_dict())
+    assert (gpu.max_rows, gpu.max_tokens) == (100, 2**14)
