@@ -1,4 +1,4 @@
-"""PKPO, MaxRL, GDPO, GFPO, CFPO, TPO and the decoupled objective: unbiased where the paper says so, by hand where it gives numbers."""
+"""PKPO, MaxRL, GDPO, GFPO, CFPO, TPO, FIPO, REAL and the decoupled objective: unbiased where the paper says so, by hand where it gives numbers."""
 
 import itertools
 import math
@@ -10,6 +10,7 @@ import torch
 from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
 from covey.algorithms.check import step_gradients
+from covey.algorithms.future_kl import discounted_future
 from covey.algorithms.samples import made_tokens
 from covey.errors import ConfigError
 from covey.types import Scores, Totals
@@ -188,3 +189,81 @@ def test_tpo_has_no_gradient_where_the_policy_is_the_target():
         assert alg.TargetPolicy().pull(one).abs().max() == pytest.approx(0.0, abs=1e-12)
     with pytest.raises(ConfigError, match="temperature of TargetPolicy is 0"):
         alg.TargetPolicy(0.0)
+
+
+def test_fipo_weighs_a_token_by_the_discounted_log_ratios_from_it_on():
+    """Written out, token by token: F_t = d_t + gamma F_(t+1), its exponential clipped, held back where it would push down too far."""
+    tokens = made_tokens(seed=5, drift=0.3)
+    part = alg.FutureKL(half_life=3.0, clip=0.2, both_sides=True, safe_ratio=1.1)
+    gamma, found = 2 ** (-1 / 3), part(tokens)
+    held = 0
+    for row in range(len(tokens.mask)):
+        future = 0.0
+        for place in reversed(range(tokens.mask.shape[1])):
+            moved = tokens.log_ratio[row, place].item()
+            future = moved + gamma * future
+            if not tokens.mask[row, place]:
+                continue
+            weight = min(max(math.exp(future), 0.8), 1.2)
+            if tokens.advantages[row, 0] < 0 and math.exp(moved) > 1.1:
+                held, weight = held + 1, min(max(weight, 0.8), 1.0)
+            assert found[row, place].item() == pytest.approx(weight, abs=1e-9)
+    assert held > 0
+    assert not found.requires_grad
+
+
+def test_fipo_of_a_long_completion_is_summed_in_blocks():
+    tokens = made_tokens(seed=5, drift=0.3)
+    moved = torch.randn(2, 700, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    powers = 0.9 ** torch.arange(700, dtype=torch.float64)
+    expected = torch.stack([(moved[:, t:] * powers[: 700 - t]).sum(-1) for t in range(700)], -1)
+    torch.testing.assert_close(discounted_future(moved, 0.9), expected)
+    limited = alg.FutureKL(limit=1.0).future(tokens)
+    lowered = replace(tokens, logp=torch.minimum(tokens.logp, tokens.old_logp))
+    torch.testing.assert_close(limited, alg.FutureKL().future(lowered))
+
+
+def test_fipo_is_dapo_in_the_first_update_on_a_rollout():
+    tokens = made_tokens(seed=6, drift=0.0)
+    tokens = replace(tokens, logp=tokens.old_logp.detach().clone().requires_grad_())
+    one, other = (step_gradients(preset, tokens)["logp"] for preset in (alg.fipo(), alg.dapo()))
+    torch.testing.assert_close(one, other)
+
+
+def labels_loss(tokens, tau):
+    """The paper's loss by autograd: the mean over groups of both logarithms, 0 for a group of one kind."""
+    found = []
+    for one in tokens.group.unique():
+        rows = tokens.group == one
+        score = (tokens.log_ratio[rows].sum(-1) / tokens.mask[rows].sum(-1).clamp(min=1)) / tau
+        right = tokens.advantages[rows, 0] > 0
+        if right.all() or not right.any():
+            found.append(0.0 * score.sum())
+            continue
+        found.append((1 + (-score[right]).exp().sum()).log() + (1 + score[~right].exp().sum()).log())
+    return torch.stack(found).mean()
+
+
+@pytest.mark.parametrize("tau", [0.5, 2.0])
+def test_real_has_the_gradient_of_its_two_logarithms_in_micro_batches_too(tau):
+    tokens = made_tokens(seed=7, drift=0.3)
+    expected = torch.autograd.grad(labels_loss(tokens, tau), tokens.logp, retain_graph=True)[0]
+    totals = Totals.of(tokens.mask, tokens.group, 16)
+    whole = alg.RewardsAsLabels(tau)
+    prepared = whole.prepare(tokens.detached(), totals)
+    half = len(tokens.group) // 2 + 1
+    mean = alg.SequenceMean()
+    shares = [mean(prepared(part), part, totals) for part in (tokens.rows(0, half), tokens.rows(half, 99))]
+    for loss in (mean(whole(tokens), tokens, totals), sum(shares)):
+        torch.testing.assert_close(torch.autograd.grad(loss, tokens.logp, retain_graph=True)[0], expected)
+
+
+def test_real_bounds_the_gradient_of_a_completion_that_left_the_policy_far_behind():
+    tokens = made_tokens(seed=8, drift=0.0)
+    for shift in (-50.0, 50.0):
+        away = replace(tokens, logp=tokens.old_logp + shift)
+        assert alg.RewardsAsLabels(0.5).pull(away).abs().max() <= 2.0 * tokens.group.bincount().max() + 1e-9
+    with pytest.raises(ConfigError, match="temperature of RewardsAsLabels is 0"):
+        alg.RewardsAsLabels(0.0)
+    with pytest.raises(ConfigError, match="half_life of FutureKL is 0"):
+        alg.FutureKL(half_life=0.0)

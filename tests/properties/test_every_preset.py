@@ -52,6 +52,7 @@ OBJECTIVES = (
     alg.DPPO(0.01, 0.01, "kl"),
     alg.ClipCov(share=0.1, lower=0.01, upper=9.0),
     alg.TargetPolicy(0.5),
+    alg.RewardsAsLabels(0.5),
     alg.KLCov(share=0.2),
 )
 ADVANTAGES = (
@@ -84,6 +85,7 @@ WEIGHTS = (
     alg.Correction("sequence", "truncate", 1.1, normalize=True),
     alg.OffPolicyMask(0.02),
     alg.TopEntropy(0.3),
+    alg.FutureKL(4.0, both_sides=True, safe_ratio=1.05),
     *(
         alg.Rejection(f"{level}_{k}", 1.2)
         for level in ("token", "seq_sum", "seq_mean", "seq_max")

@@ -31,11 +31,24 @@ from covey.algorithms.critic import ClippedError, Critic
 from covey.algorithms.distillation import Distill, distill, zero
 from covey.algorithms.examples import SFT, sft
 from covey.algorithms.filtering import GroupFiltered
+from covey.algorithms.future_kl import FutureKL
 from covey.algorithms.importance import Correction, OffPolicyMask, Rejection
 from covey.algorithms.kl import ESTIMATORS, KL, AdaptiveKL, BoundedK3, StraightThrough, abs_kl, full, k1, k2, k3
+from covey.algorithms.labels import RewardsAsLabels
 from covey.algorithms.members import MemberWeight
 from covey.algorithms.naming import from_name
-from covey.algorithms.newer_presets import cfpo, decoupled_ppo, gdpo, gfpo, gigpo, maxrl, pkpo, tpo
+from covey.algorithms.newer_presets import (
+    cfpo,
+    decoupled_ppo,
+    fipo,
+    gdpo,
+    gfpo,
+    gigpo,
+    maxrl,
+    pkpo,
+    real,
+    tpo,
+)
 from covey.algorithms.objectives import CISPO, DPPO, SAPO, Clipped, GSPOToken, QuadraticPenalty, policy_gradient
 from covey.algorithms.options import from_options
 from covey.algorithms.pass_at_k import PKPO
@@ -98,6 +111,7 @@ __all__ = [
     "Distill",
     "EntropyBonus",
     "Every",
+    "FutureKL",
     "GSPOToken",
     "GiGPO",
     "GroupFiltered",
@@ -115,6 +129,7 @@ __all__ = [
     "ReMax",
     "ReinforcePlusPlus",
     "Rejection",
+    "RewardsAsLabels",
     "RowMean",
     "SampleRouted",
     "SequenceMean",
@@ -137,6 +152,7 @@ __all__ = [
     "dppo",
     "dr_grpo",
     "entropy_bonus",
+    "fipo",
     "from_name",
     "from_options",
     "full",
@@ -159,6 +175,7 @@ __all__ = [
     "policy_gradient",
     "ppo",
     "prompt_mean",
+    "real",
     "reinforce_pp",
     "remax",
     "rloo",

@@ -16,7 +16,9 @@ from covey.algorithms import (
     distillation,
     examples,
     filtering,
+    future_kl,
     importance,
+    labels,
     objectives,
     pass_at_k,
     reference,
@@ -39,10 +41,10 @@ _SLOTS = {"regularizer": "regularizers", "weight": "weights"}
 _CALL = re.compile(r"(?P<name>[^()]+)\((?P<arguments>.*)\)", re.DOTALL)
 _HOMES = {
     "advantage": (advantages, token_advantages, turn_advantages, pass_at_k, filtering, routing, slices),
-    "objective": (objectives, sequence_objectives, covariance, target_policy, distillation),
+    "objective": (objectives, sequence_objectives, covariance, target_policy, labels, distillation),
     "aggregate": (aggregation,),
     "regularizer": (regularizers, distillation, examples),
-    "weight": (regularizers, importance),
+    "weight": (regularizers, importance, future_kl),
     "reference": (reference,),
 }
 

@@ -8,7 +8,9 @@ from covey.algorithms.advantages import GroupNormalized, MaxRL, NormalizeThenSum
 from covey.algorithms.aggregation import Constant, SequenceMean, SequenceSum, token_mean
 from covey.algorithms.algorithm import Algorithm
 from covey.algorithms.filtering import GroupFiltered
+from covey.algorithms.future_kl import FutureKL
 from covey.algorithms.importance import Correction
+from covey.algorithms.labels import RewardsAsLabels
 from covey.algorithms.making import DEFAULT_CORRECTION, KLOption, made
 from covey.algorithms.objectives import Clipped, QuadraticPenalty
 from covey.algorithms.pass_at_k import PKPO
@@ -130,6 +132,39 @@ def tpo(
     standard deviation where GRPO's divide by the sample's: a temperature of `sqrt((G - 1) / G)` is the same target.
     """
     return made("tpo", GroupNormalized(), TargetPolicy(temperature, level), SequenceSum(), kl, reference, correction)
+
+
+def fipo(
+    *,
+    half_life: float = 32.0,
+    clip: float = 0.2,
+    low: float = 0.2,
+    high: float | None = 0.28,
+    kl: KLOption = None,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """DAPO's loss, in which a token weighs up to `1 + clip` times as much where the update raises what follows it.
+
+    "FIPO: Future-KL Influenced Policy Optimization", 2026, <https://arxiv.org/abs/2603.19835>. It is DAPO in the first update on
+    a rollout; give `num_iterations` or `steps_per_generation` above 1.
+    """
+    algorithm = made("fipo", GroupNormalized(), Clipped(low, high), token_mean, kl, reference, correction)
+    return algorithm.replace(weights=(FutureKL(half_life, clip), *algorithm.weights), name="fipo")
+
+
+def real(
+    *,
+    temperature: float = 0.5,
+    kl: KLOption = None,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """Each group is a classification: completions above the group's mean reward go up, the others down, with bounded gradients.
+
+    "Rewards as Labels: Revisiting RLVR from a Classification Perspective", 2026, <https://arxiv.org/abs/2602.05630>.
+    """
+    return made("real", GroupNormalized(), RewardsAsLabels(temperature), SequenceMean(), kl, reference, correction)
 
 
 def decoupled_ppo(

@@ -17,7 +17,18 @@ from covey.algorithms.algorithm import Algorithm
 from covey.algorithms.critic import ClippedError, Critic
 from covey.algorithms.importance import Correction
 from covey.algorithms.making import DEFAULT_CORRECTION, KLOption, in_reward, level_of, made
-from covey.algorithms.newer_presets import cfpo, decoupled_ppo, gdpo, gfpo, gigpo, maxrl, pkpo, tpo
+from covey.algorithms.newer_presets import (
+    cfpo,
+    decoupled_ppo,
+    fipo,
+    gdpo,
+    gfpo,
+    gigpo,
+    maxrl,
+    pkpo,
+    real,
+    tpo,
+)
 from covey.algorithms.objectives import CISPO, DPPO, SAPO, Clipped, GSPOToken, policy_gradient
 from covey.algorithms.reference import keep
 from covey.algorithms.sequence_objectives import GMPO, VESPO
@@ -298,7 +309,7 @@ PRESETS: Mapping[str, Callable[..., Algorithm]] = {
     for preset in (
         *(grpo, dapo, dr_grpo, bnpo, gspo, gspo_token, gmpo, cispo, sapo, luspo, vespo, dppo),
         *(rloo, reinforce_pp, remax, opo, gpg, ppo),
-        *(pkpo, maxrl, gdpo, gfpo, gigpo, cfpo, decoupled_ppo, tpo),
+        *(pkpo, maxrl, gdpo, gfpo, gigpo, cfpo, decoupled_ppo, tpo, fipo, real),
     )
 }
 """Every preset by name."""
