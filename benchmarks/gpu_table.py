@@ -56,7 +56,7 @@ def section(device: str, found: dict[str, dict[str, Any]]) -> str:
     ]
     for name, one in learner["sides"].items():
         lines.append(
-            f"| {name} | {one['step']:.2f} | {one['mfu']:.0%} | {one['peak_above_mib']:.0f} | {one['longest']} |"
+            f"| {name} | {one['step']:.2f} | {one['mfu']:.0%} | {one['peak_above_mib']:.0f} | {one['longest'] or ''} |"
         )
     lines += ["", "| output layer | ms | peak, MiB | error, hidden states | error, weight |", "|---|--:|--:|--:|--:|"]
     for name, one in heads.items():

@@ -8,7 +8,8 @@ Sides: Covey with FlexAttention, Covey with SDPA by part, and the padded one: pr
 logits of every completion token in one tensor, log-probability and entropy from them. Float32 weights and AdamW, products in bfloat16,
 the same completions, losses and updates; repeats alternate and medians are shown. MFU counts the operations that the mathematics
 needs (prompts once a group) against a square product of the same run. The peak is what the allocator gave out at most, less weights
-and optimizer state. "longest" is the longest completion behind one 512-token prompt that goes forward and backward, by doubling.
+and optimizer state. `--longest N` looks for the longest completion behind one 512-token prompt that goes forward and backward, by doubling
+up to N: attention grows with the square, so 524288 tokens take minutes a side.
 The last line is one JSON object.
 """
 
@@ -69,6 +70,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16, help="of the padded micro-batches; halved where too many")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--longest", type=int, default=0, help="tokens up to which the longest completion is tried; 0: not"
+    )
     given = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit(
@@ -114,10 +118,9 @@ def run(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             "step": step,
             "peak_above_mib": max(peaks[1:]) / 2**20,
             "mfu": operations(side.model, list(groups)) / step / peak_rate,
-            "longest": longest(
-                side.fits, given.completion_tokens, side.model.config.max_position_embeddings - given.prompt_tokens
-            ),
+            "longest": longest(side.fits, given.completion_tokens, given.longest) if given.longest else None,
         }
+        print(f"{side.name}: {step:.2f} s a step", file=sys.stderr, flush=True)
         del side
         release()
     found["product"] = peak_rate
@@ -130,7 +133,9 @@ def report(found: dict[str, Any]) -> None:
         "| learner | s a step | MFU | peak above weights and optimizer, MiB | longest completion |\n|---|--:|--:|--:|--:|"
     )
     for name, one in found["sides"].items():
-        print(f"| {name} | {one['step']:.2f} | {one['mfu']:.0%} | {one['peak_above_mib']:.0f} | {one['longest']} |")
+        print(
+            f"| {name} | {one['step']:.2f} | {one['mfu']:.0%} | {one['peak_above_mib']:.0f} | {one['longest'] or ''} |"
+        )
     print(json.dumps(found))
 
 

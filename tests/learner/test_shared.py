@@ -32,7 +32,7 @@ def gradients(policy, batches):
     values = []
     for batch in batches:
         measured = policy.measure(batch, entropy=True)
-        weight = 0.7 * torch.arange(measured.logp.shape[1]) - 1
+        weight = 0.7 * torch.arange(measured.logp.shape[1], device=measured.logp.device) - 1
         (measured.logp * weight + 0.3 * measured.entropy).sum().backward()
         values += [measured.logp[i, : one.completion.num_tokens].detach() for i, one in enumerate(batch)]
     return values, {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}

@@ -38,7 +38,7 @@ def plain_logprobs(model, group, params):
     """[T_i] of each completion by one forward without cache, through transformers' own processors."""
     out = []
     for completion in group.completions:
-        ids = torch.tensor([*group.prompt.token_ids, *completion.token_ids.tolist()])[None]
+        ids = torch.tensor([*group.prompt.token_ids, *completion.token_ids.tolist()])[None].to(model.device)
         start = len(group.prompt.token_ids)
         with torch.no_grad():
             logits = model(input_ids=ids).logits[0].float()

@@ -12,7 +12,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
 
 from covey.errors import ConfigError
 from covey.images import banned_ids, image_inputs, placed_inputs, reason_against
@@ -20,6 +19,7 @@ from covey.kernels import AttentionHeads, SharedPromptAttention, Window, attenti
 from covey.learner import shared_prompt
 from covey.learner.heads import find_head, short_row, splits_exactly
 from covey.learner.logprobs import Head, Likeliest, Other, distances, score_tokens
+from covey.learner.offloading import offloaded
 from covey.learner.packing import PaddedRows, Row, pad_rows
 from covey.learner.shared_prompt import SharedRows, share_rows
 from covey.models import accepts, decoder_of, encoder_of, unwrapped
@@ -204,7 +204,7 @@ class Policy:
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None], Tensor | None]:
         """Hidden states [M, D], log-probabilities, entropies and distances to `others` [M] of the completion tokens; the balancing loss."""
         with self.autocast():
-            with save_on_cpu(pin_memory=True) if self.offloads else nullcontext():
+            with offloaded(pins=True) if self.offloads else nullcontext():
                 hidden, auxiliary = self._hidden(rows)
             picked = hidden.flatten(0, 1)[rows.source]  # [M, D], or [M, V] if decoder and head cannot be separated
             head = self._head_of() if self._splits() else self._whole_head()
