@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from covey.errors import ArgumentTypeError, ConfigError, CoveyError, ModelError, did_you_mean
+from covey.adapters import adapter_options, base_of, has_adapter, with_saved_adapter
+from covey.errors import ConfigError, CoveyError, ModelError, did_you_mean
 from covey.files.bounded import read_json
 from covey.files.hub import bounded_hub
 from covey.files.places import refuse_missing
@@ -25,12 +26,16 @@ logger = logging.getLogger(__name__)
 
 
 def load_model(
-    model: str | Any, init_kwargs: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False
+    model: str | Any,
+    init_kwargs: Mapping[str, Any] | None = None,
+    *,
+    trust_remote_code: bool = False,
+    is_trainable: bool = False,
 ) -> Any:
     """A causal language model, or a vision-language model, in float32 unless `init_kwargs["dtype"]` says otherwise (as TRL loads it).
 
     `model` is a folder, a hub id, `"demo"` for the model that ships with Covey, or a loaded model, which is returned
-    as it is. Raises ModelError when the folder lacks a file or the id cannot be found.
+    as it is. An adapter is loaded on its base; `is_trainable`: with gradients. Raises ModelError when the folder lacks a file or the id cannot be found.
     """
     if not isinstance(model, (str, Path, SharedBase)):
         if not isinstance(model, nn.Module):
@@ -46,6 +51,10 @@ def load_model(
     kwargs = {"trust_remote_code": trust_remote_code, **(init_kwargs or {})}
     kwargs["dtype"] = dtype_of(kwargs.get("dtype"))
     _check_folder(source, needs=("config.json",), what="model")
+    if (described := adapter_options(source)) is not None:
+        base = load_model(base_of(source, described), init_kwargs, trust_remote_code=trust_remote_code)
+        with quiet_bars(), told_as_model_error(source):
+            return with_saved_adapter(base, source, is_trainable=is_trainable)
     with quiet_bars(), told_as_model_error(model, kwargs):
         given: Any = auto_class(source, trust_remote_code).from_pretrained(source, **kwargs, output_loading_info=True)
         loaded, found = given
@@ -69,9 +78,8 @@ def config_of(
         return unwrapped(load_model(named)).config
     source = resolve_source(named)
     _check_folder(source, needs=("config.json",), what="model")
-    adapter = Path(source) / "adapter_config.json"
-    if adapter.is_file():
-        source = str(read_json(adapter, ModelError).get("base_model_name_or_path") or source)
+    if (described := adapter_options(source)) is not None:
+        return config_of(base_of(source, described), init_kwargs, trust_remote_code=trust_remote_code)
     kwargs = {"trust_remote_code": trust_remote_code, **(init_kwargs or {})}
     with told_as_model_error(named, kwargs):
         return AutoConfig.from_pretrained(source, **kwargs)
@@ -95,8 +103,10 @@ class SharedBase:
         if self._base is None:
             before = torch.get_rng_state()
             loaded = load_model(self.source, init_kwargs, trust_remote_code=trust_remote_code)
-            if has_adapter(loaded) or getattr(loaded, "_hf_peft_config_loaded", False):
-                raise ConfigError(f"{self.source} is an adapter; runs share a whole model: give its base, or merge it.")
+            if has_adapter(loaded):
+                raise ConfigError(
+                    f"{self.source} is an adapter, and runs share a whole model; first covey merge it into its base."
+                )
             if not torch.equal(before, torch.get_rng_state()):
                 raise ModelError(
                     f"Loading {self.source} draws random numbers, which a run that shares it would miss; train its runs alone."
@@ -116,8 +126,6 @@ def auto_class(source: str, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as KNOWN
 
-    if (Path(source) / "adapter_config.json").is_file():  # its base model is found by from_pretrained
-        return AutoModelForCausalLM
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     named = KNOWN.get(getattr(config, "model_type", ""), ())
     is_named = any(one in named for one in config.architectures or ())
@@ -156,13 +164,15 @@ def _unloadable(name: Any, error: Exception, options: Sequence[str], *, is_reach
 
 
 def load_tokenizer(model: Any, source: str | Path | None = None, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer at `source`, or the one beside the model that was loaded.
+    """The tokenizer at `source`, or the one beside the model that was loaded; an adapter's folder without one has its base's.
 
     Raises ModelError when there is none.
     """
     from transformers import AutoTokenizer
 
     where = resolve_source(source if source is not None else model.config._name_or_path)
+    if (described := adapter_options(where)) is not None and not any(Path(where).glob("tokenizer*")):
+        where = resolve_source(base_of(where, described))
     if not str(where):
         raise ModelError(
             "The model was not loaded from a folder or id, so its tokenizer is unknown; pass processing_class=."
@@ -281,11 +291,6 @@ def encoder_of(model: Any) -> Any:
     return getattr(inner, inner.base_model_prefix, inner)
 
 
-def has_adapter(model: Any) -> bool:
-    """True for a model of PEFT."""
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-
-
 def accepts(model: Any, name: str) -> bool:
     """True if the model's forward has a parameter of this name."""
     return name in inspect.signature(unwrapped(model).forward).parameters
@@ -306,29 +311,6 @@ def evaluating(model: Any) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def with_adapter(model: Any, peft_config: Any) -> Any:
-    """The model with a fresh PEFT adapter on it. A model that already is a PeftModel is returned as it is.
-
-    Raises ConfigError for a second adapter, or when peft is not installed.
-    """
-    if peft_config is None:
-        return model
-    if has_adapter(model):
-        raise ConfigError("peft_config is given, but the model already carries an adapter; drop one of the two.")
-    try:
-        from peft import PeftConfig, get_peft_model
-    except ImportError as error:
-        raise ConfigError("peft_config needs the peft package: pip install 'covey[peft]'.") from error
-    if not isinstance(peft_config, PeftConfig):
-        raise ArgumentTypeError(
-            f"peft_config is a {type(peft_config).__name__}; give one of PEFT's, such as LoraConfig()."
-        )
-    try:
-        return get_peft_model(model, peft_config)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"peft_config cannot be used with this model: {first_line(error)}") from error
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from covey import GRPOConfig
+from covey.adapters import with_adapter
 from covey.cli.plan import model_config
 from covey.config.checks import processor_has_bfloat16
 from covey.doctor import dry_run as module
@@ -17,7 +18,6 @@ from covey.learner.live_memory import LiveBytes
 from covey.learner.memory_estimate import bytes_a_token, in_gib, starting_tokens
 from covey.learner.policy import Policy
 from covey.learner.preparation import prepare_for_training
-from covey.models import with_adapter
 from covey.process.world import World
 from covey.training.build import RunInputs, build_algorithm, build_learner
 from kit import rest_nightly, tiny_model

@@ -17,6 +17,7 @@ LONG = re.compile(r"#\s*house: long, because \S+")
 FLOORS = [  # a room may import rooms of lower floors only; rooms of one floor do not know each other
     {"types", "errors", "demo"},
     {"names", "files", "process"},
+    {"adapters"},
     {"models", "data"},
     {"algorithms", "config", "images", "kernels", "rewards"},
     {"rollout", "learner", "runs", "testing", "merging", "exporting"},

@@ -6,6 +6,8 @@ import math
 import re
 from typing import Any
 
+from covey.adapters import SECOND_ADAPTER, adapter_options
+from covey.cli.checkpoints import model_folder
 from covey.cli.flags import Flag, spelled
 from covey.cli.verb import Given
 from covey.errors import ConfigError
@@ -21,7 +23,7 @@ WEIGHTS = (
 
 
 def refuse_bad_adapter(given: Given) -> None:
-    """Raise ConfigError for options of an adapter without its rank, or out of their range."""
+    """Raise ConfigError for options of an adapter without its rank, out of their range, or on a model that is an adapter."""
     if given.get("lora_r") is None:
         for name in ("lora_alpha", "lora_dropout", "lora_target_modules"):
             if name in given:
@@ -34,6 +36,8 @@ def refuse_bad_adapter(given: Given) -> None:
         raise ConfigError(f"--lora-alpha {alpha} must be a finite number above 0.")
     if not 0 <= dropout < 1:
         raise ConfigError(f"--lora-dropout {dropout} must be at least 0 and below 1.")
+    if _saved_adapter(given) is not None:
+        raise ConfigError(SECOND_ADAPTER.format(f"{given['model']} holds"))
 
 
 def adapter(given: Given) -> Any:
@@ -52,6 +56,24 @@ def adapter(given: Given) -> Any:
         target_modules=_targets(given.get("lora_target_modules") or ["all-linear"]),
         task_type="CAUSAL_LM",
     )
+
+
+def adapter_to_train(given: Given) -> Any:
+    """The PEFT configuration of the adapter that a run would train: a new one, or the one that the model's folder holds; or None."""
+    folder = _saved_adapter(given)
+    if folder is None or given.get("lora_r") is not None:
+        return adapter(given)
+    from peft import PeftConfig
+
+    found = PeftConfig.from_pretrained(folder)
+    found.inference_mode = False
+    return found
+
+
+def _saved_adapter(given: Given) -> str | None:
+    """The folder of the adapter that `--model` names; None where it names something else."""
+    folder = model_folder(given["model"]) if isinstance(given.get("model"), str) else None
+    return folder if adapter_options(folder) is not None else None
 
 
 def _targets(words: list[str]) -> str | list[str]:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from covey.cli import output, train
+from covey.cli.adapter import adapter_to_train
+from covey.cli.checkpoints import model_folder
 from covey.cli.fields import other_flags
 from covey.cli.flags import Flag
 from covey.cli.verb import Given, Verb
@@ -99,7 +101,7 @@ def _lower(wanted: Mapping[str, Any], given: Given, tokens: int, peak: int) -> I
     found = []
     for spelled, change in changes.items():
         is_in_force = all(given.get(name) == value for name, value in change.items())
-        if is_in_force or ("lora_r" in change and given.get("lora_r")):
+        if is_in_force or ("lora_r" in change and adapter_to_train(given)):
             continue
         changed = GRPOConfig(**{**wanted, **{name: value for name, value in change.items() if name != "lora_r"}})
         found.append((spelled, _memory(changed, {**given, **change}, tokens).peak))
@@ -130,7 +132,7 @@ def _tried(config: GRPOConfig, given: Given, tokens: int) -> Finding:
     """The longest micro-batch forward and backward, on the model itself."""
     from covey.doctor.longest import try_without_data
 
-    return try_without_data(given["model"], config, train.adapter(given), tokens)
+    return try_without_data(model_folder(given["model"]), config, train.adapter(given), tokens)
 
 
 verb = Verb(

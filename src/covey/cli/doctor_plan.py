@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from covey.cli import output, train
+from covey.cli.adapter import adapter_to_train
 from covey.cli.fields import other_flags
 from covey.cli.flags import Flag, spelled
 from covey.cli.verb import Given, Verb
@@ -76,7 +77,7 @@ def _setup(given: Given) -> Setup:
         gpu=gpu,
         gpus=count,
         is_split=is_split and count > 1,
-        adapter=train.adapter(given),
+        adapter=adapter_to_train(given),
         prompt_tokens=given.get("prompt_tokens", 512),
         mean_tokens=given.get("mean_completion_tokens"),
     )

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from covey.adapters import base_of
 from covey.cli import output
 from covey.cli.flags import Flag
 from covey.cli.verb import JSON, Given, Verb
@@ -68,7 +69,6 @@ def _adapter(folder: Path, out: Path, given: Given) -> None:
         raise ConfigError(
             f"{folder} holds whole weights and no adapter (adapter_config.json); use --format merged or gguf."
         )
-    from covey.cli.merge import base_of
     from covey.runs.storage import checksum
 
     base = base_of(folder)
@@ -94,7 +94,7 @@ def _gguf(folder: Path, out: Path, given: Given) -> None:
     load_gguf()
     outtype = given.get("outtype") or "f16"
     if _is_adapter(folder):
-        from covey.cli.merge import base_of, merged_model
+        from covey.cli.merge import merged_model
 
         model, _ = merged_model(given.get("base") or base_of(folder), folder, given)
     else:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from covey.adapters import base_of, with_saved_adapter
 from covey.cli import output
 from covey.cli.flags import Flag
 from covey.cli.merge_models import merge, refuse_idle
 from covey.cli.verb import JSON, Given, Verb
 from covey.errors import ConfigError, CoveyError, ModelError, first_line
-from covey.files.bounded import read_json
 
 MOST_APART = 1e-3
 """Logits in float32 may differ so much, relative to their largest, before and after adding."""
@@ -77,37 +77,23 @@ def _merge_adapters(folders: Sequence[Path], out: Path, given: Given) -> None:
         output.result(f"{len(folders)} adapters merged: {out} ({exact})")
 
 
-def base_of(folder: Path) -> str:
-    described = read_json(folder / "adapter_config.json", ModelError)
-    if not isinstance(described, dict):
-        raise ModelError(
-            f"{folder / 'adapter_config.json'} holds a {type(described).__name__}, not the options of an adapter."
-        )
-    name = described.get("base_model_name_or_path")
-    if not name:
-        raise ConfigError(f"The adapter in {folder} does not say which model it belongs to; give --base.")
-    return str(name)
-
-
 def merged_model(base: str, folder: Path, given: Given) -> tuple[Any, float]:
     """The base model with the adapter in its weights, and how far their logits are apart. Added in float32."""
     import torch
 
+    from covey.data import vocabulary_size
     from covey.models import load_model
 
-    try:
-        from peft import PeftModel
-    except ImportError as error:
-        raise ConfigError('Adapters need peft: pip install "covey[peft]".') from error
     trusts = given.get("trust_remote_code", False)
     dtype = _asked_dtype(given)
     model = load_model(base, trust_remote_code=trusts).eval()
     dtype = dtype or _stored_dtype(base, trusts)
-    ids = torch.arange(1, 17)[None] % model.get_input_embeddings().num_embeddings
     try:
-        adapted = PeftModel.from_pretrained(model, folder).eval()
+        adapted = with_saved_adapter(model, folder).eval()
+        ids = torch.arange(1, 17)[None] % vocabulary_size(adapted)
         with torch.no_grad():
             before = adapted(ids).logits
+            _untie(adapted)
             merged = adapted.merge_and_unload(safe_merge=True)
             after = merged(ids).logits
     except (ValueError, RuntimeError, AttributeError, KeyError, OSError) as error:
@@ -119,6 +105,21 @@ def merged_model(base: str, folder: Path, given: Given) -> tuple[Any, float]:
             f"The merged model answers unlike the adapted one (logits differ by {apart:.1e}); not written."
         )
     return merged.to(dtype), apart
+
+
+def _untie(adapted: Any) -> None:
+    """Give the LM head a weight of its own where an adapter changes it, or the embeddings that it shares, alone."""
+    from torch import nn
+
+    from covey.models import unwrapped
+
+    model = unwrapped(adapted)
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    is_changed = any(hasattr(layer, "base_layer") or hasattr(layer, "modules_to_save") for layer in ends)
+    if is_changed and model.config.get_text_config().tie_word_embeddings:
+        head = getattr(ends[1], "base_layer", ends[1])
+        head.weight = nn.Parameter(head.weight.detach().clone())
+        model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
 
 
 def _asked_dtype(given: Given) -> Any:

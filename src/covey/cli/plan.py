@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from covey.cli import output
-from covey.cli.adapter import adapter
+from covey.cli.adapter import adapter_to_train
+from covey.cli.checkpoints import model_folder
 from covey.cli.verb import Given
 from covey.config import GRPOConfig, options
 from covey.config.grpo_config import batch_arithmetic
 from covey.doctor.dry_run import dry_run
-from covey.errors import ModelError
-from covey.files.bounded import read_json
-from covey.files.places import refuse_missing
 from covey.learner.memory_estimate import Memory
 
 _CHARACTERS_A_TOKEN = 3  # on the safe side for English text; the tokenizer is not loaded for an estimate
@@ -68,24 +65,17 @@ def memory_of(config: GRPOConfig, given: Given, prompts: int, prompt_tokens: int
     return dry_run(
         config,
         model_config(given["model"], config.trust_remote_code),
-        peft_config=adapter(given),
+        peft_config=adapter_to_train(given),
         prompts=-(-prompts // config.world_size),
         prompt_tokens=prompt_tokens,
     )
 
 
 def model_config(model: str, trust_remote_code: bool) -> Any:
-    """The configuration of a model by name, without its weights. Raises ModelError when there is none."""
-    from transformers import AutoConfig
+    """The configuration of a model by name, of an adapter that of its base, without weights. Raises ModelError when there is none."""
+    from covey.models import config_of
 
-    from covey.models import resolve_source, told_as_model_error
-
-    source = resolve_source(model)
-    refuse_missing(source, "model folder")
-    if (config := Path(source) / "config.json").is_file():
-        read_json(config, ModelError)
-    with told_as_model_error(source):
-        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    return config_of(model_folder(model), trust_remote_code=trust_remote_code)
 
 
 def longest_prompt_tokens(dataset: Any, rows: int = 1000) -> int:

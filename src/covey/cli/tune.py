@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.cli import child, importance, output, series, train
+from covey.cli.adapter import refuse_bad_adapter
 from covey.cli.attempt import Attempt, Watch, number_of
 from covey.cli.fields import other_flags
 from covey.cli.flags import Flag
@@ -136,8 +137,10 @@ def _check_ends(options: Mapping[str, Any], search: list[Dimension]) -> Any:
     middle = {one.name: one.ends[0] for one in search}
     for one in search:
         for value in one.ends:
-            wanted = train.config_options({**options, **middle, one.name: value})
+            trial = {**options, **middle, one.name: value}
+            wanted = train.config_options(trial)
             try:
+                refuse_bad_adapter(trial)
                 config = GRPOConfig(**wanted)
             except ConfigError as error:
                 raise ConfigError(f"--search {one.name}, at {value}: {error}") from error

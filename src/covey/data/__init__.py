@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from covey.data.mixing import mix
     from covey.data.order import Outcome
     from covey.data.stream import PromptStream
-    from covey.data.tokenizer import eos_ids, expect_known_ids, num_embeddings, prepare_tokenizer
+    from covey.data.tokenizer import eos_ids, expect_known_ids, num_embeddings, prepare_tokenizer, vocabulary_size
 
 _WHERE = {
     "Outcome": "order",
@@ -24,6 +24,7 @@ _WHERE = {
     "load": "loading",
     "mix": "mixing",
     "num_embeddings": "tokenizer",
+    "vocabulary_size": "tokenizer",
     "prepare_tokenizer": "tokenizer",
 }
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "mix",
     "num_embeddings",
     "prepare_tokenizer",
+    "vocabulary_size",
 ]
 
 

@@ -76,9 +76,16 @@ def _check_vocabulary(tokenizer: Any, model: Any) -> None:
 
 
 def num_embeddings(model: Any) -> int | None:
-    """Token ids that the model has embeddings for; None where it does not say."""
-    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
-    return getattr(embeddings, "num_embeddings", None)
+    """Token ids that the model has embeddings for, under an adapter too; None where it does not say."""
+    layer: Any = getattr(model, "get_input_embeddings", lambda: None)()
+    layer = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
+    rows = getattr(layer, "num_embeddings", None)
+    return len(layer.weight) if rows is None and hasattr(layer, "weight") else rows
+
+
+def vocabulary_size(model: Any) -> int:
+    """Token ids that the model reads: the rows of its embeddings, or the vocabulary of its config."""
+    return num_embeddings(model) or int(model.config.get_text_config().vocab_size)
 
 
 def expect_known_ids(token_ids: Sequence[int], limit: int | None, where: str) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from covey.adapters import with_adapter
 from covey.config import GRPOConfig
+from covey.data import vocabulary_size
 from covey.doctor.layers import continued, few_layers, shortened
 from covey.kernels import SamplerLinear, footprint
 from covey.learner.learner import Learner
@@ -30,7 +32,7 @@ from covey.learner.memory_estimate import (
 from covey.learner.packing import Row, tokens_in
 from covey.learner.preparation import prepare_for_training
 from covey.learner.worst_case import groups_of
-from covey.models import disable_dropout, dtype_of, with_adapter
+from covey.models import disable_dropout, dtype_of
 from covey.process.device import free_on
 from covey.process.world import World
 from covey.rollout.engine import BFLOAT16_FROM
@@ -293,7 +295,7 @@ def _step(learner: Learner, args: GRPOConfig, live: FakeBytes, prompt_tokens: in
     """
     algorithm = without_teaching(build_algorithm(args))
     algorithm = algorithm.resolve(algorithm.initial_controllers())
-    vocabulary = learner.policy.model.get_input_embeddings().num_embeddings
+    vocabulary = vocabulary_size(learner.policy.model)
     size, length = args.num_generations, args.max_completion_length
     seconds = list[float]()
 

@@ -8,9 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from covey.adapters import has_adapter
 from covey.algorithms.advice import SMALL_MODEL
 from covey.config import GRPOConfig
 from covey.config.grpo_config import batch_arithmetic
+from covey.data import vocabulary_size
 from covey.doctor import data, model, plan, reward_test, rewards, signal, trial
 from covey.doctor.environment import environment
 from covey.doctor.finding import Finding, attempt, failed, passed
@@ -168,12 +170,13 @@ def _plan(case: Case, so_far: _Loaded) -> Iterator[Finding]:
     yield from plan.batches(so_far.counts, num_prompts)
     if so_far.model is None:
         return
-    if case.predict_memory is not None:
+    if case.predict_memory is not None and "options" not in so_far.has_failed:
         yield plan.memory(case.predict_memory(args, dataset), *plan.available_memory(args.device, so_far.model))
     yield plan.disk(Path(str(args.output_dir)), so_far.model, args)
-    is_adapter = so_far.peft_config is not None
     is_small = sum(weight.numel() for weight in so_far.model.parameters()) < SMALL_MODEL
-    yield from plan.learning_rate(args, advice_for(args, so_far.model), is_adapter=is_adapter, is_small=is_small)
+    yield from plan.learning_rate(
+        args, advice_for(args, so_far.model), is_adapter=has_adapter(so_far.model), is_small=is_small
+    )
 
 
 def _trial(case: Case, so_far: _Loaded) -> Iterator[Finding]:
@@ -222,7 +225,7 @@ def _longest(bench: trial.Bench, so_far: _Loaded) -> Finding:
     algorithm = bench.given.algorithm.resolve(bench.given.algorithm.initial_controllers())
     room = context_limit(so_far.model)
     prompt = so_far.longest_prompt if room is None else min(so_far.longest_prompt, room - args.max_completion_length)
-    vocabulary = so_far.model.get_input_embeddings().num_embeddings
+    vocabulary = vocabulary_size(so_far.model)
     given = {"prompt_tokens": prompt, "group": args.num_generations, "vocabulary": vocabulary}
     found, wrong = attempt("memory", lambda: try_longest(bench.learner, algorithm, **given))
     return plan.longest_batch(found) if found is not None else wrong or failed("memory", "not tried.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from covey.config import GRPOConfig
+from covey.data import vocabulary_size
 from covey.doctor import plan
 from covey.doctor.finding import Finding, attempt, failed
 from covey.learner.worst_case import Longest, try_longest
@@ -36,5 +37,5 @@ def _tried(model: str, args: GRPOConfig, peft_config: Any, prompt_tokens: int) -
         algorithm.resolve(algorithm.initial_controllers()),
         prompt_tokens=prompt_tokens if limit is None else min(prompt_tokens, limit - args.max_completion_length),
         group=args.num_generations,
-        vocabulary=loaded.model.get_input_embeddings().num_embeddings,
+        vocabulary=vocabulary_size(loaded.model),
     )

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from covey.data import vocabulary_size
 from covey.errors import ConfigError, ModelError
 from covey.exporting.gguf_tokenizer import vocabulary_of
 
@@ -78,7 +79,7 @@ def write_gguf(path: Path, model: Any, tokenizer: Any, *, name: str, outtype: st
     gguf = load_gguf()
     config = model.config.get_text_config()
     kind = expect_exportable(config, outtype)
-    vocabulary = vocabulary_of(tokenizer, model.get_input_embeddings().num_embeddings)
+    vocabulary = vocabulary_of(tokenizer, vocabulary_size(model))
     arch = gguf.MODEL_ARCH[kind]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     _add_header(gguf, writer, config, name, outtype, len(vocabulary.tokens))

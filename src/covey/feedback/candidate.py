@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from covey import algorithms as alg
+from covey.adapters import with_adapter, with_saved_adapter
 from covey.config import GRPOConfig
 from covey.errors import ConfigError
 from covey.feedback.settings import Settings
 from covey.feedback.store import Conversation
-from covey.models import with_adapter
 from covey.process.world import World
 from covey.rewards import Scorer
 from covey.training.build import RunInputs, build_learner
@@ -74,13 +74,13 @@ def train_candidate(
 def adapted(base: Any, start: Path | None, settings: Settings) -> Any:
     """A PEFT model over the weights of `base`, which it shares, with the adapter of `start` or a fresh one, to be trained."""
     try:
-        from peft import LoraConfig, PeftModel
+        from peft import LoraConfig
     except ImportError as error:
         raise ConfigError("learning from feedback trains an adapter: pip install 'covey[peft]'.") from error
     shared = {id(held): held for held in (*base.parameters(), *base.buffers())}
     model = copy.deepcopy(base, shared)
     if start is not None:
-        return PeftModel.from_pretrained(model, str(start), is_trainable=True)
+        return with_saved_adapter(model, start, is_trainable=True)
     torch.manual_seed(settings.seed)
     rank = settings.lora_r
     return with_adapter(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=0.0))

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from covey.adapters import has_adapter
 from covey.errors import ConfigError, CoveyError, StorageError
 from covey.feedback.process import Learning
 from covey.feedback.settings import Settings
@@ -22,7 +23,7 @@ from covey.feedback.store import FeedbackError, Store
 from covey.feedback.text import cleaned, marks, marks_of
 from covey.feedback.versions import Versions
 from covey.feedback.worker import Made, Order, fixed_prompts
-from covey.models import has_adapter, unwrapped
+from covey.models import unwrapped
 from covey.rollout import NativeSampler
 from covey.runs.lock import FolderLock
 from covey.serving import Call, Endpoint

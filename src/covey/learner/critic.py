@@ -9,11 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from covey.adapters import has_adapter
 from covey.errors import ConfigError
 from covey.kernels import learning
 from covey.learner.packing import Row, pad_rows
 from covey.learner.policy import Measured, Policy
-from covey.models import has_adapter
 from covey.process.sharding import Shards
 
 

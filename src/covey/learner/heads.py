@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from covey.data import vocabulary_size
 from covey.images import banned_ids
 from covey.learner.logprobs import Head
 from covey.learner.packing import Row
@@ -16,7 +17,7 @@ from covey.types import Completion, Prompt
 
 def short_row(model: Any, count: int) -> Row:
     """A test row of five prompt tokens and `count` completion tokens, with the same prompt for every count."""
-    vocabulary = unwrapped(model).get_input_embeddings().num_embeddings
+    vocabulary = vocabulary_size(unwrapped(model))
     ids = (torch.arange(5 + count) * 7919 + 11 * count * (torch.arange(5 + count) >= 5)) % vocabulary
     return Row(
         prompt=Prompt(uid="try", token_ids=tuple(ids[:5].tolist())),
@@ -49,7 +50,7 @@ def splits_exactly(model: Any, device: torch.device) -> bool:
     inner = unwrapped(model)
     if inner.get_output_embeddings() is None or not hasattr(inner, "get_decoder"):
         return False
-    vocabulary = inner.get_input_embeddings().num_embeddings
+    vocabulary = vocabulary_size(inner)
     ids = (torch.arange(4, device=device) * 7919 % vocabulary)[None]
     was_training = model.training
     model.eval()

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import torch
 
+from covey.data import vocabulary_size
 from covey.learner.live_memory import LiveBytes
 from covey.learner.policy import Policy
 from covey.models import decoder_of, unwrapped
@@ -159,7 +160,7 @@ def bytes_a_token(policy: Policy, *, is_warm: bool = False) -> float:
     embedding = unwrapped(policy.model).get_input_embeddings()
     peaks = []
     for count in _TRIED[1:] if is_warm else _TRIED:
-        ids = (torch.arange(count) % embedding.num_embeddings)[None].to(policy.device)
+        ids = (torch.arange(count) % vocabulary_size(policy.model))[None].to(policy.device)
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), LiveBytes() as live, policy.autocast():
             start = embedding(ids).detach().requires_grad_()  # no gradient of the weights is computed
             found = decoder(inputs_embeds=start, use_cache=False)[0].float().sum()

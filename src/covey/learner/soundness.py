@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.adapters import has_adapter
 from covey.errors import NumericsError, SpoiledError
-from covey.models import has_adapter
 from covey.process.sharding import local
 from covey.process.world import World
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from covey.adapters import with_saved_adapter
 from covey.errors import ConfigError, ModelError
 from covey.models import told_as_model_error
 
@@ -22,13 +23,12 @@ def with_merged_adapter(model: Any, folder: str | Path) -> Any:
     if not (Path(folder) / "adapter_config.json").is_file():
         raise ModelError(f"{folder} holds no adapter: there is no adapter_config.json in it.")
     try:
-        from peft import PeftModel
         from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError as error:
         raise ConfigError("Adapters need the peft package: pip install 'covey[peft]'.") from error
     shared = {id(held): held for held in (*model.parameters(), *model.buffers())}
     with told_as_model_error(str(folder)):
-        adapted = PeftModel.from_pretrained(copy.deepcopy(model, shared), str(folder)).eval()
+        adapted = with_saved_adapter(copy.deepcopy(model, shared), folder).eval()
         if not hasattr(adapted.base_model, "merge_and_unload"):
             raise ModelError(f"The adapter in {folder} is not LoRA and cannot be merged into the model.")
         with torch.no_grad():

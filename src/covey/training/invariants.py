@@ -12,9 +12,9 @@ import torch
 import xxhash
 from torch import Tensor
 
+from covey.adapters import has_adapter
 from covey.errors import InvariantError
 from covey.learner import FIRST_UPDATE, Learner, Policy
-from covey.models import has_adapter
 from covey.process.sharding import is_sharded, local
 from covey.process.world import World
 from covey.rollout import NativeSampler

@@ -7,21 +7,13 @@ from typing import Any, cast
 
 import torch
 
+from covey.adapters import adapter_options, has_adapter, refuse_second_adapter, with_adapter
 from covey.config import GRPOConfig
 from covey.data import eos_ids, prepare_tokenizer
 from covey.errors import ConfigError
 from covey.images import load_processing
 from covey.learner.preparation import prepare_for_training
-from covey.models import (
-    config_of,
-    disable_dropout,
-    has_adapter,
-    load_model,
-    load_tokenizer,
-    reads_images,
-    refuse_quantized,
-    with_adapter,
-)
+from covey.models import config_of, disable_dropout, load_model, load_tokenizer, reads_images, refuse_quantized
 from covey.process.cluster import expect_cluster
 from covey.rollout.on_ray import ASKED
 from covey.rollout.vllm import Address, Carrier, Client, Deadlines, Server, expect_vllm, refuse_unfit, warn_if_exposed
@@ -37,6 +29,11 @@ class LoadedPolicy:
     eos_ids: tuple[int, ...]
     processor: Any = None
     """Processor of a vision-language model."""
+
+
+def place_of_text(model: Any) -> str | None:
+    """The folder of an adapter, whose tokenizer may be another than its base's; None for any other model."""
+    return str(model) if adapter_options(model) is not None else None
 
 
 def expect_engine(
@@ -65,7 +62,9 @@ def expect_engine(
     if args.process_index == 0:
         warn_if_exposed(server)
     config = config_of(model, as_dict(args.model_init_kwargs), trust_remote_code=args.trust_remote_code)
-    known = tokenizer or load_tokenizer(None, config._name_or_path, trust_remote_code=args.trust_remote_code)
+    known = tokenizer or load_tokenizer(
+        None, place_of_text(model) or config._name_or_path, trust_remote_code=args.trust_remote_code
+    )
     refuse_unfit(
         server,
         config,
@@ -73,7 +72,7 @@ def expect_engine(
         sampling_params(args),
         cast(Carrier, args.vllm_transport),
         is_on_cuda=device.type == "cuda",
-        has_adapter=peft_config is not None or has_adapter(model),
+        has_adapter=peft_config is not None or has_adapter(model) or place_of_text(model) is not None,
     )
     return server
 
@@ -91,13 +90,14 @@ def load_for_training(
 
     `model` and `tokenizer` are names, folders or loaded objects; tokenizer None: the model's own. The image
     part of a processor is used if the model reads images. A model placed by `device_map` is not moved.
-    Raises ModelError or ConfigError for a model that cannot be loaded or trained.
+    The adapter in a folder is trained further. Raises ModelError or ConfigError for a model that cannot be loaded or trained.
     """
+    refuse_second_adapter(model, peft_config)
     init_kwargs = as_dict(args.model_init_kwargs)
     if quantization_config is not None:
         init_kwargs["quantization_config"] = quantization_config
-    loaded = load_model(model, init_kwargs, trust_remote_code=args.trust_remote_code)
-    given = tokenizer or load_processing(loaded, trust_remote_code=args.trust_remote_code)
+    loaded = load_model(model, init_kwargs, trust_remote_code=args.trust_remote_code, is_trainable=True)
+    given = tokenizer or load_processing(loaded, place_of_text(model), trust_remote_code=args.trust_remote_code)
     prepared = prepare_tokenizer(given, loaded)
     processor = given if given is not prepared and reads_images(loaded) else None
     ends = eos_ids(loaded, prepared)

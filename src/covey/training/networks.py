@@ -10,13 +10,14 @@ from typing import Any
 from torch import nn
 
 from covey import algorithms as alg
+from covey.adapters import has_adapter
 from covey.algorithms import SFT, Algorithm, Distill
 from covey.errors import ConfigError
 from covey.kernels import learning
 from covey.learner import AdapterCopy, FrozenCopy, NoReference, Policy, ValueHead, ValueModel, no_critic
 from covey.learner.critic import Critic
 from covey.learner.reference import Reference
-from covey.models import has_adapter, reads_images
+from covey.models import reads_images
 from covey.process.sharding import Sharding, Shards
 from covey.process.world import World
 

@@ -8,10 +8,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
+from covey.adapters import has_adapter
 from covey.errors import CheckpointError, RewardError, SpoiledError
 from covey.learner.shard_optimizer import load_saved_state, saved_state
 from covey.learner.soundness import saved_weights, weight_fault
-from covey.models import has_adapter, quiet_bars
+from covey.models import quiet_bars
 from covey.process.lean import ExportableState, TrainerState
 from covey.process.shard_files import put_back
 from covey.process.sharding import are_split, load_whole_state, shard_like, whole_state

@@ -9,6 +9,7 @@ from typing import Any
 
 from covey.algorithms import SFT, Algorithm, Distill
 from covey.algorithms.distillation import POLICY
+from covey.data import vocabulary_size
 from covey.data.checks import row_at
 from covey.data.examples import encode_example, load_examples
 from covey.data.prompts import encode_chat, to_prompt
@@ -75,7 +76,7 @@ def expect_same_vocabulary(teacher: Any, tokenizer: Any, policy: Policy, *, trus
     try:
         theirs = load_tokenizer(teacher, trust_remote_code=trust_remote_code).get_vocab()
     except ModelError:  # a model created in memory has no tokenizer
-        sizes = [one.get_input_embeddings().num_embeddings for one in (teacher, policy.model)]
+        sizes = [vocabulary_size(one) for one in (teacher, policy.model)]
         if sizes[0] != sizes[1]:
             raise ConfigError(f"The teacher {name} knows {sizes[0]} tokens and the policy {sizes[1]}; {fix}.") from None
         return

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from covey.adapters import has_adapter
 from covey.algorithms import Algorithm
 from covey.algorithms.control import current
 from covey.algorithms.regularizers import EntropyBonus
@@ -20,7 +21,6 @@ from covey.config import GRPOConfig
 from covey.config.options import DECLARED, GROUPS
 from covey.errors import ConfigError
 from covey.learner import FrozenCopy, frozen_copy
-from covey.models import has_adapter
 from covey.process.accelerator import accelerator_of
 from covey.process.world import World
 from covey.rewards import Scorer

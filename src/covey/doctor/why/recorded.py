@@ -205,17 +205,10 @@ def _policy(folder: Path, described: Mapping[str, Any]) -> Any:
     """The model of a checkpoint: its folder, or its adapter on the base that it names."""
     if not (folder / "adapter_config.json").is_file():
         return str(folder)
-    try:
-        from peft import PeftModel
-    except ImportError as error:
-        raise ConfigError(
-            f"{folder} holds an adapter, which needs the peft package: pip install 'covey[peft]'."
-        ) from error
     dtype = (described.get("model") or {}).get("dtype")
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"{folder} holds an adapter on a quantized base, whose steps covey why cannot make again.")
-    base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
-    return PeftModel.from_pretrained(load_model(base, {"dtype": dtype}), str(folder), is_trainable=True)
+    return load_model(folder, {"dtype": dtype}, is_trainable=True)
 
 
 def _learner(args: GRPOConfig, algorithm: Algorithm, policy: Any) -> Learner:

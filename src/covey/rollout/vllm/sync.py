@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from covey.data import num_embeddings
+from covey.data import vocabulary_size
 from covey.errors import AttestationError, ServerError
 from covey.rollout.vllm.attestation import (
     TOP,
@@ -140,7 +140,7 @@ class Sync:
     def _attested(self, policy: Any, exact: bool | None) -> AttestationResult | None:
         if self.attest == "off":
             return None
-        self.ids = probe_ids(num_embeddings(policy) or policy.config.get_text_config().vocab_size)
+        self.ids = probe_ids(vocabulary_size(policy))
         before = self.attestation.last
         after = self.answer()
         if self.attestation.is_repeatable is None:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.adapters import has_adapter
 from covey.errors import ConfigError
-from covey.models import has_adapter, unwrapped
+from covey.models import unwrapped
 from covey.rollout.vllm.worker.covey_worker import block_of, digest_of, text_of
 
 _SHARD_BYTES = 4 * 2**30

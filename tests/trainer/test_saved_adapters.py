@@ -1,0 +1,185 @@
+"""A saved adapter as the model of a run: it is trained further, and a second adapter never takes its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from covey import GRPOConfig, GRPOTrainer
+from covey.adapters import with_saved_adapter
+from covey.cli import main
+from covey.cli.adapter import adapter_to_train
+from covey.cli.plan import model_config
+from covey.errors import ConfigError, ModelError
+from covey.models import load_model, load_tokenizer
+from covey.serving.loading import with_merged_adapter
+from kit import tiny_model, tiny_tokenizer
+
+peft = pytest.importorskip("peft")
+IDS = torch.arange(3, 15)[None]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`"),
+    pytest.mark.filterwarnings("ignore:.*ensure_weight_tying"),
+]
+LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
+
+
+def saved_adapter(place: Path, **config: Any) -> Path:
+    """A base and an adapter on it that changes its answers, in `place/base` and `place/adapter`."""
+    tiny_model("qwen2").save_pretrained(place / "base")
+    tiny_tokenizer().save_pretrained(place / "base")
+    torch.manual_seed(1)
+    base = AutoModelForCausalLM.from_pretrained(place / "base")
+    adapted = peft.get_peft_model(base, peft.LoraConfig(**{**LORA, **config}, init_lora_weights=False))
+    adapted.save_pretrained(place / "adapter")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "of the adapter"
+    tokenizer.save_pretrained(place / "adapter")
+    return place / "adapter"
+
+
+def logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(ids).logits
+
+
+def answer_of(folder: Path) -> torch.Tensor:
+    """Logits of the adapter by PEFT alone."""
+    return logits(peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder.parent / "base"), folder))
+
+
+def trainer(model: Any, place: Path, peft_config: Any = None, tokenizer: Any = None, **options: Any) -> GRPOTrainer:
+    args = {"max_steps": 2, "save_strategy": "no", "learning_rate": 1e-2, "beta": 0.1, **options}
+    return GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: [len(set(text)) / 10 for text in completions],
+        args=GRPOConfig(
+            str(place / "run"), per_device_train_batch_size=4, num_generations=4, max_completion_length=6, logging_steps=1,
+            report_to="none", use_cpu=True, bf16=False, disable_tqdm=True, **args
+        ),
+        train_dataset=Dataset.from_list([{"prompt": f"{i} + 1"} for i in range(8)]),
+        peft_config=peft_config,
+        processing_class=tokenizer,
+    )  # fmt: skip
+
+
+def test_the_adapter_in_a_folder_is_trained_further(tmp_path):
+    adapter = saved_adapter(tmp_path)
+    run = trainer(str(adapter), tmp_path, save_strategy="steps", save_steps=2)
+    assert torch.allclose(logits(run.model), answer_of(adapter), atol=1e-6)
+    assert run.processing_class.chat_template == "of the adapter"
+    run.train()
+    first = next(entry for entry in run.state.log_history if "kl" in entry)
+    assert first["kl"] == pytest.approx(0.0, abs=1e-6), "the reference is the adapter, not its base"
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    end = logits(run.model)
+    assert not torch.allclose(end, answer_of(adapter), atol=1e-4)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(again, checkpoint)), end)
+
+
+def test_a_second_adapter_is_refused_before_anything_is_loaded(tmp_path):
+    adapter = saved_adapter(tmp_path)
+    config = peft.LoraConfig(r=8, target_modules=["q_proj"])
+    adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), adapter)
+    loaded = AutoModelForCausalLM.from_pretrained(adapter)
+    for model in (str(adapter), loaded, adapted, adapted.get_base_model()):
+        with pytest.raises(ConfigError, match="one already. Leave it out to go on training that adapter, or add it"):
+            trainer(model, tmp_path, config, tiny_tokenizer())
+
+
+def test_an_adapter_that_transformers_loaded_frozen_is_refused_with_the_way_to_train_it(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(saved_adapter(tmp_path))
+    with pytest.raises(ConfigError, match="give the adapter's folder as the model to train it further"):
+        trainer(model, tmp_path, tokenizer=tiny_tokenizer())
+
+
+def test_every_command_that_trains_refuses_a_second_adapter(tmp_path, capsys):
+    adapter = saved_adapter(tmp_path)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": "a", "answer": "1", "completion": "b"}) + "\n" for _ in range(4)))
+    data = ["--dataset", str(rows), "--model", str(adapter), "--output-dir", str(tmp_path / "run")]
+    for words in (
+        ["train", *data, "--reward", "math", "--lora-r", "4"],
+        ["train", *data, "--reward", "math", "--lora-r", "4", "--dry-run"],
+        ["train", *data, "--reward", "math", "--lora-r", "4", "--adapters", "2", "--vary", "seed=1,2"],
+        ["sft", *data, "--lora-r", "4"],
+        ["tune", *data, "--reward", "math", "--eval-dataset", str(rows), "--search", "lora_r=4,8"],
+        ["doctor", *data, "--reward", "math", "--lora-r", "4", "--sample-prompts", "0"],
+        ["doctor", "memory", "--model", str(adapter), "--lora-r", "4", "--predict-only"],
+    ):
+        assert main(words) != 0, words
+        printed = capsys.readouterr()
+        assert " ".join((printed.out + printed.err).split()).count("one already. Leave it out") == 1, words
+
+
+def test_an_adapter_on_an_adapter_is_refused(tmp_path):
+    adapter = saved_adapter(tmp_path)
+    model = load_model(str(adapter))
+    with pytest.raises(ModelError, match="first covey merge"):
+        with_saved_adapter(model, adapter)
+    with pytest.raises(ModelError, match="first covey merge"):
+        with_merged_adapter(model.get_base_model(), adapter)
+    described = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**described, "base_model_name_or_path": str(adapter)}))
+    with pytest.raises(ModelError, match="does not name its base"):
+        load_model(str(adapter))
+
+
+def test_an_adapter_without_all_of_its_weights_is_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    adapter = saved_adapter(tmp_path)
+    weights = load_file(adapter / "adapter_model.safetensors")
+    weights.pop(next(iter(weights)))
+    save_file(weights, adapter / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match="missing adapter keys"):
+        load_model(str(adapter))
+
+
+def test_memory_is_planned_for_the_adapter_in_the_folder(tmp_path):
+    adapter = saved_adapter(tmp_path)
+    planned = adapter_to_train({"model": str(adapter)})
+    assert (planned.r, set(planned.target_modules), planned.inference_mode) == (4, set(LORA["target_modules"]), False)
+    assert model_config(str(adapter), False).hidden_size == 32
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_adapter_over_resized_embeddings_loads_and_merges(tmp_path, tied):
+    tiny_model("qwen2", tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base.resize_token_embeddings(len(tokenizer))
+    run = trainer(base, tmp_path, peft.LoraConfig(**LORA), tokenizer, save_strategy="steps", save_steps=2)
+    run.train()
+    ids = torch.tensor([[3, 4, len(tokenizer) - 1, len(tokenizer) - 2, 5]])
+    expected, checkpoint = logits(run.model, ids), tmp_path / "run" / "checkpoint-2"
+    assert torch.equal(logits(load_model(str(checkpoint)), ids), expected)
+    assert len(load_tokenizer(None, checkpoint)) == len(tokenizer)
+    assert main(["merge", str(checkpoint), "-o", str(tmp_path / "merged")]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert torch.allclose(logits(merged, ids), expected, atol=1e-5)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "merged")) == len(tokenizer)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("modules", [["q_proj", "embed_tokens"], ["embed_tokens", "lm_head"]])
+def test_an_adapter_on_the_embeddings_trains_and_merges(tmp_path, modules, tied):
+    tiny_model("qwen2", tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=4, target_modules=modules)
+    run = trainer(str(tmp_path / "base"), tmp_path, config, save_strategy="steps", save_steps=2)
+    run.train()
+    logged = [entry for entry in run.state.log_history if "grad_norm" in entry]
+    assert all(entry["grad_norm"] > 0 for entry in logged)
+    assert all(entry["sampling/sampling_logp_difference/max"] < 1e-4 for entry in logged)
+    assert main(["merge", str(tmp_path / "run" / "checkpoint-2"), "-o", str(tmp_path / "merged")]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert torch.allclose(logits(merged), logits(run.model), atol=1e-5)
