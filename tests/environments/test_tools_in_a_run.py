@@ -111,7 +111,7 @@ def test_only_tokens_that_the_model_wrote_are_trained_on(tmp_path):
     trainer.add_callback(_Keep(kept, lambda: trainer._running))
     trainer.train()
     parts = kept[0]
-    groups = list(parts.sampler.sample(parts.prompts.take(1), 2, parts.sampling))
+    groups = list(parts.sampler.sample(parts.prompts.take(1), 2, parts.sampling_for.params))
     tokenizer = trainer.processing_class
     for one in groups[0].completions:
         answer = tokenizer(bridge("7"), add_special_tokens=False)["input_ids"]

@@ -19,7 +19,7 @@ from covey.errors import MemoryLimitError
 from covey.kernels import matmul as products
 from covey.learner import Policy
 from covey.rollout import NativeSampler, SamplingParams
-from covey.training.build import checkpoint_once
+from covey.training.build_learner import checkpoint_once
 from kit import completion, group, learner_of, tiny_model, tiny_tokenizer
 
 torch.set_num_threads(1)

@@ -1,12 +1,15 @@
-"""One question in several languages, drawn together: a row becomes one prompt a language."""
+"""One question in several languages: a row becomes one prompt a language, whose groups share one advantage baseline."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from covey.data.order import Order, Outcome, Row
 from covey.errors import DataError
+from covey.types import Group
 
 LANGUAGE = "language"
 
@@ -96,3 +99,23 @@ class Together:
         self._current = None
         for _ in range(int(state["asked"])):
             self.next()
+
+
+def questions(groups: Sequence[Group]) -> list[list[int]]:
+    """Indices of the groups of each question, ordered by their first group."""
+    places: dict[str, list[int]] = {}
+    for place, group in enumerate(groups):
+        places.setdefault(question_of(group.prompt.uid), []).append(place)
+    return list(places.values())
+
+
+def joined(groups: Sequence[Group]) -> Group:
+    """Groups of one question merged into one, for advantages only; its prompt is the first group's."""
+    if len(groups) == 1:
+        return groups[0]
+    rewards = [group.rewards for group in groups if group.rewards is not None]
+    return Group(
+        prompt=groups[0].prompt,
+        completions=tuple(completion for group in groups for completion in group.completions),
+        rewards=torch.cat(rewards) if len(rewards) == len(groups) else None,
+    )

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from covey.algorithms.greedy import with_greedy_rewards
 from covey.learner import Learner
 from covey.rollout import Sampler, choose_sampler
-from covey.training.build import RunInputs, build_learner, build_prompts
-from covey.training.credit import with_advantages, with_greedy_rewards
+from covey.training.build import build_prompts
+from covey.training.build_learner import RunInputs, build_learner
+from covey.training.credit import with_advantages
 from covey.training.sampling import sampler_options, sampling_params
 from covey.types import Group, Prompt, StepReport
 

@@ -18,7 +18,7 @@ from covey.feedback.settings import Settings
 from covey.feedback.store import Conversation
 from covey.process.world import World
 from covey.rewards import Scorer
-from covey.training.build import RunInputs, build_learner
+from covey.training.build_learner import RunInputs, build_learner
 from covey.training.credit import with_advantages
 from covey.types import merge_metrics
 

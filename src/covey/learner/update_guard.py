@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from covey.errors import NumericsError
 from covey.types import Event, Metric
+from covey.types.reports import SKIPS
 
 Move = Literal["go_on", "roll_back"]
 _WINDOW = 100
@@ -23,7 +24,6 @@ _SMALLEST_KL = 0.1
 """KL in nats per token below which it is never a spike: it starts at 0, so early values differ by large factors."""
 _SMALLEST_DEVIATION = 0.25
 """Lower bound of the standard deviation of log values: after equal values the next must not count as a spike."""
-_LEFT_OUT = frozenset({"non_finite_step", "spike_skipped"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +87,11 @@ class UpdateGuard:
     def next_action(self, step: int, bad_steps: int, roll_backs: int, events: tuple[Event, ...]) -> Move:
         """Action after a step with `bad_steps` consecutive skipped updates: continue or roll back. Raises NumericsError to stop."""
         kinds = {event.kind for event in events}
-        if not kinds & (_LEFT_OUT | {"spike"}):
+        if not kinds & (SKIPS | {"spike"}):
             return "go_on"
         is_bad = "non_finite_step" in kinds
         action = self.policy.on_bad_numbers if is_bad else self.policy.on_spike
-        said = next(event.said for event in events if event.kind in _LEFT_OUT | {"spike"})
+        said = next(event.said for event in events if event.kind in SKIPS | {"spike"})
         if action == "stop":
             raise NumericsError(f"{said} {'on_bad_numbers' if is_bad else 'on_spike'}='stop' ends the run here.")
         if bad_steps < self.policy.bad_steps_limit:
@@ -149,8 +149,3 @@ class UpdateGuard:
     def _remember(self, name: str, value: float) -> None:
         if value > 0 and math.isfinite(value):  # a step without gradient has norm 0 and is no reference for others
             self.seen.setdefault(name, deque(maxlen=_WINDOW)).append(math.log(value))
-
-
-def is_left_out(events: tuple[Event, ...]) -> bool:
-    """True if the update of a step was skipped for non-finite numbers or a spike."""
-    return any(event.kind in _LEFT_OUT for event in events)

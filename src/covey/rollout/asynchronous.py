@@ -1,6 +1,6 @@
 """Asynchronous rollouts: a sampler whose completions are generated in other processes while the learner updates.
 
-The caller of `order` decides which rollouts are generated ahead (`covey.training.ahead`). Every ordered rollout is delivered, so no
+The caller of `order` decides which rollouts are generated ahead (`covey.rollout.ahead`). Every ordered rollout is delivered, so no
 completion is discarded.
 """
 

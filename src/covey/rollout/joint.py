@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,12 @@ class Drawn:
 
     groups: list[Group]
     seconds: float
+
+
+T = TypeVar("T")
+Steps = Generator[Drawing | None, Drawn | None, T]
+"""Generator of a run. It yields None after every optimizer step, and before a rollout its `Drawing`: it samples the completions itself
+unless they are sent in."""
 
 
 @dataclass(eq=False)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import importlib.util
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from covey.config import GRPOConfig
 from covey.data.prompts import encode_chat
@@ -30,8 +31,11 @@ from covey.environments import (
 from covey.errors import ConfigError
 from covey.names import load
 from covey.rollout import Sampler
-from covey.training.own_endpoint import agent_sampler
-from covey.types import Completion, Max, Mean, Message, Metric, Prompt, ToolCall
+from covey.runs import rollouts, traces
+from covey.types import Message, Prompt
+
+if TYPE_CHECKING:
+    from covey.serving import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +142,37 @@ class Agents:
         return EpisodeSampler(lambda hook: make(environment=hook), episodes, self.environments, encode)
 
 
+def agent_sampler(sampler: Sampler, agent: Agent, args: GRPOConfig, trainer: Any) -> Sampler:
+    """The sampler of a run whose completions an agent writes. Raises ConfigError where what it needs is missing."""
+    for name in ("starlette", "uvicorn"):
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"an agent talks to the run's endpoint, which needs {name}: pip install 'covey[agents]'.")
+    from covey.serving import AgentSampler
+
+    turns = args.max_tool_calling_iterations
+    return AgentSampler(
+        sampler,
+        agent,
+        max_tokens=args.max_completion_length,
+        max_turns=None if turns is None else turns + 1,
+        timeout_seconds=args.agent_timeout_seconds,
+        concurrency=args.agent_concurrency,
+        record=partial(_record, args, trainer.world.rank),
+    )
+
+
+def _record(args: GRPOConfig, rank: int, version: int, found: Sequence[Trace]) -> None:
+    """Write the traces of the steps whose rollouts are written."""
+    from covey.serving import lines_of
+
+    if not rollouts.is_due(version + 1, args.rollout_log_steps) or args.rollout_log_steps == 0:
+        return
+    folder = Path(str(args.output_dir)) / traces.FOLDER
+    traces.append(folder, version + 1, lines_of(found), rank)
+    if args.rollout_total_limit is not None:
+        traces.thin(folder, args.rollout_total_limit)
+
+
 def environment(given: Any) -> Any:
     """An environment factory, unchanged or loaded from text: `file.py:Class`, `openenv:URL`, `gymnasium:ID`."""
     kind, _, rest = given.partition(":") if isinstance(given, str) else ("", "", "")
@@ -162,44 +197,6 @@ def _tools(given: Any) -> list[Any]:
 
 def _loaded(given: Any, kind: str) -> Any:
     return load(given, kind) if isinstance(given, str) else given
-
-
-def spoken(one: Completion) -> Sequence[Message]:
-    """Messages of an episode; of an agent's that returned an answer, the conversation that led to it."""
-    if one.messages is not None:
-        return one.messages
-    return () if one.episode is None else one.episode.conversation
-
-
-def tool_metrics(completions: Sequence[Completion]) -> dict[str, Metric]:
-    """Tool call metrics per completion and per tool, under TRL's names where they exist; empty for single turns."""
-    completions = [one for one in completions if one.episode is None or one.episode.shares is None]
-    if all(one.messages is None and one.episode is None for one in completions):
-        return {}
-    calls = [call for one in completions for call in one.tool_calls]
-    turns = [sum(1 for message in spoken(one) if message["role"] == "assistant") for one in completions]
-    metrics: dict[str, Metric] = {
-        "tools/call_frequency": Mean(len(calls), len(completions)),
-        "tools/failure_frequency": Mean(sum(call.status != "ok" for call in calls), len(calls)),
-        "tools/turns": Mean(sum(turns), len(turns)),
-        "tools/looping": Mean(sum(_loops(one.tool_calls) for one in completions), len(completions)),
-    }
-    for name in sorted({call.name for call in calls if call.name}):
-        own = [call for call in calls if call.name == name]
-        metrics |= {
-            f"tools/{name}/calls": Mean(len(own), len(completions)),
-            f"tools/{name}/errors": Mean(sum(call.status == "error" for call in own), len(own)),
-            f"tools/{name}/timeouts": Mean(sum(call.status == "timeout" for call in own), len(own)),
-            f"tools/{name}/seconds": Mean(sum(call.seconds for call in own), len(own)),
-            f"tools/{name}/max_seconds": Max(max(call.seconds for call in own)),
-        }
-    return metrics
-
-
-def _loops(calls: Sequence[ToolCall]) -> bool:
-    """True if one call was made with the same arguments three times or more."""
-    made = Counter((call.name, json.dumps(call.arguments, sort_keys=True, default=str)) for call in calls)
-    return max(made.values(), default=0) >= 3
 
 
 def with_prompts(dataset: Any, agents: Agents, args: GRPOConfig) -> Any:

@@ -1,9 +1,9 @@
-"""Construction of the parts of a run: the only reader of the whole configuration."""
+"""Construction of the parts of a run: with `build_learner.py` the only reader of the whole configuration."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -11,62 +11,35 @@ import torch
 
 from covey.algorithms import Algorithm
 from covey.algorithms.advice import advise
+from covey.algorithms.greedy import GreedyBaseline
 from covey.config import GRPOConfig
 from covey.config.grpo_config import batch_arithmetic
 from covey.data import PromptStream, check_dataset, num_embeddings
+from covey.ensembles import Ensemble
+from covey.ensembles.stages import checked_ensemble, ensemble_stages, load_ensemble
+from covey.environments.branches import episode_stages
 from covey.errors import ConfigError, RewardError
 from covey.learner import Learner, Policy
-from covey.learner.memory_estimate import enough_tokens, starting_rows, starting_tokens
-from covey.learner.optimizer import make_optimizer, make_scheduler
-from covey.learner.preparation import checkpoint_activations
-from covey.learner.token_metrics import TokenEntropies
-from covey.learner.update_guard import GuardPolicy, UpdateGuard
 from covey.models import context_limit
 from covey.monitor.slices import Slices
 from covey.process.interruption import Interruption
-from covey.process.world import World
 from covey.rewards import Combiner, Scorer, resolve
 from covey.rollout import GatheredSampler, Sampler, choose_sampler
-from covey.runs import rollouts
+from covey.rollout.ahead import Ahead, OnDemand, PromptSupply
+from covey.rollout.asynchronous import AsynchronousSampler
 from covey.training.agents import Agents
 from covey.training.asynchrony import sampler_ahead
-from covey.training.choosing import build_algorithm as build_algorithm
-from covey.training.choosing import given_algorithm as given_algorithm
+from covey.training.averaging import average_of
+from covey.training.build_learner import RunInputs, build_learner, build_networks
+from covey.training.drawing import Draws, RolloutSampling
 from covey.training.evaluator import Evaluator
 from covey.training.invariants import OnPolicyCheck
 from covey.training.languages import languages_of
 from covey.training.live import attach
-from covey.training.networks import Networks, networks_of, refuse_unsplit
 from covey.training.parts import Parts
-from covey.training.sampling import as_dict, sampler_options, sampling_params
+from covey.training.sampling import sampler_options, sampling_params
 from covey.training.session import Session, StopSignal
-from covey.training.teaching import build_supervised, build_teacher
-
-
-@dataclass(frozen=True, eq=False)
-class RunInputs:
-    """User inputs of a run, loaded and checked."""
-
-    args: GRPOConfig
-    model: Any
-    tokenizer: Any
-    eos_ids: tuple[int, ...]
-    algorithm: Algorithm
-    scorer: Scorer
-    train_dataset: Any
-    world: World
-    agents: Agents = field(default_factory=Agents)
-    processor: Any = None
-    """Processor of a vision-language model."""
-    trainer: Any = None
-    """Trainer, passed to a rollout function with its prompts."""
-    frozen: Any = None
-    """Copy of the model for the reference, made before; None: the reference makes its own."""
-    server: Any = None
-    """Connection to the vLLM server that writes completions."""
-    before_update: Callable[[], None] = lambda: None
-    after_update: Callable[[], None] = lambda: None
-    """Callback after each optimizer step."""
+from covey.types import Stages
 
 
 def build_scorer(
@@ -131,47 +104,6 @@ def advice_for(args: GRPOConfig, model: Any) -> list[str]:
     return [str(one) for one in found]
 
 
-def build_policy(given: RunInputs) -> Policy:
-    args = given.args
-    policy = Policy(
-        model=given.model,
-        pad_id=given.tokenizer.pad_token_id,
-        temperature=args.temperature or 1.0,
-        compute_dtype=compute_dtype(args),
-        logits_chunk=args.logits_chunk_tokens,
-        auxiliary_coefficient=auxiliary_coefficient(args, given.model),
-        offloads=args.activation_offloading and given.world.device.type != "cpu",
-        shared_attention=args.shared_attention,
-        float32_head=args.cast_lm_head_to_fp32,
-        packs_always=given.agents.has_single_completions,
-    )
-    if args.cast_lm_head_to_fp32:
-        policy.expect_float32_head()
-    if args.shared_attention != "auto":
-        policy.shares_prompts()  # refuses an impossible request before any work
-    return policy
-
-
-def compute_dtype(args: GRPOConfig) -> torch.dtype | None:
-    """Compute dtype of matmuls (autocast); None for the parameters' own."""
-    if args.bf16:
-        return torch.bfloat16
-    return torch.float16 if args.fp16 else None
-
-
-def auxiliary_coefficient(args: GRPOConfig, model: Any) -> float:
-    """Weight of a mixture-of-experts model's load-balancing loss; 0 for other models."""
-    config = model.config.get_text_config()
-    own = getattr(config, "router_aux_loss_coef", None)
-    if own is None and args.router_aux_loss_coef:
-        raise ConfigError(
-            f"router_aux_loss_coef={args.router_aux_loss_coef}, but {type(model).__name__} has no router; leave it out."
-        )
-    chosen = own if args.router_aux_loss_coef is None else args.router_aux_loss_coef
-    has_router = own is not None and getattr(config, "output_router_logits", None) is not None
-    return float(chosen or 0.0) if has_router else 0.0
-
-
 def build_prompts(
     given: RunInputs, dataset: Any, *, shuffle: bool, curriculum: str = "none", languages: Sequence[str] = ()
 ) -> PromptStream:
@@ -189,90 +121,6 @@ def build_prompts(
         on_too_long=cast(Literal["error", "drop"], args.on_long_prompt),
         num_embeddings=num_embeddings(given.model),
         languages=languages,
-    )
-
-
-def checkpoint_once(policy: Policy) -> bool:
-    """Enable activation checkpointing; False if it is enabled already."""
-    if policy.is_checkpointing:
-        return False
-    checkpoint_activations(policy.model)
-    policy.model.train()  # blocks in eval mode ignore checkpointing
-    return True
-
-
-def build_guard_policy(args: GRPOConfig) -> GuardPolicy:
-    """Update guard's options, from the options of the same names."""
-    return GuardPolicy(**{item.name: getattr(args, item.name) for item in fields(GuardPolicy)})
-
-
-def build_networks(given: RunInputs, optimizer: Any = None) -> Networks:
-    """Policy, reference and critic, sharded over processes if the run is; `optimizer`: the user's own.
-
-    Raises ConfigError for options that do not work with a sharded model.
-    """
-    args = given.args
-    if args.sharding is not None and given.world.size > 1:
-        refuse_unsplit(given.algorithm, given.model, optimizer, given.agents.rollout_func)
-    policy = build_policy(given)
-    on_cpu, shards = given.world.device.type == "cpu", 1 if args.sharding is None else given.world.size
-    max_tokens = starting_tokens(args.max_tokens_per_microbatch, policy, on_cpu=on_cpu, shards=shards)
-    return networks_of(given.algorithm, policy, given.world, args.sharding, max_tokens, given.frozen)
-
-
-def build_learner(
-    given: RunInputs,
-    total_steps: int,
-    optimizers: tuple[Any, Any],
-    is_off_policy: bool,
-    networks: Networks | None = None,
-    **callbacks: Any,
-) -> Learner:
-    """The learner of `networks`, by default new ones. `callbacks`: `interruption` and `before_first_update` of `Learner`."""
-    args, algorithm = given.args, given.algorithm
-    on_cpu = given.world.device.type == "cpu"
-    networks = build_networks(given, optimizers[0]) if networks is None else networks
-    policy, critic = networks.policy, networks.critic
-    extra: list[torch.nn.Module] = [critic] if isinstance(critic, torch.nn.Module) else []
-    optimizer = optimizers[0] or make_optimizer(args, given.model, extra)
-    scheduler = optimizers[1] or make_scheduler(args, optimizer, total_steps)
-    sampling = sampling_params(args)
-    template = given.agents.template_options(args)
-    stop = callbacks.get("interruption", lambda: None)
-    taught = partial(build_teacher, trust_remote_code=args.trust_remote_code, check_stop=stop)
-    seed = args.seed if args.data_seed is None else args.data_seed
-    batch = args.per_device_train_batch_size
-    return Learner(
-        policy=policy,
-        reference=networks.reference,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        world=given.world,
-        max_completion_length=args.max_completion_length,
-        max_rows=starting_rows(
-            args.max_tokens_per_microbatch, batch, batch * args.gradient_accumulation_steps, on_cpu=on_cpu
-        ),
-        max_tokens=networks.max_tokens,
-        enough_tokens=enough_tokens(args.max_tokens_per_microbatch, on_cpu=on_cpu),
-        max_grad_norm=args.max_grad_norm,
-        guard=UpdateGuard(build_guard_policy(args)),
-        mask_truncated=args.mask_truncated_completions,
-        is_off_policy=is_off_policy,
-        disable_dropout=args.disable_dropout,
-        enable_recomputation=partial(checkpoint_once, policy) if args.checkpoint_when_needed else lambda: False,
-        critic=critic,
-        teacher=taught(algorithm, policy, given.tokenizer, template),
-        supervised=build_supervised(algorithm, policy, given.tokenizer, given.eos_ids, template, seed),
-        uses_sampler_logp=not (sampling.truncates or args.vllm_structured_outputs_regex)
-        and sampling.repetition_penalty == 1.0,
-        expects_stale=args.async_rollouts and args.max_staleness > 0,
-        token_entropies=TokenEntropies(partial(rollouts.is_due, every=args.rollout_log_steps)),
-        overlaps_reduction=policy.shards is None
-        and not as_dict(args.gradient_checkpointing_kwargs).get("use_reentrant"),
-        scaler=torch.amp.GradScaler(policy.device.type) if args.fp16 else None,
-        before_update=given.before_update,
-        after_update=given.after_update,
-        **callbacks,
     )
 
 
@@ -304,54 +152,115 @@ def build_parts(
 ) -> Parts:
     """Parts of the training loop. `session` creates the session from learner, number of steps and epoch length."""
     args = given.args
-    if given.algorithm.needs.greedy and given.scorer.combiner.changes:
-        raise ConfigError(
-            "this algorithm compares with the reward of a greedy answer, which reward_normalization and reward_clip leave as it "
-            "is; leave both out."
-        )
+    refuse_scaled_greedy(given.algorithm, given.scorer)
     counts = batch_arithmetic(args, given.world.size, num_prompts)
-    is_off_policy = counts.optimizer_steps_per_generation > 1
-    world = given.world
+    world, updates = given.world, counts.optimizer_steps_per_generation
     world.publish_stop(lambda: stop.requested)
     interruption = Interruption(lambda: world.hears_stop(stop.requested), world.any if world.size > 1 else None)
     networks = build_networks(given, optimizers[0])
-    policy = networks.policy
-    steps_per_epoch = counts.optimizer_steps_per_generation * (num_prompts or 0) / counts.prompts_per_generation
-    sampler = build_sampler(given, policy, interruption)
-    on_policy = OnPolicyCheck(policy, sampler.sampler if isinstance(sampler, GatheredSampler) else sampler)
-    learner = build_learner(
-        given,
-        counts.total_steps,
-        optimizers,
-        is_off_policy,
-        networks,
-        interruption=interruption,
-        before_first_update=on_policy,
-    )
+    steps_per_epoch = updates * (num_prompts or 0) / counts.prompts_per_generation
+    sampler = build_sampler(given, networks.policy, interruption)
+    on_policy = OnPolicyCheck(networks.policy, sampler.sampler if isinstance(sampler, GatheredSampler) else sampler)
+    callbacks = {"interruption": interruption, "before_first_update": on_policy}
+    learner = build_learner(given, counts.total_steps, optimizers, updates > 1, networks, **callbacks)
     attach(given, interruption)
     languages = languages_of(args, given.algorithm)
-    order: dict[str, Any] = {"curriculum": args.curriculum, "languages": languages}
     made = session(learner, counts.total_steps, steps_per_epoch or float(counts.total_steps))
+    sizes: dict[str, Any] = {
+        "prompts_per_rollout": counts.prompts_per_generation * max(1, len(languages)),
+        "num_generations": args.num_generations // max(1, len(languages)),
+        "total_steps": counts.total_steps,
+    }
+    prompts = build_prompts(
+        given, given.train_dataset, shuffle=args.shuffle_dataset, curriculum=args.curriculum, languages=languages
+    )
+    sampling = RolloutSampling(sampling_params(args), args.seed)
+    supply = build_supply(args, prompts, sampler, sampling, updates, interruption, **sizes)
+    draws = Draws(sampler=sampler, scorer=given.scorer, world=world, interruption=interruption)
+    draws, stages = build_stages(given, draws, learner, sampling)
     return Parts(
-        prompts=build_prompts(given, given.train_dataset, shuffle=args.shuffle_dataset, **order),
+        prompts=prompts,
+        supply=supply,
         sampler=sampler,
+        draws=draws,
+        stages=stages + supply.stages,
         scorer=given.scorer,
         learner=learner,
         algorithm=given.algorithm,
         session=made,
         world=given.world,
         interruption=interruption,
-        sampling=sampling_params(args),
-        prompts_per_rollout=counts.prompts_per_generation * max(1, len(languages)),
-        num_generations=args.num_generations // max(1, len(languages)),
+        sampling_for=sampling,
         dynamic_sampling=args.dynamic_sampling,
-        batches_per_rollout=counts.optimizer_steps_per_generation // args.num_iterations,
+        batches_per_rollout=updates // args.num_iterations,
         num_iterations=args.num_iterations,
-        total_steps=counts.total_steps,
         seed=args.seed,
-        max_staleness=args.max_staleness,
-        pipeline_depth=args.pipeline_depth,
+        average=None if given.train_dataset is None else average_of(args, given.model),
+        **sizes,
     )
+
+
+def refuse_scaled_greedy(algorithm: Algorithm, scorer: Scorer) -> None:
+    """Raise ConfigError for rewards that are scaled while the greedy answer's, the baseline, are not."""
+    if algorithm.needs.greedy and scorer.combiner.changes:
+        raise ConfigError(
+            "this algorithm compares with the reward of a greedy answer, which reward_normalization and reward_clip leave as it "
+            "is; leave both out."
+        )
+
+
+def build_supply(
+    args: GRPOConfig,
+    prompts: PromptStream,
+    sampler: Sampler,
+    sampling: RolloutSampling,
+    updates_per_rollout: int,
+    interruption: Interruption,
+    **sizes: int,
+) -> PromptSupply:
+    """Prompts on demand, or of rollouts that workers were given ahead. `sizes`: those of `Ahead`."""
+    if not isinstance(sampler, AsynchronousSampler):
+        return OnDemand(prompts)
+    return Ahead(
+        prompts=prompts,
+        sampler=sampler,
+        updates_per_rollout=updates_per_rollout,
+        max_staleness=args.max_staleness,
+        depth=args.pipeline_depth,
+        sampling_for=sampling,
+        is_stopping=interruption.is_asked,
+        **sizes,
+    )
+
+
+def ensemble_of(ensemble: Any, agents: Agents, args: GRPOConfig) -> Ensemble | None:
+    """The ensemble of a trainer's argument. Raises ConfigError for one that could not act in this run."""
+    is_split = args.sharding is not None and args.world_size > 1
+    return checked_ensemble(ensemble, args.num_generations, has_agents=agents.are_used, is_split=is_split)
+
+
+def build_stages(given: RunInputs, draws: Draws, learner: Learner, sampling: RolloutSampling) -> tuple[Draws, Stages]:
+    """The stages of the run's features, and the draws with the members of its ensemble."""
+    args, stages = given.args, Stages()
+    if given.agents.are_used:
+        stages += episode_stages()
+    if given.algorithm.needs.greedy:
+        stages += Stages(before_advantages=(GreedyBaseline(partial(draws.greedy, sampling=sampling.params)),))
+    if given.ensemble is None:
+        return draws, stages
+    members = load_ensemble(
+        given.ensemble,
+        draws.sampler,
+        given.model,
+        given.tokenizer,
+        given.eos_ids,
+        given.world.device,
+        is_asynchronous=args.async_rollouts,
+        trust_remote_code=args.trust_remote_code,
+        check_stop=draws.interruption,
+    )
+    stages += ensemble_stages(members, given.scorer, learner, given.world, sampling, draws.score)
+    return replace(draws, sampler=members), stages
 
 
 def build_evaluator(given: RunInputs, parts: Parts) -> Evaluator:

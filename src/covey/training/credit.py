@@ -11,10 +11,11 @@ from torch import Tensor
 
 from covey.algorithms import Algorithm
 from covey.data import Outcome
-from covey.rewards import has_signal, mean_score
-from covey.training.languages import joined, questions
-from covey.training.own_endpoint import shared_advantages
-from covey.types import Group, Max, Mean, Metric, Min, Scores, stack_tokens
+from covey.data.together import joined, questions
+from covey.rewards import advantage_shares, has_signal, mean_score, reward_metrics
+from covey.rollout import sampler_metrics
+from covey.training.parts import Parts
+from covey.types import Group, Max, Mean, Metric, Min, Scores, of_policy, stack_tokens
 
 
 def with_advantages(
@@ -38,25 +39,9 @@ def with_advantages(
             rows = slice(start, start + group.size)
             own_returns = None if returns is None else returns[p, rows]
             totals = scores.total[p, rows]
-            advantages = shared_advantages(group, judged[p, rows])
-            out[place] = replace(group, advantages=advantages, totals=totals, returns=own_returns)
+            out[place] = replace(group, advantages=judged[p, rows], totals=totals, returns=own_returns)
             start += group.size
     return out
-
-
-def outcomes(groups: Sequence[Group], weights: Tensor) -> dict[str, Outcome]:
-    """Outcome of each prompt by uid, for a curriculum."""
-    return {group.prompt.uid: Outcome(mean_score(group, weights), has_signal(group, weights)) for group in groups}
-
-
-def with_greedy_rewards(groups: Sequence[Group], answers: Sequence[Group]) -> list[Group]:
-    """The groups with the rewards of their prompt's greedy answer, one of `answers` [P, 1], in any order."""
-    by_prompt = {answer.prompt.uid: answer for answer in answers}
-    found = [by_prompt[group.prompt.uid].rewards for group in groups]
-    return [
-        group if rewards is None else replace(group, greedy_rewards=rewards[0])
-        for group, rewards in zip(groups, found, strict=True)
-    ]
 
 
 def reward_kl(groups: Sequence[Group], algorithm: Algorithm) -> Tensor | None:
@@ -84,3 +69,43 @@ def completion_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
         "completions/min_terminated_length": Min(least),
         "completions/max_terminated_length": Max(most),
     }
+
+
+def outcomes(groups: Sequence[Group], weights: Tensor) -> dict[str, Outcome]:
+    """Outcome of each prompt by uid, for a curriculum; completions of the policy only."""
+    return {
+        group.prompt.uid: Outcome(mean_score(group, weights), has_signal(group, weights)) for group in of_policy(groups)
+    }
+
+
+def num_without_signal(groups: Sequence[Group], weights: Tensor) -> int:
+    """Number of groups whose rewards do not differ."""
+    return sum(not has_signal(group, weights) for group in groups)
+
+
+def with_signal_first(groups: Sequence[Group], weights: Tensor) -> list[Group]:
+    """Groups with differing rewards before the others, each in their order: DAPO's dynamic sampling.
+
+    Yu et al. 2025, section 3.2, <https://arxiv.org/abs/2503.14476>.
+    """
+    return sorted(groups, key=lambda group: not has_signal(group, weights))
+
+
+def rollout_metrics(
+    parts: Parts, drawn: Sequence[Group], groups: Sequence[Group], scaled: Sequence[Group]
+) -> dict[str, Metric]:
+    """Metrics of a rollout: `drawn` before dynamic sampling, `groups` for the learner, `scaled` with the rewards of the advantages."""
+    scorer, trained = parts.scorer, of_policy(groups)
+    scales = scorer.observe(drawn)
+    metrics = {
+        **reward_metrics(of_policy(drawn), scorer.names, scorer.weights, scales),
+        "groups/drawn": Mean(len(drawn), 1),
+        **advantage_shares(scaled, scorer.names, scorer.weights),
+        **parts.world.merge({**scorer.take_metrics(), **sampler_metrics(parts.sampler)}),
+        **completion_metrics(trained),
+        **parts.session.monitor.measure(trained, scorer.weights, scales),
+        **parts.stages.rollout_metrics(),
+    }
+    if parts.has_rewards:
+        return metrics
+    return {name: value for name, value in metrics.items() if name.startswith(("completions/", "policy/"))}

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from covey.algorithms import Algorithm
+from covey.algorithms.greedy import with_greedy_rewards
 from covey.data import PromptStream
 from covey.learner import Learner
 from covey.monitor.slices import Slices
 from covey.process.world import World
 from covey.rewards import Scorer, reward_metrics
 from covey.rollout import Sampler, SamplingParams
-from covey.training.credit import completion_metrics, with_advantages, with_greedy_rewards
+from covey.training.credit import completion_metrics, with_advantages
 from covey.types import Group, Metric, merge_metrics
 
 

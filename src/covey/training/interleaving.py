@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 from covey.errors import NotOfferedError
 from covey.process import lean
 from covey.rollout import Drawing, Drawn, JointRollouts
+from covey.rollout.joint import Steps
 from covey.runs import rng
 
 T = TypeVar("T")
-Steps = Generator[Drawing | None, Drawn | None, T]
-"""Generator of a run. It yields None after every optimizer step, and before a rollout its `Drawing`: it samples the completions itself
-unless they are sent in."""
 
 
 def to_the_end(steps: Steps[T]) -> T:

@@ -1,16 +1,12 @@
-"""`group_languages`: completions of one question in several languages share one advantage baseline, as a single group."""
+"""`group_languages`: options checked, and columns of the training set."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from covey.data.together import columns_of, question_of, refuse_missing_languages
+from covey.data.together import columns_of, refuse_missing_languages
 from covey.errors import ConfigError
 from covey.monitor import refuse_unknown_columns
-from covey.types import Group
 
 
 def check_columns(args: Any, dataset: Any, agents: Any, scorer: Any) -> None:
@@ -48,23 +44,3 @@ def languages_of(args: Any, algorithm: Any) -> tuple[str, ...]:
                 f"group_languages judges a question over its languages, which {name} does not; leave one out."
             )
     return languages
-
-
-def questions(groups: Sequence[Group]) -> list[list[int]]:
-    """Indices of the groups of each question, ordered by their first group."""
-    found: dict[str, list[int]] = {}
-    for place, group in enumerate(groups):
-        found.setdefault(question_of(group.prompt.uid), []).append(place)
-    return list(found.values())
-
-
-def joined(groups: Sequence[Group]) -> Group:
-    """Groups of one question merged into one, for advantages only; its prompt is the first group's."""
-    if len(groups) == 1:
-        return groups[0]
-    rewards = [group.rewards for group in groups if group.rewards is not None]
-    return Group(
-        prompt=groups[0].prompt,
-        completions=tuple(one for group in groups for one in group.completions),
-        rewards=torch.cat(rewards) if len(rewards) == len(groups) else None,
-    )

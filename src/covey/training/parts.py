@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from covey.algorithms import Algorithm
 from covey.data import PromptStream
-from covey.ensembles import EnsembleSampler
 from covey.learner import Learner
 from covey.merging import WeightAverage
 from covey.process.interruption import Interruption
 from covey.process.world import World
 from covey.rewards import Scorer
-from covey.rollout import Sampler, SamplingParams
+from covey.rollout import Sampler
+from covey.rollout.ahead import PromptSupply
+from covey.training.drawing import Draws, RolloutSampling
 from covey.training.session import Session
+from covey.types import Stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,14 @@ class Parts:
     """Objects that the loop calls, and the sizes of a rollout."""
 
     prompts: PromptStream
+    supply: PromptSupply
+    """Prompts of each rollout: the next of `prompts`, or those of a rollout that was ordered ahead."""
     sampler: Sampler
+    """The policy's sampler."""
+    draws: Draws
+    """Scored groups for training."""
+    stages: Stages
+    """Features that transform the groups of a step."""
     scorer: Scorer
     learner: Learner
     algorithm: Algorithm
@@ -29,7 +38,8 @@ class Parts:
     world: World
     interruption: Interruption
     """Stop signal of sampler and learner, so that a stop need not wait for the end of a step."""
-    sampling: SamplingParams
+    sampling_for: RolloutSampling
+    """Sampling parameters of a rollout, by its number."""
     prompts_per_rollout: int
     num_generations: int
     """G, completions per prompt."""
@@ -41,16 +51,10 @@ class Parts:
     """Optimizer steps per batch."""
     total_steps: int
     seed: int
-    ensemble: EnsembleSampler | None = None
-    """Sampler of training groups with completions of ensemble members. None: the policy alone."""
     average: WeightAverage | None = None
     """Averaged weights for evaluation and the end of the run. None: the policy's own."""
     has_rewards: bool = True
     """False in supervised fine-tuning, where reward metrics are meaningless."""
-    max_staleness: int = 0
-    """Most optimizer updates between the order of a rollout and its first use; asynchronous rollouts only."""
-    pipeline_depth: int = 1
-    """Most rollouts ordered ahead."""
 
     def close(self) -> None:
         """Release resources that are needed only during the run."""
@@ -60,7 +64,3 @@ class Parts:
         self.learner.policy.release()
         self.session.monitor.close()
         self.session.display.close()
-
-    def sampling_for(self, rollout: int) -> SamplingParams:
-        """The sampling options of the `rollout`-th generation batch: reproducible on any machine, with a new seed for each batch."""
-        return replace(self.sampling, seed=(self.seed * 1_000_003 + rollout) % 2**31)

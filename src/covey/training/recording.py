@@ -19,7 +19,6 @@ from covey.process.sharding import are_split, load_whole_state, shard_like, whol
 from covey.process.world import World
 from covey.rollout import NativeSampler
 from covey.runs import RunFolder, checkpoint, evaluations, rng, rollouts
-from covey.training.ahead import in_flight, restore_in_flight
 from covey.training.averaging import restore_average
 from covey.training.forgetting import Forgetting
 from covey.training.parts import Parts
@@ -71,7 +70,7 @@ def checkpoint_tree(parts: Parts, state: TrainState) -> dict[str, Any]:
         "prompts": parts.prompts.state_dict(),
         "scorer": parts.scorer.state_dict(),
         "window": parts.session.state_dict(),
-        "in_flight": in_flight(parts),
+        "in_flight": parts.supply.state_dict(),
         "rng": [snapshot for part in parts.world.gather([rng.snapshot()]) for snapshot in part],
     }
 
@@ -98,7 +97,7 @@ def restore_tree(parts: Parts, folder: Path) -> TrainState:
     if "ladder" in tree:
         learner.guard.load_state_dict(tree["ladder"])
     parts.prompts.load_state_dict(tree["prompts"])
-    restore_in_flight(parts, tree.get("in_flight"))
+    parts.supply.load_state_dict(tree.get("in_flight"))
     parts.scorer.load_state_dict(tree["scorer"])
     parts.session.load_state_dict(tree["window"])
     rng.restore(_mine(parts, tree["rng"]))

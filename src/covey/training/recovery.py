@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from covey.data import PromptStream
+from covey.data.set_aside import row_of
 from covey.errors import CheckpointError, NumericsError, SpoiledError
 from covey.learner import Learner
 from covey.learner.soundness import expect_sound, saved_weights, weight_fault
-from covey.learner.update_guard import is_left_out
-from covey.runs import checkpoint, checksums, serialization
+from covey.process.interruption import StopNow
+from covey.runs import checkpoint, checksums, rng, serialization
 from covey.training.parts import Parts
-from covey.training.prompts import row_of
 from covey.training.recording import restore_history, restore_tree
 from covey.training.state import TrainState
 from covey.types import Event, Group, Prompt, StepReport
@@ -22,12 +24,36 @@ from covey.types import Event, Group, Prompt, StepReport
 logger = logging.getLogger(__name__)
 
 
+@contextmanager
+def rewound_on_failure(prompts: PromptStream) -> Iterator[None]:
+    """Context that restores the position of the prompt stream after an exception."""
+    position = prompts.state_dict()
+    try:
+        yield
+    except BaseException:
+        prompts.load_state_dict(position)
+        raise
+
+
+@contextmanager
+def undone_when_stopped(parts: Parts) -> Iterator[None]:
+    """Context that a stop signal may abort at any token or micro-batch; its effects are then undone."""
+    before = rng.snapshot()
+    try:
+        with parts.interruption.armed():
+            yield
+    except StopNow:
+        parts.learner.forget()
+        rng.restore(before)
+        raise
+
+
 def after_step(parts: Parts, state: TrainState, batch: Sequence[Group], report: StepReport) -> TrainState:
     """State to continue from: the current one, or an earlier checkpoint's if the guard or an alert requests a rollback.
 
     The batch of a skipped update is written to `bad_steps/`. Raises NumericsError if the run must stop.
     """
-    if is_left_out(report.events):
+    if report.skips_update:
         parts.session.recorder.bad_step(report.step, batch, report)
     guard, session = parts.learner.guard, parts.session
     asked, session.roll_back_because = session.roll_back_because, None
@@ -36,7 +62,7 @@ def after_step(parts: Parts, state: TrainState, batch: Sequence[Group], report: 
     move = guard.next_action(report.step, state.bad_steps, state.roll_backs, report.events)
     if move == "go_on":
         return state
-    said = next(event.said for event in report.events if is_left_out((event,)))
+    said = next(event.said for event in report.events if event.skips_update)
     return roll_back(parts, state, why=said, set_aside=[group.prompt for group in batch])
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from covey.learner.update_guard import is_left_out
-from covey.types import Group, Metric, StepReport, merge_metrics
+from covey.algorithms import Algorithm
+from covey.types import Group, Metric, Position, StepReport, merge_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,22 +49,27 @@ class TrainState:
             rollout_seconds={**self.rollout_seconds, **seconds},
         )
 
-    def popped(self) -> tuple[tuple[Group, ...], TrainState]:
-        """The next batch, and the state without it."""
-        return self.pending[0], replace(self, pending=self.pending[1:])
+    @property
+    def position(self) -> Position:
+        """Position at which stages are called."""
+        return Position(
+            step=self.step, rollout=self.num_rollouts, num_pending=len(self.pending), set_aside=self.set_aside
+        )
 
-    def advanced(
-        self, report: StepReport, controllers: Mapping[str, float], *, drop_pending: bool = False
-    ) -> TrainState:
-        """The state after an optimizer step. `drop_pending` discards the rest of this rollout (target-KL early stop)."""
+    def advanced(self, report: StepReport, algorithm: Algorithm, *, drop_pending: bool = False) -> TrainState:
+        """The state after an optimizer step. `drop_pending` discards the rest of this rollout (target-KL early stop).
+
+        Adaptive coefficients stay as they are after a skipped update, whose metrics would make them NaN.
+        """
         tokens = report["num_tokens"]
+        controllers = self.controllers if report.skips_update else algorithm.advance(self.controllers, report)
         return replace(
             self,
             step=self.step + 1,
-            pending=() if drop_pending else self.pending,
+            pending=() if drop_pending else self.pending[1:],
             num_tokens=self.num_tokens + (int(tokens) if tokens == tokens else 0),
             controllers=dict(controllers),
-            bad_steps=self.bad_steps + 1 if is_left_out(report.events) else 0,
+            bad_steps=self.bad_steps + 1 if report.skips_update else 0,
             rollout_metrics={},
             rollout_seconds={},
         )

@@ -23,15 +23,15 @@ from covey.monitor import Progress, alert_shower, build_monitor, completions_sho
 from covey.monitor.updates import UpdateMeter
 from covey.process import lean
 from covey.process.world import World
+from covey.rollout.joint import Steps
 from covey.runs import RunFolder, StopRequest, checkpoint
 from covey.runs.console import lasting_output
 from covey.runs.kept import tell_stopped, told_of_the_disk
 from covey.runs.resuming import expect_resumable
 from covey.training import loop
 from covey.training.agents import Agents, with_own_rewards, with_prompts
-from covey.training.averaging import average_of, averaged, end_with_average
+from covey.training.averaging import averaged, end_with_average
 from covey.training.build import (
-    RunInputs,
     advice_for,
     build_evaluator,
     build_parts,
@@ -39,13 +39,14 @@ from covey.training.build import (
     build_scorer,
     checked_dataset,
     checked_eval,
-    given_algorithm,
+    ensemble_of,
 )
-from covey.training.ensembles import given_ensemble, with_ensemble
+from covey.training.build_learner import RunInputs
+from covey.training.choosing import given_algorithm
 from covey.training.evaluator import Evaluator
 from covey.training.hooks import handler_of, is_overridden, refuse_dead_hooks
 from covey.training.hub import Hub
-from covey.training.interleaving import Interleavable, Steps
+from covey.training.interleaving import Interleavable
 from covey.training.languages import check_columns
 from covey.training.loaders import loader_for_callbacks
 from covey.training.loading import expect_engine, load_for_training
@@ -122,7 +123,7 @@ class GRPOTrainer(Interleavable, TRLInterface):
         )
         self.agents = Agents.of(tools, environment_factory, rollout_func, agent)
         self.tools = [one.call for one in self.agents.tools]
-        self.ensemble = given_ensemble(ensemble, self.agents, self.args)
+        self.ensemble = ensemble_of(ensemble, self.agents, self.args)
         rewards, classes = with_own_rewards(reward_funcs, reward_processing_classes, self.agents)
         self.scorer = build_scorer(
             self.args, rewards, classes, lambda: self.state, self.world.device, len(self.agents.own_rewards(False)),
@@ -248,16 +249,17 @@ class GRPOTrainer(Interleavable, TRLInterface):
         session = partial(self._build_session, stop=stop, folder=folder, meter=meter)
         given = replace(
             self._given,
+            ensemble=self.ensemble,
             before_update=partial(self._before_update, meter.before),
             after_update=partial(self._event, "on_optimizer_step", meter.after),
         )
         for said in self._advice() if self.world.is_main else ():
             logger.warning("advice: %s", said)
         parts = build_parts(given, session, self.optimizers, length_of(self.train_dataset), stop)
-        late = late_checkpoint(self.args, parts.total_steps) if start is None else None
-        if late is not None and self.world.is_main:
+        late = late_checkpoint(self.args, parts.total_steps) if start is None and self.world.is_main else None
+        if late is not None:
             logger.warning("advice: %s", late)
-        return with_ensemble(replace(parts, average=average_of(self.args, self.model)), self.ensemble, given)
+        return parts
 
     def _advice(self) -> list[str]:
         return advice_for(self.args, self.model)

@@ -13,6 +13,9 @@ from covey.types.callables import (
     Objective as Objective,
 )
 from covey.types.callables import (
+    Position as Position,
+)
+from covey.types.callables import (
     ReferenceRule as ReferenceRule,
 )
 from covey.types.callables import (
@@ -20,6 +23,12 @@ from covey.types.callables import (
 )
 from covey.types.callables import (
     Reward as Reward,
+)
+from covey.types.callables import (
+    Stage as Stage,
+)
+from covey.types.callables import (
+    Stages as Stages,
 )
 from covey.types.callables import (
     Weight as Weight,
@@ -104,6 +113,9 @@ from covey.types.values import (
 )
 from covey.types.values import (
     Totals as Totals,
+)
+from covey.types.values import (
+    of_policy as of_policy,
 )
 from covey.types.values import (
     stack_tokens as stack_tokens,

@@ -15,6 +15,10 @@ TokenNumbers = Mapping[str, Sequence[Sequence[Tensor | None]]]
 """Per-token values by name, group and completion: one number a token [T]; None where it was not measured."""
 
 
+SKIPS = frozenset({"non_finite_step", "spike_skipped"})
+"""Kinds of events of a skipped update."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """Something that happened and should be seen: a reward that failed, a prompt that was dropped."""
@@ -23,6 +27,11 @@ class Event:
     said: str
     """One sentence."""
     details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def skips_update(self) -> bool:
+        """True if the update was skipped for non-finite numbers or a spike."""
+        return self.kind in SKIPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +48,11 @@ class StepReport:
 
     def __getitem__(self, name: str) -> float:
         return self.metrics[name].value if name in self.metrics else math.nan
+
+    @property
+    def skips_update(self) -> bool:
+        """True if the weights did not change, for non-finite numbers or a spike."""
+        return any(event.skips_update for event in self.events)
 
     def merged(self, metrics: Mapping[str, Metric]) -> StepReport:
         """The same report with more metrics added."""

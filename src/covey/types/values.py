@@ -252,6 +252,12 @@ def episodes_in(groups: Sequence[Group]) -> tuple[tuple[EpisodeNotes | None, ...
     return found if any(one is not None for row in found for one in row) else None
 
 
+def of_policy(groups: Sequence[Group]) -> list[Group]:
+    """Groups with the policy's completions only, without those of ensemble members; completions of a data set count as the policy's."""
+    places = lambda group: [i for i, one in enumerate(group.completions) if one.source in ("policy", "data")]
+    return [group if len(at := places(group)) == group.size else group.take(at) for group in groups]
+
+
 def stack_tokens(groups: Sequence[Group], pick: Callable[[Completion], Tensor | None]) -> Tensor:
     """[P, G, T] of one per-token quantity of every completion, zero (False) beyond its end."""
     rows = [[pick(completion) for completion in group.completions] for group in groups]

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from covey.algorithms import Algorithm
-from covey.doctor.why.recorded import Recorded
+from covey.doctor.why.recorded import Recorded, judged_again
 from covey.doctor.why.replay import FEWEST_GROUPS, Effect, Made, Replay
 from covey.doctor.why.slices import Contradiction, contradictions
-from covey.training.credit import with_advantages
 from covey.types import Group
 
 MOST_MOVED = 0.05
@@ -215,12 +214,12 @@ def _judged_anew(recorded: Recorded) -> Iterator[Change]:
         if len(recorded.reward_names) > 1 and recorded.weights[index] != 0:
             weights = recorded.weights.clone()
             weights[index] = 0.0
-            off = lambda g, a, weights=weights: (with_advantages(g, a, weights), a, 1.0, None)
+            off = lambda g, a, weights=weights: (judged_again(g, a, weights), a, 1.0, None)
             yield Change(kind="reward", said=f"the reward {name} off", apply=off)
     advantage = recorded.algorithm.advantage
     if getattr(advantage, "scale", "none") not in ("none", False):
         plain = replace(advantage, scale="none")  # type: ignore[type-var]
-        anew = lambda g, a: (with_advantages(g, a.replace(advantage=plain), recorded.weights), a, 1.0, None)
+        anew = lambda g, a: (judged_again(g, a.replace(advantage=plain), recorded.weights), a, 1.0, None)
         yield Change(kind="scale", said="advantages not divided by their deviation", apply=anew)
 
 

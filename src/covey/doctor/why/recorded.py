@@ -15,13 +15,15 @@ from torch import Tensor
 from covey.algorithms import Algorithm
 from covey.config import GRPOConfig
 from covey.config.options import HONOURED
+from covey.environments.branches import share_advantages
 from covey.errors import CheckpointError, ConfigError, RunFolderError
 from covey.learner import Learner
 from covey.models import load_model
 from covey.process.world import World
 from covey.runs import checkpoint, checksums, manifest, rollouts
 from covey.runs.metrics import read as read_metrics
-from covey.training.build import RunInputs, build_algorithm, build_learner
+from covey.training.build_learner import RunInputs, build_learner
+from covey.training.choosing import build_algorithm
 from covey.training.credit import with_advantages
 from covey.training.loading import load_for_training
 from covey.types import Completion, Group, Message, Prompt
@@ -180,9 +182,14 @@ def _messages(row: Mapping[str, Any]) -> tuple[Message, ...] | None:
     return tuple(json.loads(row["messages"])) if row.get("messages") else None
 
 
+def judged_again(groups: Sequence[Group], algorithm: Algorithm, weights: Tensor) -> list[Group]:
+    """The groups with new advantages; branches of an episode have the episode's."""
+    return [share_advantages(group) for group in with_advantages(groups, algorithm, weights)]
+
+
 def _judged(groups: list[Group], algorithm: Algorithm, weights: Tensor) -> tuple[list[Group], bool]:
     """The groups judged again, and whether that gives the recorded advantages."""
-    again = with_advantages(groups, algorithm, weights)
+    again = judged_again(groups, algorithm, weights)
     apart, largest = 0.0, 1e-6
     for new, old in zip(again, groups, strict=True):
         if new.advantages is None or old.advantages is None or new.advantages.ndim != 1:

@@ -1,10 +1,10 @@
-"""The prompts of a rollout: the next of the stream, without excluded ones."""
+"""Prompts of a stream without those that were set aside after bad numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from covey.data import PromptStream
+from covey.data.stream import PromptStream
 from covey.errors import DataError
 from covey.types import Prompt
 

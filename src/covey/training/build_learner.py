@@ -1,0 +1,183 @@
+"""Construction of the networks and the learner of a run, from its options: a part of `build.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any
+
+import torch
+
+from covey.algorithms import Algorithm
+from covey.config import GRPOConfig
+from covey.ensembles import Ensemble
+from covey.errors import ConfigError
+from covey.learner import Learner, Policy
+from covey.learner.memory_estimate import enough_tokens, starting_rows, starting_tokens
+from covey.learner.optimizer import make_optimizer, make_scheduler
+from covey.learner.preparation import checkpoint_activations
+from covey.learner.token_metrics import TokenEntropies
+from covey.learner.update_guard import GuardPolicy, UpdateGuard
+from covey.process.world import World
+from covey.rewards import Scorer
+from covey.runs import rollouts
+from covey.training.agents import Agents
+from covey.training.choosing import build_algorithm as build_algorithm
+from covey.training.choosing import given_algorithm as given_algorithm
+from covey.training.networks import Networks, networks_of, refuse_unsplit
+from covey.training.sampling import as_dict, sampling_params
+from covey.training.teaching import build_supervised, build_teacher
+
+
+@dataclass(frozen=True, eq=False)
+class RunInputs:
+    """User inputs of a run, loaded and checked."""
+
+    args: GRPOConfig
+    model: Any
+    tokenizer: Any
+    eos_ids: tuple[int, ...]
+    algorithm: Algorithm
+    scorer: Scorer
+    train_dataset: Any
+    world: World
+    agents: Agents = field(default_factory=Agents)
+    ensemble: Ensemble | None = None
+    """Models whose completions join the groups of training. None: the policy alone."""
+    processor: Any = None
+    """Processor of a vision-language model."""
+    trainer: Any = None
+    """Trainer, passed to a rollout function with its prompts."""
+    frozen: Any = None
+    """Copy of the model for the reference, made before; None: the reference makes its own."""
+    server: Any = None
+    """Connection to the vLLM server that writes completions."""
+    before_update: Callable[[], None] = lambda: None
+    after_update: Callable[[], None] = lambda: None
+    """Callback after each optimizer step."""
+
+
+def build_policy(given: RunInputs) -> Policy:
+    args = given.args
+    policy = Policy(
+        model=given.model,
+        pad_id=given.tokenizer.pad_token_id,
+        temperature=args.temperature or 1.0,
+        compute_dtype=compute_dtype(args),
+        logits_chunk=args.logits_chunk_tokens,
+        auxiliary_coefficient=auxiliary_coefficient(args, given.model),
+        offloads=args.activation_offloading and given.world.device.type != "cpu",
+        shared_attention=args.shared_attention,
+        float32_head=args.cast_lm_head_to_fp32,
+        packs_always=given.agents.has_single_completions,
+    )
+    if args.cast_lm_head_to_fp32:
+        policy.expect_float32_head()
+    if args.shared_attention != "auto":
+        policy.shares_prompts()  # refuses an impossible request before any work
+    return policy
+
+
+def compute_dtype(args: GRPOConfig) -> torch.dtype | None:
+    """Compute dtype of matmuls (autocast); None for the parameters' own."""
+    if args.bf16:
+        return torch.bfloat16
+    return torch.float16 if args.fp16 else None
+
+
+def auxiliary_coefficient(args: GRPOConfig, model: Any) -> float:
+    """Weight of a mixture-of-experts model's load-balancing loss; 0 for other models."""
+    config = model.config.get_text_config()
+    own = getattr(config, "router_aux_loss_coef", None)
+    if own is None and args.router_aux_loss_coef:
+        raise ConfigError(
+            f"router_aux_loss_coef={args.router_aux_loss_coef}, but {type(model).__name__} has no router; leave it out."
+        )
+    chosen = own if args.router_aux_loss_coef is None else args.router_aux_loss_coef
+    has_router = own is not None and getattr(config, "output_router_logits", None) is not None
+    return float(chosen or 0.0) if has_router else 0.0
+
+
+def checkpoint_once(policy: Policy) -> bool:
+    """Enable activation checkpointing; False if it is enabled already."""
+    if policy.is_checkpointing:
+        return False
+    checkpoint_activations(policy.model)
+    policy.model.train()  # blocks in eval mode ignore checkpointing
+    return True
+
+
+def build_guard_policy(args: GRPOConfig) -> GuardPolicy:
+    """Update guard's options, from the options of the same names."""
+    return GuardPolicy(**{item.name: getattr(args, item.name) for item in fields(GuardPolicy)})
+
+
+def build_networks(given: RunInputs, optimizer: Any = None) -> Networks:
+    """Policy, reference and critic, sharded over processes if the run is; `optimizer`: the user's own.
+
+    Raises ConfigError for options that do not work with a sharded model.
+    """
+    args = given.args
+    if args.sharding is not None and given.world.size > 1:
+        refuse_unsplit(given.algorithm, given.model, optimizer, given.agents.rollout_func)
+    policy = build_policy(given)
+    on_cpu, shards = given.world.device.type == "cpu", 1 if args.sharding is None else given.world.size
+    max_tokens = starting_tokens(args.max_tokens_per_microbatch, policy, on_cpu=on_cpu, shards=shards)
+    return networks_of(given.algorithm, policy, given.world, args.sharding, max_tokens, given.frozen)
+
+
+def build_learner(
+    given: RunInputs,
+    total_steps: int,
+    optimizers: tuple[Any, Any],
+    is_off_policy: bool,
+    networks: Networks | None = None,
+    **callbacks: Any,
+) -> Learner:
+    """The learner of `networks`, by default new ones. `callbacks`: `interruption` and `before_first_update` of `Learner`."""
+    args, algorithm = given.args, given.algorithm
+    on_cpu = given.world.device.type == "cpu"
+    networks = build_networks(given, optimizers[0]) if networks is None else networks
+    policy, critic = networks.policy, networks.critic
+    extra: list[torch.nn.Module] = [critic] if isinstance(critic, torch.nn.Module) else []
+    optimizer = optimizers[0] or make_optimizer(args, given.model, extra)
+    scheduler = optimizers[1] or make_scheduler(args, optimizer, total_steps)
+    sampling = sampling_params(args)
+    template = given.agents.template_options(args)
+    stop = callbacks.get("interruption", lambda: None)
+    taught = partial(build_teacher, trust_remote_code=args.trust_remote_code, check_stop=stop)
+    seed = args.seed if args.data_seed is None else args.data_seed
+    batch = args.per_device_train_batch_size
+    return Learner(
+        policy=policy,
+        reference=networks.reference,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        world=given.world,
+        max_completion_length=args.max_completion_length,
+        max_rows=starting_rows(
+            args.max_tokens_per_microbatch, batch, batch * args.gradient_accumulation_steps, on_cpu=on_cpu
+        ),
+        max_tokens=networks.max_tokens,
+        enough_tokens=enough_tokens(args.max_tokens_per_microbatch, on_cpu=on_cpu),
+        max_grad_norm=args.max_grad_norm,
+        guard=UpdateGuard(build_guard_policy(args)),
+        mask_truncated=args.mask_truncated_completions,
+        is_off_policy=is_off_policy,
+        disable_dropout=args.disable_dropout,
+        enable_recomputation=partial(checkpoint_once, policy) if args.checkpoint_when_needed else lambda: False,
+        critic=critic,
+        teacher=taught(algorithm, policy, given.tokenizer, template),
+        supervised=build_supervised(algorithm, policy, given.tokenizer, given.eos_ids, template, seed),
+        uses_sampler_logp=not (sampling.truncates or args.vllm_structured_outputs_regex)
+        and sampling.repetition_penalty == 1.0,
+        expects_stale=args.async_rollouts and args.max_staleness > 0,
+        token_entropies=TokenEntropies(partial(rollouts.is_due, every=args.rollout_log_steps)),
+        overlaps_reduction=policy.shards is None
+        and not as_dict(args.gradient_checkpointing_kwargs).get("use_reentrant"),
+        scaler=torch.amp.GradScaler(policy.device.type) if args.fp16 else None,
+        before_update=given.before_update,
+        after_update=given.after_update,
+        **callbacks,
+    )

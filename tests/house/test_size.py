@@ -1,0 +1,38 @@
+"""Budgets of size: a commit that needs more room changes the number here, and says why."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from sources import FILES, SRC, nodes_of, text_of
+
+LINES = 88_000
+"""Lines of src/covey in Python, JavaScript and C++, without what others wrote (`vendor`)."""
+
+
+def test_the_source_stays_within_its_budget():
+    files = [file for end in ("py", "js", "cpp", "h") for file in SRC.rglob(f"*.{end}") if is_own(file)]
+    lines = sum(len(file.read_text().splitlines()) for file in files)
+    assert lines <= LINES, f"src/covey has {lines} lines; delete what became idle, or raise LINES on purpose."
+
+
+def is_own(file: Path) -> bool:
+    return "vendor" not in file.parts and not file.name.startswith("uPlot")
+
+
+def test_the_loop_stays_on_one_screen_and_names_no_feature():
+    loop = SRC / "training" / "loop.py"
+    modules = {
+        node.module
+        for node in nodes_of(loop)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("covey")
+    }
+    assert len(text_of(loop).splitlines()) <= 160
+    assert len(modules) <= 10, sorted(modules)
+    features = ("ensembles", "environments", "serving", "together", "ahead", "asynchron", "greedy")
+    assert [module for module in modules if any(feature in module for feature in features)] == []
+
+
+@pytest.mark.parametrize(("room", "most"), [("training", 40)])
+def test_a_room_has_few_files(room: str, most: int):
+    assert len([file for file in FILES if file.parent == SRC / room]) <= most
