@@ -72,13 +72,14 @@ def test_math_evaluates_latex_where_text_says_too_little():
 
 
 @needs_math_verify
-def test_an_answer_that_never_ends_is_killed_and_abstains():
+def test_an_answer_that_never_ends_is_killed_alone():
     verifier = verify.Verifier(timeout_seconds=0.5)
-    assert verifier.is_equal(r"\boxed{1}", r"\boxed{1}") is True
-    started = time.perf_counter()
-    assert verifier.is_equal(r"\boxed{1}", r"\boxed{9^{9^{9^{9}}}}") is None
-    assert time.perf_counter() - started < 2.0
-    assert verifier.is_equal(r"\boxed{2}", r"\boxed{\sqrt{4}}") is True  # a new process
+    assert verifier.is_equal("1", "1") is True
+    process = verifier._process
+    with pytest.raises(TimeoutError):
+        verifier.is_equal("1", "9^{9^{9^{9}}}")
+    assert verifier.is_equal("2", r"\sqrt{4}") is True
+    assert verifier._process is process
     verifier.close()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.answers import gold_answer, marked_answer, number
-from covey.rewards.builtin.text import text_of
+from covey.rewards.builtin.text import last_tagged, text_of
 
 _ARTICLES = frozenset({"a", "an", "the"})
 _CONNECTED = r"(?:answer|choice|option|lösung|réponse|respuesta)"
@@ -55,8 +55,8 @@ class ChoiceLetter:
 
     def chosen(self, text: str) -> str | None:
         """The letter that a text chooses, as a capital; `None` for none or several."""
-        tag = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-        marked = tag[-1] if tag else marked_answer(text)
+        tagged = last_tagged(text, "answer")
+        marked = marked_answer(text) if tagged is None else tagged
         if marked is not None:
             return self._letter(marked)
         said = list(re.finditer(rf"\b{_CONNECTED}\b\s*(?:is|:|=|ist|est|es)?\s*:?", text, re.IGNORECASE))

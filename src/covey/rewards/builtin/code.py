@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,7 +15,6 @@ from covey.rewards.decorators import CallOptions
 from covey.rewards.sandbox import Sandbox
 
 _SETUP = ("setup", "test_setup_code", "test_setup")
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 _SHARES = ("passed", "wrong", "error", "syntax", "timeout", "memory")
 
 
@@ -99,11 +97,15 @@ class Code:
 
 def program_of(text: str) -> str | None:
     """The last fenced block of `text`, or all of it where there is no fence; `None` when a fence stays open after the last."""
-    blocks = list(_FENCE.finditer(text))
-    rest = text[blocks[-1].end() :] if blocks else text
-    if "```" in rest:
-        return None
-    return blocks[-1][2] if blocks else text
+    block, opened, place, end = None, -1, 0, 0
+    for line in text.split("\n"):
+        after = place + len(line) + 1
+        if opened >= 0 and line.strip(" \t") == "```":
+            block, opened, end = text[opened:place], -1, after - 1
+        elif opened < 0 and line.lstrip(" \t").startswith("```"):
+            opened = after
+        place = after
+    return None if "```" in text[end:] else text if block is None else block
 
 
 @cache

@@ -13,7 +13,6 @@ from typing import Any, Literal
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.text import text_of
 
-_FENCE = re.compile(r"```(?:json|JSON)?[ \t]*\n(.*?)\n?[ \t]*```", re.DOTALL)
 _DEEPEST = 200
 """Nested brackets beyond which a text counts as no JSON: parsers recurse, and a model can write a million brackets."""
 
@@ -131,8 +130,7 @@ class JsonSchema:
     def _score(self, text: str, wanted: Any) -> float | None:
         if wanted is None:
             return None
-        fence = _FENCE.fullmatch(text.strip()) if self.fenced else None
-        is_read, value = read_json(fence[1] if fence else text)
+        is_read, value = read_json(_unfenced(text.strip()) if self.fenced else text)
         return float(is_read and _satisfies(self._validator(wanted), value))
 
     def _validator(self, schema: Any) -> Any:
@@ -140,6 +138,13 @@ class JsonSchema:
         if key not in self._known:
             self._known[key] = _validator_of(_schema(schema))
         return self._known[key]
+
+
+def _unfenced(text: str) -> str:
+    """Inside of the one code fence around a text, or the text."""
+    first, line_break, rest = text.partition("\n")
+    is_fenced = first.rstrip(" \t") in ("```", "```json", "```JSON") and line_break and rest.endswith("```")
+    return rest[:-3] if is_fenced else text
 
 
 def _satisfies(validator: Any, value: Any) -> bool:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from covey.data import gym as tasks
 from covey.rewards.builtin.answers import marked_answer
-from covey.rewards.builtin.text import text_of
+from covey.rewards.builtin.text import last_tagged, text_of
 from covey.rewards.decorators import per_completion
-
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 @per_completion(isolated=True, concurrency=2, timeout=60)
@@ -29,8 +26,8 @@ def answer_of(text: str) -> str:
     >>> answer_of("<think>7?</think> <answer> 8 </answer>"), answer_of("<think>7?</think>\\n8")
     ('8', '8')
     """
-    tagged = _TAG.findall(text)
-    if tagged:
-        return str(tagged[-1]).strip()
+    tagged = last_tagged(text, "answer")
+    if tagged is not None:
+        return tagged.strip()
     marked = marked_answer(text)
     return text.rsplit("</think>", 1)[-1].strip() if marked is None else marked

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, Protocol
 
 from covey.errors import RewardError
 from covey.rewards.builtin import verify
-from covey.rewards.builtin.answers import final_answer, gold_answer, is_plain, is_same, marked_answer, number
+from covey.rewards.builtin.answers import final_answer, gold_answer, is_same, marked_answer, number
+from covey.rewards.builtin.formulas import is_equal
 from covey.rewards.builtin.text import text_of
+from covey.rewards.builtin.units import words_of
 from covey.rewards.contract import needs_one_of
 from covey.rewards.decorators import reward
 
 logger = logging.getLogger(__name__)
 
-_VERIFY_SECONDS = 20.0
-"""Time limit of math-verify for one batch; answers that it has not reached by then are `None`."""
+_QUICK_SECONDS, _VERIFY_SECONDS = 0.15, 0.5
+"""Processor time for one answer at first, and for those that need longer; an answer that needs more is wrong."""
+_BATCH_SECONDS, _LONGEST_BATCH_SECONDS = 20.0, 90.0
+"""Time after which no answer of a batch gets the longer time, and after which the rest of it is not judged (`None`)."""
 
 _LIMIT_SECONDS = 120.0
 """Time limit of one call: starting math-verify takes seconds, which a short limit of the run is not meant for."""
@@ -38,14 +43,20 @@ def math_reward(
     r"""1.0 where the completion's final answer equals the gold answer in value, 0.0 where not, `None` without a gold answer.
 
     The gold answer is in the column `answer`, or else `solution`: after GSM8K's `####`, in `\boxed{}`, or the whole text. The
-    completion's is after its last `####`, in its last `\boxed{}`, or its last number. Numbers are compared exactly as
-    fractions (1,250.00 = 1250, 0.5 = 1/2, 50% = 50), anything else as text and then, where math-verify is installed
-    (`pip install 'covey[math]'`), by math-verify in a process of its own, 3 seconds each and 20 a
-    batch; answers that it cannot judge are `None`.
+    completion's is after its last `####`, in its last `\boxed{}`, after its last "the answer is", or its last number. The same
+    text or the same exact number is right (1,250.00 = 1250, 0.5 = 1/2, 72 eggs = 72 where the question speaks of eggs).
+    A formula that is read whole is compared by math-verify (`pip install 'covey[math]'`) in a process of its own, for at
+    most 0.65 seconds of processor time; anything else is wrong. `None` also where math-verify cannot parse the gold answer.
+
+    Raises RewardError for a gold formula without math-verify.
     """
     golds = _golds(answer, solution, len(completions))
-    until = time.monotonic() + _VERIFY_SECONDS
-    scores = [_judge(text_of(c), gold, until) for c, gold in zip(completions, golds, strict=True)]
+    nouns = _nouns(golds, answer if answer is not None else solution, columns.get("prompts"))
+    texts = [text_of(completion) for completion in completions]
+    rows = list(zip(texts, golds, nouns, strict=True))
+    pairs = dict.fromkeys((text, gold, noun) for text, gold, noun in rows if gold is not None)  # equal answers once
+    verdicts = dict(zip(pairs, _within_time([partial(_judge, *pair) for pair in pairs]), strict=True))
+    scores = [None if gold is None else verdicts[text, gold, noun] for text, gold, noun in rows]
     unjudged = sum(score is None for score in scores)
     if log_metric is not None and unjudged:
         log_metric("math/unjudged", unjudged / len(scores))
@@ -72,17 +83,13 @@ def exact_reward(
 def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **columns: Any) -> list[float | None]:
     r"""TRL's reward of this name: math-verify's verdict, with the answer taken only from `\boxed{}` or dollar signs.
 
-    `None` where the solution cannot be parsed. Needs math-verify; each comparison has 3 seconds in a process of its own, a
-    batch has 20, and answers that it has not reached by then are `None`.
+    `None` where the solution cannot be parsed. Needs math-verify; each comparison has at most 0.65 seconds of processor time in a
+    process of its own, past which the answer is wrong.
     """
     if not verify.is_installed():
         raise RewardError("accuracy_reward needs math-verify: pip install 'covey[math]', or use the reward 'math'.")
-    judge, until = verify.shared().is_equal, time.monotonic() + _VERIFY_SECONDS
-    verdicts = [
-        judge(gold, text_of(c), anchored=True) if time.monotonic() < until else None
-        for c, gold in zip(completions, solution, strict=True)
-    ]
-    return [None if verdict is None else float(verdict) for verdict in verdicts]
+    pairs = zip(completions, solution, strict=True)
+    return _within_time([partial(verify.shared().is_equal, gold, text_of(c), anchored=True) for c, gold in pairs])
 
 
 def _golds(answer: Sequence[Any] | None, solution: Sequence[Any] | None, size: int) -> list[str | None]:
@@ -95,25 +102,71 @@ def _golds(answer: Sequence[Any] | None, solution: Sequence[Any] | None, size: i
     return [gold or None for gold in golds]
 
 
-def _judge(text: str, gold: str | None, until: float) -> float | None:
-    if gold is None:
-        return None
-    found = final_answer(text)
-    if found is not None and is_same(found, gold):
-        return 1.0
-    has_latex = "\\" in text or "$" in text or not is_plain(found or "")
-    if is_plain(gold) and (found is None or is_plain(found) or not has_latex):
-        return 0.0
-    if not has_latex and found is None:
-        return 0.0
-    if not verify.is_installed():
-        _warn_without_math_verify()
-        return 0.0
-    if time.monotonic() > until:
-        return None
-    answer = text if marked_answer(text) is None else f"\\boxed{{{found}}}"
-    verdict = verify.shared().is_equal(f"\\boxed{{{gold}}}", answer)
-    return None if verdict is None else float(verdict)
+class _Judge(Protocol):
+    """A comparison within `seconds` of processor time; raises TimeoutError past them."""
+
+    def __call__(self, *, seconds: float) -> bool | None: ...
+
+
+def _within_time(judges: Sequence[_Judge]) -> list[float | None]:
+    """Verdicts of one batch: each comparison briefly, then those that need longer, so that none of them holds the others up."""
+    started = time.monotonic()
+    verdicts, late = list[float | None](), list[int]()
+    for i, judge in enumerate(judges):
+        try:
+            is_over = time.monotonic() - started > _LONGEST_BATCH_SECONDS
+            verdict = None if is_over else judge(seconds=_QUICK_SECONDS)
+        except TimeoutError:
+            verdict = False
+            late.append(i)
+        verdicts.append(None if verdict is None else float(verdict))
+    for i in late:
+        if time.monotonic() - started > _BATCH_SECONDS:
+            break
+        with contextlib.suppress(TimeoutError):
+            verdict = judges[i](seconds=_VERIFY_SECONDS)
+            verdicts[i] = None if verdict is None else float(verdict)
+    return verdicts
+
+
+def _judge(text: str, gold: str, nouns: frozenset[str], *, seconds: float) -> bool | None:
+    answer = final_answer(text)
+    if answer is None:
+        return False
+    return is_equal(answer, gold, partial(_evaluated, seconds=seconds), nouns)
+
+
+def _evaluated(gold: str, answer: str, *, seconds: float) -> bool | None:
+    if verify.is_installed():
+        return verify.shared().is_equal(gold, answer, seconds=seconds)
+    if number(gold) is None:
+        raise RewardError(
+            f"the gold answer {gold!r} is a formula, which math-verify compares: pip install 'covey[math]'."
+        )
+    _warn_without_math_verify()
+    return False
+
+
+def _nouns(
+    golds: Sequence[Any], solutions: Sequence[Any] | None, prompts: Sequence[Any] | None
+) -> list[frozenset[str]]:
+    """The words of each row's question and solution, which may stand after a number."""
+    questions = prompts if prompts is not None and len(prompts) == len(golds) else [""] * len(golds)
+    seen = dict[tuple[str, str], frozenset[str]]()
+    nouns = list[frozenset[str]]()
+    for question, solution in zip(questions, solutions or [""] * len(golds), strict=True):
+        pair = (_all_text(question), str(solution))
+        if pair not in seen:
+            seen[pair] = words_of(*pair)
+        nouns.append(seen[pair])
+    return nouns
+
+
+def _all_text(question: Any) -> str:
+    """A prompt's text: itself, or what all of its messages say."""
+    return (
+        question if isinstance(question, str) else " ".join(str(message.get("content") or "") for message in question)
+    )
 
 
 def _matches(text: str, gold: str | None) -> float | None:
@@ -129,5 +182,6 @@ def _matches(text: str, gold: str | None) -> float | None:
 @lru_cache
 def _warn_without_math_verify() -> None:
     logger.warning(
-        "Some answers are LaTeX, and math-verify is not installed: they are compared as text; pip install 'covey[math]'."
+        "Some answers are formulas, and math-verify is not installed: where the gold answer is a number, they score 0; "
+        "pip install 'covey[math]'."
     )

@@ -39,6 +39,23 @@ def text_of(completion: Any) -> str:
     return "".join(str(m.get("content") or "") for m in completion if m.get("role", "assistant") == "assistant")
 
 
+def last_tagged(text: str, name: str) -> str | None:
+    """Inside of the last `<name>...</name>`, `None` without one; read from the end, in time that is linear in the text.
+
+    >>> last_tagged("<a>1</a> <a>2</a> <a>", "a"), last_tagged("<a>1", "a")
+    ('2', None)
+    """
+    opening, closing = f"<{name}>", f"</{name}>"
+    end = text.rfind(closing)
+    while end >= 0:
+        before = text.rfind(closing, 0, end)
+        start = text.find(opening, before + len(closing) if before >= 0 else 0, end)
+        if start >= 0:
+            return text[start + len(opening) : end]
+        end = before
+    return None
+
+
 def format_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
     """1.0 where the text ends with a line such as `#### 42`, as GSM8K's answers do; 0.0 elsewhere."""
     return [float(_GSM8K_END.search(text_of(completion)) is not None) for completion in completions]

@@ -1,62 +1,96 @@
-"""The process that compares LaTeX answers with math-verify: JSON lines in, JSON lines out. See `covey.rewards.builtin.verify`.
+"""The process that compares formulas with math-verify: JSON lines in, JSON lines out. See `covey.rewards.builtin.verify`.
 
-It runs apart because what a model writes may keep sympy busy for ever or eat the memory, and only a process can be stopped.
+It runs apart because a formula that a model writes may keep sympy busy for ever or eat the memory, and only a process can be
+stopped. Where the system can fork, each comparison has a process of its own, so one that is killed costs the next nothing.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
+import os
 import signal
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 _MEMORY_BYTES = 2 * 2**30
+_WARM = (
+    ("\\frac{1}{2}", "(\\frac{5}{10})"),
+    ("x^{2}+1", "1+x^2"),
+    ("\\sqrt{2}", "[0,1)"),
+    ("x=5", "\\pi"),
+    ("2x+3<1", "(-\\infty,1]"),
+)
+"""Formulas whose grammar is read before the first request, so that no request pays for it."""
 
 
 def main() -> None:
-    """Answer each line `{"id", "gold", "answer", "anchored", "seconds"}` with `{"id", "equal"}` until the input ends."""
+    """Answer each line `{"id", "gold", "answer", "anchored", "seconds"}` with `{"id", "equal", "late"}` until the input ends."""
     _confine()
     import math_verify  # noqa: F401 - its second is not the first request's
 
     logging.disable(logging.CRITICAL)  # math-verify logs every text that it cannot parse
+    for gold, answer in _WARM:
+        compare({"gold": gold, "answer": answer, "anchored": False})
     for line in sys.stdin:
         request = json.loads(line)
-        _die_after(math.ceil(request["seconds"]) + 1)
-        try:
-            equal = compare(request)
-        except Exception:  # noqa: BLE001 - sympy may raise anything on model-written text; then it cannot be judged
-            equal = None
-        _die_after(0)
-        sys.stdout.write(json.dumps({"id": request["id"], "equal": equal}) + "\n")
+        reply = _apart(request) if hasattr(os, "fork") else _judged(request)
+        sys.stdout.write(json.dumps({"id": request["id"], **reply}) + "\n")
         sys.stdout.flush()
 
 
 def compare(request: Mapping[str, Any]) -> bool | None:
     """True if the answer equals the gold answer; `None` when the gold answer cannot be parsed.
 
-    `anchored` takes an answer only from a box or between dollar signs, as TRL's `accuracy_reward` does.
+    Both are formulas; with `anchored` they are texts, and an answer counts only in a box or between dollar signs, as for
+    TRL's `accuracy_reward`.
     """
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
+    if not request["anchored"]:
+        as_written = NormalizationConfig(basic_latex=False, boxed="none")
+        whole = [LatexExtractionConfig(boxed_match_priority=-1, normalization_config=as_written)]
+        gold, answer = (
+            parse(f"${request[name]}$", whole, fallback_mode="no_fallback", parsing_timeout=None)
+            for name in ("gold", "answer")
+        )
+        return bool(verify(gold, answer, timeout_seconds=None)) if gold else None
     gold = parse(request["gold"], parsing_timeout=None)
     if not gold:
         return None
-    if request["anchored"]:
-        latex = LatexExtractionConfig(
-            normalization_config=NormalizationConfig(units=True),
-            boxed_match_priority=0,
-            try_extract_without_anchor=False,
-        )
-        answer = parse(
-            request["answer"], extraction_config=[latex], extraction_mode="first_match", parsing_timeout=None
-        )
-    else:
-        answer = parse(request["answer"], parsing_timeout=None)
+    latex = LatexExtractionConfig(
+        normalization_config=NormalizationConfig(units=True),
+        boxed_match_priority=0,
+        try_extract_without_anchor=False,
+    )
+    answer = parse(request["answer"], extraction_config=[latex], extraction_mode="first_match", parsing_timeout=None)
     return bool(verify(gold, answer, timeout_seconds=None))
+
+
+def _judged(request: Mapping[str, Any]) -> dict[str, bool | None]:
+    try:
+        return {"equal": compare(request), "late": False}
+    except Exception:  # noqa: BLE001 - sympy may raise anything on model-written text; then they are not equal
+        return {"equal": False, "late": False}
+
+
+def _apart(request: Mapping[str, Any]) -> dict[str, bool | None]:
+    """The verdict of a forked process, which the kernel ends after `seconds` of processor time."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reads)
+        signal.setitimer(signal.ITIMER_PROF, request["seconds"])
+        signal.alarm(int(10 * request["seconds"]) + 5)
+        os.write(writes, json.dumps(_judged(request)).encode())
+        os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads, "rb") as pipe:
+        written = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(written) if written else {"equal": False, "late": True}
 
 
 def _confine() -> None:
@@ -66,12 +100,7 @@ def _confine() -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-
-
-def _die_after(seconds: int) -> None:
-    """Let the kernel end this process, even when its parent is gone and C code never looks up; 0: never."""
-    if hasattr(signal, "alarm"):
-        signal.alarm(seconds)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 if __name__ == "__main__":

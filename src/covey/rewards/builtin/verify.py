@@ -1,4 +1,4 @@
-"""LaTeX answers compared by math-verify in a process of its own that is killed when it takes too long."""
+"""Formulas compared by math-verify in a process of its own that is killed when it takes too long."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -22,18 +23,20 @@ _LONGEST = 2000
 class Verifier:
     """Compares answers in a child process, started when first needed and again after each time it had to be killed."""
 
-    def __init__(self, timeout_seconds: float = 3.0) -> None:
+    def __init__(self, timeout_seconds: float = 1.0) -> None:
         self.timeout_seconds = timeout_seconds
         self._process: subprocess.Popen[str] | None = None
         self._replies: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._ids = itertools.count()
         self._lock = threading.Lock()
 
-    def is_equal(self, gold: str, answer: str, *, anchored: bool = False) -> bool | None:
-        """True if both answers are equal; `None` if undecided (gold not parseable, or past the time limit).
+    def is_equal(self, gold: str, answer: str, *, anchored: bool = False, seconds: float | None = None) -> bool | None:
+        """True if both formulas are equal; `None` when the gold one cannot be parsed.
 
-        `anchored`: take the answer only from a box or between dollar signs.
+        `anchored`: both are texts, and the answer is taken only from a box or between dollar signs. `seconds` of processor
+        time, else `timeout_seconds`. Raises TimeoutError when they do not suffice.
         """
+        seconds = self.timeout_seconds if seconds is None else seconds
         with self._lock:
             first, number = self._process is None, next(self._ids)
             process = self._running()
@@ -42,7 +45,7 @@ class Verifier:
                 "gold": gold[-_LONGEST:],
                 "answer": answer[-_LONGEST:],
                 "anchored": anchored,
-                "seconds": self.timeout_seconds,
+                "seconds": seconds,
             }
             try:
                 assert process.stdin is not None
@@ -51,25 +54,27 @@ class Verifier:
             except OSError:
                 self._kill()
                 return None
-            limit = self.timeout_seconds + (_START_SECONDS if first else 0.0)
-            return self._reply(number, time.monotonic() + limit)
+            return self._reply(number, time.monotonic() + _wall(seconds) + (_START_SECONDS if first else 0.0))
 
     def close(self) -> None:
         """End the child process."""
         with self._lock:
             self._kill()
 
-    def _reply(self, wanted: int, until: float) -> bool | None:
+    def _reply(self, expected: int, until: float) -> bool | None:
         while True:
             try:
                 line = self._replies.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
-                line = None
-            if line is None:  # too late, or the process is gone
+                self._kill()
+                raise TimeoutError from None
+            if line is None:  # the process is gone
                 self._kill()
                 return None
             reply = json.loads(line)
-            if reply["id"] == wanted:  # others answer a call that was interrupted
+            if reply["id"] == expected:  # others answer a call that was interrupted
+                if reply["late"]:
+                    raise TimeoutError
                 return None if reply["equal"] is None else bool(reply["equal"])
 
     def _running(self) -> subprocess.Popen[str]:
@@ -95,6 +100,11 @@ class Verifier:
             if pipe is not None:
                 pipe.close()
         process.wait()
+
+
+def _wall(seconds: float) -> float:
+    """Seconds on the clock for so many of processor time: others may use the processor; a process of its own has it alone."""
+    return 10 * seconds + 10 if hasattr(os, "fork") else seconds
 
 
 def _read(process: subprocess.Popen[str], replies: queue.SimpleQueue[str | None]) -> None:

@@ -1,0 +1,89 @@
+"""The reward `math` on pairs of a gold answer and a completion: no wrong answer is right, and bombs harm only themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from math_pairs import BOMBS, pairs
+
+from covey.errors import RewardError
+from covey.rewards import resolve
+from covey.rewards.builtin import verify
+from covey.rewards.builtin.formulas import readable
+
+GSM8K = Path(__file__).parents[1] / "data" / "gsm8k" / "test.jsonl"
+
+math_reward = resolve("math").call
+
+
+def scores(pairs, **columns):
+    return math_reward(completions=[text for _, text in pairs], answer=[gold for gold, _ in pairs], **columns)
+
+
+def test_every_pair_has_its_score():
+    pytest.importorskip("math_verify")
+    expected = {(gold, text): score for gold, text, score in pairs()}
+    given_scores = dict(zip(expected, scores(list(expected)), strict=True))
+    assert {pair: score for pair, score in given_scores.items() if score != expected[pair]} == {}
+
+
+def test_bombs_are_wrong_and_the_answers_beside_them_are_judged():
+    pytest.importorskip("math_verify")
+    honest = [(r"\frac{\sqrt{2}}{2}", r"\boxed{\frac{1}{\sqrt{2}}}"), ("7", r"\boxed{7}"), ("x", r"\boxed{y}")]
+    before = os.times()
+    assert scores([*BOMBS, *honest, *BOMBS]) == [0.0] * len(BOMBS) + [1.0, 1.0, 0.0] + [0.0] * len(BOMBS)
+    after = os.times()
+    assert after.user - before.user < 5  # of this process: the bombs go off elsewhere
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["#### {}", "\\boxed{{{}}}", "$\\boxed{{{}}}$", "The answer is {}.", "so it is {}.", "**{}**", "#### ${}", "#### {}.00",
+     "Therefore, {} in all.", "#### {} dollars", "Final Answer: {}"],
+)  # fmt: skip
+def test_gold_answers_of_gsm8k_are_right_in_every_usual_form_and_others_are_wrong(form):
+    rows = [json.loads(line) for line in GSM8K.read_text(encoding="utf-8").splitlines()]
+    golds = [row["answer"] for row in rows]
+    answers = [gold.rpartition("#### ")[2].replace(",", "") for gold in golds]
+    right = scores([(gold, "3 + 4 = 7.\n" + form.format(a)) for gold, a in zip(golds, answers, strict=True)])
+    assert set(right) == {1.0}
+    wrong = scores([(gold, "3 + 4 = 7.\n" + form.format(int(a) + 1)) for gold, a in zip(golds, answers, strict=True)])
+    assert set(wrong) == {0.0}
+
+
+def test_a_noun_of_the_question_may_stand_after_a_number_and_a_percentage_where_it_asks_for_one():
+    prompts = [
+        "How many eggs are left?",
+        "What percentage is that?",
+        [{"role": "user", "content": "How many percent?"}],
+    ]
+    right = [("18", r"\boxed{18\text{ eggs}}"), ("50", r"\boxed{50\%}"), ("50", "#### 50%")]
+    assert scores(right, prompts=prompts) == [1.0] * 3
+    assert scores(right) == [0.0] * 3
+    assert scores([("18", "#### 18 million")], prompts=["How many million are left?"]) == [0.0]
+
+
+def test_without_math_verify_numbers_are_judged_and_a_gold_formula_is_refused(monkeypatch):
+    monkeypatch.setattr(verify, "is_installed", lambda: False)
+    assert scores([("72", "#### 72"), ("1/2", r"\boxed{\frac12}"), (r"\sqrt{2}", r"\boxed{\sqrt2}")]) == [1.0] * 3
+    assert scores([("72", "#### 71"), ("72", r"\boxed{\sqrt{72}}"), ("Paris", "#### Rome")]) == [0.0] * 3
+    with pytest.raises(RewardError, match=r"gold answer '\\\\sqrt\{2\}' is a formula, .*pip install 'covey\[math\]'"):
+        scores([(r"\sqrt{2}", r"\boxed{2^{1/2}}")])
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    numbers=st.lists(st.integers(0, 999), min_size=2, max_size=4),
+    between=st.sampled_from([" ", "  ", "\\,", "\\;", "\\quad ", "\\\\", "!", " \\text{ to } ", "_", "?", ":", "~"]),
+)
+def test_numbers_side_by_side_are_never_one_formula(numbers, between):
+    text = between.join(map(str, numbers))
+    is_space = between in (" ", "  ", "\\,", "\\;", "~")
+    is_grouped = is_space and numbers[0] > 0 and all(number >= 100 for number in numbers[1:])
+    assert is_grouped or scores([("".join(map(str, numbers)), f"\\boxed{{{text}}}")]) == [0.0]
+    assert readable(text) is None
