@@ -179,7 +179,7 @@ def test_a_row_without_a_usable_prompt_is_named(tmp_path, rows, said):
 def test_broken_files_are_told_with_the_line(tmp_path):
     refused(jsonl(tmp_path / "a.jsonl", [ROWS[0], "{nope"]), r"a.jsonl, line 2: not JSON")
     (tmp_path / "c.jsonl").write_bytes(b'{"prompt": "ok"}\n{"prompt": "\xff\xfe"}\n')
-    refused(tmp_path / "c.jsonl", r"Row 1 .*c.jsonl is not UTF-8")
+    refused(tmp_path / "c.jsonl", r"c.jsonl, line 2: not UTF-8")
     (tmp_path / "d.parquet").write_bytes(b"PAR1 no")
     refused(tmp_path / "d.parquet", "d.parquet cannot be read as parquet")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +46,7 @@ def run(given: Given) -> None:
     from covey.data import load
     from covey.data.features import add_features
     from covey.data.features.embedding import Embedder
+    from covey.data.tables import AsWritten
 
     dataset = load(
         options["data"],
@@ -55,6 +57,12 @@ def run(given: Given) -> None:
     wants = set(options["features"])
     tokenizer, rates = _judge(options, bool(wants & {"pass_rate", "difficulty"}))
     embedder = Embedder.of(options["embedding_model"]) if options["embedding_model"] else None
+    mixed = [name for name, feature in dataset.features.items() if isinstance(feature, AsWritten)]
+    path = Path(options["output"])
+    if mixed and path.suffix == ".parquet":
+        raise ConfigError(
+            f"The column {mixed[0]!r} holds values of several types, which Parquet cannot; write {path.stem}.jsonl."
+        )
     found = add_features(
         dataset,
         options["features"],
@@ -64,10 +72,12 @@ def run(given: Given) -> None:
         answer_column=options["answer_column"],
         overwrite=options["overwrite"],
     )
-    path = Path(options["output"])
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         found.to_parquet(str(path))
+    elif mixed:
+        with path.open("w", encoding="utf-8") as lines:
+            lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in found)
     else:
         with _without_bar():
             found.to_json(str(path), force_ascii=False)
@@ -78,20 +88,6 @@ def run(given: Given) -> None:
     output.result(f"{path}: {len(found)} rows")
     for name, summary in told.items():
         output.result(f"  {name:<12} {'  '.join(f'{key} {value}' for key, value in summary.items())}")
-
-
-@contextmanager
-def _without_bar() -> Iterator[None]:
-    """Without the bar that datasets draws for a file that is written at once."""
-    import datasets
-
-    shown = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
 
 
 def _check(options: dict[str, Any]) -> None:
@@ -149,6 +145,20 @@ def _judge(options: dict[str, Any], is_sampled: bool) -> tuple[Any, Any]:
         max_prompt_length=None if limit is None else limit - options["max_tokens"],
     )
     return tokenizer, rates
+
+
+@contextmanager
+def _without_bar() -> Iterator[None]:
+    """Without the bar that datasets draws for a file that is written at once."""
+    import datasets
+
+    shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
 
 
 def _summary(values: list[Any]) -> dict[str, Any]:

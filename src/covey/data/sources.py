@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import json
 import mmap
 import re
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from typing import Any, TypeAlias
 
 import datasets
 
-from covey.data import gym, verifiers
+from covey.data import gym, tables, verifiers
 from covey.errors import CoveyError, DataError, did_you_mean, first_line
 from covey.files.bounded import LONGEST_LINE
 from covey.files.hub import bounded_hub
@@ -111,16 +110,35 @@ def _from_files(files: Sequence[Path], name: str, split: str | None, streaming: 
     empty = [file for file in files if not file.stat().st_size]
     if empty:
         raise DataError(f"{empty[0]} is empty.")
-    options: dict[str, Any] = {"delimiter": "\t"} if _suffix(files[0]) == ".tsv" else {}
-    paths = [str(file.resolve()) for file in files]
     kind = str(kinds.pop())
     if kind == "json":
         _refuse_nulls(files)
         _refuse_wild(files)
+    read = {"json": tables.read_json, "csv": tables.read_csv}.get(kind)
+    is_readable = read is not None and not any(file.suffix.lower() == ".zst" for file in files)
     try:
+        if (
+            read is not None
+            and is_readable
+            and (exact := read([file.resolve() for file in files], streaming)) is not None
+        ):
+            return exact if split is None or streaming else _part(exact, split)
+        options: dict[str, Any] = {"delimiter": "\t"} if _suffix(files[0]) == ".tsv" else {}
+        paths = [str(file.resolve()) for file in files]
         return datasets.load_dataset(kind, data_files=paths, split=split or "train", streaming=streaming, **options)
     except (datasets.exceptions.DatasetsError, StopIteration, *_MALFORMED, OSError) as error:
+        if isinstance(error, CoveyError):
+            raise
         raise DataError(_unreadable(files, kind, error)) from error
+
+
+def _part(dataset: Any, split: str) -> Any:
+    """The rows that `train[:100]` names."""
+    name, bracket, part = split.partition("[")
+    if not bracket:
+        return dataset
+    instruction = datasets.ReadInstruction.from_spec(f"{name}[{part}").to_absolute({name: len(dataset)})[0]
+    return dataset.select(range(instruction.from_ or 0, len(dataset) if instruction.to is None else instruction.to))
 
 
 def _refuse_nulls(files: Sequence[Path]) -> None:
@@ -165,7 +183,7 @@ def _unreadable(files: Sequence[Path], kind: str, error: BaseException) -> str:
             continue
         with file.open("rb") as lines:
             for number, line in enumerate(lines, 1):
-                fault = _line_fault(line)
+                fault = tables.line_fault(line)
                 if fault:
                     return f"{file}, line {number}: {fault}."
     if "no data" in str(error) or isinstance(error, StopIteration):
@@ -173,24 +191,6 @@ def _unreadable(files: Sequence[Path], kind: str, error: BaseException) -> str:
     cause = error.__cause__ or error
     reason = " ".join(str(cause).split())[:200] or type(cause).__name__
     return f"{shown(files)} cannot be read as {kind}: {reason}."
-
-
-def _line_fault(line: bytes) -> str | None:
-    if not line.strip():
-        return None
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return f"not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8"
-    except ValueError as error:
-        return f"not JSON ({error})"
-    except RecursionError:
-        return "nested too deeply"
-    return (
-        None
-        if isinstance(row, dict)
-        else f'a {type(row).__name__} where an object such as {{"prompt": ...}} was wanted'
-    )
 
 
 def _from_folder(folder: Path, split: str | None, streaming: bool, config_name: str | None) -> AnyDataset:
@@ -241,8 +241,7 @@ def _from_saved(folder: Path, split: str | None, streaming: bool) -> AnyDataset:
     else:
         wanted, _, part = (split or "train").partition("[")
     if part:
-        instruction = datasets.ReadInstruction.from_spec(f"{wanted}[{part}").to_absolute({wanted: len(saved)})[0]
-        saved = saved.select(range(instruction.from_ or 0, len(saved) if instruction.to is None else instruction.to))
+        saved = _part(saved, f"{wanted}[{part}")
     return saved.to_iterable_dataset() if streaming else saved
 
 

@@ -1,0 +1,310 @@
+"""JSON and CSV files as data sets whose values are those of the file: a text stays that text, a number that number."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import datasets
+import pyarrow
+from datasets.features.features import register_feature
+
+from covey.errors import DataError
+from covey.files.bounded import LONGEST_LINE
+
+_OPENERS: Mapping[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_SCANNED = 64 << 20
+"""Bytes of a streamed file that are looked at before its first row is read."""
+_INTEGERS = range(-(2**63), 2**63)
+_NUMBER = re.compile(r"-?\d+(\.\d+)?(e[+-]\d+)?", re.ASCII)
+_DATE = re.compile(r"\d{4}-\d\d-\d\d", re.ASCII)
+
+
+@dataclass
+class AsWritten:
+    """Feature of a column whose values differ in type: stored as JSON text, decoded to the value when a row is read."""
+
+    pa_type: ClassVar[Any] = pyarrow.string()
+    _type: str = field(default="AsWritten", init=False, repr=False)
+
+    def __call__(self) -> Any:
+        return self.pa_type
+
+    def encode_example(self, value: Any) -> str | None:
+        return None if value is None else json.dumps(value)
+
+    def decode_example(self, value: str | None, token_per_repo_id: Any = None) -> Any:
+        return None if value is None else json.loads(value)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)  # it is marked as experimental
+    register_feature(AsWritten, "AsWritten")
+
+Rows = Iterator[Mapping[str, Any]]
+
+
+def json_rows(file: Path) -> Rows:
+    """Rows of a JSON file: an object a line, a list of objects, such a list in an object, or a list a column.
+
+    Raises DataError with the number of the line.
+    """
+    if file.with_suffix("").suffix == ".json" or file.suffix == ".json":
+        try:
+            with _opened(file) as content:
+                whole = json.loads(content.read().decode("utf-8-sig"))
+        except json.JSONDecodeError as error:
+            if error.msg != "Extra data":  # else there are several objects, each on a line of its own
+                raise DataError(f"{file} is not JSON ({error}).") from error
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{file} is not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8."
+            ) from error
+        except RecursionError as error:
+            raise DataError(f"{file} is nested too deeply.") from error
+        else:
+            yield from _rows_in(whole, file)
+            return
+    with _opened(file) as lines:
+        for number, line in enumerate(lines, 1):
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if fault := line_fault(line):
+                raise DataError(f"{file}, line {number}: {fault}.")
+            if line.strip():
+                yield json.loads(line)
+
+
+def _rows_in(whole: Any, file: Path) -> Rows:
+    """Rows of one JSON value: a list of them, an object around the only such list, or an object of columns."""
+    if isinstance(whole, Mapping):
+        tables = {name: value for name, value in whole.items() if _is_table(value)}
+        if len(tables) > 1 and len(tables) == len(whole):
+            raise DataError(
+                f"{file} holds several lists of rows ({', '.join(tables)}); keep each in a file of its own."
+            )
+        columns = _columns_in(whole)
+        whole = next(iter(tables.values())) if len(tables) == 1 and "prompt" not in whole else columns or [whole]
+    if not isinstance(whole, list):
+        raise DataError(
+            f'{file} holds a {type(whole).__name__} where a list of objects such as {{"prompt": ...}} belongs.'
+        )
+    for number, row in enumerate(whole):
+        if not isinstance(row, Mapping):
+            raise DataError(f'{file}, row {number} (counting from 0): a {type(row).__name__} where an object such as {{"prompt": ...}} belongs.')  # fmt: skip
+        yield row
+
+
+def _is_table(value: Any) -> bool:
+    """True for a list of objects that are rows, not messages of a chat."""
+    is_list = isinstance(value, list) and bool(value) and all(isinstance(row, Mapping) for row in value)
+    return is_list and not any({"role", "from"} & set(row) for row in value)
+
+
+def _columns_in(whole: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Rows of an object that holds a list a column, or, as pandas writes it, an object by row number a column."""
+    values = [list(value.values()) if isinstance(value, Mapping) else value for value in whole.values()]
+    are_numbered = all(
+        not isinstance(value, Mapping) or all(key.isdigit() for key in value) for value in whole.values()
+    )
+    are_lists = bool(values) and all(
+        isinstance(value, list) and value and len(value) == len(values[0]) for value in values
+    )
+    if not (are_lists and are_numbered) or any(
+        isinstance(one, Mapping) and {"role", "from"} & set(one) for one in values[0]
+    ):
+        return None
+    return [dict(zip(whole, row, strict=True)) for row in zip(*values, strict=True)]
+
+
+def line_fault(line: bytes) -> str | None:
+    """Fault of a line that is no JSON object, in a few words; None for an object or a blank line."""
+    if not line.strip():
+        return None
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8"
+    except ValueError as error:
+        return f"not JSON ({error})"
+    except RecursionError:
+        return "nested too deeply"
+    return (
+        None
+        if isinstance(row, dict)
+        else f'a {type(row).__name__} where an object such as {{"prompt": ...}} was wanted'
+    )
+
+
+def csv_rows(file: Path) -> Rows:
+    """Rows of a CSV or TSV file, every cell as its text, an empty one as None. The header tells the delimiter; a BOM is dropped."""
+    csv.field_size_limit(LONGEST_LINE)
+    with _opened(file) as content, io.TextIOWrapper(content, "utf-8-sig", newline="") as text:
+        try:
+            header = text.readline()
+            is_tabs = ".tsv" in file.suffixes
+            delimiter = "\t" if is_tabs or ("," not in header and "\t" in header) else ","
+            delimiter = ";" if "," not in header and ";" in header and not is_tabs else delimiter
+            text.seek(0)
+            lines = csv.reader(text, delimiter=delimiter, strict=True)
+            names = [name or f"Unnamed: {place}" for place, name in enumerate(next(lines, []))]
+            if len(set(names)) < len(names):
+                raise DataError(f"{file} names a column twice in its header: {', '.join(names)}.")
+            for cells in lines:
+                if len(cells) > len(names):
+                    raise DataError(
+                        f"{file}, line {lines.line_num} has {len(cells)} cells, and the header {len(names)}."
+                    )
+                if cells:
+                    yield dict.fromkeys(names) | {name: cell or None for name, cell in zip(names, cells, strict=False)}
+        except UnicodeDecodeError as error:
+            raise DataError(f"{file} is not UTF-8 ({error.reason}); save the file as UTF-8.") from error
+        except csv.Error as error:
+            raise DataError(f"{file}, line {lines.line_num} cannot be read as CSV: {error}.") from error
+
+
+def _opened(file: Path) -> Any:
+    return _OPENERS.get(file.suffix.lower(), lambda path: path.open("rb"))(file)
+
+
+# -- types of columns ----------------------------------------------------------------------------------------------------------
+
+
+def kind_of(value: Any) -> Any:
+    """Type of a JSON value that can be compared: a word, None of null, a tuple of a list, a dict of an object."""
+    if isinstance(value, bool):
+        return "bool"
+    if isinstance(value, str):
+        return "date" if _DATE.match(value) else "string"
+    if isinstance(value, int):
+        return "int64" if value in _INTEGERS else "mixed"
+    if isinstance(value, float):
+        return "float64"
+    if isinstance(value, list):
+        kind: Any = None
+        for one in value:
+            kind = joined(kind, kind_of(one))
+        return (kind,)
+    return {name: kind_of(one) for name, one in value.items()} if isinstance(value, Mapping) else None
+
+
+def joined(one: Any, other: Any) -> Any:
+    """Type of a column with values of both types: "mixed" where they differ."""
+    if one is None or other is None or one == other:
+        return other if one is None else one
+    if {"string", "date"} == {one, other} if isinstance(one, str) and isinstance(other, str) else False:
+        return "date"
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return (joined(one[0], other[0]),)
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return {name: joined(one[name], other[name]) for name in one}
+    return "mixed"
+
+
+def is_certain(kind: Any) -> bool:
+    """True if readers that infer types read values of this type as they are."""
+    if isinstance(kind, dict):
+        return bool(kind) and all(map(is_certain, kind.values()))
+    return is_certain(kind[0]) if isinstance(kind, tuple) else kind not in ("mixed", "date")
+
+
+def scan(
+    files: Sequence[Path],
+    rows_of: Callable[[Path], Rows],
+    kind: Callable[[Any], Any],
+    join: Callable[[Any, Any], Any],
+    *,
+    is_whole: bool,
+) -> dict[str, Any]:
+    """Type of every column of the files; unless `is_whole`, of the first rows, as many as fill `_SCANNED` bytes a file."""
+    kinds: dict[str, Any] = {}
+    for file in files:
+        read = 0
+        for row in rows_of(file):
+            for name, value in row.items():
+                kinds[name] = join(kinds.get(name), kind(value))
+            read += 0 if is_whole else len(str(row))
+            if read > _SCANNED:
+                break
+    if not kinds:
+        raise DataError(f"{files[0]} has no rows.")
+    return kinds
+
+
+def kind_of_cell(text: str | None) -> str | None:
+    """Type of a CSV cell: a number where the text is exactly how that number is written, else text; None of an empty one."""
+    if text is None or not _NUMBER.fullmatch(text):
+        return None if text is None else "string"
+    if text.lstrip("-").isdigit():
+        return "int64" if str(int(text)) == text and int(text) in _INTEGERS else "string"
+    return "float64" if repr(float(text)) == text else "string"
+
+
+def joined_cells(one: str | None, other: str | None) -> str | None:
+    """Type of a CSV column with cells of both types: text if any is, "mixed" of integers and other numbers."""
+    if "string" in (one, other):
+        return "string"
+    return joined(one, other)
+
+
+def _value(cell: str | None, kind: str) -> Any:
+    """A cell of a column: its text if the column is text, else its number."""
+    own = kind_of_cell(cell)
+    return cell if cell is None or kind == "string" or own == "string" else int(cell) if own == "int64" else float(cell)
+
+
+def as_dataset(files: Sequence[Path], reader: str, kinds: Mapping[str, Any], streaming: bool) -> Any:
+    """Rows of the files as a data set whose columns are stored by their type, those of no one type as they are written."""
+    features = {name: AsWritten() if streaming and kind != "string" else _feature(kind) for name, kind in kinds.items()}
+    stamps = tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    columns = tuple((name, kind if isinstance(kind, str) else "mixed") for name, kind in kinds.items())
+    given = {"stamps": stamps, "reader": reader, "columns": columns}
+    if streaming:
+        return datasets.IterableDataset.from_generator(_generated, datasets.Features(features), gen_kwargs=given)
+    cache = str(datasets.config.HF_DATASETS_CACHE)
+    return datasets.Dataset.from_generator(_generated, datasets.Features(features), cache, gen_kwargs=given)
+
+
+def _feature(kind: Any) -> Any:
+    if kind in ("string", "date", None):
+        return datasets.Value("string")
+    if isinstance(kind, str) or not is_certain(kind):
+        return datasets.Value(kind) if kind in ("bool", "int64", "float64") else AsWritten()
+    if isinstance(kind, tuple):
+        return datasets.List(_feature(kind[0]))
+    return {name: _feature(one) for name, one in kind.items()}
+
+
+def _generated(stamps: Any, reader: str, columns: Any) -> Rows:
+    for name, *_ in stamps:
+        for row in json_rows(Path(name)) if reader == "json" else csv_rows(Path(name)):
+            if reader == "csv":
+                row = {column: _value(row.get(column), kind) for column, kind in columns}
+            yield {column: row.get(column) for column, _ in columns}
+
+
+def read_json(files: Sequence[Path], streaming: bool) -> Any:
+    """The rows of JSON files where types must not be inferred; None where `datasets` reads every value as it is written."""
+    kinds = scan(files, json_rows, kind_of, joined, is_whole=not streaming)
+    is_inferred = all(".json" not in file.suffixes for file in files) and all(map(is_certain, kinds.values()))
+    if is_inferred:
+        return None
+    if streaming:  # rows that were not scanned may hold anything
+        kinds = {name: kind if name in ("image", "images") else "mixed" for name, kind in kinds.items()}
+    return as_dataset(files, "json", kinds, streaming)
+
+
+def read_csv(files: Sequence[Path], streaming: bool) -> Any:
+    """The rows of CSV files: numbers where the text of every cell is how that number is written, else the text."""
+    kinds = scan(files, csv_rows, kind_of_cell, joined_cells, is_whole=not streaming)
+    return as_dataset(files, "csv", {name: kind or "string" for name, kind in kinds.items()}, streaming)
