@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -294,6 +295,54 @@ def encoder_of(model: Any) -> Any:
 def accepts(model: Any, name: str) -> bool:
     """True if the model's forward has a parameter of this name."""
     return name in inspect.signature(unwrapped(model).forward).parameters
+
+
+@contextmanager
+def float32_stream(model: Any) -> Iterator[None]:
+    """Context in which a model with bfloat16 weights computes as one with float32 weights does under autocast; a no-op for others.
+
+    Products are bfloat16, the residual stream is float32. Rounded to bfloat16 after every layer, the streams of sampler and learner
+    would drift apart, because their kernels add the same numbers in another order.
+    """
+    if not _is_widened(model):
+        yield
+        return
+    inner = unwrapped(model)
+    hook = inner.get_input_embeddings().register_forward_hook(lambda module, given, found: found.float())
+    try:
+        # autocast's weight cache has nothing to do, and a captured step must not fill it
+        with torch.autocast(next(inner.parameters()).device.type, torch.bfloat16, cache_enabled=False):
+            yield
+    finally:
+        hook.remove()
+
+
+_widened: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""Models with bfloat16 weights: true where a float32 residual stream ran on four tokens."""
+
+
+def _is_widened(model: Any) -> bool:
+    inner = unwrapped(model)
+    embedding = inner.get_input_embeddings() if hasattr(inner, "get_input_embeddings") else None
+    weight = getattr(embedding, "weight", None)
+    if weight is None or weight.dtype != torch.bfloat16 or reads_images(model):
+        return False
+    if inner not in _widened:
+        _widened[inner] = True  # for the trial
+        _widened[inner] = _runs_widened(inner, weight)
+    return _widened[inner]
+
+
+def _runs_widened(model: Any, weight: torch.Tensor) -> bool:
+    ids = (torch.arange(4, device=weight.device) * 7919 % len(weight))[None]
+    try:
+        with evaluating(model), float32_stream(model):
+            decoder_of(model)(input_ids=ids, use_cache=False)
+    except (RuntimeError, TypeError, ValueError) as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        logger.warning("%s keeps its residual stream in bfloat16: %s.", type(model).__name__, said[0])
+        return False
+    return True
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from covey.learner.heads import find_head
 from covey.learner.packing import Row, pad_rows
 from covey.learner.policy import Policy
 from covey.learner.reference import FrozenCopy
-from covey.models import decoder_of
+from covey.models import decoder_of, float32_stream
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler
 from covey.types import Completion, Prompt
 from kit import tiny_model, tiny_tokenizer
@@ -105,9 +105,9 @@ def test_the_transformers_sampler_draws_from_the_float32_product():
         gaps = []
         for one in group.completions:
             ids = torch.tensor([[*group.prompt.token_ids, *one.token_ids.tolist()]])
-            with torch.no_grad():
+            with torch.no_grad(), float32_stream(model):
                 hidden = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state
-                logits = F.linear(hidden.float(), model.lm_head.weight.float())
+            logits = F.linear(hidden.float(), model.lm_head.weight.detach().float())
             start = len(group.prompt.token_ids)
             logp = torch.log_softmax(logits[0], -1)[start - 1 : -1].gather(-1, one.token_ids[:, None]).squeeze(-1)
             gaps.append((one.logprobs - logp).abs())

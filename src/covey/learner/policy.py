@@ -22,7 +22,7 @@ from covey.learner.logprobs import Head, Likeliest, Other, distances, score_toke
 from covey.learner.offloading import offloaded
 from covey.learner.packing import PaddedRows, Row, pad_rows
 from covey.learner.shared_prompt import SharedRows, share_rows
-from covey.models import accepts, decoder_of, encoder_of, unwrapped
+from covey.models import accepts, decoder_of, encoder_of, float32_stream, unwrapped
 from covey.process.sharding import Shards
 from covey.process.world import autocast
 from covey.types import Prompt
@@ -121,7 +121,7 @@ class Policy:
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """Context of every forward pass of the model: its precision and its kernels."""
-        with learning(self.model), autocast(self.device, self.compute_dtype):
+        with learning(self.model), float32_stream(self.model), autocast(self.device, self.compute_dtype):
             yield
 
     def sharded(self, shard: Callable[[nn.Module], Shards]) -> Policy:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from covey.errors import ConfigError
-from covey.models import unwrapped
+from covey.models import float32_stream, unwrapped
 from covey.rollout.forward import ModulesForward, refuse_known
 from covey.rollout.kv_cache import LayerShape
 
@@ -35,7 +35,7 @@ def expect_precision(model: Any, dtype: str) -> SamplerPrecision:
 def in_precision(model: Any, dtype: SamplerPrecision) -> AbstractContextManager[Any]:
     """Context in which the model's own forward computes in `dtype`."""
     if dtype == "auto" or getattr(torch, dtype) == _dtype_of(model):
-        return nullcontext()
+        return float32_stream(model)
     return torch.autocast(next(model.parameters()).device.type, getattr(torch, dtype))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from covey.errors import Unsupported
 from covey.images import embed
 from covey.kernels import LOCAL_LAYERS, DecodeKernels, SamplerLinear, attention_windows
-from covey.models import accepts, decoder_of, evaluating, unwrapped
+from covey.models import accepts, decoder_of, evaluating, float32_stream, unwrapped
 from covey.rollout.attention import NAME, Batch, causal, register
 from covey.rollout.kv_cache import DecodeBatch, KVCache, LayerShape, PrefillBatch
 from covey.rollout.stopping import context_of
@@ -118,7 +118,7 @@ class ModulesForward:
         return read.next_position - 1
 
     def _run(self, ids: Tensor, positions: Tensor, batch: Batch) -> Any:
-        with our_attention(self.model):
+        with float32_stream(self.model), our_attention(self.model):  # tried before attention is replaced
             return self.model(input_ids=ids, position_ids=positions, use_cache=False, covey_batch=batch, **self.extra)
 
     def _layers(self) -> tuple[LayerShape, ...]:
