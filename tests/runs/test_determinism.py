@@ -5,7 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from resume_cases import Case, differences, train
+from resume_cases import Case, compare, differences, train
+
+from kit import threads
+
+WIDE = {
+    "per_device_train_batch_size": 64,
+    "num_generations": 32,
+    "max_completion_length": 32,
+    "max_tokens_per_microbatch": 4096,
+    "logging_steps": 1,
+}
 
 
 def difference(folder: Path, one: Case, other: Case) -> dict[str, float]:
@@ -51,3 +61,13 @@ def test_what_saves_memory_changes_one_step_by_rounding_alone(tmp_path: Path, ch
     found = difference(tmp_path, plain, small)
     moved = {name: size for name, size in found.items() if name.startswith("model.safetensors")}
     assert all(size < 1e-7 for size in moved.values()), moved
+
+
+@pytest.mark.slow
+def test_several_threads_give_the_same_run_whole_and_resumed(tmp_path: Path) -> None:
+    """A micro-batch of 64 completions: torch spreads sums over threads from 32,768 elements on, more than other tests have."""
+    wide = Case("wide", {**WIDE, "max_steps": 3}, at=1)
+    with threads(4):
+        assert compare(wide, tmp_path) == {}
+        train(wide, tmp_path / "again")
+    assert differences(wide, tmp_path / "whole", tmp_path / "again") == {}

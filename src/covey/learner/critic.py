@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from covey.adapters import has_adapter
 from covey.errors import ConfigError
 from covey.kernels import learning
-from covey.learner.packing import Row, pad_rows
+from covey.learner.packing import Row, pad_rows, pick_rows
 from covey.learner.policy import Measured, Policy
 from covey.process.sharding import Shards
 
@@ -103,7 +103,7 @@ class ValueModel(nn.Module):
             return found
 
         hidden = work() if self.shards is None else self.shards.run(work)
-        return rows.spread(_read(self.linear, hidden.flatten(0, 1)[rows.source]))
+        return rows.spread(_read(self.linear, pick_rows(hidden, rows.source)))
 
     def parameters(self, recurse: bool = True) -> list[nn.Parameter]:  # type: ignore[override]
         return list(super().parameters(recurse))

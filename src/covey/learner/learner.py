@@ -28,6 +28,7 @@ from covey.learner.update_guard import UpdateGuard
 from covey.learner.zero_gradient import can_have_gradient
 from covey.process.gradient_buckets import GradientBuckets
 from covey.process.interruption import Interruption
+from covey.process.ordered_sums import ordered_sums
 from covey.process.sharding import is_sharded, total_norm
 from covey.process.world import World
 from covey.types import Completion, Event, Group, Last, Metric, StepReport, Sum, TokenBatch, Totals, merge_metrics
@@ -110,7 +111,7 @@ class Learner:
         mine = self.world.share(list(range(len(rows))))
         self.policy.model.eval()
         self.micro_batcher.left_out.begin(0)  # no completion may be skipped: advantages need all of them
-        with self._abortable():
+        with self._abortable(), ordered_sums.on(self.policy.device):
             notes = self.micro_batcher.attempt(lambda: self._notes([rows[i] for i in mine], needs))
         done = self.world.interleave(notes)
         assert len(done) == len(rows)
@@ -156,7 +157,7 @@ class Learner:
         evaluated, trained = pick([not (train or k) for train, k in zip(trains, known, strict=True)]), pick(trains)
         algorithm = self._prepared(algorithm, (evaluated, trained), totals)
         parts = [{**algorithm.metrics(as_drawn(rows), totals), "loss": Sum(0.0)} for rows in [pick(known)] if rows]
-        with self._abortable():
+        with self._abortable(), ordered_sums.on(self.policy.device):
             with torch.no_grad():  # for their metrics; their gradient is zero
                 parts += self.micro_batcher.attempt(lambda: self._evaluate_all(evaluated, algorithm, totals))
             parts += self._gradients(trained, algorithm, totals, step)
@@ -315,8 +316,7 @@ class Learner:
     def _loss(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> tuple[Tensor, Unread]:
         """Loss of a micro-batch, and the tensors for its metrics, without synchronization of host and device."""
         tokens, measured = self._tokens(batch, algorithm)
-        parts = {"loss": algorithm.loss(tokens, totals)}
-        loss = parts["loss"]
+        parts, loss = dict[str, Tensor](), algorithm.loss(tokens, totals)
         if algorithm.critic is not None:
             parts["value_loss"] = algorithm.critic.loss(tokens, totals)
             loss = loss + parts["value_loss"]

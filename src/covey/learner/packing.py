@@ -208,6 +208,16 @@ class PaddedRows:
         return flat.index_put((self.place,), values).view(self.shape)
 
 
+def pick_rows(values: Tensor, index: Tensor) -> Tensor:
+    """Rows `index` [M] of `values` [..., D], its leading dimensions flattened -> [M, D].
+
+    A row that stands in `index` several times sums its gradients in their order, on a CPU and on CUDA: on a CPU the backward of
+    indexing adds by atomics across threads from 32,768 elements on, on CUDA that of `index_select` does.
+    """
+    flat = values.flatten(0, -2)
+    return flat.index_select(0, index) if flat.device.type == "cpu" else flat[index]
+
+
 def pad_rows(rows: Sequence[Row], pad_id: int, device: torch.device) -> PaddedRows:
     """Rows padded on the right: positions count from 0, and the causal mask alone hides the padding from every real token."""
     width = max(row.num_tokens for row in rows)

@@ -20,7 +20,7 @@ from covey.learner import shared_prompt
 from covey.learner.heads import find_head, short_row, splits_exactly
 from covey.learner.logprobs import Head, Likeliest, Other, distances, score_tokens
 from covey.learner.offloading import offloaded
-from covey.learner.packing import PaddedRows, Row, pad_rows
+from covey.learner.packing import PaddedRows, Row, pad_rows, pick_rows
 from covey.learner.shared_prompt import SharedRows, share_rows
 from covey.models import accepts, decoder_of, encoder_of, float32_stream, unwrapped
 from covey.process.sharding import Shards
@@ -172,7 +172,7 @@ class Policy:
             head = self._head_of() if self._splits() else self._whole_head()
             if self.shards is not None and isinstance(head.project, nn.Module):
                 head = replace(head, project=copy.deepcopy(head.project))  # outlives the gathered weights
-            return hidden.flatten(0, 1)[rows.source], head
+            return pick_rows(hidden, rows.source), head
 
         return self._within(work)
 
@@ -206,7 +206,7 @@ class Policy:
         with self.autocast():
             with offloaded(pins=True) if self.offloads else nullcontext():
                 hidden, auxiliary = self._hidden(rows)
-            picked = hidden.flatten(0, 1)[rows.source]  # [M, D], or [M, V] if decoder and head cannot be separated
+            picked = pick_rows(hidden, rows.source)  # [M, D], or [M, V] if decoder and head cannot be separated
             head = self._head_of() if self._splits() else self._whole_head()
             logp, entropies = score_tokens(
                 picked,

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from covey.data.checks import row_of
 from covey.errors import ConfigError, DataError
 from covey.models import load_tokenizer, quiet_bars, resolve_source, told_as_model_error
+from covey.process.ordered_sums import ordered_sums
 from covey.rewards.builtin.reward_model import ModelReward
 
 
@@ -206,7 +207,8 @@ def fit(
     for step, batch in enumerate(_batches(items, options.per_device_train_batch_size, total, generator), 1):
         loss, more = losses(batch)
         optimizer.zero_grad(set_to_none=True)
-        (loss + more).backward()
+        with ordered_sums.on(loss.device):
+            (loss + more).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm or math.inf)
         optimizer.step()
         scheduler.step()

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from covey.process.ordered_sums import ordered_sums
+
 _Access = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
@@ -43,7 +45,7 @@ _PARTS: Mapping[str, _Access] = {
     "torch's default device": (torch.get_default_device, _set_device),
     "torch's gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "torch's deterministic mode": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    "torch's deterministic mode": (ordered_sums.mode, ordered_sums.set_mode),
     "torch's precision of products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
 }
 _SIGNALS = tuple(
