@@ -81,6 +81,8 @@ _TRLS = {
     "maybe_apply_chat_template": "leave it out: GRPOTrainer applies the chat template to messages",
 }
 """Names of TRL that Covey does not have, with what to do instead."""
+_TRAINING = ("GRPOTrainer", "SFTTrainer", "train_together")
+"""Names that a script imports when it is about to train, which takes seconds of loading."""
 _MODULES = ("algorithms", "data", "errors", "rewards", "rollout", "runs", "testing", "types")
 
 __all__ = [
@@ -147,6 +149,10 @@ def __getattr__(name: str) -> Any:
         raise ImportError(f"covey has no {name}: {_TRLS[name].format(name=name)}.", name="covey")
     if name not in _WHERE:
         raise AttributeError(f"module 'covey' has no attribute {name!r}")
+    if name in _TRAINING:
+        from covey.process.importing import HEAVY, show_imports
+
+        show_imports(roots=(_WHERE[name], *HEAVY), header=f"covey {__version__}: loading PyTorch and transformers")
     value = getattr(importlib.import_module(_WHERE[name]), name)
     globals()[name] = value
     return value

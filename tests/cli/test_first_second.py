@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import pty
@@ -11,11 +12,13 @@ import sys
 
 import pytest
 
-from covey.cli.counter import Counter
+import covey
 from covey.cli.early import option_types, refuse_early
 from covey.cli.header import header_lines
 from covey.cli.values import names_in
 from covey.errors import ConfigError
+from covey.process.counter import Counter
+from covey.process.importing import ImportProgress
 from kit import rest_nightly
 
 
@@ -104,6 +107,61 @@ def test_the_header_is_there_before_torch_is():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith("model      demo\n")
+
+
+def test_the_demo_says_what_it_trains_before_torch_is_loaded(tmp_path):
+    code = (
+        "import sys; from covey.cli import main, demo\n"
+        "def stop(*a, **k): raise SystemExit(0 if 'torch' not in sys.modules else 1)\n"
+        f"demo._trainer = stop\nmain(['demo', '--output-dir', {str(tmp_path / 'run')!r}])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("model: 1.0M parameters (shipped)")
+
+
+def test_a_script_gets_a_line_before_torch_is_loaded_and_a_library_none():
+    code = (
+        "import sys, covey, importlib.abc\n"
+        "class Stop(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'torch': raise SystemExit(0)\n"
+        "sys.meta_path.insert(0, Stop())\n"
+        "from covey import {name}"
+    )
+    for name, shown in (
+        ("GRPOTrainer", f"covey {covey.__version__}: loading PyTorch and transformers\n"),
+        ("rollout", ""),
+    ):
+        words = [sys.executable, "-c", code.format(name=name)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, shown)
+
+
+def test_imports_are_counted_on_a_terminal_while_a_heavy_package_loads(tmp_path, monkeypatch):
+    (tmp_path / "heavy_one.py").write_text("import light_one")
+    (tmp_path / "light_one.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    counts, stream = [], io.StringIO()
+
+    class Shown(Counter):
+        def __call__(self, what, done, total):
+            counts.append((what, done, total))
+
+    finder = ImportProgress(["heavy_one"], Shown(stream), "loading", stream)
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    assert importlib.util.find_spec("heavy_one") is not None
+    assert stream.getvalue() == ""  # a package that is only looked for
+    importlib.import_module("heavy_one")
+    assert stream.getvalue() == "loading\n"
+    assert counts == [("loading PyTorch and transformers, modules", 1, None)]
+
+
+def test_covey_train_demo_has_the_settings_of_the_demo():
+    from covey.cli.train import PRESETS
+    from covey.demo import DEMO_SETTINGS
+
+    assert PRESETS["demo"] == {"model": "demo", "dataset": "demo", "reward": ["demo"], **DEMO_SETTINGS}
 
 
 def test_a_count_is_redrawn_on_a_terminal_and_leaves_nothing(monkeypatch):

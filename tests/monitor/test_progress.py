@@ -54,10 +54,21 @@ def shown(steps: Sequence[StepReport], total: int, **options: object) -> list[st
 
 
 def test_a_plain_line_says_everything_once() -> None:
-    (line,) = shown([report(1)], 60)
-    assert line == (
-        "step 1/60  reward 0.5  KL 0.0031  entropy 0.84  2,310 tok/s  rollout 60% reward 5% learn 35%  0:59 left"
-    )
+    first, second = shown([report(1), report(2)], 60)
+    parts = "reward 0.5  KL 0.0031  entropy 0.84  2,310 tok/s  rollout 60% reward 5% learn 35%"
+    assert first == f"step 1/60  {parts}"
+    assert second == f"step 2/60  {parts}  0:58 left"
+
+
+def test_a_slow_first_step_says_nothing_about_the_time_left() -> None:
+    now, times = [0.0], {1: 100.0, 2: 101.0, 3: 102.0}
+    stream = io.StringIO()
+    progress = Progress(clock=lambda: now[0], stream=stream)
+    for step, time in times.items():
+        now[0] = time
+        progress.update(report(step), 10)
+    assert [line.rpartition("  ")[2] for line in stream.getvalue().splitlines()[1:]] == ["0:08 left", "0:07 left"]
+    assert "left" not in stream.getvalue().splitlines()[0]
 
 
 def test_accuracy_is_shown_where_there_is_any() -> None:
@@ -232,4 +243,4 @@ def test_a_pipe_gets_plain_lines_and_stdout_nothing() -> None:
     )
     assert done.stdout == "result 1\nresult 2\nresult 3\n"
     assert "\x1b" not in done.stderr
-    assert done.stderr.splitlines()[0] == "step 1/3  reward 0.1  0:00 left"
+    assert done.stderr.splitlines()[0] == "step 1/3  reward 0.1"

@@ -76,9 +76,7 @@ def advise(
 
 def _learning_rate(value: float, is_lora: bool) -> Iterator[Advice]:
     if is_lora and value < 3e-6:
-        said = (
-            f"learning_rate={value:g} is low for LoRA, which learns best at about ten times the rate of full training."
-        )
+        said = f"learning_rate={value:g} is low for LoRA: it learns best at about ten times the rate of full training, 1e-5 to 2e-4."
         yield Advice("learning_rate", said, "Schulman et al. 2025, 'LoRA Without Regret'")
     if is_lora and value > 1e-3:
         said = f"learning_rate={value:g} is high even for LoRA; 1e-5 to 2e-4 are usual in reinforcement learning."

@@ -12,6 +12,7 @@ from covey.cli import output
 from covey.cli.help import verbs_help
 from covey.errors import ConfigError, CoveyError, StorageError, did_you_mean
 from covey.process.counting import heard_by
+from covey.process.importing import show_imports
 from covey.runs.console import open_closed
 
 VERBS = {
@@ -93,6 +94,7 @@ def _run(words: list[str]) -> int:
     expect_docstrings()
     if "--debug" not in words:
         output.start_logging()
+        show_imports(output.counter)
     return int(importlib.import_module(f"covey.cli.{name.replace('-', '_')}").verb(words[1:]))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,14 +34,10 @@ def run(given: Given) -> int | None:
         if options[name] is not None and options[name] < 1:
             raise ConfigError(f"{spelled(name)} {options[name]} is no number to count to; give 1 or more.")
     folder = _folder(options)
+    say = output.say
+    say("\n".join(_header(folder)))
     started = time.perf_counter()
     trainer = _trainer(folder, options)
-    say = output.say
-    count = sum(p.numel() for p in trainer.model.parameters())
-    per_step = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
-    group = trainer.args.num_generations
-    say(f"model: {count / 1e6:.1f}M parameters (shipped)   task: arithmetic word problems   run: {folder}")
-    say(f"a step: {per_step // group} prompts x {group} completions = {per_step}")
     before = _assess(trainer, options, from_start=True)
     say(f"before: {_percent(before)} right on {len(before.greedy)} held-out problems")
     trainer.raises_when_stopped = False
@@ -51,6 +49,20 @@ def run(given: Given) -> int | None:
     after = _assess(trainer, options)
     _conclude(folder, before, after, result.global_step, time.perf_counter() - started, options)
     return None
+
+
+def _header(folder: Path) -> list[str]:
+    """Lines with the model, the task, the run's folder and the batch, read without PyTorch."""
+    from covey import demo
+
+    with (demo.model_path() / "model.safetensors").open("rb") as file:
+        tensors = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    count = sum(math.prod(tensor["shape"]) for name, tensor in tensors.items() if name != "__metadata__")
+    group, per_step = demo.DEMO_SETTINGS["num_generations"], demo.DEMO_SETTINGS["per_device_train_batch_size"]
+    return [
+        f"model: {count / 1e6:.1f}M parameters (shipped)   task: arithmetic word problems   run: {folder}",
+        f"a step: {per_step // group} prompts x {group} completions = {per_step}",
+    ]
 
 
 def _folder(options: dict[str, Any]) -> Path:

@@ -11,8 +11,8 @@ import textwrap
 import warnings
 from typing import Any
 
-from covey.cli.counter import Counter
 from covey.errors import StorageError
+from covey.process.counter import Counter
 from covey.process.terminal import safe
 from covey.runs.console import Lasting, to_nowhere
 

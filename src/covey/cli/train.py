@@ -19,6 +19,7 @@ from covey.cli.flags import Flag
 from covey.cli.together import Outcome
 from covey.cli.verb import CONFIG, JSON, Given, Verb
 from covey.config import options
+from covey.demo import DEMO_SETTINGS
 from covey.errors import ConfigError
 
 _COMMON = frozenset(
@@ -79,16 +80,7 @@ HINTS = {
 }
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "demo": {
-        "model": "demo",
-        "dataset": "demo",
-        "reward": ["demo"],
-        # as in covey.demo.DEMO_SETTINGS: at TRL's 1e-6 so small a model hardly moves
-        "learning_rate": 6e-4,
-        "per_device_train_batch_size": 128,
-        "max_completion_length": 32,
-        "num_train_epochs": 0.4,
-    }
+    "demo": {"model": "demo", "dataset": "demo", "reward": ["demo"], **DEMO_SETTINGS}
 }
 """Options that a word stands for where a YAML file may stand: `covey train demo` learns what `covey demo` shows."""
 

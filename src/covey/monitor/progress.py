@@ -48,7 +48,7 @@ class Progress:
         self._clock = clock
         self._pace = Pace()
         self._last_update: float | None = None
-        self._events = 0
+        self._events = self._steps = 0
         self._live: Live | None = None
         self._is_kept = False
         """True if the step that the live line shows stands above it too."""
@@ -60,9 +60,14 @@ class Progress:
         now = self._clock()
         wall = report.seconds.get("step", 0.0) if self._last_update is None else now - self._last_update
         self._last_update = now
+        if self._steps == 1:
+            self._pace = Pace()  # the first step compiles kernels and fills caches, and says little about the next ones
+        self._steps += 1
         self._pace.add(report.seconds, wall, report["num_tokens"])
         if self._is_on:
-            self._draw(report.step, line_of(report, self.total_steps, self._pace, self._events))
+            self._draw(
+                report.step, line_of(report, self.total_steps, self._pace, self._events, has_pace=self._steps > 1)
+            )
 
     def show(self, text: str) -> None:
         """A line above the live one, such as the result of an evaluation."""
@@ -149,8 +154,8 @@ class Pace:
         return {name: value / total for name, value in self.phases.items()} if total > 0 else {}
 
 
-def line_of(report: StepReport, total_steps: int, pace: Pace, events: int = 0) -> list[Part]:
-    """Parts of the progress line of a step, in order."""
+def line_of(report: StepReport, total_steps: int, pace: Pace, events: int = 0, *, has_pace: bool = True) -> list[Part]:
+    """Parts of the progress line of a step, in order. The time left needs `has_pace`: a step after the first."""
     parts: list[Part] = [("step", f"{report.step}/{total_steps}" if total_steps else str(report.step), 0)]
     first = ("reward", "reward", 1) if "reward" in report.metrics else ("loss", "loss", 1)
     for label, name, rank in (first, ("KL", "kl", 4), ("entropy", "entropy", 6)):
@@ -165,7 +170,7 @@ def line_of(report: StepReport, total_steps: int, pace: Pace, events: int = 0) -
         parts.append(("", " ".join(f"{name} {share:.0%}" for name, share in pace.shares.items()), 7))
     if events:
         parts.append(("", f"{events} event{'s' if events > 1 else ''}", 3))
-    if total_steps:
+    if total_steps and (has_pace or report.step >= total_steps):
         parts.append(("", f"{duration((total_steps - report.step) * pace.seconds_per_step)} left", 1))
     return parts
 
