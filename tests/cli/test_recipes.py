@@ -1,11 +1,16 @@
 """`--recipe NAME` sets options below those of the file and the flags, and says which."""
 
+import contextlib
+import io
+import json
+
 import pytest
 import yaml
 
 from covey import GRPOConfig
-from covey.cli import main
-from covey.cli.recipes import RECIPES
+from covey.cli import main, recipe
+from covey.cli.recipe import RECIPES
+from covey.errors import ConfigError
 
 
 def options_of(capsys, *flags):
@@ -30,10 +35,83 @@ def test_options_of_the_file_and_of_the_command_line_win_over_it(tmp_path, capsy
 
 def test_an_unknown_recipe_is_refused_with_the_nearest(capsys):
     assert main(["train", "demo", "--recipe", "fsat"]) == 2
-    assert "--recipe fsat is unknown. Did you mean fast? Known: fast." in capsys.readouterr().err
+    assert "--recipe fsat is unknown. Did you mean fast?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_a_valid_configuration(name, tmp_path):
     config = GRPOConfig(output_dir=str(tmp_path), **RECIPES[name])
     assert all(getattr(config, option) == value for option, value in RECIPES[name].items())
+
+
+def planned(name):
+    """`covey doctor plan` of a recipe as a dict, and its exit code."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = main(["doctor", "plan", "--recipe", name, "--json"])
+    return code, json.loads(out.getvalue().splitlines()[-1])
+
+
+FILES = [
+    pytest.param(name, marks=[] if name == "qwen2.5-0.5b-full-24gb" else pytest.mark.nightly)
+    for name in recipe.recipes()
+]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_plan_says_that_every_recipe_fits_as_its_head_says(name):
+    code, plan = planned(name)
+    facts = recipe.recipes()[name].facts
+    assert code == 0
+    assert plan["memory"]["peak"] / 2**30 == pytest.approx(float(facts["planned_peak_gib"]), rel=0.05)
+    if "-async-" not in name:
+        assert plan["seconds"]["step"] == pytest.approx(float(facts["planned_seconds_a_step"]), rel=0.05)
+
+
+@pytest.mark.parametrize("name", recipe.recipes())
+def test_every_recipe_file_is_a_valid_run(name, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(recipe.recipes()[name].processes))
+    options, said = options_of(capsys, "--recipe", name)
+    assert f"recipe {name}: Qwen2.5-" in said
+    assert options["model"].startswith("Qwen/Qwen2.5-")
+    per_step = options["per_device_train_batch_size"] * options["gradient_accumulation_steps"]
+    assert per_step * recipe.recipes()[name].processes in (256, 1024)
+
+
+def test_the_recipes_are_listed_by_hardware_and_shown(capsys):
+    assert main(["recipes", "--gpus", "h100"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert "qwen2.5-7b-lora-h100" in {row.split()[0] for row in rows}
+    assert all(row.split()[1] == "H100" for row in rows[1:])
+    assert main(["recipes", "qwen2.5-7b-lora-h100"]) == 0
+    assert "lora_r: 16" in capsys.readouterr().out
+    assert main(["recipes", "qwen2.5-7b-full-2x8xh100"]) == 0
+    assert "torchrun --nnodes 2 --nproc-per-node 8 -m covey train --recipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (
+            ["recipes", "qwen2.5-7b-lora-h10"],
+            "There is no recipe qwen2.5-7b-lora-h10. Did you mean qwen2.5-7b-lora-h100?",
+        ),
+        (["recipes", "--gpus", "TPU"], "No recipe is for --gpus TPU."),
+        (["train", "--recipe", "qwen2.5-9b-lora-h100"], "is unknown. Did you mean qwen2.5-"),
+    ],
+)
+def test_a_recipe_that_is_not_there_is_refused_with_what_is(words, said, capsys):
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_recipe_is_refused_on_a_machine_that_cannot_run_it():
+    lora, many = recipe.recipes()["qwen2.5-7b-lora-h100"], recipe.recipes()["qwen2.5-7b-full-8xh100"]
+    with pytest.raises(ConfigError, match="is for H100, and PyTorch sees no GPU here"):
+        recipe.refuse_wrong_machine(lora, [])
+    with pytest.raises(ConfigError, match="and the GPU here has 12 GiB"):
+        recipe.refuse_wrong_machine(lora, [12 * 2**30])
+    with pytest.raises(ConfigError, match="needs 8 processes: torchrun --nproc-per-node 8 -m covey train"):
+        recipe.refuse_wrong_machine(many, [80 * 2**30] * 8)
+    recipe.refuse_wrong_machine(lora, [79 * 2**30])
+    recipe.refuse_wrong_machine(lora, [12 * 2**30], has_batch=True)

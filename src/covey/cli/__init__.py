@@ -19,6 +19,7 @@ VERBS = {
     "demo": "see a small model learn by GRPO on this machine, in minutes, without network",
     "init": "a project to start from: data, a reward, a configuration, tests that pass",
     "train": "post-train a model on your data with your rewards",
+    "recipes": "options for a model on given hardware, with planned seconds and memory",
     "sft": "fine-tune a model on right answers, before or without a reward",
     "tune": "try options in many runs, end the hopeless early, keep the best",
     "doctor": "what is wrong with a run before it is paid for: model, data, rewards, memory, time, signal",

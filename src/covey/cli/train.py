@@ -46,7 +46,7 @@ _WHAT = (
     Flag(name="ensemble_threshold", help="An answer is right for a rescuer from this reward on; 0.5 when left out.", type=float, group="what", is_common=False),
     Flag(name="eval_dataset", help="Held-out prompts, like --dataset; evaluated at the end, and as --eval-strategy says.", group="what"),
     CONFIG,
-    Flag(name="recipe", help="Options measured together, where you set none: fast uses each completion four times, for tasks whose accuracy climbs all the way (docs/sample-efficiency.md).", group="run"),
+    Flag(name="recipe", help="Options that go together, where you set none: one of `covey recipes` for a model on given hardware, or fast, which uses each completion four times (docs/recipes.md).", group="run"),
     Flag(name="resume", help="auto: go on where this run stopped, or start; never: start; or the path of a checkpoint.", default="never", group="run"),
     Flag(name="from_run", help="Repeat the run in this folder; other flags change what they name.", group="run"),
     Flag(name="trust_source", help="With --from-run: run a reward or an algorithm of your own though its file has changed, without asking.", type=bool, group="run", is_common=False),

@@ -10,7 +10,7 @@ from typing import Any
 from covey.cli import output
 from covey.cli.flags import Flag, read_flags, read_yaml, typed
 from covey.cli.help import flags_help
-from covey.cli.recipes import expanded
+from covey.cli.recipe import expanded
 from covey.errors import ConfigError, did_you_mean
 
 Given = Mapping[str, Any]
@@ -60,7 +60,7 @@ class Verb:
             return 0
         flags = [*self.quiet_flags(), *shown]  # a later flag of the same name wins, such as --debug
         given = read_flags(arguments, flags, self.positional, self.hints)
-        given = expanded({**self._from_file(given.pop("config", None), flags), **given})
+        given = expanded({**self._from_file(given.pop("config", None), flags), **given}, flags, self.hints)
         given.pop("debug", None)
         types: dict[str, Any] = {flag.name: _PLAIN.get(flag.kind, flag.type) for flag in flags}
         if any(isinstance(types.get(name, str), str) for name in given):
