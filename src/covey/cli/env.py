@@ -13,6 +13,8 @@ from typing import Any
 
 from covey import __version__
 from covey.cli import output
+from covey.cli.flags import Flag
+from covey.cli.issue import issue
 from covey.cli.verb import JSON, Given, Verb
 from covey.errors import ConfigError, RewardError, did_you_mean
 from covey.rewards.sandbox import isolation
@@ -21,6 +23,13 @@ _PACKAGES = (
     "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "pyarrow", "numpy", "peft",
     "jsonargparse", "rich", "math-verify", "triton", "vllm", "bitsandbytes", "tensorboard", "wandb", "trackio", "mlflow",
 )  # fmt: skip
+_FLAGS = (
+    Flag(
+        name="issue", help="Print the facts that an issue needs as Markdown, to paste there.", type=bool, group="output"
+    ),
+    Flag(name="run", help="With --issue: the folder of a run, for its options, last steps and alerts.", group="output"),
+    JSON,
+)
 _PREFIXES = ("COVEY_", "HF_", "CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "ACCELERATE_", "OMP_", "TOKENIZERS_")
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL")
 
@@ -42,6 +51,9 @@ def facts() -> dict[str, Any]:
 
 def run(given: Given) -> None:
     found = facts()
+    if given.get("issue") or given.get("run"):
+        output.result(issue(found, given.get("run")))
+        return
     if given.get("json"):
         output.result_json(found)
         return
@@ -95,10 +107,12 @@ def _gpus() -> list[str]:
 
 _versions = Verb(
     name="env",
-    usage="[--json] | check ENVIRONMENT",
+    usage="[--json] | --issue [RUN] | check ENVIRONMENT",
     sentence="Versions and devices, for a bug report. Values of secrets are not shown. `covey env check` examines an environment.",
-    flags=lambda: (JSON,),
+    flags=lambda: _FLAGS,
     run=run,
+    positional=("run",),
+    examples=("covey env", "covey env --issue runs/train-1"),
 )
 
 
@@ -108,7 +122,7 @@ def verb(arguments: Sequence[str]) -> int:
         from covey.cli.env_check import verb as check
 
         return check(arguments[1:])
-    if arguments and not arguments[0].startswith("-"):
+    if arguments and not arguments[0].startswith("-") and "--issue" not in arguments:
         raise ConfigError(
             f"covey env has no {arguments[0]!r}.{did_you_mean(arguments[0], ('check',))} It has check, and no word prints versions."
         )
