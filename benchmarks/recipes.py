@@ -43,7 +43,7 @@ CARDS = {
     "8xh100": ("8xH100", "eight H100 with 80 GB"),
     "2x8xh100": ("16xH100", "two nodes of eight H100 with 80 GB"),
 }
-COMMON = {
+COMMON: dict[str, Any] = {
     "reward": ["math"],
     "system_prompt": "Reason step by step, and put the final answer in \\boxed{}.",
     "num_generations": 8,
@@ -56,8 +56,8 @@ COMMON = {
     "save_steps": 25,
     "save_total_limit": 2,
 }
-LORA = {"lora_r": 16, "dtype": "bfloat16", "learning_rate": 4e-5}
-FULL = {"learning_rate": 1e-6}
+LORA: dict[str, Any] = {"lora_r": 16, "dtype": "bfloat16", "learning_rate": 4e-5}
+FULL: dict[str, Any] = {"learning_rate": 1e-6}
 VLLM = {"use_vllm": True, "vllm_mode": "colocate"}
 ASYNC = {"async_rollouts": True, "max_staleness": 1}
 SPLIT = {"fsdp": "true"}

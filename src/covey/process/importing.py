@@ -46,7 +46,7 @@ class ImportProgress(MetaPathFinder):
         finally:
             self._is_looking = False
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = self._watched(spec.loader.exec_module)  # type: ignore[method-assign]
+            spec.loader.exec_module = self._watched(spec.loader.exec_module)  # type: ignore[method-assign, assignment]
         return spec
 
     def _announce(self) -> None:
