@@ -1,7 +1,8 @@
 """Importance weights between the sampler and the learner: corrections and rejections, without gradient.
 
 `e = old_logp - sampler_logp` is how the learner's numbers differ from the sampler's for the same weights; a log-probability
-that the sampler did not give counts as equal. A weight multiplies the objective, never the KL; denominators do not change.
+that the sampler did not give counts as equal, and so do those of a row that was drawn in this process with the same weights
+(`TokenBatch.same_weights`): summed over a long completion, rounding would leave out whole completions. A weight multiplies the objective, never the KL; denominators do not change.
 """
 
 from __future__ import annotations
@@ -18,16 +19,26 @@ from covey.types import Max, Mean, Metric, Min, TokenBatch, Totals, precise
 LIMIT = 60.0
 
 
-def mismatch(tokens: TokenBatch, against: Literal["old", "current"] = "old") -> Tensor:
-    """[N, T], `e`: log-probability by the learner minus the sampler's; 0 off the mask and where the sampler gave none.
+def mismatch(tokens: TokenBatch, against: Literal["old", "current"] = "old", drawn: Tensor | None = None) -> Tensor:
+    """[N, T], `e`: log-probability by the learner minus `drawn`, by default the sampler's; 0 off the mask and where the sampler gave none.
 
     `against="current"` takes the learner's current policy instead of its policy at the rollout.
     """
     if tokens.sampler_logp is None:
         return torch.zeros_like(tokens.old_logp)
+    drawn = tokens.sampler_logp if drawn is None else drawn
     ours = tokens.old_logp if against == "old" else tokens.logp.detach()
-    known = tokens.mask & ~tokens.sampler_logp.isnan()
-    return torch.where(known, ours - tokens.sampler_logp.nan_to_num(0.0), torch.zeros_like(ours))
+    known = tokens.mask & ~drawn.isnan()
+    return torch.where(known, ours - drawn.nan_to_num(0.0), torch.zeros_like(ours))
+
+
+def drawn_logp(tokens: TokenBatch) -> Tensor:
+    """[N, T], the policy that drew the tokens: `sampler_logp`, NaN where it gave none; `old_logp` where the two differ by rounding alone."""
+    if tokens.sampler_logp is None:
+        return tokens.old_logp
+    if tokens.same_weights is None:
+        return tokens.sampler_logp
+    return torch.where(tokens.same_weights[:, None], tokens.old_logp, tokens.sampler_logp)
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,7 @@ class Correction:
 
     def raw(self, tokens: TokenBatch) -> Tensor:
         """[N, T] or [N, 1], `exp(e)` before bounds; a log-weight above 60 counts as 60."""
-        gap = mismatch(tokens, self.against)
+        gap = mismatch(tokens, self.against, drawn_logp(tokens))
         gap = gap if self.level == "token" else gap.sum(-1, keepdim=True)
         return gap.clamp(
             -LIMIT if self.limit is None else -self.limit, LIMIT if self.limit is None else self.limit
@@ -144,7 +155,7 @@ class Rejection:
     def _value(self, tokens: TokenBatch) -> Tensor:
         """[N, T] or [N, 1]"""
         level, _, estimator = self.statistic.rpartition("_")
-        gap = mismatch(tokens, self.against).clamp(-20.0, 20.0)
+        gap = mismatch(tokens, self.against, drawn_logp(tokens)).clamp(-20.0, 20.0)
         value = {"k1": -gap, "k2": gap.square() / 2, "k3": gap.exp() - 1 - gap}[estimator]
         if level == "token":
             return value
@@ -166,8 +177,7 @@ class OffPolicyMask:
     threshold: float = 0.5
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
-        drawn = tokens.old_logp if tokens.sampler_logp is None else tokens.sampler_logp
-        drift = tokens.per_sequence((drawn - tokens.logp.detach()).nan_to_num(0.0))  # [N, 1]
+        drift = tokens.per_sequence((drawn_logp(tokens) - tokens.logp.detach()).nan_to_num(0.0))  # [N, 1]
         return ((tokens.advantages >= 0) | (drift <= self.threshold)).to(tokens.logp.dtype)
 
     def metrics(self, tokens: TokenBatch) -> dict[str, Tensor | Metric]:

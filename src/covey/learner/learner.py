@@ -22,7 +22,7 @@ from covey.learner.reference import Reference
 from covey.learner.served_teacher import AnyTeacher
 from covey.learner.soundness import expect_rates, expect_sound_training
 from covey.learner.supervised import Supervised
-from covey.learner.token_batches import advantages, as_drawn, moved, onto, spread, totals_of, weights
+from covey.learner.token_batches import advantages, as_drawn, moved, onto, same_weights, spread, totals_of, weights
 from covey.learner.token_metrics import FIRST_UPDATE, TokenEntropies, Unread, metrics_of
 from covey.learner.update_guard import UpdateGuard
 from covey.learner.zero_gradient import can_have_gradient
@@ -58,6 +58,8 @@ class Learner:
     disable_dropout: bool = False
     uses_sampler_logp: bool = True
     """False if completions were drawn from a truncated or penalised distribution, which the learner does not compute."""
+    samples_here: bool = False
+    """True if this process draws completions with the weights that it trains, so that the two differ by rounding alone."""
     expects_stale: bool = False
     """True if completions may come from older weights, so that the sampler's log-probabilities are not the current policy's."""
     overlaps_reduction: bool = True
@@ -105,9 +107,7 @@ class Learner:
     @torch.no_grad()
     def measured(self, groups: Sequence[Group], needs: Needs) -> list[Group]:
         """Groups with `old_logp`, `ref_logp` and `values` of the current models, as far as `needs` names them."""
-        rows = [
-            unscored_row(group, i, completion) for i, group in enumerate(groups) for completion in group.completions
-        ]
+        rows = [unscored_row(group, i, drawn) for i, group in enumerate(groups) for drawn in group.completions]
         mine = self.world.share(list(range(len(rows))))
         self.policy.model.eval()
         self.micro_batcher.left_out.begin(0)  # no completion may be skipped: advantages need all of them
@@ -175,8 +175,7 @@ class Learner:
         return self.interruption.together(in_step=self.policy.shards is not None)
 
     def _rows(self, groups: Sequence[Group]) -> list[Row]:
-        hints = None if self.teacher is None else self.teacher.hints
-        return rows_of(groups, mask_truncated=self.mask_truncated, hints=hints)
+        return rows_of(groups, mask_truncated=self.mask_truncated, hints=self.teacher and self.teacher.hints)
 
     def _is_known(self, row: Row, algorithm: Algorithm) -> bool:
         """True if the metrics of a completion without gradient follow from its sampled log-probabilities, without a forward pass."""
@@ -348,6 +347,7 @@ class Learner:
             mask=padded([row.counts for row in batch], False),
             group=onto(device, torch.tensor([row.group for row in batch])),
             row=onto(device, torch.tensor([row.index for row in batch])),
+            same_weights=same_weights(batch, device) if self.samples_here else None,
             sampler_logp=padded(drawn) if self.uses_sampler_logp and all(x is not None for x in drawn) else None,
             ref_logp=None if any(x is None for x in ref) else padded(ref),
             entropy=measured.entropy,

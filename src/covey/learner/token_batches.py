@@ -71,6 +71,14 @@ def weights(batch: Sequence[Row], shape: torch.Size, device: torch.device) -> Te
     return spread(known, shape, device, 1.0)
 
 
+def same_weights(batch: Sequence[Row], device: torch.device) -> Tensor:
+    """[N] bool, completions that the policy wrote from beginning to end with the weights of one step."""
+    drawn = [row.completion for row in batch]
+    return onto(
+        device, torch.tensor([one.source == "policy" and one.weight is None and not one.versions for one in drawn])
+    )
+
+
 def moved(tokens: TokenBatch, device: torch.device | str) -> TokenBatch:
     """The batch on another device."""
     return TokenBatch(**{name: onto(torch.device(device), value) for name, value in tokens.tensors().items()})

@@ -30,7 +30,7 @@ from covey.rollout.asynchronous import AsynchronousSampler
 from covey.training.agents import Agents
 from covey.training.asynchrony import sampler_ahead
 from covey.training.averaging import average_of
-from covey.training.build_learner import RunInputs, build_learner, build_networks
+from covey.training.build_learner import RunInputs, build_learner, build_networks, samples_here
 from covey.training.drawing import Draws, RolloutSampling
 from covey.training.evaluator import Evaluator
 from covey.training.invariants import OnPolicyCheck
@@ -161,7 +161,8 @@ def build_parts(
     steps_per_epoch = updates * (num_prompts or 0) / counts.prompts_per_generation
     sampler = build_sampler(given, networks.policy, interruption)
     on_policy = OnPolicyCheck(networks.policy, sampler.sampler if isinstance(sampler, GatheredSampler) else sampler)
-    callbacks = {"interruption": interruption, "before_first_update": on_policy}
+    callbacks: dict[str, Any] = {"interruption": interruption, "before_first_update": on_policy}
+    callbacks["samples_here"] = samples_here(given)
     learner = build_learner(given, counts.total_steps, optimizers, updates > 1, networks, **callbacks)
     attach(given, interruption)
     languages = languages_of(args, given.algorithm)

@@ -127,6 +127,13 @@ def build_networks(given: RunInputs, optimizer: Any = None) -> Networks:
     return networks_of(given.algorithm, policy, given.world, args.sharding, max_tokens, given.frozen)
 
 
+def samples_here(given: RunInputs) -> bool:
+    """True if the run's completions are drawn in this process with the weights that it trains."""
+    args, agents = given.args, given.agents
+    is_elsewhere = args.async_rollouts or args.rollout_backend == "vllm"
+    return not is_elsewhere and agents.rollout_func is None and agents.agent is None
+
+
 def build_learner(
     given: RunInputs,
     total_steps: int,
@@ -135,7 +142,10 @@ def build_learner(
     networks: Networks | None = None,
     **callbacks: Any,
 ) -> Learner:
-    """The learner of `networks`, by default new ones. `callbacks`: `interruption` and `before_first_update` of `Learner`."""
+    """The learner of `networks`, by default new ones.
+
+    `callbacks`: `interruption`, `before_first_update` and `samples_here` of `Learner`.
+    """
     args, algorithm = given.args, given.algorithm
     on_cpu = given.world.device.type == "cpu"
     networks = build_networks(given, optimizers[0]) if networks is None else networks

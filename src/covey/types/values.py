@@ -292,6 +292,8 @@ class TokenBatch:
     """[N] int64, which prompt the row answers; rows of one prompt need not be adjacent."""
     sampler_logp: Tensor | None = None
     """[N, T], as drawn by the sampler, NaN where it returned none. None: the sampler is the learner."""
+    same_weights: Tensor | None = None
+    """[N] bool, rows that this process drew with the very weights of `old_logp`: there `sampler_logp` differs by rounding alone."""
     ref_logp: Tensor | None = None
     """[N, T], the reference model."""
     full_kl: Tensor | None = None

@@ -22,7 +22,7 @@ from covey.models import load_model
 from covey.process.world import World
 from covey.runs import checkpoint, checksums, manifest, rollouts
 from covey.runs.metrics import read as read_metrics
-from covey.training.build_learner import RunInputs, build_learner
+from covey.training.build_learner import RunInputs, build_learner, samples_here
 from covey.training.choosing import build_algorithm
 from covey.training.credit import with_advantages
 from covey.training.loading import load_for_training
@@ -232,4 +232,6 @@ def _learner(args: GRPOConfig, algorithm: Algorithm, policy: Any) -> Learner:
         train_dataset=None,
         world=world,
     )
-    return build_learner(given, args.max_steps if args.max_steps > 0 else 1, (None, None), is_off_policy=True)
+    return build_learner(
+        given, args.max_steps if args.max_steps > 0 else 1, (None, None), True, samples_here=samples_here(given)
+    )
