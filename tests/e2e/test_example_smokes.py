@@ -118,6 +118,12 @@ def the_collapse_is_told_while_the_reward_rises(folder: Path, printed: str) -> N
     assert "the reward has not fallen" in alert["said"]
 
 
+def the_printed_reward_rises(folder: Path, printed: str) -> None:
+    rewards = [float(value) for value in re.findall(r"^rollout \d+: reward ([\d.]+)", printed, re.M)]
+    assert len(rewards) == 12
+    assert last(rewards) > first(rewards) + 0.15, rewards
+
+
 SMOKES: dict[str, list[Claim]] = {
     "maths.py": [rises("maths", by=0.15)],
     "programs.py": [rises("programs", by=0.15)],
@@ -135,6 +141,7 @@ SMOKES: dict[str, list[Claim]] = {
     "structured_output.py": [
         rises("structured", "rewards/json_schema/mean", by=0.2), rises("structured", "rewards/right_values/mean", by=0.05)
     ],
+    "grpo_in_one_file.py": [the_printed_reward_rises],
     "own_algorithm.py": [rises("own-algorithm", by=0.15), rises("own-algorithm", "sure/share", by=0)],
     "ppo_beside_grpo.py": [rises("beside-grpo", by=0.15), rises("beside-ppo", by=0.1)],
     "moving_reference.py": [rises("reference-moving", by=0.1), the_moving_reference_stays_nearer],
