@@ -140,7 +140,7 @@ record-trl: $(PEER)/.installed   ## TRL's answers to the probes of tests/trl_con
 	HF_HUB_OFFLINE=1 $(PEER)/bin/python tests/trl_contract/record.py
 
 soak: $(DEV)           ## every known fault against tiny real runs for an hour; MINUTES=10 for less
-	$(BIN)/covey faults --minutes $(or $(MINUTES),60)
+	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(or $(MINUTES),60)
 
 $(PEER)/.installed:      ## TRL in an environment of its own, to compare with
 	test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from saving import CALLS, Saver
 
-from covey.doctor.faults.bench import resumed_from
 from covey.runs import checkpoint, checksums
 from runs.resume_cases import Case, differences
+from soak.bench import resumed_from
 
 HERE = Path(__file__).parent
 STEPS = 4

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from covey.doctor.faults import Bench
-from covey.doctor.faults.bench import end_of, last_step, wait_until
-from covey.doctor.faults.victim import Plan
+from soak import Bench
+from soak.bench import end_of, last_step, wait_until
+from soak.victim import Plan
 
 pytestmark = pytest.mark.timeout(900)  # processes of their own on a machine that others load
 

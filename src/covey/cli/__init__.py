@@ -40,11 +40,12 @@ VERBS = {
     "export": "a run's results for other tools: merged weights, an adapter, GGUF; preference pairs",
     "merge": "an adapter added into its base, or several models or adapters merged into one",
     "checkpoints": "checkpoints of a run: list, verify, prune, repair",
-    "faults": "kill, starve and poison a tiny real run in every known way; the cost of each",
     "env": "versions and devices, for a bug report; env check examines an environment",
     "completion": "verbs and options for the Tab key of bash, zsh or fish",
 }
 """Each is `covey.cli.<name>` with a `verb` in it."""
+GONE = {"faults": "`make soak` in a checkout of Covey injects faults into tiny runs."}
+"""Verbs of earlier versions, and what took their place."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -90,6 +91,8 @@ def _run(words: list[str]) -> int:
     if name == "--version":
         output.result(__version__)
         return 0
+    if name in GONE:
+        raise ConfigError(f"covey has no verb {name!r} any more: {GONE[name]}")
     if name not in VERBS:
         raise ConfigError(f"covey has no verb {name!r}.{did_you_mean(name, VERBS)} It has {', '.join(VERBS)}.")
     expect_docstrings()

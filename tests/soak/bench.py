@@ -14,9 +14,9 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from covey.doctor.faults.victim import END, Plan, warm_up, work
 from covey.runs import checkpoint, checksums
 from covey.runs.metrics import read
+from soak.victim import END, Plan, warm_up, work
 
 WAIT_SECONDS = 600.0
 """A victim that takes longer hangs."""
@@ -30,7 +30,7 @@ class Bench:
         self.random = random.Random(seed)
         self._runs = 0
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["covey.doctor.faults.victim"])
+        self._context.set_forkserver_preload(["soak.victim"])
         self.undisturbed = cache(self._undisturbed)
         self.started: list[ForkServerProcess] = []
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from covey.doctor.faults.bench import Bench
-from covey.doctor.faults.kinds import FAULTS, Outcome
+from soak.bench import Bench
+from soak.kinds import FAULTS, Outcome
 
 
 @dataclass

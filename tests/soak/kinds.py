@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from covey.doctor.faults.bench import Bench, damaged, end_of, events, last_step, resumed_from, wait_until
-from covey.doctor.faults.victim import Plan
 from covey.runs import checkpoint
+from soak.bench import Bench, damaged, end_of, events, last_step, resumed_from, wait_until
+from soak.victim import Plan
 
 
 @dataclass(frozen=True)
