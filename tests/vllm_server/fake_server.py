@@ -46,6 +46,8 @@ class FakeServer:
         self.moves_nothing = False
         self.reached: list[int] | None = None
         """Replicas that an update reaches; None: all."""
+        self.is_varied = False
+        """Completion i begins with the token of rank i; all are the greedy one otherwise."""
         self.noise = 0.0
         """Standard deviation of what is added to each log-probability."""
         self.reads_cached: dict[str, Any] = {}
@@ -175,7 +177,8 @@ class FakeServer:
         ids, drawn, logprobs = list(body["prompt"]), [], []
         while len(drawn) < body["max_tokens"]:
             logp = model(torch.tensor([ids + drawn])).logits[0, -1].float().log_softmax(-1)
-            drawn.append(int(logp.argmax()))
+            rank = index if self.is_varied and not drawn else 0
+            drawn.append(int(logp.topk(rank + 1).indices[-1]))
             logprobs.append(float(logp[drawn[-1]]))
             if drawn[-1] in body["stop_token_ids"]:
                 break

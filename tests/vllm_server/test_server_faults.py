@@ -16,6 +16,7 @@ from covey.errors import AttestationError, ConfigError, ServerError
 from covey.rollout import SamplingParams
 from covey.rollout.vllm import ServerSampler
 from covey.rollout.vllm.client import Address, Client, Deadlines, NoAnswerError
+from covey.rollout.vllm.weights import Source
 from kit import rest_nightly, tiny_model, tiny_tokenizer
 
 SHORT = dict.fromkeys(("connect", "read", "init", "pause", "start", "update", "finish", "resume", "probe"), 0.4)
@@ -131,7 +132,7 @@ def test_a_lifecycle_call_without_an_answer_is_not_sent_again_within_an_update(f
     sampler = sampler_of(fake, model, tmp_path)
     fake.faults["reload_weights"] = "hang"
     with pytest.raises(NoAnswerError, match="did not answer within"):
-        sampler.sync.push(model, 1)
+        sampler.sync.push(sampler.sync.prepare(Source(model), 1))
     assert fake.calls.count("reload_weights") == 1
 
 

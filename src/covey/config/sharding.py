@@ -109,15 +109,28 @@ def settle_sharding(config: Any) -> Sharding | None:
             f"optim={optimizer!r} cannot be honoured on a model that is split: it is not known to work on parts of tensors. Use one of "
             f"{', '.join(_OPTIMIZERS)}."
         )
-    if config.use_vllm or config.rollout_backend == "vllm":
-        raise ConfigError(
-            "fsdp gathers the weights for the native sampler; leave use_vllm (rollout_backend='vllm') out."
-        )
+    _refuse_vllm(config)
     if config.ema_decay is not None or config.soup_steps is not None:
         raise ConfigError(
             "ema_decay and soup_steps average a model that each process holds whole; leave them out, or leave fsdp out."
         )
     return found
+
+
+def _refuse_vllm(config: Any) -> None:
+    """Raise ConfigError where weights that are split cannot reach vLLM: they go to a server, a block at a time, through a folder."""
+    if not (config.use_vllm or config.rollout_backend == "vllm"):
+        return
+    if config.vllm_mode != "server":
+        raise ConfigError(
+            "fsdp splits the model, and vLLM in the process of a run takes whole weights; set vllm_mode='server' and start one "
+            "with covey serve-vllm, or leave use_vllm out."
+        )
+    if config.vllm_transport == "nccl":
+        raise ConfigError(
+            "vllm_transport='nccl' sends weights that one process holds whole, and fsdp splits them; leave it out: they travel "
+            "through a folder."
+        )
 
 
 def _of_fsdp(config: Any) -> Sharding | None:

@@ -69,8 +69,7 @@ class Shards:
     def gathered(self) -> Iterator[nn.Module]:
         """Context of `whole` with the current weights: one all-gather per block; the memory is freed at the end."""
         assert self.whole is not None
-        with self.world.passes():
-            self._fill(self.whole)
+        self._fill(self.whole)
         try:
             yield self.whole
         finally:
@@ -81,17 +80,28 @@ class Shards:
         for parameter in () if self.whole is None else self.whole.parameters():
             parameter.untyped_storage().resize_(0)
 
+    def each_block(self) -> Iterator[nn.Module]:
+        """The module, once for each block, with the parameters of that block whole; they are freed when the next is asked for.
+
+        Parameters of other blocks are DTensors. Every process must go on to the end.
+        """
+        with self.world.passes():
+            for part in self._parts():
+                part.unshard()
+                try:
+                    yield self.module
+                finally:
+                    part.reshard()
+
     @torch.no_grad()
     def _fill(self, whole: nn.Module) -> None:
         done: set[int] = set()
-        for part in self._parts():
-            part.unshard()
-            for i, (mine, theirs) in enumerate(zip(self.module.parameters(), whole.parameters(), strict=True)):
+        for module in self.each_block():
+            for i, (mine, theirs) in enumerate(zip(module.parameters(), whole.parameters(), strict=True)):
                 if i not in done and not is_sharded(mine):
                     done.add(i)
                     theirs.untyped_storage().resize_(theirs.nbytes)
                     theirs.data.copy_(mine.data)
-            part.reshard()
 
     def _parts(self) -> list[Any]:
         """The FSDP modules: the root and the blocks."""

@@ -130,12 +130,13 @@ def build_sampler(given: RunInputs, policy: Policy, check_stop: Interruption) ->
     if args.async_rollouts:
         return sampler_ahead(args, given.model, given.tokenizer, given.eos_ids, given.world, given.agents, check_stop)
     options = {"eos_ids": given.eos_ids, "check_stop": check_stop, **sampler_options(args, given.world, given.server)}
-    if options.get("backend") == "vllm-server":
-        options["check_wait"] = check_stop.while_waiting
+    is_served = options.get("backend") == "vllm-server"
+    if is_served:
+        options |= {"check_wait": check_stop.while_waiting, "shards": shards}
 
     def make(**more: Any) -> Sampler:
         over = lambda model: choose_sampler(model, given.tokenizer, **options, **more)
-        return over(given.model) if shards is None else GatheredSampler(shards, over)
+        return over(given.model) if shards is None or is_served else GatheredSampler(shards, over)
 
     sampler = given.agents.sampler(make, args, given.tokenizer, given.eos_ids, given.trainer)
     if shards is not None:

@@ -124,7 +124,10 @@ def build_networks(given: RunInputs, optimizer: Any = None) -> Networks:
     policy = build_policy(given)
     on_cpu, shards = given.world.device.type == "cpu", 1 if args.sharding is None else given.world.size
     max_tokens = starting_tokens(args.max_tokens_per_microbatch, policy, on_cpu=on_cpu, shards=shards)
-    return networks_of(given.algorithm, policy, given.world, args.sharding, max_tokens, given.frozen)
+    keeps_whole = args.rollout_backend != "vllm"
+    return networks_of(
+        given.algorithm, policy, given.world, args.sharding, max_tokens, given.frozen, keeps_whole=keeps_whole
+    )
 
 
 def samples_here(given: RunInputs) -> bool:

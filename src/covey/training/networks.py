@@ -42,9 +42,12 @@ def networks_of(
     sharding: Sharding | None,
     max_tokens: int | None,
     frozen: Any = None,
+    *,
+    keeps_whole: bool = True,
 ) -> Networks:
     """Policy, reference and critic of an algorithm. `frozen`: a copy of the model for the reference, made before.
 
+    `keeps_whole`: a sharded policy can be gathered whole, for a sampler in this process.
     Copies are made before the policy is sharded, after which it cannot be copied. Raises ConfigError if it cannot be sharded.
     """
     if sharding is None or world.size == 1:
@@ -65,7 +68,7 @@ def networks_of(
 
     critic = build_critic(algorithm, policy, shard)
     reference = None if has_adapter(policy.model) else build_reference(algorithm, policy, shard)
-    policy = policy.sharded(partial(shard, keeps_whole=True))
+    policy = policy.sharded(partial(shard, keeps_whole=keeps_whole))
     return Networks(policy, reference or build_reference(algorithm, policy), critic, max_tokens)
 
 

@@ -24,7 +24,7 @@ from covey.rollout.sampler import SamplingParams
 from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.stopping import checked_eos_ids, context_of
 from covey.rollout.vllm.lifecycle import Sleep
-from covey.rollout.vllm.weights import plain_weights, write_weights
+from covey.rollout.vllm.weights import Source, plain_weights, write_weights
 from covey.rollout.vllm.worker.covey_worker import repack
 from covey.types import Completion, Group, Prompt
 
@@ -97,7 +97,7 @@ class VLLMSampler:
         else:  # the workers are separate processes
             memory = Path("/dev/shm")
             with tempfile.TemporaryDirectory(prefix="covey-vllm-", dir=memory if memory.is_dir() else None) as folder:
-                write_weights(policy, Path(folder) / "weights", next(policy.parameters()).dtype)
+                write_weights(Source(policy), Path(folder) / "weights", next(policy.parameters()).dtype)
                 self.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(Path(folder) / "weights")})
         self.engine.collective_rpc(repack)
         self.engine.reset_prefix_cache()

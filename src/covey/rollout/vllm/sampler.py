@@ -7,6 +7,7 @@ import queue
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from covey.errors import AttestationError, ConfigError, ServerError
 from covey.models import unwrapped
 from covey.process.interruption import StopNow
+from covey.process.sharding import Shards
 from covey.process.world import World
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import SamplingParams
@@ -22,7 +24,7 @@ from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.stopping import check_finite, checked_eos_ids, context_of
 from covey.rollout.vllm.client import Address, Client, Deadlines, NoAnswerError
 from covey.rollout.vllm.server import Server, refuse_other_model, refuse_raw_logprobs, warn_if_exposed
-from covey.rollout.vllm.sync import Attest, Sync
+from covey.rollout.vllm.sync import Attest, Sync, Update
 from covey.rollout.vllm.transports import (
     AdapterTransport,
     Carrier,
@@ -32,7 +34,7 @@ from covey.rollout.vllm.transports import (
     refuse_carrier,
     refuse_stale_head,
 )
-from covey.rollout.vllm.weights import safe_name, why_not_alone
+from covey.rollout.vllm.weights import Source, safe_name, why_not_alone
 from covey.types import Completion, Group, Metric, Prompt, merge_metrics
 
 logger = logging.getLogger(__name__)
@@ -66,16 +68,18 @@ class ServerSampler:
         deadlines: Mapping[str, Any] | None = None,
         regex: str | None = None,
         world: World | None = None,
+        shards: Shards | None = None,
         server: Server | None = None,
         check_stop: Callable[[], None] = lambda: None,
         check_wait: Callable[[], None] | None = None,
     ) -> None:
         """`server`: a connection to one that fits (`refuse_unfit`). None: wait up to `timeout` seconds for it and read its description.
 
+        `shards`: those of a model that is split over processes, whose weights are gathered a block at a time to be sent.
         Raises ConfigError for a server of another model or without the endpoints, ServerError if no server answers.
         """
         self.tokenizer, self.regex, self.timeout = tokenizer, regex, timeout
-        self.world = world or World()
+        self.world, self.shards = world or World(), shards
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
         self.check_stop = check_stop
         """Callback while the server generates; its exception aborts the requests."""
@@ -141,19 +145,34 @@ class ServerSampler:
         if self.pending is None:
             self._on_main(self.sync.expect_current)
             return
-        self._on_main(self._push)
+        self.policy = self.pending[0]
+        self._on_main(self._prepared())
         self.pending = None
 
-    def _push(self) -> None:
+    def _prepared(self) -> Callable[[], None]:
+        """Sending of the pending weights, which are gathered now where the model is split: all processes take part in that."""
         assert self.pending is not None
+        (policy, version), is_main = self.pending, self.world.is_main
+        source = Source(policy, self.shards, writes=is_main)
+        if self.shards is None:
+            return lambda: self._push(self.sync.prepare(source, version))
         try:
-            seen = self.sync.push(*self.pending)
+            update = self.sync.prepare(source, version)
+        except Exception as error:
+            if not is_main:
+                raise
+            return partial(_raise, error)  # where all processes hear of it
+        return lambda: self._push(update)
+
+    def _push(self, update: Update) -> None:
+        try:
+            seen = self.sync.push(update)
         except AttestationError:
             raise
         except ServerError as error:
             logger.warning("The update failed: %s", error)
             self.client.wait_until_up(self.timeout, self.check_wait)
-            seen = self.sync.push(*self.pending)
+            seen = self.sync.push(update)
         if seen is not None:
             self.seen.append(seen.metrics())
 
@@ -164,7 +183,7 @@ class ServerSampler:
         self.client.wait_until_up(self.timeout, self.check_wait)
         self.sync.is_broken = True
         self.pending = (self.policy, self.version)
-        self._push()
+        self._prepared()()
         self.pending = None
 
     def _on_main(self, work: Callable[[], None]) -> None:
@@ -173,12 +192,10 @@ class ServerSampler:
         Every process then has the served label.
         """
         ended: BaseException | None = None
-        if self.pending is not None:
-            self.policy = self.pending[0]
         if self.world.is_main:
             try:
                 work()
-            except (ServerError, StopNow) as found:
+            except (Exception, StopNow) as found:  # noqa: BLE001 - raised once every process has heard of it
                 ended = found
         outcome = self.world.max(0 if ended is None else 1 + isinstance(ended, StopNow))
         if outcome == 2:
@@ -281,6 +298,10 @@ class ServerSampler:
             logprobs=logprobs,
             version=self.version,
         )
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def refuse_unfit(

@@ -68,6 +68,11 @@ class Server:
             )
         return Server(client, _read_info(client))
 
+    @property
+    def has_digests(self) -> bool:
+        """True if the digests of its only worker can be compared with those of whole weights."""
+        return self.facts.has_digest and self.facts.tensor_parallel == 1
+
     def version(self) -> str:
         """Label of the current weights, set by the last update; `default` before the first."""
         found = self.client.get("/weight_info")

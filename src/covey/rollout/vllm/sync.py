@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from covey.data import vocabulary_size
 from covey.errors import AttestationError, ServerError
@@ -21,15 +23,38 @@ from covey.rollout.vllm.attestation import (
     AttestationResult,
     check_replicas,
     probe_ids,
-    trainer_logprobs,
 )
 from covey.rollout.vllm.server import Server
 from covey.rollout.vllm.transports import Transport, dtype_of
-from covey.rollout.vllm.weights import differing_blocks, digests_of, distinct_weights, plain_weights
+from covey.rollout.vllm.weights import Source, differing_blocks, digests_of, texts_of
 
 logger = logging.getLogger(__name__)
 
 Attest = Literal["stop", "warn", "off"]
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """The trainer's answer to the probe: log-probabilities [L - 1, V] as it computes them, and in the server's dtype."""
+
+    ids: tuple[int, ...]
+    logp: Tensor
+    rounded: Tensor
+    is_float32: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """Weights that are ready to be sent, and what a server that has them answers."""
+
+    source: Source
+    version: int
+    label: str
+    num_bytes: int
+    probe: Probe | None
+    """None: nothing is attested."""
+    digests: Mapping[str, str] | None
+    """By block, in the server's dtype; None where the server has none to compare."""
 
 
 @dataclass(eq=False)
@@ -52,7 +77,28 @@ class Sync:
     ids: tuple[int, ...] = ()
     """Token ids of the probe."""
 
-    def push(self, policy: Any, version: int) -> AttestationResult | None:
+    def prepare(self, source: Source, version: int) -> Update:
+        """Weights ready to be sent. Of a split model all processes take part, with one forward pass for the probe."""
+        label = self._next_label(version)
+        probe = self._probe(source) if self.attest != "off" else None
+        num_bytes = self.transport.prepare(source, label)  # last: it may fail on the process that writes
+        return Update(source, version, label, num_bytes, probe, self._digests(source) if probe else None)
+
+    def _digests(self, source: Source) -> dict[str, str] | None:
+        """Digests of the weights, as they were written; None where the server has none to compare."""
+        if not (self.server.has_digests and self.transport.pauses):
+            return None
+        if source.sums or source.shards is not None:
+            return texts_of(source.sums)
+        return digests_of(source.distinct(dtype_of(self.server)))
+
+    def _probe(self, source: Source) -> Probe:
+        policy, dtype = source.policy, dtype_of(self.server)
+        ids = probe_ids(vocabulary_size(policy))
+        logp = source.logprobs(ids)
+        return Probe(ids, logp, logp if dtype == torch.float32 else source.logprobs(ids, dtype), source.is_float32)
+
+    def push(self, update: Update) -> AttestationResult | None:
         """Send these weights to the server and attest them. Returns None if nothing was attested.
 
         Raises ServerError if a phase fails or takes too long (the server is left paused), AttestationError where the server
@@ -60,8 +106,8 @@ class Sync:
         """
         if self.label is not None and not self.is_broken:
             self.expect_current()
-        transport, label = self.transport, self._next_label(version)
-        num_bytes = transport.prepare(policy, label)
+        transport = self.transport
+        label = self._next_label(update.version) if self.is_broken else update.label
         was_broken, self.is_broken = self.is_broken, True
         if was_broken:
             self.attestation.forget()
@@ -70,17 +116,17 @@ class Sync:
                 self.server.pause()
             elif self.server.is_paused():
                 self.server.resume()
-            transport.send(policy, label, num_bytes)
+            transport.send(update.source, label, update.num_bytes)
             if transport.pauses:
                 self.server.forget_prefixes()
-            exact = self._is_exact(policy) if transport.pauses and self.attest != "off" else None
+            exact = self._is_exact(update)
             self.server.set_version(label)
             if exact is False:
                 raise AttestationError("The digest of the server's weights is not that of the weights that were sent.")
             if transport.pauses:
                 self.server.resume()
             self.label, self.model = label, transport.model_for(label)
-            seen = self._attested(policy, exact)
+            seen = self._attested(update.probe, exact)
             transport.finish(label)
         except ServerError:
             self._stay_paused()
@@ -121,13 +167,13 @@ class Sync:
         label = f"{self.run}:{version}"
         return label if label != self.label and not self.is_broken else f"{label}.{self.pushed}"
 
-    def _is_exact(self, policy: Any) -> bool | None:
+    def _is_exact(self, update: Update) -> bool | None:
         """True if every block's digest is that of the trainer's weights in the server's type; None if that cannot be compared."""
-        found = self.server.digests() if self.server.facts.tensor_parallel == 1 else None
-        if not found:
+        found = None if update.digests is None else self.server.digests()
+        if not found or update.digests is None:
             return None
         try:
-            wrong = differing_blocks(digests_of(distinct_weights(policy, dtype_of(self.server))), found[0])
+            wrong = differing_blocks(update.digests, found[0])
         except ValueError as error:
             logger.warning(
                 "The server's digests are of other blocks than the model's (%s); they are not compared.", error
@@ -137,26 +183,22 @@ class Sync:
             logger.error("Blocks whose digest differs: %s.", ", ".join(wrong[:5]))
         return not wrong
 
-    def _attested(self, policy: Any, exact: bool | None) -> AttestationResult | None:
-        if self.attest == "off":
+    def _attested(self, probe: Probe | None, exact: bool | None) -> AttestationResult | None:
+        if probe is None:
             return None
-        self.ids = probe_ids(vocabulary_size(policy))
+        self.ids = probe.ids
         before = self.attestation.last
         after = self.answer()
         if self.attestation.is_repeatable is None:
             self.attestation.learn_repeatability(after, self.answer())
-        weights = [weight for _, weight in plain_weights(policy) if weight.is_floating_point()]
-        self.attestation.is_exact_trainer = all(weight.dtype == torch.float32 for weight in weights)
-        logp = trainer_logprobs(policy, self.ids)
-        dtype = dtype_of(self.server)
-        rounded = logp if dtype == torch.float32 else trainer_logprobs(policy, self.ids, dtype)
+        self.attestation.is_exact_trainer = probe.is_float32
         replicas = self.server.facts.data_parallel
         others = [self.answer(rank) for rank in range(replicas)] if replicas > 1 else []
         seen: list[AttestationResult] = []
 
         def look() -> None:
             check_replicas(others, before, is_repeatable=self.attestation.is_repeatable)
-            seen.append(self.attestation.check_update(after, logp, rounded, exact))
+            seen.append(self.attestation.check_update(after, probe.logp, probe.rounded, exact))
 
         self._told(look)
         return seen[0] if seen else None

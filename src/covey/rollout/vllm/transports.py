@@ -13,7 +13,7 @@ import torch
 
 from covey.errors import ConfigError, ServerError
 from covey.rollout.vllm.server import Server
-from covey.rollout.vllm.weights import plain_weights, safe_name, write_adapter, write_weights
+from covey.rollout.vllm.weights import Source, safe_name, write_adapter, write_weights
 
 Carrier = Literal["auto", "directory", "nccl"]
 KEPT = 2
@@ -30,12 +30,15 @@ class Transport(Protocol):
         """Model name for requests once `label` is served."""
         ...
 
-    def prepare(self, policy: Any, label: str) -> int:
-        """Prepare a transfer while the server still generates. Returns the number of bytes to send."""
+    def prepare(self, source: Source, label: str) -> int:
+        """Prepare a transfer while the server still generates. Returns the number of bytes to send.
+
+        Of a split model all processes take part.
+        """
         ...
 
-    def send(self, policy: Any, label: str, num_bytes: int) -> None:
-        """Send the weights. After a ServerError the server's weights are undefined."""
+    def send(self, source: Source, label: str, num_bytes: int) -> None:
+        """Send the weights that were prepared last. After a ServerError the server's weights are undefined."""
         ...
 
     def finish(self, label: str) -> None:
@@ -55,13 +58,13 @@ class DirectoryTransport:
     def model_for(self, label: str) -> str:
         return self.server.facts.model
 
-    def prepare(self, policy: Any, label: str) -> int:
+    def prepare(self, source: Source, label: str) -> int:
         place = _new_place(self.folder, label)
-        size = write_weights(policy, place, dtype_of(self.server))
+        size = write_weights(source, place, dtype_of(self.server), has_digests=self.server.has_digests)
         self.written.append(place)
         return size
 
-    def send(self, policy: Any, label: str, num_bytes: int) -> None:
+    def send(self, source: Source, label: str, num_bytes: int) -> None:
         self.server.reload(str(self.written[-1].absolute()), num_bytes)
         self.server.repack()
 
@@ -82,13 +85,13 @@ class AdapterTransport:
     def model_for(self, label: str) -> str:
         return label
 
-    def prepare(self, policy: Any, label: str) -> int:
+    def prepare(self, source: Source, label: str) -> int:
         place = _new_place(self.folder, label)
-        size = write_adapter(policy, place)
+        size = write_adapter(source, place)
         self.written.append(place)
         return size
 
-    def send(self, policy: Any, label: str, num_bytes: int) -> None:
+    def send(self, source: Source, label: str, num_bytes: int) -> None:
         self.server.load_adapter(label, str(self.written[-1].absolute()))
         self.names.append(label)
 
@@ -114,14 +117,14 @@ class NCCLTransport:
     def model_for(self, label: str) -> str:
         return self.server.facts.model
 
-    def prepare(self, policy: Any, label: str) -> int:
-        return sum(weight.numel() * weight.element_size() for _, weight in plain_weights(policy))
+    def prepare(self, source: Source, label: str) -> int:
+        return sum(weight.nbytes for _, weight in source.plain())
 
-    def send(self, policy: Any, label: str, num_bytes: int) -> None:
+    def send(self, source: Source, label: str, num_bytes: int) -> None:
         deadlines = self.server.client.deadlines
         if self.engine is None:
-            self.engine = within(lambda: self._start(policy), deadlines.init, "setting up NCCL")
-        self.engine.source = _PlainSource(policy)
+            self.engine = within(lambda: self._start(source), deadlines.init, "setting up NCCL")
+        self.engine.source = _PlainSource(source)
         seconds = deadlines.start + deadlines.update_of(num_bytes) + deadlines.finish
         try:
             within(self.engine.send_weights, seconds, "sending weights over NCCL")
@@ -129,7 +132,7 @@ class NCCLTransport:
             self.engine = None  # the process group cannot be reused after a partial broadcast
             raise
 
-    def _start(self, policy: Any) -> Any:
+    def _start(self, source: Source) -> Any:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
@@ -138,7 +141,7 @@ class NCCLTransport:
             rank=0, master_address=self.host, master_port=self.port, world_size=1 + int(found["world_size"])
         )
         return WeightTransferTrainerFactory.trainer_init(
-            info, client=_Lifecycle(self.server), source=_PlainSource(policy)
+            info, client=_Lifecycle(self.server), source=_PlainSource(source)
         )
 
     def finish(self, label: str) -> None:
@@ -176,17 +179,17 @@ class _Lifecycle:
 
 @dataclass(frozen=True, eq=False)
 class _PlainSource:
-    """vLLM's `WeightSource` over `plain_weights`: metadata and tensors in the same order."""
+    """vLLM's `WeightSource` over `Source.plain`: metadata and tensors in the same order."""
 
-    policy: Any
+    source: Source
 
     def metadata(self) -> list[Any]:
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        return [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in plain_weights(self.policy)]
+        return [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in self.source.plain()]
 
     def __iter__(self) -> Any:
-        return plain_weights(self.policy)
+        return self.source.plain()
 
     def held_names(self) -> None:
         return None

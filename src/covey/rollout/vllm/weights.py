@@ -5,28 +5,78 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.adapters import has_adapter
 from covey.errors import ConfigError
 from covey.models import unwrapped
+from covey.process.sharding import Shards, is_sharded, whole_state
+from covey.rollout.vllm.attestation import trainer_logprobs
 from covey.rollout.vllm.worker.covey_worker import block_of, digest_of, text_of
 
 _SHARD_BYTES = 4 * 2**30
 
 
+@dataclass(frozen=True, eq=False)
+class Source:
+    """The weights of a policy, for a server. Of a model split over processes all take part in every method, and one writes."""
+
+    policy: Any
+    shards: Shards | None = None
+    writes: bool = True
+    """False: this process only takes part in gathering."""
+    sums: dict[str, int] = field(default_factory=dict)
+    """Digests of blocks, filled as the weights go by (`digested`)."""
+
+    def plain(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights under their transformers names, adapters merged into a copy; of a split model a block at a time."""
+        return plain_weights(self.policy) if self.shards is None else _gathered_weights(self.policy, self.shards)
+
+    def distinct(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """`plain` as in a checkpoint: tied tensors once, floating-point ones in `dtype`."""
+        if self.shards is None:
+            return distinct_weights(self.policy, dtype)
+        first = _first_names(unwrapped(self.policy))
+        cast = lambda weight: weight.to(dtype) if weight.is_floating_point() else weight
+        return ((name, cast(weight)) for name, weight in self.plain() if first.get(name, name) == name)
+
+    def digested(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same weights, their digests added to `sums` as they go by."""
+        self.sums.clear()
+        for name, weight in weights:
+            _add_digest(self.sums, name, weight)
+            yield name, weight
+
+    def logprobs(self, ids: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        """`trainer_logprobs` of this policy."""
+        work = lambda: trainer_logprobs(self.policy, ids, dtype)
+        with torch.no_grad():
+            return work() if self.shards is None else self.shards.run(work)
+
+    @property
+    def is_float32(self) -> bool:
+        weights = [weight for weight in unwrapped(self.policy).parameters() if weight.is_floating_point()]
+        return all(weight.dtype == torch.float32 for weight in weights)
+
+
 def plain_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
     """Weights under their transformers names, adapters merged into a copy; the policy is not changed."""
+    return _merged(policy, unwrapped(policy).state_dict(keep_vars=True))
+
+
+def _merged(policy: Any, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of the base model's `state` without those of adapters, which are added to the weights that they change."""
     layers = {name: module for name, module in policy.named_modules() if hasattr(module, "get_delta_weight")}
-    base = unwrapped(policy)
-    is_adapted = base is not policy and hasattr(policy, "peft_config")
+    is_adapted = unwrapped(policy) is not policy and hasattr(policy, "peft_config")
     places = {id(parameter): name for name, parameter in policy.named_parameters()}
-    for name, weight in base.state_dict(keep_vars=True).items():
+    for name, weight in state.items():
         if is_adapted and (".lora_" in name or ".modules_to_save." in name):
             continue
         found = weight.detach()
@@ -36,6 +86,35 @@ def plain_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
             for adapter in layer.active_adapters:
                 found = found + layer.get_delta_weight(adapter).to(found.dtype)
         yield name.replace(".base_layer.", "."), found
+
+
+@torch.no_grad()
+def _gathered_weights(policy: Any, shards: Shards) -> Iterator[tuple[str, Tensor]]:
+    """`plain_weights` of a model split over processes, a block at a time: no process holds more than one."""
+    base, done = unwrapped(policy), set[str]()
+    for _ in shards.each_block():
+        state = dict(base.named_parameters(remove_duplicate=False)) | dict(_persistent_buffers(base))
+        ready = {name: value for name, value in state.items() if name not in done and not is_sharded(value)}
+        done |= ready.keys()
+        for name, weight in _merged(policy, ready):  # writers hold what is on the CPU already, and the block is freed
+            yield name, weight.clone() if weight.device.type == "cpu" else weight
+
+
+def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for place, part in module.named_modules():
+        for name, value in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                yield (f"{place}.{name}" if place else name), value
+
+
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """By name of a parameter: the first name of the same one, which differs for tied parameters."""
+    names: dict[int, str] = {}
+    plain = lambda name: name.replace(".base_layer.", ".")
+    return {
+        plain(name): names.setdefault(id(parameter), plain(name))
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
 
 
 def distinct_weights(policy: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -48,13 +127,29 @@ def distinct_weights(policy: Any, dtype: torch.dtype) -> Iterator[tuple[str, Ten
         yield name, weight.to(dtype) if weight.is_floating_point() else weight
 
 
-def write_weights(policy: Any, folder: Path, dtype: torch.dtype) -> int:
-    """Write config and safetensors to a temporary folder, then rename it to `folder`, which must be new. Returns the bytes."""
+def write_weights(source: Source, folder: Path, dtype: torch.dtype, *, has_digests: bool = False) -> int:
+    """Write config and safetensors to a temporary folder, then rename it to `folder`, which must be new. Returns the bytes.
+
+    `has_digests`: fills `source.sums` as the weights go by.
+    """
+    weights = source.distinct(dtype)
+    try:
+        return (
+            _write_whole(source.policy, source.digested(weights) if has_digests else weights, folder)
+            if source.writes
+            else 0
+        )
+    finally:
+        if source.shards is not None:  # the other processes gather to the end, whatever became of the files
+            deque(weights, maxlen=0)
+
+
+def _write_whole(policy: Any, weights: Iterable[tuple[str, Tensor]], folder: Path) -> int:
     aside = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     unwrapped(policy).config.save_pretrained(aside)
-    total = _write_shards(distinct_weights(policy, dtype), aside)
+    total = _write_shards(weights, aside)
     _publish(aside, folder)
     return total
 
@@ -76,12 +171,16 @@ def _write_shards(weights: Iterable[tuple[str, Tensor]], folder: Path) -> int:
     return total
 
 
-def write_adapter(policy: Any, folder: Path) -> int:
+def write_adapter(source: Source, folder: Path) -> int:
     """Write the active adapter in PEFT's format to a temporary folder, then rename it to `folder` (must be new). Returns the bytes."""
+    policy = source.policy
+    split = {} if source.shards is None else {"state_dict": whole_state(policy, trained_only=True, keeps=source.writes)}
+    if not source.writes:
+        return 0
     aside = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    policy.save_pretrained(str(aside), selected_adapters=[policy.active_adapter])
+    policy.save_pretrained(str(aside), selected_adapters=[policy.active_adapter], **split)
     if policy.active_adapter != "default":  # PEFT writes other names to a subfolder
         inner = aside / policy.active_adapter
         for file in inner.iterdir():
@@ -131,9 +230,18 @@ def digests_of(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """Digest of each block's values as bits, independent of how a server fuses or packs them; comparable with a worker's."""
     sums: dict[str, int] = {}
     for name, weight in weights:
-        block = block_of(name)
-        sums[block] = (sums.get(block, 0) + digest_of(weight)) % 2**64
+        _add_digest(sums, name, weight)
+    return texts_of(sums)
+
+
+def texts_of(sums: Mapping[str, int]) -> dict[str, str]:
+    """Digests of blocks as a worker writes them."""
     return {block: text_of(total) for block, total in sums.items()}
+
+
+def _add_digest(sums: dict[str, int], name: str, weight: Tensor) -> None:
+    block = block_of(name)
+    sums[block] = (sums.get(block, 0) + digest_of(weight)) % 2**64
 
 
 def differing_blocks(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
