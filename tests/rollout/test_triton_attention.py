@@ -3,6 +3,7 @@
 On a machine with CUDA `test_rollout_on_cuda.py` runs the real ones instead.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -52,6 +53,7 @@ def both(
     step_column,
     columns,
     dtype=torch.float32,
+    has_bias=False,
     **options,
 ):
     """What the kernels give for random keys, and what one softmax in float32 over all of them gives, [R, Hq, D] each."""
@@ -76,8 +78,14 @@ def both(
     scale, softcap = width**-0.5, options.pop("softcap", None)
     there = lambda x: x.to(device)
     spans = kernels.Spans(**{name: there(table) for name, table in vars(spans).items()})
-    given = map(there, (query, own, own_bias, shared, bias))
-    out = kernels.decode(*given, spans, scale, softcap, **options).cpu()
+    key, value = own[:, :rows, :, step_column].clone()
+    own[:, :rows, :, step_column] = torch.nan  # the kernel writes what it was handed, and reads only what it wrote
+    own = there(own)
+    given = map(there, (query, key, value))
+    biases = (there(own_bias), there(bias)) if has_bias else (None, None)
+    out = kernels.decode(*given, own, biases[0], there(shared), biases[1], spans, scale, softcap, **options).cpu()
+    own = own.cpu()
+    assert torch.equal(own[:, :rows, :, step_column], torch.stack((key, value)))
     parts = [
         AttentionPart(slab[0].float(), slab[1].float(), bias.float(), wide(bias.float(), heads))
         for slab, bias in ((own[:, :rows], own_bias[:rows]), (shared, bias))
@@ -112,6 +120,8 @@ SHAPES = {
     "more queries of a row than a program takes": {"repeats": 40, "heads": 1, "owners": [0, 1], "starts": [3, 0]},
     "capped scores": {"softcap": 2.0},
     "split prompts": {"lengths": [7, 150], "splits": (3, 1)},
+    "biases": {"has_bias": True},
+    "more rows than prompts' keys": {"lengths": [1, 1]},
     "split rows": {"columns": 160, "step_column": 140, "starts": [0, 130, 77, 140], "splits": (1, 3)},
 }
 
@@ -142,26 +152,61 @@ def test_a_row_that_belongs_to_no_prompt_is_finite_and_disturbs_nobody(kernels):
         step_column=torch.tensor([4]),
     )
     biases = torch.zeros(rows, 32), torch.zeros(1, 8)
-    out = kernels.decode(query, own, biases[0], shared, biases[1], spans, 0.25)
-    assert torch.equal(out[2], torch.zeros(1, width))
+    key, value = torch.randn(2, rows, 1, width)
+    for splits in ((1, 1), (1, 2)):
+        out = kernels.decode(query, key, value, own, biases[0], shared, biases[1], spans, 0.25, splits=splits)
+        torch.testing.assert_close(out[2], value[2])  # its new key alone
     keys, values = torch.cat((shared[:, 0, 0], own[:, 1, 0, :5]), 1)
     torch.testing.assert_close(out[1, 0], (query[1, 0] @ keys.T * 0.25).softmax(-1) @ values)
 
 
-def test_new_keys_go_to_the_clocks_column_of_their_row(kernels):
-    slab = torch.zeros(2, 4, 2, 8, 10)
-    heads = torch.randn(3, 7, 10)  # queries, keys and values side by side, as a fused projection gives them
-    key, value = heads[:, 3:5], heads[:, 5:]
-    kernels.append(key, value, slab, torch.tensor([6]))
-    assert torch.equal(slab[0, :3, :, 6], key)
-    assert torch.equal(slab[1, :3, :, 6], value)
-    slab[:, :3, :, 6] = 0
-    assert not slab.any()
+@pytest.mark.parametrize("dtype, has_norm", [(torch.float32, True), (torch.float32, False), (torch.bfloat16, True)])
+def test_queries_and_keys_are_normed_and_rotated_inside_the_kernel(kernels, dtype, has_norm):
+    """Heads as a merged projection gives them; float32 as the learner's autocast computes, 16 bits as modules of 16 bits."""
+    rows, heads, key_heads, width = 3, 4, 2, 24
+    rounds = dtype == torch.bfloat16
+    # the interpreter cuts a float32 number to bfloat16, where a GPU rounds it
+    turn = lambda x: (x.contiguous().view(torch.int32) & -65536).view(torch.float32) if rounds else x
+    projected = torch.randn(rows, heads + 2 * key_heads, width).to(dtype)
+    query, key, value = projected.split((heads, key_heads, key_heads), 1)
+    angles = torch.rand(50, width // 2) * 6
+    cosines, sines = angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), -1)
+    positions, norms = torch.tensor([4, 49, 0]), torch.rand(2, width) if has_norm else (None, None)
+    rotation = kernels.Rotation(cosines, sines, positions, *norms, epsilon=1e-5, rounds=rounds)
+
+    def expected(x, norm):
+        x = x.float()
+        if norm is not None:
+            x = turn(turn(x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()) * norm)
+        cos, sin = turn(cosines[positions])[:, None], turn(sines[positions])[:, None]
+        return turn(turn(x * cos) + turn(x.roll(width // 2, -1) * sin))
+
+    own, shared = (
+        torch.randn(2, rows, key_heads, 8, width).to(dtype),
+        torch.zeros(2, 1, key_heads, 0, width).to(dtype),
+    )
+    spans = kernels.Spans(
+        members=torch.tensor([[0, 1, 2]]),
+        counts=torch.tensor([3], dtype=torch.int32),
+        lengths=torch.tensor([0], dtype=torch.int32),
+        owned=torch.ones(rows, dtype=torch.int32),
+        first=torch.tensor([0, 5, 6], dtype=torch.int32),
+        step_column=torch.tensor([6]),
+    )
+    out = kernels.decode(query, key, value, own, None, shared, None, spans, 0.2, rotation=rotation)
+    torch.testing.assert_close(own[0, :, :, 6].float(), expected(key, norms[1]), atol=1e-5, rtol=0)
+    assert torch.equal(own[1, :, :, 6], value)
+    for row, start in enumerate((0, 5, 6)):
+        keys, values = own[:, row, :, start:7].float().repeat_interleave(heads // key_heads, 1)
+        scores = torch.einsum("hd,hkd->hk", expected(query, norms[0])[row], keys) * 0.2
+        result = torch.einsum("hk,hkd->hd", scores.softmax(-1), values)
+        torch.testing.assert_close(out[row].float(), result, atol=2e-2 if rounds else 1e-5, rtol=0)
 
 
 def test_long_parts_are_split_when_there_are_too_few_programs(kernels):
     assert kernels.pieces(keys=4096, programs=8, enough=528) == 16
-    assert kernels.pieces(keys=4096, programs=200, enough=528) == 3
+    assert kernels.pieces(keys=4096, programs=200, enough=528) == 2
+    assert kernels.pieces(keys=4096, programs=512, enough=528) == 1  # a split costs a launch
     assert kernels.pieces(keys=4096, programs=2000, enough=528) == 1
     assert kernels.pieces(keys=100, programs=8, enough=528) == 1
     assert kernels.pieces(keys=0, programs=0, enough=528) == 1
@@ -202,45 +247,85 @@ def test_triton_is_refused_on_a_cpu_outside_of_the_interpreter(monkeypatch):
 
 
 COMPILE = """
+import json, re, subprocess, sys, tempfile
+from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from covey.kernels import triton_attention as kernels
+from covey.kernels import triton_attention, triton_layer, triton_sampling
 
-def compiled(kernel, target, kind, integers, pointers, fixed):
-    types = {name: "fp32" if name in ("scale", "softcap") else "i32" for name in kernel.arg_names}
-    types |= {name: kind for name in pointers} | integers | {name: "constexpr" for name in fixed}
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+FLOATS = {"scale", "softcap", "epsilon", "temperature", "penalty", "top_p", "log_min_p"}
+KINDS = {"fp32": "cosines sines query_norm key_norm outs lses weight thresholds tops totals moments logprobs entropies",
+         "i64": "members positions tokens next_token position written limit output_row", "fp64": "uniforms",
+         "i32": "counts first owned", "u8": "seen live stopped is_eos",
+         None: "query key value keys values bias result x update out gate up logits"}
+WHOLE = {"V", "width"} | {f"{x}_row" for x in ("query", "key", "value", "update", "gate", "up")}
+WHOLE |= {"query_head", "key_head", "value_head", "batch_stride", "head_stride", "row_stride"}
+
+def compiled(kernel, target, dtype, fixed, warps=4, **types):
+    # as a launch specializes: pointers and strides are multiples of 16
+    types |= {name: "*" + (kind or dtype) for kind, names in KINDS.items() for name in names.split() if name not in types}
+    known = {name: "constexpr" if name in fixed else "fp32" if name in FLOATS else types.get(name, "i32")
+             for name in kernel.arg_names}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names)
+                  if name in WHOLE or known[name].startswith("*")}
     constants = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
-    source = ASTSource(fn=kernel, signature=types, constexprs=constants)
-    return triton.compile(source, target=GPUTarget("cuda", target, 32))
+    source = ASTSource(fn=kernel, signature=known, constexprs=constants, attrs=attributes)
+    done = triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": warps})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(done.asm["cubin"])
+        file.flush()
+        said = subprocess.run([CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+    registers, stack = map(int, re.search(r"REG:(\\d+) STACK:(\\d+)", said).groups())
+    facts = {"kernel": kernel.fn.__name__, "dtype": dtype, "registers": registers, "spilled": stack}
+    print(json.dumps(facts | {"shared": done.metadata.shared, "tensor_cores": "mma" in done.asm["ptx"], **fixed}))
 
-SHAPES = {"fp32": (32, 32), "bf16": (64, 64), "fp16": (64, 64)}
-for target, dtype in ((t, d) for t in (80, 90, 100) for d in SHAPES):
-    queries, keys = SHAPES[dtype]
+target = int(sys.argv[1])
+for dtype in sys.argv[2:]:
+    wide = dtype != "fp32"
     for is_shared in (True, False):
-        integers = {"members": "*i64", "counts": "*i32", "first": "*i32", "outs": "*fp32", "lses": "*fp32"}
-        integers["stop"] = "*i32" if is_shared else "*i64"
-        fixed = {"HAS_FIRST": not is_shared, "HAS_MEMBERS": is_shared, "HAS_SOFTCAP": False, "WIDEN": False}
-        fixed |= {"BLOCK_D": 64, "BLOCK_Q": queries, "BLOCK_K": keys}
-        tensors = ("query", "keys", "values", "bias")
-        done = compiled(kernels._part, target, "*" + dtype, integers, tensors, fixed)
-        print(target, dtype, "mma" in done.asm["ptx"], done.metadata.shared)
-    compiled(kernels._append, target, "*" + dtype, {"step_column": "*i64"}, ("key", "value", "keys", "values"), {"BLOCK_D": 64})
-    others = {"outs": "*fp32", "lses": "*fp32", "owned": "*i32"}
-    compiled(kernels._merge, target, "*" + dtype, others, ("result",), {"BLOCK_S": 4, "BLOCK_D": 64})
+        for width in (64, 128):
+            fixed = {"D": width, "IS_SHARED": is_shared, "MERGES": not is_shared, "HAS_BIAS": False, "HAS_SOFTCAP": False}
+            fixed |= {"ROTATES": True, "HAS_NORM": width == 128, "ROUNDS": width == 128 and wide, "WIDEN": False}
+            fixed |= {"BLOCK_D": width, "BLOCK_Q": (64 if wide else 32) if is_shared else 16}
+            fixed |= {"BLOCK_K": (64 if wide else 32) // (width // 64)}
+            warps = 4 if fixed["BLOCK_Q"] * width <= 4096 else 8
+            compiled(triton_attention._part, target, dtype, fixed, warps, stop="*i32" if is_shared else "*i64")
+    compiled(triton_attention._merge, target, dtype, {"BLOCK_S": 4, "BLOCK_D": 64})
+    compiled(triton_layer._add_norm, target, dtype, {"HAS_UPDATE": True, "ROUNDS": wide, "BLOCK": 4096}, 8)
+    compiled(triton_layer._gated, target, dtype, {"BLOCK": 1024})
+    scan = {"HAS_SEEN": True, "HAS_THRESHOLD": True, "WITH_ENTROPY": True, "BLOCK_V": 4096}
+    compiled(triton_sampling._scan, target, dtype, scan)
+    compiled(triton_sampling._pick, target, dtype, scan | {"HAS_STATE": True, "ENDS": True, "IS_GREEDY": False, "BLOCK_B": 64})
+    search = {"HAS_SEEN": True, "HAS_K": True, "HAS_P": True, "N": 8, "PASSES": 12, "BLOCK_V": 1024}
+    compiled(triton_sampling._threshold, target, dtype, search, 8)
 """
 
 
-def test_the_kernels_compile_for_compute_capability_8_and_9_and_10():
-    """Triton brings its own assembler. In 16 bits the products run on tensor cores; all fits a consumer card's 99 KiB."""
+@pytest.mark.parametrize("target", [80, 90, 100])
+def test_the_kernels_compile_without_a_device(target):
+    """Triton brings its own assembler. In 16 bits products run on tensor cores, registers are not spilled, and all fits the
+    99 KiB of a consumer's card."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-c", COMPILE, str(target), "bf16", *(["fp32"] if target == 80 else [])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
-    kinds = ("fp32", "fp32", "bf16", "bf16", "fp16", "fp16")
-    assert [tuple(line[:2]) for line in lines] == [(target, kind) for target in ("80", "90", "100") for kind in kinds]
-    assert all(is_on_tensor_cores == "True" for _, kind, is_on_tensor_cores, _ in lines if kind != "fp32")
-    assert all(int(shared) <= 99 * 1024 for *_, shared in lines)
+    facts = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {fact["kernel"] for fact in facts} == {
+        "_part",
+        "_merge",
+        "_add_norm",
+        "_gated",
+        "_scan",
+        "_pick",
+        "_threshold",
+    }
+    for fact in facts:
+        assert fact["shared"] <= 99 * 1024, fact
+        if fact["dtype"] == "bf16":
+            assert fact["spilled"] <= 16, fact  # bytes of the stack
+            assert fact["tensor_cores"] == (fact["kernel"] == "_part"), fact
 
 
 @pytest.mark.parametrize("arch", LOCAL)

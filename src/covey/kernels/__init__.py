@@ -13,7 +13,7 @@ from covey.kernels.heap import training_heap, zeros
 from covey.kernels.layout import Layout
 from covey.kernels.matmul import WeightMatmul
 from covey.kernels.prompt_attention import SharedPromptAttention
-from covey.kernels.sampler_linear import SamplerLinear
+from covey.kernels.sampler_linear import InPlaceLinear, SamplerLinear
 from covey.kernels.triton_decode import TritonDecode
 from covey.kernels.windows import LOCAL_LAYERS, Window, attention_windows
 
@@ -24,6 +24,7 @@ __all__ = [
     "DecodeKernels",
     "DecodeStep",
     "DecodeWeights",
+    "InPlaceLinear",
     "Layout",
     "Recomputing",
     "SamplerLinear",

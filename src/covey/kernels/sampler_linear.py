@@ -125,6 +125,13 @@ class InPlaceLinear(SamplerLinear):
             return self(x).split(widths, -1)
         return [plain_linear(x, weight, bias) for weight, bias in self.parts]
 
+    def split_by(self, outputs: int) -> tuple[InPlaceLinear, InPlaceLinear]:
+        """Its first outputs and the others, as layers in the same memory; of one part."""
+        ((weight, bias),) = self.parts
+        first = weight[:outputs], None if bias is None else bias[:outputs]
+        other = weight[outputs:], None if bias is None else bias[outputs:]
+        return InPlaceLinear((first,), self.is_copy), InPlaceLinear((other,), self.is_copy)
+
     def silu(self, x: Tensor) -> Tensor:
         return F.silu(self(x), inplace=True)
 

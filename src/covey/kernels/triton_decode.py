@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
 class TritonDecode:
-    """Decode attention on static buffers by Triton's kernels."""
+    """Kernels of a decode step on static buffers: each method is one launch, but where it says otherwise."""
 
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
@@ -30,15 +31,24 @@ class TritonDecode:
         return TritonError, RuntimeError, OSError
 
     @staticmethod
+    def rotation(
+        cosines: Tensor, sines: Tensor, positions: Tensor, norms: tuple[Tensor | None, Tensor | None], **options: Any
+    ) -> Any:
+        """A `triton_attention.Rotation` for `attend`; no launch. `norms` are those of the heads of queries and of keys."""
+        from covey.kernels.triton_attention import Rotation
+
+        return Rotation(cosines, sines, positions, *norms, **options)
+
+    @staticmethod
     def attend(
         query: Tensor,
         key: Tensor,
         value: Tensor,
         *,
         own: Tensor,
-        own_bias: Tensor,
+        own_bias: Tensor | None,
         prompts: Tensor,
-        prompt_bias: Tensor,
+        prompt_bias: Tensor | None,
         members: Tensor,
         counts: Tensor,
         lengths: Tensor,
@@ -47,10 +57,42 @@ class TritonDecode:
         step_column: Tensor,
         scale: float,
         softcap: float | None,
+        rotation: Any = None,
     ) -> Tensor:
-        """[R, Hq, D]: writes `key` and `value` [R, Hkv, D] into the cache column `step_column`, then attends; see `Spans` for the tables."""
+        """[R, Hq, D], in two launches, three for few rows: writes `key` and `value` [R, Hkv, D] into the cache column
+        `step_column`, then attends; see `Spans` for the tables.
+        """
         from covey.kernels import triton_attention
 
-        triton_attention.append(key, value, own, step_column)
         spans = triton_attention.Spans(members, counts, lengths, owned, first, step_column)
-        return triton_attention.decode(query, own, own_bias, prompts, prompt_bias, spans, scale, softcap)
+        return triton_attention.decode(
+            query, key, value, own, own_bias, prompts, prompt_bias, spans, scale, softcap, rotation=rotation
+        )
+
+    @staticmethod
+    def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
+        """RMS norm of `x + update` in `dtype`; `x` [R, H] is updated in place."""
+        from covey.kernels import triton_layer
+
+        return triton_layer.add_norm(x, update, weight, epsilon, dtype)
+
+    @staticmethod
+    def gated(gate: Tensor, up: Tensor) -> Tensor:
+        """`silu(gate) * up`, [R, I] each."""
+        from covey.kernels import triton_layer
+
+        return triton_layer.gated(gate, up)
+
+    @staticmethod
+    def draw(logits: Tensor, uniforms: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tokens, log-probabilities and entropies; two launches, three with top-k, top-p or min-p. See `triton_sampling`."""
+        from covey.kernels import triton_sampling
+
+        return triton_sampling.draw(logits, uniforms, **options)
+
+    @staticmethod
+    def draw_into(tables: dict[str, Any], logits: Tensor, **options: Any) -> None:
+        """`draw`, which also advances the tables of rows: the fields of `triton_sampling.RowState`."""
+        from covey.kernels import triton_sampling
+
+        triton_sampling.draw_into(triton_sampling.RowState(**tables), logits, **options)

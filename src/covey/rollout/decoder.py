@@ -1,12 +1,13 @@
 """Forward passes of Llama-like decoders without their modules: the same arithmetic in a quarter of the calls.
 
 In the model's own precision the live weights are read; another precision reads a copy of the linear layers, written again in the
-same memory by every `load`. The residual stream, norms, rotary embeddings and softmax stay in float32, as under the learner's autocast.
+same memory by every `load`. The residual stream has the type of the weights, as in the learner: float32 under its autocast, and a
+model of 16-bit weights rounds norms and rotary embeddings as its modules do. On a CPU, C++ kernels keep all of that in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from covey.errors import Unsupported
-from covey.kernels import DecodeKernels, DecodeStep, DecodeWeights, SamplerLinear
+from covey.kernels import DecodeKernels, DecodeStep, DecodeWeights, InPlaceLinear, SamplerLinear, TritonDecode
 from covey.models import unwrapped
 from covey.rollout.forward import ModulesForward, addresses_of
 from covey.rollout.kv_cache import DecodeBatch, KVCache, LayerShape, PrefillBatch
+from covey.rollout.static_kv_cache import StaticKVCache
 
 Attend = Callable[[int, Tensor], "Tensor | None"]
 """(layer, normed [M, hidden]) -> [M, Hq, D], or None in the last layer of a prefill, which needs only keys and values."""
@@ -44,6 +46,8 @@ class _Layer:
     after: Tensor
     gate: SamplerLinear
     up: SamplerLinear
+    gate_up: SamplerLinear | None
+    """Both in one product, of which `gate` and `up` are the halves; None for live weights, which lie apart."""
     down: SamplerLinear
 
     @property
@@ -53,6 +57,12 @@ class _Layer:
     @property
     def products(self) -> tuple[SamplerLinear, ...]:
         return self.qkv, self.out, self.gate, self.up, self.down
+
+    def gate_and_up(self, x: Tensor) -> Sequence[Tensor]:
+        """[M, I] each, in one product where the weights lie together."""
+        if self.gate_up is None:
+            return self.gate(x), self.up(x)
+        return self.gate_up(x).chunk(2, -1)
 
 
 class DecoderForward:
@@ -74,6 +84,8 @@ class DecoderForward:
         self.eps = float(config.rms_norm_eps)
         attention = self.model.model.layers[0].self_attn
         self.scale = float(attention.scaling)
+        self.stream = probe.dtype
+        """Type of the residual stream."""
         self.width = self.layers[0].width
         self.key_heads = self.layers[0].heads
         self.query_heads = self.key_heads * int(attention.num_key_value_groups)
@@ -119,6 +131,12 @@ class DecoderForward:
             into = None if old is None else getattr(old, name)
             return SamplerLinear.make(*linears, dtype=self.copied, into=into)
 
+        in_library_layout = self.device.type == "cpu" and self.copied == torch.bfloat16  # which has no halves
+        both = halves = None
+        if self.copied is not None and not in_library_layout:
+            both = linear("gate_up", mlp.gate_proj, mlp.up_proj)
+            assert isinstance(both, InPlaceLinear)
+            halves = both.split_by(len(mlp.gate_proj.weight))
         return _Layer(
             before=self._norm(layer.input_layernorm),
             qkv=linear("qkv", attention.q_proj, attention.k_proj, attention.v_proj),
@@ -126,8 +144,9 @@ class DecoderForward:
             key_norm=norm_of("k_norm"),
             out=linear("out", attention.o_proj),
             after=self._norm(layer.post_attention_layernorm),
-            gate=linear("gate", mlp.gate_proj),
-            up=linear("up", mlp.up_proj),
+            gate=halves[0] if halves else linear("gate", mlp.gate_proj),
+            up=halves[1] if halves else linear("up", mlp.up_proj),
+            gate_up=both,
             down=linear("down", mlp.down_proj),
         )
 
@@ -174,14 +193,36 @@ class DecoderForward:
 
     def decode(self, ids: Tensor, positions: Tensor, batch: DecodeBatch) -> Tensor:
         cache = batch.cache
+        if isinstance(cache, StaticKVCache) and cache.attention == "triton":
+            return self._decode_in_kernels(ids, positions, cache)
         if cache.kernels and self.weights and not cache.is_windowed:
             step = self._step(cache, positions)
             return cache.kernels.decode(step, self.weights, cache.cache_tables, self.embedding[ids].float())
         in_kernels = cache.kernels and not cache.is_windowed
         attend = self._by_kernels(cache, positions) if in_kernels else self._by_operations(cache, positions)
-        hidden = self._run(ids, attend, cache.kernels)
+        return self._logits(self._run(ids, attend, cache.kernels))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
         assert self.head is not None  # `_take` made it
         return self.head(hidden.float() if self.float32_head else hidden)
+
+    def _decode_in_kernels(self, ids: Tensor, positions: Tensor, cache: StaticKVCache) -> Tensor:
+        """[R, V]: between two matrix products of a layer stands one of Triton's kernels; attention takes two or three."""
+        if not self.is_reserved:
+            self._rotate_up_to(int(positions.max()) + 1)
+        cosines, sines = self.rotation
+        rounding = {"epsilon": self.eps, "rounds": self.stream != torch.float32}
+        x, update = self.embedding[ids], None
+        for layer, block in enumerate(self.blocks):
+            h = TritonDecode.add_norm(x, update, block.before, self.eps, self.dtype)
+            query, key, value = (product.unflatten(-1, (-1, self.width)) for product in self._projected(block, h))
+            norms = block.query_norm, block.key_norm
+            rotation = TritonDecode.rotation(cosines, sines, positions, norms, **rounding)
+            attended = cache.attend_in_kernels(layer, query, key, value, self.scale, rotation=rotation)
+            update = block.out(attended.flatten(1))
+            h = TritonDecode.add_norm(x, update, block.after, self.eps, self.dtype)
+            update = block.down(TritonDecode.gated(*block.gate_and_up(h)))
+        return self._logits(TritonDecode.add_norm(x, update, self.norm, self.eps, self.dtype))
 
     def _by_operations(self, cache: KVCache, positions: Tensor) -> Attend:
         cos, sin = self._rotation_at(positions)
@@ -218,7 +259,8 @@ class DecoderForward:
 
     def _run(self, ids: Tensor, attend: Attend, kernels: DecodeKernels | None) -> Tensor:
         """Normed hidden states [M, hidden] of M tokens; meaningless where `attend` returned None in the last layer."""
-        x = self.embedding[ids].float()
+        x = self.embedding[ids]
+        x = x if kernels is None else x.float()  # C++ kernels add in float32
         update: Tensor | None = None
         for layer, block in enumerate(self.blocks):
             h = self._added_and_normed(x, update, block.before, kernels)
@@ -238,7 +280,13 @@ class DecoderForward:
             return kernels.add_norm(x, update, weight, self.eps)
         if update is not None:
             x += update
-        return F.rms_norm(x, weight.shape, weight, self.eps).to(self.dtype)
+        return self._normed(x, weight).to(self.dtype)
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMS norm over the last dimension; 16-bit numbers are rounded before the weight is applied, as in the modules."""
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        return F.rms_norm(x.float(), weight.shape, None, self.eps).to(x.dtype) * weight
 
     def _projected(self, block: _Layer, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[M, Hq * D], [M, Hkv * D], [M, Hkv * D]."""
@@ -248,17 +296,18 @@ class DecoderForward:
     def _rotated(self, block: _Layer, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [M, Hq, D], rotated keys [M, Hkv, D] and values [M, Hkv, D]."""
         heads = block.qkv(h).view(len(h), -1, self.width)
-        turned = heads[:, : self.query_heads + self.key_heads].float()
+        turned = heads[:, : self.query_heads + self.key_heads]
         if block.query_norm is not None and block.key_norm is not None:
             query, key = turned[:, : self.query_heads], turned[:, self.query_heads :]
-            size = (self.width,)
-            query, key = (
-                F.rms_norm(query, size, block.query_norm, self.eps),
-                F.rms_norm(key, size, block.key_norm, self.eps),
-            )
-            turned = torch.cat((query, key), 1)
+            turned = torch.cat((self._normed(query, block.query_norm), self._normed(key, block.key_norm)), 1)
+        turned = turned.to(self.stream)
         other = turned.roll(self.width // 2, -1)
-        turned = turned.mul_(cos).addcmul_(other, sin).to(self.dtype)  # in place: the projection has no other reader
+        cos, sin = cos.to(self.stream), sin.to(self.stream)
+        turned = turned.mul_(cos)  # in place: the projection has no other reader
+        if self.stream == torch.float32:
+            turned = turned.addcmul_(other, sin).to(self.dtype)
+        else:
+            turned = turned.add_(other.mul_(sin)).to(self.dtype)  # each product is rounded
         return turned[:, : self.query_heads], turned[:, self.query_heads :], heads[:, -self.key_heads :]
 
     def _rotation_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:

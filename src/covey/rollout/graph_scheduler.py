@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.kernels import TritonDecode
 from covey.rollout.kv_cache import DecodeBatch
-from covey.rollout.sampling import Draw, draw
+from covey.rollout.sampling import Draw, draw, kernel_options
 from covey.rollout.scheduler import LIMIT, OUTPUT_ROW, POSITION, TOKEN, WRITTEN, GroupRequest, Scheduler
 from covey.rollout.static_buffers import StaticState
 from covey.rollout.static_kv_cache import NEVER, Attention, StaticKVCache, rows_for
@@ -117,9 +118,12 @@ class GraphScheduler(Scheduler):
         return self._retire(ends, self.stopped[: self.num_rows].clone())
 
     def _one(self, rows: int) -> None:
-        """One decode step of the first `rows` rows. Top-p needs values on the host, so with it only the forward pass is captured."""
+        """One decode step of the first `rows` rows.
+
+        PyTorch's operations for top-p need values on the host, so with it only the forward pass is captured.
+        """
         key, epoch = (rows, self.cache.layout, self.fixed), (self.weights, self.static.buffers.moves)
-        if self.params.top_p < 1 and not self.params.is_greedy:
+        if self.attention == "torch" and self.params.top_p < 1 and not self.params.is_greedy:
             self._write(self.static.steps.run(key, epoch, lambda: self._forward(rows)), rows)
         else:
             self.static.steps.run(key, epoch, lambda: self._write(self._forward(rows), rows))
@@ -133,15 +137,18 @@ class GraphScheduler(Scheduler):
 
     def _write(self, logits: Tensor, rows: int) -> None:
         """Draw and store one token for each live row. Tensors only."""
+        seen = None if self.seen is None else self.seen[:rows]
+        if self.banned is not None:
+            logits = logits.index_fill_(1, self.banned, -torch.inf)
+        if self.attention == "triton" and self.replies is None:
+            TritonDecode.draw_into(self._row_state(rows), logits, seen=seen, **kernel_options(self.params))
+            return
         row, live = self.rows[:, :rows], self.live[:rows]
         output_row, written = (
             torch.where(live, row[OUTPUT_ROW], self.no_output),
             row[WRITTEN] * live,
         )  # a Python 0 would be copied from the host
-        seen = None if self.seen is None else self.seen[:rows]
         uniforms = self.uniforms[output_row, written]
-        if self.banned is not None:
-            logits = logits.index_fill_(1, self.banned, -torch.inf)
         drawn: Draw = draw(logits, uniforms, self.params, seen=seen, in_place=True)
         tokens, logprobs = drawn.tokens, drawn.logprobs
         if self.replies is not None:
@@ -157,6 +164,26 @@ class GraphScheduler(Scheduler):
         if self.window > 1:  # otherwise the host decides on stop strings and environments
             live &= ~(self.stopped[:rows] | (row[WRITTEN] >= row[LIMIT]))
             self.cache.first[:rows].masked_fill_(~live, NEVER)
+
+    def _row_state(self, rows: int) -> dict[str, Any]:
+        """Tables that the draw advances; see `RowState` in `triton_sampling.py`."""
+        row = self.rows[:, :rows]
+        return {
+            "token": row[TOKEN],
+            "position": row[POSITION],
+            "written": row[WRITTEN],
+            "limit": row[LIMIT],
+            "output_row": row[OUTPUT_ROW],
+            "live": self.live[:rows],
+            "stopped": self.stopped[:rows],
+            "first": self.cache.first[:rows],
+            "is_eos": self.is_eos,
+            "tokens": self.tokens,
+            "logprobs": self.logprobs,
+            "uniforms": self.uniforms,
+            "never": NEVER,
+            "ends": self.window > 1,  # otherwise the host decides on stop strings
+        }
 
     def _judge(self) -> None:
         """Checks of the last token on the host: stop strings and replies of an environment."""

@@ -14,7 +14,10 @@ from covey.kernels import DecodeKernels, TritonDecode, unavailable_reason
 from covey.process.memory import is_out_of_memory
 from covey.rollout.forward import Forward, plain_cache, verify
 from covey.rollout.kv_cache import KVCache
+from covey.rollout.sampler import SamplingParams
+from covey.rollout.sampling import draw, kernel_options
 from covey.rollout.static_kv_cache import Attention, StaticKVCache
+from covey.types import widest_float
 
 logger = logging.getLogger(__name__)
 AttentionChoice = Literal["auto", "torch", "triton", "compiled"]
@@ -85,6 +88,7 @@ def _why_not_verified(forward: Forward, model: Any, asked: AttentionChoice) -> s
     """Reason against Triton's kernels; None if they compile, run and agree with the model."""
     try:
         verify(forward, model, new_cache=_cache_with("triton"))
+        verify_draw(forward)
     except Unsupported as error:
         if asked == "triton":
             raise
@@ -94,6 +98,21 @@ def _why_not_verified(forward: Forward, model: Any, asked: AttentionChoice) -> s
             raise
         return f"Triton's do not run here ({first_line(error)})"
     return None
+
+
+def verify_draw(forward: Forward) -> None:
+    """Compare tokens and log-probabilities of Triton's draw with PyTorch's on random logits. Raises Unsupported if they differ."""
+    generator = torch.Generator().manual_seed(0)
+    size = min(forward.vocab_size, 10_000)  # more than one block
+    logits = (3 * torch.randn(4, size, generator=generator)).to(forward.device, forward.dtype)
+    uniforms = torch.rand(4, generator=generator, dtype=torch.float64).to(logits.device, widest_float(logits.device))
+    for params in (SamplingParams(), SamplingParams(temperature=0.7, top_k=size // 2, top_p=0.9, min_p=1e-4)):
+        expected = draw(logits, uniforms, params)
+        tokens, logprobs, _ = TritonDecode.draw(logits, uniforms, **kernel_options(params))
+        is_same = tokens == expected.tokens  # a sum of another order may move a uniform over a token's border
+        near = torch.allclose(logprobs[is_same], expected.logprobs[is_same], atol=1e-4)
+        if int(is_same.sum()) < len(tokens) - 1 or not near:
+            raise Unsupported("the tokens that its draw takes differ from those of PyTorch's")
 
 
 def _cache_with(attention: Attention) -> Any:

@@ -66,6 +66,17 @@ def draw(
     return Draw(tokens, logprobs, entropy)
 
 
+def kernel_options(params: SamplingParams) -> dict[str, float]:
+    """`params` as `TritonDecode.draw` takes them."""
+    return {
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p or 0.0,
+        "penalty": params.repetition_penalty,
+    }
+
+
 def processed(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
     """[B, V] float32 logits of the distribution that `params` describe: -inf where a token cannot be drawn.
 

@@ -7,7 +7,7 @@ rows of each prompt. Buffers grow by buckets; only then does `layout` change, an
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from covey.rollout.kv_cache import STEP, KVCache, LayerShape, rounded
 from covey.rollout.static_buffers import StaticBuffers
 
 Attention = Literal["torch", "triton"]
-"""Decode attention: PyTorch's operations, or the Triton kernels of `triton_attention.py`."""
+"""Kernels of a decode step around its matrix products: PyTorch's operations, or Triton's."""
 
 SMALLEST = 8
 """Rows of the smallest bucket; a bucket that is cut short is a multiple of it."""
@@ -233,30 +233,45 @@ class StaticKVCache(KVCache):
         sinks: Tensor | None = None,
     ) -> Tensor:
         rows, heads, width = key.shape
-        own, shared = self.suffix[layer], self.prefix[layer]
         if self.attention == "triton" and sinks is None:
-            bias = self.biases(layer, rows)
-            return TritonDecode.attend(
-                query,
-                key,
-                value,
-                own=own,
-                own_bias=bias.suffix,
-                prompts=shared,
-                prompt_bias=bias.prefix,
-                members=self.members,
-                counts=self.counts,
-                lengths=self.lengths,
-                owned=self.owned[:rows],
-                first=self.first[:rows],
-                step_column=self.now,
-                scale=scale,
-                softcap=softcap,
-            )
-        own = own[:, :rows]
+            return self.attend_in_kernels(layer, query, key, value, scale, softcap)
+        own = self.suffix[layer][:, :rows]
         own[0].index_copy_(2, self.now, key[:, :, None])
         own[1].index_copy_(2, self.now, value[:, :, None])
         row_map = RowMap(self.members, self.back[:rows], is_regular=False)
         parts = self._parts(layer, own[0], own[1])
         out = self.merge(query.view(rows, heads, -1, width), *parts, row_map, scale, softcap, sinks)
         return out.view(rows, -1, width)
+
+    def attend_in_kernels(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        rotation: Any = None,
+    ) -> Tensor:
+        """`attend_decode` by Triton's kernels; with `rotation` (see `TritonDecode`) from queries and keys as projected."""
+        rows = len(key)
+        hides = self.window_of(layer) is not None  # else lengths and first columns say all
+        bias = self.biases(layer, rows) if hides else None
+        return TritonDecode.attend(
+            query,
+            key,
+            value,
+            own=self.suffix[layer],
+            own_bias=None if bias is None else bias.suffix,
+            prompts=self.prefix[layer],
+            prompt_bias=None if bias is None else bias.prefix,
+            members=self.members,
+            counts=self.counts,
+            lengths=self.lengths,
+            owned=self.owned[:rows],
+            first=self.first[:rows],
+            step_column=self.now,
+            scale=scale,
+            softcap=softcap,
+            rotation=rotation,
+        )

@@ -12,7 +12,7 @@ from covey.config.grpo_config import batch_arithmetic
 from covey.doctor.dry_run import Measured, Target, measured, memory_of
 from covey.doctor.roofline.gpus import Gpu
 from covey.doctor.roofline.operations import TimedBytes
-from covey.doctor.roofline.rollout import Decoding, kernels_of
+from covey.doctor.roofline.rollout import PASSES_OF_LOGITS, Decoding, kernels_of
 from covey.learner.lm_head import elements_of
 from covey.learner.memory_estimate import cache_bytes
 
@@ -170,7 +170,9 @@ def _held(setup: Setup, found: Measured, completions: int) -> tuple[Held, Decodi
         room=max(0, room) * split,
         item_bytes=item,
         kernels=kernels_of(text.model_type, text.num_hidden_layers, is_vllm=args.use_vllm),
+        logit_bytes=PASSES_OF_LOGITS * item * text.vocab_size,
         is_replayed=args.use_vllm or args.cuda_graphs is not False,
+        shares_prompts=not args.use_vllm,
     )
     return replace(held, cache=min(whole.cache, max(0, room))), decoding
 

@@ -1,0 +1,63 @@
+"""Launches of a decode step on a GPU, counted on a CPU: each kernel of Triton as its PyTorch twin."""
+
+import pytest
+import torch
+from kernel_twins import Launches, with_twins
+from test_samplers import ids_of
+from test_static_steps import PROMPTS, WAYS, collect, finishes_of, logprobs_of, writer
+
+from covey.doctor.roofline.rollout import KERNELS_OF_A_LAYER, KERNELS_OF_A_STEP
+from covey.rollout import NativeSampler, SamplingParams
+from kit import tiny_model, tiny_tokenizer
+
+A_LAYER = 10
+"""Most launches of a layer, with keys that are split over programs."""
+
+
+def launches_of_a_step(monkeypatch, layers, attention, way="plain", arch="qwen2"):
+    """Launches of one decode step of a float32 model on its 16-bit copy."""
+    launches = Launches()
+    with_twins(monkeypatch, launches, attention)
+    sampler = NativeSampler(
+        tiny_model(arch, layers=layers, seed=3), tiny_tokenizer(), dtype="float16", attention="triton"
+    )
+    assert sampler.attention == "triton"
+    scheduler = sampler.begin(PROMPTS[:2], 4, SamplingParams(max_tokens=9, seed=1, **WAYS[way]))
+    with sampler.forward.evaluating():
+        scheduler._admit()
+        scheduler.cache.reserve(1)
+        launches.total = 0
+        with launches:
+            scheduler._one(scheduler.cache.num_computed)
+    return launches.total
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3", "llama"])
+def test_a_layer_of_a_decode_step_takes_at_most_ten_launches(monkeypatch, arch):
+    two, three = (launches_of_a_step(monkeypatch, layers, attention=3, arch=arch) for layers in (2, 3))
+    assert three - two <= A_LAYER
+    assert two - 2 * (three - two) <= KERNELS_OF_A_STEP
+
+
+def test_a_layer_takes_one_launch_less_where_rows_fill_the_device(monkeypatch):
+    two, three = (launches_of_a_step(monkeypatch, layers, attention=2) for layers in (2, 3))
+    assert three - two == KERNELS_OF_A_LAYER
+    assert two - 2 * (three - two) == KERNELS_OF_A_STEP
+
+
+def test_a_truncated_distribution_is_drawn_inside_the_step(monkeypatch):
+    """Top-p included: nothing of it asks the host, and no operation is added but the search for a threshold."""
+    plain, truncated = (launches_of_a_step(monkeypatch, 2, 2, way) for way in ("plain", "top_p"))
+    assert truncated == plain  # the twin counts two launches; the kernel takes three
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_steps_write_the_completions_of_steps_as_written(monkeypatch, way):
+    model, params = writer(), SamplingParams(max_tokens=40, seed=7, **WAYS[way])
+    expected = collect(NativeSampler(model, tiny_tokenizer(), dtype="float32", max_rows=9), PROMPTS[:6], 4, params)
+    with_twins(monkeypatch)
+    sampler = NativeSampler(model, tiny_tokenizer(), dtype="float32", max_rows=9, attention="triton")
+    groups = collect(sampler, PROMPTS[:6], 4, params)
+    assert ids_of(groups) == ids_of(expected)
+    assert finishes_of(groups) == finishes_of(expected)
+    torch.testing.assert_close(logprobs_of(groups), logprobs_of(expected), atol=2e-5, rtol=0)

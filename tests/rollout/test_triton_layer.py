@@ -1,0 +1,50 @@
+"""Triton's elementwise kernels of a decoder layer against PyTorch, in Triton's interpreter on a CPU."""
+
+import pytest
+import torch
+from test_triton_sampling import IN_THE_INTERPRETER
+from torch.nn import functional as F
+
+triton = pytest.importorskip("triton", reason="triton is not installed (286 MB, so not among the development tools)")
+
+pytestmark = [pytest.mark.nightly, *IN_THE_INTERPRETER]
+
+
+@pytest.fixture
+def kernels():
+    from covey.kernels import triton_layer
+
+    return triton_layer
+
+
+def cut(x):
+    """`x` in bfloat16 as the interpreter makes it: cut, where a GPU rounds."""
+    return (x.view(torch.int32) & -65536).view(torch.float32)
+
+
+@pytest.mark.parametrize("rows, width", [(1, 64), (3, 896), (2, 100)])
+@pytest.mark.parametrize("has_update", [True, False])
+def test_a_float32_residual_is_added_to_and_normed(kernels, rows, width, has_update):
+    x, weight = torch.randn(rows, width), torch.randn(width)
+    both = torch.randn(rows, 2 * width)
+    update = both[:, width:] if has_update else None  # strided, as half of a product
+    expected_x = x + update if has_update else x.clone()
+    h = kernels.add_norm(x, update, weight, 1e-6, torch.float32)
+    assert torch.equal(x, expected_x)
+    torch.testing.assert_close(h, F.rms_norm(expected_x, (width,), weight, 1e-6))
+
+
+def test_a_16_bit_residual_is_rounded_where_the_modules_round(kernels):
+    x, update, weight = torch.randn(2, 96).bfloat16(), torch.randn(2, 96).bfloat16(), torch.randn(96)
+    total = cut(x.float() + update.float())
+    normed = cut(total * (total.square().mean(-1, keepdim=True) + 1e-6).rsqrt())
+    h = kernels.add_norm(x, update, weight, 1e-6, torch.bfloat16)
+    assert torch.equal(x.float(), total)
+    torch.testing.assert_close(h.float(), cut(normed * weight), atol=0, rtol=2**-7)  # one unit in the last place
+
+
+@pytest.mark.parametrize("rows, width", [(1, 16), (3, 1100)])
+def test_the_gate_is_silu_times_up(kernels, rows, width):
+    gate, up = torch.randn(rows, 2 * width).chunk(2, -1)
+    torch.testing.assert_close(kernels.gated(gate, up), F.silu(gate) * up)
+    torch.testing.assert_close(kernels.gated(gate.contiguous(), up.contiguous()), F.silu(gate) * up)
