@@ -1,7 +1,10 @@
-"""Code that a run folder names is run again only as it ran then, unless the user says so."""
+"""Code that a run folder names is run again only as it ran then on this machine, unless the user says so."""
 
 from __future__ import annotations
 
+import json
+import platform
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,12 +15,35 @@ from covey.cli.verb import Given
 from covey.errors import ConfigError
 from covey.runs import provenance
 
-CODE = ("reward", "algorithm", "alert_detectors")
-"""Options that may name code, as `file.py:name` or `package.module:name`."""
+CODE = (
+    "reward",
+    "algorithm",
+    "alert_detectors",
+    "tools",
+    "environment_factory",
+    "rollout_func",
+    "agent",
+    "dataset",
+    "eval_dataset",
+)
+"""Options that may name code; a value of them that names none is listed in `_names_code`."""
+_PLAIN_ARGUMENTS = frozenset(
+    {
+        "dtype", "torch_dtype", "attn_implementation", "device_map", "revision", "subfolder", "variant", "cache_dir", "use_cache",
+        "low_cpu_mem_usage", "max_memory", "local_files_only", "quantization_config", "rope_scaling", "max_position_embeddings",
+    }
+)  # fmt: skip
+"""Keyword arguments of `from_pretrained` that load no code."""
+_SERVERS = re.compile(r"openenv:\S+|mcp:https?://\S+|gymnasium:[^:\s]+")
+"""Tools and environments on a server, or among those that Gymnasium registers itself."""
+_LIVE_OR_INSTALLED = re.compile(r"verifiers|follow:.*:|\.py\b", re.DOTALL)
+"""Data out of code: an environment of verifiers, or a live source of the user's own."""
 
 
-def confirm(folder: Path, recorded: Mapping[str, Any], found: Mapping[str, Any], given: Given) -> None:
-    """Before anything is imported for `--from-run`: ask once, at a terminal, where code is not that of the run.
+def confirm(
+    folder: Path, recorded: Mapping[str, Any], found: Mapping[str, Any], given: Given, verb: str = "--from-run"
+) -> None:
+    """Before anything is imported for a recorded run: ask once, at a terminal, where code may not be that of the user's own run.
 
     `recorded` are the run's options, `found` its run.json, `given` what the user gave: code that the user names is the user's own.
     Raises ConfigError where the answer is no, or where there is no terminal to ask on.
@@ -35,33 +61,112 @@ def confirm(folder: Path, recorded: Mapping[str, Any], found: Mapping[str, Any],
         sys.stderr.flush()
         if sys.stdin.readline().strip().lower() in ("y", "yes"):
             return
-    raise ConfigError(f"--from-run {folder} was not started: {said}. Look at it; --trust-source runs it as it is now.")
+    raise ConfigError(f"{verb} {folder} was not started: {said}. Look at it; --trust-source runs it as it is now.")
+
+
+def code_of(recorded: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(option, text) of every recorded value that may name code to import or a program to start."""
+    values = [(option, text) for option in CODE for text in _listed(recorded.get(option))]
+    return [(option, text) for option, text in values if _names_code(option, text)]
 
 
 def _reasons(folder: Path, recorded: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
-    names = [name for option in CODE for name in _listed(recorded.get(option)) if _names_code(name)]
+    code = code_of(recorded)
     sources: Mapping[str, Mapping[str, str]] = found.get("sources") or {}
     known = {kept.get("sha256") for kept in sources.values()}
-    files = [Path(name.rpartition(":")[0]).expanduser() for name in names]
-    files = [path for path in dict.fromkeys(path.resolve() for path in files) if path.is_file()]
-    for path in files:
-        if path.is_relative_to(folder.resolve()):
-            yield f"{path} lies in the run's own folder, so it may come from whoever made that"
-        elif provenance.file_digest(path) not in known:
-            yield f"{path} has changed since" if str(path) in sources else f"run.json does not hold the text of {path}"
-    if names:  # those of installed modules, and files that others are defined in
-        for place, kept in sources.items():
-            path = Path(place)
-            if path.is_file() and path.resolve() not in files and provenance.file_digest(path) != kept.get("sha256"):
-                yield f"{path} has changed since"
+    if code and not _is_of_this_machine(found):
+        named = ", ".join(dict.fromkeys(f"{text} ({option})" for option, text in code))
+        yield f"the run was made on another machine, and its options run {named}"
+    else:
+        files = {text: _files_in(text) for _, text in code}
+        yield from (f"it cannot be told which file {text} is" for text, paths in files.items() if not paths)
+        for path in dict.fromkeys(path for paths in files.values() for path in paths):
+            yield from _reasons_of_file(path, folder, str(path) in sources, known)
+        if code:  # files that parts of those are defined in
+            for place, kept in sources.items():
+                path = Path(place)
+                if path.is_file() and provenance.file_digest(path) != kept.get("sha256") and not _is_among(path, files):
+                    yield f"{path} has changed since"
+    yield from _remote_code(recorded)
+
+
+def _reasons_of_file(path: Path, folder: Path, is_source: bool, known: set[str | None]) -> Iterator[str]:
+    if path.is_relative_to(folder.resolve()):
+        yield f"{path} lies in the run's own folder, so it may come from whoever made that"
+    elif provenance.file_digest(path) not in known:
+        yield f"{path} has changed since" if is_source else f"run.json does not hold the text of {path}"
+
+
+def _remote_code(recorded: Mapping[str, Any]) -> Iterator[str]:
+    """Options that run code beside a model, or a kernel of the hub."""
     if recorded.get("trust_remote_code"):
         yield "its options run the code beside the model (trust_remote_code)"
+    for option in ("model_init_kwargs", "teacher_model_init_kwargs"):
+        arguments = recorded.get(option)
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                arguments = {arguments[:80]: None}
+        for name, value in arguments.items() if isinstance(arguments, Mapping) else ():
+            if name not in _PLAIN_ARGUMENTS or ("attn" in name and not re.fullmatch(r"\w+", str(value))):
+                yield f"{option} has {name}={value!r}, which may run code beside the model or of the hub"
+
+
+def _is_of_this_machine(found: Mapping[str, Any]) -> bool:
+    """True if run.json names this machine and a folder that is here; a folder that was sent names another."""
+    hardware, place = found.get("hardware"), found.get("working_folder")
+    host = hardware.get("host") if isinstance(hardware, Mapping) else None
+    return host == platform.node() and isinstance(place, str) and Path(place).is_dir()
+
+
+def _is_among(path: Path, files: Mapping[str, list[Path]]) -> bool:
+    return any(path.resolve() in paths for paths in files.values())
 
 
 def _listed(value: Any) -> list[str]:
-    return [str(item) for item in (value if isinstance(value, list) else [value]) if item is not None]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [str(item) for item in (value if isinstance(value, list | tuple) else [value]) if item is not None]
 
 
-def _names_code(name: str) -> bool:
-    place, colon, rest = name.rpartition(":")
-    return bool(place and colon and rest.isidentifier())
+def _names_code(option: str, text: str) -> bool:
+    """True unless a value certainly names a built-in, a model, a file of data or a server."""
+    if option in ("dataset", "eval_dataset"):
+        return _LIVE_OR_INSTALLED.search(text) is not None
+    if option == "reward":
+        return _is_import(text) or "allow_unisolated" in text
+    if option == "algorithm":
+        base, *changes = text.split(",")
+        return ":" in base or any(map(_is_import, changes))
+    return _SERVERS.fullmatch(text.strip()) is None
+
+
+def _is_import(text: str) -> bool:
+    """True for a colon in a name; those in the arguments of a call are values."""
+    return ":" in (text.partition("(")[0] if text.strip().endswith(")") else text)
+
+
+def _files_in(text: str) -> list[Path]:
+    """The Python files that a value names, by path or as a module; empty when one of them cannot be told."""
+    names = [
+        piece for piece in re.split(r"[\s,=+*()'\"]+", text.partition("(")[0] if "(" in text else text) if ":" in piece
+    ]
+    if "(" in text and ":" in text.partition("(")[2]:
+        return []
+    files = [_file_of(name.rpartition(":")[0].removeprefix("follow:")) for name in names]
+    return [file for file in files if file is not None] if all(files) else []
+
+
+def _file_of(where: str) -> Path | None:
+    """The file at a path, or of a module in this folder or on the path of imports. Nothing is imported to see."""
+    if where.endswith(".py"):
+        path = Path(where).expanduser().resolve()
+        return path if path.is_file() else None
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", where):
+        return None
+    inside = where.replace(".", "/")
+    places = [
+        Path(base or ".") / name for base in ("", *sys.path) for name in (f"{inside}.py", f"{inside}/__init__.py")
+    ]
+    return next((path.resolve() for path in places if path.is_file()), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from covey.cli import output
+from covey.cli import output, trust
 from covey.cli.flags import Flag
 from covey.cli.verb import JSON, Given, Verb
 from covey.errors import ConfigError
@@ -16,8 +16,12 @@ def run(given: Given) -> None:
         raise ConfigError("covey why needs a run and a step: covey why runs/train-1 --step 120.")
     from covey.doctor.why.causes import diagnose, is_named
     from covey.doctor.why.recorded import load
+    from covey.runs import manifest
 
-    recorded = load(Path(given["run"]).expanduser(), given["step"])
+    folder = Path(given["run"]).expanduser()
+    described = manifest.read(folder / manifest.NAME) or {}
+    trust.confirm(folder, described.get("config") or {}, described, given, "covey why")
+    recorded = load(folder, given["step"])
     found = diagnose(recorded)
     if given.get("json"):
         output.result_json({
@@ -70,6 +74,7 @@ verb = Verb(
     flags=lambda: (
         Flag(name="run", help="Folder of a run, with the checkpoint before the step and the step's rollouts.", group="what"),
         Flag(name="step", help="The step to make again, from 1 on.", type=int, group="what"),
+        Flag(name="trust_source", help="Run code that the run's options name though it may not be yours, without asking.", type=bool, default=False),
         JSON,
     ),
 )  # fmt: skip
