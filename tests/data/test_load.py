@@ -167,7 +167,6 @@ def test_a_name_that_is_taken_cannot_be_given(tmp_path):
         ([{"prompt": 3}, {"prompt": 4}], "Row 0 .* prompt of type int"),
         ([{"prompt": CHAT}, {"prompt": []}], "Row 1 .* empty list of messages"),
         ([{"prompt": [{"role": "user"}]}], "Row 0 .* content is NoneType"),
-        ([{"prompt": [{"from": "human", "value": "hi"}]}], "Row 0 .* not of the form"),
         ([{"prompt": [{"role": "robot", "content": "hi"}]}], "the role 'robot'; known roles are system"),
         ([{"prompt": ["hello"]}], "Row 0 .* not of the form"),
     ],

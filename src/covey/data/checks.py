@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -78,9 +78,7 @@ def _check_type(dataset: Any, name: str) -> None:
 
 def _check_columns(columns: list[str], name: str) -> None:
     if "prompt" not in columns:
-        near = (
-            did_you_mean("prompt", columns) or f" Use one of them with prompt_column= (--prompt-column {columns[0]})."
-        )
+        near = did_you_mean("prompt", columns) or _advice(columns)
         listed = ", ".join(columns)
         raise MissingKeyError(
             f"{name} has no column 'prompt'; it has {listed}.{near}" if columns else f"{name} has no columns at all."
@@ -90,6 +88,16 @@ def _check_columns(columns: list[str], name: str) -> None:
         raise DataError(
             f"{name} has a column {others[0]!r}, but audio and video are not supported; remove or rename the column."
         )
+
+
+_QUESTIONS = ("question", "problem", "instruction", "query", "task", "input", "text", "source", "content")
+
+
+def _advice(columns: Sequence[str]) -> str:
+    """Sentence about the column that holds the prompts: its option, by a name that is one of questions."""
+    near = next((column for word in _QUESTIONS for column in columns if column.lower() == word), None)
+    near = near or next((column for word in _QUESTIONS for column in columns if word in column.lower()), "COLUMN")
+    return f" Name the one that holds the question with prompt_column= (--prompt-column {near})."
 
 
 def _check_rows(dataset: datasets.Dataset, name: str) -> None:

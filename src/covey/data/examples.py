@@ -9,13 +9,14 @@ import datasets
 import torch
 
 from covey.data.checks import check_dataset, row_of
+from covey.data.layouts import with_prompts
 from covey.data.loading import parted
 from covey.data.prompts import clean, encode_chat
 from covey.data.sources import AnyDataset, opened, shown
 from covey.errors import DataError
 from covey.types import Completion, Message, Prompt
 
-_FORMS = "columns 'prompt' and 'completion', or 'messages' that end with the assistant's"
+_FORMS = "columns 'prompt' and 'completion', 'messages' or 'conversations' that end with the assistant's, or 'instruction' and 'output'"
 
 
 def load_examples(
@@ -46,6 +47,10 @@ def _as_examples(dataset: Any, name: str) -> Any:
     have = list(dataset.column_names or [])
     if {"prompt", "completion"} <= set(have):
         return dataset
+    if not have or not {"prompt", "messages", "problem", "question"} & set(have):  # ShareGPT's and Alpaca's
+        dataset = with_prompts(dataset, name, {})
+        if {"prompt", "answer"} <= set(dataset.column_names or ()):
+            return dataset.rename_columns({"answer": "completion"})
     if "messages" not in have:
         raise DataError(f"{name} has no examples to learn from: it needs {_FORMS}; it has {', '.join(have)}.")
     rows = []

@@ -11,6 +11,7 @@ import datasets
 
 from covey.data.checks import check_dataset, row_of
 from covey.data.images import with_paths
+from covey.data.layouts import with_prompts
 from covey.data.live.dataset import PREFIX, LiveDataset, follow
 from covey.data.mixing import mix, terms
 from covey.data.sources import AnyDataset, opened, shown
@@ -75,7 +76,10 @@ def _checked(
     source, split = parted(source, split)
     name = shown(source)
     dataset = opened(source, split, streaming, config_name)
+    dataset, before = with_prompts(dataset, name, renames), dataset.column_names or []
     have = dataset.column_names or []
+    if renames.get("prompt") in before and renames["prompt"] not in have:  # it became the prompt
+        renames = {new: old for new, old in renames.items() if new != "prompt"}
     wanted = {new: old for new, old in renames.items() if not (is_mixed and new in have and old not in have)}
     return with_paths(check_dataset(_renamed(dataset, wanted, name), name), source)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from covey.data.images import has_images, images_prompt, refuse_other_media
 from covey.errors import DataError, ModelError
 from covey.types import Message, Prompt
+
+logger = logging.getLogger(__name__)
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
 
@@ -70,6 +74,11 @@ def to_prompt(
         return Prompt(uid=uid, text=value, token_ids=tuple(ids), columns=columns)
     messages = tuple(clean(message) for message in value or ())
     refuse_other_media(messages, where)
+    if messages[-1]["role"] == "assistant" and messages[-1].get("content"):
+        _say_once(
+            "Prompts end with a message of the assistant, which the model continues. If that is the answer, take it off: "
+            "leave prompt_column out for a column 'messages', whose last turn then becomes the column 'answer'."
+        )
     ids = encode_chat(messages, where, tokenizer, {**template, **_own_template(row, where)})
     return Prompt(uid=uid, messages=messages, token_ids=ids, columns=columns)
 
@@ -81,6 +90,11 @@ def _own_template(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
             f"{where} has chat_template_kwargs of type {type(own).__name__}; give a mapping, or leave it out."
         )
     return own
+
+
+@lru_cache(maxsize=256)
+def _say_once(said: str) -> None:
+    logger.warning(said)
 
 
 def clean(message: Mapping[str, Any]) -> Message:

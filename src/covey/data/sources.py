@@ -115,17 +115,11 @@ def _from_files(files: Sequence[Path], name: str, split: str | None, streaming: 
         _refuse_nulls(files)
         _refuse_wild(files)
     read = {"json": tables.read_json, "csv": tables.read_csv}.get(kind)
-    is_readable = read is not None and not any(file.suffix.lower() == ".zst" for file in files)
     try:
-        if (
-            read is not None
-            and is_readable
-            and (exact := read([file.resolve() for file in files], streaming)) is not None
-        ):
+        if read is not None and (exact := read([file.resolve() for file in files], streaming)) is not None:
             return exact if split is None or streaming else _part(exact, split)
-        options: dict[str, Any] = {"delimiter": "\t"} if _suffix(files[0]) == ".tsv" else {}
         paths = [str(file.resolve()) for file in files]
-        return datasets.load_dataset(kind, data_files=paths, split=split or "train", streaming=streaming, **options)
+        return datasets.load_dataset(kind, data_files=paths, split=split or "train", streaming=streaming)
     except (datasets.exceptions.DatasetsError, StopIteration, *_MALFORMED, OSError) as error:
         if isinstance(error, CoveyError):
             raise
@@ -177,15 +171,7 @@ def _refuse_wild(files: Sequence[Path]) -> None:
 
 
 def _unreadable(files: Sequence[Path], kind: str, error: BaseException) -> str:
-    """Error sentence for an unreadable file, with the line number in a JSONL file."""
-    for file in files:
-        if kind != "json" or file.suffix.lower() in _COMPRESSED or _suffix(file) == ".json":
-            continue
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                fault = tables.line_fault(line)
-                if fault:
-                    return f"{file}, line {number}: {fault}."
+    """Error sentence for an unreadable file."""
     if "no data" in str(error) or isinstance(error, StopIteration):
         return f"{shown(files)} has no rows."
     cause = error.__cause__ or error

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import bz2
 import csv
-import gzip
 import io
 import json
-import lzma
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,13 +13,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import datasets
+import fsspec
 import pyarrow
 from datasets.features.features import register_feature
 
 from covey.errors import DataError
 from covey.files.bounded import LONGEST_LINE
 
-_OPENERS: Mapping[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _SCANNED = 64 << 20
 """Bytes of a streamed file that are looked at before its first row is read."""
 _INTEGERS = range(-(2**63), 2**63)
@@ -94,7 +91,7 @@ def _rows_in(whole: Any, file: Path) -> Rows:
                 f"{file} holds several lists of rows ({', '.join(tables)}); keep each in a file of its own."
             )
         columns = _columns_in(whole)
-        whole = next(iter(tables.values())) if len(tables) == 1 and "prompt" not in whole else columns or [whole]
+        whole = next(iter(tables.values())) if len(tables) == 1 and "prompt" not in whole else columns or [dict(whole)]
     if not isinstance(whole, list):
         raise DataError(
             f'{file} holds a {type(whole).__name__} where a list of objects such as {{"prompt": ...}} belongs.'
@@ -174,7 +171,8 @@ def csv_rows(file: Path) -> Rows:
 
 
 def _opened(file: Path) -> Any:
-    return _OPENERS.get(file.suffix.lower(), lambda path: path.open("rb"))(file)
+    """The file's bytes, unpacked as its suffix says."""
+    return fsspec.open(str(file), "rb", compression="infer").open()
 
 
 # -- types of columns ----------------------------------------------------------------------------------------------------------
@@ -273,6 +271,17 @@ def as_dataset(files: Sequence[Path], reader: str, kinds: Mapping[str, Any], str
         return datasets.IterableDataset.from_generator(_generated, datasets.Features(features), gen_kwargs=given)
     cache = str(datasets.config.HF_DATASETS_CACHE)
     return datasets.Dataset.from_generator(_generated, datasets.Features(features), cache, gen_kwargs=given)
+
+
+def column_set(columns: Mapping[str, Sequence[Any]]) -> Any:
+    """A data set of these columns, held in memory, its values as they are."""
+    features = {}
+    for name, values in columns.items():
+        kind: Any = None
+        for value in values:
+            kind = joined(kind, kind_of(value))
+        features[name] = _feature(kind)
+    return datasets.Dataset.from_dict(dict(columns), datasets.Features(features))
 
 
 def _feature(kind: Any) -> Any:

@@ -1,0 +1,174 @@
+"""Public layouts of data sets as prompts: ShareGPT, OpenAI logs, Alpaca, APPS, verl and DAPO, open-r1.
+
+A conversation that ends with the assistant is parted: its last turn is the column `answer`, never a part of the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import datasets
+
+from covey.data.prompts import clean
+from covey.data.tables import column_set
+
+logger = logging.getLogger(__name__)
+
+_SHAREGPT = {
+    **dict.fromkeys(("human", "user", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bard", "bing", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+}
+_CHATS = ("messages", "conversations", "conversation")
+_TAKEN = "{name}: the last turn of each conversation in {column!r}, the assistant's, is the column 'answer'; the turns before it are the prompt."
+
+Change = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""New columns of a row."""
+
+
+def with_prompts(dataset: Any, name: str, chosen: Mapping[str, str]) -> Any:
+    """The data set with `prompt` and `answer` where its layout is a known one; as it is otherwise.
+
+    `chosen`: columns that the user renames, new name to old; those are the user's. The log says once where the columns come from.
+    """
+    have = list(getattr(dataset, "column_names", None) or ())
+    has_prompt, asked = "prompt" in have or "prompt" in chosen, chosen.get("prompt", "prompt")
+    new: list[tuple[Change, str, str | None]] = []
+    first = _first_row(dataset) if have else {}
+    if has_prompt and _is_sharegpt(first.get(asked)):
+        new.append(_parted(first, asked, name))
+    elif not has_prompt:
+        new += _known_prompt(have, first, name)
+    if "ground_truth" in (first.get("reward_model") or {}) if isinstance(first.get("reward_model"), Mapping) else False:
+        new.append((_ground_truth, f"{name}: the column 'answer' is reward_model.ground_truth.", None))
+    taken = {*have, *(one for one in chosen if one != "prompt")} - {asked if has_prompt else ""}
+    for change, said, gone in new:
+        drops = (
+            [gone] if gone is not None and gone not in {old for one, old in chosen.items() if one != "prompt"} else []
+        )
+        dataset = _changed(dataset, change, taken, drops)
+        _say(said)
+    return dataset
+
+
+def _known_prompt(have: Collection[str], first: Mapping[str, Any], name: str) -> list[tuple[Change, str, str | None]]:
+    """The layout of a data set without prompts: how its columns are made, the sentence about it, and the column that goes; or none."""
+    chat = next((one for one in _CHATS if _is_chat(first.get(one))), None)
+    if {"problem", "answer"} <= set(have) or {"problem", "solution"} <= set(have):
+        return [(lambda row: {"prompt": row["problem"]}, f"{name}: the column 'prompt' is 'problem'.", None)]
+    if {"question", "input_output"} <= set(have):
+        return [(_apps, f"{name}: the column 'prompt' is 'question', with the starter code behind it.", None)]
+    if {"instruction", "output"} <= set(have):
+        return [
+            (
+                _alpaca,
+                f"{name}: the column 'prompt' is 'instruction' and 'input', the column 'answer' is 'output'.",
+                None,
+            )
+        ]
+    return [] if chat is None else [_parted(first, chat, name)]
+
+
+def _parted(first: Mapping[str, Any], column: str, name: str) -> tuple[Change, str, str | None]:
+    said = _TAKEN if turns(first, column)[1] else "{name}: the column 'prompt' is the conversation in {column!r}."
+    return _Parted(column), said.format(name=name, column=column), column
+
+
+def turns(row: Mapping[str, Any], column: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Messages of a conversation before the assistant's last turn, and that turn; a turn may be several messages."""
+    messages = [_message(one) for one in row[column] or ()]
+    if (
+        isinstance(row.get("system"), str)
+        and row["system"].strip()
+        and not any(one["role"] == "system" for one in messages)
+    ):
+        messages.insert(0, {"role": "system", "content": row["system"]})
+    end = len(messages)
+    while end and messages[end - 1]["role"] == "assistant":
+        end -= 1
+    return messages[:end], messages[end:]
+
+
+class _Parted:
+    """A conversation as the prompt and, as `answer`, the text of the assistant's last turn; tools go to the chat template."""
+
+    def __init__(self, column: str) -> None:
+        self._column = column
+
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        before, last = turns(row, self._column)
+        new: dict[str, Any] = {"prompt": before, "answer": last[-1].get("content") if last else None}
+        tools = row.get("tools")
+        if tools and "chat_template_kwargs" not in row:
+            new["chat_template_kwargs"] = {"tools": json.loads(tools) if isinstance(tools, str) else tools}
+        return new
+
+
+def _message(one: Any) -> dict[str, Any]:
+    """A message of OpenAI's form; of ShareGPT's `from` and `value` with their roles by OpenAI's names."""
+    if isinstance(one, Mapping) and "from" in one and "role" not in one:
+        return {"role": _SHAREGPT.get(str(one["from"]), str(one["from"])), "content": one.get("value")}
+    return dict(clean(one)) if isinstance(one, Mapping) and "role" in one else {"role": "", "content": str(one)}
+
+
+def _alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
+    task = "\n\n".join(text for text in (row["instruction"], row.get("input")) if text and text.strip())
+    system, history = row.get("system"), row.get("history") or ()
+    if not (system or history):
+        return {"prompt": task, "answer": row["output"]}
+    earlier = [
+        {"role": role, "content": text}
+        for pair in history
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+    before = [{"role": "system", "content": system}] if system else []
+    return {"prompt": [*before, *earlier, {"role": "user", "content": task}], "answer": row["output"]}
+
+
+def _apps(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {"prompt": "\n\n".join(text for text in (row["question"], row.get("starter_code")) if text and text.strip())}
+
+
+def _ground_truth(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {"answer": (row.get("reward_model") or {}).get("ground_truth")}
+
+
+def _is_chat(value: Any) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str) and bool(value)
+    return is_list and all(isinstance(one, Mapping) and ("role" in one or "from" in one) for one in value)
+
+
+def _is_sharegpt(value: Any) -> bool:
+    return _is_chat(value) and "from" in value[0] and "role" not in value[0]
+
+
+def _first_row(dataset: Any) -> Mapping[str, Any]:
+    """The first row; {} of an empty set, or of one whose first row cannot be read, which is checked later."""
+    try:
+        return dict(dataset[0] if hasattr(dataset, "__len__") else next(iter(dataset)))
+    except (LookupError, ValueError, StopIteration, OverflowError, TypeError):
+        return {}
+
+
+def _changed(dataset: Any, change: Change, taken: Collection[str], drops: Sequence[str]) -> Any:
+    """The rows with their new columns, without those whose names are `taken`."""
+    if not hasattr(dataset, "__len__"):
+        return dataset.map(
+            lambda row: {n: v for n, v in change(row).items() if n not in taken}, remove_columns=list(drops)
+        )
+    columns: dict[str, list[Any]] = {}
+    for number, row in enumerate(dataset):
+        for name, value in change(row).items():
+            if name not in taken:
+                columns.setdefault(name, [None] * len(dataset))[number] = value
+    kept = dataset.remove_columns([one for one in {*drops, *columns} if one in dataset.column_names])
+    return datasets.concatenate_datasets([kept, column_set(columns)], axis=1) if columns else dataset
+
+
+@lru_cache(maxsize=256)
+def _say(said: str) -> None:
+    logger.warning(said)
