@@ -220,4 +220,4 @@ def test_a_step_of_one_prompt_and_many_passes_are_warned_of(case, found):
 
 
 def test_a_run_that_does_not_fit_in_memory_fails(case, found):
-    assert "GiB predicted" in found(case(predict_memory=lambda args, dataset: 2**50), "FAIL", "memory")
+    assert "GiB predicted" in found(case(predict_memory=lambda args, dataset, tokens: 2**50), "FAIL", "memory")

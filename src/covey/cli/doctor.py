@@ -72,13 +72,13 @@ def case_of(given: Given) -> Case:
     )
 
 
-def predicted_peak(given: Given, config: Any, dataset: Any) -> int:
-    """Bytes of the estimate that `covey train --dry-run` shows."""
-    from covey.cli.plan import longest_prompt_tokens, memory_of
+def predicted_peak(given: Given, config: Any, dataset: Any, prompt_tokens: int) -> int:
+    """Bytes of the estimate that `covey train --dry-run` shows, behind prompts of this length."""
+    from covey.cli.plan import memory_of
     from covey.config.grpo_config import batch_arithmetic
 
     counts = batch_arithmetic(config, num_prompts=len(dataset) if hasattr(dataset, "__len__") else None)
-    return memory_of(config, given, counts.prompts_per_generation, longest_prompt_tokens(dataset)).peak
+    return memory_of(config, given, counts.prompts_per_generation, prompt_tokens).peak
 
 
 def _verdict(counts: Mapping[str, int]) -> str:

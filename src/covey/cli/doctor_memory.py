@@ -49,7 +49,7 @@ def run(given: Given) -> int:
     own = {_PROMPT_TOKENS.name, _PREDICT_ONLY.name}
     wanted = train.config_options({name: value for name, value in given.items() if name not in own})
     config = GRPOConfig(**wanted)
-    tokens = _prompt_tokens(given)
+    tokens = _prompt_tokens(given, config)
     memory = _memory(config, given, tokens)
     available, where = plan.available_memory(config.device)
     lower = dict(_lower(wanted, given, tokens, memory.peak))
@@ -68,14 +68,15 @@ def run(given: Given) -> int:
     return 0 if fits else 1
 
 
-def _prompt_tokens(given: Given) -> int:
+def _prompt_tokens(given: Given, config: GRPOConfig) -> int:
     from covey.cli.plan import longest_prompt_tokens
 
     if given.get("prompt_tokens"):
         return int(given["prompt_tokens"])
     if not given.get("dataset"):
         return _ASSUMED
-    return longest_prompt_tokens(train.load_prompts(given["dataset"], given, given.get("max_prompts")))
+    dataset = train.load_prompts(given["dataset"], given, given.get("max_prompts"))
+    return longest_prompt_tokens(dataset, given["model"], config)
 
 
 def _memory(config: GRPOConfig, given: Given, tokens: int) -> Memory:

@@ -15,13 +15,11 @@ from covey.config.grpo_config import batch_arithmetic
 from covey.doctor.dry_run import dry_run
 from covey.learner.memory_estimate import Memory
 
-_CHARACTERS_A_TOKEN = 3  # on the safe side for English text; the tokenizer is not loaded for an estimate
-
 
 def show(config: GRPOConfig, given: Given, wanted: Mapping[str, Any], dataset: Any) -> None:
     """Print the plan: as JSON on stdout with `--json`, else as text."""
     counts = batch_arithmetic(config, num_prompts=len(dataset) if hasattr(dataset, "__len__") else None)
-    prompt_tokens = longest_prompt_tokens(dataset)
+    prompt_tokens = longest_prompt_tokens(dataset, given["model"], config)
     memory = memory_of(config, given, counts.prompts_per_generation, prompt_tokens)
     if given.get("json"):
         plan = {
@@ -78,16 +76,15 @@ def model_config(model: str, trust_remote_code: bool) -> Any:
     return config_of(model_folder(model), trust_remote_code=trust_remote_code)
 
 
-def longest_prompt_tokens(dataset: Any, rows: int = 1000) -> int:
-    """About how many tokens the longest of the first prompts has, by its characters."""
-    taken = dataset.select(range(min(rows, len(dataset)))) if hasattr(dataset, "select") else dataset.take(rows)
-    return max((_characters(row["prompt"]) for row in taken), default=0) // _CHARACTERS_A_TOKEN
+def longest_prompt_tokens(dataset: Any, model: str, config: GRPOConfig) -> int:
+    """Tokens of the longest prompt, by the tokenizer of the model's name or folder."""
+    from covey.data import prepare_tokenizer
+    from covey.data.lengths import longest_prompt
+    from covey.models import load_tokenizer
 
-
-def _characters(prompt: Any) -> int:
-    if isinstance(prompt, str):
-        return len(prompt)
-    return sum(len(str(message.get("content") or "")) for message in prompt)
+    tokenizer = load_tokenizer(None, model_folder(model), trust_remote_code=config.trust_remote_code)
+    template = config.chat_template_kwargs if isinstance(config.chat_template_kwargs, dict) else {}
+    return longest_prompt(dataset, prepare_tokenizer(tokenizer), template)
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from covey.data.images import IMAGE_COLUMNS, has_images
+from covey.data.lengths import longest_prompt
 from covey.data.prompts import to_prompt
 from covey.doctor.finding import Finding, failed, passed, warned
 from covey.errors import CoveyError
@@ -33,7 +34,7 @@ def data_findings(
     if are_told_by_text:
         yield repeats(rows)
     yield from empty_columns([{name: row[name] for name in row if name not in IMAGE_COLUMNS} for row in rows])
-    yield lengths(rows, tokenizer, args, context, processor)
+    yield lengths(rows, tokenizer, args, context, processor, dataset)
     if held_out is not None and are_told_by_text:
         yield overlap(rows, first_rows(held_out))
 
@@ -79,16 +80,22 @@ def empty_columns(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def lengths(
-    rows: list[Mapping[str, Any]], tokenizer: Any, args: Any, context: int | None, processor: Any = None
+    rows: list[Mapping[str, Any]],
+    tokenizer: Any,
+    args: Any,
+    context: int | None,
+    processor: Any = None,
+    dataset: Any = None,
 ) -> Finding:
-    """FAIL when a prompt cannot be encoded, or when prompts do not fit beside a completion; WARN when they are dropped for it."""
+    """The longest of `dataset`, whose first rows are `rows`. FAIL when a prompt cannot be encoded, or when prompts do not fit beside a completion; WARN when they are dropped for it."""
     template = args.chat_template_kwargs if isinstance(args.chat_template_kwargs, dict) else {}
     try:
         prompts = (to_prompt(row, str(i), f"row {i}", tokenizer, template, processor) for i, row in enumerate(rows))
         counts = [len(prompt.token_ids) for prompt in prompts]
+        more = 0 if len(counts) < ROWS or processor is not None else longest_prompt(dataset, tokenizer, template)
     except CoveyError as error:
         return failed(AREA, str(error))
-    longest, middle = max(counts), sorted(counts)[len(counts) // 2]
+    longest, middle = max(*counts, more), sorted(counts)[len(counts) // 2]
     facts = {"longest": longest, "median": middle}
     room = None if context is None else context - args.max_completion_length
     over = [i for i, count in enumerate(counts) if room is not None and count > room]

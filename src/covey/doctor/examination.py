@@ -40,7 +40,7 @@ class Case:
     load_dataset: Callable[[], Any]
     load_held_out: Callable[[], Any] = lambda: None
     adapter: Callable[[], Any] = lambda: None
-    predict_memory: Callable[[GRPOConfig, Any], int] | None = None
+    predict_memory: Callable[[GRPOConfig, Any, int], int] | None = None
     """Bytes at the peak, from options and data set. None: not predicted."""
     prompts: int = 16
     """Prompts that the trial answers; 0: no trial."""
@@ -173,7 +173,8 @@ def _plan(case: Case, so_far: _Loaded) -> Iterator[Finding]:
     if so_far.model is None:
         return
     if case.predict_memory is not None and "options" not in so_far.has_failed:
-        yield plan.memory(case.predict_memory(args, dataset), *plan.available_memory(args.device, so_far.model))
+        peak = case.predict_memory(args, dataset, so_far.longest_prompt)
+        yield plan.memory(peak, *plan.available_memory(args.device, so_far.model))
     yield plan.disk(Path(str(args.output_dir)), so_far.model, args)
     is_small = sum(weight.numel() for weight in so_far.model.parameters()) < SMALL_MODEL
     yield from plan.learning_rate(
