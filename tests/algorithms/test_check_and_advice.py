@@ -169,7 +169,9 @@ def test_small_models_are_spared_the_learning_rates_of_large_ones():
     assert advise(learning_rate=1e-3, num_parameters=2_000_000) == []
     (advice,) = advise(learning_rate=1e-6, num_parameters=2_000_000)
     assert "hardly moves at it" in advice.said
-    assert advise(learning_rate=1e-6, num_parameters=2_000_000, is_lora=True) == []
+    (advice,) = advise(learning_rate=1e-6, num_parameters=2_000_000, is_lora=True)
+    assert "an adapter on one below 100 million hardly moves" in advice.said
+    assert advise(learning_rate=1e-4, num_parameters=2_000_000, is_lora=True) == []
     assert advise(learning_rate=1e-3, num_parameters=2_000_000_000) != []
 
 

@@ -183,3 +183,16 @@ def test_an_adapter_on_the_embeddings_trains_and_merges(tmp_path, modules, tied)
     assert main(["merge", str(tmp_path / "run" / "checkpoint-2"), "-o", str(tmp_path / "merged")]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert torch.allclose(logits(merged), logits(run.model), atol=1e-5)
+
+
+@pytest.mark.parametrize("arrives", ["new", "saved"])
+def test_a_script_is_told_that_the_default_learning_rate_is_low_for_an_adapter(tmp_path, arrives, caplog):
+    adapter = saved_adapter(tmp_path)
+    given = (str(adapter), None) if arrives == "saved" else (str(tmp_path / "base"), peft.LoraConfig(**LORA))
+    run = trainer(
+        given[0], tmp_path, given[1], learning_rate=GRPOConfig(str(tmp_path / "x")).learning_rate, max_steps=1
+    )
+    run.train()
+    said = [one.getMessage() for one in caplog.records if one.getMessage().startswith("advice: learning_rate=1e-06")]
+    assert len(said) == 1
+    assert "an adapter" in said[0]

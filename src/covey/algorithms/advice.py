@@ -115,9 +115,10 @@ def _rate_of_a_small_model(value: float, is_lora: bool) -> Iterator[Advice]:
             "about that much. Try 1e-4 to 1e-3."
         )
         yield Advice("learning_rate", said, "Covey's shipped model of one million learns at 6e-4 and breaks at 5e-3")
-    if not is_lora and value < 1e-5:
+    if value < 1e-5:
+        kind = "an adapter on one" if is_lora else "one"
         said = (
-            f"learning_rate={value:g} is what models of billions of parameters are trained with; one below 100 million hardly "
+            f"learning_rate={value:g} is what models of billions of parameters are trained with; {kind} below 100 million hardly "
             "moves at it. Try 1e-4 to 1e-3."
         )
         yield Advice("learning_rate", said, "Covey's shipped model of one million learns at 6e-4")
