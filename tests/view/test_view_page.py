@@ -130,3 +130,56 @@ def test_the_page_fits_a_phone_and_the_dark(browser: Any, address: str) -> None:
     ink = page.evaluate("getComputedStyle(document.body).color")
     assert sum(int(part) for part in ink[ink.index("(") + 1 : -1].split(",")[:3]) > 500  # light on dark
     page.close()
+
+
+def test_the_rollouts_open_on_the_group_that_tells_most(page: Any) -> None:
+    go(page, "Rollouts")
+    page.wait_for_function("() => location.hash.includes('group=')")
+    assert page.locator(".row[aria-current]").count() == 1
+    page.get_by_text("#3", exact=True).wait_for()
+
+
+def test_columns_are_chosen_sorted_and_grouped(page: Any) -> None:
+    go(page, "Runs")
+    page.locator("summary", has_text="Columns").click()
+    page.get_by_label("entropy").check()
+    page.get_by_label("model").uncheck()
+    heads = page.inner_text("table.runs thead")
+    assert "entropy" in heads
+    assert "model" not in heads
+    page.get_by_label("Group runs by").select_option("state")
+    assert page.locator("tr.group").count() >= 1
+    page.locator("table.runs thead button", has_text="state").click()
+    assert page.locator("th[aria-sort=descending]").inner_text() == "state"
+
+
+def test_tags_and_notes_are_kept_in_the_browser(page: Any) -> None:
+    go(page, "Runs")
+    field = page.locator("input.note").first
+    field.fill("baseline")
+    field.press("Enter")
+    page.reload()
+    page.locator("input.note").first.wait_for()
+    assert page.locator("input.note").first.input_value() == "baseline"
+    page.get_by_label("Filter runs").fill("baseline")
+    page.wait_for_function("() => document.querySelectorAll('table.runs tbody tr').length === 1")
+
+
+def test_a_run_has_a_sentence_on_top_and_its_alerts_above_the_charts(page: Any) -> None:
+    go(page, "Curves")
+    page.locator(".stories p").first.wait_for()
+    assert "at step" in page.locator(".stories p").first.inner_text()
+    page.locator(".alerts").wait_for()
+    page.locator("canvas").first.wait_for()
+    tops = page.evaluate(
+        "['.stories', '.alerts', '.plots'].map((name) => document.querySelector(name).getBoundingClientRect().top)"
+    )
+    assert tops == sorted(tops)
+
+
+def test_the_axis_of_values_can_be_set(page: Any) -> None:
+    go(page, "Curves")
+    page.locator("canvas").first.wait_for()
+    page.get_by_label("Highest value").fill("7")
+    page.get_by_label("Highest value").press("Enter")
+    page.wait_for_function("() => location.hash.includes('high=7')")

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from covey.errors import CoveyError
 from covey.monitor.view import browsing
+from covey.monitor.view.about_run import changed_options
 from covey.monitor.view.access import Guard
 from covey.monitor.view.curves import AXES, as_csv, curve_of, mean_of
 from covey.monitor.view.distributions import correlations_of, lengths_of, policy_of
@@ -191,9 +192,15 @@ def phases(library: Library, request: Request) -> Any:
 
 
 def facts(library: Library, request: Request) -> Any:
-    """`run.json`, the last events."""
+    """`run.json`, the options that differ from their defaults, the last events."""
     run = library.get(text(request, "run"))
-    return {"manifest": run.manifest(), "events": run.events.rows()[-200:], "troubles": run.troubles()}
+    found = run.manifest()
+    return {
+        "manifest": found,
+        "changed": changed_options(found),
+        "events": run.events.rows()[-200:],
+        "troubles": run.troubles(),
+    }
 
 
 def diff(library: Library, request: Request) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 from covey.errors import RunFolderError, did_you_mean
 from covey.evaluation.compare import run_data as comparison
 from covey.evaluation.compare import sides
+from covey.monitor.view import about_run
 from covey.monitor.view.discovery import find_runs
 from covey.monitor.view.groups import GroupIndex
 from covey.monitor.view.heldout import HeldOut
@@ -129,7 +130,7 @@ class RunView:
             return self._overview()
         except Exception as error:  # noqa: BLE001 -- a run that cannot be read must not hide the others
             said = f"It cannot be shown ({type(error).__name__}: {str(error)[:200]})."
-            empty = dict.fromkeys(("created", "algorithm", "parent", "family"))
+            empty = dict.fromkeys(("created", "algorithm", "parent", "family", "id", *about_run.FIELDS))
             indexed = {"bytes": 0, "of": 0, "files_left": 0}
             about = {"name": self.name, "path": str(self.path), "state": "unknown", "step": 0, "alerts": 0, **empty}
             return {**about, "last": dict.fromkeys(_SHOWN), "metrics": [], "indexed": indexed, "troubles": [said]}
@@ -139,6 +140,7 @@ class RunView:
         alerts = self.alerts.rows()
         step = found.get("step")
         parent = found.get("parent")
+        names = sorted({*self.series.names(), *self.evaluated.names()})
         return {
             "name": self.name,
             "path": str(self.path),
@@ -150,7 +152,9 @@ class RunView:
             "family": self.family,
             "alerts": len(alerts),
             "last": {name: self.last(name) for name in _SHOWN},
-            "metrics": sorted({*self.series.names(), *self.evaluated.names()}),
+            "metrics": names,
+            "id": text_of(found.get("id")) or None,
+            **about_run.about(found, self.path, names, self.column),
             "indexed": {"bytes": self.series.done, "of": self.series.size, "files_left": self.groups.pending},
             "troubles": self.troubles(),
         }

@@ -3,6 +3,7 @@
 import { alertList } from "./alerts.js";
 import { ask, isStale } from "./api.js";
 import { fill, h, later } from "./dom.js";
+import { stories } from "./story.js";
 import { memoryUse, Panel, phaseSeconds, rewardSpread, signalShares, tokenSpeed } from "./panels.js";
 import { amend, chosenRuns, colourOf, hiddenRuns, markOf, place, shared } from "./state.js";
 
@@ -21,14 +22,15 @@ const PAUSE = 150; // milliseconds in which the browser shows what is drawn, and
 /** Fill the page; what comes back keeps it live. */
 export function curvesPage(main) {
   const words = place().words;
-  const kept = { low: numberOf(words.get("from")), high: numberOf(words.get("to")), smooth: Number(words.get("smooth")) || 1, isLog: false, alerts: [], isOwed: false, isBusy: false, timer: 0, axis: AXES[words.get("x")] ? words.get("x") : "step", seeds: words.has("seeds"), version: 0,
+  const kept = { low: numberOf(words.get("from")), high: numberOf(words.get("to")), smooth: Number(words.get("smooth")) || 1, isLog: false, floor: numberOf(words.get("low")), ceiling: numberOf(words.get("high")), alerts: [], isOwed: false, isBusy: false, timer: 0, axis: AXES[words.get("x")] ? words.get("x") : "step", seeds: words.has("seeds"), version: 0,
     range: () => ends().slice(0, 2) };
   const panels = new Map();
   const due = new Set();
   const grid = h("div", { class: "plots" });
-  const bar = toolbar(kept, { range, smooth, log, axis, seeds, filter: later(arrange, 100) });
+  const bar = toolbar(kept, { range, smooth, log, axis, seeds, heights, filter: later(arrange, 100) });
   const told = h("div");
-  fill(main, h("h1", {}, "Curves"), bar.element, legend(() => panels.forEach(want)), grid, told);
+  const story = h("div");
+  fill(main, h("h1", {}, "Curves"), story, told, bar.element, legend(() => panels.forEach(want)), grid);
 
   const seen = new IntersectionObserver((entries) => {
     for (const entry of entries) {
@@ -99,7 +101,8 @@ export function curvesPage(main) {
     const runs = shared.runs.filter((run) => chosenRuns().includes(run.name));
     const there = new Set(runs.flatMap((run) => run.metrics));
     const wanted = bar.filter.value.toLowerCase();
-    const each = [...there].filter((name) => EACH.test(name) && !FIRST.includes(name)).sort();
+    const doubles = new Set(runs.length ? runs[0].doubles?.filter((name) => runs.every((run) => !run.metrics.includes(name) || run.doubles?.includes(name))) : []);
+    const each = [...there].filter((name) => EACH.test(name) && !FIRST.includes(name) && !doubles.has(name)).sort();
     const first = [...FIRST.slice(0, 2).filter((name) => there.has(name)), ...each, ...FIRST.slice(2).filter((name) => there.has(name))];
     const rest = [...there].filter((name) => !first.includes(name)).sort();
     const names = wanted ? [...first, ...rest].filter((name) => name.toLowerCase().includes(wanted)) : bar.all.checked ? [...first, ...rest] : first;
@@ -148,6 +151,12 @@ export function curvesPage(main) {
     for (const panel of panels.values()) want(panel);
   }
 
+  function heights(floor, ceiling) {
+    [kept.floor, kept.ceiling] = [floor, ceiling];
+    amend({ low: floor, high: ceiling });
+    for (const panel of panels.values()) want(panel);
+  }
+
   function seeds(isOn) {
     kept.seeds = isOn;
     amend({ seeds: isOn });
@@ -167,6 +176,8 @@ export function curvesPage(main) {
     const element = told.querySelector(`[data-alert="${kept.alerts.indexOf(alert)}"]`);
     if (element) {
       element.open = true;
+      const older = element.closest("details.older");
+      if (older) older.open = true;
       element.scrollIntoView({ block: "center" });
       element.querySelector("summary").focus();
     }
@@ -187,6 +198,7 @@ export function curvesPage(main) {
   }
 
   const live = () => {
+    fill(story, stories(shared.runs.filter((run) => chosenRuns().includes(run.name))));
     alerts();
     kept.version += 1;
     const old = [...panels.values()];
@@ -265,6 +277,9 @@ function toolbar(kept, calls) {
   for (const field of [from, to]) field.addEventListener("change", () => calls.range(numberOf(from.value), numberOf(to.value)));
   const even = h("select", { "aria-label": "Smoothing", onchange: () => calls.smooth(Number(even.value)) },
     SMOOTH.map((steps) => h("option", { value: steps, selected: steps === kept.smooth }, steps === 1 ? "not smoothed" : `mean of ${steps} steps`)));
+  const floor = h("input", { type: "number", step: "any", value: kept.floor ?? "", placeholder: "lowest", "aria-label": "Lowest value" });
+  const ceiling = h("input", { type: "number", step: "any", value: kept.ceiling ?? "", placeholder: "highest", "aria-label": "Highest value" });
+  for (const field of [floor, ceiling]) field.addEventListener("change", () => calls.heights(numberOf(floor.value), numberOf(ceiling.value)));
   const filter = h("input", { type: "search", placeholder: "Find a metric", "aria-label": "Find a metric", oninput: calls.filter });
   const all = h("input", { type: "checkbox" });
   const over = h("select", { "aria-label": "Axis", onchange: () => calls.axis(over.value) },
@@ -274,7 +289,7 @@ function toolbar(kept, calls) {
   const count = h("small");
   return {
     element: h("div", { class: "bar" }, filter, h("label", {}, all, "all metrics"), h("label", {}, "steps ", from, " to ", to),
-      h("button", { onclick: () => calls.range(null, null) }, "all steps"), even, over, h("label", {}, log, "log scale"), hasSeeds() ? h("label", {}, seeds, "mean over seeds") : null, count),
+      h("button", { onclick: () => calls.range(null, null) }, "all steps"), even, over, h("label", {}, log, "log scale"), h("label", {}, "values ", floor, " to ", ceiling), hasSeeds() ? h("label", {}, seeds, "mean over seeds") : null, count),
     filter, all,
     range: (low, high) => { from.value = low ?? ""; to.value = high ?? ""; },
     smooth: (value) => { even.value = String(value); },

@@ -2,7 +2,8 @@
 
 import { ask } from "./api.js";
 import { fill, h, visible } from "./dom.js";
-import { chosenRuns } from "./state.js";
+import { stories } from "./story.js";
+import { chosenRuns, shared } from "./state.js";
 
 const FIRST = ["name", "state", "step", "created", "command", "working_folder", "parent", "seeds", "dataset"];
 const LATER = ["config", "algorithm", "rewards", "versions", "hardware", "git", "attempts", "sources"];
@@ -23,7 +24,9 @@ export async function factsPage(main) {
 
   function draw() {
     const wanted = search.value.toLowerCase();
-    fill(place, told.map(({ run, manifest, events, troubles }) => h("section", {}, h("h2", {}, run), troubles.map((said) => h("p", { class: "bad" }, said)),
+    fill(place, told.map(({ run, manifest, changed = {}, events, troubles }) => h("section", {}, h("h2", {}, run), stories(shared.runs.filter((one) => one.name === run)),
+      troubles.map((said) => h("p", { class: "bad" }, said)),
+      part("options that differ from the defaults", changed, wanted, true),
       FIRST.concat(LATER).filter((name) => manifest[name] !== undefined && manifest[name] !== null).map((name) => part(name, manifest[name], wanted)),
       part(`events (the last ${events.length})`, events.map((event) => `step ${event.step}: ${event.kind}: ${event.said}`), wanted))));
   }
@@ -32,11 +35,11 @@ export async function factsPage(main) {
   return {};
 }
 
-function part(name, value, wanted) {
+function part(name, value, wanted, isOpen = false) {
   const rows = flat(value).filter(([key, text]) => (text !== "" || key !== "") && `${name}.${key} ${text}`.toLowerCase().includes(wanted));
   if (!rows.length) return null;
   if (rows.length === 1 && rows[0][0] === "") return h("p", { class: "fact" }, h("b", {}, name), " ", h("code", {}, rows[0][1]));
-  return h("details", { open: wanted !== "" || name === "config" }, h("summary", {}, `${name} (${rows.length})`),
+  return h("details", { open: wanted !== "" || isOpen }, h("summary", {}, `${name} (${rows.length})`),
     h("div", { class: "wide" }, h("table", { class: "facts" }, h("tbody", {}, rows.map(([key, text]) => h("tr", {}, h("th", {}, key), h("td", {}, h("pre", {}, text))))))));
 }
 

@@ -37,7 +37,7 @@ export class Panel {
       ...mine(even).map((curve) => line(curve, look(curve))),
     ];
     const shown = mine(raw).flatMap((curve) => curve.runs ?? [curve.run]);
-    this.drawn = { series, isLog: kept.isLog, axis: kept.axis, runs: shown };
+    this.drawn = { series, isLog: kept.isLog, axis: kept.axis, heights: [kept.floor, kept.ceiling], runs: shown };
     this.again(kept);
     fill(this.note, notes(mine(raw), kept.alerts.length - MOST_ALERTS));
     this.note.title = this.note.textContent.trim(); // where there is no room for all of it

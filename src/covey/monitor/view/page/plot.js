@@ -21,14 +21,14 @@ export class Plot {
     this.resizer.observe(element);
   }
 
-  /** Draw `lines` (of `line`, `band`, `areas`) between the steps of `range`, with `alerts`; `top`: the axis goes from 0 to there. */
-  draw(lines, { range = [null, null], alerts = [], isLog = false, top = null, axis = "step" } = {}) {
+  /** Draw `lines` (of `line`, `band`, `areas`) between the steps of `range`, with `alerts`; `top`: the axis goes from 0 to there; `heights`: from and to, null where the values say. */
+  draw(lines, { range = [null, null], alerts = [], isLog = false, top = null, heights = [null, null], axis = "step" } = {}) {
     this.axis = axis;
     this.lines = lines;
     this.alerts = alerts;
     const data = together(lines, isLog);
     const [low, high] = ends(data[0], range);
-    const look = JSON.stringify([style("--paper"), isLog, top, axis, lines.map((one) => [one.name, one.stroke, one.width, one.fill, one.band])]);
+    const look = JSON.stringify([style("--paper"), isLog, top, heights, axis, lines.map((one) => [one.name, one.stroke, one.width, one.fill, one.band])]);
     if (look === this.look) {
       this.chart.batch(() => {
         this.chart.setData(data, false);
@@ -39,7 +39,7 @@ export class Plot {
     }
     this.look = look;
     this.chart?.destroy();
-    this.chart = new window.uPlot(this.options(lines, { low, high, isLog, top }), data, this.element);
+    this.chart = new window.uPlot(this.options(lines, { low, high, isLog, top, heights }), data, this.element);
     this.chart.over.append(this.tip);
     this.chart.over.addEventListener("click", (event) => this.clicked(event));
     this.dragged(this.chart);
@@ -60,7 +60,13 @@ export class Plot {
     on("pointerup", () => { if (start !== null) this.selected(chart); start = null; });
   }
 
-  options(lines, { low, high, isLog, top }) {
+  options(lines, { low, high, isLog, top, heights }) {
+    const plain = lines.some((one) => one.fill) ? stacked : padded;
+    const fixed = (chart, least, most) => {
+      const [from, to] = isLog ? [least, most] : plain(chart, least, most);
+      return heights[0] !== null && heights[1] !== null && heights[0] >= heights[1] ? [from, to] : [heights[0] ?? from, heights[1] ?? to];
+    };
+    const isSet = heights.some((value) => value !== null && !(isLog && value <= 0));
     const [ink, rule, font] = [style("--ink-soft"), style("--rule"), "12px system-ui, sans-serif"];
     const axis = { stroke: ink, font, ticks: { stroke: rule, width: 1, size: 4 }, grid: { stroke: rule, width: 1 }, gap: 3 };
     const width = (chart, values) => {
@@ -71,7 +77,7 @@ export class Plot {
     const far = (chart, places) => (this.axis === "step" ? wholes(chart, places) : this.axis === "tokens" ? places.map((value) => COUNT.format(value)) : axisTexts(places).map((one) => `${one} h`));
     return {
       width: Math.max(50, this.element.clientWidth), height: HEIGHT, padding: [8, 26, 0, 0], legend: { show: false }, focus: { alpha: 1 },
-      scales: { x: { time: false, min: low, max: high, auto: false }, y: { distr: isLog ? 3 : 1, range: top !== null ? [0, top] : isLog ? undefined : lines.some((one) => one.fill) ? stacked : padded } },
+      scales: { x: { time: false, min: low, max: high, auto: false }, y: { distr: isLog ? 3 : 1, range: top !== null ? [0, top] : isSet ? fixed : isLog ? undefined : plain } },
       axes: [{ ...axis, grid: { show: false }, size: 24, values: far },
         { ...axis, size: width, values: (chart, places) => axisTexts(places) }],
       series: [{}, ...lines.map((one) => ({ label: one.name ?? "", stroke: one.stroke, width: one.width, fill: one.fill, spanGaps: false,

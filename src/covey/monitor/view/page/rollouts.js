@@ -3,10 +3,12 @@
 import { ask, isStale } from "./api.js";
 import { fill, h, later, short, visible } from "./dom.js";
 import { groupView } from "./group.js";
+import { stories } from "./story.js";
 import { amend, chosenRuns, place, shared } from "./state.js";
 
 const ROWS = 50;
 const MOST = 5000; // rows in the list, so that its memory has an end
+const NARROW = 760; // pixels: below, the list and a group take turns
 const FILTERS = ["sort", "search", "from", "to", "min_reward", "max_reward", "truncated", "signal", "uid"];
 
 /** Fill the page; what comes back keeps it live. */
@@ -18,7 +20,8 @@ export function rolloutsPage(main) {
   const bar = filters(() => restart());
   const layout = h("div", { class: "browser" }, h("div", { class: "side" }, list, more), detail);
   const group = groupView(detail, { step: moveBy, close: () => open(null) });
-  fill(main, h("h1", {}, "Rollouts"), bar, layout);
+  const run = shared.runs.find((one) => one.name === (place().words.get("run") ?? chosenRuns()[0]));
+  fill(main, h("h1", {}, "Rollouts"), run ? stories([run]) : null, bar, layout);
   new IntersectionObserver((entries) => entries.some((entry) => entry.isIntersecting) && load(), { rootMargin: "600px" }).observe(more);
 
   function query() {
@@ -28,6 +31,7 @@ export function rolloutsPage(main) {
 
   async function restart() {
     Object.assign(kept, { rows: [], next: 0, at: -1, isBusy: false, turn: kept.turn + 1 });
+    if (!place().words.has("group")) open(null);
     await load();
   }
 
@@ -45,6 +49,7 @@ export function rolloutsPage(main) {
       kept.next = told.next;
       list.append(...told.rows.map((row, at) => rowOf(row, start + at)));
       fill(more, ending(told));
+      if (isFirst && !place().words.has("group") && !query().search && innerWidth > NARROW) openTelling();
       document.documentElement.dataset.listed = String(performance.now());
       kept.isBusy = false;
       if (told.next !== null && (!told.rows.length || more.getBoundingClientRect().top < innerHeight)) setTimeout(load, 0);
@@ -52,6 +57,12 @@ export function rolloutsPage(main) {
       if (turn === kept.turn) kept.isBusy = false;
       if (!isStale(error)) fill(more, h("p", { class: "bad" }, error.message));
     }
+  }
+
+  /** Open the group that shows most, with rewards far apart and both kinds in it, of those listed first. */
+  function openTelling() {
+    const at = kept.rows.reduce((best, row, here) => (contrast(row) > contrast(kept.rows[best]) ? here : best), 0);
+    if (mark(at)) open(kept.rows[at]);
   }
 
   function ending(told) {
@@ -72,15 +83,20 @@ export function rolloutsPage(main) {
   }
 
   function select(at, isOpened) {
+    if (!mark(at)) return false;
+    list.children[at].focus({ preventScroll: true });
+    if (isOpened) open(kept.rows[at]);
+    return true;
+  }
+
+  function mark(at) {
     if (at < 0 || at >= kept.rows.length) return false;
     list.querySelector("[aria-current]")?.removeAttribute("aria-current");
     const element = list.children[at];
     kept.at = at;
     element.setAttribute("aria-current", "true");
     element.tabIndex = 0;
-    element.focus({ preventScroll: true });
     element.scrollIntoView({ block: "nearest" });
-    if (isOpened) open(kept.rows[at]);
     return true;
   }
 
@@ -115,6 +131,12 @@ export function rolloutsPage(main) {
       return group.key(key);
     },
   };
+}
+
+/** The spread of a group's rewards, less where nearly all are alike. */
+function contrast({ reward, lowest, highest }) {
+  const spread = (highest ?? 0) - (lowest ?? 0);
+  return spread > 0 ? spread * (1 - Math.abs((2 * (reward - lowest)) / spread - 1)) : 0;
 }
 
 function rolloutsPageAgain(main) {

@@ -1,0 +1,94 @@
+"""Columns of the table of runs that are not a metric's newest value: model, data, steps in all, duration, best held-out reward."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from covey.config.fields import Options
+from covey.config.options import defaults_of, is_changed
+from covey.monitor.view.records import is_step, text_of
+
+Column = Callable[[str], tuple[np.ndarray, np.ndarray]]
+"""Steps [n] and values [n] of a metric by its name."""
+
+FIELDS = ("model", "data", "steps", "seconds", "best", "reward_from", "reward_to", "doubles")
+_ENDS = 5
+"""Steps whose mean is the reward at the start, and at the end."""
+_MOST_COMPARED = 1000
+_LONGEST = 120
+_REWARD = re.compile(r"(?:eval_)?rewards/.+/mean")
+_DATASET = re.compile(r"^dataset: *[\"']?([^\"'\n]+?)[\"']? *$", re.MULTILINE)
+
+
+def about(found: Mapping[str, Any], path: Path, names: Iterable[str], column: Column) -> dict[str, Any]:
+    """Values of FIELDS; None where a run does not say."""
+    config = found.get("config")
+    most = config.get("max_steps") if isinstance(config, Mapping) else None
+    times = _finite(column("time")[1])
+    rewards = _finite(column("reward")[1])
+    steps, held_out = column("eval_reward")
+    is_finite = np.isfinite(held_out)
+    best = int(np.argmax(np.where(is_finite, held_out, -np.inf))) if is_finite.any() else None
+    return {
+        "model": _short_name(found.get("model")),
+        "data": _data_of(path),
+        "steps": most if is_step(most) and most > 0 else None,
+        "seconds": float(times[-1] - times[0]) if len(times) > 1 else None,
+        "best": None if best is None else {"value": float(held_out[best]), "step": int(steps[best])},
+        "reward_from": float(rewards[:_ENDS].mean()) if len(rewards) else None,
+        "reward_to": float(rewards[-_ENDS:].mean()) if len(rewards) else None,
+        "doubles": _doubles(names, column),
+    }
+
+
+def changed_options(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a run that differ from their defaults; options without a known default are left out."""
+    config = found.get("config")
+    if not isinstance(config, Mapping):
+        return {}
+    defaults = defaults_of(Options)
+    return {name: value for name, value in config.items() if name in defaults and is_changed(value, defaults[name])}
+
+
+def _doubles(names: Iterable[str], column: Column) -> list[str]:
+    """Metrics of a run's only reward that repeat `reward`, or in evaluations `eval_reward`."""
+    single = [name for name in names if _REWARD.fullmatch(name)]
+    pairs = [(name, "eval_reward" if name.startswith("eval_") else "reward") for name in single]
+    alone = [(name, base) for name, base in pairs if [other for _, other in pairs].count(base) == 1]
+    return [name for name, base in alone if _is_same(column(base), column(name))]
+
+
+def _is_same(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]) -> bool:
+    """True for two curves with the same steps and values."""
+    pairs = zip(first, second, strict=True)
+    return len(first[0]) > 0 and all(
+        np.array_equal(a[-_MOST_COMPARED:], b[-_MOST_COMPARED:], equal_nan=True) for a, b in pairs
+    )
+
+
+def _short_name(model: Any) -> str | None:
+    """`Qwen/Qwen2.5-7B` of a hub id, the last two folders of a path; LoRA is named."""
+    name = text_of(model.get("name")) if isinstance(model, Mapping) else ""
+    if not name:
+        return None
+    short = "/".join(Path(name).parts[-2:]) if name.startswith(("/", ".", "~")) else name
+    return f"{short[:_LONGEST]}{' + adapter' if model.get('adapter') else ''}"
+
+
+def _data_of(path: Path) -> str | None:
+    """The data set in the run's `train.yaml`; None for a run of a script."""
+    try:
+        with (path / "train.yaml").open(encoding="utf-8", errors="replace") as file:
+            found = _DATASET.search(file.read(100_000))
+    except OSError:
+        return None
+    return found[1][:_LONGEST] if found else None
+
+
+def _finite(values: np.ndarray) -> np.ndarray:
+    return values[np.isfinite(values)]

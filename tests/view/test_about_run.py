@@ -1,0 +1,58 @@
+"""Columns of the table of runs: computed from what a run folder says, None where it does not."""
+
+import numpy as np
+import pytest
+
+from covey.monitor.view.about_run import FIELDS, about, changed_options
+
+
+def columns(**values):
+    def column(name):
+        found = np.array(values.get(name.replace("/", "__"), []), float)
+        return np.arange(1, len(found) + 1), found
+
+    return column, [name.replace("__", "/") for name in values]
+
+
+def about_of(tmp_path, found=None, **values):
+    column, names = columns(**values)
+    return about(found or {}, tmp_path, names, column)
+
+
+def test_an_empty_run_says_nothing(tmp_path):
+    assert about_of(tmp_path) == {**dict.fromkeys(FIELDS), "doubles": []}
+
+
+def test_a_run_says_its_model_data_steps_duration_and_best_evaluation(tmp_path):
+    (tmp_path / "train.yaml").write_text("model: x\ndataset: 'org/sums:train'\n")
+    found = {"model": {"name": "/home/me/models/tiny", "adapter": {"r": 8}}, "config": {"max_steps": 50}}
+    told = about_of(
+        tmp_path, found, time=[10.0, 12.0, 19.5], eval_reward=[0.2, float("nan"), 0.7, 0.5], reward=[0.0, 0.5, 1.0]
+    )
+    assert told["model"] == "models/tiny + adapter"
+    assert told["data"] == "org/sums:train"
+    assert (told["steps"], told["seconds"]) == (50, 9.5)
+    assert told["best"] == {"value": 0.7, "step": 3}
+    assert told["reward_from"] == pytest.approx(0.5)
+
+
+def test_the_only_reward_that_repeats_the_total_is_a_double(tmp_path):
+    same = about_of(tmp_path, reward=[0.0, 1.0], rewards__math__mean=[0.0, 1.0])
+    assert same["doubles"] == ["rewards/math/mean"]
+    weighted = about_of(tmp_path, reward=[0.0, 2.0], rewards__math__mean=[0.0, 1.0])
+    assert weighted["doubles"] == []
+    two = about_of(tmp_path, reward=[0.0, 1.0], rewards__math__mean=[0.0, 1.0], rewards__length__mean=[0.0, 0.0])
+    assert two["doubles"] == []
+
+
+def test_changed_options_leave_out_defaults_and_unknown_ones():
+    assert changed_options({"config": {"beta": 0.04, "temperature": 1.0, "of_a_later_version": 3}}) == {"beta": 0.04}
+    assert changed_options({"config": "none"}) == {}
+
+
+@pytest.mark.parametrize(
+    "found", [{"model": 3, "config": []}, {"model": {"name": None}}, {"config": {"max_steps": "many"}}]
+)
+def test_a_foreign_manifest_says_nothing(found, tmp_path):
+    told = about_of(tmp_path, found)
+    assert (told["model"], told["steps"]) == (None, None)
