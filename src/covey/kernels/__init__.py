@@ -8,7 +8,9 @@ from covey.kernels.compile import unavailable_reason
 from covey.kernels.decode import CacheTables, DecodeKernels, DecodeStep, DecodeWeights
 from covey.kernels.flex_attention import AttentionHeads
 from covey.kernels.footprint import footprint
+from covey.kernels.fused_layers import fuse, fusing_unavailable_reason
 from covey.kernels.fused_model import Recomputing, learning
+from covey.kernels.half_weights import HalfWeights
 from covey.kernels.heap import training_heap, zeros
 from covey.kernels.layout import Layout
 from covey.kernels.matmul import WeightMatmul
@@ -24,6 +26,7 @@ __all__ = [
     "DecodeKernels",
     "DecodeStep",
     "DecodeWeights",
+    "HalfWeights",
     "InPlaceLinear",
     "Layout",
     "Recomputing",
@@ -34,6 +37,8 @@ __all__ = [
     "Window",
     "attention_windows",
     "footprint",
+    "fuse",
+    "fusing_unavailable_reason",
     "learning",
     "training_heap",
     "unavailable_reason",

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from covey.kernels.compiled_cache import keep_compiled_code
 from covey.kernels.layout import Layout
 from covey.kernels.windows import Window
 from covey.process.memory import is_out_of_memory
@@ -149,6 +150,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: fl
 @lru_cache
 def _compiled() -> Any:
     """FlexAttention compiled once for all lengths, which differ in every micro-batch."""
+    keep_compiled_code()
     return torch.compile(flex_attention, dynamic=True)
 
 

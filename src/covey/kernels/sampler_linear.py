@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from covey.errors import Unsupported
 from covey.kernels.fused_ops import layer_kernels
+from covey.kernels.half_weights import share_copy
 from covey.kernels.matmul import PLAIN, plain_linear
 from covey.kernels.matmul_bf16 import PANEL, Bf16Matmul, Epilogue, bf16_matmul
 
@@ -35,7 +36,9 @@ class SamplerLinear(ABC):
             return Bf16PairLinear.from_parts(weights, biases, into)
         before = into.parts[0] if isinstance(into, InPlaceLinear) and into.is_copy else (None, None)
         bias = None if biases is None else stacked(biases, dtype, before[1])
-        return InPlaceLinear(((stacked(weights, dtype, before[0]), bias),), is_copy=True)
+        weight = stacked(weights, dtype, before[0])
+        _share(linears, weight, bias)
+        return InPlaceLinear(((weight, bias),), is_copy=True)
 
     @staticmethod
     def in_float32(linear: Any, into: SamplerLinear | None = None) -> SamplerLinear:
@@ -243,6 +246,16 @@ class Bf16PairLinear(SamplerLinear):
     def _product(self, x: Tensor, epilogue: Epilogue = Epilogue.NONE) -> Tensor:
         out = x.new_empty(*x.shape[:-1], self.out_features)
         return self.kernels.multiply(out, x.contiguous(), self.weight, self.bias, epilogue=epilogue)
+
+
+def _share(linears: Sequence[Any], weight: Tensor, bias: Tensor | None) -> None:
+    """Let the learner read and write a copy on a GPU, layer by layer; not one with adapters merged, which is another matrix."""
+    if weight.device.type != "cuda" or any(type(linear) is not nn.Linear for linear in linears):
+        return
+    sizes = [linear.out_features for linear in linears]
+    biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+    for linear, part, bias_part in zip(linears, weight.split(sizes), biases, strict=True):
+        share_copy(linear, part, bias_part)
 
 
 def has_bfloat16(device: torch.device) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -108,11 +108,10 @@ class Learner:
     def measured(self, groups: Sequence[Group], needs: Needs) -> list[Group]:
         """Groups with `old_logp`, `ref_logp` and `values` of the current models, as far as `needs` names them."""
         rows = [unscored_row(group, i, drawn) for i, group in enumerate(groups) for drawn in group.completions]
-        mine = self.world.share(list(range(len(rows))))
         self.policy.model.eval()
         self.micro_batcher.left_out.begin(0)  # no completion may be skipped: advantages need all of them
         with self._abortable(), ordered_sums.on(self.policy.device):
-            notes = self.micro_batcher.attempt(lambda: self._notes([rows[i] for i in mine], needs))
+            notes = self.micro_batcher.attempt(lambda: self._notes(self.world.share(rows), needs))
         done = self.world.interleave(notes)
         assert len(done) == len(rows)
         return regrouped(groups, done)
@@ -170,12 +169,16 @@ class Learner:
         events = (*self.micro_batcher.take_events(), *report.events)
         return replace(report, events=events, tokens=self.token_entropies.gathered(self.world, groups))
 
-    def _abortable(self) -> AbstractContextManager[None]:
-        """Context of micro-batches that a stop signal may abort; with a sharded model, on all processes together."""
-        return self.interruption.together(in_step=self.policy.shards is not None)
+    @contextmanager
+    def _abortable(self) -> Iterator[None]:
+        """Context of micro-batches, between which no weight changes, and that a stop signal may abort; if sharded, together."""
+        with self.policy.weights_of_a_step(), self.interruption.together(in_step=self.policy.shards is not None):
+            yield
 
     def _rows(self, groups: Sequence[Group]) -> list[Row]:
-        return rows_of(groups, mask_truncated=self.mask_truncated, hints=self.teacher and self.teacher.hints)
+        return rows_of(
+            groups, mask_truncated=self.mask_truncated, hints=None if self.teacher is None else self.teacher.hints
+        )
 
     def _is_known(self, row: Row, algorithm: Algorithm) -> bool:
         """True if the metrics of a completion without gradient follow from its sampled log-probabilities, without a forward pass."""
@@ -215,8 +218,8 @@ class Learner:
         return algorithm.prepare(moved(everywhere, self.policy.device), totals)
 
     def _evaluate_all(self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals) -> list[dict[str, Metric]]:
-        one = lambda batch: self._evaluate(batch, algorithm, totals) if batch else self._keep_pace(algorithm)
-        return [found for found in map(one, self.micro_batcher.each(rows)) if found]
+        one = lambda batch: self._loss(batch, algorithm, totals)[1] if batch else self._keep_pace(algorithm)
+        return [self._read(found, algorithm, totals) for found in map(one, self.micro_batcher.each(rows)) if found]
 
     def _gradients(
         self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals, step: int
@@ -305,9 +308,6 @@ class Learner:
         tokens, measured = self._tokens([filler()], algorithm)
         parts = [tokens.logp, tokens.values, measured.auxiliary_loss]
         self._backward(0.0 * torch.stack([part.float().sum() for part in parts if part is not None]).sum())
-
-    def _evaluate(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> dict[str, Metric]:
-        return self._read(self._loss(batch, algorithm, totals)[1], algorithm, totals)
 
     def _read(self, unread: Unread, algorithm: Algorithm, totals: Totals) -> dict[str, Metric]:
         return metrics_of(unread, algorithm, totals, self.token_entropies)

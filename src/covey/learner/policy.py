@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from covey.errors import ConfigError
 from covey.images import banned_ids, image_inputs, placed_inputs, reason_against
-from covey.kernels import AttentionHeads, SharedPromptAttention, Window, attention_windows, learning
+from covey.kernels import AttentionHeads, HalfWeights, SharedPromptAttention, Window, attention_windows, learning
 from covey.learner import shared_prompt
 from covey.learner.heads import find_head, short_row, splits_exactly
 from covey.learner.logprobs import Head, Likeliest, Other, distances, score_tokens
@@ -92,6 +92,8 @@ class Policy:
     """Compute the output layer in float32, independent of the other layers' precision."""
     packs_always: bool = False
     """Pack rows without padding even if no two share a prompt."""
+    half: HalfWeights | None = None
+    """A 16-bit copy of float32 weights, made once a step."""
     shards: Shards | None = None
     """FSDP shards of the model; every process must then run the same number of forward passes."""
     _head: Head | None = field(default=None, init=False)
@@ -123,6 +125,10 @@ class Policy:
         """Context of every forward pass of the model: its precision and its kernels."""
         with learning(self.model), float32_stream(self.model), autocast(self.device, self.compute_dtype):
             yield
+
+    def weights_of_a_step(self) -> AbstractContextManager[None]:
+        """Context of passes between which no weight changes: weights are cast once, at its beginning."""
+        return nullcontext() if self.half is None else self.half.fresh()
 
     def sharded(self, shard: Callable[[nn.Module], Shards]) -> Policy:
         """The policy with its model sharded in place, after a trial forward pass on every process."""

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from covey.kernels import Recomputing, training_heap
+import torch
+
+from covey.kernels import HalfWeights, Recomputing, fuse, fusing_unavailable_reason, training_heap
+from covey.learner.policy import Policy
 from covey.models import unwrapped
+
+logger = logging.getLogger(__name__)
 
 
 def prepare_for_training(model: Any, args: Any) -> Any:
@@ -35,3 +42,23 @@ def checkpoint_activations(model: Any, kwargs: Mapping[str, Any] | None = None) 
     getattr(inner, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": given})
     if inner is not model:
         inner.enable_input_require_grads()  # frozen embeddings would cut the graph at the first block
+
+
+def on_accelerator(policy: Policy, *, is_split: bool) -> Policy:
+    """The policy prepared for a GPU: elementwise work of its layers fused in place, and its weights cast once a step.
+
+    `is_split`: FSDP will split the model, which casts by itself. A policy on another device is returned as it is.
+    """
+    if policy.device.type != "cuda":
+        return policy
+    own = next(policy.model.parameters()).dtype
+    dtype = policy.compute_dtype or own
+    reason = fusing_unavailable_reason(policy.device, dtype)
+    if reason is None:
+        fuse(policy.model)
+    else:
+        logger.warning("Norms, rotations and gated MLPs take several kernels each: %s.", reason)
+    if dtype == torch.float32 or policy.compute_dtype is None or is_split:
+        return policy
+    head = policy.output_layer()  # computes by blocks, from the weight itself
+    return replace(policy, half=HalfWeights(policy.model, dtype, (head,)))

@@ -16,7 +16,7 @@ from covey.errors import ConfigError
 from covey.learner import Learner, Policy
 from covey.learner.memory_estimate import enough_tokens, starting_rows, starting_tokens
 from covey.learner.optimizer import make_optimizer, make_scheduler
-from covey.learner.preparation import checkpoint_activations
+from covey.learner.preparation import checkpoint_activations, on_accelerator
 from covey.learner.token_metrics import TokenEntropies
 from covey.learner.update_guard import GuardPolicy, UpdateGuard
 from covey.process.world import World
@@ -121,7 +121,7 @@ def build_networks(given: RunInputs, optimizer: Any = None) -> Networks:
     args = given.args
     if args.sharding is not None and given.world.size > 1:
         refuse_unsplit(given.algorithm, given.model, optimizer, given.agents.rollout_func)
-    policy = build_policy(given)
+    policy = on_accelerator(build_policy(given), is_split=args.sharding is not None and given.world.size > 1)
     on_cpu, shards = given.world.device.type == "cpu", 1 if args.sharding is None else given.world.size
     max_tokens = starting_tokens(args.max_tokens_per_microbatch, policy, on_cpu=on_cpu, shards=shards)
     keeps_whole = args.rollout_backend != "vllm"

@@ -1,0 +1,329 @@
+"""Norms, rotations and gated MLPs of decoder layers in one kernel each on a GPU, by torch.compile.
+
+The modules stay transformers' own, adapters included; only what lies between their products is replaced. A compiled function takes
+tensors alone, so one compilation serves every layer and every length. A whole layer is not compiled: its attention is a
+kernel of its own, which would cut it at the same places, and activation checkpointing is inside of it in some versions of transformers.
+A module is recognised by comparing its output with the formula on random inputs; others are not changed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from covey.kernels.compiled_cache import keep_compiled_code
+from covey.kernels.half_weights import products_of
+from covey.models import decoder_of
+from covey.process.memory import is_out_of_memory
+
+logger = logging.getLogger(__name__)
+
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+ROTATION = "apply_rotary_pos_emb"
+"""Name of the function that transformers' model files call to rotate queries and keys."""
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+"""Children of a decoder layer in which both norms feed linear layers only (pre-norm)."""
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+# -- the formulas -----------------------------------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
+    """[M, D] in `dtype`, computed in float32: the norm and the cast that the following products need are one kernel."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * weight.float()).to(dtype)
+
+
+def rms_norm_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `x` and `weight`, in their types."""
+    wide, upstream = x.float(), gradient.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    unit, weighed = wide * scale, upstream * weight.float()
+    of_x = scale * (weighed - unit * (weighed * unit).mean(-1, keepdim=True))
+    return of_x.to(x.dtype), (upstream * unit).sum(0).to(weight.dtype)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up` [M, F], computed in float32."""
+    return (F.silu(gate.float()) * up.float()).to(gate.dtype)
+
+
+def gated_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `gate` and `up`."""
+    wide, upstream = gate.float(), gradient.float()
+    share = torch.sigmoid(wide)
+    slope = share * (1 + wide * (1 - share))
+    return (upstream * up.float() * slope).to(gate.dtype), (upstream * wide * share).to(up.dtype)
+
+
+def rotated(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of queries [B, H, S, D] and keys [B, K, S, D], halves turned, in `dtype`; `cosines` and `sines` are [B, S, D]."""
+    cosines, sines = cosines[:, None].float(), sines[:, None].float()
+
+    def turn(x: Tensor) -> Tensor:
+        wide, half = x.float(), x.shape[-1] // 2
+        other = torch.cat([-wide[..., half:], wide[..., :half]], -1)
+        return (wide * cosines + other * sines).to(dtype)
+
+    return turn(query), turn(key)
+
+
+def rotated_backward(
+    of_query: Tensor, of_key: Tensor, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, None, None]:
+    """Gradients of `query` and `key`: the turn back. Angles have none."""
+    cosines, sines = cosines[:, None].float(), sines[:, None].float()
+
+    def turn_back(gradient: Tensor, like: Tensor) -> Tensor:
+        wide, half = gradient.float(), gradient.shape[-1] // 2
+        turned = wide * sines
+        return (wide * cosines + torch.cat([turned[..., half:], -turned[..., :half]], -1)).to(like.dtype)
+
+    return turn_back(of_query, query), turn_back(of_key, key), None, None
+
+
+_BACKWARD = {rms_norm: rms_norm_backward, gated: gated_backward, rotated: rotated_backward}
+
+
+@lru_cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    keep_compiled_code()
+    return torch.compile(function)
+
+
+class _Fused(torch.autograd.Function):
+    """`(formula, compiled, number of tensors, tensors, other arguments)` -> the formula's outputs.
+
+    Compiled functions see neither gradients nor autocast, so each is compiled once for training, scoring and recomputation.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, formula: Callable[..., Any], compiled: Compile, count: int, *given: Any) -> Any:
+        tensors, rest = given[:count], given[count:]
+        ctx.save_for_backward(*tensors)
+        ctx.kernel, ctx.rest = (formula, compiled), rest
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            return compiled(formula)(*_of_any_length(*(x.detach() for x in tensors)), *rest)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        formula, compiled = ctx.kernel
+        tensors = [*gradients, *(x.detach() for x in ctx.saved_tensors)]
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            found = compiled(_BACKWARD[formula])(*_of_any_length(*tensors), *ctx.rest)
+        return None, None, None, *found, *(None for _ in ctx.rest)
+
+
+def _of_any_length(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors, with the dimensions that differ between micro-batches marked."""
+    for x in tensors:
+        places = {2: (0,), 3: (0, 1), 4: (0, 2)}.get(x.ndim, ())
+        for place in places:
+            torch._dynamo.maybe_mark_dynamic(x, place)
+    return tensors
+
+
+# -- modules that compute them ------------------------------------------------------------------------------------------
+
+
+def fuse(model: nn.Module, compiled: Compile = _compiled) -> int:
+    """Let the recognised modules of this model compute the formulas, for good. Returns the number of modules.
+
+    `compiled` makes a kernel of a formula.
+    """
+    layers, count = list(_layers(decoder_of(model))), 0
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for layer in layers:
+            norms = [(layer.input_layernorm, True), (layer.post_attention_layernorm, True)]
+            norms += [(getattr(layer.self_attn, name, None), False) for name in ("q_norm", "k_norm")]
+            for norm, feeds_products in norms:
+                if _is_norm(norm):
+                    norm.__dict__["forward"] = partial(_norm_forward, norm, compiled, feeds_products)
+                    count += 1
+            if _is_gated(layer.mlp):
+                layer.mlp.__dict__["forward"] = partial(_mlp_forward, layer.mlp, compiled)
+                count += 1
+        for home in dict.fromkeys(sys.modules[type(layer.self_attn).__module__] for layer in layers):
+            original = getattr(home, ROTATION, None)
+            if isinstance(original, partial) and original.func is _rotation:
+                original = original.args[0]
+            if original is not None and _is_rotation(original):
+                setattr(home, ROTATION, partial(_rotation, original, compiled, layers[0].mlp.down_proj))
+    return count
+
+
+def _product_dtype(x: Tensor) -> torch.dtype | None:
+    """16-bit type of a product of `x` under autocast; None elsewhere, where the modules compute as they are.
+
+    One kernel fewer matters in passes of the learner only, and each further mode would be compiled apart.
+    """
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _norm_forward(norm: Any, compiled: Compile, feeds_products: bool, x: Tensor) -> Tensor:
+    dtype = _product_dtype(x)
+    if dtype is None:
+        plain: Tensor = type(norm).forward(norm, x)
+        return plain
+    flat, made = x.reshape(-1, x.shape[-1]), dtype if feeds_products else x.dtype
+    found: Tensor = _Fused.apply(rms_norm, compiled, 2, flat, norm.weight, _epsilon_of(norm), made)
+    return found.view(x.shape)
+
+
+def _mlp_forward(mlp: Any, compiled: Compile, x: Tensor) -> Any:
+    if _product_dtype(x) is None:
+        return type(mlp).forward(mlp, x)
+    gate, up = products_of(x, mlp.gate_proj, mlp.up_proj)
+    width = gate.shape[-1]
+    flat = _Fused.apply(gated, compiled, 2, gate.reshape(-1, width), up.reshape(-1, width))
+    return mlp.down_proj(flat.view(gate.shape))
+
+
+def _rotation(
+    original: Callable[..., Any], compiled: Compile, of: nn.Module, query: Tensor, key: Tensor, cos: Tensor,
+    sin: Tensor, *more: Any, **others: Any,
+) -> Any:  # fmt: skip
+    """The compiled formula where the tensors are on the device of a fused model's layer, which is `of`; else `original`."""
+    at, dtype = next(of.parameters()).device, _product_dtype(query)
+    if dtype is None or more or others or query.device != at or cos.ndim != 3 or query.ndim != 4:
+        return original(query, key, cos, sin, *more, **others)
+    return _Fused.apply(rotated, compiled, 4, query, key, cos, sin, dtype)
+
+
+# -- recognising modules ------------------------------------------------------------------------------------------------
+
+
+def _layers(decoder: nn.Module) -> Iterator[Any]:
+    for layer in getattr(decoder, "layers", ()):
+        if {name for name, _ in layer.named_children()} == _LAYER:
+            yield layer
+
+
+def _epsilon_of(norm: Any) -> float | None:
+    for name in ("variance_epsilon", "eps"):
+        value = getattr(norm, name, None)
+        if isinstance(value, float):
+            return value
+    return None
+
+
+def _is_norm(norm: Any) -> bool:
+    """True for RMSNorm with a weight."""
+    weight = getattr(norm, "weight", None)
+    if norm is None or "forward" in norm.__dict__ or type(weight) is not nn.Parameter or weight.ndim != 1:
+        return False
+    if (epsilon := _epsilon_of(norm)) is None:
+        return False
+    x = torch.randn(3, len(weight)).to(weight.device, weight.dtype)
+    try:
+        return _agree(norm.forward(x), rms_norm(x, weight, epsilon, x.dtype))
+    except (RuntimeError, TypeError):
+        return False
+
+
+def _is_gated(mlp: Any) -> bool:
+    """True if it computes `down(silu(gate(x)) * up(x))` without dropout."""
+    if "forward" in mlp.__dict__ or not all(isinstance(getattr(mlp, name, None), nn.Module) for name in _PROJECTIONS):
+        return False
+    weight = next(mlp.parameters())
+    if weight.ndim != 2 or not weight.is_floating_point():
+        return False
+    x = torch.randn(3, mlp.gate_proj.in_features).to(weight.device, weight.dtype)
+    modes = {module: module.training for module in mlp.modules()}
+    mlp.train()
+    for name in _PROJECTIONS:  # an adapter's dropout is applied in both cases
+        getattr(mlp, name).eval()
+    try:
+        return _agree(mlp.forward(x), mlp.down_proj(gated(mlp.gate_proj(x), mlp.up_proj(x))))
+    except (RuntimeError, TypeError, AttributeError):
+        return False
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _is_rotation(function: Callable[..., Any]) -> bool:
+    """True if it rotates the halves of queries and keys."""
+    query, key, cosines, sines = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), *torch.randn(2, 1, 3, 8)
+    try:
+        found = function(query, key, cosines, sines)
+        want = rotated(query, key, cosines, sines, query.dtype)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return all(_agree(mine, theirs) for mine, theirs in zip(found, want, strict=True))
+
+
+def _agree(one: Tensor, two: Tensor) -> bool:
+    """True if equal up to rounding, relative to the largest number; all zeros prove nothing."""
+    top = float(two.abs().max())
+    slack = 1e-4 if one.dtype == torch.float32 else 3e-2
+    return one.shape == two.shape and top > 0 and float((one.float() - two.float()).abs().max()) < slack * top
+
+
+# -- is there a compiler? -----------------------------------------------------------------------------------------------
+
+
+def fusing_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Reason against compiled formulas on this device, for products in `dtype`; None after a trial that agreed, forward and backward."""
+    if device.type != "cuda":
+        return f"they are compiled for CUDA, and the model is on {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "their compiler, Triton, is not installed"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (7, 0):
+        return f"Triton needs compute capability 7.0, and this GPU has {capability[0]}.{capability[1]}"
+    return tried(device, dtype)
+
+
+@lru_cache
+def tried(device: torch.device, dtype: torch.dtype, compiled: Compile = _compiled) -> str | None:
+    """Trial of the three kernels, forward and backward, against PyTorch's operations: None, or the reason of its failure."""
+    draw = torch.Generator().manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, generator=draw).to(device)
+    narrow = lambda *shape: make(*shape).to(dtype)
+    cases: tuple[tuple[Callable[..., Any], list[Tensor], tuple[Any, ...]], ...] = (
+        (rms_norm, [make(5, 64), make(64)], (1e-6, dtype)),
+        (gated, [narrow(5, 64), narrow(5, 64)], ()),
+        (rotated, [narrow(1, 2, 5, 16), narrow(1, 1, 5, 16), make(1, 5, 16), make(1, 5, 16)], (dtype,)),
+    )
+    for formula, tensors, rest in cases:
+        try:
+            gap = _gap(formula, compiled, tensors, rest)
+        except Exception as error:  # a compiler fails in many ways; PyTorch's operations do the same work
+            if is_out_of_memory(error):
+                raise
+            said = (str(error).strip().splitlines() or [""])[0]
+            return f"{formula.__name__} does not compile or run here ({type(error).__name__}: {said[:200]})"
+        if not gap < 3e-2:
+            return f"{formula.__name__} differs from PyTorch's operations by {gap:.1g}"
+    return None
+
+
+def _gap(formula: Callable[..., Any], compiled: Compile, tensors: list[Tensor], rest: tuple[Any, ...]) -> float:
+    """Largest relative difference of outputs and gradients, those of the formula by autograd."""
+    fused = lambda *leaves: _Fused.apply(formula, compiled, len(leaves), *leaves, *rest)
+    found = []
+    with torch.enable_grad(), torch.autocast(tensors[0].device.type, enabled=False):
+        for function in (lambda *leaves: formula(*leaves, *rest), fused):
+            leaves = [x.clone().requires_grad_(i < 2) for i, x in enumerate(tensors)]
+            out = function(*leaves)
+            parts = out if isinstance(out, tuple) else (out,)
+            total = torch.stack([(x.float() * torch.arange(x.shape[-1], device=x.device)).sum() for x in parts]).sum()
+            found.append([*(part.detach() for part in parts), *torch.autograd.grad(total, leaves[:2])])
+    pairs = zip(*found, strict=True)
+    return max(float((mine.double() - other.double()).norm() / other.double().norm()) for other, mine in pairs)

@@ -1,0 +1,95 @@
+"""The formulas between a layer's products, compiled: once for all layers and lengths, and the same numbers as PyTorch's operations."""
+
+import functools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from covey.kernels import compiled_cache, fuse, fused_layers, fusing_unavailable_reason
+from covey.kernels.fused_layers import tried
+from covey.learner import Policy
+from covey.learner.packing import rows_of
+from covey.learner.preparation import checkpoint_activations
+from covey.learner.worst_case import groups_of
+from kit import tiny_model
+
+
+@pytest.fixture
+def counter():
+    """A backend that counts the graphs that it compiles."""
+    torch._dynamo.reset()
+    yield CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_a_model_of_three_layers_compiles_each_formula_once_for_all_lengths(counter, monkeypatch):
+    monkeypatch.setenv("COVEY_CPU_KERNELS", "0")
+    model = tiny_model("qwen2", layers=3, hidden=64).train()
+    checkpoint_activations(model)
+    fuse(model, functools.lru_cache(lambda function: torch.compile(function, backend=counter)))
+    policy = Policy(model, pad_id=0, compute_dtype=torch.bfloat16, shared_attention="sdpa")
+    policy.shares_prompts()
+    for length in (16, 23, 40):
+        measured = policy.measure(rows_of(groups_of(8, 20, length, 4, 300)), entropy=True)
+        measured.logp.sum().backward()
+        policy.measure(rows_of(groups_of(8, 20, length, 4, 300)))
+    assert (
+        counter.frame_count <= 6 + 2
+    )  # three formulas forward and backward; the trial's padded rows are two in a batch
+
+
+def test_a_compiler_that_fails_is_named_and_leaves_pytorchs_operations():
+    def failing(function):
+        raise RuntimeError("no nvcc here\nmore")
+
+    said = tried.__wrapped__(torch.device("cpu"), torch.bfloat16, failing)
+    assert said == "rms_norm does not compile or run here (RuntimeError: no nvcc here)"
+
+
+def test_a_kernel_that_computes_something_else_is_found_out():
+    def wrong(function):
+        return (
+            function
+            if function is not fused_layers.gated
+            else lambda gate, up: up * torch.sigmoid(gate.float()).to(gate.dtype)
+        )
+
+    assert tried.__wrapped__(torch.device("cpu"), torch.bfloat16, wrong).startswith(
+        "gated differs from PyTorch's operations by"
+    )
+    assert tried.__wrapped__(torch.device("cpu"), torch.bfloat16, lambda function: function) is None
+
+
+def test_nothing_is_compiled_for_a_cpu():
+    assert fusing_unavailable_reason(torch.device("cpu"), torch.bfloat16).endswith("the model is on cpu")
+
+
+@pytest.mark.slow
+def test_the_compilers_own_kernels_agree():
+    """By inductor's C++ backend, which fuses by the same scheduler as for a GPU."""
+    torch._dynamo.reset()
+    assert tried.__wrapped__(torch.device("cpu"), torch.bfloat16) is None
+
+
+def test_compiled_code_is_kept_where_the_next_process_looks(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(compiled_cache.VARIABLE, raising=False)
+    find = compiled_cache.keep_compiled_code.__wrapped__
+    assert find() == tmp_path / "covey" / "compiled" == Path(os.environ[compiled_cache.VARIABLE])
+    monkeypatch.setenv(compiled_cache.VARIABLE, "/elsewhere")
+    assert find() == Path("/elsewhere")
+
+
+def test_a_cache_folder_that_others_may_write_is_not_used(monkeypatch, tmp_path, caplog):
+    (tmp_path / "covey").mkdir()
+    (tmp_path / "covey").chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(compiled_cache.VARIABLE, raising=False)
+    assert compiled_cache.keep_compiled_code.__wrapped__() is None
+    assert "compiled again by every process" in caplog.text
+    assert compiled_cache.VARIABLE not in os.environ

@@ -1,0 +1,194 @@
+"""Launches of a GPU for one layer and micro-batch of the learner, counted on a CPU, against a budget; weights cast once a step."""
+
+import copy
+import io
+import pickle
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from launches import Launches
+
+from covey.kernels import HalfWeights, fuse, half_weights
+from covey.kernels.prompt_attention import SharedPromptAttention
+from covey.learner import Policy
+from covey.learner.packing import rows_of
+from covey.learner.preparation import checkpoint_activations
+from covey.learner.worst_case import groups_of
+from kit import tiny_model
+
+ROWS = rows_of(groups_of(8, 20, 16, 4, 300))
+WITHOUT, PREPARED = 205, 60
+"""Launches of a Qwen2 layer with recomputation, as PyTorch's operations under autocast and prepared for a GPU."""
+SUMS = 12
+"""Gradients of weights, biases and norms of a later micro-batch, each added to that of those before by one launch."""
+
+
+@pytest.fixture(autouse=True)
+def without_cpu_kernels(monkeypatch):
+    """Layers as on a GPU: without the C++ kernels of a CPU."""
+    monkeypatch.setenv("COVEY_CPU_KERNELS", "0")
+
+
+def prepared(arch, live, layers=3, dtype=torch.float32, checkpoints=True):
+    """A policy whose layers are fused and whose weights are cast once, as on a GPU; kernels are counted in `live`."""
+    model = tiny_model(arch, layers=layers, hidden=64, dtype=dtype).train()
+    if checkpoints:
+        checkpoint_activations(model)
+    if live is not None:
+        fuse(model, live.compiled)
+    half = None if live is None else HalfWeights(model, torch.bfloat16, (model.lm_head,))
+    policy = Policy(model, pad_id=0, compute_dtype=torch.bfloat16, shared_attention="sdpa", half=half)
+    policy.shares_prompts()
+    return policy
+
+
+def passes(policy, count=1):
+    """Log-probabilities, and the gradients of all parameters by name."""
+    with policy.weights_of_a_step():
+        for _ in range(count):
+            measured = policy.measure(ROWS, entropy=True)
+            (measured.logp.sum() + 0.1 * measured.entropy.sum()).backward()
+    return measured.logp.detach(), {
+        name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None
+    }
+
+
+def a_layer(arch, is_prepared, monkeypatch):
+    """Launches of one layer in the first micro-batch of a step and in a later one, by name."""
+    counts = []
+    for layers in (1, 3):
+        live = Launches()
+        policy = prepared(arch, live if is_prepared else None, layers)
+
+        def attention(query, key, value):
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+        def attend(query, key, value, layouts, mask, *, kernel, scale, dropout, live=live):
+            return live.counted(attention)(*(x.to(torch.bfloat16) for x in (query, key, value)))
+
+        monkeypatch.setattr(SharedPromptAttention, "attend", staticmethod(attend))
+        found = []
+        with policy.weights_of_a_step():
+            for _ in range(2):
+                live.names.clear()
+                with live:
+                    policy.measure(ROWS, entropy=True).logp.sum().backward()
+                found.append(Counter(live.names))
+        counts.append(found)
+    names = [{name: (three[name] - one[name]) / 2 for name in three} for one, three in zip(*counts, strict=True)]
+    return [{name: count for name, count in found.items() if count} for found in names]
+
+
+@pytest.mark.parametrize("arch, budget", [("qwen2", PREPARED), ("llama", 57), ("qwen3", 73)])
+def test_a_layer_stays_within_its_budget_of_launches(arch, budget, monkeypatch):
+    first, later = a_layer(arch, True, monkeypatch)
+    assert (
+        first["_to_copy.default"] == 9
+    )  # seven gradients that a GPU's products write in float32, and those of two residuals
+    on_gpu = lambda found: sum(found.values()) - 7
+    assert on_gpu(first) <= budget
+    assert on_gpu(later) - on_gpu(first) <= SUMS
+
+
+def test_without_preparation_a_layer_takes_several_times_as_many(monkeypatch):
+    _, later = a_layer("qwen2", False, monkeypatch)
+    assert sum(later.values()) == pytest.approx(WITHOUT, abs=15)
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3", "llama", "mistral"])
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_values_and_gradients_are_those_of_transformers_layers_but_for_rounding(arch, checkpoints):
+    plain, own = (passes(prepared(arch, live, checkpoints=checkpoints), 2) for live in (None, Launches()))
+    exact = tiny_model(arch, layers=3, hidden=64).train()
+    wide = passes(Policy(exact, pad_id=0), 2)
+    distance = lambda found: (found[0] - wide[0]).abs().mean()
+    assert distance(own) < 1.2 * distance(plain)
+    for name, gradient in wide[1].items():
+        off = lambda found, name=name, gradient=gradient: (found[1][name] - gradient).norm()
+        assert own[1][name].dtype == torch.float32
+        assert off(own) < 1.5 * off(plain) + 1e-3 * gradient.norm(), name
+
+
+def test_no_pass_casts_a_weight_of_a_linear_layer():
+    live = Launches()
+    policy = prepared("qwen2", live)
+    weights = {linear.weight.data_ptr() for linear in policy.half.linears}
+    with policy.weights_of_a_step(), live:
+        for _ in range(2):
+            policy.measure(ROWS, entropy=True).logp.sum().backward()
+    copies = {weight.data_ptr() for weight, _ in policy.half.copies.values()}
+    assert live.casts
+    assert not [dtype for address, dtype in live.casts if address in weights | copies]
+    live.casts.clear()
+    with live:
+        policy.measure(ROWS, entropy=True).logp.sum().backward()
+    assert {dtype for address, dtype in live.casts if address in weights} == {torch.bfloat16}, (
+        "outside of a step each pass casts"
+    )
+
+
+def test_the_copy_is_read_inside_of_a_step_only_and_follows_the_weights():
+    policy = prepared("qwen2", Launches())
+    before = passes(policy)[0]
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.data.mul_(1.5)  # as some optimizers write: without a new version of the tensor
+    outside = policy.measure(ROWS).logp.detach()
+    inside = passes(policy)[0]
+    assert (inside - outside).abs().max() < 0.05 < (inside - before).abs().max()
+
+
+def test_the_learner_writes_into_the_samplers_copy_where_there_is_one():
+    policy = prepared("llama", Launches())
+    attention = policy.model.model.layers[0].self_attn
+    linears = (attention.q_proj, attention.k_proj, attention.v_proj)
+    merged = torch.zeros(sum(linear.out_features for linear in linears), 64, dtype=torch.bfloat16)
+    for linear, part in zip(linears, merged.split([linear.out_features for linear in linears]), strict=True):
+        half_weights.share_copy(linear, part, None)
+    passes(policy)
+    assert torch.equal(merged, torch.cat([linear.weight for linear in linears]).bfloat16())
+    assert policy.half.copies[attention.k_proj][0].untyped_storage()._cdata == merged.untyped_storage()._cdata
+
+
+def test_frozen_weights_get_no_gradient_and_adapters_compute_in_the_copy():
+    peft = pytest.importorskip("peft")
+
+    def gradients(is_prepared):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+        model = peft.get_peft_model(tiny_model(layers=2, hidden=64), config).train()
+        half = None
+        if is_prepared:
+            fuse(model, Launches().compiled)
+            half = HalfWeights(model, torch.bfloat16, (model.get_output_embeddings(),))
+        return passes(Policy(model, pad_id=0, compute_dtype=torch.bfloat16, shared_attention="sdpa", half=half))
+
+    plain, own = gradients(False), gradients(True)
+    assert own[1].keys() == plain[1].keys()
+    assert all("lora" in name for name in own[1])
+    assert (own[0] - plain[0]).abs().mean() < 5e-3
+    for name, gradient in plain[1].items():
+        assert (own[1][name] - gradient).norm() < 0.05 * gradient.norm() + 1e-4, name
+
+
+def test_a_copy_of_a_prepared_model_computes_alone():
+    policy = prepared("qwen2", None, checkpoints=False)
+    fuse(policy.model)
+    policy.half = HalfWeights(policy.model, torch.bfloat16)
+    other = copy.deepcopy(policy.model)
+    assert other.model.layers[0].mlp.forward.args[0] is other.model.layers[0].mlp
+    assert other.model.layers[0].mlp.up_proj.forward.args[0] is other.model.layers[0].mlp.up_proj
+    assert not other.model.layers[0].mlp.up_proj.forward.args[1].linears
+    read = pickle.loads(pickle.dumps(policy.model))
+    assert read.model.layers[1].input_layernorm.forward.args[0] is read.model.layers[1].input_layernorm
+    torch.save(policy.model.state_dict(), io.BytesIO())
+
+
+def test_modules_with_another_formula_are_left_as_they_are():
+    assert fuse(tiny_model("gemma2", layers=1)) == 0
+    assert fuse(tiny_model("gpt2", layers=1)) == 0
+    model = tiny_model("llama", layers=1)
+    model.model.layers[0].mlp.act_fn = torch.nn.GELU()
+    assert fuse(model) == 2  # its norms
