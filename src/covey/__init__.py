@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from covey.config.grpo_config import batch_arithmetic
     from covey.ensembles import Ensemble, Member
     from covey.errors import CoveyError
+    from covey.experiments.together import train_together
     from covey.figures import Run, plot
     from covey.rollout import NativeSampler, SamplingParams
     from covey.training.scripts import (
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
         get_peft_config,
         get_quantization_config,
     )
-    from covey.training.together import train_together
     from covey.training.trainer import GRPOTrainer
     from covey.training.warm_up import SFTTrainer, sft_config
 
@@ -57,7 +57,7 @@ _WHERE = {
     "get_quantization_config": "covey.training.scripts",
     "plot": "covey.figures",
     "sft_config": "covey.training.warm_up",
-    "train_together": "covey.training.together",
+    "train_together": "covey.experiments.together",
 }
 _TRLS = {
     **dict.fromkeys(

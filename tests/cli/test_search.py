@@ -3,12 +3,14 @@
 import pytest
 
 from covey.cli import train
-from covey.cli.search import dimensions
 from covey.errors import ConfigError
+from covey.experiments.search import dimensions
+
+KINDS = {flag.name: flag.kind for flag in train.flags()}
 
 
 def one(word):
-    return dimensions([word], train.flags())[0]
+    return dimensions([word], KINDS)[0]
 
 
 def test_a_range_is_one_of_the_options_type():
@@ -74,6 +76,6 @@ def test_what_is_no_range_is_said(word, said):
 
 def test_one_option_is_searched_once_and_something_is():
     with pytest.raises(ConfigError, match="twice"):
-        dimensions(["beta=0,1", "beta=0:1"], train.flags())
+        dimensions(["beta=0,1", "beta=0:1"], KINDS)
     with pytest.raises(ConfigError, match="--search is missing"):
-        dimensions([], train.flags())
+        dimensions([], KINDS)

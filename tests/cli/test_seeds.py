@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from covey.cli import main
-from covey.cli.seeds import begin, shown_metrics, summary
 from covey.errors import RunFolderError
+from covey.experiments.seeds import begin, shown_metrics, summary
 from kit import tiny_model, tiny_tokenizer
 
 REWARD = "def digits(completions, **kwargs):\n    return [sum(c.isdigit() for c in text) / 8 for text in completions]\n"
@@ -108,8 +108,8 @@ def test_flags_that_make_no_series_are_refused(place, capsys, more, said):
 
 
 def test_a_launcher_is_refused(place, capsys, monkeypatch):
-    from covey.cli import child
     from covey.errors import ConfigError
+    from covey.experiments import child
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="without accelerate launch"):

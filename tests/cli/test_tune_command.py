@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from covey.cli import child, main, tune
-from covey.cli.attempt import Attempt, Watch
-from covey.cli.shared_trials import SharedTrials
+from covey.cli import main, tune
 from covey.errors import RunFolderError
+from covey.experiments import child
+from covey.experiments.attempt import Attempt, Watch
+from covey.experiments.shared_trials import train_trials
+from covey.experiments.study import forget_weights, next_trial, state_of
 from covey.rollout.joint import _JointForward
 from covey.runs.signals import StopRequest
 from kit import tiny_model, tiny_tokenizer
@@ -104,13 +106,13 @@ def test_a_run_that_is_over_is_asked_to_save_and_stop(place):
 
 
 def tuning(tmp_path, **changes):
-    from covey.cli.search import dimensions
     from covey.cli.train import flags
+    from covey.experiments.search import dimensions
 
     plain = {
         "folder": tmp_path,
         "options": {},
-        "search": tuple(dimensions(["learning_rate=1e-5:1e-2:log"], flags())),
+        "search": tuple(dimensions(["learning_rate=1e-5:1e-2:log"], {flag.name: flag.kind for flag in flags()})),
         "metric": "eval_reward",
         "is_smaller_better": False,
         "pruner": "median",
@@ -141,7 +143,7 @@ def test_a_trial_worse_than_half_of_those_before_it_is_hopeless(tmp_path):
         evaluated(asked.place(trial.number), value)
         assert watch.is_hopeless() == is_hopeless
         assert watch.last == value
-        study.tell(trial, state=tune._state("PRUNED"))
+        study.tell(trial, state=state_of("PRUNED"))
 
 
 def test_a_study_is_read_back_with_its_trials_and_draws_other_values(tmp_path):
@@ -151,14 +153,14 @@ def test_a_study_is_read_back_with_its_trials_and_draws_other_values(tmp_path):
     trial = first.ask(distributions)
     trial.report(0.3, 10)
     again = tune.open_study(asked)
-    resumed = tune._next_trial(asked, again)
+    resumed = next_trial(asked, again, print)
     assert (resumed.number, resumed.params) == (trial.number, trial.params)
     evaluated(asked.place(0), 0.3, 0.4)  # step 10 was reported before the interruption
     watch = Watch(asked.place(0), "eval_reward", resumed)
     assert not watch.is_hopeless()
     again.tell(resumed, 0.4)
     assert again.trials[0].intermediate_values == {10: 0.3, 20: 0.4}
-    second = tune._next_trial(asked, again)
+    second = next_trial(asked, again, print)
     assert second.number == 1
     assert second.params != trial.params
 
@@ -172,7 +174,7 @@ def test_weights_of_all_but_the_best_trial_go_and_what_was_measured_stays(tmp_pa
         for name in ("model", "checkpoint-10"):
             (asked.place(trial.number) / name).mkdir()
         study.tell(trial, value)
-    tune._forget_weights(asked, study)
+    forget_weights(asked, study)
     kept = [sorted(path.name for path in asked.place(number).iterdir()) for number in range(3)]
     assert kept == [["evaluations.jsonl"], ["checkpoint-10", "evaluations.jsonl", "model"], ["evaluations.jsonl"]]
 
@@ -205,7 +207,7 @@ def test_held_out_prompts_are_asked_for(place, capsys):
 
 
 def test_a_folder_of_another_search_is_refused(place):
-    from covey.cli.series import claim
+    from covey.experiments.series import claim
 
     claim(place / "t", {"search": ["beta=0,1"]}, "a search")
     claim(place / "t", {"search": ["beta=0,1"]}, "a search")
@@ -214,7 +216,7 @@ def test_a_folder_of_another_search_is_refused(place):
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_makes_way(tmp_path):
-    from covey.cli.series import make_way
+    from covey.experiments.series import make_way
 
     run = tmp_path / "trial-000"
     make_way(run)  # there is none
@@ -274,7 +276,7 @@ def test_a_hopeless_trial_leaves_the_joint_batch_and_another_takes_its_place(pla
     joined = joined_rows(monkeypatch)
     given = attempts(place, optuna.create_study(), [{"learning_rate": rate} for rate in (1e-3, 2e-3, 3e-3)], {1})
     with StopRequest() as stop:
-        trials = SharedTrials(SHARED).train(lambda: next(given, None), 2, stop)
+        trials = train_trials(tune.steps_on_one_base(SHARED), lambda: next(given, None), 2, stop)
         ended = {attempt.number: ended for attempt, ended in trials}
         assert not stop.requested
     assert list(ended) == [1, 0, 2]
@@ -291,7 +293,7 @@ def test_a_trial_that_fails_leaves_the_others_to_end(place):
     bad, good = (next(given) for _ in range(2))
     waiting = iter([Refused(**vars(bad)), good])
     with StopRequest() as stop:
-        trials = SharedTrials(options).train(lambda: next(waiting, None), 2, stop)
+        trials = train_trials(tune.steps_on_one_base(options), lambda: next(waiting, None), 2, stop)
         assert {attempt.number: ended.code for attempt, ended in trials} == {0: 2, 1: 0}
     assert "has no 'none'" in bad.log.read_text()
 
@@ -348,7 +350,7 @@ def test_a_search_that_is_stopped_goes_on_with_all_trials_that_it_was_at(place, 
 )
 def test_trials_share_a_base_where_only_adapters_differ(options, searched, said):
     from covey import GRPOConfig
-    from covey.cli.shared_trials import reason_against
+    from covey.experiments.shared_trials import reason_against
 
     config = GRPOConfig("runs/x", report_to=options.get("report_to", "none"))
     reason = reason_against(options, searched, config)

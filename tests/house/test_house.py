@@ -24,6 +24,7 @@ FLOORS = [  # a room may import rooms of lower floors only; rooms of one floor d
     {"evaluation", "environments", "ensembles"},
     {"monitor", "serving", "figures"},
     {"training"},
+    {"experiments"},
     {"doctor", "feedback", "__init__"},
     {"cli"},
     {"__main__"},

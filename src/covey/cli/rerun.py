@@ -10,10 +10,9 @@ from covey.cli import output, trust
 from covey.cli.flags import Flag, read_yaml, typed
 from covey.cli.verb import Given
 from covey.config import options
+from covey.config.options import RECIPE
 from covey.errors import RunFolderError
 
-RECIPE = "train.yaml"
-"""File in a run's folder with every option of the command that started it, as `--config` reads them."""
 NEVER = frozenset(
     {
         "from_run", "resume", "output_dir", "json", "dry_run", "print_config", "seeds", "config", "trust_source", "adapters",

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from covey.cli import child, output, series
+from covey.cli import output
 from covey.cli.rerun import NEVER
 from covey.cli.verb import Given
 from covey.errors import ConfigError
+from covey.experiments import child, series
+from covey.experiments.seeds import Results, begin, number_of, summary, write
 
 if TYPE_CHECKING:
-    from covey.evaluation.intervals import Estimate
-
-RESULTS = "seeds.json"
-"""File of final results by seed, in the folder of all seeds."""
-Results = dict[int, dict[str, Any]]
+    pass
 
 
 def run(given: Given, wanted: Mapping[str, Any], own: Mapping[str, Any]) -> int:
@@ -82,40 +79,6 @@ def _numbers(given: Given, wanted: Mapping[str, Any]) -> list[int]:
     child.refuse_launcher("--seeds")
     first = int(wanted.get("seed", 0))
     return list(range(first, first + count))
-
-
-def begin(folder: Path, options: Mapping[str, Any]) -> Results:
-    """Claim the folder for these options. Returns earlier results. Raises RunFolderError when it holds something else."""
-    series.claim(folder, options, "seeds")
-    path = folder / RESULTS
-    found = json.loads(path.read_text()) if path.is_file() else {}
-    return {int(number): result for number, result in found.items()}
-
-
-def write(folder: Path, results: Results) -> None:
-    from covey.runs.storage import write_atomically
-
-    write_atomically(folder / RESULTS, json.dumps({str(n): r for n, r in sorted(results.items())}, indent=1).encode())
-
-
-def summary(results: Results) -> dict[str, Estimate]:
-    """Mean and Student's 95% interval over seeds of what each ended with: held-out rewards, or the last training reward."""
-    from covey.evaluation.intervals import mean_of_few
-
-    names = shown_metrics([result["metrics"] for result in results.values()])
-    values = {name: [number_of(result["metrics"].get(name)) for result in results.values()] for name in names}
-    return {name: mean_of_few(several) for name, several in values.items()}
-
-
-def shown_metrics(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
-    """`eval_reward` and the mean of each reward on held-out prompts; `reward` where nothing was evaluated."""
-    names = sorted(set().union(*metrics)) if metrics else []
-    held_out = [name for name in names if name.startswith("eval_rewards/") and name.endswith("/mean")]
-    return ["eval_reward", *(held_out if len(held_out) > 1 else [])] if "eval_reward" in names else ["reward"]
-
-
-def number_of(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def report(folder: Path, results: Results, given: Given) -> None:

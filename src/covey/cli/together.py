@@ -3,55 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import json
 import sys
-import traceback
-from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from covey.cli import child, output, seeds, series
+from covey.cli import output, seeds
 from covey.cli.adapter import adapter
 from covey.cli.flags import Flag, typed
 from covey.cli.rerun import NEVER
-from covey.cli.search import choices
 from covey.cli.verb import Given
-from covey.errors import ConfigError, CoveyError
-
-RESULTS = "together.json"
-"""File of final results by run, in the folder of runs that vary options."""
-OF_THE_BASE = frozenset({"model", "dtype", "model_init_kwargs", "trust_remote_code"})
-OF_THE_DATA = frozenset(
-    {
-        "dataset",
-        "prompt_column",
-        "answer_column",
-        "columns",
-        "system_prompt",
-        "dataset_config",
-        "streaming",
-        "max_prompts",
-    }
-)
-OF_THE_PROCESS = frozenset({"use_cpu", "full_determinism", "report_to"})
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """End of a run. `metrics` is empty where a stop signal ended it."""
-
-    steps: int
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    stopped_by: str | None = None
-    exit_code: int = 0
-    has_trained: bool = True
-    tells: bool = True
-    """True if this process is the one that reports."""
-
-
-Steps = Generator[Any, Any, Outcome]
-Results = dict[str, dict[str, Any]]
+from covey.errors import ConfigError
+from covey.experiments import child, series
+from covey.experiments.search import choices
+from covey.experiments.seeds import number_of, shown_metrics
+from covey.experiments.several import OF_THE_BASE, OF_THE_DATA, OF_THE_PROCESS, Book, Results, Steps, number_of_seed
 
 
 def is_asked(given: Given) -> bool:
@@ -76,10 +42,10 @@ def run(
     import yaml
 
     from covey.cli.plan import as_yaml
+    from covey.experiments.interleaving import Member, interleave
     from covey.models import SharedBase
     from covey.runs.lock import FolderLock
     from covey.runs.signals import StopRequest
-    from covey.training.interleaving import Member, interleave
 
     folder = Path(str(wanted["output_dir"])).expanduser()
     runs = {name: {**own, **wanted, **changes} for name, changes in _runs(given, wanted, flags, types).items()}
@@ -88,7 +54,7 @@ def run(
     kept = {name: value for name, value in own.items() if name not in NEVER or name == "vary"}
     rest = {name: value for name, value in wanted.items() if name not in {"seed", *NEVER}}
     series.claim(folder, yaml.safe_load(as_yaml(rest, kept)), "several runs")
-    book = _Book(folder, is_seeds=not given.get("vary"))
+    book = Book(folder, is_seeds=not given.get("vary"), say=output.say)
     base = SharedBase(given["model"])
     lock = FolderLock(folder)
     lock.take()
@@ -103,48 +69,12 @@ def run(
     if stop.requested:
         output.say(f"Stopped; every run has its checkpoint. Go on with: {series.again(sys.argv, folder)}")
         return stop.exit_code
-    book.report(runs, given)
+    ended = {name: book.results[name] for name in runs if name in book.results}
+    if book.is_seeds:
+        seeds.report(folder, {number_of_seed(name): result for name, result in ended.items()}, given)
+    else:
+        _report(folder, ended, given)
     return next(iter(book.failed.values()), 0)
-
-
-class _Book:
-    """Results of the runs of a folder, in memory and in its file; seeds as `covey train --seeds` writes them, so that
-    either goes on with the other's."""
-
-    def __init__(self, folder: Path, is_seeds: bool) -> None:
-        self.folder, self.is_seeds = folder, is_seeds
-        self.failed: dict[str, int] = {}
-        """Exit code by run."""
-        path = folder / (seeds.RESULTS if is_seeds else RESULTS)
-        found = json.loads(path.read_text()) if path.is_file() else {}
-        self.results: Results = {f"seed-{name}" if is_seeds else name: result for name, result in found.items()}
-
-    def ended(self, member: Any) -> None:
-        """Write down how this `Member` has ended; one that was stopped is not over."""
-        if member.error is not None:
-            self.failed[member.name] = _told(member.name, member.error, self.folder)
-        elif not member.result.stopped_by:
-            metrics = dict(member.result.metrics)
-            self.results[member.name] = {
-                "run": str(self.folder / member.name), "steps": member.result.steps, "seconds": metrics["train_runtime"],
-                "metrics": metrics,
-            }  # fmt: skip
-            self._write()
-
-    def report(self, names: Iterable[str], given: Given) -> None:
-        found = {name: self.results[name] for name in names if name in self.results}
-        if self.is_seeds:
-            seeds.report(self.folder, {_number(name): result for name, result in found.items()}, given)
-        else:
-            _report(self.folder, found, given)
-
-    def _write(self) -> None:
-        from covey.runs.storage import write_atomically
-
-        if self.is_seeds:
-            seeds.write(self.folder, {_number(name): result for name, result in self.results.items()})
-        else:
-            write_atomically(self.folder / RESULTS, json.dumps(self.results, indent=1).encode())
 
 
 def _runs(
@@ -178,7 +108,7 @@ def _varied(
     given: Given, wanted: Mapping[str, Any], count: int | None, flags: Mapping[str, Flag], types: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Every combination of the values, with each seed where several are asked for."""
-    values = choices(given["vary"], list(flags.values()), "--vary")
+    values = choices(given["vary"], {name: flag.kind for name, flag in flags.items()}, "--vary")
     for name in values:
         for why, names in (("base", OF_THE_BASE), ("data set", OF_THE_DATA), ("process", OF_THE_PROCESS)):
             if name in names:
@@ -217,8 +147,8 @@ def _alone(options: Mapping[str, Any], place: Path) -> dict[str, Any]:
 def _refuse(runs: Mapping[str, Given], options_of: Callable[[Given], dict[str, Any]]) -> None:
     """Raise ConfigError, before anything is loaded, where a run is wrong or cannot share the process."""
     from covey.config import GRPOConfig
+    from covey.experiments.together import refuse_unshareable
     from covey.rewards import resolve
-    from covey.training.together import refuse_unshareable
 
     configs = []
     for name, options in runs.items():
@@ -234,19 +164,6 @@ def _refuse(runs: Mapping[str, Given], options_of: Callable[[Given], dict[str, A
     refuse_unshareable(configs)
 
 
-def _told(name: str, error: Exception, folder: Path) -> int:
-    """The exit code of a failure that the other runs outlive."""
-    log = folder / f"{name}.log"
-    with log.open("a") as file:
-        traceback.print_exception(error, file=file)
-    output.say(f"warning: {name} failed: {error} ({log}). The other runs go on; the same command tries it again.")
-    return error.exit_code if isinstance(error, CoveyError) else 1
-
-
-def _number(name: str) -> int:
-    return int(name.removeprefix("seed-"))
-
-
 def _report(folder: Path, results: Results, given: Given) -> None:
     if given.get("json"):
         output.result_json({"run": str(folder), "runs": results})
@@ -254,10 +171,10 @@ def _report(folder: Path, results: Results, given: Given) -> None:
     if not results:
         output.result(f"no run ended: {folder}")
         return
-    names = seeds.shown_metrics([result["metrics"] for result in results.values()])
+    names = shown_metrics([result["metrics"] for result in results.values()])
     width = max(map(len, results)) + 2
     output.result(f"{'run':<{width}}{'steps':>7}  " + "  ".join(f"{name:>18}" for name in names))
     for name, result in results.items():
-        values = "  ".join(f"{seeds.number_of(result['metrics'].get(metric)):>18.4g}" for metric in names)
+        values = "  ".join(f"{number_of(result['metrics'].get(metric)):>18.4g}" for metric in names)
         output.result(f"{name:<{width}}{result['steps']:>7}  {values}")
     seeds.say_if_not_held_out(names)

@@ -16,11 +16,11 @@ from covey.cli.columns import column_map
 from covey.cli.ensemble import ensemble_of, refuse_bad_ensemble
 from covey.cli.fields import config_flags, other_flags
 from covey.cli.flags import Flag
-from covey.cli.together import Outcome
 from covey.cli.verb import CONFIG, JSON, Given, Verb
 from covey.config import options
 from covey.demo import DEMO_SETTINGS
 from covey.errors import ConfigError
+from covey.experiments.several import Outcome
 
 _COMMON = frozenset(
     {
@@ -223,7 +223,7 @@ def _steps(
 
 def _finish(config: Any, given: Given, steps: Generator[Any, Any, Outcome]) -> int:
     """Train one run alone, and say how it ended."""
-    from covey.training.interleaving import to_the_end
+    from covey.rollout.joint import to_the_end
 
     ended = to_the_end(steps)
     if ended.stopped_by:

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import re
-import shutil
 import sys
-import time
-import warnings
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from covey.cli import child, importance, output, series, train
+from covey.cli import output, train
 from covey.cli.adapter import refuse_bad_adapter
-from covey.cli.attempt import Attempt, Watch, number_of
 from covey.cli.fields import other_flags
-from covey.cli.flags import Flag
+from covey.cli.flags import Flag, typed
 from covey.cli.rerun import NEVER
-from covey.cli.search import Dimension, dimensions
-from covey.cli.shared_trials import SharedTrials, reason_against
 from covey.cli.verb import Given, Verb
 from covey.errors import ConfigError
+from covey.experiments import child, importance, series
+from covey.experiments.attempt import Attempt
+from covey.experiments.search import Dimension, dimensions
+from covey.experiments.several import Steps
+from covey.experiments.shared_trials import reason_against, train_trials
+from covey.experiments.study import Search, Tuning, best_of, in_a_process, num_ended, open_study, rank, row_of
 from covey.process.counting import tell
 
 _FLAGS = (
@@ -36,39 +35,12 @@ _FLAGS = (
 )  # fmt: skip
 _OWN = frozenset(flag.name for flag in _FLAGS)
 _LEFT_OUT = NEVER - {"output_dir", "json", "config"}
-JOURNAL = "study.journal"
 BEST = "best.yaml"
-_FAILURES_IN_A_ROW = 3
 
 
 def flags() -> tuple[Flag, ...]:
     """Those of `covey train` that make sense for many runs, and the search's own."""
     return (*_FLAGS, *(flag for flag in train.flags() if flag.name not in _LEFT_OUT))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """Settings of a search."""
-
-    folder: Path
-    options: Mapping[str, Any]
-    """Options of every trial."""
-    search: tuple[Dimension, ...]
-    metric: str
-    is_smaller_better: bool
-    pruner: str
-    trials: int
-    keeps_all: bool
-    seed: int
-    jobs: int = 1
-    """Trials that train at a time."""
-    apart: str | None = None
-    """Reason why each trial is a process that loads its own model; None: trials share one base in this process."""
-    start: Mapping[str, Any] = field(default_factory=dict)
-    """The user's own values of searched options; the first trial takes them."""
-
-    def place(self, number: int) -> Path:
-        return self.folder / f"trial-{number:03d}"
 
 
 def run(given: Given) -> int:
@@ -102,7 +74,7 @@ def tuning_of(given: Given) -> Tuning:
         raise ConfigError("--trials is a number from 1 on, and --pruner is median, halving or none.")
     if (jobs := given.get("n_jobs", 1)) < 1:
         raise ConfigError(f"--n-jobs {jobs} must be 1 or more, the number of trials that train together.")
-    search = dimensions(given.get("search") or (), train.flags())
+    search = dimensions(given.get("search") or (), {flag.name: flag.kind for flag in train.flags()})
     searched = {one.name for one in search}
     options = {name: value for name, value in given.items() if name not in _OWN | NEVER | searched}
     if "eval_strategy" not in options and "eval_steps" not in options:
@@ -147,38 +119,6 @@ def _check_ends(options: Mapping[str, Any], search: list[Dimension]) -> Any:
     return config
 
 
-def open_study(tuning: Tuning) -> Any:
-    """Optuna's study in the folder: a new one, or the one that was interrupted."""
-    try:
-        import optuna
-        from optuna.storages.journal import JournalFileBackend
-    except ImportError as error:
-        raise ConfigError("covey tune needs the optuna package: pip install 'covey[tune]'.") from error
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    backend = JournalFileBackend(str(tuning.folder / JOURNAL))
-    pruners: dict[str, Any] = {
-        "median": optuna.pruners.MedianPruner(n_startup_trials=4),
-        "halving": optuna.pruners.SuccessiveHalvingPruner(),
-        "none": optuna.pruners.NopPruner(),
-    }
-    storage = optuna.storages.JournalStorage(backend)
-    study = optuna.create_study(
-        storage=storage,
-        study_name="covey",
-        direction="minimize" if tuning.is_smaller_better else "maximize",
-        pruner=pruners[tuning.pruner],
-        load_if_exists=True,
-    )
-    # the seed moves on with the study, or a resumed search would draw the first values again
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        # constant_liar: trials that still run count as bad ones, so that those beside them differ
-        study.sampler = optuna.samplers.TPESampler(seed=tuning.seed + len(study.trials), constant_liar=tuning.jobs > 1)
-    if not study.trials and tuning.start:
-        study.enqueue_trial(dict(tuning.start))
-    return study
-
-
 def _search(tuning: Tuning, study: Any, stop: Any) -> int:
     """Trials until there are enough. Returns 0, or the exit code of the last of several failures in a row."""
     output.say(
@@ -186,126 +126,35 @@ def _search(tuning: Tuning, study: Any, stop: Any) -> int:
         if tuning.apart
         else "trials share one base, in this process: only options of the adapter are searched"
     )
-    search = _Search(tuning, study, stop)
-    tell("trials", _ended(study), tuning.trials)
+    search = Search(tuning, study, stop, output.say)
+    tell("trials", num_ended(study), tuning.trials)
     if tuning.apart:
         while (attempt := search.following()) is not None:
-            search.settle(attempt, _in_a_process(tuning, attempt, stop))
+            search.settle(attempt, in_a_process(tuning, attempt, stop))
     else:
-        for attempt, ended in SharedTrials(tuning.options).train(search.following, tuning.jobs, stop):
+        for attempt, ended in train_trials(steps_on_one_base(tuning.options), search.following, tuning.jobs, stop):
             search.settle(attempt, ended)
     return search.code
 
 
-class _Search:
-    """Trials asked of the study, and told to it."""
+def steps_on_one_base(options: Mapping[str, Any]) -> Callable[[Attempt], Steps]:
+    """Maker of the run of a trial, on a base and rows that all trials share."""
+    from covey.models import SharedBase
 
-    def __init__(self, tuning: Tuning, study: Any, stop: Any) -> None:
-        self._tuning, self._study, self._stop = tuning, study, stop
-        self._running: set[int] = set()
-        """Numbers of trials that train now."""
-        self._failed: list[int] = []
-        """Exit codes of the last trials, all of which failed."""
+    base = SharedBase(options["model"])
+    types = {**{flag.name: flag.type for flag in (*other_flags(), *train.flags())}, **train.config_types()}
+    rows = train.load_prompts(options["dataset"], options, limit=options.get("max_prompts"), live=True)
+    load = partial(train.load_rows, dataset=rows)
 
-    @property
-    def code(self) -> int:
-        """Exit code that ends the search; 0: it goes on."""
-        return self._failed[-1] if len(self._failed) >= _FAILURES_IN_A_ROW else 0
+    def steps(attempt: Attempt) -> Steps:
+        given = {**options, **typed(attempt.params, types)}
+        return train.member({**given, "output_dir": str(attempt.place), "resume": "auto"}, base, load)
 
-    def following(self) -> Attempt | None:
-        """A trial that begins now, or goes on; None where there are enough."""
-        tuning, study = self._tuning, self._study
-        if self._stop.requested or self.code or _ended(study) + len(self._running) >= tuning.trials:
-            return None
-        trial = _next_trial(tuning, study, self._running)
-        place = tuning.place(trial.number)
-        shown = ", ".join(
-            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in trial.params.items()
-        )
-        output.say(f"trial {trial.number} of {tuning.trials}: {shown}")
-        series.make_way(place)
-        self._running.add(trial.number)
-        return Attempt(trial=trial, place=place, watch=Watch(place, tuning.metric, trial))
-
-    def settle(self, attempt: Attempt, ended: child.Ended) -> None:
-        """Tell the study how a trial ended; one that was stopped with the search goes on another time."""
-        self._running.discard(attempt.number)
-        if self._stop.requested:
-            return
-        tuning, study, watch = self._tuning, self._study, attempt.watch
-        value = number_of(ended.result.get("metrics", {}).get(tuning.metric))
-        has_failed = False
-        if watch.has_given_up and not ended.result:
-            study.tell(attempt.trial, state=_state("PRUNED"))
-            said = f"ended early at {watch.last:.4g}"
-        elif ended.code or not math.isfinite(value):
-            has_failed = True
-            study.tell(attempt.trial, state=_state("FAIL"))
-            said = f"failed with exit code {ended.code}, see {attempt.log}"
-        else:
-            study.tell(attempt.trial, value)
-            said = f"{value:.4g}"
-        seconds = time.perf_counter() - attempt.started
-        output.say(f"  trial {attempt.number}: {tuning.metric} {said} ({seconds:.0f} s)")
-        self._failed = [*self._failed, ended.code or 1] if has_failed else []
-        if self.code:
-            output.say(f"{len(self._failed)} trials failed in a row; the last one's log is {attempt.log}")
-        if not tuning.keeps_all:
-            _forget_weights(tuning, study)
-        tell("trials", _ended(study), tuning.trials)
-
-
-def _in_a_process(tuning: Tuning, attempt: Attempt, stop: Any) -> child.Ended:
-    with child.options_file(_yaml(tuning, attempt.params)) as file:
-        words = ["--config", file, "--output-dir", str(attempt.place), "--resume", "auto"]
-        return child.train(words, attempt.log, stop, is_quiet=True, is_over=attempt.watch.is_hopeless)
-
-
-def _ended(study: Any) -> int:
-    return sum(trial.state.is_finished() for trial in study.trials)
-
-
-def _next_trial(tuning: Tuning, study: Any, running: Collection[int] = ()) -> Any:
-    """A trial that was interrupted, or a new one."""
-    import optuna
-
-    for frozen in study.trials:
-        if frozen.state == optuna.trial.TrialState.RUNNING and frozen.number not in running:
-            output.say(f"trial {frozen.number} goes on where it was interrupted")
-            return optuna.trial.Trial(study, frozen._trial_id)
-    return study.ask({one.name: one.distribution() for one in tuning.search})
-
-
-def _state(name: str) -> Any:
-    import optuna
-
-    return optuna.trial.TrialState[name]
-
-
-def _yaml(tuning: Tuning, params: Mapping[str, Any]) -> str:
-    import yaml
-
-    return str(yaml.safe_dump({**tuning.options, **params}, sort_keys=False, allow_unicode=True))
-
-
-def _forget_weights(tuning: Tuning, study: Any) -> None:
-    """Remove models and checkpoints of all trials that ended and are not the best; their metrics stay."""
-    best = _best(study)
-    for trial in study.trials:
-        if trial.state.is_finished() and (best is None or trial.number != best.number):
-            for path in [tuning.place(trial.number) / "model", *tuning.place(trial.number).glob("checkpoint-*")]:
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _best(study: Any) -> Any:
-    """The best of the trials that ran to their end, or None."""
-    done = [trial for trial in study.trials if trial.state.name == "COMPLETE"]
-    return study.best_trial if done else None
+    return steps
 
 
 def _report(tuning: Tuning, study: Any, given: Given) -> None:
-    best = _best(study)
+    best = best_of(study)
     if best is not None:
         import yaml
 
@@ -328,7 +177,7 @@ def _report(tuning: Tuning, study: Any, given: Given) -> None:
         return
     names = [one.name for one in tuning.search]
     output.result(f"{'trial':<7}{tuning.metric:>14}  {'state':<9}" + "".join(f"{name:>24}" for name in names))
-    order = sorted(rows, key=lambda row: _rank(row, tuning.is_smaller_better))
+    order = sorted(rows, key=lambda row: rank(row, tuning.is_smaller_better))
     for row in order:
         values = "".join(f"{_short(row['params'].get(name)):>24}" for name in names)
         output.result(f"{row['trial']:<7}{_short(row['value']):>14}  {row['state']:<9}{values}")
@@ -340,18 +189,6 @@ def _report(tuning: Tuning, study: Any, given: Given) -> None:
         output.result(line)
     output.say("The best of many looks better than it is. Try it with fresh seeds, beside your old options:")
     output.say(f"  covey train {tuning.folder / BEST} --seeds 5 --seed 100")
-
-
-def row_of(trial: Any) -> dict[str, Any]:
-    """A trial as plain values; of one that was ended early the last evaluation."""
-    last = trial.intermediate_values[max(trial.intermediate_values)] if trial.intermediate_values else None
-    value = trial.value if trial.value is not None else last
-    return {"trial": trial.number, "state": trial.state.name.lower(), "value": value, "params": dict(trial.params)}
-
-
-def _rank(row: Mapping[str, Any], is_smaller_better: bool) -> tuple[bool, float]:
-    value = row["value"]
-    return row["state"] != "complete", math.inf if value is None else value * (1 if is_smaller_better else -1)
 
 
 def _short(value: Any) -> str:

@@ -33,6 +33,8 @@ HONOURED = frozenset(name for names in GROUPS.values() for name in names)
 INERT: Mapping[str, str] = {name: one.inert for name, one in DECLARED.items() if one.inert}
 REFUSED: Mapping[str, str] = {name: one.refused for name, one in DECLARED.items() if one.refused}
 
+RECIPE = "train.yaml"
+"""File in a run's folder with every option of the command that started it, as `--config` reads them."""
 RETIRED: Mapping[str, str] = {
     "reuse_rollout": "an update always computes its own forward pass",
 }

@@ -58,6 +58,15 @@ Steps = Generator[Drawing | None, Drawn | None, T]
 unless they are sent in."""
 
 
+def to_the_end(steps: Steps[T]) -> T:
+    """Exhaust a generator. Returns its return value."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            return ended.value
+
+
 @dataclass(eq=False)
 class JointRollouts:
     """Rollouts of several runs in one batch, and the row counts that were found to have the bits of separate ones."""

@@ -46,7 +46,6 @@ from covey.training.choosing import given_algorithm
 from covey.training.evaluator import Evaluator
 from covey.training.hooks import handler_of, is_overridden, refuse_dead_hooks
 from covey.training.hub import Hub
-from covey.training.interleaving import Interleavable
 from covey.training.languages import check_columns
 from covey.training.loaders import loader_for_callbacks
 from covey.training.loading import expect_engine, load_for_training
@@ -66,7 +65,7 @@ logger = logging.getLogger(__name__)
 _NO_CHECKPOINT_AFTER = (InvariantError, SpoiledError, StorageError)
 
 
-class GRPOTrainer(Interleavable, TRLInterface):
+class GRPOTrainer(TRLInterface):
     """Post-trains a causal language model with GRPO or any algorithm of its family.
 
     Takes TRL 1.16's arguments: `model` (a hub id, a folder, or a loaded model, PEFT included), `reward_funcs` (callables,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import Future
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,12 +19,14 @@ from covey.algorithms.control import current
 from covey.algorithms.regularizers import EntropyBonus
 from covey.config import GRPOConfig
 from covey.config.options import DECLARED, GROUPS
-from covey.errors import ConfigError
+from covey.errors import ConfigError, NotOfferedError
 from covey.learner import FrozenCopy, frozen_copy
+from covey.process import lean
 from covey.process.accelerator import accelerator_of
 from covey.process.world import World
 from covey.rewards import Scorer
 from covey.rewards.builtin.reward_model import ModelReward
+from covey.rollout.joint import Steps, to_the_end
 from covey.runs.kept import told_of_the_disk, write_whole
 from covey.runs.storage import REFUSALS
 from covey.training.agents import Agents
@@ -62,6 +64,27 @@ class _Option:
 
 class TRLInterface(TransformersInterface):
     """TRL 1.16's public interface besides training: attributes and methods, with the values of this run."""
+
+    steps: Callable[..., Steps[lean.TrainOutput]]
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: None = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> lean.TrainOutput:
+        """Train to `max_steps` (or the epochs' end), a stop signal, or a callback's request.
+
+        `resume_from_checkpoint`: True for the newest verified checkpoint in `output_dir`, or a path. Returns
+        transformers' TrainOutput. A reward that fails too often, or bad numbers, raise an error after a checkpoint.
+        After a stop signal the checkpoint is saved and KeyboardInterrupt (Ctrl-C) or SystemExit(75) is raised.
+        `ignore_keys_for_eval` is there for TRL's signature, without effect on a language model; so is `trial`, which must be None.
+        """
+        if trial is not None:
+            raise NotOfferedError(
+                "train(trial=...) is not offered; `covey tune CONFIG.yaml` searches options (docs/tune.md)."
+            )
+        return to_the_end(self.steps(resume_from_checkpoint))
 
     args: GRPOConfig
     world: World

@@ -7,47 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
-from covey.errors import NotOfferedError
-from covey.process import lean
 from covey.rollout import Drawing, Drawn, JointRollouts
 from covey.rollout.joint import Steps
 from covey.runs import rng
 
 T = TypeVar("T")
-
-
-def to_the_end(steps: Steps[T]) -> T:
-    """Exhaust a generator. Returns its return value."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as ended:
-            return ended.value
-
-
-class Interleavable:
-    """Mixin with `train`, which runs the generator `steps` to its end."""
-
-    steps: Callable[..., Steps[lean.TrainOutput]]
-
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: None = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> lean.TrainOutput:
-        """Train to `max_steps` (or the epochs' end), a stop signal, or a callback's request.
-
-        `resume_from_checkpoint`: True for the newest verified checkpoint in `output_dir`, or a path. Returns
-        transformers' TrainOutput. A reward that fails too often, or bad numbers, raise an error after a checkpoint.
-        After a stop signal the checkpoint is saved and KeyboardInterrupt (Ctrl-C) or SystemExit(75) is raised.
-        `ignore_keys_for_eval` is there for TRL's signature, without effect on a language model; so is `trial`, which must be None.
-        """
-        if trial is not None:
-            raise NotOfferedError(
-                "train(trial=...) is not offered; `covey tune CONFIG.yaml` searches options (docs/tune.md)."
-            )
-        return to_the_end(self.steps(resume_from_checkpoint))
 
 
 class Member(Generic[T]):

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from covey.cli.flags import Flag
 from covey.errors import ConfigError, did_you_mean
 from covey.files.bounded import yaml_of
 
@@ -55,21 +54,23 @@ class Dimension:
         return isinstance(value, int | float) and self.low <= value <= self.high
 
 
-def choices(words: Sequence[str], flags: Sequence[Flag], flag: str) -> dict[str, tuple[Any, ...]]:
-    """Values by option, of words such as `learning_rate=1e-5,1e-4`. Raises ConfigError naming the word after `flag`."""
-    known = {one.name: one for one in flags}
+def choices(words: Sequence[str], kinds: Mapping[str, str], flag: str) -> dict[str, tuple[Any, ...]]:
+    """Values by option, of words such as `learning_rate=1e-5,1e-4`. `kinds`: type of each option, by name, such as `int | None`.
+
+    Raises ConfigError naming the word after `flag`.
+    """
     found: dict[str, tuple[Any, ...]] = {}
     for word in words:
-        name, values = _named(word, known, flag, "name=a,b,c")
+        name, values = _named(word, kinds, flag, "name=a,b,c")
         if name in found:
             raise ConfigError(f"{flag} names {name} twice; keep one.")
         found[name] = _choices(name, values).choices
     return found
 
 
-def dimensions(words: Sequence[str], flags: Sequence[Flag]) -> list[Dimension]:
+def dimensions(words: Sequence[str], kinds: Mapping[str, str]) -> list[Dimension]:
     """One for each word. Raises ConfigError naming the word and how it is written."""
-    found = [_dimension(word, {flag.name: flag for flag in flags}) for word in words]
+    found = [_dimension(word, kinds) for word in words]
     names = [one.name for one in found]
     for name in names:
         if names.count(name) > 1:
@@ -81,24 +82,23 @@ def dimensions(words: Sequence[str], flags: Sequence[Flag]) -> list[Dimension]:
     return found
 
 
-def _named(word: str, known: Mapping[str, Flag], flag: str, forms: str) -> tuple[str, str]:
+def _named(word: str, kinds: Mapping[str, str], flag: str, forms: str) -> tuple[str, str]:
     """Name and values of a word `name=values`."""
     name, is_pair, values = word.partition("=")
     name = name.strip().removeprefix("--").replace("-", "_")
     if not is_pair or not values:
         raise ConfigError(f"{flag} {word}: write {forms}.")
-    if name in _FIXED or name not in known:
+    if name in _FIXED or name not in kinds:
         verb = "searched" if flag == "--search" else "varied"
         why = f"cannot be {verb}" if name in _FIXED else "is not an option of covey train"
-        raise ConfigError(f"{flag} {word}: {name} {why}.{'' if name in _FIXED else did_you_mean(name, known)}")
+        raise ConfigError(f"{flag} {word}: {name} {why}.{'' if name in _FIXED else did_you_mean(name, kinds)}")
     return name, values
 
 
-def _dimension(word: str, known: Mapping[str, Flag]) -> Dimension:
-    name, values = _named(word, known, "--search", "name=low:high, name=low:high:log, or name=a,b,c")
-    flag = known[name]
+def _dimension(word: str, kinds: Mapping[str, str]) -> Dimension:
+    name, values = _named(word, kinds, "--search", "name=low:high, name=low:high:log, or name=a,b,c")
     return (
-        _range(word, name, values, flag)
+        _range(word, name, values, kinds[name])
         if ":" in values and "," not in values and _is_number(values)
         else _choices(name, values)
     )
@@ -125,7 +125,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _range(word: str, name: str, values: str, flag: Flag) -> Dimension:
+def _range(word: str, name: str, values: str, kind: str) -> Dimension:
     low, high, *rest = values.split(":")
     if rest not in ([], ["log"]):
         raise ConfigError(f"--search {word}: after low:high only log may follow.")
@@ -137,7 +137,7 @@ def _range(word: str, name: str, values: str, flag: Flag) -> Dimension:
         raise ConfigError(f"--search {word}: the first number must be the smaller one.")
     if rest and ends[0] <= 0:
         raise ConfigError(f"--search {word}: log needs numbers above 0.")
-    kinds = {part.strip() for part in flag.kind.split("|")}
+    kinds = {part.strip() for part in kind.split("|")}
     is_steps = name in _STEPS_OR_SHARE and ends[1] > 1
     is_whole = is_steps or ("int" in kinds and "float" not in kinds)
     if is_whole and not all(end.is_integer() for end in ends):

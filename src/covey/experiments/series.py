@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from covey.cli.rerun import RECIPE
-from covey.config.options import RETIRED
+from covey.config.options import RECIPE, RETIRED
 from covey.errors import RunFolderError
 from covey.files.bounded import read_text, yaml_of
 
