@@ -36,3 +36,10 @@ def test_the_loop_stays_on_one_screen_and_names_no_feature():
 @pytest.mark.parametrize(("room", "most"), [("training", 40)])
 def test_a_room_has_few_files(room: str, most: int):
     assert len([file for file in FILES if file.parent == SRC / room]) <= most
+
+
+def test_no_test_appends_to_the_path():
+    """`tests` is on the path: `from faults.small_runs import trainer`."""
+    tests = Path(__file__).parents[1]
+    added = "sys.path" + ".append("
+    assert [str(file.relative_to(tests)) for file in tests.rglob("*.py") if added in file.read_text()] == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,7 @@ import pytest
 
 from covey.config.alerts import late_checkpoint
 from covey.errors import ConfigError
-
-sys.path.append(str(Path(__file__).parents[1] / "faults"))  # its tiny runs
-from small_runs import lines, options, trainer
+from faults.small_runs import lines, options, trainer
 
 LONG = {"max_steps": 12, "save_strategy": "no", "max_completion_length": 4}
 

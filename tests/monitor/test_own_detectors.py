@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from covey.errors import ConfigError
 from covey.monitor.history import History
-
-sys.path.append(str(Path(__file__).parents[1] / "faults"))  # its tiny runs
-from small_runs import lines, options, trainer
+from faults.small_runs import lines, options, trainer
 
 RUN = {"max_steps": 3, "save_strategy": "no", "max_completion_length": 3, "lr_scheduler_type": "constant"}
 FILE = """

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parents[1] / "faults"))  # its tiny runs
-from small_runs import lines, trainer
-
 from covey.monitor import policy_drift
+from faults.small_runs import lines, trainer
 from kit import tiny_model
 
 RUN = {"max_steps": 4, "lr_scheduler_type": "constant", "save_steps": 2}

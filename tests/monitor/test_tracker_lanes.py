@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import sys
 import threading
 import time
 import urllib.request
@@ -16,12 +15,10 @@ import pytest
 from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
-sys.path.append(str(Path(__file__).parents[1] / "faults"))  # its tiny runs
-from small_runs import lines, reward_len, trainer
-
 from covey.errors import CoveyError
 from covey.monitor.call_queue import CallQueue
 from covey.monitor.trackers import reads_checkpoints
+from faults.small_runs import lines, reward_len, trainer
 
 RUN = {"logging_steps": 1, "save_strategy": "no", "max_completion_length": 3}
 

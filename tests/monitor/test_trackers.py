@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,10 @@ import pytest
 from datasets import Dataset
 from transformers import TrainerCallback
 
-sys.path.append(str(Path(__file__).parents[1] / "faults"))  # its tiny runs
-from small_runs import lines, trainer
-
 import forked
 from covey.monitor.trackers import Trackers
 from covey.types import Alert
+from faults.small_runs import lines, trainer
 
 ALERT = Alert(
     rule="dead_groups", severity="warning", said="Dead.", step=2, evidence={"tied": 1.0}, try_this=("easier",)

@@ -5,22 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "faults"))  # its tiny runs
-from small_runs import lines, trainer
-
 from covey.monitor.webhook import Webhook
 from covey.types import Alert
+from faults.small_runs import lines, trainer
 
 ALERT = Alert(
     rule="dead_groups", severity="warning", said="Dead.", step=7, evidence={"tied": 1.0, "z": float("inf")}, try_this=("x",)

@@ -11,10 +11,8 @@ import pytest
 
 from covey.cli import main
 from covey.errors import RewardError
+from faults.small_runs import lines, trainer
 from kit import tiny_model, tiny_tokenizer
-
-sys.path.append(str(Path(__file__).parents[1] / "faults"))  # its tiny runs
-from small_runs import lines, trainer
 
 BROKEN = "def broken(completions, **columns):\n    return [float(c['score']) for c in completions]\n"
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parents[1] / "faults"))  # its tiny runs
-from small_runs import trainer
-
 from covey.runs import rollouts
+from faults.small_runs import trainer
 
 
 def parity(completion_ids: list[list[int]], **columns: object) -> list[float]:

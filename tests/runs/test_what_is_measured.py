@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset
 
-sys.path.append(str(Path(__file__).parents[1] / "faults"))  # its tiny runs
-from small_runs import lines, trainer
+from faults.small_runs import lines, trainer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "runs.md").read_text()
 ROWS = [{"prompt": f"Tom has {i} apples.", "task": "ab"[i % 2]} for i in range(12)]
