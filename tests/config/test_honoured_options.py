@@ -6,7 +6,7 @@ from pathlib import Path
 from covey.config import GRPOConfig, options
 from covey.process.world import World
 from covey.rollout import NativeSampler, choose_sampler
-from covey.training.sampling import sampler_options
+from covey.training.build_sampler import sampler_options
 from kit import tiny_model, tiny_tokenizer
 
 SRC = Path(options.__file__).parents[1]

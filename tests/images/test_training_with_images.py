@@ -11,7 +11,7 @@ from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
 from covey.cli import main
 from covey.errors import ConfigError
-from covey.training.networks import refuse_unsplit
+from covey.training.build_learner import refuse_unsplit
 
 
 def reward(completions, **columns):

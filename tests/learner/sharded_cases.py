@@ -22,7 +22,7 @@ from covey.learner.memory_estimate import CPU_TOKENS
 from covey.process.sharding import Sharding, is_sharded, local, whole, whole_state
 from covey.process.world import World
 from covey.rollout import GatheredSampler, NativeSampler, SamplingParams
-from covey.training.networks import networks_of
+from covey.training.build_learner import networks_of
 from kit import learner_of, prompt, tiny_model, tiny_tokenizer
 
 HOW = Sharding()

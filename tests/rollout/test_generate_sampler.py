@@ -12,7 +12,7 @@ from covey.errors import ConfigError
 from covey.process.world import World
 from covey.rollout import SamplingParams
 from covey.rollout.generate import GenerateSampler
-from covey.training.sampling import generate_options, sampler_options, sampling_params
+from covey.training.build_sampler import generate_options, sampler_options, sampling_params
 from kit import tiny_model, tiny_tokenizer
 
 PROMPTS = ["Tom has 3 apples", "What is", "Anna had 20 pens and"]

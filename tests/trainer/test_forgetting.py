@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from covey.training.forgetting import Forgetting
+from covey.training.evaluator import Forgetting
 from faults.small_runs import ROWS, trainer
 
 

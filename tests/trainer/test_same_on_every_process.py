@@ -5,8 +5,8 @@ import pytest
 from covey import GRPOConfig
 from covey import algorithms as alg
 from covey.rewards.contract import RewardSpec
-from covey.training import same
-from covey.training.same import comparable_parts
+from covey.training import invariants
+from covey.training.invariants import comparable_parts
 
 
 def longer(completions, **columns):
@@ -43,5 +43,5 @@ def test_another_reward_is_named():
 
 def test_an_option_that_this_transformers_does_not_have_is_left_out(monkeypatch, tmp_path):
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none")
-    monkeypatch.setattr(same, "HONOURED", same.HONOURED | {"an_option_of_the_next_version"})
-    assert same.comparable_options(args)["num_generations"] == "8"
+    monkeypatch.setattr(invariants, "HONOURED", invariants.HONOURED | {"an_option_of_the_next_version"})
+    assert invariants.comparable_options(args)["num_generations"] == "8"

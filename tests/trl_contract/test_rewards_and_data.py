@@ -92,13 +92,13 @@ def test_a_stream_is_evaluated_while_training(tmp_path):
 def test_an_endless_evaluation_is_refused(tmp_path, monkeypatch):
     from datasets import IterableDataset
 
-    from covey.training import streams
+    from covey.training import datasets
 
     def forever():
         while True:
             yield ROWS[0]
 
-    monkeypatch.setattr(streams, "_MOST_ROWS", 50)
+    monkeypatch.setattr(datasets, "_MOST_ROWS", 50)
     with pytest.raises(DataError, match=r"more than 50 rows, or without end; pass stream.take"):
         trainer(tmp_path, eval_dataset=IterableDataset.from_generator(forever)).evaluate()
 

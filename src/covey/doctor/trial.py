@@ -13,8 +13,8 @@ from covey.learner import Learner
 from covey.rollout import Sampler, choose_sampler
 from covey.training.build import build_prompts
 from covey.training.build_learner import RunInputs, build_learner
+from covey.training.build_sampler import sampler_options, sampling_params
 from covey.training.credit import with_advantages
-from covey.training.sampling import sampler_options, sampling_params
 from covey.types import Group, Prompt, StepReport
 
 

@@ -28,16 +28,14 @@ from covey.rollout import GatheredSampler, Sampler, choose_sampler
 from covey.rollout.ahead import Ahead, OnDemand, PromptSupply
 from covey.rollout.asynchronous import AsynchronousSampler
 from covey.training.agents import Agents
-from covey.training.asynchrony import sampler_ahead
-from covey.training.averaging import average_of
 from covey.training.build_learner import RunInputs, build_learner, build_networks, samples_here
+from covey.training.build_sampler import sampler_ahead, sampler_options, sampling_params
+from covey.training.choosing import languages_of
+from covey.training.datasets import attach
 from covey.training.drawing import Draws, RolloutSampling
-from covey.training.evaluator import Evaluator
+from covey.training.evaluator import Evaluator, average_of
 from covey.training.invariants import OnPolicyCheck
-from covey.training.languages import languages_of
-from covey.training.live import attach
 from covey.training.parts import Parts
-from covey.training.sampling import sampler_options, sampling_params
 from covey.training.session import Session, StopSignal
 from covey.types import Stages
 

@@ -1,22 +1,30 @@
-"""Evaluation on held-out prompts: the rewards of training, on completions drawn with a fixed seed."""
+"""Evaluation on held-out prompts: the rewards of training with a fixed seed, averaged weights, and what was forgotten."""
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from covey.algorithms import Algorithm
 from covey.algorithms.greedy import with_greedy_rewards
 from covey.data import PromptStream
+from covey.evaluation.intervals import paired_difference
 from covey.learner import Learner
+from covey.merging import WeightAverage
 from covey.monitor.slices import Slices
 from covey.process.world import World
 from covey.rewards import Scorer, reward_metrics
 from covey.rollout import Sampler, SamplingParams
+from covey.runs import checkpoint
+from covey.runs.evaluations import by_question
 from covey.training.credit import completion_metrics, with_advantages
+from covey.training.parts import Parts
 from covey.types import Group, Metric, merge_metrics
 
 
@@ -96,3 +104,93 @@ class Evaluator:
         named[f"{prefix}_samples_per_second"] = round(count * self.num_generations / seconds, 3)
         named[f"{prefix}_steps_per_second"] = round(turns / seconds, 3)
         return named
+
+
+logger = logging.getLogger(__name__)
+
+
+def average_of(args: Any, model: Any) -> WeightAverage | None:
+    """Weight average of `ema_decay` or `soup_steps`; None without these options."""
+    if args.ema_decay is None and args.soup_steps is None:
+        return None
+    return WeightAverage(model, decay=args.ema_decay, every=args.soup_steps)
+
+
+@contextmanager
+def averaged(parts: Parts, step: int) -> Iterator[None]:
+    """Context in which model and sampler have the averaged weights, if there are any."""
+    if parts.average is None or parts.average.is_empty:
+        yield
+        return
+    with parts.average.in_place():
+        parts.sampler.load(parts.learner.policy.model, version=step)
+        yield
+    parts.sampler.load(parts.learner.policy.model, version=step)
+
+
+def restore_average(parts: Parts, saved: Mapping[str, Any]) -> None:
+    """Restore the average of a checkpoint; a checkpoint without one starts it from its weights."""
+    if parts.average is None:
+        return
+    if saved:
+        parts.average.load_state_dict(saved)
+        return
+    logger.warning("The checkpoint holds no averaged weights; the average begins with the weights that it holds.")
+    parts.average.restart()
+
+
+def end_with_average(parts: Parts, args: Any, state: Any, *, is_whole: bool) -> None:
+    """Load the averaged weights at the end of a run (of the best evaluation with `load_best_model_at_end`), unless it was stopped."""
+    if parts.average is None or not is_whole:
+        return
+    best = parts.world.broadcast(state.best_model_checkpoint)
+    if args.load_best_model_at_end and best is not None:
+        parts.average.load_state_dict(checkpoint.load_state(Path(best))["average"])
+    parts.average.put()
+    parts.sampler.load(parts.learner.policy.model, version=state.global_step)
+
+
+@dataclass
+class Forgetting:
+    """The best evaluation so far of each set. Part of checkpoints, so that a resumed run compares with the same one."""
+
+    best: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Mean reward by question of the best evaluation, by the name of the set; NaN where nothing was scored."""
+    looks: dict[str, int] = field(default_factory=dict)
+    """Evaluations so far."""
+
+    def __call__(self, name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Metrics `<name>_forgetting` with `/low` and `/high` (95%) and `/p`; none for the first evaluation of these questions.
+
+        `rows` as of `covey.runs.evaluations.rows_of`. The best of `k` earlier evaluations is high partly by chance, so the
+        p-value is multiplied by `k` (Bonferroni). Above 0: mean reward that the policy had and lost.
+        """
+        now = by_question(rows)
+        best = self.best.get(name, {})
+        if not now or best.keys() != now.keys():
+            self.best[name], self.looks[name] = now, 1
+            return {}
+        found = paired_difference(list(now.values()), [best[question] for question in now])
+        count = self.looks[name]
+        self.looks[name] += 1
+        if _mean(now) > _mean(best):
+            self.best[name] = now
+        prefix = f"{name}_forgetting"
+        return {} if found.count == 0 else {
+            prefix: found.value,
+            f"{prefix}/low": found.low,
+            f"{prefix}/high": found.high,
+            f"{prefix}/p": min(1.0, found.p_value * count),
+        }  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": {name: dict(scores) for name, scores in self.best.items()}, "looks": dict(self.looks)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.best = {name: dict(scores) for name, scores in state["best"].items()}
+        self.looks = dict(state["looks"])
+
+
+def _mean(scores: Mapping[str, float]) -> float:
+    known = [score for score in scores.values() if not math.isnan(score)]
+    return sum(known) / len(known) if known else -math.inf

@@ -17,7 +17,7 @@ from covey.models import config_of, disable_dropout, load_model, load_tokenizer,
 from covey.process.cluster import expect_cluster
 from covey.rollout.on_ray import ASKED
 from covey.rollout.vllm import Address, Carrier, Client, Deadlines, Server, expect_vllm, refuse_unfit, warn_if_exposed
-from covey.training.sampling import as_dict, sampling_params
+from covey.training.build_sampler import as_dict, sampling_params
 
 
 @dataclass(frozen=True)

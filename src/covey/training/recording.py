@@ -19,8 +19,7 @@ from covey.process.sharding import are_split, load_whole_state, shard_like, whol
 from covey.process.world import World
 from covey.rollout import NativeSampler
 from covey.runs import RunFolder, checkpoint, evaluations, rng, rollouts
-from covey.training.averaging import restore_average
-from covey.training.forgetting import Forgetting
+from covey.training.evaluator import Forgetting, restore_average
 from covey.training.parts import Parts
 from covey.training.session import Session
 from covey.training.state import TrainState

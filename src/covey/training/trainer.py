@@ -30,7 +30,6 @@ from covey.runs.kept import tell_stopped, told_of_the_disk
 from covey.runs.resuming import expect_resumable
 from covey.training import loop
 from covey.training.agents import Agents, with_own_rewards, with_prompts
-from covey.training.averaging import averaged, end_with_average
 from covey.training.build import (
     advice_for,
     build_evaluator,
@@ -42,21 +41,19 @@ from covey.training.build import (
     ensemble_of,
 )
 from covey.training.build_learner import RunInputs
-from covey.training.choosing import given_algorithm
-from covey.training.evaluator import Evaluator
+from covey.training.choosing import check_columns, given_algorithm
+from covey.training.datasets import finite, loader_for_callbacks, refuse_no_data
+from covey.training.evaluator import Evaluator, averaged, end_with_average
 from covey.training.hooks import handler_of, is_overridden, refuse_dead_hooks
 from covey.training.hub import Hub
-from covey.training.languages import check_columns
-from covey.training.loaders import loader_for_callbacks
+from covey.training.invariants import comparable_inputs, comparable_options
 from covey.training.loading import expect_engine, load_for_training
 from covey.training.parts import Parts
 from covey.training.recording import Recording, load_best, restore_history, restore_tree
 from covey.training.recovery import lower_learning_rate
-from covey.training.same import comparable_inputs, comparable_options
 from covey.training.saving import Saver
 from covey.training.session import Session
 from covey.training.state import TrainState
-from covey.training.streams import finite, refuse_no_data
 from covey.training.trl_interface import TRLInterface
 from covey.types import Event
 

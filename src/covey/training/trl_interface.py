@@ -30,12 +30,11 @@ from covey.rollout.joint import Steps, to_the_end
 from covey.runs.kept import told_of_the_disk, write_whole
 from covey.runs.storage import REFUSALS
 from covey.training.agents import Agents
-from covey.training.hooks import refuse_set_hook
+from covey.training.hooks import TransformersInterface, refuse_set_hook
 from covey.training.hub import CARD, Hub, raise_refused
 from covey.training.model_card import Card
 from covey.training.parts import Parts
 from covey.training.recording import weights_to_write, write_model
-from covey.training.transformers_interface import TransformersInterface
 
 _SHOWN_OPTIONS = frozenset(
     name for group, names in GROUPS.items() if group not in ("output", "hub", "alerts") for name in names

@@ -12,7 +12,7 @@ import torch
 from covey.doctor.roofline.estimate import Estimate, Setup, estimate
 from covey.errors import ConfigError
 from covey.learner.memory_estimate import in_gib
-from covey.training.sampling import as_dict
+from covey.training.build_sampler import as_dict
 
 PAYS = 1.1
 """Speed-up from which a change pays."""

@@ -1,0 +1,147 @@
+"""Data sets of a run: finite ones and streams, live ones connected to the run, and the loaders that callbacks read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from datasets import Dataset, IterableDataset
+from torch.utils import data as torch_data
+
+from covey.config import GRPOConfig
+from covey.data.live import LiveDataset
+from covey.data.live.order import digest
+from covey.data.order import permutation
+from covey.errors import ConfigError, DataError
+
+_MOST_ROWS = 100_000
+"""Most rows of a streamed evaluation set; a longer or infinite one is refused."""
+
+
+def refuse_no_data(train_dataset: Any, eval_dataset: Any, args: GRPOConfig) -> None:
+    """Raise ConfigError or DataError without data to train on or evaluate, or for options that do not work with a stream."""
+    if train_dataset is None and eval_dataset is None:
+        raise DataError("train_dataset is missing; give a data set with a column 'prompt', or an environment_factory.")
+    if isinstance(train_dataset, IterableDataset) and not hasattr(train_dataset, "__len__") and args.max_steps <= 0:
+        raise ConfigError("train_dataset is a stream, which has no length: set max_steps.")
+    held_out = eval_dataset.values() if isinstance(eval_dataset, Mapping) else (eval_dataset,)
+    has_stream = any(isinstance(one, IterableDataset) for one in (train_dataset, *held_out))
+    if has_stream and getattr(args.accelerator_config, "dispatch_batches", None):
+        raise ConfigError(
+            "accelerator_config has dispatch_batches=True, where one process reads for all; of a stream every process reads its own "
+            "share: leave it out."
+        )
+
+
+def finite(dataset: Any) -> Any:
+    """The evaluation set with a length: one pass over a stream, held in memory. Raises DataError if it is too long or empty."""
+    if hasattr(dataset, "__len__"):
+        return dataset
+    rows = list(itertools.islice(iter(dataset), _MOST_ROWS + 1))
+    if len(rows) > _MOST_ROWS:
+        raise DataError(
+            f"eval_dataset is a stream of more than {_MOST_ROWS:,} rows, or without end; pass stream.take(200), for one."
+        )
+    if not rows:
+        raise DataError("eval_dataset is a stream without a single row.")
+    return Dataset.from_list([dict(row) for row in rows])
+
+
+def attach(given: Any, check_stop: Callable[[], None]) -> None:
+    """Give the live data set of a run (`RunInputs`) its process group, stop signal, time limit and evaluation prompts."""
+    dataset = given.train_dataset
+    if not isinstance(dataset, LiveDataset):
+        return
+    dataset.check_stop = check_stop
+    dataset.timeout_seconds = given.args.live_timeout_seconds
+    dataset.is_main, dataset.share = given.world.is_main, given.world.broadcast
+    held_out = getattr(given.trainer, "eval_dataset", None)
+    dataset.held_out = frozenset(digest(prompt) for prompt in _prompts(held_out))
+
+
+def _prompts(dataset: Any) -> Iterator[Any]:
+    sets = dataset.values() if isinstance(dataset, Mapping) else [dataset]
+    for one in sets:
+        if one is not None and hasattr(one, "__len__"):
+            yield from one["prompt"]
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Batch sampler over one epoch: each row G times in a row, each generation batch as often as TRL's loader repeats it.
+
+    A batch has `per_device_train_batch_size * steps_per_generation` entries, and there is one for every
+    micro-batch of the epoch, as in TRL 1.16. The last generation batch of an epoch is filled up from its beginning.
+    """
+
+    rows: tuple[int, ...]
+    group: int
+    """G, completions per prompt."""
+    prompts: int
+    """Prompts of a generation batch."""
+    repeats: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in range(0, len(self.rows), self.prompts):
+            own = [self.rows[(start + i) % len(self.rows)] for i in range(self.prompts)]
+            for _ in range(self.repeats):
+                yield [row for row in own for _ in range(self.group)]
+
+    def __len__(self) -> int:
+        return -(-len(self.rows) // self.prompts) * self.repeats
+
+
+class RepeatedStream(torch_data.IterableDataset[list[Any]]):
+    """`Repeated` for a stream: one pass in the stream's order."""
+
+    def __init__(self, rows: Any, group: int, prompts: int, repeats: int) -> None:
+        self.rows, self.group, self.prompts, self.repeats = rows, group, prompts, repeats
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        own: list[Any] = []
+        for row in self.rows:
+            own.append(row)
+            if len(own) == self.prompts:
+                for _ in range(self.repeats):
+                    yield [one for one in own for _ in range(self.group)]
+                own = []
+
+
+def train_loader(dataset: Any, args: GRPOConfig) -> torch_data.DataLoader[Any]:
+    """One epoch as batches of rows (dicts), in the order in which training draws them.
+
+    Raises ConfigError for a curriculum, whose order depends on training.
+    """
+    if args.curriculum != "none":
+        raise ConfigError(
+            f"curriculum={args.curriculum!r} chooses prompts while it trains, so no loader knows their order; `rollouts/` holds it."
+        )
+    prompts = int(args.generation_batch_size or 1) // args.num_generations
+    repeats = int(args.steps_per_generation or 1) * args.num_iterations
+    if not hasattr(dataset, "__len__"):
+        return torch_data.DataLoader(RepeatedStream(dataset, args.num_generations, prompts, repeats), batch_size=None)
+    seed = args.seed if args.data_seed is None else args.data_seed
+    order = permutation(len(dataset), seed, 0) if args.shuffle_dataset else torch.arange(len(dataset))
+    rows = tuple(order.tolist())
+    return torch_data.DataLoader(
+        dataset, batch_sampler=Repeated(rows, args.num_generations, prompts, repeats), collate_fn=list
+    )
+
+
+def loader_for_callbacks(dataset: Any, args: GRPOConfig) -> torch_data.DataLoader[Any] | None:
+    """`train_loader` as callbacks get it in `train_dataloader`; None where a curriculum chooses the order."""
+    return train_loader(dataset, args) if args.curriculum == "none" else None
+
+
+def eval_loader(dataset: Any, args: GRPOConfig) -> torch_data.DataLoader[Any]:
+    """Rows of the evaluation set in order, `per_device_eval_batch_size` completions per batch."""
+    group = args.num_generations_eval or args.num_generations
+    prompts = max(1, args.per_device_eval_batch_size // group)
+    if not hasattr(dataset, "__len__"):
+        return torch_data.DataLoader(RepeatedStream(dataset, group, prompts, 1), batch_size=None)
+    rows = tuple(range(len(dataset)))
+    batches = [[row for row in rows[i : i + prompts] for _ in range(group)] for i in range(0, len(rows), prompts)]
+    return torch_data.DataLoader(dataset, batch_sampler=batches, collate_fn=list)
