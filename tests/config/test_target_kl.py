@@ -4,7 +4,7 @@ import pytest
 
 from covey import GRPOConfig, algorithms
 from covey.errors import ConfigError
-from covey.training.choosing import build_algorithm
+from covey.training.build_algorithm import build_algorithm
 
 
 def config(**given):

@@ -19,8 +19,8 @@ from covey.learner.memory_estimate import bytes_a_token, in_gib, starting_tokens
 from covey.learner.policy import Policy
 from covey.learner.preparation import prepare_for_training
 from covey.process.world import World
+from covey.training.build_algorithm import build_algorithm
 from covey.training.build_learner import RunInputs, build_learner
-from covey.training.choosing import build_algorithm
 from kit import rest_nightly, tiny_model
 
 PROMPT = 40

@@ -13,6 +13,7 @@ from covey import GRPOConfig, GRPOTrainer
 from covey.environments import tool
 from covey.errors import ConfigError, DataError, ModelError
 from covey.training.agents import Agents
+from covey.training.build_sampler import name_idle_options
 from environments.acting import chat_tokenizer, tiny_llama, trained_on
 from kit import rest_nightly
 
@@ -498,12 +499,12 @@ def test_the_command_line_takes_import_paths(tmp_path, monkeypatch, words, capsy
 
 def test_an_option_of_episodes_that_cannot_act_in_this_run_is_named(tmp_path, caplog):
     args = options(tmp_path, episode_timeout_seconds=5.0, agent_concurrency=3)
-    Agents.of([add], None, None).name_idle_options(args)
+    name_idle_options(Agents.of([add], None, None), args)
     assert [one.getMessage() for one in caplog.records] == [
         "agent_concurrency=3 changes nothing here: it acts with an agent."
     ]
     caplog.clear()
-    Agents.of(None, None, None, lambda row, client, model: 0.0).name_idle_options(args)
+    name_idle_options(Agents.of(None, None, None, lambda row, client, model: 0.0), args)
     assert [one.getMessage() for one in caplog.records] == [
         "episode_timeout_seconds=5.0 changes nothing here: it acts with tools or an environment."
     ]

@@ -98,7 +98,7 @@ def refuse_other_run(chosen: Given, config: Any, dataset: Any) -> None:
     `chosen` is what was given beside `from_run`: an algorithm, or options of one, may differ on purpose.
     """
     from covey.runs import manifest, provenance
-    from covey.training.choosing import build_algorithm
+    from covey.training.build_algorithm import build_algorithm
 
     folder = Path(chosen["from_run"]).expanduser()
     found = manifest.read(folder / manifest.NAME) or {}

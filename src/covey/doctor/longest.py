@@ -11,8 +11,8 @@ from covey.doctor.finding import Finding, attempt, failed
 from covey.learner.worst_case import Longest, try_longest
 from covey.models import context_limit
 from covey.process.world import World
+from covey.training.build_algorithm import build_algorithm
 from covey.training.build_learner import RunInputs, build_learner
-from covey.training.choosing import build_algorithm
 from covey.training.loading import load_for_training
 
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from covey.config import GRPOConfig
 from covey.data.prompts import encode_chat
 from covey.environments import (
     Agent,
@@ -31,13 +28,29 @@ from covey.environments import (
 from covey.errors import ConfigError
 from covey.names import load
 from covey.rollout import Sampler
-from covey.runs import rollouts, traces
 from covey.types import Message, Prompt
 
 if TYPE_CHECKING:
     from covey.serving import Trace
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentOptions:
+    """Limits of episodes and of an agent's loop, and the record of its traces."""
+
+    chat_template_kwargs: Any
+    max_tokens: int
+    """Tokens of a completion."""
+    max_turns: int | None
+    """Turns with tool calls of an episode."""
+    episode_seconds: float | None
+    agent_seconds: float
+    concurrency: int
+    """Loops of an agent that run at a time."""
+    record: Callable[[int, Sequence[Trace]], None]
+    """Called with the version of the weights and the traces of a rollout."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,20 +94,6 @@ class Agents:
         given = (self.environments, self.rollout_func, self.agent)
         return bool(self.tools) or any(one is not None for one in given)
 
-    def name_idle_options(self, args: GRPOConfig) -> None:
-        """Warn about each option of tools, environments and agents that is set but has no effect in this run."""
-        turns = bool(self.tools) or self.environments is not None
-        acting = {
-            "max_tool_calling_iterations": (turns or self.agent is not None, "tools, an environment or an agent"),
-            "episode_timeout_seconds": (turns, "tools or an environment"),
-            "agent_timeout_seconds": (self.agent is not None, "an agent"),
-            "agent_concurrency": (self.agent is not None, "an agent"),
-        }
-        usual = {one.name: one.default for one in fields(args) if one.name in acting}
-        for name, (acts, needs) in acting.items():
-            if not acts and getattr(args, name) != usual[name]:
-                logger.warning("%s=%r changes nothing here: it acts with %s.", name, getattr(args, name), needs)
-
     @property
     def rewards(self) -> list[Callable[..., Any]]:
         """Reward functions of environments that score their own episodes."""
@@ -110,67 +109,53 @@ class Agents:
             return None
         return [*own, *(["environments"] if self.environments is not None else [])]
 
-    def template_options(self, args: GRPOConfig) -> dict[str, Any]:
+    def template_options(self, chat_template_kwargs: Any) -> dict[str, Any]:
         """Keyword arguments of the chat template: those of the run, and the schemas of tools for every prompt."""
-        chosen = args.chat_template_kwargs if isinstance(args.chat_template_kwargs, dict) else {}
+        chosen = chat_template_kwargs if isinstance(chat_template_kwargs, dict) else {}
         shown = list(self.tools)
         if self.environments is not None and None in self.environments.tools:
             shown += self.environments.tools[None]
         return {**chosen, **({"tools": [one.schema for one in shown]} if shown else {})}
 
     def sampler(
-        self, make: Callable[..., Sampler], args: GRPOConfig, tokenizer: Any, eos_ids: Sequence[int], trainer: Any
+        self, make: Callable[..., Sampler], options: AgentOptions, tokenizer: Any, eos_ids: Sequence[int], trainer: Any
     ) -> Sampler:
         """The sampler built by `make(environment=...)`; it generates episodes if there are tools or environments."""
-        self.name_idle_options(args)
         if self.rollout_func is not None:
             return RolloutFuncSampler(make(), self.rollout_func, trainer, tokenizer, eos_ids)
         if self.agent is not None:
-            return agent_sampler(make(), self.agent, args, trainer)
+            return agent_sampler(make(), self.agent, options)
         if not self.are_used:
             return make()
-        options = self.template_options(args)
-        limits = EpisodeLimits(turns=args.max_tool_calling_iterations, seconds=args.episode_timeout_seconds)
-        episodes = Episodes(Template(tokenizer, eos_ids, options), self.tools, limits)
+        template = self.template_options(options.chat_template_kwargs)
+        limits = EpisodeLimits(turns=options.max_turns, seconds=options.episode_seconds)
+        episodes = Episodes(Template(tokenizer, eos_ids, template), self.tools, limits)
 
         def encode(messages: Sequence[Message], prompt: Prompt, tools: Sequence[Tool]) -> tuple[int, ...]:
             shown = [one.schema for one in (*self.tools, *tools)]
             own = prompt.columns.get("chat_template_kwargs") or {}
-            how = {**options, **own, **({"tools": shown} if shown else {})}
+            how = {**template, **own, **({"tools": shown} if shown else {})}
             return encode_chat(messages, f"prompt {prompt.uid}", tokenizer, how)
 
         return EpisodeSampler(lambda hook: make(environment=hook), episodes, self.environments, encode)
 
 
-def agent_sampler(sampler: Sampler, agent: Agent, args: GRPOConfig, trainer: Any) -> Sampler:
+def agent_sampler(sampler: Sampler, agent: Agent, options: AgentOptions) -> Sampler:
     """The sampler of a run whose completions an agent writes. Raises ConfigError where what it needs is missing."""
     for name in ("starlette", "uvicorn"):
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"an agent talks to the run's endpoint, which needs {name}: pip install 'covey[agents]'.")
     from covey.serving import AgentSampler
 
-    turns = args.max_tool_calling_iterations
     return AgentSampler(
         sampler,
         agent,
-        max_tokens=args.max_completion_length,
-        max_turns=None if turns is None else turns + 1,
-        timeout_seconds=args.agent_timeout_seconds,
-        concurrency=args.agent_concurrency,
-        record=partial(_record, args, trainer.world.rank),
+        max_tokens=options.max_tokens,
+        max_turns=None if options.max_turns is None else options.max_turns + 1,
+        timeout_seconds=options.agent_seconds,
+        concurrency=options.concurrency,
+        record=options.record,
     )
-
-
-def _record(args: GRPOConfig, rank: int, version: int, found: Sequence[Trace]) -> None:
-    """Write the traces of the steps whose rollouts are written."""
-    from covey.serving import lines_of
-
-    if not rollouts.is_due(version + 1, args.rollout_log_steps) or args.rollout_log_steps == 0:
-        return
-    folder = Path(str(args.output_dir)) / traces.FOLDER
-    traces.append(folder, version + 1, lines_of(found), rank)
-    if args.rollout_total_limit is not None:
-        traces.thin(folder, args.rollout_total_limit)
 
 
 def environment(given: Any) -> Any:
@@ -199,8 +184,8 @@ def _loaded(given: Any, kind: str) -> Any:
     return load(given, kind) if isinstance(given, str) else given
 
 
-def with_prompts(dataset: Any, agents: Agents, args: GRPOConfig) -> Any:
-    """The data set with a column `prompt`, empty if an environment's `reset` writes it; generated rows without a data set.
+def with_prompts(dataset: Any, agents: Agents, *, max_steps: int, num_rows: int) -> Any:
+    """The data set with a column `prompt`, empty if an environment's `reset` writes it; `num_rows` generated rows without a data set.
 
     Raises ConfigError without a data set if there are several environments or no `max_steps`.
     """
@@ -216,12 +201,11 @@ def with_prompts(dataset: Any, agents: Agents, args: GRPOConfig) -> Any:
             "environment_factory has several environments, which needs a train_dataset whose column environment names one "
             "for each row."
         )
-    if args.max_steps <= 0:
+    if max_steps <= 0:
         raise ConfigError("without a train_dataset the length of training is not known; set max_steps.")
     from datasets import Dataset
 
-    rows = max(1, int(args.generation_batch_size or 1) // args.num_generations)
-    return Dataset.from_list([{"prompt": empty} for _ in range(rows)])
+    return Dataset.from_list([{"prompt": empty} for _ in range(num_rows)])
 
 
 def with_own_rewards(reward_funcs: Any, processing_classes: Any, agents: Agents) -> tuple[Any, Any]:

@@ -28,9 +28,15 @@ from covey.rollout import GatheredSampler, Sampler, choose_sampler
 from covey.rollout.ahead import Ahead, OnDemand, PromptSupply
 from covey.rollout.asynchronous import AsynchronousSampler
 from covey.training.agents import Agents
+from covey.training.build_algorithm import languages_of
 from covey.training.build_learner import RunInputs, build_learner, build_networks, samples_here
-from covey.training.build_sampler import sampler_ahead, sampler_options, sampling_params
-from covey.training.choosing import languages_of
+from covey.training.build_sampler import (
+    agent_options,
+    name_idle_options,
+    sampler_ahead,
+    sampler_options,
+    sampling_params,
+)
 from covey.training.datasets import attach
 from covey.training.drawing import Draws, RolloutSampling
 from covey.training.evaluator import Evaluator, average_of
@@ -114,7 +120,7 @@ def build_prompts(
         seed=args.seed if args.data_seed is None else args.data_seed,
         shuffle=shuffle,
         curriculum=curriculum,
-        chat_template_kwargs=given.agents.template_options(args),
+        chat_template_kwargs=given.agents.template_options(args.chat_template_kwargs),
         max_prompt_length=None if limit is None else limit - args.max_completion_length,
         on_too_long=cast(Literal["error", "drop"], args.on_long_prompt),
         num_embeddings=num_embeddings(given.model),
@@ -136,7 +142,9 @@ def build_sampler(given: RunInputs, policy: Policy, check_stop: Interruption) ->
         over = lambda model: choose_sampler(model, given.tokenizer, **options, **more)
         return over(given.model) if shards is None or is_served else GatheredSampler(shards, over)
 
-    sampler = given.agents.sampler(make, args, given.tokenizer, given.eos_ids, given.trainer)
+    name_idle_options(given.agents, args)
+    more = agent_options(args, given.world.rank)
+    sampler = given.agents.sampler(make, more, given.tokenizer, given.eos_ids, given.trainer)
     if shards is not None:
         shards.free()  # the full weights, which only building the sampler needed
     return sampler

@@ -31,9 +31,9 @@ from covey.process.world import World
 from covey.rewards import Scorer
 from covey.runs import rollouts
 from covey.training.agents import Agents
+from covey.training.build_algorithm import build_algorithm as build_algorithm
+from covey.training.build_algorithm import given_algorithm as given_algorithm
 from covey.training.build_sampler import as_dict, sampling_params
-from covey.training.choosing import build_algorithm as build_algorithm
-from covey.training.choosing import given_algorithm as given_algorithm
 from covey.training.teaching import build_supervised, build_teacher
 
 Shard = Callable[[nn.Module], Shards]
@@ -254,7 +254,7 @@ def build_learner(
     optimizer = optimizers[0] or make_optimizer(args, given.model, extra)
     scheduler = optimizers[1] or make_scheduler(args, optimizer, total_steps)
     sampling = sampling_params(args)
-    template = given.agents.template_options(args)
+    template = given.agents.template_options(args.chat_template_kwargs)
     stop = callbacks.get("interruption", lambda: None)
     taught = partial(build_teacher, trust_remote_code=args.trust_remote_code, check_stop=stop)
     seed = args.seed if args.data_seed is None else args.data_seed

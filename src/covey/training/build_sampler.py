@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +19,11 @@ from covey.rollout import SamplingParams
 from covey.rollout.asynchronous import AsynchronousSampler
 from covey.rollout.worker import Setup
 from covey.rollout.worker_process import ProcessWorker, Tell, Worker, halves
-from covey.training.agents import Agents
+from covey.runs import rollouts, traces
+from covey.training.agents import AgentOptions, Agents
+
+if TYPE_CHECKING:
+    from covey.serving import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -219,3 +225,43 @@ def _threads(args: GRPOConfig, device: torch.device) -> int:
     if device.type != "cpu" or not args.max_staleness:
         return own
     return max(1, halves(own)[1] // args.rollout_workers)
+
+
+def agent_options(args: GRPOConfig, rank: int) -> AgentOptions:
+    """Options of episodes and agents; the traces of steps whose rollouts are written are written by the process `rank`."""
+    return AgentOptions(
+        chat_template_kwargs=args.chat_template_kwargs,
+        max_tokens=args.max_completion_length,
+        max_turns=args.max_tool_calling_iterations,
+        episode_seconds=args.episode_timeout_seconds,
+        agent_seconds=args.agent_timeout_seconds,
+        concurrency=args.agent_concurrency,
+        record=partial(_record, args, rank),
+    )
+
+
+def _record(args: GRPOConfig, rank: int, version: int, found: Sequence[Trace]) -> None:
+    """Write the traces of the steps whose rollouts are written."""
+    from covey.serving import lines_of
+
+    if not rollouts.is_due(version + 1, args.rollout_log_steps) or args.rollout_log_steps == 0:
+        return
+    folder = Path(str(args.output_dir)) / traces.FOLDER
+    traces.append(folder, version + 1, lines_of(found), rank)
+    if args.rollout_total_limit is not None:
+        traces.thin(folder, args.rollout_total_limit)
+
+
+def name_idle_options(agents: Agents, args: GRPOConfig) -> None:
+    """Warn about each option of tools, environments and agents that is set but has no effect in this run."""
+    turns = bool(agents.tools) or agents.environments is not None
+    acting = {
+        "max_tool_calling_iterations": (turns or agents.agent is not None, "tools, an environment or an agent"),
+        "episode_timeout_seconds": (turns, "tools or an environment"),
+        "agent_timeout_seconds": (agents.agent is not None, "an agent"),
+        "agent_concurrency": (agents.agent is not None, "an agent"),
+    }
+    usual = {one.name: one.default for one in fields(args) if one.name in acting}
+    for name, (acts, needs) in acting.items():
+        if not acts and getattr(args, name) != usual[name]:
+            logger.warning("%s=%r changes nothing here: it acts with %s.", name, getattr(args, name), needs)

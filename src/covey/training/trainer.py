@@ -40,8 +40,8 @@ from covey.training.build import (
     checked_eval,
     ensemble_of,
 )
+from covey.training.build_algorithm import check_columns, given_algorithm
 from covey.training.build_learner import RunInputs
-from covey.training.choosing import check_columns, given_algorithm
 from covey.training.datasets import finite, loader_for_callbacks, refuse_no_data
 from covey.training.evaluator import Evaluator, averaged, end_with_average
 from covey.training.hooks import handler_of, is_overridden, refuse_dead_hooks
@@ -204,7 +204,8 @@ class GRPOTrainer(TRLInterface):
     # -- construction -----------------------------------------------------------------------------------------------
 
     def _take_data(self, train_dataset: Any, eval_dataset: Any, model: Any) -> None:
-        train_dataset = with_prompts(train_dataset, self.agents, self.args)
+        num_rows = max(1, int(self.args.generation_batch_size or 1) // self.args.num_generations)
+        train_dataset = with_prompts(train_dataset, self.agents, max_steps=self.args.max_steps, num_rows=num_rows)
         refuse_no_data(train_dataset, eval_dataset, self.args)
         self.train_dataset = checked_dataset(train_dataset, "train_dataset", self.args)
         self.eval_dataset = checked_eval(eval_dataset, self.args)

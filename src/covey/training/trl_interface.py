@@ -209,7 +209,7 @@ class TRLInterface(TransformersInterface):
 
     @property
     def chat_template_kwargs(self) -> dict[str, Any]:
-        return self.agents.template_options(self.args)
+        return self.agents.template_options(self.args.chat_template_kwargs)
 
     @property
     def reward_funcs(self) -> list[Any]:

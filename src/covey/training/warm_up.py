@@ -17,7 +17,7 @@ from covey.data.prompts import to_prompt
 from covey.errors import ConfigError, DataError
 from covey.models import context_limit
 from covey.rollout import Sampler, SamplingParams
-from covey.training.agents import Agents
+from covey.training.agents import AgentOptions, Agents
 from covey.training.parts import Parts
 from covey.training.trainer import GRPOTrainer
 from covey.types import Completion, Group, Prompt
@@ -94,7 +94,7 @@ class SFTTrainer(GRPOTrainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
-        template = self.agents.template_options(args)
+        template = self.agents.template_options(args.chat_template_kwargs)
         encode = partial(_encoded, tokenizer=self.processing_class, eos_ids=self.eos_ids, template=template)
         self.agents = Examples(encode=encode)
         context = context_limit(self.model)
@@ -166,7 +166,7 @@ class Examples(Agents):
     has_single_completions: bool = True
 
     def sampler(
-        self, make: Callable[..., Sampler], args: GRPOConfig, tokenizer: Any, eos_ids: Sequence[int], trainer: Any
+        self, make: Callable[..., Sampler], options: AgentOptions, tokenizer: Any, eos_ids: Sequence[int], trainer: Any
     ) -> Sampler:
         assert self.encode is not None
         return Recorded(self.encode)

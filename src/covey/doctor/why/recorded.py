@@ -22,8 +22,8 @@ from covey.models import load_model
 from covey.process.world import World
 from covey.runs import checkpoint, checksums, manifest, rollouts
 from covey.runs.metrics import read as read_metrics
+from covey.training.build_algorithm import build_algorithm
 from covey.training.build_learner import RunInputs, build_learner, samples_here
-from covey.training.choosing import build_algorithm
 from covey.training.credit import with_advantages
 from covey.training.loading import load_for_training
 from covey.types import Completion, Group, Message, Prompt
