@@ -43,3 +43,11 @@ def test_no_test_appends_to_the_path():
     tests = Path(__file__).parents[1]
     added = "sys.path" + ".append("
     assert [str(file.relative_to(tests)) for file in tests.rglob("*.py") if added in file.read_text()] == []
+
+
+def test_builders_and_the_front_door_alone_read_the_configuration_in_training():
+    """`build*.py` hand each part what it needs; the trainer's own classes hold `args` as TRL's do. Others become fewer, never more."""
+    front_door = {"trainer.py", "trl_interface.py", "hooks.py", "warm_up.py"}
+    others = {"datasets.py", "invariants.py", "loading.py"}
+    readers = {file.name for file in FILES if file.parent == SRC / "training" and "GRPOConfig" in text_of(file)}
+    assert {name for name in readers if not name.startswith("build")} <= front_door | others
