@@ -15,7 +15,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # the files with such a mark, or with `kit.rest_nightly`: reading all of them takes ten seconds of each process
 marked = $(shell grep -rlE "mark\.$(1)|rest_$(1)" tests --include="test_*.py")
 
-.PHONY: install dev demo test slow extras nightly test-ray test-openenv test-verifiers test-llama-cpp gpu test-vllm test-all check pages docs bench record-trl soak image image-check release audit clean
+.PHONY: install dev demo test slow extras nightly test-ray test-openenv test-verifiers test-llama-cpp gpu gpu-first test-vllm test-all check pages docs bench record-trl soak image image-check release audit clean
 
 comma := ,
 # an environment that sees the packages of .venv, and keeps what is added to itself: $(call beside,PACKAGES)
@@ -97,9 +97,14 @@ smoke-%: .venv-py%/.installed   ## a subset of the tests under another Python: m
 	$(@D)/bin/python $(INSTALL) --editable ".[peft]" "pytest>=8.3,<10" "pytest-timeout>=2.3,<3" "pytest-xdist>=3.6,<4"
 	touch $@
 
-gpu: $(DEV)            ## on a machine with CUDA: every test marked gpu, then its benchmarks into docs/performance.md
-	$(BIN)/python -m pytest -m gpu -n 0 --timeout 1800
-	$(BIN)/python benchmarks/gpu_table.py
+# without network: the .venv where there is one, else this Python
+ON_GPU = $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py
+
+gpu:                     ## on a machine with CUDA, in eight minutes: tests marked gpu, steps beside TRL, kernels, docs/performance.md
+	$(ON_GPU) $(GPU_OPTIONS)
+
+gpu-first:               ## its most telling part, in two minutes: a step of 0.5B with its kernels, and rollouts by rows
+	$(ON_GPU) --first $(GPU_OPTIONS)
 
 test-vllm: $(DEV) $(VLLM)/.installed   ## a real vLLM server on this CPU, killed, frozen and lied to; vLLM in this process
 	COVEY_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest tests/vllm_server -m vllm -n 0 -s

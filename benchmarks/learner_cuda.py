@@ -73,12 +73,13 @@ def main() -> None:
     parser.add_argument(
         "--longest", type=int, default=0, help="tokens up to which the longest completion is tried; 0: not"
     )
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: to try the script")
     given = parser.parse_args()
-    if not torch.cuda.is_available():
+    if given.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
             "This benchmark needs a CUDA device, and torch finds none; benchmarks/learner.py measures a CPU."
         )
-    report(run(given, torch.device("cuda")))
+    report(run(given, torch.device(given.device)))
 
 
 @dataclass(frozen=True)
