@@ -133,12 +133,18 @@ class RankError(CoveyError):
     exit_code = 76
 
 
+_LONGEST_NAME = 200
+"""Characters of a word that is compared with names; a longer one is no misspelling, and comparing takes their square."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A sentence with the nearest known name, or an empty string.
 
     >>> did_you_mean("epsilon_hihg", ["epsilon", "epsilon_high"])
     ' Did you mean epsilon_high?'
     """
+    if len(word) > _LONGEST_NAME:
+        return ""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" Did you mean {near[0]}?" if near else ""
 

@@ -87,6 +87,22 @@ def store(tmp_path):
     made.close()
 
 
+def test_answers_without_a_score_are_kept_up_to_a_size_and_the_oldest_go(tmp_path):
+    store = Store(tmp_path, max_age_seconds=60.0, most_bytes=50_000)
+    for i in range(300):
+        kept(store, id=f"a{i:03d}")
+        if i == 0:
+            store.score("a000", 0, 1.0, None)
+    left = {i for (i,) in store._file.execute("SELECT id FROM answers")}
+    assert 50 < len(left) < 250
+    assert left >= {"a000", "a299"}, "a scored answer and the newest stay"
+    assert "a001" not in left
+    with pytest.raises(FeedbackError) as refused:
+        store.score("a001", 0, 1.0, None)
+    assert refused.value.status == 404
+    store.close()
+
+
 def kept(store, id="a", choice=0, refused=None, version=3):
     completion = Completion(
         token_ids=torch.tensor([5, 6, 2]),

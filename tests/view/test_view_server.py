@@ -31,6 +31,17 @@ def test_a_curve_holds_the_values_of_the_file(client: Any, runs: Path) -> None:
     assert (curve["hidden"], curve["total"]) == (0, 4)
 
 
+def test_names_beyond_what_is_shown_are_not_looked_up(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[str] = []
+    get = Library.get
+    monkeypatch.setattr(Library, "get", lambda self, name: looked_up.append(name) or get(self, name))
+    many = [f"metric{i}" for i in range(500)]
+    for path in ("series", "values"):
+        client.ask(f"/api/{path}?" + "&".join([*(f"metric={name}" for name in many), *["run=first"] * 500]))
+        assert 0 < len(looked_up) <= 64, path
+        looked_up.clear()
+
+
 def test_two_runs_and_two_metrics_are_four_curves(client: Any) -> None:
     curves = client.get("series", run=["first", "second"], metric=["reward", "loss"])["curves"]
     assert [(curve["run"], curve["metric"]) for curve in curves] == [

@@ -100,11 +100,10 @@ class Chat:
         import torch
 
         if self.has_template:
+            from covey.data import chat_ids
+
             system = [{"role": "system", "content": self.system}] if self.system else []
-            encoded = self.tokenizer.apply_chat_template(
-                [*system, *asked], add_generation_prompt=True, tokenize=True, return_dict=True
-            )
-            ids = encoded["input_ids"]
+            ids = chat_ids(self.tokenizer, [*system, *asked], add_generation_prompt=True)
         else:
             ids = self.tokenizer(f"{self.system}\n{text}" if self.system else text)["input_ids"]
         from covey.models import context_limit

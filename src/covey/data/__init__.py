@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from covey.data.loading import load
     from covey.data.mixing import mix
     from covey.data.order import Outcome
+    from covey.data.rendering import chat_ids
     from covey.data.stream import PromptStream
     from covey.data.tokenizer import eos_ids, expect_known_ids, num_embeddings, prepare_tokenizer, vocabulary_size
 
@@ -19,6 +20,7 @@ _WHERE = {
     "PromptStream": "stream",
     "check_dataset": "checks",
     "eos_ids": "tokenizer",
+    "chat_ids": "rendering",
     "expect_known_ids": "tokenizer",
     "follow": "live",
     "load": "loading",
@@ -30,6 +32,7 @@ _WHERE = {
 __all__ = [
     "Outcome",
     "PromptStream",
+    "chat_ids",
     "check_dataset",
     "eos_ids",
     "expect_known_ids",

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from covey.data.images import has_images, images_prompt, refuse_other_media
+from covey.data.rendering import chat_ids
 from covey.errors import DataError, ModelError
 from covey.types import Message, Prompt
 
@@ -107,6 +108,8 @@ def encode_chat(
 ) -> tuple[int, ...]:
     """[L] ids of a conversation that is the model's turn next; one that ends with the assistant is continued.
 
+    Control tokens are the template's own: `<|im_end|>` in a message stays text.
+
     Raises ModelError when the tokenizer has no chat template, DataError when the template refuses the messages.
     """
     if getattr(tokenizer, "chat_template", None) is None and not template.get("chat_template"):
@@ -117,12 +120,9 @@ def encode_chat(
     continues = messages[-1]["role"] == "assistant"
     how: dict[str, Any] = {"continue_final_message": True} if continues else {"add_generation_prompt": True}
     try:
-        encoded = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=True, return_dict=True, **{**how, **template}
-        )
+        return tuple(chat_ids(tokenizer, messages, **{**how, **template}))
     except Exception as error:  # a template is a program and may raise anything
         reason = " ".join(str(error).split())[:300]
         raise DataError(
             f"{where}: the chat template refused its messages ({type(error).__name__}: {reason})."
         ) from error
-    return tuple(encoded["input_ids"])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from covey.data import chat_ids
 from covey.errors import ModelError
 from covey.types import Message
 
@@ -114,10 +115,9 @@ class Template:
         how = {**self.options, **options}
         if self.tools:
             how["tools"] = self.tools
-        rendered = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=tokenize, return_dict=False, **how
-        )
-        return list(rendered) if tokenize else str(rendered)
+        if tokenize:
+            return chat_ids(self.tokenizer, messages, **how)
+        return str(self.tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **how))
 
     def _assistant(self, names: Sequence[str], arguments: Mapping[str, Any]) -> Message:
         """The model's turn with a call of each of these tools."""

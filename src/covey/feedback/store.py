@@ -29,6 +29,12 @@ CREATE TABLE IF NOT EXISTS counts (name TEXT PRIMARY KEY, count INTEGER NOT NULL
 """
 
 
+MOST_BYTES = 1 << 30
+"""Bytes of answers that wait for a score."""
+_ROW_BYTES = 200
+"""Of an answer's other columns, about."""
+
+
 class FeedbackError(Exception):
     """A score that is not taken: the HTTP status and a sentence. `outcome` is its name in counts."""
 
@@ -77,8 +83,9 @@ class Conversation:
 class Store:
     """The file of a folder. Its methods may be called from any thread."""
 
-    def __init__(self, folder: Path, max_age_seconds: float) -> None:
-        self.max_age_seconds = max_age_seconds
+    def __init__(self, folder: Path, max_age_seconds: float, most_bytes: int = MOST_BYTES) -> None:
+        """`most_bytes`: of answers that wait for a score; beyond them the oldest are deleted."""
+        self.max_age_seconds, self.most_bytes = max_age_seconds, most_bytes
         self._lock = threading.Lock()
         path = folder / "feedback.sqlite"
         try:
@@ -86,6 +93,7 @@ class Store:
             self._file.execute("PRAGMA journal_mode=WAL")
             self._file.execute("PRAGMA synchronous=NORMAL")
             self._file.executescript(_TABLES)
+            self._num_bytes = self._unscored_bytes()
         except sqlite3.Error as error:
             raise StorageError(f"{path} cannot be used ({error}); give another --learn-folder.") from error
 
@@ -111,6 +119,24 @@ class Store:
                 "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 row,
             )
+            self._num_bytes += _ROW_BYTES + len(row[5]) + len(row[6]) + len(logprobs or b"")
+            if self._num_bytes > self.most_bytes:
+                self._forget_oldest()
+
+    def _unscored_bytes(self) -> int:
+        found = self._file.execute(
+            f"SELECT SUM({_ROW_BYTES} + LENGTH(prompt) + LENGTH(tokens) + COALESCE(LENGTH(logprobs), 0)) FROM answers WHERE score IS NULL"
+        )
+        return int(found.fetchone()[0] or 0)
+
+    def _forget_oldest(self) -> None:
+        """Delete the oldest answers without a score, until a tenth of the room is free."""
+        self._num_bytes = self._unscored_bytes()
+        while self._num_bytes > 0.9 * self.most_bytes:
+            oldest = "SELECT rowid FROM answers WHERE score IS NULL ORDER BY created LIMIT 64"
+            if not self._file.execute(f"DELETE FROM answers WHERE rowid IN ({oldest})").rowcount:
+                return
+            self._num_bytes = self._unscored_bytes()
 
     def score(self, id: str, choice: int, score: float, comment: str | None) -> Taken:
         """Give an answer its score. Raises FeedbackError for an unknown one, a second score, or one that comes too late."""

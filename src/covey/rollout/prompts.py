@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from covey.data import expect_known_ids
+from covey.data import chat_ids, expect_known_ids
 from covey.errors import DataError
 from covey.types import Message, Prompt
 
@@ -51,7 +51,7 @@ def _encoded(prompt: str | Sequence[Message] | Sequence[int], uid: str, tokenize
     if not all(isinstance(part, Mapping) for part in prompt):
         raise DataError(f"prompt {uid} is neither text, nor chat messages, nor token ids, but {type(prompt).__name__}.")
     messages = tuple(prompt)
-    ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+    ids = chat_ids(tokenizer, messages, add_generation_prompt=True)
     return Prompt(uid=uid, messages=messages, token_ids=tuple(ids))  # type: ignore[arg-type]
 
 

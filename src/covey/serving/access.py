@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -13,12 +14,14 @@ from covey.serving.errors import APIError
 
 SHORTEST_KEY = 16
 """Characters of an API key at least."""
-_LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def is_loopback(host: str) -> bool:
-    """True if only this machine can reach an address of this name."""
-    return host in {"localhost", "::1"} or host.startswith("127.")
+    """True if only this machine can reach an address of this name: `localhost`, or a loopback address in full."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return False
 
 
 def checked_key(api_key: str | None, host: str) -> str | None:
@@ -51,7 +54,7 @@ class Guard:
         if self.api_key is None:
             host = headers.get("host", "")
             name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-            if name in _LOOPBACK or name.startswith("127."):
+            if is_loopback(name):
                 return None
             return APIError(400, "This server answers under the name of this machine only; call it as 127.0.0.1.")
         sent = headers.get("authorization", "").removeprefix("Bearer ")

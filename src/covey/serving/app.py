@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import anyio
 import anyio.to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,9 +22,10 @@ from covey.errors import CoveyError
 from covey.models import context_limit, unwrapped
 from covey.rollout import NativeSampler
 from covey.serving.access import Guard
-from covey.serving.asking import Reader, Wanted
+from covey.serving.asking import LONG_BYTES, Reader, Wanted
+from covey.serving.bodies import body_of
 from covey.serving.engine import Ended, Engine, Ticket, Token
-from covey.serving.errors import APIError, bad
+from covey.serving.errors import APIError
 from covey.serving.limits import Limits
 from covey.serving.replies import Choice, answer, new_id, usage
 from covey.serving.session_paths import SessionPaths
@@ -59,6 +61,7 @@ class Service:
         self.further = dict(further or {})
         self.reader = Reader(samplers, limits)
         self.created = int(time.time())
+        self._long = anyio.CapacityLimiter(1)
 
     def app(self, api_key: str | None) -> ASGIApp:
         """The ASGI application. Without a key it answers under this machine's own names only."""
@@ -120,7 +123,12 @@ class Service:
         return await self._read_by(request, self.reader.detokenize)
 
     async def _read_by(self, request: Request, read: Callable[[Any], dict[str, Any]]) -> Response:
-        return self._json(request, await anyio.to_thread.run_sync(read, await self._body(request)))
+        body = await self._body(request)
+        return self._json(request, await anyio.to_thread.run_sync(read, body, limiter=self._lane(request)))
+
+    def _lane(self, request: Request) -> anyio.CapacityLimiter | None:
+        """Long requests are tokenized one after another, so that they leave threads to the short ones."""
+        return self._long if request.state.num_bytes > LONG_BYTES else None
 
     async def tokenizer_info(self, request: Request) -> Response:
         tokenizer = next(iter(self.samplers.values())).tokenizer
@@ -137,7 +145,7 @@ class Service:
 
     async def _answer(self, request: Request, read: Callable[[Any], Wanted]) -> Response:
         body = await self._body(request)
-        wanted = await anyio.to_thread.run_sync(read, body)
+        wanted = await anyio.to_thread.run_sync(read, body, limiter=self._lane(request))
         wanted = replace(wanted, model=self.model_for(wanted))
         session = request.headers.get("x-session-id")
         if self.admit is None:
@@ -169,10 +177,7 @@ class Service:
             raise APIError(408, f"The body did not arrive within {self.limits.body_seconds:g} seconds.") from error
         except asyncio.TimeoutError as error:  # another class before Python 3.11
             raise APIError(408, f"The body did not arrive within {self.limits.body_seconds:g} seconds.") from error
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise bad(f"The body is no JSON: {error}.") from error
+        return body_of(text)
 
     async def _read(self, request: Request) -> bytes:
         most, parts, size = self.limits.max_body_bytes, [], 0
@@ -181,6 +186,7 @@ class Service:
             if size > most:
                 raise APIError(413, f"The body is larger than {most} bytes.", code="body_too_large")
             parts.append(part)
+        request.state.num_bytes = size
         return b"".join(parts)
 
     def _page(self, work: Callable[[Any], dict[str, Any]]) -> Callable[[Request], Awaitable[Response]]:

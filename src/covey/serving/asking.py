@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from covey.data import num_embeddings
+from covey.data import chat_ids, num_embeddings
 from covey.environments import Template
 from covey.errors import CoveyError, ModelError, did_you_mean
 from covey.models import context_limit, unwrapped
@@ -20,13 +19,19 @@ from covey.serving.engine import Asked
 from covey.serving.errors import APIError, bad
 from covey.serving.fields import Fields
 from covey.serving.limits import Limits
+from covey.serving.tokenizers import Tokenizers
 from covey.types import Prompt
 
 MOST_TOP = 20
 """Likeliest tokens that one may ask for; OpenAI's limit."""
 COMPLETION_TOKENS = 16
 """Default `max_tokens` of /v1/completions; OpenAI's."""
-_tokenizing = threading.Lock()  # fast tokenizers may not be used by two threads at once
+LONG_BYTES = 1 << 17
+"""Bytes of a body from which a request is long: it is read on a thread and with tokenizers of its own kind."""
+_LEAST = 1e-4
+"""Temperature and penalty at least, and one over it at most; a temperature of 0 is greedy."""
+_CHARACTERS_PER_TOKEN = 32
+"""Characters of a prompt for each token of the context beyond which it is refused without being tokenized."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,6 +62,7 @@ class Reader:
 
     def __init__(self, samplers: Mapping[str, NativeSampler], limits: Limits) -> None:
         self.samplers, self.limits = samplers, limits
+        self.tokenizers = Tokenizers()
 
     def chat(self, body: Any) -> Wanted:
         """Request to /v1/chat/completions. Raises APIError."""
@@ -67,8 +73,10 @@ class Reader:
         add_prompt = fields.flag("add_generation_prompt", True)
         if not getattr(sampler.tokenizer, "chat_template", None):
             raise bad(f"The tokenizer of {name} has no chat template; use /v1/completions.", "messages")
-        template = _template(sampler, tools, options) if tools else None
-        prompt = _chat_prompt(sampler, messages, tools, options, add_prompt, template)
+        size = _refuse_long([messages, tools, options], context_limit(unwrapped(sampler.model)))
+        with self.tokenizers.of(sampler, size) as tokenizer:
+            template = _template(tokenizer, sampler.eos_ids, tools, options) if tools else None
+            prompt = _chat_prompt(tokenizer, messages, tools, options, add_prompt, template)
         logprobs, top = fields.flag("logprobs"), fields.whole("top_logprobs", None, 0, MOST_TOP)
         if top is not None and not logprobs:
             raise bad("top_logprobs needs logprobs: true.", "top_logprobs")
@@ -99,8 +107,9 @@ class Reader:
         fields.rest()
         if text is None:
             raise bad("prompt must be a text.", "prompt")
-        with _tokenizing:
-            ids = list(sampler.tokenizer(text, add_special_tokens=special)["input_ids"])
+        _refuse_long([text], context_limit(unwrapped(sampler.model)))
+        with self.tokenizers.of(sampler, len(text)) as tokenizer:
+            ids = list(tokenizer(text, add_special_tokens=special)["input_ids"])
         return {
             "model": name,
             "count": len(ids),
@@ -116,8 +125,8 @@ class Reader:
         fields.rest()
         if not _is_ids(ids) or not all(0 <= one < len(sampler.tokenizer) for one in ids):
             raise bad("tokens must be a list of token ids.", "tokens")
-        with _tokenizing:
-            return {"prompt": sampler.tokenizer.decode(ids)}
+        with self.tokenizers.of(sampler, len(ids)) as tokenizer:
+            return {"prompt": tokenizer.decode(ids)}
 
     def _model(self, fields: Fields) -> tuple[str, NativeSampler]:
         name = fields.text("model") or next(iter(self.samplers))
@@ -195,9 +204,10 @@ class Reader:
         self, prompts: Sequence[Any], sampler: NativeSampler, context: int | None, *, needs_room: bool
     ) -> list[Prompt]:
         """Each with uid "0", "1", ...: a seed gives what `NativeSampler.sample` writes for the same list."""
+        size = _refuse_long(prompts, context)
         try:
-            with _tokenizing:
-                encoded = as_prompts(prompts, sampler.tokenizer, None, num_embeddings(sampler.model))
+            with self.tokenizers.of(sampler, size) as tokenizer:
+                encoded = as_prompts(prompts, tokenizer, None, num_embeddings(sampler.model))
         except CoveyError as error:
             raise bad(str(error), "prompt") from error
         for prompt in encoded:
@@ -212,6 +222,28 @@ class Reader:
         return encoded
 
 
+def _refuse_long(value: Any, context: int | None) -> int:
+    """Characters and token ids in a value. Raises APIError where they cannot fit the context, before they are tokenized."""
+    size, left = 0, [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, str):
+            size += len(part)
+        elif isinstance(part, Mapping):
+            left += [*part.keys(), *part.values()]
+        elif isinstance(part, list | tuple):
+            left += part
+        else:
+            size += 1
+    if context is not None and size > _CHARACTERS_PER_TOKEN * context:
+        raise bad(
+            f"The prompt has {size} characters, and the model's context of {context} tokens does not hold them; shorten it.",
+            "prompt",
+            "context_length_exceeded",
+        )
+    return size
+
+
 def _room(prompt: Prompt, most: int | None, context: int | None) -> int:
     """Tokens that a completion may have."""
     room = None if context is None else context - len(prompt.token_ids)
@@ -223,14 +255,20 @@ def _room(prompt: Prompt, most: int | None, context: int | None) -> int:
 
 def _params(fields: Fields) -> SamplingParams:
     stop = fields.take("stop", ())
+    if not isinstance(stop, str) and not (isinstance(stop, list | tuple) and all(isinstance(x, str) for x in stop)):
+        raise bad("stop must be a text or a list of texts.", "stop")
     top_k = fields.whole("top_k", 0, -1)
+    temperature, penalty = fields.number("temperature", 1.0), fields.number("repetition_penalty", 1.0)
+    for name, value in (("temperature", temperature or 1.0), ("repetition_penalty", penalty)):
+        if not _LEAST <= value <= 1 / _LEAST:  # logits over it overflow, which ends every request of the batch
+            raise bad(f"{name} is {value:g}; give a number from {_LEAST:g} to {1 / _LEAST:g}.", name)
     try:
         return SamplingParams(
-            temperature=fields.number("temperature", 1.0),
+            temperature=temperature,
             top_p=fields.number("top_p", 1.0),
             top_k=max(top_k, 0),  # vLLM's -1 is no limit too
             min_p=fields.number("min_p", None),
-            repetition_penalty=fields.number("repetition_penalty", 1.0),
+            repetition_penalty=penalty,
             stop=stop,
         )
     except CoveyError as error:
@@ -289,6 +327,8 @@ def _message(given: Any, place: str) -> dict[str, Any]:
     if content is None and not given.get("tool_calls"):
         raise bad(f"{place} has no content.", place)
     if "tool_calls" in message:
+        if not isinstance(given["tool_calls"], list):
+            raise bad(f"{place}.tool_calls must be a list.", place)
         message["tool_calls"] = [_tool_call(call, f"{place}.tool_calls") for call in given["tool_calls"]]
     return message
 
@@ -301,7 +341,7 @@ def _tool_call(given: Any, place: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise bad(f"{place} has arguments that are no JSON ({error}).", place) from error
     return {**given, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
@@ -318,16 +358,17 @@ def _tools(fields: Fields) -> list[dict[str, Any]]:
     return [] if choice == "none" else given
 
 
-def _template(sampler: NativeSampler, tools: list[dict[str, Any]], options: Mapping[str, Any]) -> Template:
+def _template(
+    tokenizer: Any, eos_ids: Sequence[int], tools: list[dict[str, Any]], options: Mapping[str, Any]
+) -> Template:
     try:
-        with _tokenizing:
-            return Template(sampler.tokenizer, sampler.eos_ids, {**options, "tools": tools}, has_bridges=False)
+        return Template(tokenizer, eos_ids, {**options, "tools": tools}, has_bridges=False)
     except ModelError as error:
         raise bad(f"No tools with this model: {error}", "tools", "unsupported_parameter") from error
 
 
 def _chat_prompt(
-    sampler: NativeSampler,
+    tokenizer: Any,
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]],
     options: Mapping[str, Any],
@@ -340,10 +381,7 @@ def _chat_prompt(
         if name in options:
             raise bad(f"chat_template_kwargs may not hold {name}.", "chat_template_kwargs")
     try:
-        with _tokenizing:
-            ids = sampler.tokenizer.apply_chat_template(
-                shown, add_generation_prompt=add_prompt, tokenize=True, return_dict=False, **extra
-            )
+        ids = chat_ids(tokenizer, shown, add_generation_prompt=add_prompt, **extra)
     except Exception as error:
         raise bad(f"The model's chat template refuses these messages: {error}", "messages") from error
     return Prompt(uid="0", messages=tuple(messages), token_ids=tuple(ids), columns={"tools": tools} if tools else {})

@@ -17,6 +17,7 @@ from covey.rollout.live import LogprobsMode
 from covey.serving.access import checked_key
 from covey.serving.app import Admit, Routes, Service
 from covey.serving.asking import Wanted
+from covey.serving.connections import impatient
 from covey.serving.engine import Call, Engine
 from covey.serving.limits import Limits
 
@@ -137,6 +138,7 @@ class Endpoint:
             access_log=False,
             server_header=False,
             lifespan="off",
+            http=impatient(self.limits.header_seconds),
             limit_concurrency=self.limits.max_connections,
             timeout_graceful_shutdown=max(1, round(self.limits.drain_seconds)),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,6 +43,7 @@ WITHOUT_EFFECT = (
 )
 """Accepted: no answer depends on them."""
 _told: set[str] = set()
+_LARGEST, _LARGEST_NUMBER = 2**63 - 1, 1e300
 
 
 class Fields:
@@ -76,6 +76,8 @@ class Fields:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise bad(f"{name} is {_shown(value)}; give a whole number.", name)
+        if abs(value) > _LARGEST:
+            raise bad(f"{name} is {_shown(value)}; give a number of 64 bits.", name)
         if (low is not None and value < low) or (high is not None and value > high):
             bounds = f"{low} or more" if high is None else f"{low} to {high}"
             raise bad(f"{name} is {value}; give {bounds}.", name)
@@ -85,7 +87,7 @@ class Fields:
         value = self.take(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST_NUMBER:
             raise bad(f"{name} is {_shown(value)}; give a number.", name)
         return value
 
@@ -113,9 +115,9 @@ class Fields:
                     logger.info("A client sends %s, which changes no answer here.", name)
             elif value is not None:
                 near = did_you_mean(name, {*self._read, *NEUTRAL})
-                raise bad(f"{name!r} is not a parameter of this endpoint.{near}", name, "unknown_parameter")
+                raise bad(f"{_shown(name)} is not a parameter of this endpoint.{near}", name, "unknown_parameter")
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**80 else "a number of many digits"
     return text if len(text) <= 80 else text[:77] + "..."

@@ -21,13 +21,22 @@ class Limits:
     """Prompts that may wait for room in the batch; the next one is answered 429 with Retry-After."""
     max_connections: int = 1024
     """Connections that may be open; the next one is answered 503."""
+    header_seconds: float = 10.0
+    """Time that a client has to send the headers of a request; the connection of a slower one is closed."""
     body_seconds: float = 30.0
     """Time that a client has to send its body; a slower one is answered 408."""
     drain_seconds: float = 30.0
     """Seconds that running requests have to finish after the server gets a stop signal."""
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_choices", "max_waiting", "max_connections", "body_seconds"):
+        for name in (
+            "max_body_bytes",
+            "max_choices",
+            "max_waiting",
+            "max_connections",
+            "header_seconds",
+            "body_seconds",
+        ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, which lets no request through; give at least 1.")
         if self.max_output_tokens is not None and self.max_output_tokens < 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -35,7 +36,10 @@ _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 def is_loopback(host: str) -> bool:
     """True if an address of this name is a loopback address, reachable from this machine only."""
-    return host in {"localhost", "::1"} or host.startswith("127.")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class Guard:

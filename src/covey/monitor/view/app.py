@@ -7,6 +7,7 @@ import json
 import math
 import mimetypes
 from collections.abc import AsyncIterator, Callable
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from covey.runs import pictures
 _PAGE = Path(__file__).parent / "page"
 _MOST_POINTS = 5000
 _MOST_CURVES = 64
+_MOST_RUNS = 256
 _MOST_ROWS = 200
 
 
@@ -59,24 +61,28 @@ def runs(library: Library, request: Request) -> Any:
 
 def series(library: Library, request: Request) -> Any:
     """Curves of `run` (repeated) times `metric` (repeated), between `from` and `to`, in about `points` points each."""
-    names = request.query_params.getlist("run")
-    wanted = request.query_params.getlist("metric")
+    names, wanted = _repeated(request, "run", _MOST_RUNS), _repeated(request, "metric", _MOST_CURVES)
     points = whole(request, "points", 600, low=10, high=_MOST_POINTS)
     window = whole(request, "smooth", 1, low=1, high=10**9)
     low, high = number(request, "from"), number(request, "to")
     axis = one_of(request, "x", AXES, AXES[0])
-    asked = [(library.get(name), metric) for metric in wanted for name in names]
+    asked = [(library.get(name), metric) for metric in wanted for name in names[:_MOST_CURVES]]
     sets = _seeds([library.get(name) for name in names]) if flag(request, "seeds") else []
     joined = {run.name for runs in sets for run in runs}
-    curves = [
-        *(mean_of(runs, metric, points, window, low, high, axis) for metric in wanted for runs in sets),
-        *(
+    curves = chain(
+        (mean_of(runs, metric, points, window, low, high, axis) for metric in wanted for runs in sets),
+        (
             curve_of(run, metric, points, window, low, high, axis)
             for run, metric in asked[:_MOST_CURVES]
             if run.name not in joined
         ),
-    ]
-    return {"curves": curves[:_MOST_CURVES]}
+    )
+    return {"curves": list(islice(curves, _MOST_CURVES))}
+
+
+def _repeated(request: Request, name: str, most: int) -> list[str]:
+    """The values of a parameter that may be repeated: each once, and no more than are shown."""
+    return list(dict.fromkeys(request.query_params.getlist(name)))[:most]
 
 
 def _seeds(runs: list[RunView]) -> list[list[RunView]]:
@@ -90,7 +96,7 @@ def _seeds(runs: list[RunView]) -> list[list[RunView]]:
 
 def values(library: Library, request: Request) -> Any:
     """Every value of `metric` (repeated) of each `run` (repeated), as CSV."""
-    names, wanted = request.query_params.getlist("run"), request.query_params.getlist("metric")
+    names, wanted = _repeated(request, "run", _MOST_CURVES), _repeated(request, "metric", _MOST_CURVES)
     pairs = [(library.get(name), metric) for metric in wanted for name in names][:_MOST_CURVES]
     text = as_csv({f"{run.name}: {metric}": run.column(metric) for run, metric in pairs})
     return _csv(text, "covey.csv")
@@ -98,7 +104,7 @@ def values(library: Library, request: Request) -> Any:
 
 def alerts(library: Library, request: Request) -> Any:
     """Alerts of each `run`."""
-    return {"alerts": [{"run": name, **row} for name in request.query_params.getlist("run")
+    return {"alerts": [{"run": name, **row} for name in _repeated(request, "run", _MOST_RUNS)
                        for row in library.get(name).alerts.rows()]}  # fmt: skip
 
 
@@ -205,7 +211,7 @@ def facts(library: Library, request: Request) -> Any:
 
 def diff(library: Library, request: Request) -> Any:
     """Differences between the manifests of the named runs."""
-    names = request.query_params.getlist("run")
+    names = _repeated(request, "run", _MOST_RUNS)
     return {"runs": names, "rows": differences([library.get(name) for name in names])}
 
 
