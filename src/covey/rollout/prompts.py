@@ -50,7 +50,7 @@ def _encoded(prompt: str | Sequence[Message] | Sequence[int], uid: str, tokenize
         return Prompt(uid=uid, token_ids=tuple(prompt))  # type: ignore[arg-type]
     if not all(isinstance(part, Mapping) for part in prompt):
         raise DataError(f"prompt {uid} is neither text, nor chat messages, nor token ids, but {type(prompt).__name__}.")
-    messages = tuple(prompt)
+    messages: Any = tuple(prompt)
     ids = chat_ids(tokenizer, messages, add_generation_prompt=True)
     return Prompt(uid=uid, messages=messages, token_ids=tuple(ids))  # type: ignore[arg-type]
 

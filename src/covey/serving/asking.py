@@ -254,7 +254,7 @@ def _room(prompt: Prompt, most: int | None, context: int | None) -> int:
 
 
 def _params(fields: Fields) -> SamplingParams:
-    stop = fields.take("stop", ())
+    stop: Any = fields.take("stop", ())
     if not isinstance(stop, str) and not (isinstance(stop, list | tuple) and all(isinstance(x, str) for x in stop)):
         raise bad("stop must be a text or a list of texts.", "stop")
     top_k = fields.whole("top_k", 0, -1)
