@@ -9,6 +9,7 @@ from covey.kernels.decode import CacheTables, DecodeKernels, DecodeStep, DecodeW
 from covey.kernels.flex_attention import AttentionHeads
 from covey.kernels.footprint import footprint
 from covey.kernels.fused_layers import fuse, fusing_unavailable_reason
+from covey.kernels.fused_logits import LogitKernels
 from covey.kernels.fused_model import Recomputing, learning
 from covey.kernels.half_weights import HalfWeights
 from covey.kernels.heap import training_heap, zeros
@@ -29,6 +30,7 @@ __all__ = [
     "HalfWeights",
     "InPlaceLinear",
     "Layout",
+    "LogitKernels",
     "Recomputing",
     "SamplerLinear",
     "SharedPromptAttention",

@@ -99,7 +99,8 @@ _BACKWARD = {rms_norm: rms_norm_backward, gated: gated_backward, rotated: rotate
 
 
 @lru_cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as one kernel, or a few, for any length; the same object each time."""
     keep_compiled_code()
     return torch.compile(function)
 
@@ -140,7 +141,7 @@ def _of_any_length(*tensors: Tensor) -> tuple[Tensor, ...]:
 # -- modules that compute them ------------------------------------------------------------------------------------------
 
 
-def fuse(model: nn.Module, compiled: Compile = _compiled) -> int:
+def fuse(model: nn.Module, compiled: Compile = compiled) -> int:
     """Let the recognised modules of this model compute the formulas, for good. Returns the number of modules.
 
     `compiled` makes a kernel of a formula.
@@ -280,6 +281,11 @@ def _agree(one: Tensor, two: Tensor) -> bool:
 
 def fusing_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Reason against compiled formulas on this device, for products in `dtype`; None after a trial that agreed, forward and backward."""
+    return triton_unavailable_reason(device) or tried(device, dtype)
+
+
+def triton_unavailable_reason(device: torch.device) -> str | None:
+    """Reason why nothing can be compiled for this device, by its kind and what is installed; None if there is none."""
     if device.type != "cuda":
         return f"they are compiled for CUDA, and the model is on {device.type}"
     if importlib.util.find_spec("triton") is None:
@@ -287,11 +293,11 @@ def fusing_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str |
     capability = torch.cuda.get_device_capability(device)
     if capability < (7, 0):
         return f"Triton needs compute capability 7.0, and this GPU has {capability[0]}.{capability[1]}"
-    return tried(device, dtype)
+    return None
 
 
 @lru_cache
-def tried(device: torch.device, dtype: torch.dtype, compiled: Compile = _compiled) -> str | None:
+def tried(device: torch.device, dtype: torch.dtype, compiled: Compile = compiled) -> str | None:
     """Trial of the three kernels, forward and backward, against PyTorch's operations: None, or the reason of its failure."""
     draw = torch.Generator().manual_seed(0)
     make = lambda *shape: torch.randn(*shape, generator=draw).to(device)

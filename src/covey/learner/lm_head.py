@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from covey.kernels import WeightMatmul
+from covey.kernels import LogitKernels, WeightMatmul
 from covey.process.memory import device_memory
 
 CPU_ELEMENTS = 2**23
@@ -43,6 +43,13 @@ class LogitTransform:
     """Tokens per chunk of logits."""
     by_vocabulary: bool = False
     """Chunk the backward by blocks of the vocabulary over all tokens, with as many logits as `chunk` tokens have."""
+    kernels: LogitKernels | None = None
+    """Compiled formulas over the product's own type, on a GPU."""
+
+    @property
+    def constants(self) -> tuple[float, float | None, float]:
+        """Factor, soft cap and temperature."""
+        return self.multiply, self.softcap, self.temperature
 
     @property
     def scale(self) -> float:
@@ -92,9 +99,13 @@ class Workspace:
         """[m, V] buffer in the dtype of the matmul, if that is narrower; else None."""
         return None if self.dtype == self.wide else self._empty(self.dtype)
 
+    def narrow_product(self, rows: Tensor) -> Tensor:
+        """`rows @ weight.T + bias` [m, V] in the type of the matmul."""
+        return self.matmul.forward(rows, (self.logits if self.narrow is None else self.narrow)[: rows.shape[0]])
+
     def product(self, rows: Tensor) -> Tensor:
         """`rows @ weight.T + bias` [m, V], float32 or wider: a log-softmax in bf16 is off by 1e-2 at large V."""
-        found = self.matmul.forward(rows, (self.logits if self.narrow is None else self.narrow)[: rows.shape[0]])
+        found = self.narrow_product(rows)
         return found if self.narrow is None else self.logits[: rows.shape[0]].copy_(found)
 
     def gradient(
@@ -192,6 +203,12 @@ class LinearLogProbability(torch.autograd.Function):
         for start in range(0, hidden.shape[0], shape.chunk):
             part = slice(start, start + shape.chunk)
             rows = hidden[part]
+            if shape.kernels is not None:
+                found = shape.kernels.statistics(space.narrow_product(rows), targets[part], shape.constants)
+                logp[part], normalizer[part] = found[:2]
+                if with_entropy:
+                    entropy[part] = found[2]
+                continue
             logits, weights = shape.logits_(space.product(rows)), space.other[: rows.shape[0]]
             top = logits.amax(-1, keepdim=True)
             total = torch.sub(logits, top, out=weights).exp_().sum(-1)
@@ -273,18 +290,23 @@ def by_vocabulary(
         part = slice(start, min(start + size, vocabulary))
         rows = weight[part]
         product = hidden @ rows.t() if bias is None else torch.addmm(bias[part], hidden, rows.t())
-        logits = shape.logits_(product.to(wide))
-        inside = (targets >= start) & (targets < part.stop)
-        place = (targets - start).clamp(0, rows.shape[0] - 1)
-        gradient = _gradient(logits, torch.empty_like(logits), shape, (place, normalizer, entropy), slopes, inside)
-        narrow = gradient.to(hidden.dtype)
+        if shape.kernels is not None and slopes[0] is not None:
+            of = slopes[0], slopes[1]
+            narrow = shape.kernels.slopes(product, targets - start, (normalizer, entropy), of, shape.constants)
+        else:
+            logits = shape.logits_(product.to(wide))
+            inside = (targets >= start) & (targets < part.stop)
+            place = (targets - start).clamp(0, rows.shape[0] - 1)
+            gradient = _gradient(logits, torch.empty_like(logits), shape, (place, normalizer, entropy), slopes, inside)
+            narrow = gradient.to(hidden.dtype)
+            del logits, gradient
         if total is not None:
             total += narrow @ rows
         if of_weight is not None:
             torch.mm(narrow.t(), hidden, out=of_weight[part])
         if of_bias is not None:
-            of_bias[part] = gradient.sum(0)
-        del product, logits, gradient, narrow  # freed before the next block's
+            of_bias[part] = narrow.sum(0, dtype=wide)
+        del product, narrow  # freed before the next block's
     return None if total is None else total.to(hidden.dtype), of_weight, of_bias
 
 

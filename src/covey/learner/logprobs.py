@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from covey.kernels import Recomputing, WeightMatmul
+from covey.kernels import LogitKernels, Recomputing, WeightMatmul
 from covey.learner.lm_head import LinearLogProbability, LogitTransform, chunk_for
 
 R = TypeVar("R")
@@ -131,7 +131,14 @@ def _fused(
     elif torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
     chunk = chunk_for(linear.weight.shape[0], chunk, hidden.device)
-    shape = LogitTransform(head.multiply, head.softcap, temperature, chunk, by_vocabulary=hidden.device.type != "cpu")
+    shape = LogitTransform(
+        head.multiply,
+        head.softcap,
+        temperature,
+        chunk,
+        by_vocabulary=hidden.device.type != "cpu",
+        kernels=LogitKernels.on(hidden.device, dtype),
+    )
     count = hidden.shape[0]
     hidden = hidden.to(dtype).contiguous()
     weight: Tensor = linear.weight

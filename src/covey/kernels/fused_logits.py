@@ -1,0 +1,129 @@
+"""Formulas of the output layer over 16-bit logits, compiled on a GPU: one kernel of a block's statistics, one of its gradient.
+
+As PyTorch's operations these are some ten passes over float32 logits. Here logits are read as the product wrote them, everything between is
+float32 in registers, and the gradient is written in the type that the next product reads.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from covey.kernels.fused_layers import Compile, compiled, triton_unavailable_reason
+from covey.process.memory import is_out_of_memory
+
+logger = logging.getLogger(__name__)
+
+Shape = tuple[float, float | None, float]
+"""Factor, soft cap and temperature between the product and the softmax."""
+
+
+def _tempered(product: Tensor, shape: Shape) -> Tensor:
+    multiply, softcap, temperature = shape
+    if softcap is None:
+        return product.float() * (multiply / temperature)
+    return torch.tanh(product.float() * (multiply / softcap)) * (softcap / temperature)
+
+
+def statistics(product: Tensor, targets: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of `targets` [m], log of the normalizer [m] and entropy [m] of the distribution of `product` [m, V]."""
+    logits = _tempered(product, shape)
+    top = logits.amax(-1, keepdim=True)
+    weights = (logits - top).exp()
+    total = weights.sum(-1)
+    normalizer = total.log() + top.squeeze(-1)
+    expected = torch.where(weights == 0, 0.0, weights * logits).sum(-1) / total  # 0 * -inf counts as 0
+    logp = _tempered(product.gather(-1, targets[:, None]), shape).squeeze(-1) - normalizer
+    return logp, normalizer, normalizer - expected
+
+
+def slopes(
+    product: Tensor, place: Tensor, normalizer: Tensor, entropy: Tensor, of_logp: Tensor, of_entropy: Tensor | None,
+    shape: Shape,
+) -> Tensor:  # fmt: skip
+    """Gradient [m, v] of a block `product` of the vocabulary, in its type.
+
+    `place` [m] is the target's column, any number outside of the block if it is in another; `of_logp` and `of_entropy` [m] are the
+    gradients of log-probability and entropy. With p the probabilities: d log p_y / dz = 1_y - p, dH / dz = -p (z - E[z]).
+    """
+    multiply, softcap, temperature = shape
+    logits = _tempered(product, shape)
+    probabilities = (logits - normalizer[:, None]).exp()
+    slope = of_logp[:, None]
+    if of_entropy is not None:
+        slope = slope + (logits - (normalizer - entropy)[:, None]) * of_entropy[:, None]
+    columns = torch.arange(product.shape[1], device=product.device)
+    at_target = torch.where(columns == place[:, None], of_logp[:, None], 0.0)
+    gradient = at_target - torch.where(probabilities == 0, 0.0, probabilities * slope)
+    if softcap is not None:
+        gradient = gradient * (1 - (logits * (temperature / softcap)).square())
+    return (gradient * (multiply / temperature)).to(product.dtype)
+
+
+class LogitKernels:
+    """Compiled formulas of the output layer."""
+
+    def __init__(self, compile_it: Compile = compiled) -> None:
+        self._compile = compile_it
+
+    @staticmethod
+    @lru_cache
+    def on(device: torch.device, dtype: torch.dtype) -> LogitKernels | None:
+        """The kernels for products in `dtype` on this device; None, with the reason in the log, where PyTorch's operations compute."""
+        if device.type != "cuda":
+            return None
+        found = LogitKernels()
+        reason = triton_unavailable_reason(device) or found.tried(device, dtype)
+        if reason is not None:
+            logger.warning("Log-probabilities take ten passes over the logits instead of two: %s.", reason)
+        return found if reason is None else None
+
+    def statistics(self, product: Tensor, targets: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+        """As the formula."""
+        found: tuple[Tensor, Tensor, Tensor] = self._compile(statistics)(*_of_any_size(product, targets), shape)
+        return found
+
+    def slopes(
+        self,
+        product: Tensor,
+        place: Tensor,
+        known: tuple[Tensor, Tensor],
+        of: tuple[Tensor, Tensor | None],
+        shape: Shape,
+    ) -> Tensor:
+        """As the formula; `known` are normalizer and entropy, `of` the gradients of log-probability and entropy."""
+        found: Tensor = self._compile(slopes)(*_of_any_size(product, place, *known, *of), shape)
+        return found
+
+    def tried(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Trial of both kernels against the formulas: None, or the reason of its failure."""
+        draw = torch.Generator().manual_seed(0)
+        product = torch.randn(37, 300, generator=draw).to(device, dtype)
+        targets = torch.randint(300, (37,), generator=draw).to(device)
+        other = torch.randn(2, 37, generator=draw).to(device)
+        shape = (1.0, None, 1.0)
+        try:
+            mine = self.statistics(product, targets, shape)
+            theirs = statistics(product, targets, shape)
+            known = theirs[1], theirs[2]
+            pairs = [*zip(mine, theirs, strict=True)]
+            for of in ((other[0], None), (other[0], other[1])):
+                expected = slopes(product, targets, known[0], known[1], of[0], of[1], shape)
+                pairs.append((self.slopes(product, targets, known, of, shape), expected))
+        except Exception as error:  # a compiler fails in many ways; PyTorch's operations do the same work
+            if is_out_of_memory(error):
+                raise
+            said = (str(error).strip().splitlines() or [""])[0]
+            return f"their kernels do not compile or run here ({type(error).__name__}: {said[:200]})"
+        gap = max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
+        return None if gap < 1e-2 else f"their kernels differ from PyTorch's operations by {gap:.1g}"
+
+
+def _of_any_size(*given: Tensor | None) -> tuple[Tensor | None, ...]:
+    for x in given:
+        for dimension in range(0 if x is None else x.ndim):
+            torch._dynamo.maybe_mark_dynamic(x, dimension)
+    return given
