@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_export_command import exported, saved
+from exports import exported, saved
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from covey.demo import model_path, problems

@@ -5,53 +5,15 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from rank_pairs import pair
 
 from covey.runs import checkpoint
-from forked import Forked, free_port, rank_environment
 
-SCRIPT = Path(__file__).parent / "two_ranks.py"
 pytestmark = pytest.mark.timeout(900)  # processes of their own on a machine that others load
-
-
-class Pair:
-    """Two processes of one run, without a launcher that would end one when the other ends."""
-
-    def __init__(self, folder: Path, fault: str, *more: str, patience: int = 60) -> None:
-        self.folder, port = folder, free_port()
-        self.processes = []
-        for rank in range(2):
-            env = {**rank_environment(rank, port), "PATIENCE": str(patience)}
-            words = [SCRIPT, SCRIPT.parents[1], folder, fault, *more]
-            with open(folder / f"{rank}.err", "a") as errors:
-                self.processes.append(Forked(*words, env=env, stderr=errors.fileno(), stdout=errors.fileno()))
-
-    def said(self, rank: int) -> str:
-        return (self.folder / f"{rank}.err").read_text()
-
-    def ends(self, rank: int, seconds: float = 300) -> int:
-        """The exit code of a process that ends by itself."""
-        try:
-            return self.processes[rank].wait(seconds)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"rank {rank} still runs after {seconds} s: {self.said(rank)[-3000:]}")
-
-
-@contextmanager
-def pair(folder: Path, fault: str, *more: str, patience: int = 60) -> Iterator[Pair]:
-    both = Pair(folder, fault, *more, patience=patience)
-    try:
-        yield both
-    finally:
-        for process in both.processes:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
 
 
 def seconds_since_fault(folder: Path) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_dead_ranks import pair
+from rank_pairs import pair
 
 from forked import run
 from kit import rest_nightly

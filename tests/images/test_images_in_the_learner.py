@@ -2,27 +2,14 @@
 
 import pytest
 import torch
-from models import KINDS, picture, tiny_vlm
+from image_prompts import prompts
+from models import KINDS, tiny_vlm
 
-from covey.data.prompts import to_prompt
 from covey.learner import Policy
 from covey.learner.packing import Row
 from covey.types import Completion
 
 KIND = pytest.mark.parametrize("kind", KINDS)
-
-
-def prompts(processor, kind):
-    """One image, two images of different sizes, none."""
-    rows = [
-        {"prompt": [{"role": "user", "content": "How many?"}], "image": picture(2)},
-        {
-            "prompt": [{"role": "user", "content": "More in the first?"}],
-            "images": [picture(3, (64, 32), 1), picture(1)],
-        },
-        {"prompt": [{"role": "user", "content": "What is 2 + 3?"}]},
-    ]
-    return [to_prompt(row, f"0:{i}", f"row {i}", processor.tokenizer, {}, processor) for i, row in enumerate(rows)]
 
 
 def rows_for(found, lengths=(3, 5, 1)):

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from image_prompts import prompts
 from models import KINDS, tiny_vlm
-from test_images_in_the_learner import prompts
 
 from covey.errors import DataError, Unsupported
 from covey.images import banned_ids

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_samplers import collect, ids_of, plain_logprobs
 from test_static_steps import PROMPTS, WAYS, finishes_of, logprobs_of, writer
-from test_whole_logits import groups
+from whole_logits import groups
 
 import second_device
 from covey import algorithms as alg

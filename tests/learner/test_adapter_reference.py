@@ -3,7 +3,7 @@
 import pytest
 import torch
 from datasets import Dataset
-from test_whole_logits import groups
+from whole_logits import groups
 
 from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg

@@ -4,34 +4,18 @@ import itertools
 
 import pytest
 import torch
-from datasets import Dataset
+from distilled import ROWS, row, trained
 
-from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
 from covey.algorithms.composing import NO_TOTALS
 from covey.algorithms.samples import made_scores
 from covey.errors import ConfigError
 from covey.learner import Policy, Teacher
 from covey.learner.logprobs import Head, Other, distances
-from covey.learner.packing import Row
 from covey.training.teaching import build_teacher, hints_of, with_hint
-from covey.types import Completion, Prompt, TokenBatch
+from covey.types import TokenBatch
 from kit import group, prompt, tiny_model, tiny_tokenizer
 
-
-def row(group, prompt, completion, hint=None):
-    ids = torch.tensor(completion)
-    return Row(
-        prompt=Prompt(uid=f"0:{group}", token_ids=tuple(prompt)),
-        completion=Completion(token_ids=ids, text="", finish="stop"),
-        group=group,
-        advantage=torch.zeros(()),
-        counts=torch.ones(len(ids), dtype=torch.bool),
-        hint=hint,
-    )
-
-
-ROWS = [row(0, [5, 6, 7], [9, 10, 11]), row(0, [5, 6, 7], [15]), row(1, [8, 9], [20, 21])]
 PARTS = {
     "reverse": alg.Distill("x"),
     "forward": alg.Distill("x", divergence="forward_kl"),
@@ -196,21 +180,6 @@ def test_a_string_makes_it_with_its_parameters():
         alg.from_name("grpo, advantage=PKPO(2)")
 
 
-def trained(tmp_path, algorithm, **options):
-    options.setdefault("save_strategy", "no")
-    args = GRPOConfig(
-        output_dir=str(tmp_path), per_device_train_batch_size=8, max_steps=6, max_completion_length=6, learning_rate=1e-2,
-        logging_steps=1, report_to="none",  disable_tqdm=True, temperature=1.0, **options,
-    )  # fmt: skip
-    one = GRPOTrainer(
-        model=tiny_model("qwen2"), reward_funcs=lambda completions, **columns: [float(len(c)) for c in completions], args=args,
-        train_dataset=Dataset.from_list([{"prompt": "Tom has 3 apples.", "solution": "He has 3."}] * 4),
-        processing_class=tiny_tokenizer(), algorithm=algorithm,
-    )  # fmt: skip
-    one.train()
-    return [entry for entry in one.state.log_history if "loss" in entry]
-
-
 def test_on_policy_distillation_alone_brings_the_policy_to_its_teacher(tmp_path):
     algorithm = alg.dapo().replace(objective=alg.zero, regularizers=alg.distill(tiny_model("qwen2", seed=7)))
     curve = [entry["distill/reverse_kl"] for entry in trained(tmp_path, algorithm)]
@@ -233,8 +202,8 @@ def test_failed_completions_with_a_right_sibling_are_routed_from_the_reward_to_t
     assert routed[0].tolist() == [plain[0, 0].item(), 0.0, plain[0, 2].item(), 0.0]
     assert routed[1].tolist() == plain[1].tolist()  # none is right, so there is nothing to learn from but the reward
     answers = group(["a", "b", "c", "d"], rewards=rewards[0][:, None].tolist())
-    for row, told in ((rewards[0], [None, "a", None, "a"]), (rewards[1], [None] * 4)):
-        assert hints_of(replace(answers, totals=row), "best", threshold=0.5) == told
+    for scored, told in ((rewards[0], [None, "a", None, "a"]), (rewards[1], [None] * 4)):
+        assert hints_of(replace(answers, totals=scored), "best", threshold=0.5) == told
 
 
 def test_tokens_weigh_by_the_teachers_entropy_over_the_mean_of_the_step():

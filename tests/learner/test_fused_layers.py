@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from test_shared import ROWS, assert_same, checkpointing, gradients
+from shared_rows import ROWS, assert_same, checkpointing, gradients
 
 from covey.kernels import compile as compiled
 from covey.kernels import fused_functions as fused_operations

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from test_shared import ROWS, assert_same, checkpointing, gradients
+from shared_rows import ROWS, assert_same, checkpointing, gradients
 
 from covey.kernels import compile as compiled
 from covey.kernels import packed_attention, shared_attention

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from test_shared import row
+from shared_rows import row
 from torch import nn
 from torch.nn import functional as F
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_shared import checkpointing, row
+from shared_rows import checkpointing, row
 from torch import nn
 from torch.nn import functional as F
 

@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler
 
 import pytest
 import torch
-from test_distillation import ROWS, row, trained
+from distilled import ROWS, row, trained
 
 from covey import algorithms as alg
 from covey.errors import ConfigError, ServerError

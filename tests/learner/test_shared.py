@@ -2,76 +2,16 @@
 
 import pytest
 import torch
+from shared_rows import ROWS, A, B, assert_same, checkpointing, gradients, linear_attention, policy_by, row
 
 from covey.kernels.layout import Layout
 from covey.kernels.shared_attention import SharedAttention
-from covey.learner.packing import Row, tokens_in
+from covey.learner.packing import tokens_in
 from covey.learner.policy import Policy
 from covey.learner.shared_prompt import SharedRows, share_rows
-from covey.types import Completion, Prompt
 from kit import tiny_model
 
-
-def row(group, prompt, completion):
-    ids = torch.tensor(completion)
-    return Row(
-        prompt=Prompt(uid=f"0:{group}", token_ids=tuple(prompt)),
-        completion=Completion(token_ids=ids, text="", finish="stop"),
-        group=group,
-        advantage=torch.zeros(()),
-        counts=torch.ones(len(ids), dtype=torch.bool),
-    )
-
-
-A, B = [5, 6, 7, 8], [12, 13]
-ROWS = [row(0, A, [9, 10, 11]), row(1, B, [14]), row(0, A, [15]), row(1, B, [16, 17, 18, 19]), row(0, A, [20, 21])]
-
-
-def gradients(policy, batches):
-    policy.model.zero_grad()
-    values = []
-    for batch in batches:
-        measured = policy.measure(batch, entropy=True)
-        weight = 0.7 * torch.arange(measured.logp.shape[1], device=measured.logp.device) - 1
-        (measured.logp * weight + 0.3 * measured.entropy).sum().backward()
-        values += [measured.logp[i, : one.completion.num_tokens].detach() for i, one in enumerate(batch)]
-    return values, {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
-
-
-def assert_same(got, want):
-    """Values, and every parameter's gradient, to 1e-5 of its norm (and 1e-6 of the whole gradient's: some are 0 but for rounding)."""
-    for one, other in zip(got[0], want[0], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    assert got[1].keys() == want[1].keys()
-    whole = torch.stack([gradient.norm() for gradient in want[1].values()]).norm()
-    for name, gradient in want[1].items():
-        assert (got[1][name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6 * whole, name
-
-
-def without_dropout(model):
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    return model
-
-
-def checkpointing(model):
-    """The model in training mode, with activations that are computed again."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable()
-    return without_dropout(model).train()
-
-
 KERNELS = ["one function on a CPU", "SDPA by part, as on other devices", "FlexAttention, as on CUDA, uncompiled"]
-
-
-def policy_by(kernel, model):
-    """A policy whose shared prompts go through this kernel."""
-    name = {"one": "own", "SDPA": "sdpa", "FlexAttention,": "flex"}[kernel.split()[0]]
-    policy = Policy(model, pad_id=0, shared_attention="auto" if name == "own" else name)
-    assert policy.shares_prompts(), "this architecture shares prompts"
-    assert policy._kernel == name
-    return policy
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -182,16 +122,6 @@ def test_a_model_that_cannot_share_is_measured_row_by_row_and_says_why(caplog):
     assert "each prompt once a completion: it has conv layers" in caplog.text
     for got, want in zip(together[0], apart[0], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-
-
-def linear_attention():
-    """Every other layer is a convolution over the row, which would run from one completion into the next."""
-    from transformers import Lfm2Config, Lfm2ForCausalLM
-
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = Lfm2Config(**shape, num_key_value_heads=1, vocab_size=64, layer_types=["conv", "full_attention"])
-    return Lfm2ForCausalLM(config).eval()
 
 
 def test_a_prompt_is_there_once_last_tokens_are_not_and_positions_are_those_of_one_row():

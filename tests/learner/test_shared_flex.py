@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from datasets import Dataset
-from test_shared import ROWS, assert_same, gradients, linear_attention
+from shared_rows import ROWS, assert_same, gradients, linear_attention
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from covey import GRPOConfig, GRPOTrainer

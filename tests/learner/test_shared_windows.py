@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from test_shared import ROWS, assert_same, checkpointing, gradients, linear_attention, policy_by, row, without_dropout
+from shared_rows import ROWS, assert_same, checkpointing, gradients, linear_attention, policy_by, row, without_dropout
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward

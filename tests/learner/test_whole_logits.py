@@ -7,11 +7,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
+from whole_logits import groups
 
 from covey import algorithms as alg
 from covey.learner import FrozenCopy, Policy
 from covey.learner.packing import pad_rows, rows_of
-from kit import group, learner_of
+from kit import learner_of
 
 VOCABULARY, HIDDEN, CHUNK = 997, 32, 8
 
@@ -38,12 +39,6 @@ def model_of(architecture, **options):
     torch.manual_seed(0)
     config = AutoConfig.for_model(architecture, **{**shape, "pad_token_id": 0, **options})
     return AutoModelForCausalLM.from_config(config).eval()
-
-
-def groups(count=2, length=24):
-    """Groups of 3 completions of `length` bytes each, with advantages of both signs."""
-    drawn = [group([letter * length for letter in "xyz"], uid=str(i), question="why" * (i + 1)) for i in range(count)]
-    return [replace(one, advantages=torch.tensor([1.0, -0.5, -0.5])) for one in drawn]
 
 
 def adapted(model):
