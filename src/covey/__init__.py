@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from covey.config.grpo_config import batch_arithmetic
     from covey.ensembles import Ensemble, Member
     from covey.errors import CoveyError
+    from covey.evaluation.figures import Run, plot
     from covey.experiments.together import train_together
-    from covey.figures import Run, plot
     from covey.rollout import NativeSampler, SamplingParams
     from covey.training.scripts import (
         DatasetMixtureConfig,
@@ -45,7 +45,7 @@ _WHERE = {
     "Member": "covey.ensembles",
     "ModelConfig": "covey.training.scripts",
     "NativeSampler": "covey.rollout",
-    "Run": "covey.figures",
+    "Run": "covey.evaluation.figures",
     "SFTTrainer": "covey.training.warm_up",
     "SamplingParams": "covey.rollout",
     "ScriptArguments": "covey.training.scripts",
@@ -55,7 +55,7 @@ _WHERE = {
     "get_kbit_device_map": "covey.training.scripts",
     "get_peft_config": "covey.training.scripts",
     "get_quantization_config": "covey.training.scripts",
-    "plot": "covey.figures",
+    "plot": "covey.evaluation.figures",
     "sft_config": "covey.training.warm_up",
     "train_together": "covey.experiments.together",
 }

@@ -15,8 +15,8 @@ import covey
 from covey.cli import main
 from covey.errors import ConfigError, RunFolderError
 from covey.evaluation.compare.svg import _spans
-from covey.figures import Confusion, Shares
-from covey.figures.report import report_of
+from covey.evaluation.figures import Confusion, Shares
+from covey.evaluation.figures.report import report_of
 from covey.runs import RunFolder, evaluations
 from covey.types import Alert, Completion, Group, Prompt
 
@@ -163,7 +163,7 @@ def test_a_report_runs_nothing_and_fetches_nothing(runs: Path) -> None:
 
 
 def test_a_reward_of_a_file_has_the_name_of_the_file_in_the_report() -> None:
-    from covey.figures.report import _name
+    from covey.evaluation.figures.report import _name
 
     assert _name({"name": "covey_user_my_reward_9e2139084920:right"}) == "my_reward.py:right"
     assert _name({"name": "package.module:right"}) == "package.module:right"

@@ -22,7 +22,7 @@ FLOORS = [  # a room may import rooms of lower floors only; rooms of one floor d
     {"algorithms", "config", "images", "kernels", "rewards"},
     {"rollout", "learner", "runs", "testing", "merging", "exporting"},
     {"evaluation", "environments", "ensembles"},
-    {"monitor", "serving", "figures"},
+    {"monitor", "serving"},
     {"training"},
     {"experiments"},
     {"doctor", "feedback", "__init__"},

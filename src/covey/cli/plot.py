@@ -19,7 +19,7 @@ _FLAGS = (
 
 def run(given: Given) -> None:
     """Draw and write."""
-    from covey.figures.picture import check_name, plot
+    from covey.evaluation.figures.picture import check_name, plot
 
     if not given.get("runs"):
         raise ConfigError("covey plot needs runs: covey plot runs/a runs/b -o curves.svg.")

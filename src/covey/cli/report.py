@@ -17,7 +17,7 @@ _FLAGS = (
 
 def run(given: Given) -> None:
     """Write the page."""
-    from covey.figures.report import write_report
+    from covey.evaluation.figures.report import write_report
 
     folder = given.get("run")
     if not folder:

@@ -10,7 +10,7 @@ from typing import Any
 from covey.errors import ConfigError
 from covey.evaluation.compare.curves import Curve
 from covey.evaluation.compare.svg import COLOURS
-from covey.figures.gather import Confusion, Figure, Shares
+from covey.evaluation.figures.gather import Confusion, Figure, Shares
 from covey.process.terminal import safe
 
 _INCHES = (6.4, 3.4)

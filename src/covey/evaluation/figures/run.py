@@ -8,10 +8,10 @@ from typing import Any
 
 from covey.errors import RunFolderError
 from covey.evaluation.compare import run_data
-from covey.figures.draw import as_svg
-from covey.figures.gather import figures_of, last_values, step_of
-from covey.figures.page import table
-from covey.figures.picture import Picture
+from covey.evaluation.figures.draw import as_svg
+from covey.evaluation.figures.gather import figures_of, last_values, step_of
+from covey.evaluation.figures.page import table
+from covey.evaluation.figures.picture import Picture
 from covey.runs import metrics, rollouts
 
 
@@ -87,7 +87,7 @@ class Run:
 
     def report(self, path: str | Path) -> Path:
         """Write the run as one page to share; as `covey report`."""
-        from covey.figures.report import write_report
+        from covey.evaluation.figures.report import write_report
 
         return write_report(self.path, Path(path))
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from covey.errors import ConfigError, StorageError
 from covey.evaluation.compare.run_data import read_runs
-from covey.figures.draw import as_svg, sheet_of
-from covey.figures.gather import Figure, figures_of
-from covey.figures.page import page_of
+from covey.evaluation.figures.draw import as_svg, sheet_of
+from covey.evaluation.figures.gather import Figure, figures_of
+from covey.evaluation.figures.page import page_of
 
 KINDS = (".svg", ".html", ".png", ".pdf")
 _MATPLOTLIB = (".png", ".pdf")
@@ -35,7 +35,7 @@ class Picture:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.suffix.lower() in _MATPLOTLIB:
-                from covey.figures.png import save
+                from covey.evaluation.figures.png import save
 
                 save(self.figures, self.titles, path)
             else:

@@ -9,10 +9,10 @@ from typing import Any
 
 from covey.errors import RunFolderError, StorageError
 from covey.evaluation.compare.run_data import Run, read_runs
+from covey.evaluation.figures.draw import as_svg
+from covey.evaluation.figures.gather import figures_of, interval_at, last_values, step_of
+from covey.evaluation.figures.page import page_of, table
 from covey.evaluation.html import text
-from covey.figures.draw import as_svg
-from covey.figures.gather import figures_of, interval_at, last_values, step_of
-from covey.figures.page import page_of, table
 from covey.names import as_written
 from covey.runs import metrics, rollouts
 

@@ -9,7 +9,7 @@ from html import escape
 
 from covey.evaluation.compare.curves import Curve
 from covey.evaluation.compare.svg import COLOURS, HEIGHT, LEFT, STYLE, WIDTH, Frame, grid, svg_of
-from covey.figures.gather import Confusion, Figure, Shares
+from covey.evaluation.figures.gather import Confusion, Figure, Shares
 from covey.process.terminal import safe
 
 _GAP = 16
