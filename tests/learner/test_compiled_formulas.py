@@ -9,11 +9,11 @@ import torch
 import torch._dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from covey.kernels import compiled_cache, fuse, fused_layers, fusing_unavailable_reason
+from covey.kernels import LogitKernels, compiled_cache, fuse, fused_layers, fusing_unavailable_reason
 from covey.kernels.fused_layers import tried
 from covey.learner import Policy
 from covey.learner.packing import rows_of
-from covey.learner.preparation import checkpoint_activations
+from covey.learner.preparation import checkpoint_activations, on_accelerator
 from covey.learner.worst_case import groups_of
 from kit import tiny_model
 
@@ -49,6 +49,25 @@ def test_a_compiler_that_fails_is_named_and_leaves_pytorchs_operations():
 
     said = tried.__wrapped__(torch.device("cpu"), torch.bfloat16, failing)
     assert said == "rms_norm does not compile or run here (RuntimeError: no nvcc here)"
+
+
+def test_a_shape_that_the_compiler_fails_for_is_computed_by_the_formula_and_named_once(monkeypatch, caplog):
+    def fails(*given):
+        raise RuntimeError("out of resources: shared memory")
+
+    monkeypatch.setattr(fused_layers, "strictly_compiled", lambda function: fails)
+    run = fused_layers.compiled.__wrapped__(fused_layers.gated)
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    for _ in range(2):
+        assert torch.equal(run(x, y), fused_layers.gated(x, y))
+    assert caplog.text.count("gated is computed by PyTorch's operations from now on: out of resources") == 1
+
+    def full(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(fused_layers, "strictly_compiled", lambda function: full)
+    with pytest.raises(torch.OutOfMemoryError):
+        fused_layers.compiled.__wrapped__(fused_layers.gated)(x, y)
 
 
 def test_a_kernel_that_computes_something_else_is_found_out():
@@ -93,3 +112,30 @@ def test_a_cache_folder_that_others_may_write_is_not_used(monkeypatch, tmp_path,
     assert compiled_cache.keep_compiled_code.__wrapped__() is None
     assert "compiled again by every process" in caplog.text
     assert compiled_cache.VARIABLE not in os.environ
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
+def test_on_a_gpu_a_prepared_policy_has_the_values_and_gradients_of_transformers_layers(arch):
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        pytest.skip("needs bfloat16")
+    device, rows = torch.device("cuda"), rows_of(groups_of(16, 100, 200, 8, 300))
+
+    def passes(prepares):
+        model = tiny_model(arch, layers=3, hidden=128, max_position_embeddings=512).to(device).train()
+        checkpoint_activations(model)
+        policy = Policy(model, pad_id=0, compute_dtype=torch.bfloat16)
+        policy = on_accelerator(policy, is_split=False) if prepares else policy
+        with policy.weights_of_a_step():
+            for _ in range(2):
+                measured = policy.measure(rows, entropy=True)
+                (measured.logp.mean() + 0.1 * measured.entropy.mean()).backward()
+        return measured.logp.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    assert fusing_unavailable_reason(device, torch.bfloat16) is None
+    assert LogitKernels.on(device, torch.bfloat16) is not None
+    (logp, gradient), (own_logp, own_gradient) = passes(False), passes(True)
+    assert (logp - own_logp).abs().mean() < 1e-2
+    assert (gradient - own_gradient).norm() < 0.03 * gradient.norm()

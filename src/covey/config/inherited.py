@@ -152,7 +152,7 @@ _INERT: Mapping[str, tuple[str, ...]] = {
     "transformers keeps it for scripts; eval_strategy decides": ("do_eval",),
     "transformers keeps it for scripts": ("do_predict",),
     "the launcher says which process this is": ("local_rank",),
-    "nothing is compiled; the model runs as it is": ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
+    "what pays is compiled by itself on a GPU (docs/gpu.md); the model is not": ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
     "logits are already computed by chunks, see logits_chunk_tokens": ("use_liger_kernel", "liger_kernel_config"),
     "memory is bounded by max_tokens_per_microbatch, and a step that runs out of it is made again in smaller parts": (
         "auto_find_batch_size", "torch_empty_cache_steps",

@@ -99,10 +99,32 @@ _BACKWARD = {rms_norm: rms_norm_backward, gated: gated_backward, rotated: rotate
 
 
 @lru_cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def strictly_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as one kernel, or a few, for any length; the same object each time."""
     keep_compiled_code()
     return torch.compile(function)
+
+
+@lru_cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`strictly_compiled`; the function itself from the first shape on that the compiler fails for, with the reason in the log."""
+    kernel, is_plain = strictly_compiled(function), False
+
+    def run(*given: Any) -> Any:
+        nonlocal is_plain
+        if is_plain:
+            return function(*given)
+        try:
+            return kernel(*given)
+        except Exception as error:  # a compiler fails in many ways
+            if is_out_of_memory(error):
+                raise
+            is_plain = True
+            said = (str(error).strip().splitlines() or [""])[0]
+            logger.warning("%s is computed by PyTorch's operations from now on: %s", function.__name__, said[:200])
+            return function(*given)
+
+    return run
 
 
 class _Fused(torch.autograd.Function):
@@ -297,7 +319,7 @@ def triton_unavailable_reason(device: torch.device) -> str | None:
 
 
 @lru_cache
-def tried(device: torch.device, dtype: torch.dtype, compiled: Compile = compiled) -> str | None:
+def tried(device: torch.device, dtype: torch.dtype, compiled: Compile = strictly_compiled) -> str | None:
     """Trial of the three kernels, forward and backward, against PyTorch's operations: None, or the reason of its failure."""
     draw = torch.Generator().manual_seed(0)
     make = lambda *shape: torch.randn(*shape, generator=draw).to(device)

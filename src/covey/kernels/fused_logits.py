@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from covey.kernels.fused_layers import Compile, compiled, triton_unavailable_reason
+from covey.kernels.fused_layers import Compile, compiled, strictly_compiled, triton_unavailable_reason
 from covey.process.memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -75,11 +75,10 @@ class LogitKernels:
         """The kernels for products in `dtype` on this device; None, with the reason in the log, where PyTorch's operations compute."""
         if device.type != "cuda":
             return None
-        found = LogitKernels()
-        reason = triton_unavailable_reason(device) or found.tried(device, dtype)
+        reason = triton_unavailable_reason(device) or LogitKernels(strictly_compiled).tried(device, dtype)
         if reason is not None:
             logger.warning("Log-probabilities take ten passes over the logits instead of two: %s.", reason)
-        return found if reason is None else None
+        return LogitKernels() if reason is None else None
 
     def statistics(self, product: Tensor, targets: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
         """As the formula."""

@@ -53,12 +53,14 @@ def on_accelerator(policy: Policy, *, is_split: bool) -> Policy:
         return policy
     own = next(policy.model.parameters()).dtype
     dtype = policy.compute_dtype or own
+    if dtype == torch.float32:
+        return policy  # nothing to cast, and products take most of the time
     reason = fusing_unavailable_reason(policy.device, dtype)
     if reason is None:
         fuse(policy.model)
     else:
         logger.warning("Norms, rotations and gated MLPs take several kernels each: %s.", reason)
-    if dtype == torch.float32 or policy.compute_dtype is None or is_split:
+    if policy.compute_dtype is None or is_split:
         return policy
     head = policy.output_layer()  # computes by blocks, from the weight itself
     return replace(policy, half=HalfWeights(policy.model, dtype, (head,)))
