@@ -209,7 +209,7 @@ def tests_and_demo(session: Session) -> str:
     ]
     demo = [session.python, "-m", "covey", "demo", "--json", "--output-dir", str(session.out / "demo")]
     if session.is_tiny:
-        command = [session.python, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider"]
+        command = [session.python, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider"]
         marked, demo = (
             [str(ROOT / "tests" / "rollout" / "test_sampling.py")],
             [*demo, "--steps", "2", "--held-out", "10"],

@@ -1,5 +1,9 @@
 """Launches of a decode step on a GPU, counted on a CPU: each kernel of Triton as its PyTorch twin."""
 
+import importlib.util
+import subprocess
+import sys
+
 import pytest
 import torch
 from kernel_twins import Launches, with_twins
@@ -7,9 +11,12 @@ from test_samplers import ids_of
 from test_static_steps import PROMPTS, WAYS, collect, finishes_of, logprobs_of, writer
 
 from covey.doctor.roofline.rollout import KERNELS_OF_A_LAYER, KERNELS_OF_A_STEP
+from covey.kernels import TritonDecode
 from covey.rollout import NativeSampler, SamplingParams
+from covey.rollout.kernel_choice import verified_attention
 from kit import tiny_model, tiny_tokenizer
 
+NO_TRITON = (subprocess.SubprocessError,)
 A_LAYER = 10
 """Most launches of a layer, with keys that are split over programs."""
 
@@ -61,3 +68,34 @@ def test_the_steps_write_the_completions_of_steps_as_written(monkeypatch, way):
     assert ids_of(groups) == ids_of(expected)
     assert finishes_of(groups) == finishes_of(expected)
     torch.testing.assert_close(logprobs_of(groups), logprobs_of(expected), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        subprocess.CalledProcessError(1, ["gcc", "main.c"]),  # no Python.h
+        OSError("libcuda.so.1 cannot be opened"),
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable."),
+    ],
+)
+def test_kernels_that_cannot_be_compiled_leave_the_work_to_pytorch_in_one_sentence(monkeypatch, caplog, error):
+    def broken(*args, **options):
+        raise error
+
+    errors = TritonDecode.errors if importlib.util.find_spec("triton") else lambda: (*NO_TRITON, RuntimeError, OSError)
+    with_twins(monkeypatch)
+    monkeypatch.setattr(TritonDecode, "errors", staticmethod(errors))
+    monkeypatch.setattr(TritonDecode, "add_norm", staticmethod(broken))
+    model = tiny_model(layers=2)
+    sampler = NativeSampler(model, tiny_tokenizer(), dtype="float32")
+    assert verified_attention(sampler.forward, model, "auto") == "torch"
+    (record,) = [record for record in caplog.records if "Triton" in record.message]
+    assert record.message.startswith("Decoding with PyTorch's attention kernels: Triton's do not run here (")
+
+
+def test_a_package_that_cannot_be_imported_is_a_reason(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "triton", None)
+    reason = TritonDecode.unavailable_reason(torch.device("cuda"))
+    assert reason is not None
+    assert reason.startswith("the package triton is installed but cannot be imported (")

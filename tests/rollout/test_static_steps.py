@@ -14,7 +14,7 @@ from covey.errors import ConfigError
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.attention import HIDDEN
 from covey.rollout.cuda_graphs import Captured
-from covey.rollout.graph_scheduler import GraphScheduler
+from covey.rollout.graph_scheduler import GraphScheduler, LateCount
 from covey.rollout.kv_cache import LayerShape
 from covey.rollout.static_kv_cache import NEVER, StaticKVCache, bucket, columns_for, rows_for
 from kit import tiny_model, tiny_tokenizer
@@ -220,6 +220,24 @@ def test_rows_that_have_ended_wait_until_some_can_be_taken_out_together(tokenize
     assert sum(ended for ended, _ in waiting) == 64 * len(TEXTS)
     plain = collect(NativeSampler(writer(), tokenizer, dtype="float32"), TEXTS, 64, params)
     assert ids_of(groups) == ids_of(plain)
+
+
+def test_the_host_reads_a_count_one_look_later_and_only_of_the_same_rows():
+    late = LateCount()
+    assert [late.next(torch.tensor(count)) for count in (3, 4, 9)] == [0, 3, 4]
+    late.forget()
+    assert [late.next(torch.tensor(count)) for count in (1, 2)] == [0, 1]
+
+
+def test_the_host_waits_for_the_last_steps_only_where_a_group_reaches_its_limit(tokenizer, monkeypatch):
+    """Rows without an end of sequence: every look but the last is one behind, and no window is decoded in vain."""
+    looks, steps, one = [], [], GraphScheduler._one
+    monkeypatch.setattr(LateCount, "next", lambda self, count: looks.append(count) or 0)
+    monkeypatch.setattr(GraphScheduler, "_one", lambda self, rows: steps.append(rows) or one(self, rows))
+    sampler = sampler_of(writer(), tokenizer, eos_ids=())
+    groups = collect(sampler, PROMPTS[:2], 4, SamplingParams(max_tokens=40, seed=1))
+    assert {c.num_tokens for group in groups for c in group.completions} == {40}
+    assert (len(steps), len(looks)) == (40, 9)
 
 
 def test_buckets_are_few_and_at_most_half_too_large():

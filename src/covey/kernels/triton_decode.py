@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from covey.errors import first_line
 
 
 class TritonDecode:
@@ -17,18 +20,22 @@ class TritonDecode:
         """Reason why Triton's kernels cannot run on this device; None if they can."""
         if importlib.util.find_spec("triton") is None:
             return "the package triton is not installed (pip install triton)"
-        import triton
-
+        try:
+            import triton
+        except Exception as error:  # noqa: BLE001 - a broken package may raise anything; the reason is shown
+            return f"the package triton is installed but cannot be imported ({first_line(error)})"
         if device.type != "cuda" and not triton.knobs.runtime.interpret:
             return f"Triton's kernels run on CUDA devices, and the model is on {device.type}"
         return None
 
     @staticmethod
     def errors() -> tuple[type[Exception], ...]:
-        """Exceptions of a kernel that cannot be compiled or launched: no compiler, too little shared memory, no driver."""
+        """Exceptions of a kernel that cannot be compiled or launched: no C compiler or Python headers, too little shared
+        memory, no driver, a card that lacks the type.
+        """
         from triton.runtime.errors import TritonError
 
-        return TritonError, RuntimeError, OSError
+        return TritonError, RuntimeError, OSError, subprocess.SubprocessError, NotImplementedError
 
     @staticmethod
     def rotation(

@@ -1,4 +1,4 @@
-"""Scheduler for a GPU: decode steps on static buffers, replayed as a CUDA graph; the host reads results every few steps.
+"""Scheduler for a GPU: decode steps on static buffers, replayed as a CUDA graph; the host reads results every few steps, one look behind.
 
 A step reads and writes tensors at fixed addresses, for the rows of a bucket. Finished rows stay in the batch without effect
 until the host removes them. Completions do not depend on the bucket or on when the host looks.
@@ -16,7 +16,7 @@ from torch import Tensor
 from covey.kernels import TritonDecode
 from covey.rollout.kv_cache import DecodeBatch
 from covey.rollout.sampling import Draw, draw, kernel_options
-from covey.rollout.scheduler import LIMIT, OUTPUT_ROW, POSITION, TOKEN, WRITTEN, GroupRequest, Scheduler
+from covey.rollout.scheduler import LIMIT, OUTPUT_ROW, POSITION, TOKEN, WRITTEN, GroupRequest, RunningGroup, Scheduler
 from covey.rollout.static_buffers import StaticState
 from covey.rollout.static_kv_cache import NEVER, Attention, StaticKVCache, rows_for
 from covey.types import Group
@@ -54,7 +54,11 @@ class GraphScheduler(Scheduler):
         self.static = static
         super().__init__(*args, **options)
         self.window = 1 if self.environment is not None or self.params.stop else WINDOW
-        self.looks = 0
+        self.looks, self.steps = 0, 0
+        self.due: list[
+            tuple[GroupRequest, int]
+        ] = []  # number of steps after which all rows of a running group have ended
+        self.ended = LateCount()
         device, rows = self.forward.device, rows_for(self.max_rows, self.max_rows)
         self.no_output = torch.tensor(len(self.tokens), device=device)  # output row for the tokens of padding rows
         self.tokens, self.logprobs, self.uniforms = map(_with_one_more, (self.tokens, self.logprobs, self.uniforms))
@@ -87,7 +91,7 @@ class GraphScheduler(Scheduler):
             self.context,
             group_size=self.n,
             most_rows=self.max_rows,
-            longest=longest + PATIENCE * WINDOW,
+            longest=longest + (PATIENCE + 1) * WINDOW,  # rows that have ended wait so long, and one look more
             attention=self.attention,
             buffers=self.static.buffers,
         )
@@ -96,6 +100,12 @@ class GraphScheduler(Scheduler):
         rows = slice(self.num_rows, self.num_rows + self.n)
         super()._place(request, slot)
         self.live[rows], self.stopped[rows] = True, False
+        self.due.append((request, self.steps + request.limit))
+        self.ended.forget()
+
+    def _finish(self, group: RunningGroup) -> Group:
+        self.due = [(request, steps) for request, steps in self.due if request is not group.request]
+        return super()._finish(group)
 
     # -- decode steps -----------------------------------------------------------------------------------------------
 
@@ -109,12 +119,16 @@ class GraphScheduler(Scheduler):
         cache.advance(self.window)
         if self.window == 1:
             self._judge()
+        self.steps += self.window
         ends = ~self.live[: self.num_rows]
-        num_ended = int(ends.sum())  # the only synchronization of host and device
+        # the host waits for the steps before these, but for those in which it knows that a group ends
+        is_due = self.window == 1 or any(self.steps >= steps for _, steps in self.due)
+        num_ended = int(ends.sum()) if is_due else self.ended.next(ends.sum())
         self.looks += 1
         if not num_ended or (num_ended <= self.num_rows // FEW and self.looks < PATIENCE):
             return []
         self.looks = 0
+        self.ended.forget()
         return self._retire(ends, self.stopped[: self.num_rows].clone())
 
     def _one(self, rows: int) -> None:
@@ -202,6 +216,32 @@ class GraphScheduler(Scheduler):
         self.live[: self.num_rows], self.live[self.num_rows :] = True, False
         self.stopped.zero_()
         return finished
+
+
+class LateCount:
+    """A count on the device that the host reads one call later, when the device has long computed it."""
+
+    def __init__(self) -> None:
+        self.waiting: tuple[Tensor, Any] | None = None
+
+    def forget(self) -> None:
+        """Drop the count that waits: it is one of other rows."""
+        self.waiting = None
+
+    def next(self, count: Tensor) -> int:
+        """Hand over `count`, a scalar; returns that of the call before, 0 for the first."""
+        on_host = torch.empty((), dtype=count.dtype, pin_memory=count.is_cuda)
+        on_host.copy_(count, non_blocking=True)
+        event = None
+        if count.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+        before, self.waiting = self.waiting, (on_host, event)
+        if before is None:
+            return 0
+        if before[1] is not None:
+            before[1].synchronize()
+        return int(before[0])
 
 
 def _with_one_more(table: Tensor, value: int = 0) -> Tensor:

@@ -21,6 +21,8 @@ from covey.types import widest_float
 
 logger = logging.getLogger(__name__)
 AttentionChoice = Literal["auto", "torch", "triton", "compiled"]
+LARGE_GROUP = 64
+"""Rows of a prompt that Triton's kernels are compiled for when they are verified: the most shared memory that they need."""
 SWITCH = "COVEY_CUDA_GRAPHS"
 """Environment variable that turns CUDA graphs off (0) or on (1) where the sampler's argument is None."""
 
@@ -122,7 +124,7 @@ def _cache_with(attention: Attention) -> Any:
             forward.device,
             forward.dtype,
             context,
-            group_size=2,
+            group_size=2 if attention == "torch" else LARGE_GROUP,
             most_rows=4,
             longest=8,
             attention=attention,
