@@ -1,10 +1,11 @@
-"""A sampler for every causal LM: a decoding loop over the model's plain forward, with transformers' cache."""
+"""A sampler for every causal LM: a loop over the model's plain forward with transformers' cache, or transformers' `generate`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ class _Row:
 class TransformersSampler:
     """Samples with any causal LM of transformers, adapters included; all completions of a batch decode together.
 
-    The prompt is computed once for its completions. The model runs in eval mode; its training mode is restored afterwards.
+    The prompt is computed once for its completions. A model with a state other than the usual cache (Mamba, RWKV, RecurrentGemma,
+    MiniMax) decodes by transformers' `generate`, prompts of one length together. The model runs in eval mode; its training mode is restored afterwards.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class TransformersSampler:
         if getattr(policy, "active_peft_config", None) is not None and policy.active_peft_config.is_prompt_learning:
             raise ModelError("Prompt-learning adapters put virtual tokens before the prompt; use LoRA or another kind.")
         self.banned = banned_ids(policy)
+        self.keeps_usual_cache = keeps_usual_cache(policy)
         self.takes = {name for name in ("position_ids", "logits_to_keep") if accepts(policy, name)}
         self.model, self.version = policy, version
 
@@ -107,7 +110,20 @@ class TransformersSampler:
         device = next(self.model.parameters()).device
         head = head_in_float32(self.model) if self.float32_head else nullcontext()
         with evaluating(self.model), in_precision(self.model, self.dtype), head:
-            return _Batch(self, rows, params, device).run()
+            if self.keeps_usual_cache:
+                return _CachedBatch(self, rows, params, device).run()
+            ordered = sorted(range(len(rows)), key=lambda i: len(rows[i].prompt.token_ids))
+            written = dict[int, Completion]()
+            for _, members in groupby(ordered, key=lambda i: len(rows[i].prompt.token_ids)):
+                places = list(members)
+                done = _StatefulBatch(self, [rows[i] for i in places], params, device).run()
+                written |= zip(places, done, strict=True)
+            return [written[i] for i in range(len(rows))]
+
+
+def keeps_usual_cache(model: Any) -> bool:
+    """True if the model's forward takes a `DynamicCache` as `past_key_values`, by its signature and by transformers."""
+    return accepts(model, "past_key_values") and bool(unwrapped(model)._supports_default_dynamic_cache())
 
 
 class _Batch:
@@ -131,22 +147,81 @@ class _Batch:
         self.is_eos[list(sampler.eos_ids)] = True
         self.stop = StopStrings.of(params.stop, sampler.tokenizer, vocab_size)
         self.alive = torch.arange(len(rows), device=device)  # [B now]
+        self.seen: Tensor | None = None  # [B now, V], tokens of the prompt and the completion so far
+
+    def _draw(self, logits: Tensor, t: int) -> Tensor:
+        """[B now] tokens of step `t` from `logits` [B now, V], kept with their log-probabilities."""
+        self.sampler.check_stop()
+        drawn = draw(self._barred(logits), self.uniforms[self.alive, t], self.params, seen=self.seen)
+        self.tokens[self.alive, t], self.logprobs[self.alive, t] = drawn.tokens, drawn.logprobs
+        self._end(drawn.tokens, t)
+        return drawn.tokens
+
+    def _see(self, prompts: Sequence[Prompt], vocab_size: int) -> Tensor | None:
+        """[P, V] the tokens that each prompt holds; None without a repetition penalty."""
+        if self.params.repetition_penalty == 1.0:
+            return None
+        seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=self.device)
+        for p, prompt in enumerate(prompts):
+            seen[p, list(prompt.token_ids)] = True
+        return seen
+
+    def _barred(self, logits: Tensor) -> Tensor:
+        """`logits` [B, V] with image placeholder tokens masked out."""
+        if self.sampler.banned:
+            logits = logits.index_fill(-1, torch.tensor(self.sampler.banned, device=logits.device), -torch.inf)
+        return logits
+
+    def _end(self, tokens: Tensor, t: int) -> None:
+        """Mark the completions that end with `tokens` [B now] at step `t`."""
+        if self.seen is not None:
+            self.seen.scatter_(1, tokens[:, None], True)
+        is_writing = self.ended[self.alive] == 0
+        stops = self.is_eos[tokens]
+        if self.params.stop:
+            stops = stops | self._completes_stop_string(tokens, t)
+        ends = is_writing & (stops | (t + 1 >= self.limits[self.alive]))
+        self.ended[self.alive[ends]] = t + 1
+        self.stopped[self.alive[ends & stops]] = True
+
+    def _completes_stop_string(self, tokens: Tensor, t: int) -> Tensor:
+        found = self.stop.enders.to(self.device)[tokens]
+        for b in found.nonzero().squeeze(-1).tolist():
+            found[b] = self.stop.is_reached(self.tokens[self.alive[b], : t + 1].tolist())
+        return found
+
+    def _completions(self) -> list[Completion]:
+        tokens, logprobs = self.tokens.cpu(), self.logprobs.cpu()
+        # Finished rows stay in the batch for a while.
+        is_own = torch.arange(logprobs.shape[1]) < self.ended.cpu()[:, None]
+        check_finite(logprobs[is_own])
+        ends = zip(self.ended.tolist(), self.stopped.tolist(), strict=True)
+        return [
+            completion(
+                tokens[b, :length].clone(),
+                logprobs[b, :length].clone(),
+                "stop" if stopped else "length",
+                tokenizer=self.sampler.tokenizer,
+                version=self.sampler.version,
+            )
+            for b, (length, stopped) in enumerate(ends)
+        ]
+
+
+class _CachedBatch(_Batch):
+    """A batch of prompts padded on the left, over one KV cache."""
 
     def run(self) -> list[Completion]:
-        logits = self._barred(self._prefill())
+        logits = self._prefill()
         for t in range(self.steps):
-            self.sampler.check_stop()
-            drawn = draw(logits, self.uniforms[self.alive, t], self.params, seen=self.seen)
-            self.tokens[self.alive, t], self.logprobs[self.alive, t] = drawn.tokens, drawn.logprobs
-            self._end(drawn.tokens, t)
+            tokens = self._draw(logits, t)
             is_writing = self.ended[self.alive] == 0  # [B now]
             left = int(is_writing.sum())
             if not left:
                 break
-            tokens = drawn.tokens
             if left < SHRINK_BELOW * len(self.alive):
                 tokens = self._keep(is_writing.nonzero().squeeze(-1), tokens)
-            logits = self._barred(self._forward(tokens[:, None], (self.first[self.alive] + t)[:, None]))
+            logits = self._forward(tokens[:, None], (self.first[self.alive] + t)[:, None])
         return self._completions()
 
     def _prefill(self) -> Tensor:
@@ -168,12 +243,8 @@ class _Batch:
         index = torch.arange(len(prompts), device=self.device).repeat_interleave(repeats)  # [B]
         self.mask, self.first = self.mask[index], follows[index]
         self.cache.reorder_cache(index)
-        self.seen = None
-        if self.params.repetition_penalty != 1.0:
-            self.seen = torch.zeros(len(prompts), logits.shape[-1], dtype=torch.bool, device=self.device)
-            for p, prompt in enumerate(prompts):
-                self.seen[p, list(prompt)] = True
-            self.seen = self.seen[index]
+        seen = self._see([self.rows[i].prompt for i in first], logits.shape[-1])
+        self.seen = None if seen is None else seen[index]
         return logits[index]
 
     def _read(self, ids: Tensor, positions: Tensor, prompts: list[Prompt]) -> tuple[Tensor, Tensor]:
@@ -187,12 +258,6 @@ class _Batch:
         with watched_positions(model) as seen:
             logits = self._forward(ids, None, grow=False, **images)
         return logits, seen[0][-3:].amax(0)[:, -1].to(self.device) + 1
-
-    def _barred(self, logits: Tensor) -> Tensor:
-        """`logits` [B, V] with image placeholder tokens masked out."""
-        if self.sampler.banned:
-            logits = logits.index_fill(-1, torch.tensor(self.sampler.banned, device=logits.device), -torch.inf)
-        return logits
 
     def _new_cache(self) -> Any:
         from transformers import DynamicCache
@@ -211,24 +276,6 @@ class _Batch:
         logits: Tensor = out.logits[:, -1]
         return logits
 
-    def _end(self, tokens: Tensor, t: int) -> None:
-        """Mark the completions that end with `tokens` [B now] at step `t`."""
-        if self.seen is not None:
-            self.seen.scatter_(1, tokens[:, None], True)
-        is_writing = self.ended[self.alive] == 0
-        stops = self.is_eos[tokens]
-        if self.params.stop:
-            stops = stops | self._completes_stop_string(tokens, t)
-        ends = is_writing & (stops | (t + 1 >= self.limits[self.alive]))
-        self.ended[self.alive[ends]] = t + 1
-        self.stopped[self.alive[ends & stops]] = True
-
-    def _completes_stop_string(self, tokens: Tensor, t: int) -> Tensor:
-        found = self.stop.enders.to(self.device)[tokens]
-        for b in found.nonzero().squeeze(-1).tolist():
-            found[b] = self.stop.is_reached(self.tokens[self.alive[b], : t + 1].tolist())
-        return found
-
     def _keep(self, index: Tensor, tokens: Tensor) -> Tensor:
         """Keep only the rows `index` of the batch. Returns their last tokens."""
         self.alive, self.mask = self.alive[index], self.mask[index]
@@ -236,19 +283,48 @@ class _Batch:
         self.seen = None if self.seen is None else self.seen[index]
         return tokens[index]
 
-    def _completions(self) -> list[Completion]:
-        tokens, logprobs = self.tokens.cpu(), self.logprobs.cpu()
-        # Finished rows stay in the batch for a while.
-        is_own = torch.arange(logprobs.shape[1]) < self.ended.cpu()[:, None]
-        check_finite(logprobs[is_own])
-        ends = zip(self.ended.tolist(), self.stopped.tolist(), strict=True)
-        return [
-            completion(
-                tokens[b, :length].clone(),
-                logprobs[b, :length].clone(),
-                "stop" if stopped else "length",
-                tokenizer=self.sampler.tokenizer,
-                version=self.sampler.version,
+
+class _StatefulBatch(_Batch):
+    """A batch of prompts of one length, hence without padding, which a recurrent state would remember.
+
+    `generate` hands the model its state from token to token; a logits processor draws the token.
+    """
+
+    def run(self) -> list[Completion]:
+        from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+        model, prompts = self.sampler.model, [row.prompt for row in self.rows]
+        ids = torch.tensor([prompt.token_ids for prompt in prompts], device=self.device)  # [B, L]
+        self.start = ids.shape[1]
+        self.seen = self._see(prompts, len(self.is_eos))
+        with plainly_generating(unwrapped(model)):
+            unwrapped(model).generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=GenerationConfig(max_new_tokens=self.steps, do_sample=False, pad_token_id=0),
+                logits_processor=LogitsProcessorList([self._forced]),
+                stopping_criteria=StoppingCriteriaList([self._is_done]),
+                **image_inputs(model, prompts, self.start, [0] * len(prompts)),
             )
-            for b, (length, stopped) in enumerate(ends)
-        ]
+        return self._completions()
+
+    def _forced(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """A logits processor: `scores` [B, V] with all but the drawn token ruled out."""
+        tokens = self._draw(scores, ids.shape[1] - self.start)
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
+
+    def _is_done(self, ids: Tensor, scores: Any, **given: Any) -> Tensor:
+        """A stopping criterion: [B] the completions that have ended."""
+        return self.ended > 0
+
+
+@contextmanager
+def plainly_generating(model: Any) -> Iterator[None]:
+    """Context in which the model's generation config (penalties, suppressed tokens) has no effect on its `generate`."""
+    from transformers import GenerationConfig
+
+    before, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = before
