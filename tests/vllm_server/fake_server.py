@@ -71,8 +71,21 @@ class FakeServer:
     def __exit__(self, *_: Any) -> None:
         self.faults = {}
         self.paused = False
+        self.stop()
+
+    def stop(self) -> None:
+        """Answer nothing any more."""
         self.http.shutdown()
         self.http.server_close()
+
+    def restart(self, model: Any) -> None:
+        """Come up at the same port with this model and the label of a new server."""
+        self.stop()
+        self.replicas = [copy.deepcopy(model).eval() for _ in self.replicas]
+        self.version, self.paused, self.adapters = "default", False, {}
+        self.http = ThreadingHTTPServer((self.host, self.port), _handler(self))
+        self.http.daemon_threads = True
+        threading.Thread(target=lambda: self.http.serve_forever(0.02), daemon=True).start()
 
     # -- what it answers
 

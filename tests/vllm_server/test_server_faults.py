@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import threading
 import time
 from itertools import product
 
@@ -145,12 +147,45 @@ def test_a_server_lost_in_the_middle_of_a_rollout_is_asked_again_for_what_is_mis
     assert sorted(group.prompt.text for group in groups) == sorted(PROMPTS)
 
 
-def test_a_server_that_was_started_again_is_found_by_its_label(fake, model, tmp_path):
+@pytest.mark.parametrize("has_new_weights", [True, False])
+def test_a_server_that_was_started_again_is_sent_everything(fake, model, tmp_path, has_new_weights):
+    first = copy.deepcopy(model)
     sampler = sampler_of(fake, model, tmp_path)
+    nudged(model)
+    sampler.load(model, version=1)
     drawn(sampler)
-    fake.version = "default"
-    with pytest.raises(AttestationError, match="it was started again"):
-        drawn(sampler)
+    fake.restart(first)
+    if has_new_weights:
+        nudged(model)
+        sampler.load(model, version=2)
+    assert len(drawn(sampler)) == 2
+    assert serves(fake, model)
+    assert fake.version.split(":")[1].startswith("2" if has_new_weights else "1")
+
+
+@pytest.mark.parametrize("has_new_weights", [True, False])
+def test_a_server_that_is_killed_and_started_again_is_waited_for_and_sent_everything(
+    fake, model, tmp_path, has_new_weights
+):
+    first = copy.deepcopy(model)
+    sampler = sampler_of(fake, model, tmp_path, timeout=20.0)
+    nudged(model)
+    sampler.load(model, version=1)
+    drawn(sampler)
+    fake.stop()
+    later = threading.Timer(0.3, fake.restart, [first])
+    later.start()
+    if has_new_weights:
+        nudged(model)
+        sampler.load(model, version=2)
+    assert len(drawn(sampler)) == 2
+    later.join()
+    assert serves(fake, model)
+
+
+def serves(fake, model):
+    served = fake.replicas[0].state_dict()
+    return all(torch.equal(served[name], value) for name, value in model.state_dict().items())
 
 
 def test_an_older_version_is_refused(fake, model, tmp_path):

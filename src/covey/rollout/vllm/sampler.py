@@ -24,7 +24,7 @@ from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.stopping import check_finite, checked_eos_ids, context_of
 from covey.rollout.vllm.client import Address, Client, Deadlines, NoAnswerError
 from covey.rollout.vllm.server import Server, refuse_other_model, refuse_raw_logprobs, warn_if_exposed
-from covey.rollout.vllm.sync import Attest, Sync, Update
+from covey.rollout.vllm.sync import Attest, RestartedError, Sync, Update
 from covey.rollout.vllm.transports import (
     AdapterTransport,
     Carrier,
@@ -143,11 +143,21 @@ class ServerSampler:
     def _settle(self) -> None:
         """Send the weights of the last `load` from the main process; wait once for a lost server."""
         if self.pending is None:
-            self._on_main(self.sync.expect_current)
+            self._on_main(self._expect_current)
             return
         self.policy = self.pending[0]
         self._on_main(self._prepared())
         self.pending = None
+
+    def _expect_current(self) -> None:
+        """Check that the server has this run's weights; one that was lost or started again is sent them, unless they are split."""
+        try:
+            self.sync.expect_current()
+        except ServerError as error:
+            if self.shards is not None or is_wrong(error):
+                raise
+            logger.warning("%s", error)
+            self._send_everything()
 
     def _prepared(self) -> Callable[[], None]:
         """Sending of the pending weights, which are gathered now where the model is split: all processes take part in that."""
@@ -167,11 +177,12 @@ class ServerSampler:
     def _push(self, update: Update) -> None:
         try:
             seen = self.sync.push(update)
-        except AttestationError:
-            raise
         except ServerError as error:
+            if is_wrong(error):
+                raise
             logger.warning("The update failed: %s", error)
             self.client.wait_until_up(self.timeout, self.check_wait)
+            self.sync.is_broken = True  # it may have been started again, with the weights of its folder
             seen = self.sync.push(update)
         if seen is not None:
             self.seen.append(seen.metrics())
@@ -180,6 +191,9 @@ class ServerSampler:
         """Recover from a server lost during a rollout: send and verify the full weights before requests continue."""
         if self.world.size > 1:  # the other processes still wait for completions
             raise ServerError("The server was lost in the middle of a rollout of several processes; resume the run.")
+        self._send_everything()
+
+    def _send_everything(self) -> None:
         self.client.wait_until_up(self.timeout, self.check_wait)
         self.sync.is_broken = True
         self.pending = (self.policy, self.version)
@@ -302,6 +316,11 @@ class ServerSampler:
 
 def _raise(error: Exception) -> None:
     raise error
+
+
+def is_wrong(error: ServerError) -> bool:
+    """True if the server has other weights than were sent, and was not started again meanwhile."""
+    return isinstance(error, AttestationError) and not isinstance(error, RestartedError)
 
 
 def refuse_unfit(

@@ -57,6 +57,10 @@ class Update:
     """By block, in the server's dtype; None where the server has none to compare."""
 
 
+class RestartedError(AttestationError):
+    """A server that was started again, so that it serves the weights of its folder."""
+
+
 @dataclass(eq=False)
 class Sync:
     """Weight updates of one server by one run, in order: `push` sends an update, `expect_current` verifies the last."""
@@ -135,18 +139,19 @@ class Sync:
         return seen
 
     def expect_current(self) -> None:
-        """Raise AttestationError unless the server has the label of the last update and answers the probe as it did then."""
+        """Raise AttestationError unless the server has the label of the last update and answers the probe as it did then.
+
+        Raises RestartedError for a server that was started again; the next `push` sends it everything.
+        """
         found = self.server.version()
         if found != self.label:
             self.is_broken = True
+            address = self.server.client.address
+            if found == "default":
+                raise RestartedError(f"The server at {address} was started again, without the weights of this run.")
             raise AttestationError(
-                f"The server at {self.server.client.address} says that it serves {found!r}, where this run sent {self.label!r}: "
-                + (
-                    "it was started again"
-                    if found == "default"
-                    else "it is at an older version or another process writes to it"
-                )
-                + "; give every run a server of its own."
+                f"The server at {address} says that it serves {found!r}, where this run sent {self.label!r}: it is at an older "
+                "version or another process writes to it; give every run a server of its own."
             )
         if self.attest == "off" or self.attestation.last is None:
             return
