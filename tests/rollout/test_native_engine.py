@@ -51,7 +51,7 @@ IN_CI = ("llama", "qwen3", "gemma2", "phi3", "gpt2", "olmo2", "qwen3_moe")
 FALLS_BACK = {
     "mamba": ("Mamba", {}, "layers of kind"),
     "bloom": ("Bloom", {}, "interface"),
-    "qwen3_next": ("Qwen3Next", EXPERTS, "linear_attention"),
+    "qwen3_next": ("Qwen3Next", {**EXPERTS, "layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
 }
 
 

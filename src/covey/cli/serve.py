@@ -80,7 +80,7 @@ def samplers_of(options: Given) -> dict[str, Any]:
     from covey import data
     from covey.cli.checkpoints import model_folder
     from covey.models import load_model, load_tokenizer, unwrapped
-    from covey.rollout import NativeSampler, Unsupported
+    from covey.rollout import Unsupported, choose_sampler
     from covey.serving.loading import named_adapters, with_merged_adapter
 
     adapters = named_adapters(options["adapter"])
@@ -98,7 +98,7 @@ def samplers_of(options: Given) -> dict[str, Any]:
     how: dict[str, Any] = {"dtype": options["sampler_dtype"], "max_rows": options["max_rows"]}
     how["eos_ids"] = data.eos_ids(model, tokenizer)
     try:
-        return {known: NativeSampler(one, tokenizer, **how) for known, one in models.items()}
+        return {known: choose_sampler(one, tokenizer, backend="native", **how) for known, one in models.items()}
     except Unsupported as error:
         raise ConfigError(f"covey serve runs on the native engine, which cannot run this model: {error}.") from error
 

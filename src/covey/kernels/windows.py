@@ -49,12 +49,12 @@ def attention_windows(model: Any) -> dict[int, Window | None]:
     kinds = getattr(config, "layer_types", None) or ()
 
     def attend(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
         index = getattr(module, "layer_idx", None)
         if index is not None:
             size = options.get("sliding_window")
-            found[index] = getattr(mask, "covey_window", None if size is None else Window(int(size)))
+            found[index] = getattr(attention_mask, "covey_window", None if size is None else Window(int(size)))
             if found[index] is None and index < len(kinds) and kinds[index] in LOCAL_LAYERS:
                 raise Unsupported(f"layer {index} has {kinds[index]}, but its mask shows no window")
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None

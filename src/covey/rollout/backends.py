@@ -6,11 +6,12 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
-from covey.errors import ConfigError, Unsupported
-from covey.models import reads_images
+from covey.errors import ConfigError, ModelError, Unsupported
+from covey.models import reads_images, unwrapped
+from covey.rollout.agreement import reason_against, refusal
 from covey.rollout.engine import NativeSampler
 from covey.rollout.generate import GenerateSampler
-from covey.rollout.hf import TransformersSampler
+from covey.rollout.hf import TransformersSampler, Way
 from covey.rollout.prompts import PromptLike
 from covey.rollout.sampler import Sampler, SamplingParams
 from covey.rollout.vllm import ServerSampler, VLLMSampler
@@ -40,7 +41,7 @@ class SplitSampler(NativeSampler):
             warnings.warn(
                 f"Completions of prompts with images are written by plain transformers, which is slower: {reason}.",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
             self._other = TransformersSampler(
                 self.model,
@@ -63,7 +64,8 @@ def choose_sampler(
     """The fastest sampler that is exact for this model.
 
     `auto` takes the native engine and falls back to plain transformers with a warning that names the reason;
-    `native` raises `Unsupported` instead. `options` go to the constructor of the chosen sampler.
+    `native` raises `Unsupported` instead. Each is tried, and ModelError raised if none gives a plain forward's
+    log-probabilities. `options` go to the constructor of the chosen sampler.
     """
     if backend not in get_args(Backend):
         raise ConfigError(f"sampler backend {backend!r} does not exist; take one of {', '.join(get_args(Backend))}.")
@@ -75,14 +77,15 @@ def choose_sampler(
     if backend == "generate":
         return GenerateSampler(model, tokenizer, eos_ids=eos_ids, **options)
     if backend == "transformers":
-        return TransformersSampler(model, tokenizer, eos_ids=eos_ids, **options)
-    chosen = SplitSampler if backend == "auto" and reads_images(model) else NativeSampler
+        return _by_transformers(model, tokenizer, eos_ids, options)
     try:
-        return chosen(model, tokenizer, eos_ids=eos_ids, **options)
+        return _native(model, tokenizer, eos_ids, backend, options)
     except Unsupported as reason:
         if backend == "native" or options.get("environment") is not None:
             raise
-        kept = {name: options[name] for name in ("max_rows", "check_stop", "float32_head", "dtype") if name in options}
+        kept: dict[str, Any] = {
+            name: options[name] for name in ("max_rows", "check_stop", "float32_head", "dtype") if name in options
+        }
         lost = sorted(name for name in options.keys() - {*kept, "environment", "cache_fraction"})
         warnings.warn(
             f"Completions are written by plain transformers, which is slower: {reason}."
@@ -90,4 +93,33 @@ def choose_sampler(
             UserWarning,
             stacklevel=2,
         )
-        return TransformersSampler(model, tokenizer, eos_ids=eos_ids, **kept)
+        return _by_transformers(model, tokenizer, eos_ids, kept)
+
+
+def _native(
+    model: Any, tokenizer: Any, eos_ids: Sequence[int] | None, backend: Backend, options: dict[str, Any]
+) -> NativeSampler:
+    """The native engine. Raises Unsupported where it cannot run the model, or gives other log-probabilities."""
+    chosen = SplitSampler if backend == "auto" and reads_images(model) else NativeSampler
+    sampler = chosen(model, tokenizer, eos_ids=eos_ids, **options)
+    hooks = {"environment": sampler.environment, "check_stop": sampler.check_stop}
+    vars(sampler).update(environment=None, check_stop=lambda: None)  # theirs expect the finished sampler
+    if reason := reason_against(sampler, model):
+        raise Unsupported(f"{type(unwrapped(model)).__name__}: {reason}")
+    vars(sampler).update(hooks)
+    return sampler
+
+
+def _by_transformers(
+    model: Any, tokenizer: Any, eos_ids: Sequence[int] | None, options: dict[str, Any]
+) -> TransformersSampler:
+    """The fallback, by the first of its ways that gives a plain forward's log-probabilities; ModelError if none does."""
+    sampler = TransformersSampler(model, tokenizer, eos_ids=eos_ids, **{**options, "check_stop": lambda: None})
+    ways: tuple[Way, ...] = ("cache", "generate", "alone")
+    reason: str | None = None
+    for way in ways[ways.index(sampler.way) :]:
+        sampler.way = way
+        if (reason := reason_against(sampler, model)) is None:
+            sampler.check_stop = options.get("check_stop", sampler.check_stop)
+            return sampler
+    raise ModelError(refusal(model, reason or ""))

@@ -50,9 +50,12 @@ def best_forward(model: Any, dtype: SamplerPrecision, float32_head: bool = False
     try:
         return DecoderForward(model, wanted, float32_head)
     except Unsupported as reason:
-        logger.info("Completions are computed by the model's own modules, which takes longer: %s.", reason)
         in_float32 = float32_head and wanted != torch.float32
-        return ModulesForward(model, in_float32) if wanted == live.dtype else AutocastForward(model, wanted, in_float32)
+        plain = (
+            ModulesForward(model, in_float32) if wanted == live.dtype else AutocastForward(model, wanted, in_float32)
+        )
+        logger.warning("Completions are computed by the model's own modules, which takes longer: %s.", reason)
+        return plain
 
 
 class NativeSampler:

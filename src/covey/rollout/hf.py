@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ from covey.types import Completion, Group, Prompt, widest_float
 
 SHRINK_BELOW = 0.8
 """Finished rows are dropped when less than this fraction of the batch is running; each drop copies the cache."""
+
+
+Way = Literal["cache", "generate", "alone"]
+"""Decoding over one KV cache; by the model's `generate`, prompts of one length together; by `generate`, each completion alone."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class TransformersSampler:
         self.dtype, self.float32_head = expect_precision(model, dtype), float32_head
         self.check_stop = check_stop
         """Callback between tokens; its exception ends the sampling."""
+        self.way: Way = "cache" if keeps_usual_cache(model) else "generate"
         self.load(model, version=0)
 
     def load(self, policy: Any, version: int) -> None:
@@ -77,7 +82,6 @@ class TransformersSampler:
         if getattr(policy, "active_peft_config", None) is not None and policy.active_peft_config.is_prompt_learning:
             raise ModelError("Prompt-learning adapters put virtual tokens before the prompt; use LoRA or another kind.")
         self.banned = banned_ids(policy)
-        self.keeps_usual_cache = keeps_usual_cache(policy)
         self.takes = {name for name in ("position_ids", "logits_to_keep") if accepts(policy, name)}
         self.model, self.version = policy, version
 
@@ -110,11 +114,11 @@ class TransformersSampler:
         device = next(self.model.parameters()).device
         head = head_in_float32(self.model) if self.float32_head else nullcontext()
         with evaluating(self.model), in_precision(self.model, self.dtype), head:
-            if self.keeps_usual_cache:
+            if self.way == "cache":
                 return _CachedBatch(self, rows, params, device).run()
-            ordered = sorted(range(len(rows)), key=lambda i: len(rows[i].prompt.token_ids))
+            key = (lambda i: i) if self.way == "alone" else (lambda i: len(rows[i].prompt.token_ids))
             written = dict[int, Completion]()
-            for _, members in groupby(ordered, key=lambda i: len(rows[i].prompt.token_ids)):
+            for _, members in groupby(sorted(range(len(rows)), key=key), key=key):
                 places = list(members)
                 done = _StatefulBatch(self, [rows[i] for i in places], params, device).run()
                 written |= zip(places, done, strict=True)

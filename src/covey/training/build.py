@@ -40,7 +40,7 @@ from covey.training.build_sampler import (
 from covey.training.datasets import attach
 from covey.training.drawing import Draws, RolloutSampling
 from covey.training.evaluator import Evaluator, average_of
-from covey.training.invariants import OnPolicyCheck
+from covey.training.invariants import OnPolicyCheck, expect_served_policy
 from covey.training.parts import Parts
 from covey.training.session import Session, StopSignal
 from covey.types import Stages
@@ -190,6 +190,7 @@ def build_parts(
         prompts=prompts,
         supply=supply,
         sampler=sampler,
+        check_sampler=partial(expect_served_policy, sampler, given.model),
         draws=draws,
         stages=stages + supply.stages,
         scorer=given.scorer,

@@ -21,7 +21,9 @@ from covey.learner import FIRST_UPDATE, Learner, Policy
 from covey.process.sharding import is_sharded, local
 from covey.process.world import World
 from covey.rewards.contract import RewardSpec
-from covey.rollout import NativeSampler
+from covey.rollout import GatheredSampler, NativeSampler
+from covey.rollout.agreement import FLOAT_ERROR, ROUNDED_ERROR, expect_agreement, is_exact
+from covey.rollout.vllm import ServerSampler, VLLMSampler
 from covey.types import Metric
 
 Fingerprints = dict[str, str]
@@ -68,10 +70,6 @@ class FrozenWeightsCheck:
         self.frozen, self.reference, self.moves = frozen, reference, moves if stood_still else -1
 
 
-_FLOAT_ERROR = 1e-3
-"""Tolerance in nats, mean over tokens, between two float32 computations of log-probabilities; measured: below 1e-5."""
-_ROUNDED_ERROR = 0.2
-"""Tolerance in bfloat16, float16, TF32 or with quantized weights; measured in bfloat16: about 0.01."""
 _SAMPLER = "sampling/sampling_logp_difference/mean"
 
 
@@ -94,7 +92,7 @@ class OnPolicyCheck:
         """
         if getattr(self.sampler, "version", version) != version or draws_while_training(self.policy.model):
             return
-        limit = _FLOAT_ERROR if self._is_exact() else _ROUNDED_ERROR
+        limit = FLOAT_ERROR if self._is_exact() else ROUNDED_ERROR
         if FIRST_UPDATE in metrics and (gap := metrics[FIRST_UPDATE].value) > limit:
             raise InvariantError(
                 f"The first update of a rollout is not on-policy: the learner's log-probabilities are {gap:.3g} a token from its "
@@ -109,15 +107,25 @@ class OnPolicyCheck:
             )
 
     def _is_exact(self) -> bool:
-        weights = list(self.policy.model.parameters())
-        is_plain = self.policy.compute_dtype is None and all(weight.dtype == torch.float32 for weight in weights)
-        return is_plain and (weights[0].device.type == "cpu" or torch.get_float32_matmul_precision() == "highest")
+        return self.policy.compute_dtype is None and is_exact(self.policy.model)
 
     def _is_same_type(self) -> bool:
         if not isinstance(self.sampler, NativeSampler):
             return False
         trained_in = self.policy.compute_dtype or next(self.policy.model.parameters()).dtype
         return self.sampler.forward.dtype == trained_in
+
+
+def expect_served_policy(sampler: Any, model: torch.nn.Module) -> None:
+    """Raise ModelError unless vLLM, colocated or a server, draws from `model`; other samplers are compared when they are made.
+
+    Not compared: a model split over processes, and completions under a grammar, whose log-probabilities are of other distributions.
+    """
+    while not isinstance(sampler, GatheredSampler) and hasattr(sampler, "sampler"):  # an agent's, a rollout function's
+        sampler = sampler.sampler
+    is_whole = getattr(sampler, "shards", None) is None
+    if is_whole and isinstance(sampler, (VLLMSampler, ServerSampler)) and sampler.regex is None:
+        expect_agreement(sampler, model)
 
 
 def draws_while_training(model: torch.nn.Module) -> bool:

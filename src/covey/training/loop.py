@@ -26,6 +26,7 @@ def run(parts: Parts, state: TrainState) -> Steps[TrainState]:
 
 def train_steps(parts: Parts, state: TrainState) -> Steps[TrainState]:
     parts.sampler.load(parts.learner.policy.model, version=state.step)
+    parts.check_sampler()
     while state.step < parts.total_steps and not parts.session.should_stop:
         started = time.perf_counter()
         try:

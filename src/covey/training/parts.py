@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from covey.algorithms import Algorithm
@@ -51,6 +52,8 @@ class Parts:
     """Optimizer steps per batch."""
     total_steps: int
     seed: int
+    check_sampler: Callable[[], None] = lambda: None
+    """Raises ModelError if the sampler draws from another policy; called once, with the first weights."""
     average: WeightAverage | None = None
     """Averaged weights for evaluation and the end of the run. None: the policy's own."""
     has_rewards: bool = True

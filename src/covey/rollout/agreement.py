@@ -1,0 +1,96 @@
+"""Comparison of a sampler with its model: a short continuation, and a plain forward of the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.data import vocabulary_size
+from covey.errors import CoveyError, ModelError
+from covey.images import banned_ids
+from covey.models import accepts, evaluating, unwrapped
+from covey.process.memory import is_out_of_memory
+from covey.rollout.autocast import SamplerPrecision, in_precision
+from covey.rollout.sampler import Sampler, SamplingParams, sampler_metrics
+from covey.types import Group, Prompt
+
+FLOAT_ERROR = 1e-3
+"""Tolerance in nats, mean over tokens, between two float32 computations of log-probabilities; measured: below 1e-5."""
+ROUNDED_ERROR = 0.2
+"""Tolerance in bfloat16, float16, TF32 or with quantized weights; measured in bfloat16: about 0.01."""
+
+_LENGTHS = (2, 5)
+"""Tokens of the prompts: unlike, so that a sampler that pads them is seen."""
+_STEPS = 5
+
+
+def expect_agreement(sampler: Sampler, model: Any) -> None:
+    """Raise ModelError, with the model's class, if there is a `reason_against` the sampler."""
+    if reason := reason_against(sampler, model):
+        raise ModelError(refusal(model, reason))
+
+
+def refusal(model: Any, reason: str) -> str:
+    return f"{type(unwrapped(model)).__name__} cannot be sampled here: {reason}; choose another model."
+
+
+def reason_against(sampler: Sampler, model: Any) -> str | None:
+    """The reason if `sampler` does not give the model's own log-probabilities for what it draws; None if it does.
+
+    Draws two short completions of each of two short prompts. No random generator changes. A sampler without log-probabilities
+    is not compared.
+    """
+    try:
+        groups = list(sampler.sample(short_prompts(model), 2, SamplingParams(max_tokens=_STEPS, seed=0)))
+    except (TypeError, ValueError, LookupError, AttributeError, NotImplementedError, RuntimeError) as error:
+        if isinstance(error, CoveyError) or is_out_of_memory(error):
+            raise
+        return f"its forward fails ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    sampler_metrics(sampler)  # of no rollout
+    drawn = [one for group in groups for one in group.completions]
+    if any(one.logprobs is None for one in drawn):
+        return None
+    precision: SamplerPrecision | None = getattr(sampler, "dtype", None)
+    mine = plain_logprobs(model, groups, precision or "auto")
+    gaps = [(one.logprobs.cpu() - own).abs() for one, own in zip(drawn, mine, strict=True) if one.logprobs is not None]
+    gap = float(torch.cat(gaps).mean())
+    computes_in = getattr(getattr(sampler, "forward", None), "dtype", torch.float32)
+    has_float32 = precision in ("auto", "float32") and computes_in == torch.float32
+    limit = FLOAT_ERROR if has_float32 and is_exact(model) else ROUNDED_ERROR
+    if gap <= limit:
+        return None
+    return f"log-probabilities of the same tokens are {gap:.3g} a token from those of a plain forward, where {limit:g} is rounding"
+
+
+def short_prompts(model: Any) -> list[Prompt]:
+    """Two prompts of made-up tokens, without placeholders of images."""
+    barred = {*banned_ids(model), *range(3)}  # the first ids are often special
+    allowed = [i for i in range(min(2000, vocabulary_size(model))) if i not in barred]
+    ids = lambda count: tuple(allowed[(7919 * i + 11 * count) % len(allowed)] for i in range(count))
+    return [Prompt(uid=f"agreement:{count}", token_ids=ids(count)) for count in _LENGTHS]
+
+
+@torch.no_grad()
+def plain_logprobs(model: Any, groups: Sequence[Group], precision: SamplerPrecision = "auto") -> list[Tensor]:
+    """Log-probabilities [T_i] of each completion, on the host, by a forward pass of its own, without cache and padding."""
+    device, found = next(model.parameters()).device, []
+    barred = torch.tensor(banned_ids(model), dtype=torch.int64, device=device)
+    extra = {"use_cache": False} if accepts(model, "use_cache") else {}
+    with evaluating(model), in_precision(model, precision):
+        for group in groups:
+            for one in group.completions:
+                ids = torch.tensor([[*group.prompt.token_ids, *one.token_ids.tolist()]], device=device)
+                logits = model(input_ids=ids, **extra).logits[0, len(group.prompt.token_ids) - 1 : -1]
+                logp = torch.log_softmax(logits.float().index_fill(-1, barred, -torch.inf), -1)
+                found.append(logp.gather(-1, one.token_ids.to(device)[:, None]).squeeze(-1).cpu())
+    return found
+
+
+def is_exact(model: Any) -> bool:
+    """True if the model computes in float32 throughout."""
+    weights = list(model.parameters())
+    is_plain = all(weight.dtype == torch.float32 for weight in weights)
+    return is_plain and (weights[0].device.type == "cpu" or torch.get_float32_matmul_precision() == "highest")

@@ -1,0 +1,55 @@
+"""Every causal class of transformers, small: `build(kind)` by its kind in the configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+KINDS = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+_WIDTH = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "emb_dim", "dim", "lru_width")
+_INNER = (
+    "intermediate_size",
+    "ffn_dim",
+    "d_ff",
+    "decoder_ffn_dim",
+    "encoder_ffn_dim",
+    "n_inner",
+    "intermediate_size_mlp",
+)
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "num_key_value_heads", "decoder_attention_heads")
+_CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "context_length")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+SMALL: dict[str, Any] = {
+    **dict.fromkeys((*_WIDTH, "attention_hidden_size"), 32), **dict.fromkeys(_INNER, 48), **dict.fromkeys(_LAYERS, 3),
+    **dict.fromkeys(_HEADS, 2), **dict.fromkeys(_CONTEXT, 256), **dict.fromkeys(_EXPERTS, 4),
+    "vocab_size": 320, "head_dim": 16, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 16, "rotary_dim": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 16,
+    "mamba_n_groups": 1, "mamba_expand": 2, "mamba_chunk_size": 16, "mamba_head_dim": 16, "mamba_num_heads": 4,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "state_size": 8, "expand": 2, "n_groups": 1, "chunk_size": 16, "ssm_state_size": 8, "dropout": 0.0, "is_decoder": True,
+}  # fmt: skip
+OWN: dict[str, dict[str, Any]] = {"mamba2": {"num_heads": 4}}
+
+
+def build(kind: str) -> Any:
+    """A model of this kind with random weights, in eval mode. Raises what its configuration raises at these sizes."""
+    config_class = CONFIG_MAPPING[kind]
+    known = config_class()
+    given = {name: value for name, value in {**SMALL, **OWN.get(kind, {})}.items() if hasattr(known, name)}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config_class(**given)).float().eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 3 or not bool(torch.isfinite(parameter).all()):  # left as they were allocated
+                    parameter.normal_(0, 0.1)
+                elif parameter.ndim >= 2:
+                    parameter.mul_(3)
+    return model

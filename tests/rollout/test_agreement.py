@@ -1,0 +1,146 @@
+"""Whatever a model keeps between tokens, a sampler draws from the policy of its plain forward, or is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from causal_classes import KINDS, build
+from datasets import Dataset
+
+from covey import GRPOConfig, GRPOTrainer
+from covey.errors import CoveyError, ModelError
+from covey.rollout import NativeSampler, SamplingParams, TransformersSampler, choose_sampler
+from covey.rollout.agreement import expect_agreement, plain_logprobs
+from covey.rollout.hf import _CachedBatch
+from covey.types import Prompt
+from kit import tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore:Completions are written by plain transformers")
+PROMPTS = [Prompt(uid=str(i), token_ids=ids) for i, ids in enumerate([tuple(range(5, 14)), (40,), (40, 41, 42)])]
+WAYS = {
+    "mamba": "generate",
+    "mamba2": "generate",
+    "falcon_mamba": "generate",
+    "minimax": "generate",
+    "bart": "generate",  # its positions are counted from the padding
+    "recurrent_gemma": "generate",
+    "rwkv": "alone",  # transformers mixes up the rows of a batch
+    "bloom": "cache",
+}
+"""How each is decoded."""
+
+
+def largest_gap(sampler, model, **params):
+    groups = list(sampler.sample(PROMPTS, 3, SamplingParams(max_tokens=8, seed=1, **params)))
+    assert [group.prompt.uid for group in groups] == ["0", "1", "2"]
+    drawn = [one for group in groups for one in group.completions]
+    return max(float((a.logprobs - b).abs().max()) for a, b in zip(drawn, plain_logprobs(model, groups), strict=True))
+
+
+@pytest.mark.parametrize("kind", WAYS)
+def test_a_family_is_sampled_from_its_plain_forward(kind):
+    model = build(kind)
+    sampler = choose_sampler(model, tiny_tokenizer(), eos_ids=[2])
+    assert isinstance(sampler, TransformersSampler)
+    assert sampler.way == WAYS[kind]
+    assert largest_gap(sampler, model) <= 1e-4
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_causal_class_is_sampled_from_its_plain_forward_or_refused_in_a_sentence(kind):
+    try:
+        model = build(kind)
+    except Exception as error:  # noqa: BLE001 - a configuration that these sizes do not fit, or a package that is not here
+        pytest.skip(f"{type(error).__name__}: {error}")
+    if sum(parameter.numel() for parameter in model.parameters()) > 3e7:
+        pytest.skip("not small")
+    try:
+        sampler = choose_sampler(model, tiny_tokenizer(), eos_ids=[2])
+    except CoveyError as error:
+        refused = str(error)
+    else:
+        refused = ""
+    if refused:
+        assert type(model).__name__ in refused
+        return
+    assert largest_gap(sampler, model) <= 1e-4
+
+
+def test_the_models_own_generation_config_does_not_act():
+    model = build("mamba")
+    plain = largest_gap(choose_sampler(model, tiny_tokenizer(), eos_ids=[2]), model)
+    model.generation_config.update(repetition_penalty=3.0, suppress_tokens=[40, 41], temperature=0.1)
+    before = model.generation_config.to_dict()
+    assert largest_gap(choose_sampler(model, tiny_tokenizer(), eos_ids=[2]), model) == plain
+    assert model.generation_config.to_dict() == before
+
+
+def test_completions_of_a_model_with_a_state_end_and_keep_a_penalty():
+    model, tokenizer = build("mamba2"), tiny_tokenizer()
+    sampler = choose_sampler(model, tokenizer, eos_ids=list(range(3, 200)))
+    groups = list(sampler.sample(PROMPTS, 4, SamplingParams(max_tokens=8, seed=1)))
+    for one in (one for group in groups for one in group.completions):
+        assert [3 <= token < 200 for token in one.token_ids[:-1].tolist()] == [False] * (one.num_tokens - 1)
+        assert (one.finish == "stop") == (3 <= one.token_ids[-1] < 200)
+    assert {one.finish for group in groups for one in group.completions} == {"stop"}
+    assert largest_gap(choose_sampler(model, tokenizer, eos_ids=[2]), model, repetition_penalty=2.0) > 1e-2
+
+
+def test_one_seed_gives_the_same_completions_in_any_batch():
+    model = build("mamba")
+    sampler = choose_sampler(model, tiny_tokenizer(), eos_ids=[2])
+    params = SamplingParams(max_tokens=6, seed=1)
+    together = {group.prompt.uid: group for group in sampler.sample(PROMPTS, 2, params)}
+    for prompt in PROMPTS:
+        alone = next(iter(sampler.sample([prompt], 2, params)))
+        for a, b in zip(alone.completions, together[prompt.uid].completions, strict=True):
+            assert torch.equal(a.token_ids, b.token_ids)
+
+
+def test_a_sampler_that_draws_from_another_policy_is_refused_with_the_models_name():
+    model = tiny_model("qwen2")
+    sampler = NativeSampler(tiny_model("qwen2", seed=5), tiny_tokenizer())
+    with pytest.raises(ModelError, match=r"Qwen2ForCausalLM cannot be sampled here: log-probabilities .* a token from"):
+        expect_agreement(sampler, model)
+
+
+def test_a_model_that_no_way_fits_is_refused_before_the_first_step(tmp_path):
+    model = build("roberta")
+    args = GRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", num_generations=4, max_steps=1
+    )
+    data = Dataset.from_dict({"prompt": ["2 + 2 ="]})
+    with pytest.raises(ModelError, match="RobertaForCausalLM cannot be sampled here"):
+        GRPOTrainer(
+            model,
+            lambda completions, **columns: [0.0] * len(completions),
+            args,
+            data,
+            processing_class=tiny_tokenizer(),
+        ).train()
+
+
+def test_a_cache_that_is_not_read_is_seen_and_another_way_taken(monkeypatch):
+    """What state-space models did with `past_key_values`."""
+    model = tiny_model("qwen2")
+    forward = _CachedBatch._forward
+
+    def forgets(batch, *given, **options):
+        logits = forward(batch, *given, **options)
+        return logits.roll(1, -1) if batch.mask.shape[1] > 5 else logits
+
+    monkeypatch.setattr(_CachedBatch, "_forward", forgets)
+    sampler = choose_sampler(model, tiny_tokenizer(), backend="transformers", eos_ids=[2])
+    assert sampler.way == "generate"
+    assert largest_gap(sampler, model) <= 1e-4
+
+
+def test_a_trial_leaves_random_generators_and_hooks_alone():
+    before = torch.get_rng_state()
+    calls = []
+    sampler = choose_sampler(tiny_model("qwen2"), tiny_tokenizer(), check_stop=lambda: calls.append(1))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert calls == []
+    list(sampler.sample(PROMPTS, 1, SamplingParams(max_tokens=2, seed=1)))
+    assert calls
