@@ -1,54 +1,82 @@
-"""Tests and the program under test in one interpreter, as the harness of every benchmark runs them.
+"""Tests beside the program under test, in one interpreter: for tests that use its classes, exceptions or coroutines.
 
-The tests see the program's names beside Python's builtins, saved before the program was loaded. Values that their
-assertions compare go to the judge in another process, which knows the expected values and decides. Standard library only.
+The tests see the program's names beside Python's builtins, saved before the program was loaded. Each line of the verdict is
+signed with a key that the program does not have. Standard library only.
 """
 
 from __future__ import annotations
 
-import base64
 import builtins
 import importlib
-import itertools
-import marshal
+import json
+import linecache
 import os
-import socket
 import sys
 import types
-import unittest
 from collections.abc import Callable
+from hashlib import blake2b
+from json import encoder
 from typing import Any
 
-from covey.rewards.sandbox import candidate, decoys, guard, plain, wire
-from covey.rewards.sandbox.channel import Channel, ends
-from covey.rewards.sandbox.splitting import ALMOST
+from covey.rewards.sandbox import candidate, guard, mutants, suite
 
 PROGRAM = "__candidate__"
 _module_of: Any = vars(types.ModuleType)["__dict__"].__get__
 
 
-def serve(source: bytes, connection: socket.socket, snapshot: guard.Snapshot) -> None:
-    """Load the program, run the tests that the judge sent beforehand, and report the result of each. Raises Broken."""
-    hello = wire.receive(connection)
-    channel = guard.unclassed(ends(connection, bytes.fromhex(hello["key"]), judge=False))
+def serve(source: bytes, tests: bytes, verdict: int, snapshot: guard.Snapshot) -> None:
+    """Load the program, run `{"setup", "tests", "key", "chosen"}` beside it, and write a line to `verdict` for each test."""
+    plan = json.loads(tests)
+    say = _lines(verdict, bytes.fromhex(plan["key"]))
+    mutation = mutants.Mutation(frozenset(plan["chosen"]))
+    try:
+        made = suite.Suite(plan["setup"], plan["tests"], mutation.rewrite)
+        known = made.known()
+    except BaseException as error:  # noqa: BLE001 - the border to the tests' code
+        return say({"setup": f"{type(error).__name__}: {error}"[:2000]})
+    for name in made.modules:
+        importlib.import_module(name)
     builtin = _Names(builtins.__dict__)
-    for name, (module, attribute) in hello["known"].items():
-        found = importlib.import_module(module)
-        builtin[name] = getattr(found, attribute) if attribute else found
-    for name in hello["imports"]:
-        snapshot.hold(name)
-    snapshot.leave(hello["changed"])
+    builtin.update(known)
+    snapshot.more()
     snapshot.watch(_Names)
     snapshot.watch(_Locals)
-    watch = guard.unclassed(snapshot)
-    run = guard.unclassed(_Run(channel, builtin, hello, watch))
+    snapshot.leave(made.changed)
+    guard.install(snapshot)
+    count = len(plan["tests"])
+    del plan, tests, mutation
+    record = guard.unclassed(mutants.Record())
+    builtin.update({mutants.NOTE: record.note, mutants.PRETEND: record.pretend, mutants.UNLIKE: record.unlike})
+    run = guard.unclassed(_Run(say, builtin, guard.unclassed(made), guard.unclassed(snapshot), record))
     guard.strip((_Names, _Locals))
-    guard.install()
     failed = _load(source, builtin)
     candidate._flush()
-    channel.send({"raised": _told(failed)} if failed is not None else {"loaded": True})
-    if failed is None:
-        run.all()
+    if failed is not None:
+        kind, said = _told(failed)
+        return say({"code": {"raised": kind, "said": said}})
+    return run.all(count)
+
+
+def _lines(verdict: int, key: bytes) -> Callable[[dict[str, Any]], None]:
+    """A function that writes signed lines with what the program cannot have replaced: functions of C's, held on to."""
+    text = encoder.c_make_encoder(  # type: ignore[attr-defined]  # json.dumps looks its parts up each time
+        None, _refuse, encoder.encode_basestring_ascii, None, ":", ",", False, False, True
+    )
+    write, count = os.write, [0]
+
+    def say(line: dict[str, Any]) -> None:
+        body = "".join(text(line, 0))
+        signed = blake2b(f"{count[0]} {body}".encode(), key=key, digest_size=16).hexdigest()
+        data = f"{signed} {body}\n".encode()
+        count[0] += 1
+        while data:
+            data = data[write(verdict, data) :]
+
+    return say
+
+
+def _refuse(value: Any) -> Any:
+    raise TypeError("no text")
 
 
 def _load(source: bytes, builtin: _Names) -> BaseException | None:
@@ -60,6 +88,7 @@ def _load(source: bytes, builtin: _Names) -> BaseException | None:
         exec(compile(source, candidate.FILE, "exec", dont_inherit=True), namespace)
     except BaseException as error:  # noqa: BLE001 - the border to foreign code
         return error
+    linecache.cache[candidate.FILE] = candidate._source_lines(source)
     return None
 
 
@@ -104,136 +133,52 @@ def _locals(own: dict[str, Any], program: dict[str, Any]) -> _Locals:
 class _Run:
     """The tests, one after the other."""
 
-    def __init__(self, channel: Channel, builtin: _Names, hello: dict[str, Any], snapshot: guard.Snapshot) -> None:
-        self._channel, self._builtin, self._hello, self._snapshot = channel, builtin, hello, snapshot
-        self._codes = {name: marshal.loads(base64.b64decode(hello[name])) for name in ("setup", "tests", "expressions")}
-        self._cases, self._loader, self._suite = unittest.TestCase, unittest.TestLoader, unittest.TestSuite
-        self._outcome = unittest.TestResult
-        self._has_run_suites = False
+    def __init__(self, say: Any, builtin: _Names, made: Any, snapshot: Any, record: Any) -> None:
+        self._say, self._builtin, self._made, self._snapshot, self._record = say, builtin, made, snapshot, record
 
-    def all(self) -> None:
+    def all(self, count: int) -> None:
         space = self._namespace()
-        names: Any = _locals(space, self._builtin.program) if not self._hello["shared"] else space
+        names: Any = _locals(space, self._builtin.program) if not self._made.is_shared else space
         self._snapshot.restore()
-        error = self._attempt(lambda: exec(self._codes["setup"], space, names))
+        error = _attempt(lambda: exec(self._made.setup, space, names))
         if error is not None:
-            return self._channel.send({"setup": _told(error)})
-        tampered = ""
-        for number, code in enumerate(self._codes["tests"]):
-            if tampered:
-                self._snapshot.restore()
-            error = self._attempt(lambda code=code: self._test(code, space, names))  # type: ignore[misc]
-            tampered = self._snapshot.changed()
+            kind, said = _told(error)
+            return self._say({"code": {"raised": kind, "said": said}})
+        for number in range(count):
+            error = _attempt(lambda number=number: self._made.run(number, space, names))  # type: ignore[misc]
             candidate._flush()
-            said = {"passed": error is None and not tampered, "raised": None if error is None else _told(error)}
-            self._channel.send({"test": number, **said, "tampered": tampered})
-        self._channel.send({"done": True})
-
-    def _attempt(self, action: Callable[[], Any]) -> BaseException | None:
-        try:
-            action()
-        except wire.Broken:
-            os._exit(0)
-        except BaseException as error:  # noqa: BLE001 - the border to foreign code
-            return error
-        return None
+            self._say({"test": number, **self._record.taken(), **_outcome(error)})
+        self._say({"done": True, "changed": self._snapshot.changed()})
 
     def _namespace(self) -> dict[str, Any]:
         """The tests' globals: a module of their own, or the program's where tests rebind its names with `global`."""
         program = self._builtin.program
-        self._builtin.update({self._hello["check"]: self.check, self._hello["truth"]: self.truth, self._hello["main"]: self._main})  # fmt: skip
-        self._builtin[ALMOST] = decoys.almost
         self._builtin["map"], self._builtin["filter"] = _map, _filter
-        for name in self._hello["subjects"]:
-            if name in program:
-                self._builtin[name] = program[name]
-        if self._hello["shared"]:
-            program["__builtins__"] = self._builtin
-            return program
+        if self._made.subject in program:
+            self._builtin[self._made.subject] = program[self._made.subject]
         module = types.ModuleType("__main__")
-        space: dict[str, Any] = module.__dict__
+        space: dict[str, Any] = program if self._made.is_shared else module.__dict__
+        self._builtin[suite.MAIN] = self._made.main_of(space)
         space["__builtins__"] = self._builtin
-        if self._hello["is_main"]:
+        if self._made.is_main and not self._made.is_shared:
             sys.modules["__main__"] = module
         return space
 
-    def _test(self, code: types.CodeType, space: dict[str, Any], names: Any) -> None:
-        before = dict(space)
-        self._has_run_suites = False
-        exec(code, space, names)
-        fresh = {name: value for name, value in space.items() if before.get(name) is not value}
-        if not self._has_run_suites:
-            self._run_suites(fresh)
-        for name in self._hello["functions"]:
-            if name in fresh and type(fresh[name]) is types.FunctionType:
-                fresh[name]()
 
-    def _run_suites(self, fresh: dict[str, Any]) -> None:
-        loader, suite = self._loader(), self._suite()
-        for value in fresh.values():
-            if type in _mro(type(value)) and self._cases in _mro(value) and value.__module__ != "unittest.case":
-                suite.addTests(loader.loadTestsFromTestCase(value))
-        count, result = suite.countTestCases(), self._outcome()
-        if not count:
-            return
-        passed: list[Any] = []
-        result.failfast = True
-        result.addSuccess = passed.append  # type: ignore[assignment,method-assign]
-        suite.run(result)
-        bad = [*result.failures, *result.errors]
-        if bad:
-            raise _Failed("\n".join(text for _, text in bad[:3])[-1500:])
-        excused = len(result.skipped) + len(result.expectedFailures)
-        if len(passed) + excused != count or (excused and not self._hello["skips"]):
-            raise _Failed("a test was left out")
+def _attempt(action: Callable[[], Any]) -> BaseException | None:
+    try:
+        action()
+    except BaseException as error:  # noqa: BLE001 - the border to foreign code
+        return error
+    return None
 
-    def _main(self, *arguments: Any, **keywords: Any) -> None:
-        """`unittest.main` of the tests: runs the cases defined so far, and returns."""
-        self._has_run_suites = True
-        self._run_suites(dict(sys.modules["__main__"].__dict__))
 
-    def check(self, number: int, *given: Any) -> bool:
-        """True if the judge finds assertion `number` true of the program's values."""
-        sent = [plain.encode(item) for item in given]
-        self._channel.send({"site": number, "given": [item for item, _ in sent], "whole": [whole for _, whole in sent]})
-        reply = self._channel.receive()
-        if "ask" in reply:
-            reply = self._asked(number, given, reply["ask"])
-        if "raise" in reply:
-            kind = builtins_of.get(reply["raise"][0])
-            raise (kind if isinstance(kind, type) else Exception)(reply["raise"][1])
-        return bool(reply["holds"])
-
-    def _asked(self, number: int, given: tuple[Any, ...], questions: list[dict[str, Any]]) -> dict[str, Any]:
-        """The judge's answer, after it has heard what the assertion comes to with each of the values that it proposes."""
-        expression = types.FunctionType(self._codes["expressions"][number], {"__builtins__": self._builtin})
-        answers: list[int] = []
-        errors: dict[int, BaseException] = {}
-        copies = [_copies(item, len(questions)) for item in given]
-        for place, question in enumerate(questions):
-            words = {f"given{n}": items[place] for n, items in enumerate(copies)}
-            words.update({name: wire.decode(item, _no_reference) for name, item in question.items()})
-            try:
-                answers.append(1 if expression(**words) else 0)
-            except Exception as error:  # noqa: BLE001 - the border to foreign code
-                answers.append(-1)
-                errors[place] = error
-        self._channel.send({"answers": answers})
-        reply = self._channel.receive()
-        if "raised" in reply:
-            raise errors[reply["raised"]]
-        return reply
-
-    def truth(self, left: Any, right: Any) -> bool:
-        """`left == right`, which must not hold for values that are not equal: an object may say yes to all."""
-        known, other = plain.encode(left)[1], plain.encode(right)[1]
-        if not left == right:  # noqa: SIM201 - `!=` is another method of theirs
-            return False
-        if known and other:
-            return True
-        item, expected = (left, right) if other else (right, left)
-        foreign = decoys.near(expected) if known or other else list(decoys.FOREIGN)
-        return not any(_holds(item, decoy) for decoy in decoys.shuffled(foreign))
+def _outcome(error: BaseException | None) -> dict[str, Any]:
+    if error is None:
+        return {"outcome": "passed"}
+    kind, said = _told(error)
+    is_wrong = kind in ("AssertionError", "Failed")
+    return {"outcome": "wrong" if is_wrong else "raised", "kind": kind, "said": f"{kind}: {said}" if said else kind}
 
 
 def _map(function: Any, *inputs: Any) -> Any:
@@ -248,39 +193,11 @@ def _filter(function: Any, inputs: Any) -> Any:
             yield item
 
 
-def _copies(item: Any, count: int) -> list[Any]:
-    """The same object for each question; of an iterator of Python's own, which one question would use up, a copy for each."""
-    kind = type(item)
-    if kind.__flags__ & guard._HEAP or not hasattr(kind, "__next__"):
-        return [item] * count
-    return [itertools.islice(copy, _MOST_ITEMS) for copy in itertools.tee(item, count)]
-
-
-_MOST_ITEMS = 200_000
-
-
-class _Failed(AssertionError):  # noqa: N818 - what happened
-    """A case of the tests' did not pass."""
-
-
-builtins_of = dict(builtins.__dict__)
 _trace_of = BaseException.__dict__["__traceback__"].__get__
-_mro = type.__dict__["__mro__"].__get__
 _name_of = type.__dict__["__name__"].__get__
 
 
-def _holds(item: Any, decoy: Any) -> bool:
-    try:
-        return bool(item == decoy)
-    except Exception:  # noqa: BLE001 - the border to foreign code
-        return False
-
-
-def _no_reference(message: list[Any]) -> Any:
-    raise wire.Broken("a reference")
-
-
-def _told(error: BaseException) -> list[str]:
+def _told(error: BaseException) -> tuple[str, str]:
     """Kind and text of an exception; its place, where that is in the program, goes to the error output."""
     kind = type(error)
     name = str(_name_of(kind))
@@ -294,4 +211,4 @@ def _told(error: BaseException) -> list[str]:
         trace = trace.tb_next
     said = "\n".join([*(["Traceback (most recent call last):", *lines] if lines else []), f"{name}: {text}"])
     os.write(2, f"{said}\n".encode(errors="replace")[-8000:])
-    return [name, text]
+    return name, text

@@ -6,6 +6,7 @@ It holds no test, expected value or verdict; its replies are answers, never judg
 from __future__ import annotations
 
 import builtins
+import collections
 import inspect
 import linecache
 import operator
@@ -17,10 +18,10 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from covey.rewards.sandbox import wire
+from covey.rewards.sandbox import guard, wire
 
 FILE = "<completion>"
-_MUTABLE = (list, dict, set, bytearray)
+_MUTABLE = (list, dict, set, bytearray, collections.deque)
 
 
 def run_script(source: bytes) -> int:
@@ -40,6 +41,7 @@ def run_script(source: bytes) -> int:
 
 def serve(source: bytes, connection: socket.socket) -> None:
     """Run `source` as a module, then answer its judge until the judge has gone."""
+    guard.refuse_made_code()
     try:
         module = _module("__candidate__", source)
         exec(compile(source, FILE, "exec", dont_inherit=True), module.__dict__)
@@ -68,10 +70,10 @@ class _Desk:
                 return self._named(request["name"])
             arguments = [wire.decode(item, self._object) for item in request["arguments"]]
             keywords = {name: wire.decode(item, self._object) for name, item in request.get("keywords", {}).items()}
-            given = [item if isinstance(item, _MUTABLE) else None for item in arguments]
+            given = [item if _is_mutable(item) else None for item in (*arguments, *keywords.values())]
             value = _FUNCTIONS[request["do"]](*arguments, **keywords)
             reply = {"value": self._encode(value)}
-            if any(item is not None for item in given[1:]):
+            if any(item is not None for item in given):
                 reply["given"] = [None if item is None else self._encode(item) for item in given]
             return reply
         except BaseException as error:  # noqa: BLE001 - the border to foreign code
@@ -129,13 +131,34 @@ def _module(name: str, source: bytes) -> types.ModuleType:
     module = types.ModuleType(name)
     module.__dict__["__builtins__"] = builtins  # not those of this module, which are its own
     sys.modules[name] = module
-    text = source.decode(errors="replace")
-    linecache.cache[FILE] = (len(text), None, text.splitlines(keepends=True), FILE)
+    linecache.cache[FILE] = _source_lines(source)
     return module
 
 
+def _source_lines(source: bytes) -> tuple[int, None, list[str], str]:
+    """The program's lines, as `linecache` keeps them."""
+    text = source.decode(errors="replace")
+    return len(text), None, text.splitlines(keepends=True), FILE
+
+
+def _is_mutable(item: Any) -> bool:
+    return isinstance(item, _MUTABLE) or (type(item) is tuple and any(map(_is_mutable, item)))
+
+
 def _raised(error: BaseException) -> dict[str, Any]:
-    return {"raised": type(error).__name__, "said": _text(error)}
+    """Name, text and arguments of an exception, and the first of its classes that is Python's."""
+    base = next(kind for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind)
+    told = {"raised": type(error).__name__, "base": base.__name__, "said": _text(error), "arguments": None}
+    if base is type(error):
+        try:
+            told["arguments"] = wire.encode(list(error.args), _no_data)
+        except (TypeError, RecursionError):  # an object of its own among them: the text has to do
+            return told
+    return told
+
+
+def _no_data(value: Any) -> list[Any]:
+    raise TypeError("no data")
 
 
 def _text(error: BaseException) -> str:

@@ -1,48 +1,40 @@
 """Guards that keep a program from the tests that run beside it in one interpreter.
 
-An audit hook refuses the ways to the tests' frames and to objects that were not handed over; the parts of Python that tests
-lean on are restored to their state before the program was loaded, and checked again after each test. Standard library only.
+An audit hook refuses the ways to the tests' frames, to memory and to objects that were not handed over; every function and class
+of Python's is restored to what it was before the program was loaded, and looked at again after the tests. Standard library only.
 """
 
 from __future__ import annotations
 
+import _imp
 import _signal
 import _thread
+import builtins
 import dataclasses
 import doctest
 import functools
-import importlib
+import gc
 import inspect
 import operator
+import os
 import sys
 import traceback
 import types
 import unittest.result
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from importlib import _bootstrap_external
 from typing import Any
 
 _REFUSED = frozenset(
     [
-        "sys.settrace",
-        "sys.setprofile",
-        "sys._current_frames",
-        "sys._current_exceptions",
-        "sys.monitoring.register_callback",
-        "gc.get_objects",
-        "gc.get_referrers",
-        "gc.get_referents",
-        "cpython.PyInterpreterState_New",
-        "sys.remote_exec",
+        "sys.settrace", "sys.setprofile", "sys._current_frames", "sys._current_exceptions", "sys.monitoring.register_callback",
+        "gc.get_objects", "gc.get_referrers", "gc.get_referents", "cpython.PyInterpreterState_New", "sys.remote_exec",
     ]
-)
+)  # fmt: skip
 _FRAMES = frozenset(("tb_frame", "gi_frame", "cr_frame", "ag_frame"))
 _NO_IMPORT = ("ctypes", "_ctypes", "_testcapi", "_testinternalcapi", "_testlimitedcapi", "_xxsubinterpreters", "_interpreters", "_xxtestfuzz", "_testbuffer", "_testmultiphase")  # fmt: skip
-WATCHED = (
-    "builtins", "math", "cmath", "operator", "json", "json.decoder", "json.encoder", "re", "copy", "functools", "itertools",
-    "collections", "heapq", "bisect", "decimal", "fractions", "datetime", "statistics", "string", "types", "enum", "abc",
-    "contextlib", "dataclasses", "unittest", "unittest.case", "unittest.loader", "unittest.result", "unittest.suite", "unittest.util",
-)  # fmt: skip
-"""Modules that tests rely on. The program may not change their attributes, nor their classes' attributes."""
+_FREE = frozenset(("excepthook", "unraisablehook", "displayhook", "showwarning", "__annotations__", "__abstractmethods__", "_abc_impl", "__annotations_cache__", "__doc__"))  # fmt: skip
+"""Attributes that are there to be set."""
 
 
 class Denied(AttributeError, ValueError):  # noqa: N818 - what happened
@@ -73,104 +65,129 @@ def _part(owner: Any, name: str) -> Any:
     return getattr(found, "__func__", found)
 
 
-_CLEARING = _codes(
-    traceback.clear_frames, _part(unittest.result.TestResult, "_is_relevant_tb_level"), inspect.getgeneratorstate,
-    inspect.getcoroutinestate, _part(inspect, "getasyncgenstate"),
-)  # fmt: skip
-_WALKING = _codes(_part(traceback, "walk_tb"), _part(traceback, "_walk_tb_with_full_positions"))
-_TELLING = _codes(
-    _part(traceback.StackSummary, "_extract_from_extended_frame_gen"), _part(traceback.StackSummary, "extract"),
-    _part(traceback.StackSummary, "_extract"),
-)  # fmt: skip
-"""They turn the frames of `_WALKING` into text."""
-
-
 def place(trace: types.TracebackType) -> tuple[str, str]:
     """The file and function of one level of a traceback."""
     code = trace.tb_frame.f_code
     return code.co_filename, code.co_name
 
 
-_OWN = _codes(place, doctest.DocTestRunner.run)
+def _frame_of(trace: types.TracebackType) -> Any:
+    return trace.tb_frame
+
+
+_MAY_SEE = _codes(
+    place, _frame_of, doctest.DocTestRunner.run, traceback.clear_frames, _part(unittest.result.TestResult, "_is_relevant_tb_level"),
+    inspect.getgeneratorstate, inspect.getcoroutinestate, _part(inspect, "getasyncgenstate"),
+)  # fmt: skip
+"""Code that asks for frames, and gives none away."""
+_MAKING = _codes(_part(types, "coroutine"), _part(dataclasses, "_update_func_cell_for__class__"))
+_LOADING = _codes(_bootstrap_external._compile_bytecode)  # type: ignore[attr-defined]
+
+
+@dataclasses.dataclass
+class _Part:
+    """A module's or a class's names, and of its functions, classes and modules the values."""
+
+    owner: type | None
+    now: Any
+    module: str
+    all: frozenset[str]
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
 
 
 class Snapshot:
-    """The parts of Python that tests lean on, as they were when this was made."""
+    """The functions, classes and modules in the modules and classes that are loaded when this is made."""
 
-    def __init__(self, others: Sequence[str] = ()) -> None:
-        """Of the modules `WATCHED` and these `others`."""
+    def __init__(self) -> None:
         self._modules: dict[str, types.ModuleType] = {}
-        self._dicts: list[tuple[Any, Any, dict[str, Any], str]] = []
-        seen: set[int] = set()
-        for name in (*WATCHED, *others):
-            if not self.hold(name):
-                continue
-            module = self._modules[name]
-            self._dicts.append((None, module.__dict__, dict(module.__dict__), name))
-            for value in list(module.__dict__.values()):
-                is_own = isinstance(value, type) and value.__module__.partition(".")[0] == name.partition(".")[0]
-                if is_own and value.__flags__ & _HEAP and id(value) not in seen:
-                    seen.add(id(value))
-                    self._dicts.append((value, _dict_of(value), dict(_dict_of(value)), value.__module__))
+        self._parts: dict[int, _Part] = {}
+        self.more()
 
-    def hold(self, name: str) -> bool:
-        """Import a module, which is to stay the one of its name; false where this Python does not have it."""
-        try:
-            self._modules[name] = importlib.import_module(name)
-        except ImportError:
-            return False
-        return True
+    def more(self) -> None:
+        """Take up what has been loaded since."""
+        for name, module in list(sys.modules.items()):
+            if isinstance(module, types.ModuleType) and name.partition(".")[0] not in _LEFT_OUT:
+                self._modules.setdefault(name, module)
+                self._hold(None, module.__dict__, name)
+                for value in list(module.__dict__.values()):
+                    if isinstance(value, type) and value.__flags__ & _HEAP:
+                        self._hold(value, _dict_of(value), str(value.__module__))
+
+    def _hold(self, owner: type | None, now: Any, module: str) -> None:
+        number = id(now if owner is None else owner)
+        if number not in self._parts and module.partition(".")[0] not in _LEFT_OUT:
+            parts = {name: value for name, value in now.items() if name not in _FREE and _is_part(value)}
+            self._parts[number] = _Part(owner, now, module, frozenset(now), tuple(parts), tuple(parts.values()))
 
     def watch(self, kind: type) -> None:
         """Watch one more class."""
-        self._dicts.append((kind, _dict_of(kind), dict(_dict_of(kind)), ""))
+        self._hold(kind, _dict_of(kind), "")
 
-    def leave(self, names: list[str]) -> None:
+    def again(self, *modules: types.ModuleType) -> None:
+        """Take up these modules as they are by now."""
+        for module in modules:
+            self._parts.pop(id(module.__dict__), None)
+            self._hold(None, module.__dict__, module.__name__)
+
+    def leave(self, names: frozenset[str]) -> None:
         """Watch these modules no longer: the tests change them."""
-        self._dicts = [entry for entry in self._dicts if entry[3].partition(".")[0] not in names]
+        self._parts = {n: part for n, part in self._parts.items() if part.module.partition(".")[0] not in names}
 
     def restore(self) -> None:
-        """Restore changed and removed attributes; added ones stay."""
+        """Restore what was changed or removed, and remove what hides another's; whatever else was added stays."""
         for name, module in self._modules.items():
             if sys.modules.get(name) is not module:
                 sys.modules[name] = module
-        for owner, now, before, _ in self._dicts:
-            if _is_as_it_was(now, before):
-                continue
-            for name, value in before.items():
-                if now.get(name, _GONE) is not value and not (owner is not None and name in _OWN_BUSINESS):
-                    _put(owner, now, name, value)
+        for part in self._parts.values():
+            for name, value in _differences(part):
+                _put(part.owner, part.now, name, value)
 
     def changed(self) -> str:
         """The name of something that is not as it was; empty where all is."""
         for name, module in self._modules.items():
             if sys.modules.get(name) is not module:
                 return f"sys.modules[{name!r}]"
-        for owner, now, before, _ in self._dicts:
-            if not _is_as_it_was(now, before):
-                for name, value in before.items():
-                    if now.get(name) is not value and not (owner is not None and name in _OWN_BUSINESS):
-                        return f"{getattr(owner, '__qualname__', before.get('__name__', ''))}.{name}"
+        for part in self._parts.values():
+            for name, _ in _differences(part):
+                return f"{getattr(part.owner, '__qualname__', part.module)}.{name}"
         return ""
 
 
-def _is_as_it_was(now: Any, before: dict[str, Any]) -> bool:
-    return all(map(_is, map(now.get, before), before.values()))
+def _differences(part: _Part) -> list[tuple[str, Any]]:
+    """Names whose values are not what they were, with these; `_NEW` for one that hides a name of a base class or of Python's."""
+    now, found = part.now, []
+    if not all(map(_is, map(now.get, part.names), part.values)):
+        found = [(n, value) for n, value in zip(part.names, part.values) if now.get(n) is not value]  # noqa: B905
+    if len(now) > len(part.all):
+        bases = _python if part.owner is None else {n: 0 for base in _mro_of(part.owner)[1:] for n in _dict_of(base)}
+        found += [(n, _NEW) for n in now if n in bases and n not in part.all and n not in _FREE]
+    return found
 
 
-_is = operator.is_
-_GONE = object()
-_HEAP = 1 << 9
-"""The flag of classes that can be changed."""
-_OWN_BUSINESS = frozenset(("__annotations__", "__abstractmethods__", "_abc_impl", "__annotations_cache__", "__doc__"))
-_dict_of = type.__dict__["__dict__"].__get__
+def _is_part(value: Any) -> bool:
+    return callable(value) or isinstance(value, types.ModuleType | property | classmethod | staticmethod)
 
 
 def _put(owner: Any, now: Any, name: str, value: Any) -> None:
-    if owner is None:
+    if value is _NEW:
+        if owner is None:
+            del now[name]
+        else:
+            type.__delattr__(owner, name)
+    elif owner is None:
         now[name] = value
     else:
         type.__setattr__(owner, name, value)
+
+
+_is = operator.is_
+_NEW = object()
+_python = dict(builtins.__dict__)
+_HEAP = 1 << 9
+"""The flag of classes that can be changed."""
+_dict_of = type.__dict__["__dict__"].__get__
+_mro_of = type.__dict__["__mro__"].__get__
 
 
 def _shown(frame: Any) -> types.SimpleNamespace:
@@ -184,7 +201,7 @@ def _shown(frame: Any) -> types.SimpleNamespace:
     for one in reversed(chain):
         is_own = _is_shown(one)
         above = types.SimpleNamespace(
-            f_code=one.f_code if is_own else None,
+            f_code=one.f_code if is_own else _NO_CODE,
             f_lineno=one.f_lineno,
             f_lasti=one.f_lasti,
             f_trace=None,
@@ -197,11 +214,26 @@ def _shown(frame: Any) -> types.SimpleNamespace:
     return above
 
 
+_NO_CODE = types.SimpleNamespace(
+    co_filename="<tests>", co_name="<tests>", co_qualname="<tests>", co_positions=lambda: iter(())
+)
 _DEEPEST = 100
 
 
 def _is_shown(frame: Any) -> bool:
-    return frame.f_code.co_filename not in ("<tests>", "<sandbox>")
+    return not frame.f_code.co_filename.startswith(("<tests", "<sandbox>"))
+
+
+def _walk(trace: Any) -> Iterator[tuple[Any, int]]:
+    """`traceback.walk_tb`, of shown frames."""
+    while trace is not None:
+        yield _shown(_frame_of(trace)), trace.tb_lineno
+        trace = trace.tb_next
+
+
+def _walk_with_positions(trace: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    for frame, line in _walk(trace):
+        yield frame, (line, None, None, None)
 
 
 def _frame_at(raw: Callable[[int], Any], busy: set[int]) -> Callable[..., types.SimpleNamespace]:
@@ -245,22 +277,44 @@ def alone(function: Any) -> Any:
     return types.FunctionType(function.__code__, {"__builtins__": {}}, function.__name__, function.__defaults__)
 
 
-def install() -> None:
-    """Refuse, from here on and for good, what leads to frames, code and objects that were not handed over."""
+def refuse_made_code() -> None:
+    """Refuse, for good, code that the compiler did not make."""
+    sys.addaudithook(_code_hook(sys._getframe, 1))
+
+
+def install(snapshot: Snapshot) -> None:
+    """Refuse, from here on and for good, what leads to frames, code, memory and objects that were not handed over."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("ctypes", "_ctypes")]:
         del sys.modules[name]
     _signal.signal = _hidden(_without_frame(_signal.signal))
-    sys.settrace = _hidden(lambda function: _refuse_tracing(function))
-    sys.setprofile = _hidden(lambda function: _refuse_tracing(function))
+    sys.settrace = _hidden(lambda function: _refuse(function))
+    sys.setprofile = _hidden(lambda function: _refuse(function))
+    gc.set_debug = _hidden(lambda flags: _refuse(flags))
+    _imp.create_builtin = _hidden(_made_once(_imp.create_builtin))
+    traceback.walk_tb = _hidden(_walk)
+    if hasattr(traceback, "_walk_tb_with_full_positions"):
+        traceback._walk_tb_with_full_positions = _hidden(_walk_with_positions)
     busy: set[int] = set()
     raw = sys._getframe
     sys._getframe = _hidden(_frame_at(raw, busy))
+    snapshot.again(_signal, sys, gc, _imp, traceback)
     sys.addaudithook(_hook(raw, busy))
 
 
-def _refuse_tracing(function: Any) -> None:
-    if function is not None:
+def _refuse(wanted: Any) -> None:
+    if wanted:
         raise Denied("the tests' run cannot be traced")
+
+
+def _made_once(create: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    names = frozenset(sys.modules)
+
+    def create_builtin(spec: Any) -> Any:
+        if spec.name in names:
+            raise Denied(f"{spec.name} is loaded")
+        return create(spec)
+
+    return create_builtin
 
 
 def _hidden(function: Callable[..., Any]) -> Any:
@@ -279,42 +333,64 @@ def _without_frame(signal: Callable[..., Any]) -> Callable[..., Any]:
     return install
 
 
-def _hook(frame_at: Callable[[int], Any], busy: set[int]) -> Callable[[str, tuple[Any, ...]], None]:
-    thread = _thread.get_ident
+def _code_hook(frame_at: Callable[[int], Any], depth: int) -> Callable[[str, tuple[Any, ...]], None]:
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "code.__new__":
+            if id(frame_at(depth).f_code) not in _MAKING:
+                raise Denied("code is made by the compiler alone")
+        elif event == "marshal.loads" and id(frame_at(depth).f_code) not in _LOADING:
+            raise Denied("code is made by the compiler alone")
 
-    def caller() -> tuple[int, int]:
-        """The code that asks, and the code that called it."""
+    return hook
+
+
+def _hook(raw: Callable[[int], Any], busy: set[int]) -> Callable[[str, tuple[Any, ...]], None]:
+    thread = _thread.get_ident
+    library = os.path.dirname(os.__file__)
+
+    def frame_at(depth: int) -> Any:
         here = thread()
         busy.add(here)
         try:
-            frame = frame_at(2)
-            codes = (id(frame.f_code), 0 if frame.f_back is None else id(frame.f_back.f_code))
+            return raw(depth + 1)
         finally:
             busy.discard(here)
-        return codes
+
+    code_hook = _code_hook(frame_at, 2)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "sys._getframe":
             if thread() not in busy:
                 raise Denied("frames are out of reach")
         elif event == "object.__getattr__":
-            if arguments[1] in _FRAMES and thread() not in busy:
-                code, above = caller()
-                if code not in _CLEARING and code not in _OWN and not (code in _WALKING and above in _TELLING):
-                    raise Denied("frames are out of reach")
+            if arguments[1] in _FRAMES and thread() not in busy and id(frame_at(1).f_code) not in _MAY_SEE:
+                raise Denied("frames are out of reach")
         elif event == "object.__setattr__":
-            if arguments[1] == "__code__":
-                raise Denied("the code of functions cannot be changed")
+            is_theirs = arguments[1] in ("__defaults__", "__kwdefaults__") and _is_theirs(arguments[0], library)
+            if arguments[1] == "__code__" or is_theirs:
+                raise Denied("functions cannot be changed")
         elif event == "import":
-            if arguments[0].partition(".")[0] in _NO_IMPORT:
-                raise ImportError(f"no module {arguments[0]} beside tests")
-        elif event == "code.__new__":
-            if caller()[0] not in _MAKING:
-                raise Denied("code is made by the compiler alone")
+            name, file = arguments[0], arguments[1]
+            if set(name.split(".")) & _NO_IMPORT_SET or (file and not _is_library(file, library)):
+                raise ImportError(f"no module {name} beside tests")
         elif event in _REFUSED or event[:7] == "ctypes.":
             raise Denied(f"{event} is out of reach")
+        else:
+            code_hook(event, arguments)
 
     return hook
 
 
-_MAKING = _codes(_part(types, "coroutine"), *(_part(dataclasses, name) for name in ("_update_func_cell_for__class__",)))
+_NO_IMPORT_SET = frozenset(_NO_IMPORT)
+_LEFT_OUT = frozenset(("covey", "__main__", *_NO_IMPORT))
+
+
+def _is_library(file: str, library: str) -> bool:
+    """A file of machine code that is Python's."""
+    return file.startswith(library) and not any(f"/{name}." in file for name in _NO_IMPORT)
+
+
+def _is_theirs(function: Any, library: str) -> bool:
+    """A function of Python's, or of the tests'."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.startswith((library, "<frozen", "<tests", "<sandbox>"))

@@ -20,9 +20,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from covey.rewards.sandbox import arbiter, arena, candidate, confine, guard, judge, kernel, wire
+from covey.rewards.sandbox import arena, candidate, confine, guard, judge, kernel, wire
 
 # fmt: off
 _PRELOADED = (
@@ -56,8 +57,7 @@ CANNOT = 70
 
 
 MODULES = (
-    "wire", "kernel", "seccomp", "confine", "plain", "decoys", "channel", "guard", "judge", "candidate", "splitting", "arena",
-    "arbiter", "jail",
+    "wire", "kernel", "seccomp", "confine", "guard", "suite", "judge", "candidate", "mutants", "arena", "jail",
 )  # fmt: skip
 """The modules of this package that the process runs, each after those that it imports."""
 START = """
@@ -113,9 +113,7 @@ def main(control: socket.socket, wanted: list[str], slot: int, allow_unisolated:
         control, {"layers": layers, "missing": missing, "uncovered": uncovered, "scratch": "namespaces" in layers}
     )
     if not uncovered or allow_unisolated:
-        _serve(
-            control, tuple(layers), guard.Snapshot([name for name in sys.modules if name.partition(".")[0] == "numpy"])
-        )
+        _serve(control, tuple(layers), guard.Snapshot())
 
 
 def _import_numpy(folder: str) -> None:
@@ -215,22 +213,22 @@ class _Child:
 def _start(
     request: dict[str, Any], descriptors: list[int], layers: tuple[str, ...], snapshot: guard.Snapshot
 ) -> dict[str, _Child]:
-    """Fork the program and, where there are tests, its judge: neither gets a descriptor of the other's."""
+    """Fork the program and, where its tests run apart from it, their judge: neither gets a descriptor of the other's."""
     given = dict(zip(request["descriptors"], descriptors, strict=True))
     limits = confine.Limits(**request["limits"])
-    strict = bool(request.get("strict"))
     ours, theirs = socket.socketpair()
     streams = [given[name] for name in ("stdin", "stdout", "stderr")]
-    children = {}
-    kept = [given["code"], theirs.fileno()]
+    kept: list[int] = [given["code"]]
     run: Callable[[list[int]], int] = _script
-    if "tests" in given:
-        run = _candidate if strict else lambda kept: _arena(kept, snapshot)
-    children["candidate"] = _fork(layers, limits, streams, kept, run)
-    if "tests" in given:
+    if request["tests"] == "beside":
+        kept += [given["tests"], given["verdict"]]
+        run = partial(_arena, snapshot)
+    elif request["tests"] == "apart":
+        kept, run = [*kept, theirs.fileno()], _candidate
+    children = {"candidate": _fork(layers, limits, streams, kept, run)}
+    if request["tests"] == "apart":
         kept = [given["tests"], ours.fileno(), given["verdict"]]
-        judged = judge.judge if strict else arbiter.arbitrate
-        children["judge"] = _fork(layers, limits, [0, 1, 1], kept, lambda kept: _judge(kept, judged))  # prints nothing
+        children["judge"] = _fork(layers, limits, [0, 1, 1], kept, _judge)  # prints nothing
     ours.close()
     theirs.close()
     for descriptor in descriptors:
@@ -271,9 +269,7 @@ def _fork(
 
 
 def _script(descriptors: list[int]) -> int:
-    source = _prepared(descriptors)
-    os.close(descriptors[1])
-    return candidate.run_script(source)
+    return candidate.run_script(_prepared(descriptors))
 
 
 def _candidate(descriptors: list[int]) -> int:
@@ -285,12 +281,9 @@ def _candidate(descriptors: list[int]) -> int:
     return 0
 
 
-def _arena(descriptors: list[int], snapshot: guard.Snapshot) -> int:
-    source = _prepared(descriptors)
-    try:
-        arena.serve(source, socket.socket(fileno=descriptors[1]), snapshot)
-    except wire.Broken:
-        return 0
+def _arena(snapshot: guard.Snapshot, descriptors: list[int]) -> int:
+    source, tests = _prepared(descriptors), _read(descriptors[1])
+    arena.serve(source, tests, descriptors[2], snapshot)
     return 0
 
 
@@ -312,10 +305,10 @@ def _prepared(descriptors: list[int]) -> bytes:
     return source
 
 
-def _judge(descriptors: list[int], judged: Callable[[bytes, socket.socket, int], None]) -> int:
+def _judge(descriptors: list[int]) -> int:
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)
-    judged(_read(descriptors[0]), socket.socket(fileno=descriptors[1]), descriptors[2])
+    judge.judge(_read(descriptors[0]), socket.socket(fileno=descriptors[1]), descriptors[2])
     return 0
 
 

@@ -1,103 +1,81 @@
 """The process that runs the tests: names of the code under test stand for objects in its process, called over a socket.
 
-Expected values are only here, and only this process writes verdicts, so code under test can neither read the one nor forge
-the other. Results by value are compared here. Results by reference never equal a value of the tests, and
-comparisons or arithmetic with such values are not handed to it: its own `__eq__` would be the judge. Standard library only.
+Expected values are only here, and only this process compares and writes verdicts, with a Python that the code under test never
+touches: it can neither read the one nor forge the other. What it returns is data, or an object that equals no value of the
+tests: comparisons or arithmetic with such values are not handed to it, its own `__eq__` would be the judge. Standard library only.
 """
 
 from __future__ import annotations
 
-import ast
 import builtins
 import collections
-import importlib
 import json
 import os
 import socket
-import sys
 import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from covey.rewards.sandbox import wire
-
-_FILE = "<tests>"
-_OURS = {
-    "math": ("isclose", "sqrt", "pi", "inf", "nan", "isnan"),
-    "collections": ("Counter", "defaultdict", "deque", "OrderedDict"),
-    "decimal": ("Decimal",),
-    "fractions": ("Fraction",),
-    "datetime": ("date", "datetime", "timedelta"),
-}
-"""Names that tests use without an import since the code under test usually has one: taken from the library all the same."""
-_MODULES = frozenset(
-    [
-        "bisect",
-        "cmath",
-        "collections",
-        "copy",
-        "datetime",
-        "decimal",
-        "fractions",
-        "functools",
-        "heapq",
-        "itertools",
-        "json",
-        "math",
-        "operator",
-        "os",
-        "random",
-        "re",
-        "statistics",
-        "sys",
-        "typing",
-        "unittest",
-    ]
-)
-"""Modules of which the same is true. Others may be what the code under test calls its own: `queue`, `code`, `array`."""
+from covey.rewards.sandbox import suite, wire
 
 
 def judge(tests: bytes, connection: socket.socket, verdict: int) -> None:
     """Run `{"setup": str, "tests": [str]}` and write one JSON line to `verdict` for each test, then `{"done": true}`."""
     plan = json.loads(tests)
+    try:
+        made = suite.Suite(plan["setup"], plan["tests"])
+    except BaseException as error:  # noqa: BLE001 - the border to the tests' code
+        return _write(verdict, {"setup": _said(error)})
     link = _Link(connection)
     try:
         reply = wire.receive(connection)
         if "raised" in reply:
             return _write(verdict, {"code": reply})
-        namespace = {"__name__": "__tests__", **_names(link, plan["setup"], plan["tests"])}
-        exec(compile(plan["setup"], _FILE, "exec", dont_inherit=True), namespace)
-    except wire.Broken:
-        return _write(verdict, {"gone": "before the tests"})
+        space = _namespace(link, made)
+        exec(made.setup, space)
     except BaseException as error:  # noqa: BLE001 - the border to the tests' code
-        is_tests = isinstance(error, SyntaxError | ImportError) and link.raised is None
-        said = {"setup": _said(error)} if is_tests else {"code": {"raised": type(error).__name__, "said": _said(error)}}
-        return _write(verdict, said)
-    for number, test in enumerate(plan["tests"]):
-        _write(verdict, {"test": number, **_outcome(link, test, namespace)})
+        kind = error.kind if isinstance(error, _Raised | _Left) else type(error).__name__
+        return _write(verdict, link.trouble() or {"code": {"raised": kind, "said": str(error)}})
+    for number in range(len(plan["tests"])):
+        outcome = _outcome(link, made, number, space)
+        _write(verdict, {"test": number, **outcome})
+        if "beside" in outcome:
+            return
     _write(verdict, {"done": True})
 
 
-def _outcome(link: _Link, test: str, namespace: dict[str, Any]) -> dict[str, Any]:
+def _outcome(link: _Link, made: suite.Suite, number: int, space: dict[str, Any]) -> dict[str, Any]:
     try:
-        exec(compile(test, _FILE, "exec", dont_inherit=True), namespace)
-    except wire.Broken:
-        return {"outcome": "gone", "said": "the code ended its process, or broke the connection to it"}
-    except _Raised as error:
-        return {"outcome": "raised", "kind": error.kind, "said": f"{error.kind}: {error}"}
+        made.run(number, space, space)
+        found: dict[str, Any] = {"outcome": "passed"}
     except AssertionError as error:
-        return {
-            "outcome": "raised" if link.raised is error else "wrong",
-            "kind": "AssertionError",
-            "said": _said(error),
-        }
+        found = {"outcome": "raised" if link.raised is error else "wrong", **_raised(error)}
     except BaseException as error:  # noqa: BLE001 - the border to the tests' code
-        return {"outcome": "raised", "kind": type(error).__name__, "said": _said(error)}
-    return {"outcome": "passed"}
+        found = {"outcome": "raised", **_raised(error)}
+    return link.trouble() or found
+
+
+def _namespace(link: _Link, made: suite.Suite) -> dict[str, Any]:
+    """The tests' globals: Python's and the library's names, then the values that the program gives to those that are free."""
+    known = made.known()
+    space: dict[str, Any] = {"__name__": "__main__", **known}
+    for name in sorted(made.free - known.keys()):
+        if name == made.subject or not hasattr(builtins, name):
+            value = link.name(name)
+            if value is not _MISSING:
+                space[name] = value
+    space[suite.MAIN] = made.main_of(space)
+    return space
 
 
 def _said(error: BaseException) -> str:
     return traceback.format_exception_only(type(error), error)[-1].strip()[:2000]
+
+
+def _raised(error: BaseException) -> dict[str, str]:
+    kind = error.kind if isinstance(error, _Raised | _Left) else type(error).__name__
+    said = f"{kind}: {error}" if isinstance(error, _Raised | _Left) else _said(error)
+    return {"raised": kind, "kind": kind, "said": said}
 
 
 def _write(verdict: int, line: Mapping[str, Any]) -> None:
@@ -106,81 +84,18 @@ def _write(verdict: int, line: Mapping[str, Any]) -> None:
         data = data[os.write(verdict, data) :]
 
 
-def _names(link: _Link, setup: str, tests: list[str]) -> dict[str, Any]:
-    """Values of the names that the tests use but do not define. Raises SyntaxError for tests that are not Python."""
-    trees = [ast.parse(text) for text in (setup, *tests)]
-    used, bound = names_of([node for tree in trees for node in ast.walk(tree)])
-    found: dict[str, Any] = {}
-    subject = _subject(trees, used - bound)
-    for name in sorted(used):
-        known = _known(name) if name != subject else None
-        value = link.name(name) if known is None else known[0]
-        if value is _MISSING and name in sys.stdlib_module_names and name not in ("this", "antigravity"):
-            value = importlib.import_module(name)
-        if value is not _MISSING:
-            found[name] = value
-    return found
-
-
-def names_of(nodes: list[ast.AST]) -> tuple[frozenset[str], frozenset[str]]:
-    """The names that tests read, and those that they bind in any place."""
-    used: set[str] = set()
-    bound: set[str] = set()
-    for node in nodes:
-        if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            bound.add(node.name)
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-        elif isinstance(node, ast.alias):
-            bound.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            bound.add(node.name)
-    return frozenset(used), frozenset(bound)
-
-
-def _subject(trees: list[ast.Module], free: frozenset[str]) -> str | None:
-    """The name of Python's that the code under test redefines, where the tests name nothing else of that code's.
-
-    It is the one name of the library that they call, or else the one builtin that every test calls first.
-    """
-    if any(not hasattr(builtins, name) and library_name(name) is None for name in free):
-        return None
-    called = [
-        [node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-        for tree in trees[1:]
-    ]
-    of_library = {name for names in called for name in names if name in free and library_name(name) is not None}
-    if len(of_library) == 1:
-        return of_library.pop()
-    firsts = {names[0] if names else None for names in called}
-    first = firsts.pop() if len(firsts) == 1 else None
-    return first if first in free else None
-
-
-def library_name(name: str) -> tuple[str, str] | None:
-    """The module of the library's that a name without an import is taken from, and its name there; empty for the module."""
-    for module, names in _OURS.items():
-        if name in names and name != "datetime":
-            return module, name
-    return (name, "") if name in _MODULES else None
-
-
-def _known(name: str) -> tuple[Any] | None:
-    if hasattr(builtins, name):
-        return (getattr(builtins, name),)
-    found = library_name(name)
-    if found is None:
-        return None
-    module = importlib.import_module(found[0])
-    return (getattr(module, found[1]) if found[1] else module,)
-
-
 class _Raised(Exception):  # noqa: N818 - what happened there
     """The code under test raised an exception whose class the tests' process lacks."""
 
     def __init__(self, kind: str, said: str) -> None:
+        super().__init__(said)
+        self.kind = kind
+
+
+class _Left(BaseException):
+    """The code under test raised what `except Exception` lets through, has gone, or was to be handed what is no data."""
+
+    def __init__(self, kind: str, said: str = "") -> None:
         super().__init__(said)
         self.kind = kind
 
@@ -195,39 +110,60 @@ class _Link:
         self._connection = connection
         self._callbacks: list[Any] = []
         self.raised: BaseException | None = None
+        self._trouble: dict[str, Any] = {}
+
+    def trouble(self) -> dict[str, Any]:
+        """The program has gone, or the tests hand it what is no data: nothing that the tests then did counts."""
+        return self._trouble
 
     def name(self, name: str) -> Any:
         """Value of `name` in the program; `_MISSING` where it is undefined, or a module."""
         reply = self._ask({"do": "name", "name": name})
-        return _MISSING if reply.get("missing") else wire.decode(reply["value"], self._remote)
+        value = _MISSING if reply.get("missing") else self._decode(reply["value"])
+        if isinstance(value, Remote) and name.lstrip("_")[:1].isupper():
+            object.__setattr__(value, "_is_class", True)
+        return value
 
     def ask(self, what: str, *arguments: Any, **keywords: Any) -> Any:
         """The value of one call there, with what it did to the lists, sets and dictionaries it was given."""
         named = {name: self._encode(item) for name, item in keywords.items()}
         reply = self._ask({"do": what, "arguments": [self._encode(item) for item in arguments], "keywords": named})
-        for item, now in zip(arguments, reply.get("given", ()), strict=False):
+        for item, now in zip((*arguments, *keywords.values()), reply.get("given", ()), strict=False):
             if now is not None:
-                _become(item, wire.decode(now, self._remote))
-        return wire.decode(reply["value"], self._remote)
+                _become(item, self._decode(now))
+        return self._decode(reply["value"])
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        wire.send(self._connection, request)
-        while "callback" in (reply := wire.receive(self._connection)):
-            wire.send(self._connection, self._call_back(reply))
+        try:
+            wire.send(self._connection, request)
+            while "callback" in (reply := wire.receive(self._connection)):
+                wire.send(self._connection, self._call_back(reply))
+            if "raised" in reply:
+                self.raised = _exception(reply, self._decode(reply["arguments"]), is_next=request["do"] == "next")
+            elif "value" not in reply and "missing" not in reply:
+                raise wire.Broken("an answer without a value")
+        except (wire.Broken, KeyError) as error:
+            raise self._gone(error) from error
         if "raised" in reply:
-            self.raised = _exception(str(reply["raised"]), str(reply.get("said", "")))
+            assert self.raised is not None
             raise self.raised
-        if "value" not in reply and "missing" not in reply:
-            raise wire.Broken("an answer without a value")
         return reply
+
+    def _gone(self, error: BaseException) -> _Left:
+        self._trouble = {"outcome": "gone", "said": "the code ended its process, or broke the connection to it"}
+        return _Left("gone", str(error))
+
+    def _decode(self, message: Any) -> Any:
+        try:
+            return wire.decode(message, self._remote)
+        except (wire.Broken, RecursionError) as error:
+            raise self._gone(error) from error
 
     def _call_back(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
             function = self._callbacks[request["callback"]]
-            arguments = [wire.decode(item, self._remote) for item in request["arguments"]]
+            arguments = [self._decode(item) for item in request["arguments"]]
             return {"value": self._encode(function(*arguments))}
-        except wire.Broken:
-            raise
         except BaseException as error:  # noqa: BLE001 - sent to the caller in the other process
             return {"raised": type(error).__name__, "said": str(error)}
 
@@ -238,7 +174,12 @@ class _Link:
         if isinstance(value, Remote):
             return ["R", object.__getattribute__(value, "_number")]
         if not callable(value):
-            raise TypeError(f"a {type(value).__name__} cannot be given to the code under test")
+            self._trouble = {
+                "beside": True,
+                "outcome": "wrong",
+                "said": f"a {type(value).__name__} cannot be given to the code",
+            }
+            raise _Left("beside")
         self._callbacks.append(value)
         return ["C", len(self._callbacks) - 1]
 
@@ -248,24 +189,52 @@ class _Link:
         return Remote(self, message[1])
 
 
-def _exception(kind: str, said: str) -> BaseException:
-    found = getattr(builtins, kind, None)
-    if isinstance(found, type) and issubclass(found, Exception):
-        try:
-            return found(said)
-        except TypeError:  # a UnicodeError, an ExceptionGroup: they are made of more than a text
-            return _Raised(kind, said)
-    return _Raised(kind, said)
+def _exception(reply: dict[str, Any], arguments: Any, *, is_next: bool) -> BaseException:
+    """The exception that the code raised, as the nearest of its classes that Python has."""
+    name, base, said = str(reply["raised"]), str(reply["base"]), str(reply["said"])
+    found = getattr(builtins, base, None)
+    if not (isinstance(found, type) and issubclass(found, Exception)):
+        return _Left(name, said)
+    if base in ("StopIteration", "StopAsyncIteration") and not is_next:
+        return _Raised(name, said)  # it would end a loop of the tests' as though all had been seen
+    if found is Exception and name != "Exception":
+        return _Raised(name, said)
+    try:
+        return found(*arguments) if isinstance(arguments, list) else found(said)
+    except TypeError:  # a UnicodeError, an ExceptionGroup: they are made of more than a text
+        return _Raised(name, said)
 
 
 def _become(item: Any, now: Any) -> None:
-    if type(item) is not type(now) or item == now:
+    """Change `item` in place into `now`, keeping the lists and dictionaries within it the same objects."""
+    if type(item) is not type(now):
         return
-    if isinstance(item, list | bytearray):
-        item[:] = now
-    elif isinstance(item, dict | set | collections.Counter):
+    if isinstance(item, list | tuple):
+        inner = [old if _is_same_kind(old, new) else new for old, new in zip(item, now, strict=False)]
+        for old, new in zip(item, now, strict=False):
+            if _is_same_kind(old, new):
+                _become(old, new)
+        if isinstance(item, list):
+            item[:] = [*inner, *now[len(inner) :]]
+    elif isinstance(item, bytearray | collections.deque):
+        item.clear()
+        item.extend(now)
+    elif isinstance(item, dict | set):
         item.clear()
         item.update(now)
+
+
+def _is_same_kind(old: Any, new: Any) -> bool:
+    return type(old) is type(new) and isinstance(old, list | dict | set | tuple | bytearray | collections.deque)
+
+
+_OF_DATA = frozenset(
+    name
+    for kind in (str, bytes, list, dict, set, tuple, int, float, collections.deque)
+    for name in dir(kind)
+    if name[0] != "_"
+)
+"""Methods of plain data. An object that is none is not asked for them: their arguments are what the tests expect."""
 
 
 def _both(name: str) -> Any:
@@ -286,6 +255,9 @@ class Remote:
 
     _link: _Link
     _number: int
+    _is_class = False
+    """True for a class that the tests name, whose objects may be asked for their methods."""
+    _is_made = False
     __eq__, __lt__, __le__, __gt__, __ge__ = map(_both, ("eq", "lt", "le", "gt", "ge"))
     __add__, __sub__, __mul__, __truediv__ = map(_both, ("add", "sub", "mul", "truediv"))
 
@@ -293,9 +265,14 @@ class Remote:
         return hash(self._number)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._link.ask("call", self, *arguments, **keywords)
+        value = self._link.ask("call", self, *arguments, **keywords)
+        if self._is_class and isinstance(value, Remote):
+            object.__setattr__(value, "_is_made", True)
+        return value
 
     def __getattr__(self, name: str) -> Any:
+        if name in _OF_DATA and not (self._is_made or self._is_class):
+            raise AttributeError(f"an object of the program's is no data, and has no {name!r} here")
         return self._link.ask("getattr", self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -14,8 +14,9 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from covey.errors import RewardError
 from covey.rewards.calling.workers import spawner
 from covey.rewards.sandbox import verdicts, wire
 from covey.rewards.sandbox.confine import LAYERS, Limits
+from covey.rewards.sandbox.forms import are_apart
 from covey.rewards.sandbox.jail import MODULES, START
 from covey.rewards.sandbox.results import Isolation, ProcessOutput, Result
 
@@ -123,13 +125,17 @@ class Sandbox:
     def _judged(
         self, jail: _Jail, code: str, plan: verdicts.Plan, limits: Limits, until: float, max_output: int, strict: bool
     ) -> Result:
-        source = code.encode("utf-8", errors="replace")
-        if plan.pairs is None:
-            seen_tests = jail.watch(source, limits, until, max_output, tests=plan.payload, strict=strict)
-            return verdicts.of_tests(seen_tests, plan)
+        watch = partial(jail.watch, code.encode("utf-8", errors="replace"), limits, until, max_output)
+        if plan.statements is not None:
+            is_apart = strict or (not self._settings["numpy"] and are_apart(plan.setup, plan.statements))
+            if is_apart:
+                result, lines = verdicts.of_tests(watch(tests=plan.payload(), where="apart"), plan)
+            if not is_apart or (not strict and any("beside" in line for line in lines)):
+                result = _beside(watch, plan)
+            return result
         seen = []
-        for given, _ in plan.pairs:
-            seen.append(jail.watch(source, limits, until, max_output, stdin=given.encode("utf-8", errors="replace")))
+        for given, _ in plan.pairs or ():
+            seen.append(watch(stdin=given.encode("utf-8", errors="replace")))
             if seen[-1].late:
                 break
         return verdicts.of_pairs(seen, plan)
@@ -159,6 +165,26 @@ class Sandbox:
         jail.kill()
         with self._lock:
             self._all.discard(jail)
+
+
+def _beside(watch: Callable[..., ProcessOutput], plan: verdicts.Plan) -> Result:
+    """The verdict of tests that run beside the program: a pass, which counts if it depends on what the tests say."""
+
+    def run(chosen: Sequence[int]) -> tuple[Result, list[dict[str, Any]]]:
+        key = secrets.token_bytes(32)
+        seen = watch(tests=plan.payload(key=key.hex(), chosen=list(chosen)), where="beside")
+        return verdicts.of_tests(seen, plan, key)
+
+    result, lines = run(())
+    true = sorted({number for line in lines for number in line.get("true", ()) if result.tests[line["test"]]})
+    first = {number for number in true if secrets.randbits(1)}
+    for half in (first, set(true) - first):
+        held = {number for line in run(sorted(half))[1] for number in line.get("held", ())} if half else set()
+        if held:  # by chance, or whatever it is compared with
+            tests = {line["test"] for line in run(sorted(held))[1] if line.get("held")}
+            if tests & {number for number, passed in enumerate(result.tests) if passed}:
+                return verdicts.unproven(result, tests)
+    return result
 
 
 class _Jail:
@@ -214,15 +240,15 @@ class _Jail:
         *,
         stdin: bytes = b"",
         tests: bytes | None = None,
-        strict: bool = False,
+        where: str = "",
     ) -> ProcessOutput:
-        """Run one program to its verdict or its end, or until the time `until`. Returns its output."""
+        """Run one program to its verdict or its end, or until the time `until`; `where`: its tests run `apart` or `beside` it."""
         watched = ProcessOutput()
         pipes = {name: os.pipe() for name in ("stdout", "stderr", *(["verdict"] if tests is not None else []))}
         files = {"code": _file(source), "stdin": _file(stdin), **({"tests": _file(tests)} if tests is not None else {})}
         try:
             given = {**files, **{name: ends[1] for name, ends in pipes.items()}}
-            request = {"do": "start", "descriptors": list(given), "limits": asdict(limits), "strict": strict}
+            request = {"do": "start", "descriptors": list(given), "limits": asdict(limits), "tests": where}
             self._control.settimeout(_GRACE_SECONDS)
             socket.send_fds(self._control, [json.dumps(request).encode()], list(given.values()))
             for _, end in pipes.values():

@@ -6,9 +6,11 @@ import json
 import math
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from hashlib import blake2b
+from hmac import compare_digest
 from typing import TYPE_CHECKING, Any
 
 from covey.errors import RewardError
@@ -20,11 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """Statements for the judge (`payload` as it reads them), or pairs of input and expected output."""
+    """Statements, which need to run beside the program or not, or pairs of input and expected output."""
 
     count: int = 0
-    payload: bytes | None = None
+    setup: str = ""
+    statements: tuple[str, ...] | None = None
     pairs: tuple[tuple[str, str | None], ...] | None = None
+
+    def payload(self, **words: Any) -> bytes:
+        """The statements as the process that runs them reads them."""
+        return json.dumps({"setup": self.setup, "tests": self.statements, **words}).encode()
 
 
 def plan(tests: Sequence[Any] | str | None, setup: str) -> Plan:
@@ -39,8 +46,7 @@ def plan(tests: Sequence[Any] | str | None, setup: str) -> Plan:
             "tests is empty, so nothing could pass or fail; give at least one, or None to only run the code."
         )
     if all(isinstance(test, str) for test in listed):
-        payload = json.dumps({"setup": setup, "tests": listed}).encode()
-        return Plan(count=len(listed), payload=payload)
+        return Plan(count=len(listed), setup=setup, statements=tuple(listed))
     if all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in listed):
         if setup:
             raise RewardError("setup goes with tests that are statements, not with pairs of input and output.")
@@ -70,13 +76,24 @@ def lost(error: Exception, plan: Plan) -> Result:
     return Result(False, "crashed", detail=f"the sandbox's worker was lost: {error}"[:500], tests=(False,) * plan.count)
 
 
-def of_tests(seen: ProcessOutput, plan: Plan) -> Result:
-    """The verdict of the judge's lines: a test without one has not passed."""
-    lines = _lines(seen.verdict)
+def of_tests(seen: ProcessOutput, plan: Plan, key: bytes = b"") -> tuple[Result, list[dict[str, Any]]]:
+    """The verdict of the lines of a judge, or of those that are signed with `key`; and the lines. A test without one has not passed."""
+    lines = _lines(seen.verdict, key)
     outcomes = {line["test"]: line for line in lines if "test" in line}
     tests = tuple(outcomes.get(number, {}).get("outcome") == "passed" for number in range(plan.count))
+    changed = next((line["changed"] for line in lines if line.get("changed")), "")
+    if changed and any(tests):
+        said = f"the code changed {changed}, which the tests lean on"
+        return _result(seen, "wrong", said, (False,) * plan.count), lines
     reason, detail = _why(seen, lines, outcomes, tests)
-    return _result(seen, reason, detail, tests)
+    return _result(seen, reason, detail, tests), lines
+
+
+def unproven(result: Result, held: Set[int]) -> Result:
+    """`result`, where the tests `held` hold with other values than the expected ones as well."""
+    tests = tuple(passed and number not in held for number, passed in enumerate(result.tests))
+    detail = f"test {min(held) + 1} of {len(tests)} passes whatever it expects, so its pass says nothing"
+    return replace(result, passed=False, reason="wrong", detail=detail, tests=tests)
 
 
 def _why(
@@ -181,14 +198,21 @@ def _kind(error: str) -> Reason:
     return "syntax" if error in ("SyntaxError", "IndentationError", "TabError") else "error"
 
 
-def _lines(verdict: bytearray) -> list[dict[str, Any]]:
-    """The judge's complete lines; it is ours, but has read what the code sent."""
+def _lines(verdict: bytearray, key: bytes) -> list[dict[str, Any]]:
+    """The complete lines. With a key they come from the program's process: the first that is not signed ends them."""
     found = []
-    for line in bytes(verdict).split(b"\n")[:-1]:
-        said = json.loads(line)
-        if isinstance(said, dict):
-            found.append(said)
+    for number, line in enumerate(bytes(verdict).split(b"\n")[:-1]):
+        if key:
+            signed, _, line = line.partition(b" ")
+            if not compare_digest(signed, signature(line, key, number)):
+                return found
+        found.append(json.loads(line))
     return found
+
+
+def signature(body: bytes, key: bytes, number: int) -> bytes:
+    """Keyed digest (BLAKE2b) of line `number` of a verdict."""
+    return blake2b(b"%d %b" % (number, body), key=key, digest_size=16).hexdigest().encode()
 
 
 def _result(seen: ProcessOutput, reason: Reason, detail: str, tests: tuple[bool, ...]) -> Result:

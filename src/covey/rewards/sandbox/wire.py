@@ -1,7 +1,8 @@
-"""Values between the code under test and its judge: JSON with tags, so that reading one can run nothing.
+"""Values between the code under test and the tests' process: JSON with tags, so that reading one can run nothing.
 
 Plain values travel by value: numbers, text, bytes, lists, tuples, sets, dictionaries, ranges, decimals, fractions, dates, and
-what the standard containers hold. Everything else stays where it is and travels as a reference. Standard library only.
+what the standard containers hold; a named tuple is a tuple, a member of an IntEnum an integer. An object whose class brings
+an operator of its own, and what is no builtin at all, stays where it is and travels as a reference. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,10 +24,75 @@ LARGEST = 32 * 2**20
 _SEQUENCES: dict[str, Callable[[Any], Any]] = {
     "l": list, "t": tuple, "s": set, "f": frozenset, "q": collections.deque,
 }  # fmt: skip
+_TAGS = {made: tag for tag, made in _SEQUENCES.items()}
+_DICTS = {dict: "d", collections.OrderedDict: "o", collections.defaultdict: "d", collections.Counter: "n"}
 _TYPES = {
     kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, range)
 }
 _TIMES: dict[str, Any] = {"date": datetime.date, "datetime": datetime.datetime, "time": datetime.time}
+_JSON = frozenset((int, float, bool, str, type(None)))
+_OF_BASE: dict[type, Callable[[Any], Any]] = {
+    int: int.__pos__, float: float.__pos__, str: str.__str__, bytes: lambda value: b"".join([value]),
+    list: lambda value: [*list.__iter__(value)], tuple: lambda value: (*tuple.__iter__(value),),
+    dict: lambda value: {key: value for key, value in dict.items(value)},  # noqa: C416 - dict(value) asks its methods
+    set: lambda value: {*set.__iter__(value)}, frozenset: lambda value: frozenset([*frozenset.__iter__(value)]),
+}  # fmt: skip
+"""Conversion by base class: the exact value of an object of a subclass."""
+_SILENT = frozenset(
+    [
+        "new",
+        "init",
+        "init_subclass",
+        "repr",
+        "str",
+        "format",
+        "doc",
+        "module",
+        "dict",
+        "weakref",
+        "slots",
+        "annotations",
+        "getattr",
+        "getattribute",
+        "setattr",
+        "delattr",
+        "reduce",
+        "reduce_ex",
+        "getnewargs",
+        "getnewargs_ex",
+        "getstate",
+        "setstate",
+        "copy",
+        "deepcopy",
+        "sizeof",
+        "dir",
+        "qualname",
+        "match_args",
+        "class_getitem",
+        "set_name",
+        "del",
+        "class",
+        "orig_bases",
+        "parameters",
+        "subclasshook",
+        "static_attributes",
+        "firstlineno",
+        "annotate",
+        "annotations_cache",
+        "annotate_func",
+        "call",
+        "enter",
+        "exit",
+        "missing",
+        "replace",
+        "setitem",
+        "delitem",
+        "post_init",
+        "type_params",
+    ]
+)
+"""Special methods that no operator, comparison or builtin function asks."""
+_ENUMS = frozenset((enum.Enum, enum.IntEnum, getattr(enum, "StrEnum", enum.Enum), getattr(enum, "ReprEnum", enum.Enum)))
 
 
 class Broken(Exception):  # noqa: N818 - what happened, not what is wrong
@@ -35,23 +101,40 @@ class Broken(Exception):  # noqa: N818 - what happened, not what is wrong
 
 def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
     """`value` as JSON has it; `refer` says how an object that cannot travel by value is named."""
-    if value is None or type(value) in (bool, float, str):
-        return value
     kind = type(value)
-    if kind is int or (isinstance(value, int) and isinstance(value, enum.Enum)):
-        number = int(value)
-        return number if abs(number) < 2**63 else ["i", hex(number)]
-    if kind in (list, set, frozenset, collections.deque) or _is_tuple(value):
-        tag = "t" if isinstance(value, tuple) else next(tag for tag, made in _SEQUENCES.items() if made is kind)
-        return [tag, [encode(item, refer) for item in value]]
-    if kind in (dict, collections.OrderedDict, collections.defaultdict, collections.Counter):
-        tag = {dict: "d", collections.OrderedDict: "o", collections.Counter: "n"}.get(kind, "d")
-        return [tag, [[encode(key, refer), encode(item, refer)] for key, item in value.items()]]
-    return _encode_rare(value, kind) or refer(value)
+    if kind in (float, str, bool) or value is None:
+        return value
+    if kind is int:
+        return value if -(2**63) < value < 2**63 else ["i", hex(value)]
+    if kind in _TAGS:
+        return [_TAGS[kind], value if kind is list and _is_json(value) else [encode(item, refer) for item in value]]
+    if kind in _DICTS:
+        return [_DICTS[kind], [[encode(key, refer), encode(item, refer)] for key, item in value.items()]]
+    rare = _encode_rare(value, kind)
+    if rare is not None:
+        return rare
+    base = _base(kind)
+    return refer(value) if base is None else encode(_OF_BASE[base](value), refer)
 
 
-def _is_tuple(value: Any) -> bool:
-    return type(value) is tuple or (isinstance(value, tuple) and hasattr(type(value), "_fields"))
+def _is_json(items: list[Any]) -> bool:
+    """True for a list that JSON has as it is: of millions of items, each may cost nothing."""
+    kinds = set(map(type, items))
+    return kinds <= _JSON and (int not in kinds or (kinds == {int} and -(2**63) < min(items) <= max(items) < 2**63))
+
+
+def _base(kind: type) -> type | None:
+    """The builtin that decides every operator for objects of the class `kind`, which is none itself."""
+    for parent in kind.__mro__:
+        if parent in _OF_BASE:
+            return parent
+        if parent not in _ENUMS and any(_is_operator(name) for name in vars(parent)):
+            return None
+    return None
+
+
+def _is_operator(name: str) -> bool:
+    return name[:2] == "__" == name[-2:] and name[2:-2] not in _SILENT
 
 
 def _encode_rare(value: Any, kind: type) -> list[Any] | None:
@@ -80,6 +163,8 @@ def decode(message: Any, refer: Callable[[list[Any]], Any]) -> Any:
         return message
     try:
         tag, *rest = message
+        if tag == "l" and set(map(type, rest[0])) <= _JSON:
+            return list(rest[0])
         if tag in _SEQUENCES:
             return _SEQUENCES[tag](decode(item, refer) for item in rest[0])
         if tag in ("d", "o", "n"):
