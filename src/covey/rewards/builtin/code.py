@@ -73,8 +73,8 @@ class Code:
         program = program_of(text_of(completion))
         if program is None:
             return 0.0
-        program, tests = for_program(tests, program)
-        setup = next((str(columns[name]) for name in _SETUP if columns.get(name)), "")
+        program, tests, near = for_program(tests, program)
+        setup = near or next((str(columns[name]) for name in _SETUP if columns.get(name)), "")
         sandbox = _sandbox(os.getpid(), self.workers, self.allow_unisolated, self.numpy)
         statements = isinstance(tests[0], str)
         result = sandbox.run(
@@ -83,7 +83,7 @@ class Code:
             setup=setup if statements else "",
             timeout=self.timeout,
             memory_mb=self.memory_mb,
-            strict=self.strict,
+            strict=self.strict or bool(near),
         )
         if log_metric is not None:
             for reason in _SHARES:

@@ -43,11 +43,42 @@ class FunctionCall:
     expected: tuple[Any, ...]
 
     def statement(self, is_method: bool) -> str:
-        """The test as an assertion, which the judge can take apart."""
+        """The test as an assertion; one about fractions, or about lists in lists in lists, uses the function of `NEAR`."""
         call = f"{'Solution().' if is_method else ''}{self.name}({', '.join(map(_literal, self.arguments))})"
+        if any(_needs_near(value) for value in self.expected):
+            return f"assert near_any({call}, [{', '.join(map(_literal, self.expected))}])"
         if len(self.expected) == 1:
             return f"assert {call} == {_literal(self.expected[0])}"
         return f"assert {call} in ({', '.join(map(_literal, self.expected))})"
+
+
+NEAR = """
+def near_any(found, values):
+    return any(near_enough(found, value) for value in values)
+
+def near_enough(found, expected):
+    if isinstance(found, (list, tuple)) and isinstance(expected, (list, tuple)):
+        return len(found) == len(expected) and all(map(near_enough, found, expected))
+    if isinstance(found, dict) and isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(near_enough(found[key], expected[key]) for key in expected)
+    is_number = type(found) in (int, float) and type(expected) in (int, float)
+    if is_number and float in (type(found), type(expected)) and abs(expected) < 1e300:
+        return abs(found - expected) <= 1e-8 + 1e-5 * abs(expected)
+    return found == expected
+"""
+"""Equality with the tolerance of `numpy.allclose` for fractions, as the harness of APPS has it; a tuple is a list."""
+
+
+def _needs_near(value: Any) -> bool:
+    """True for what `==` with a few spellings does not cover: a fraction in it, or lists of the third depth."""
+    if isinstance(value, float):
+        return value == value and abs(value) != float("inf")
+    if isinstance(value, Mapping):
+        return any(map(_needs_near, value.values())) or any(isinstance(item, list | tuple) for item in value.values())
+    if isinstance(value, list | tuple):
+        deep = (inner for item in value if isinstance(item, list | tuple) for inner in item)
+        return any(isinstance(item, list | tuple | Mapping) for item in deep) or any(map(_needs_near, value))
+    return False
 
 
 def row_tests(columns: Mapping[str, Any], column: str | None) -> list[Any]:
@@ -59,8 +90,13 @@ def row_tests(columns: Mapping[str, Any], column: str | None) -> list[Any]:
     if name is None:
         return []
     if column is None and name in _TOGETHER:
-        return [test for one in _TOGETHER for test in _tests_in(one, columns)]
+        return [_exact(test) for one in _TOGETHER for test in _tests_in(one, columns)]
     return _tests_in(name, columns)
+
+
+def _exact(test: Any) -> Any:
+    """A test of LiveCodeBench, whose harness compares the numbers that scripts print exactly."""
+    return {**test, "exact": True} if isinstance(test, dict) else test
 
 
 def _tests_in(name: str, columns: Mapping[str, Any]) -> list[Any]:
@@ -84,28 +120,30 @@ def _tests_in(name: str, columns: Mapping[str, Any]) -> list[Any]:
     return [_of_case(case, columns) for case in found]
 
 
-def for_program(tests: Sequence[Any], program: str) -> tuple[str, list[Any]]:
-    """The program and its tests as the sandbox takes them: calls of a function become assertions, its usual imports are added."""
+def for_program(tests: Sequence[Any], program: str) -> tuple[str, list[Any], str]:
+    """The program, its tests as the sandbox takes them, and code for these: calls of a function become assertions, and its usual
+    imports are added."""
     if not any(isinstance(test, FunctionCall) for test in tests):
-        return program, list(tests)
-    classes = _methods(program)
-    statements = [test.statement(test.name in classes) if isinstance(test, FunctionCall) else test for test in tests]
-    return (program if "__future__" in program else PRELUDE + program), statements
+        return program, list(tests), ""
+    is_method = {name: _is_method(program, name) for name in {getattr(test, "name", "") for test in tests}}
+    statements = [test.statement(is_method[test.name]) if isinstance(test, FunctionCall) else test for test in tests]
+    return (program if "__future__" in program else PRELUDE + program), statements, NEAR
 
 
-def _methods(program: str) -> frozenset[str]:
-    """Methods of the program's class `Solution`; none of a program that is no Python."""
+def _is_method(program: str, name: str) -> bool:
+    """True if the program has a class `Solution` which has `name`, or must have inherited it; false of what is no Python."""
     try:
         body = ast.parse(program).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # the sandbox says so
-        return frozenset()
-    return frozenset(
-        item.name
-        for node in body
-        if isinstance(node, ast.ClassDef) and node.name == "Solution"
-        for item in node.body
-        if isinstance(item, ast.FunctionDef)
-    )
+        return False
+    solutions = [node for node in body if isinstance(node, ast.ClassDef) and node.name == "Solution"]
+    return any(name in _defined(node.body) for node in solutions) or (bool(solutions) and name not in _defined(body))
+
+
+def _defined(body: list[ast.stmt]) -> set[str]:
+    named = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    targets = [item for node in body if isinstance(node, ast.Assign) for item in node.targets]
+    return named | {item.id for item in targets if isinstance(item, ast.Name)}
 
 
 def _of_lists(found: Mapping[str, Any]) -> list[Any]:

@@ -17,6 +17,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -294,6 +295,7 @@ def _prepared(descriptors: list[int]) -> bytes:
     sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
     sys.argv = ["main.py"]
+    threading.stack_size(2 * 2**20)  # what a program's threads reserve counts as its memory
     random.seed(0)  # a fork draws anew: a program is to come out the same each time
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)

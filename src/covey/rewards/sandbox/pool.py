@@ -33,6 +33,12 @@ _GRACE_SECONDS = 10.0
 """Seconds for a worker to kill a program and answer, before it is killed itself."""
 
 
+_ENVIRONMENT = {
+    "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1", "LC_ALL": "C.UTF-8",
+    "MALLOC_ARENA_MAX": "1",  # else each thread reserves 64 MiB of a program's memory
+}  # fmt: skip
+
+
 class Sandbox:
     """Processes that run model-written code where it can reach nothing. Thread-safe; at most `workers` programs at once.
 
@@ -79,7 +85,7 @@ class Sandbox:
         setup: str = "",
         timeout: float = 10.0,
         memory_mb: int = 256,
-        max_output: int = 2**20,
+        max_output: int = 16 * 2**20,
         strict: bool = False,
     ) -> Result:
         """Run Python `code` where it can reach nothing, and say whether it passes `tests`.
@@ -134,7 +140,7 @@ class Sandbox:
                 result = _beside(watch, plan)
             return result
         seen = []
-        for given, _ in plan.pairs or ():
+        for given, _, _ in plan.pairs or ():
             seen.append(watch(stdin=given.encode("utf-8", errors="replace")))
             if seen[-1].late:
                 break
@@ -204,7 +210,7 @@ class _Jail:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=self._trace,
-                env={"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1", "LC_ALL": "C.UTF-8"},
+                env=_ENVIRONMENT,
                 cwd="/",
                 start_new_session=True,
             )

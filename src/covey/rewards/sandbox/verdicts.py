@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from hashlib import blake2b
 from hmac import compare_digest
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from covey.errors import RewardError
@@ -27,7 +29,8 @@ class Plan:
     count: int = 0
     setup: str = ""
     statements: tuple[str, ...] | None = None
-    pairs: tuple[tuple[str, str | None], ...] | None = None
+    pairs: tuple[tuple[str, str | None, bool], ...] | None = None
+    """Input, expected output, and whether its numbers are compared exactly."""
 
     def payload(self, **words: Any) -> bytes:
         """The statements as the process that runs them reads them."""
@@ -39,7 +42,7 @@ def plan(tests: Sequence[Any] | str | None, setup: str) -> Plan:
     if tests is None:
         if setup:
             raise RewardError("setup is code for the tests, and there are none; put it at the start of the code.")
-        return Plan(pairs=(("", None),))
+        return Plan(pairs=(("", None, True),))
     listed: list[Any] = [tests] if isinstance(tests, str | Mapping) else list(tests)
     if not listed:
         raise RewardError(
@@ -50,7 +53,8 @@ def plan(tests: Sequence[Any] | str | None, setup: str) -> Plan:
     if all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in listed):
         if setup:
             raise RewardError("setup goes with tests that are statements, not with pairs of input and output.")
-        return Plan(count=len(listed), pairs=tuple((str(test["input"]), str(test["output"])) for test in listed))
+        pairs = tuple((str(test["input"]), str(test["output"]), bool(test.get("exact"))) for test in listed)
+        return Plan(count=len(listed), pairs=pairs)
     raise RewardError(
         'tests must be statements ("assert f(1) == 2") or {"input": ..., "output": ...} pairs, all of one kind.'
     )
@@ -125,8 +129,8 @@ def _why(
 def of_pairs(seen: list[ProcessOutput], plan: Plan) -> Result:
     """The verdict of programs that read and print: each must come to its end, and print what is expected."""
     tests, why = [], None
-    for (_, expected), watched in zip(plan.pairs or (), seen, strict=False):
-        found = _of_pair(watched, expected)
+    for (_, expected, is_exact), watched in zip(plan.pairs or (), seen, strict=False):
+        found = _of_pair(watched, expected, is_exact)
         tests.append(found is None)
         why = why or found
     tests += [False] * (plan.count - len(tests))
@@ -135,7 +139,7 @@ def of_pairs(seen: list[ProcessOutput], plan: Plan) -> Result:
     return _result(last, reason, detail, tuple(tests) if plan.count else ())
 
 
-def _of_pair(seen: ProcessOutput, expected: str | None) -> tuple[Reason, str] | None:
+def _of_pair(seen: ProcessOutput, expected: str | None, is_exact: bool) -> tuple[Reason, str] | None:
     met = _limit_met(seen)
     if met is not None:
         return met
@@ -147,31 +151,68 @@ def _of_pair(seen: ProcessOutput, expected: str | None) -> tuple[Reason, str] | 
         return _left(seen, "during its run")
     if code:
         return "exited", f"the code left with exit code {code}"
-    if expected is not None and not _is_printed(seen.stdout.decode(errors="replace"), expected):
+    if expected is not None and not _is_printed(seen.stdout.decode(errors="replace"), expected, is_exact):
         return "wrong", "the code printed something else than expected"
     return None
 
 
-def _is_printed(text: str, expected: str) -> bool:
-    """True if all lines are equal without trailing blanks, or hold the same numbers: `3.0 4` equals `3 4`."""
-    found, wanted = (part.rstrip().splitlines() for part in (text, expected))
-    return len(found) == len(wanted) and all(map(_is_line, found, wanted))
+def _is_printed(text: str, expected: str, is_exact: bool) -> bool:
+    """True if all lines are equal without trailing blanks, or have the same words but for numbers that are near enough."""
+    if text.rstrip() == expected.rstrip():
+        return True
+    found, wanted = (part.rstrip().split("\n") for part in (text, expected))
+    return len(found) == len(wanted) and all(map(_is_line, found, wanted, repeat(is_exact)))
 
 
-def _is_line(line: str, expected: str) -> bool:
+def _is_line(line: str, expected: str, is_exact: bool) -> bool:
     if line.rstrip() == expected.rstrip():
         return True
-    found, wanted = _numbers(line), _numbers(expected)
-    return wanted is not None and found == wanted
+    found, wanted = line.split(), expected.split()
+    if len(found) != len(wanted) or not all(map(_is_word, found, wanted, repeat(is_exact))):
+        return False
+    return all(map(_is_number, wanted)) or re.sub(r"\S+", "", line.rstrip()) == re.sub(r"\S+", "", expected.rstrip())
 
 
-def _numbers(line: str) -> list[Decimal] | None:
-    """The exact numbers of a line of nothing else."""
+def _is_number(word: str) -> bool:
     try:
-        found = [Decimal(word) for word in line.split()]
+        return Decimal(word).is_finite()
     except ArithmeticError:
-        return None
-    return found if all(number.is_finite() for number in found) else None
+        return False
+
+
+def _is_word(word: str, expected: str, is_exact: bool) -> bool:
+    """True for the same text, or the same number written otherwise (`3.0` for `3`, brackets and commas around it as they are).
+
+    A fraction is within the tolerance of `numpy.allclose`, which the harness of APPS uses, of the expected one; written for a whole
+    number it has to be that but for rounding errors.
+    """
+    if word == expected:
+        return True
+    found, wanted = word.strip(_AROUND), expected.strip(_AROUND)
+    if word.replace(found, "", 1) != expected.replace(wanted, "", 1):
+        return False
+    try:
+        number, other = Decimal(found), Decimal(wanted)
+    except ArithmeticError:
+        return False
+    if not (number.is_finite() and other.is_finite()):
+        return False
+    if number == other:
+        return True
+    if is_exact or not (_is_fraction(found) or _is_fraction(wanted)):
+        return False
+    relative, absolute = ("1e-5", "1e-8") if _is_fraction(wanted) else ("1e-9", "1e-9")
+    try:
+        return abs(number - other) <= Decimal(absolute) + Decimal(relative) * abs(other)
+    except ArithmeticError:  # an exponent beyond all measure
+        return False
+
+
+_AROUND = "[](){},;:"
+
+
+def _is_fraction(word: str) -> bool:
+    return "." in word or "e" in word.lower()
 
 
 def _limit_met(seen: ProcessOutput) -> tuple[Reason, str] | None:

@@ -113,6 +113,8 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
     rare = _encode_rare(value, kind)
     if rare is not None:
         return rare
+    if kind.__module__ == "numpy" and hasattr(value, "tolist"):
+        return encode(value.tolist(), refer)
     base = _base(kind)
     return refer(value) if base is None else encode(_OF_BASE[base](value), refer)
 
