@@ -7,6 +7,7 @@ signed with a key that the program does not have. Standard library only.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import importlib
 import json
 import linecache
@@ -24,7 +25,7 @@ PROGRAM = "__candidate__"
 _module_of: Any = vars(types.ModuleType)["__dict__"].__get__
 
 
-def serve(source: bytes, tests: bytes, verdict: int, snapshot: guard.Snapshot) -> None:
+def serve(source: bytes, tests: bytes, verdict: int) -> None:
     """Load the program, run `{"setup", "tests", "key", "chosen"}` beside it, and write a line to `verdict` for each test."""
     plan = json.loads(tests)
     say = _lines(verdict, bytes.fromhex(plan["key"]))
@@ -34,15 +35,13 @@ def serve(source: bytes, tests: bytes, verdict: int, snapshot: guard.Snapshot) -
         known = made.known()
     except BaseException as error:  # noqa: BLE001 - the border to the tests' code
         return say({"setup": f"{type(error).__name__}: {error}"[:2000]})
-    for name in made.modules:
-        importlib.import_module(name)
     builtin = _Names(builtins.__dict__)
     builtin.update(known)
-    snapshot.more()
-    snapshot.watch(_Names)
-    snapshot.watch(_Locals)
-    snapshot.leave(made.changed)
-    guard.install(snapshot)
+    for name in made.modules:
+        with contextlib.suppress(Exception):  # one that the tests import in a function, or only if it is there
+            importlib.import_module(name)
+    guard.install()
+    snapshot = guard.Snapshot(made.modules, made.changed, (_Names, _Locals))
     count = len(plan["tests"])
     del plan, tests, mutation
     record = guard.unclassed(mutants.Record())

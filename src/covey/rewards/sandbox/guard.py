@@ -21,7 +21,7 @@ import sys
 import traceback
 import types
 import unittest.result
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import _bootstrap_external
 from typing import Any
 
@@ -96,50 +96,59 @@ class _Part:
     values: tuple[Any, ...]
 
 
+@dataclasses.dataclass
+class _Taken:
+    """A module as it was, its parts (itself and its classes), and the modules that it uses."""
+
+    module: types.ModuleType
+    parts: list[_Part]
+    uses: frozenset[str]
+
+
+_taken: dict[str, _Taken] = {}
+
+
+def take(name: str) -> _Taken | None:
+    """What is loaded as the module `name`, as it was when this was first asked; None where there is nothing."""
+    module = sys.modules.get(name)
+    if name not in _taken and isinstance(module, types.ModuleType) and name.partition(".")[0] not in _LEFT_OUT:
+        values = list(module.__dict__.values())
+        classes = [value for value in values if isinstance(value, type) and value.__flags__ & _HEAP]
+        parts = [_part_of(None, module.__dict__, name)]
+        parts += [_part_of(kind, _dict_of(kind), str(kind.__module__)) for kind in classes]
+        uses = {value.__name__ if isinstance(value, types.ModuleType) else _module_of(value) for value in values}
+        _taken[name] = _Taken(module, parts, frozenset(uses) if name != "builtins" else frozenset())
+    return _taken.get(name)
+
+
+def _part_of(owner: type | None, now: Any, module: str) -> _Part:
+    parts = {name: value for name, value in now.items() if name not in _FREE and _is_part(value)}
+    return _Part(owner, now, module, frozenset(now), tuple(parts), tuple(parts.values()))
+
+
 class Snapshot:
-    """The functions, classes and modules in the modules and classes that are loaded when this is made."""
+    """The functions and classes of modules that tests use, and of those that these use, as they were before a program was loaded."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Iterable[str], others: frozenset[str], kinds: Iterable[type]) -> None:
+        """Of the modules `names` and builtins, and of the classes `kinds`; without `others`, which the tests change themselves."""
         self._modules: dict[str, types.ModuleType] = {}
-        self._parts: dict[int, _Part] = {}
-        self.more()
-
-    def more(self) -> None:
-        """Take up what has been loaded since."""
-        for name, module in list(sys.modules.items()):
-            if isinstance(module, types.ModuleType) and name.partition(".")[0] not in _LEFT_OUT:
-                self._modules.setdefault(name, module)
-                self._hold(None, module.__dict__, name)
-                for value in list(module.__dict__.values()):
-                    if isinstance(value, type) and value.__flags__ & _HEAP:
-                        self._hold(value, _dict_of(value), str(value.__module__))
-
-    def _hold(self, owner: type | None, now: Any, module: str) -> None:
-        number = id(now if owner is None else owner)
-        if number not in self._parts and module.partition(".")[0] not in _LEFT_OUT:
-            parts = {name: value for name, value in now.items() if name not in _FREE and _is_part(value)}
-            self._parts[number] = _Part(owner, now, module, frozenset(now), tuple(parts), tuple(parts.values()))
-
-    def watch(self, kind: type) -> None:
-        """Watch one more class."""
-        self._hold(kind, _dict_of(kind), "")
-
-    def again(self, *modules: types.ModuleType) -> None:
-        """Take up these modules as they are by now."""
-        for module in modules:
-            self._parts.pop(id(module.__dict__), None)
-            self._hold(None, module.__dict__, module.__name__)
-
-    def leave(self, names: frozenset[str]) -> None:
-        """Watch these modules no longer: the tests change them."""
-        self._parts = {n: part for n, part in self._parts.items() if part.module.partition(".")[0] not in names}
+        parts = {id(kind): _part_of(kind, _dict_of(kind), "") for kind in kinds}
+        waiting = ["builtins", *names]
+        while waiting:
+            name = waiting.pop()
+            found = take(name) if name not in self._modules else None
+            if found is not None:
+                self._modules[name] = found.module
+                waiting += found.uses
+                parts.update({id(part.owner or found.module): part for part in found.parts})
+        self._parts = [part for part in parts.values() if part.module.partition(".")[0] not in others | _LEFT_OUT]
 
     def restore(self) -> None:
         """Restore what was changed or removed, and remove what hides another's; whatever else was added stays."""
         for name, module in self._modules.items():
             if sys.modules.get(name) is not module:
                 sys.modules[name] = module
-        for part in self._parts.values():
+        for part in self._parts:
             for name, value in _differences(part):
                 _put(part.owner, part.now, name, value)
 
@@ -148,10 +157,15 @@ class Snapshot:
         for name, module in self._modules.items():
             if sys.modules.get(name) is not module:
                 return f"sys.modules[{name!r}]"
-        for part in self._parts.values():
+        for part in self._parts:
             for name, _ in _differences(part):
                 return f"{getattr(part.owner, '__qualname__', part.module)}.{name}"
         return ""
+
+
+def _module_of(value: Any) -> str:
+    module = getattr(value, "__module__", "")
+    return module if isinstance(module, str) else ""
 
 
 def _differences(part: _Part) -> list[tuple[str, Any]]:
@@ -282,7 +296,7 @@ def refuse_made_code() -> None:
     sys.addaudithook(_code_hook(sys._getframe, 1))
 
 
-def install(snapshot: Snapshot) -> None:
+def install() -> None:
     """Refuse, from here on and for good, what leads to frames, code, memory and objects that were not handed over."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("ctypes", "_ctypes")]:
         del sys.modules[name]
@@ -297,7 +311,8 @@ def install(snapshot: Snapshot) -> None:
     busy: set[int] = set()
     raw = sys._getframe
     sys._getframe = _hidden(_frame_at(raw, busy))
-    snapshot.again(_signal, sys, gc, _imp, traceback)
+    for name in ("_signal", "sys", "gc", "_imp", "traceback"):
+        _taken.pop(name, None)
     sys.addaudithook(_hook(raw, busy))
 
 

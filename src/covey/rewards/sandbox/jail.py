@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _sitebuiltins
 import builtins
+import gc
 import importlib
 import json
 import os
@@ -21,7 +22,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from covey.rewards.sandbox import arena, candidate, confine, guard, judge, kernel, wire
@@ -114,7 +114,11 @@ def main(control: socket.socket, wanted: list[str], slot: int, allow_unisolated:
         control, {"layers": layers, "missing": missing, "uncovered": uncovered, "scratch": "namespaces" in layers}
     )
     if not uncovered or allow_unisolated:
-        _serve(control, tuple(layers), guard.Snapshot())
+        for name in list(sys.modules):
+            guard.take(name)
+        gc.collect()
+        gc.freeze()  # a program's collector would touch, and so copy, all that this process has
+        _serve(control, tuple(layers))
 
 
 def _import_numpy(folder: str) -> None:
@@ -184,7 +188,7 @@ def _read_as(slot: int) -> None:
         os.listdir(confine.library())
 
 
-def _serve(control: socket.socket, layers: tuple[str, ...], snapshot: guard.Snapshot) -> None:
+def _serve(control: socket.socket, layers: tuple[str, ...]) -> None:
     children: dict[str, _Child] = {}
     while True:
         request, descriptors = _receive(control)
@@ -192,7 +196,7 @@ def _serve(control: socket.socket, layers: tuple[str, ...], snapshot: guard.Snap
             _end(children)
             return
         if request["do"] == "start":
-            children = _start(request, descriptors, layers, snapshot)
+            children = _start(request, descriptors, layers)
         else:
             wire.send(control, _end(children, request.get("wait", 0.0)))
             children = {}
@@ -211,9 +215,7 @@ class _Child:
     locked: int
 
 
-def _start(
-    request: dict[str, Any], descriptors: list[int], layers: tuple[str, ...], snapshot: guard.Snapshot
-) -> dict[str, _Child]:
+def _start(request: dict[str, Any], descriptors: list[int], layers: tuple[str, ...]) -> dict[str, _Child]:
     """Fork the program and, where its tests run apart from it, their judge: neither gets a descriptor of the other's."""
     given = dict(zip(request["descriptors"], descriptors, strict=True))
     limits = confine.Limits(**request["limits"])
@@ -223,7 +225,7 @@ def _start(
     run: Callable[[list[int]], int] = _script
     if request["tests"] == "beside":
         kept += [given["tests"], given["verdict"]]
-        run = partial(_arena, snapshot)
+        run = _arena
     elif request["tests"] == "apart":
         kept, run = [*kept, theirs.fileno()], _candidate
     children = {"candidate": _fork(layers, limits, streams, kept, run)}
@@ -282,9 +284,9 @@ def _candidate(descriptors: list[int]) -> int:
     return 0
 
 
-def _arena(snapshot: guard.Snapshot, descriptors: list[int]) -> int:
+def _arena(descriptors: list[int]) -> int:
     source, tests = _prepared(descriptors), _read(descriptors[1])
-    arena.serve(source, tests, descriptors[2], snapshot)
+    arena.serve(source, tests, descriptors[2])
     return 0
 
 

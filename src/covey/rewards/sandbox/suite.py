@@ -75,7 +75,8 @@ class Suite:
             text = "\n".join((setup, *tests))
             self.is_main = any(word in text for word in ("__main__", "unittest.main", "pickle", "doctest"))
             self._skips = "skip" in text.lower() or "expectedFailure" in text
-            self.modules = _imported(trees)
+            _import(trees)
+            self.modules = sorted({name for node in nodes for name in modules_of(node)})
             for number, tree in enumerate(trees if rewrite is not None else []):
                 assert rewrite is not None
                 trees[number] = rewrite(tree, number - 1)
@@ -90,6 +91,7 @@ class Suite:
     def known(self) -> dict[str, Any]:
         """Names of the library's that the tests use without an import of their own, and their values."""
         found = {name: library_name(name) for name in self.free if name != self.subject and not hasattr(builtins, name)}
+        self.modules += [of[0] for of in found.values() if of is not None]
         modules = {name: (importlib.import_module(of[0]), of[1]) for name, of in found.items() if of is not None}
         return {name: getattr(module, part) if part else module for name, (module, part) in modules.items()}
 
@@ -193,15 +195,19 @@ def library_name(name: str) -> tuple[str, str] | None:
     return (name, "") if name in _MODULES else None
 
 
-def _imported(trees: list[ast.Module]) -> list[str]:
+def _import(trees: list[ast.Module]) -> None:
     """Import what the tests do at their top, so that what is missing here is known to be no fault of the program's."""
-    found: list[str] = []
     for tree in trees:
         for node in tree.body:
             if isinstance(node, ast.Import | ast.ImportFrom) and not _is_optional(node):
-                found += [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
                 exec(compile(ast.Module([node], []), FILE, "exec", dont_inherit=True), {})
-    return [name for name in found if name.partition(".")[0] in sys.stdlib_module_names]
+
+
+def modules_of(node: ast.AST) -> list[str]:
+    """Modules that an import names."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
 
 
 def _is_optional(node: ast.Import | ast.ImportFrom) -> bool:
