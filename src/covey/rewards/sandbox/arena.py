@@ -43,9 +43,9 @@ def serve(source: bytes, tests: bytes, verdict: int) -> None:
     guard.install()
     snapshot = guard.Snapshot(made.modules, made.changed, (_Names, _Locals))
     count = len(plan["tests"])
+    record = guard.unclassed(mutants.Record(mutation.constants, guard.codes_of(made.tests), guard.classes()))
     del plan, tests, mutation
-    record = guard.unclassed(mutants.Record())
-    builtin.update({mutants.NOTE: record.note, mutants.PRETEND: record.pretend, mutants.UNLIKE: record.unlike})
+    builtin.update({mutants.NOTE: record.note, mutants.PRETEND: record.pretend, mutants.SEEN: record.seen})
     run = guard.unclassed(_Run(say, builtin, guard.unclassed(made), guard.unclassed(snapshot), record))
     guard.strip((_Names, _Locals))
     failed = _load(source, builtin)

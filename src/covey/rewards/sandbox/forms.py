@@ -22,33 +22,11 @@ from covey.rewards.sandbox.suite import library_name, names_of, subject_of
 
 _MODULES = frozenset(
     [
-        "bisect",
-        "cmath",
-        "collections",
-        "copy",
-        "datetime",
-        "decimal",
-        "difflib",
-        "fractions",
-        "functools",
-        "hashlib",
-        "heapq",
-        "itertools",
-        "json",
-        "math",
-        "operator",
-        "random",
-        "re",
-        "signal",
-        "solution",
-        "statistics",
-        "string",
-        "time",
-        "typing",
-        "unittest",
-        "__future__",
+        "bisect", "cmath", "collections", "copy", "datetime", "decimal", "difflib", "fractions", "functools",
+        "hashlib", "heapq", "itertools", "json", "math", "operator", "random", "re", "signal", "solution",
+        "statistics", "string", "time", "typing", "unittest", "__future__",
     ]
-)
+)  # fmt: skip
 """Modules that mean the same in another process than the program's."""
 _DATA = (
     str, bytes, bytearray, list, dict, set, tuple, int, float, complex, range, deque, Counter, OrderedDict, defaultdict, decimal.Decimal,
@@ -59,55 +37,17 @@ _OF_DATA = frozenset(name for kind in _DATA for name in dir(kind) if name[0] != 
 _OF_CASES = frozenset(name for name in dir(TestCase) if name[0] != "_") | {"exception", "main", "TestCase"}
 _CHANGING = frozenset(
     [
-        "append",
-        "appendleft",
-        "extend",
-        "extendleft",
-        "insert",
-        "pop",
-        "popleft",
-        "popitem",
-        "remove",
-        "clear",
-        "update",
-        "add",
-        "discard",
-        "sort",
-        "reverse",
-        "setdefault",
+        "append", "appendleft", "extend", "extendleft", "insert", "pop", "popleft", "popitem", "remove", "clear",
+        "update", "add", "discard", "sort", "reverse", "setdefault",
     ]
-)
+)  # fmt: skip
 _NEAR = frozenset(
     [
-        "callable",
-        "compile",
-        "delattr",
-        "dir",
-        "eval",
-        "exec",
-        "getattr",
-        "globals",
-        "hasattr",
-        "hash",
-        "id",
-        "input",
-        "issubclass",
-        "locals",
-        "memoryview",
-        "object",
-        "open",
-        "setattr",
-        "super",
-        "vars",
-        "__import__",
-        "StopIteration",
-        "StopAsyncIteration",
-        "GeneratorExit",
-        "property",
-        "classmethod",
-        "staticmethod",
+        "callable", "compile", "delattr", "dir", "eval", "exec", "getattr", "globals", "hasattr", "hash", "id",
+        "input", "issubclass", "locals", "memoryview", "object", "open", "setattr", "super", "vars", "__import__",
+        "StopIteration", "StopAsyncIteration", "GeneratorExit", "property", "classmethod", "staticmethod",
     ]
-)
+)  # fmt: skip
 """Names of Python's that are asked of objects, not of data."""
 _NEAR_NODES = (
     ast.AsyncFunctionDef, ast.AsyncFor, ast.AsyncWith, ast.Await, ast.Global, ast.Delete, ast.Match, ast.NamedExpr,

@@ -49,8 +49,13 @@ def _codes(*found: Any) -> frozenset[int]:
 
     Functions that this Python version lacks are left out.
     """
+    return codes_of([getattr(inspect.unwrap(item), "__code__", None) for item in found if item is not None])
+
+
+def codes_of(waiting: list[Any]) -> frozenset[int]:
+    """The numbers of these code objects, and of those within them."""
     codes: set[types.CodeType] = set()
-    waiting = [getattr(inspect.unwrap(item), "__code__", None) for item in found if item is not None]
+    waiting = list(waiting)
     while waiting:
         code = waiting.pop()
         if code is not None and code not in codes:
@@ -119,6 +124,11 @@ def take(name: str) -> _Taken | None:
         uses = {value.__name__ if isinstance(value, types.ModuleType) else _module_of(value) for value in values}
         _taken[name] = _Taken(module, parts, frozenset(uses) if name != "builtins" else frozenset())
     return _taken.get(name)
+
+
+def classes() -> frozenset[int]:
+    """The numbers of all classes that have been taken so far: none is a program's."""
+    return frozenset(id(part.owner) for taken in _taken.values() for part in taken.parts)
 
 
 def _part_of(owner: type | None, now: Any, module: str) -> _Part:

@@ -13,126 +13,114 @@ import collections
 import datetime
 import decimal
 import fractions
+import operator
 from os import urandom
 from typing import Any
 
-NOTE, PRETEND, UNLIKE = "note of the tests", "mutant of the tests", "unlike of the tests"
+NOTE, PRETEND, SEEN = "note of tests", "mutant of tests", "seen of tests"
 """Names, no identifiers, of the functions that the tests' run brings."""
-_EQUALS = frozenset(
-    [
-        "assertEqual",
-        "assertEquals",
-        "assertListEqual",
-        "assertDictEqual",
-        "assertTupleEqual",
-        "assertSetEqual",
-        "assertSequenceEqual",
-        "assertMultiLineEqual",
-    ]
-)
-_ASKED = 4
-"""Values that an object of the program's is compared with in place of one; it may say yes to one of them by chance."""
+PROBE = -1
+"""The number of what objects say to values that no test expects."""
+_EQUALS = ("assertEqual", "assertEquals", "assertListEqual", "assertDictEqual", "assertTupleEqual", "assertSetEqual")
+_NO_VALUES = ("func", "decorator_list", "bases", "type", "annotation", "returns", "cls", "keywords")
+"""Fields of nodes whose names are functions and classes."""
 
 
 class Mutation(ast.NodeTransformer):
-    """Numbers the comparisons for equality, and puts other values into the `chosen` ones."""
+    """Numbers the comparisons for equality, and puts other values into the `chosen` ones; with any, looks at objects too."""
 
     def __init__(self, chosen: frozenset[int] = frozenset()) -> None:
+        self.constants: list[Any] = []
+        """Values that the tests write."""
         self._chosen, self._count = chosen, 0
-        self._truths: set[int] = set()
+        self._functions: set[int] = set()
+        self._operands: set[int] = set()
 
     def rewrite(self, tree: ast.Module, number: int) -> ast.Module:
         for node in ast.walk(tree):
-            if isinstance(node, ast.Assert | ast.If | ast.While | ast.IfExp):
-                self._mark(node.test)
+            if isinstance(node, ast.Constant) and len(repr(node.value)) > _SHORT:
+                self.constants.append(node.value)
+            self._functions |= {id(part) for name in _NO_VALUES for part in _parts(node, name)}
+            if isinstance(node, ast.Compare | ast.BinOp | ast.Attribute | ast.Subscript):
+                self._operands |= set(map(id, ast.iter_child_nodes(node)))
         changed: ast.Module = self.visit(tree)
         return changed
 
-    def _mark(self, node: ast.expr) -> None:
-        """Parts of a condition that are asked for their truth alone."""
-        self._truths.add(id(node))
-        inner = node.values if isinstance(node, ast.BoolOp) else [node.operand] if isinstance(node, ast.UnaryOp) else []
-        for part in inner:
-            self._mark(part)
-
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        is_truth = ast.Constant(id(node) in self._truths)
-        if not (
-            all(isinstance(op, ast.Eq) for op in node.ops) or (len(node.ops) == 1 and isinstance(node.ops[0], ast.In))
-        ):
+        is_in = len(node.ops) == 1 and isinstance(node.ops[0], ast.In)
+        if id(node) in self._operands or not (is_in or all(isinstance(op, ast.Eq) for op in node.ops)):
             return self.generic_visit(node)
-        number = self._number()
-        operands = [node.left, *node.comparators]
-        if number not in self._chosen:
-            return _call(NOTE, number, self.generic_visit(node), is_truth)
-        is_in = isinstance(node.ops[0], ast.In)
-        places = [place for place, item in enumerate(operands) if _is_closed(item) and (place or not is_in)]
-        if places:
-            for place in places:
-                operands[place] = _other(operands[place])
+        sides = [node.left, *node.comparators]
+        number, others = self._mutated(sides[1:] if is_in else sides)
+        if number in self._chosen and others:
+            others = [node.left, *others] if is_in else others
             return _call(
-                PRETEND, number, self.generic_visit(ast.Compare(operands[0], node.ops, operands[1:])), is_truth
+                PRETEND, ast.Constant(number), self.generic_visit(ast.Compare(others[0], node.ops, others[1:]))
             )
-        if len(operands) > 2:
-            return self.generic_visit(node)
-        return _call(UNLIKE, number, ast.Constant(is_in), *[self.visit(item) for item in operands])
+        inner = self.generic_visit(node)
+        return _call(NOTE, ast.Constant(number), inner) if others else inner
 
-    def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        call = node.value
-        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _EQUALS):
-            return self.generic_visit(node)
-        number = self._number()
-        if number not in self._chosen:
-            inner = self.generic_visit(call)
-            node.value = _call(NOTE, number, ast.Compare(inner, [ast.Is()], [ast.Constant(None)]), ast.Constant(True))
-            return node
-        operands = call.args[:2]
-        places = [place for place, item in enumerate(operands) if _is_closed(item)]
-        for place in places:
-            operands[place] = _other(operands[place])
-        if places and len(operands) == 2:
-            node.value = _call(PRETEND, number, self.generic_visit(ast.Compare(operands[0], [ast.Eq()], [operands[1]])), ast.Constant(True))  # fmt: skip
-        else:
-            node.value = _call(UNLIKE, number, ast.Constant(False), *[self.visit(item) for item in operands])
-        return node
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if not (isinstance(node.func, ast.Attribute) and node.func.attr in _EQUALS and len(node.args) > 1):
+            return self._looked_at(node)
+        number, others = self._mutated(node.args[:2])
+        if number in self._chosen and others:
+            equal = ast.Compare(others[0], [ast.Eq()], [others[1]])
+            return _call(PRETEND, ast.Constant(number), self.generic_visit(equal))
+        passed: Any = self.generic_visit(node)
+        is_none = ast.Compare(passed, [ast.Is()], [ast.Constant(None)])
+        return _call(NOTE, ast.Constant(number), is_none) if others else passed
 
-    def _number(self) -> int:
+    def _mutated(self, sides: list[ast.expr]) -> tuple[int, list[ast.expr]]:
+        """The number of the next comparison, and its `sides` with other values where they are written out; empty if none is."""
         self._count += 1
-        return self._count - 1
+        others = list(map(_other, sides))
+        return self._count - 1, others if any(map(operator.is_not, sides, others)) else []
+
+    def _looked_at(self, node: Any) -> ast.AST:
+        is_value = isinstance(getattr(node, "ctx", _LOAD), ast.Load) and id(node) not in self._functions
+        node = self.generic_visit(node)
+        return _call(SEEN, node) if self._chosen and is_value else node
+
+    visit_Name = visit_Attribute = visit_Subscript = visit_Await = _looked_at  # noqa: N815
 
 
 class Record:
     """What the comparisons of one test came to."""
 
-    def __init__(self) -> None:
+    def __init__(self, constants: list[Any], codes: frozenset[int], classes: frozenset[int]) -> None:
+        """`constants` are the tests' own, `codes` and `classes`, by number, what is no program's."""
+        self._constants, self._codes, self._classes = constants, codes, classes
         self._true: dict[int, bool] = {}
         self._held: dict[int, bool] = {}
 
-    def note(self, number: int, value: Any, is_truth: bool) -> Any:
+    def note(self, number: int, value: Any) -> Any:
         """`value`, which the comparison `number` came to."""
-        if is_truth:
-            value = bool(value)
-        if value is True or value is False:
-            self._true[number] = value and self._true.get(number, True)
+        self._true[number] = _is_true(value) and self._true.get(number, True)
         return value
 
-    def pretend(self, number: int, value: Any, is_truth: bool) -> bool:
+    def pretend(self, number: int, value: Any) -> bool:
         """True, as the comparison was before another value took the place of the expected one; `value` is recorded."""
-        self._held[number] = self._held.get(number, False) or (value is True or (is_truth and bool(value)))
+        self._held[number] = self._held.get(number, False) or _is_true(value)
         return True
 
-    def unlike(self, number: int, is_in: bool, *operands: Any) -> Any:
-        """The comparison of what is data with what is an object of the program's, made with other data."""
-        left, right = operands
-        is_right = is_data(right) and not is_data(left)
-        if not is_right and (is_in or is_data(right) or not is_data(left)):
-            return left in right if is_in else left == right
-        yes = 0
-        for _ in range(_ASKED):
-            first, second = (left, look_alike(right)) if is_right else (look_alike(left), right)
-            yes += 1 if (first in second if is_in else first == second) else 0
-        self._held[number] = self._held.get(number, False) or yes > 1
-        return True
+    def seen(self, value: Any) -> Any:
+        """`value`, a value of the tests'; an object of the program's in it that equals what no test expects is recorded."""
+        for item in _items(value):
+            kind = type(item)
+            if kind.__flags__ & _HEAP and id(kind) not in self._classes and not self._is_tests(kind):
+                for _ in range(_ASKED):
+                    if _is_like(item, self._decoy()):
+                        self._held[PROBE] = True
+        return value
+
+    def _is_tests(self, kind: type) -> bool:
+        """True if the tests define how objects of this class compare."""
+        found = [_names(parent)["__eq__"] for parent in _mro(kind) if "__eq__" in _names(parent)]
+        return id(getattr(found[0], "__code__", None)) in self._codes
+
+    def _decoy(self) -> Any:
+        return look_alike(self._constants[_below(len(self._constants))]) if self._constants else 100 + _below(10**5)
 
     def taken(self) -> dict[str, list[int]]:
         """The numbers of the comparisons that were always true, and of those that held with other values; then anew."""
@@ -145,6 +133,42 @@ class Record:
         return found
 
 
+_HEAP = 1 << 9
+"""The flag of classes made by Python code."""
+_mro = type.__dict__["__mro__"].__get__
+_names = type.__dict__["__dict__"].__get__
+
+
+def _items(value: Any) -> list[Any]:
+    """`value`, and what is in it where it is a builtin container of a few."""
+    kind = id(type(value))
+    if _KINDS.get(kind) == 2 and len(value) < _MOST:
+        return [*dict.keys(value), *dict.values(value)]
+    return list(value) if _KINDS.get(kind) == 1 and len(value) < _MOST else [value]
+
+
+_MOST, _ASKED, _SHORT = 1000, 4, 3
+
+
+def _is_like(item: Any, other: Any) -> bool:
+    """True if `item` passes for the value `other` in one of the ways that tests compare."""
+    for says in (lambda: item == other, lambda: abs(item - other) < 1e-6, lambda: item <= other and item >= other):
+        try:
+            said = says()
+        except Exception:  # noqa: BLE001 - foreign code
+            continue
+        if said is True or (any("__bool__" in _names(parent) for parent in _mro(type(said))) and _is_true(said)):
+            return True  # an expression, such as a query is made of, is no yes
+    return False
+
+
+def _is_true(value: Any) -> bool:
+    try:
+        return bool(value)
+    except Exception:  # noqa: BLE001 - an array, which has many truths
+        return False
+
+
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 _DICTS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
 _SCALARS = (
@@ -153,14 +177,6 @@ _SCALARS = (
 )  # fmt: skip
 _KINDS = {id(kind): place for place, kinds in enumerate((_SCALARS, _CONTAINERS, _DICTS)) for kind in kinds}
 """By number: a class may have a metaclass that says it equals another."""
-
-
-def is_data(value: Any) -> bool:
-    """True if Python alone decides what equals `value`."""
-    place = _KINDS.get(id(type(value)))
-    if place == 2:
-        return all(is_data(key) and is_data(item) for key, item in dict.items(value))
-    return place == 0 or (place == 1 and all(map(is_data, value)))
 
 
 def look_alike(value: Any) -> Any:
@@ -222,17 +238,22 @@ def _below(most: int) -> int:
     return int.from_bytes(urandom(4), "big") % most
 
 
-def _is_closed(node: ast.expr) -> bool:
-    try:
-        ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return False
-    return True
-
-
 def _other(node: ast.expr) -> ast.expr:
-    return ast.parse(repr(look_alike(ast.literal_eval(node))), mode="eval").body
+    """Another value, where `node` is written out."""
+    try:
+        value = ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return node
+    return ast.parse(repr(look_alike(value)), mode="eval").body
 
 
-def _call(name: str, number: int, *arguments: Any) -> ast.Call:
-    return ast.Call(ast.Name(name, ast.Load()), [ast.Constant(number), *arguments], [])
+def _parts(node: ast.AST, name: str) -> list[ast.AST]:
+    found = getattr(node, name, None)
+    return found if isinstance(found, list) else [found] if isinstance(found, ast.AST) else []
+
+
+def _call(name: str, *arguments: Any) -> ast.Call:
+    return ast.Call(ast.Name(name, ast.Load()), list(arguments), [])
+
+
+_LOAD = ast.Load()

@@ -22,7 +22,7 @@ from typing import Any
 
 from covey.errors import RewardError
 from covey.rewards.calling.workers import spawner
-from covey.rewards.sandbox import verdicts, wire
+from covey.rewards.sandbox import mutants, verdicts, wire
 from covey.rewards.sandbox.confine import LAYERS, Limits
 from covey.rewards.sandbox.forms import are_apart
 from covey.rewards.sandbox.jail import MODULES, START
@@ -183,14 +183,23 @@ def _beside(watch: Callable[..., ProcessOutput], plan: verdicts.Plan) -> Result:
 
     result, lines = run(())
     true = sorted({number for line in lines for number in line.get("true", ()) if result.tests[line["test"]]})
+    if not result.tests or not any(result.tests):
+        return result
     first = {number for number in true if secrets.randbits(1)}
-    for half in (first, set(true) - first):
-        held = {number for line in run(sorted(half))[1] for number in line.get("held", ())} if half else set()
-        if held:  # by chance, or whatever it is compared with
-            tests = {line["test"] for line in run(sorted(held))[1] if line.get("held")}
-            if tests & {number for number, passed in enumerate(result.tests) if passed}:
-                return verdicts.unproven(result, tests)
+    for half in [half for half in (first, set(true) - first) if half] or [{mutants.PROBE}]:
+        tests = set(range(plan.count))
+        for _ in range(_TIMES):  # an honest comparison may hold with another value by chance
+            held = [line for line in run(sorted(half))[1] if line.get("held")]
+            half = {number for line in held for number in line["held"]}
+            tests &= {line["test"] for line in held if result.tests[line["test"]]}
+            if not tests:
+                break
+        if tests:
+            return verdicts.unproven(result, tests)
     return result
+
+
+_TIMES = 3
 
 
 class _Jail:

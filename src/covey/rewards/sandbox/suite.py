@@ -26,28 +26,10 @@ _OURS = {
 """Names that tests use without an import since the code under test usually has one: taken from the library all the same."""
 _MODULES = frozenset(
     [
-        "bisect",
-        "cmath",
-        "collections",
-        "copy",
-        "datetime",
-        "decimal",
-        "fractions",
-        "functools",
-        "heapq",
-        "itertools",
-        "json",
-        "math",
-        "operator",
-        "os",
-        "random",
-        "re",
-        "statistics",
-        "sys",
-        "typing",
-        "unittest",
+        "bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq",
+        "itertools", "json", "math", "operator", "os", "random", "re", "statistics", "sys", "typing", "unittest",
     ]
-)
+)  # fmt: skip
 """Modules of which the same is true. Others may be what the code under test calls its own: `queue`, `code`, `array`."""
 
 
