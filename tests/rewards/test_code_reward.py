@@ -116,6 +116,25 @@ def test_public_and_private_tests_are_taken_together_and_stdin_ones_read() -> No
     assert Code(workers=1)("print(int(input()) * 2.0)", **row) == 1.0  # the same number, written otherwise
 
 
+@pytest.mark.parametrize(
+    "program, expected",
+    [
+        ("class Base:\n    def f(self, x): return x\nclass Solution(Base): pass", [1, 2]),
+        ("class Solution:\n    f = lambda self, x: x", [1, 2]),
+        ("class Solution:\n    @staticmethod\n    def f(x): return x", [1, 2]),
+        ("def f(x): return (tuple(x), ((1, (2, 3)),))", [[1, 2], [[1, [2, 3]]]]),
+        ("def f(x): return sum(x) / 9", 0.333333),
+        ("def f(x): return {'a': [0.1 + 0.2, (1,)]}", {"a": [0.3, [1]]}),
+        ("from functools import partial\nf = partial(lambda a, b: b, 1)", [1, 2]),
+    ],
+)
+def test_functions_of_every_make_give_what_is_near_enough(program: str, expected: Any) -> None:
+    row = {"input_output": {"fn_name": "f", "inputs": [[[1, 2]]], "outputs": [expected]}}
+    wrong = {"input_output": {"fn_name": "f", "inputs": [[[1, 2]]], "outputs": [[expected, 0.5]]}}
+    assert Code(workers=1)(program, **row) == 1.0
+    assert Code(workers=1)(program, **wrong) == 0.0
+
+
 class Dangerous:
     def __reduce__(self) -> Any:
         return (print, ("never",))

@@ -14,7 +14,7 @@ from covey.rewards.builtin.code import Code
 from covey.rewards.sandbox import Sandbox
 from covey.types import Completion, Group, Prompt
 from kit import rest_nightly
-from sandbox import cheats, cheats_of_the_run
+from sandbox import cheats, cheats_by_form, cheats_of_modules, cheats_of_the_run
 from sandbox.cheats import FORMS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can isolate")
@@ -50,6 +50,37 @@ def test_a_cheat_passes_no_form_of_tests(name: str, form: str, sandbox: Sandbox)
     result = sandbox.run(CHEATS[name], FORMS[form], timeout=2)
     assert not result.passed, result
     assert result.reason != "tests", result
+
+
+LIES = [(name, form) for name in cheats_by_form.LIARS for form in cheats_by_form.FORMS]
+
+
+@pytest.mark.parametrize("form", cheats_by_form.FORMS)
+def test_the_right_program_passes_tests_of_every_form(form: str, sandbox: Sandbox) -> None:
+    result = sandbox.run(cheats_by_form.RIGHT, cheats_by_form.FORMS[form], timeout=20)
+    assert result.passed, result
+
+
+@pytest.mark.parametrize("name, form", rest_nightly(LIES, set(LIES[::9])))
+def test_a_liar_passes_tests_of_no_form(name: str, form: str, sandbox: Sandbox) -> None:
+    result = sandbox.run(cheats_by_form.LIARS[name], cheats_by_form.FORMS[form], timeout=3)
+    assert not result.passed, result
+    assert result.reason != "tests", result
+
+
+@pytest.mark.parametrize("name", cheats_of_modules.CASES)
+def test_a_program_that_changes_python_or_reads_its_tests_fails(name: str, sandbox: Sandbox) -> None:
+    code, tests = cheats_of_modules.CASES[name]
+    result = sandbox.run(code, tests, timeout=3)
+    assert not result.passed, result
+    assert result.reason != "tests", result
+
+
+def test_a_liar_that_takes_all_its_time_is_run_again_all_the_same(sandbox: Sandbox) -> None:
+    code = "import time\nclass Box:\n    def get(self):\n        time.sleep(0.5)\n        return {}\n"
+    liar = "type('E', (), {'__eq__': lambda s, o: True})()"
+    assert sandbox.run(code.format(48611), "assert Box().get() == 48611", timeout=0.9).passed
+    assert not sandbox.run(code.format(liar), "assert Box().get() == 48611", timeout=0.9).passed
 
 
 @pytest.mark.slow

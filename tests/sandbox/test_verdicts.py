@@ -221,6 +221,37 @@ def test_programs_that_read_and_print_are_compared_line_by_line(sandbox: Sandbox
     assert sandbox.run("if __name__ == '__main__':\n    print('ran')", [{"input": "", "output": "ran"}]).passed
 
 
+@pytest.mark.parametrize(
+    "printed, expected, right",
+    [
+        ("0.3333333333333333", "0.333333", True), ("0.0 0.14285714285714285", "0.0 0.142857143", True), ("0.3334", "0.333333", False),
+        ("3.0", "3", True), ("1.9999999999", "2", True), ("100000.5", "100000", False), ("50000000000000001", "50000000000000000", False),
+        ("nan", "3.5", False), ("inf", "1e308", False), ("Case #1: 0.33333333", "Case #1: 0.333333", True), ("[0.3333333, 2]", "[0.333333, 2]", True),
+        ("case #1: 0.33333333", "Case #1: 0.333333", False), ("*\\n**", " *\\n**", False), ("1  2", "1 2", True), ("a  b", "a b", False), ("1e5", "100000", True),
+    ],
+)  # fmt: skip
+def test_printed_numbers_are_compared_as_the_harness_of_apps_compares_them(
+    printed: str, expected: str, right: bool, sandbox: Sandbox
+) -> None:
+    pair = {"input": "", "output": expected.replace("\\n", "\n")}
+    code = f"print({printed!r}.replace('\\\\n', chr(10)))"
+    assert sandbox.run(code, [pair]).passed == right
+    if "." in expected:
+        assert not sandbox.run(code, [{**pair, "exact": True}]).passed
+
+
+def test_sixteen_mebibytes_may_be_printed(sandbox: Sandbox) -> None:
+    size = 15 * 2**20
+    assert sandbox.run(f"print('x' * {size})", [{"input": "", "output": "x" * size}]).passed
+    assert sandbox.run("while True: print('x' * 2**20)", [{"input": "", "output": "x"}]).reason == "output"
+
+
+def test_a_script_may_use_sixteen_threads(sandbox: Sandbox) -> None:
+    code = "from concurrent.futures import ThreadPoolExecutor\nimport time\nwith ThreadPoolExecutor(16) as pool:\n    print(sum(pool.map(lambda x: (time.sleep(0.005), x)[1], range(100))))"
+    result = sandbox.run(code, [{"input": "", "output": "4950"}])
+    assert result.passed, result
+
+
 def test_what_a_program_draws_at_random_is_the_same_each_time(sandbox: Sandbox) -> None:
     code = "import random\nprint(random.random(), hash('text'))"
     assert sandbox.run(code).stdout == sandbox.run(code).stdout

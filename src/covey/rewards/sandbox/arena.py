@@ -19,7 +19,7 @@ from hashlib import blake2b
 from json import encoder
 from typing import Any
 
-from covey.rewards.sandbox import candidate, guard, mutants, suite
+from covey.rewards.sandbox import candidate, guard, mutants, snapshot, suite
 
 PROGRAM = "__candidate__"
 _module_of: Any = vars(types.ModuleType)["__dict__"].__get__
@@ -41,12 +41,12 @@ def serve(source: bytes, tests: bytes, verdict: int) -> None:
         with contextlib.suppress(Exception):  # one that the tests import in a function, or only if it is there
             importlib.import_module(name)
     guard.install()
-    snapshot = guard.Snapshot(made.modules, made.changed, (_Names, _Locals))
+    before = snapshot.Snapshot(made.modules, made.changed, (_Names, _Locals))
     count = len(plan["tests"])
-    record = guard.unclassed(mutants.Record(mutation.constants, guard.codes_of(made.tests), guard.classes()))
+    record = guard.unclassed(mutants.Record(mutation.constants, guard.codes_of(made.tests), snapshot.classes()))
     del plan, tests, mutation
     builtin.update({mutants.NOTE: record.note, mutants.PRETEND: record.pretend, mutants.SEEN: record.seen})
-    run = guard.unclassed(_Run(say, builtin, guard.unclassed(made), guard.unclassed(snapshot), record))
+    run = guard.unclassed(_Run(say, builtin, guard.unclassed(made), guard.unclassed(before), record))
     guard.strip((_Names, _Locals))
     failed = _load(source, builtin)
     candidate._flush()
@@ -132,13 +132,13 @@ def _locals(own: dict[str, Any], program: dict[str, Any]) -> _Locals:
 class _Run:
     """The tests, one after the other."""
 
-    def __init__(self, say: Any, builtin: _Names, made: Any, snapshot: Any, record: Any) -> None:
-        self._say, self._builtin, self._made, self._snapshot, self._record = say, builtin, made, snapshot, record
+    def __init__(self, say: Any, builtin: _Names, made: Any, before: Any, record: Any) -> None:
+        self._say, self._builtin, self._made, self._before, self._record = say, builtin, made, before, record
 
     def all(self, count: int) -> None:
         space = self._namespace()
         names: Any = _locals(space, self._builtin.program) if not self._made.is_shared else space
-        self._snapshot.restore()
+        self._before.restore()
         error = _attempt(lambda: exec(self._made.setup, space, names))
         if error is not None:
             kind, said = _told(error)
@@ -147,7 +147,7 @@ class _Run:
             error = _attempt(lambda number=number: self._made.run(number, space, names))  # type: ignore[misc]
             candidate._flush()
             self._say({"test": number, **self._record.taken(), **_outcome(error)})
-        self._say({"done": True, "changed": self._snapshot.changed()})
+        self._say({"done": True, "changed": self._before.changed()})
 
     def _namespace(self) -> dict[str, Any]:
         """The tests' globals: a module of their own, or the program's where tests rebind its names with `global`."""

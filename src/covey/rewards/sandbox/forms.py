@@ -62,7 +62,7 @@ def are_apart(setup: str, tests: Sequence[str]) -> bool:
     try:
         trees = [ast.parse(text) for text in (setup, *tests)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return True  # whoever runs them says so
+        return True  # the process that runs them says so
     try:
         return _Look(trees).is_apart()
     except RecursionError:
@@ -80,6 +80,7 @@ class _Look:
         self._libraries = {name for name in free if library_name(name) is not None and name != subject}
         self._libraries |= {name for node in self._nodes for name in _imports(node)}
         self._program = {name for name in free - self._libraries if name == subject or not hasattr(builtins, name)}
+        self._libraries |= self._assigned(lambda value: self._root(value) in self._libraries and not self._names(value))
         self._solutions = {_SOLUTION} | self._assigned(lambda value: self._root(value) == _SOLUTION)
 
     def is_apart(self) -> bool:
@@ -148,9 +149,7 @@ class _Look:
         if not (len(above.ops) == 1 and isinstance(above.ops[0], ast.Eq)):
             return False
         values = [*call.args, *(above.comparators if call is above.left else [above.left])]
-        return not call.keywords and not any(
-            isinstance(node, ast.Name) and node.id in self._program for value in values for node in ast.walk(value)
-        )
+        return not call.keywords and not any(map(self._names, values))
 
     def _root(self, node: ast.expr) -> str | None:
         """The name that an expression of attributes, calls and items begins with."""
@@ -162,6 +161,10 @@ class _Look:
             else:
                 return None
         return node.id
+
+    def _names(self, node: ast.expr) -> bool:
+        """True if `node` has a name of the program's in it."""
+        return any(isinstance(inner, ast.Name) and inner.id in self._program for inner in ast.walk(node))
 
     def _assigned(self, of: object) -> set[str]:
         """Names that are assigned a value for which `of` is true."""

@@ -1,7 +1,6 @@
 """Guards that keep a program from the tests that run beside it in one interpreter.
 
-An audit hook refuses the ways to the tests' frames, to memory and to objects that were not handed over; every function and class
-of Python's is restored to what it was before the program was loaded, and looked at again after the tests. Standard library only.
+An audit hook refuses the ways to the tests' frames, to memory and to objects that were not handed over. Standard library only.
 """
 
 from __future__ import annotations
@@ -9,21 +8,21 @@ from __future__ import annotations
 import _imp
 import _signal
 import _thread
-import builtins
 import dataclasses
 import doctest
 import functools
 import gc
 import inspect
-import operator
 import os
 import sys
 import traceback
 import types
 import unittest.result
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from importlib import _bootstrap_external
 from typing import Any
+
+from covey.rewards.sandbox import snapshot
 
 _REFUSED = frozenset(
     [
@@ -32,9 +31,6 @@ _REFUSED = frozenset(
     ]
 )  # fmt: skip
 _FRAMES = frozenset(("tb_frame", "gi_frame", "cr_frame", "ag_frame"))
-_NO_IMPORT = ("ctypes", "_ctypes", "_testcapi", "_testinternalcapi", "_testlimitedcapi", "_xxsubinterpreters", "_interpreters", "_xxtestfuzz", "_testbuffer", "_testmultiphase")  # fmt: skip
-_FREE = frozenset(("excepthook", "unraisablehook", "displayhook", "showwarning", "__annotations__", "__abstractmethods__", "_abc_impl", "__annotations_cache__", "__doc__"))  # fmt: skip
-"""Attributes that are there to be set."""
 
 
 class Denied(AttributeError, ValueError):  # noqa: N818 - what happened
@@ -87,131 +83,6 @@ _MAY_SEE = _codes(
 """Code that asks for frames, and gives none away."""
 _MAKING = _codes(_part(types, "coroutine"), _part(dataclasses, "_update_func_cell_for__class__"))
 _LOADING = _codes(_bootstrap_external._compile_bytecode)  # type: ignore[attr-defined]
-
-
-@dataclasses.dataclass
-class _Part:
-    """A module's or a class's names, and of its functions, classes and modules the values."""
-
-    owner: type | None
-    now: Any
-    module: str
-    all: frozenset[str]
-    names: tuple[str, ...]
-    values: tuple[Any, ...]
-
-
-@dataclasses.dataclass
-class _Taken:
-    """A module as it was, its parts (itself and its classes), and the modules that it uses."""
-
-    module: types.ModuleType
-    parts: list[_Part]
-    uses: frozenset[str]
-
-
-_taken: dict[str, _Taken] = {}
-
-
-def take(name: str) -> _Taken | None:
-    """What is loaded as the module `name`, as it was when this was first asked; None where there is nothing."""
-    module = sys.modules.get(name)
-    if name not in _taken and isinstance(module, types.ModuleType) and name.partition(".")[0] not in _LEFT_OUT:
-        values = list(module.__dict__.values())
-        classes = [value for value in values if isinstance(value, type) and value.__flags__ & _HEAP]
-        parts = [_part_of(None, module.__dict__, name)]
-        parts += [_part_of(kind, _dict_of(kind), str(kind.__module__)) for kind in classes]
-        uses = {value.__name__ if isinstance(value, types.ModuleType) else _module_of(value) for value in values}
-        _taken[name] = _Taken(module, parts, frozenset(uses) if name != "builtins" else frozenset())
-    return _taken.get(name)
-
-
-def classes() -> frozenset[int]:
-    """The numbers of all classes that have been taken so far: none is a program's."""
-    return frozenset(id(part.owner) for taken in _taken.values() for part in taken.parts)
-
-
-def _part_of(owner: type | None, now: Any, module: str) -> _Part:
-    parts = {name: value for name, value in now.items() if name not in _FREE and _is_part(value)}
-    return _Part(owner, now, module, frozenset(now), tuple(parts), tuple(parts.values()))
-
-
-class Snapshot:
-    """The functions and classes of modules that tests use, and of those that these use, as they were before a program was loaded."""
-
-    def __init__(self, names: Iterable[str], others: frozenset[str], kinds: Iterable[type]) -> None:
-        """Of the modules `names` and builtins, and of the classes `kinds`; without `others`, which the tests change themselves."""
-        self._modules: dict[str, types.ModuleType] = {}
-        parts = {id(kind): _part_of(kind, _dict_of(kind), "") for kind in kinds}
-        waiting = ["builtins", *names]
-        while waiting:
-            name = waiting.pop()
-            found = take(name) if name not in self._modules else None
-            if found is not None:
-                self._modules[name] = found.module
-                waiting += found.uses
-                parts.update({id(part.owner or found.module): part for part in found.parts})
-        self._parts = [part for part in parts.values() if part.module.partition(".")[0] not in others | _LEFT_OUT]
-
-    def restore(self) -> None:
-        """Restore what was changed or removed, and remove what hides another's; whatever else was added stays."""
-        for name, module in self._modules.items():
-            if sys.modules.get(name) is not module:
-                sys.modules[name] = module
-        for part in self._parts:
-            for name, value in _differences(part):
-                _put(part.owner, part.now, name, value)
-
-    def changed(self) -> str:
-        """The name of something that is not as it was; empty where all is."""
-        for name, module in self._modules.items():
-            if sys.modules.get(name) is not module:
-                return f"sys.modules[{name!r}]"
-        for part in self._parts:
-            for name, _ in _differences(part):
-                return f"{getattr(part.owner, '__qualname__', part.module)}.{name}"
-        return ""
-
-
-def _module_of(value: Any) -> str:
-    module = getattr(value, "__module__", "")
-    return module if isinstance(module, str) else ""
-
-
-def _differences(part: _Part) -> list[tuple[str, Any]]:
-    """Names whose values are not what they were, with these; `_NEW` for one that hides a name of a base class or of Python's."""
-    now, found = part.now, []
-    if not all(map(_is, map(now.get, part.names), part.values)):
-        found = [(n, value) for n, value in zip(part.names, part.values) if now.get(n) is not value]  # noqa: B905
-    if len(now) > len(part.all):
-        bases = _python if part.owner is None else {n: 0 for base in _mro_of(part.owner)[1:] for n in _dict_of(base)}
-        found += [(n, _NEW) for n in now if n in bases and n not in part.all and n not in _FREE]
-    return found
-
-
-def _is_part(value: Any) -> bool:
-    return callable(value) or isinstance(value, types.ModuleType | property | classmethod | staticmethod)
-
-
-def _put(owner: Any, now: Any, name: str, value: Any) -> None:
-    if value is _NEW:
-        if owner is None:
-            del now[name]
-        else:
-            type.__delattr__(owner, name)
-    elif owner is None:
-        now[name] = value
-    else:
-        type.__setattr__(owner, name, value)
-
-
-_is = operator.is_
-_NEW = object()
-_python = dict(builtins.__dict__)
-_HEAP = 1 << 9
-"""The flag of classes that can be changed."""
-_dict_of = type.__dict__["__dict__"].__get__
-_mro_of = type.__dict__["__mro__"].__get__
 
 
 def _shown(frame: Any) -> types.SimpleNamespace:
@@ -322,7 +193,7 @@ def install() -> None:
     raw = sys._getframe
     sys._getframe = _hidden(_frame_at(raw, busy))
     for name in ("_signal", "sys", "gc", "_imp", "traceback"):
-        _taken.pop(name, None)
+        snapshot.taken.pop(name, None)
     sys.addaudithook(_hook(raw, busy))
 
 
@@ -406,13 +277,12 @@ def _hook(raw: Callable[[int], Any], busy: set[int]) -> Callable[[str, tuple[Any
     return hook
 
 
-_NO_IMPORT_SET = frozenset(_NO_IMPORT)
-_LEFT_OUT = frozenset(("covey", "__main__", *_NO_IMPORT))
+_NO_IMPORT_SET = frozenset(snapshot.NO_IMPORT)
 
 
 def _is_library(file: str, library: str) -> bool:
     """A file of machine code that is Python's."""
-    return file.startswith(library) and not any(f"/{name}." in file for name in _NO_IMPORT)
+    return file.startswith(library) and not any(f"/{name}." in file for name in snapshot.NO_IMPORT)
 
 
 def _is_theirs(function: Any, library: str) -> bool:

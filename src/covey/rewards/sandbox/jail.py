@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from covey.rewards.sandbox import arena, candidate, confine, guard, judge, kernel, wire
+from covey.rewards.sandbox import arena, candidate, confine, guard, judge, kernel, snapshot, wire
 
 # fmt: off
 _PRELOADED = (
@@ -58,7 +58,7 @@ CANNOT = 70
 
 
 MODULES = (
-    "wire", "kernel", "seccomp", "confine", "guard", "suite", "judge", "candidate", "mutants", "arena", "jail",
+    "wire", "kernel", "seccomp", "confine", "snapshot", "guard", "suite", "judge", "candidate", "mutants", "arena", "jail",
 )  # fmt: skip
 """The modules of this package that the process runs, each after those that it imports."""
 START = """
@@ -115,7 +115,7 @@ def main(control: socket.socket, wanted: list[str], slot: int, allow_unisolated:
     )
     if not uncovered or allow_unisolated:
         for name in list(sys.modules):
-            guard.take(name)
+            snapshot.take(name)
         gc.collect()
         gc.freeze()  # a program's collector would touch, and so copy, all that this process has
         _serve(control, tuple(layers))
@@ -297,7 +297,7 @@ def _prepared(descriptors: list[int]) -> bytes:
     sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
     sys.argv = ["main.py"]
-    threading.stack_size(2 * 2**20)  # what a program's threads reserve counts as its memory
+    threading.stack_size(2 * 2**20)  # each thread reserves one, which counts as the program's memory
     random.seed(0)  # a fork draws anew: a program is to come out the same each time
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)

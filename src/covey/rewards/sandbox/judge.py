@@ -1,8 +1,8 @@
 """The process that runs the tests: names of the code under test stand for objects in its process, called over a socket.
 
-Expected values are only here, and only this process compares and writes verdicts, with a Python that the code under test never
-touches: it can neither read the one nor forge the other. What it returns is data, or an object that equals no value of the
-tests: comparisons or arithmetic with such values are not handed to it, its own `__eq__` would be the judge. Standard library only.
+Only this process has the expected values, compares and writes verdicts, with a Python that the code under test never touches: it
+can neither read the one nor forge the other. It returns data, or an object that equals no value of the tests: comparisons or
+arithmetic with such values are not handed to it, its own `__eq__` would be the judge. Standard library only.
 """
 
 from __future__ import annotations

@@ -30,35 +30,47 @@ class Mutation(ast.NodeTransformer):
     """Numbers the comparisons for equality, and puts other values into the `chosen` ones; with any, looks at objects too."""
 
     def __init__(self, chosen: frozenset[int] = frozenset()) -> None:
-        self.constants: list[Any] = []
-        """Values that the tests write."""
+        self.constants: dict[type, list[Any]] = {int: [100 + _below(10**5)]}
+        """Values that the tests write, but for short ones, and whole numbers."""
         self._chosen, self._count = chosen, 0
         self._functions: set[int] = set()
-        self._operands: set[int] = set()
+        self._truths: set[int] = set()
 
     def rewrite(self, tree: ast.Module, number: int) -> ast.Module:
         for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and len(repr(node.value)) > _SHORT:
-                self.constants.append(node.value)
+            if (
+                isinstance(node, ast.Constant)
+                and type(node.value) not in (bool, type(None))
+                and len(repr(node.value)) > _SHORT
+            ):
+                self.constants.setdefault(type(node.value), []).append(node.value)
             self._functions |= {id(part) for name in _NO_VALUES for part in _parts(node, name)}
-            if isinstance(node, ast.Compare | ast.BinOp | ast.Attribute | ast.Subscript):
-                self._operands |= set(map(id, ast.iter_child_nodes(node)))
+            if isinstance(node, ast.Assert | ast.If | ast.While | ast.IfExp):
+                self._mark(node.test)
         changed: ast.Module = self.visit(tree)
         return changed
 
+    def _mark(self, node: ast.expr) -> None:
+        """The parts of a condition that are asked for their truth alone: what an object answers for it counts."""
+        self._truths.add(id(node))
+        inner = node.values if isinstance(node, ast.BoolOp) else [node.operand] if isinstance(node, ast.UnaryOp) else []
+        for part in inner:
+            self._mark(part)
+
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         is_in = len(node.ops) == 1 and isinstance(node.ops[0], ast.In)
-        if id(node) in self._operands or not (is_in or all(isinstance(op, ast.Eq) for op in node.ops)):
+        if not (is_in or all(isinstance(op, ast.Eq) for op in node.ops)):
             return self.generic_visit(node)
         sides = [node.left, *node.comparators]
         number, others = self._mutated(sides[1:] if is_in else sides)
+        is_truth = ast.Constant(id(node) in self._truths)
         if number in self._chosen and others:
             others = [node.left, *others] if is_in else others
             return _call(
                 PRETEND, ast.Constant(number), self.generic_visit(ast.Compare(others[0], node.ops, others[1:]))
             )
         inner = self.generic_visit(node)
-        return _call(NOTE, ast.Constant(number), inner) if others else inner
+        return _call(NOTE, ast.Constant(number), inner, is_truth) if others else inner
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if not (isinstance(node.func, ast.Attribute) and node.func.attr in _EQUALS and len(node.args) > 1):
@@ -66,10 +78,10 @@ class Mutation(ast.NodeTransformer):
         number, others = self._mutated(node.args[:2])
         if number in self._chosen and others:
             equal = ast.Compare(others[0], [ast.Eq()], [others[1]])
-            return _call(PRETEND, ast.Constant(number), self.generic_visit(equal))
+            return _call(PRETEND, ast.Constant(number), self.generic_visit(equal), ast.Constant(True))
         passed: Any = self.generic_visit(node)
         is_none = ast.Compare(passed, [ast.Is()], [ast.Constant(None)])
-        return _call(NOTE, ast.Constant(number), is_none) if others else passed
+        return _call(NOTE, ast.Constant(number), is_none, ast.Constant(False)) if others else passed
 
     def _mutated(self, sides: list[ast.expr]) -> tuple[int, list[ast.expr]]:
         """The number of the next comparison, and its `sides` with other values where they are written out; empty if none is."""
@@ -86,32 +98,36 @@ class Mutation(ast.NodeTransformer):
 
 
 class Record:
-    """What the comparisons of one test came to."""
+    """Outcomes of the comparisons of one test."""
 
-    def __init__(self, constants: list[Any], codes: frozenset[int], classes: frozenset[int]) -> None:
+    def __init__(self, constants: dict[type, list[Any]], codes: frozenset[int], classes: frozenset[int]) -> None:
         """`constants` are the tests' own, `codes` and `classes`, by number, what is no program's."""
-        self._constants, self._codes, self._classes = constants, codes, classes
+        self._constants, self._codes, self._classes = list(constants.values()), codes, classes
+        self._met: dict[int, Any] = {}
+        self._said: dict[int, list[int]] = {}
         self._true: dict[int, bool] = {}
         self._held: dict[int, bool] = {}
 
-    def note(self, number: int, value: Any) -> Any:
+    def note(self, number: int, value: Any, is_truth: bool) -> Any:
         """`value`, which the comparison `number` came to."""
-        self._true[number] = _is_true(value) and self._true.get(number, True)
+        self._true[number] = (_is_true(value) if is_truth else value is True) and self._true.get(number, True)
         return value
 
-    def pretend(self, number: int, value: Any) -> bool:
+    def pretend(self, number: int, value: Any, is_truth: bool) -> bool:
         """True, as the comparison was before another value took the place of the expected one; `value` is recorded."""
-        self._held[number] = self._held.get(number, False) or _is_true(value)
+        self._held[number] = self._held.get(number, False) or (_is_true(value) if is_truth else value is True)
         return True
 
     def seen(self, value: Any) -> Any:
-        """`value`, a value of the tests'; an object of the program's in it that equals what no test expects is recorded."""
+        """`value`, a value of the tests'; objects of the program's in it are asked, once each, about a value that no test expects."""
         for item in _items(value):
             kind = type(item)
-            if kind.__flags__ & _HEAP and id(kind) not in self._classes and not self._is_tests(kind):
-                for _ in range(_ASKED):
-                    if _is_like(item, self._decoy()):
-                        self._held[PROBE] = True
+            is_strange = kind.__flags__ & _HEAP and id(kind) not in self._classes and id(item) not in self._met
+            if is_strange and not self._is_tests(kind):
+                self._met[id(item)] = item  # kept alive, so that no other object can get its number
+                said = self._said.setdefault(id(kind), [0, 0])
+                said[1] += 1
+                said[0] += any(_is_like(item, look_alike(values[_below(len(values))])) for values in self._constants)
         return value
 
     def _is_tests(self, kind: type) -> bool:
@@ -119,17 +135,16 @@ class Record:
         found = [_names(parent)["__eq__"] for parent in _mro(kind) if "__eq__" in _names(parent)]
         return id(getattr(found[0], "__code__", None)) in self._codes
 
-    def _decoy(self) -> Any:
-        return look_alike(self._constants[_below(len(self._constants))]) if self._constants else 100 + _below(10**5)
-
     def taken(self) -> dict[str, list[int]]:
         """The numbers of the comparisons that were always true, and of those that held with other values; then anew."""
         found = {
             "true": [number for number, value in self._true.items() if value],
             "held": [number for number, value in self._held.items() if value],
         }
-        self._true.clear()
-        self._held.clear()
+        if any(2 * yes >= count for yes, count in self._said.values()):
+            found["held"].append(PROBE)
+        for kept in (self._true, self._held, self._said, self._met):
+            kept.clear()
         return found
 
 
@@ -147,7 +162,7 @@ def _items(value: Any) -> list[Any]:
     return list(value) if _KINDS.get(kind) == 1 and len(value) < _MOST else [value]
 
 
-_MOST, _ASKED, _SHORT = 1000, 4, 3
+_MOST, _SHORT = 1000, 3
 
 
 def _is_like(item: Any, other: Any) -> bool:
@@ -200,7 +215,7 @@ def _drawn(value: Any) -> Any:
         return kind([look_alike(item) for item in value] or [_below(10)])
     if kind in _DICTS:
         pairs = {look_alike(key): look_alike(item) for key, item in value.items()} or {_below(10): _below(10)}
-        return collections.defaultdict(None, pairs) if kind is collections.defaultdict else kind(pairs)
+        return dict(pairs) if kind is collections.defaultdict else kind(pairs)
     if kind in (datetime.date, datetime.datetime, datetime.timedelta):
         return value + datetime.timedelta(days=1 + _below(25))
     if kind is bytes:
@@ -211,9 +226,12 @@ def _drawn(value: Any) -> Any:
 def _number(value: Any, kind: Any) -> Any:
     """A number of as many digits."""
     head, mark, tail = str(value).partition("e")
-    digits = [str(1 + _below(9)) if letter in "123456789" else letter for letter in head]
-    if "0" in head and not any(letter in "123456789" for letter in head):
-        digits[-1] = str(1 + _below(9))
+    whole, point, part = head.partition(".")
+    round_at = len(whole.rstrip("0")) or len(whole) - 1  # a round number stays as round
+    digits = [
+        str(1 + _below(9)) if n < max(round_at, 1) and letter.isdigit() else letter for n, letter in enumerate(whole)
+    ]
+    digits += [point, *(str(1 + _below(9)) if len(part) > 1 else letter for letter in part)]
     try:
         found = kind("".join(digits) + mark + tail)
     except (ValueError, ArithmeticError):  # no digits at all: an infinity

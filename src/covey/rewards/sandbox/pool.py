@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -105,7 +106,7 @@ class Sandbox:
         with self._room:
             jail = self._take()
             try:
-                result = self._judged(jail, code, plan, limits, time.monotonic() + timeout, max_output, strict)
+                result = self._judged(jail, code, plan, limits, timeout, max_output, strict)
             except (OSError, wire.Broken) as error:  # its worker is lost: this program's score, and no other's
                 self._drop(jail)
                 result = verdicts.lost(error, plan)
@@ -129,15 +130,16 @@ class Sandbox:
         self.close()
 
     def _judged(
-        self, jail: _Jail, code: str, plan: verdicts.Plan, limits: Limits, until: float, max_output: int, strict: bool
+        self, jail: _Jail, code: str, plan: verdicts.Plan, limits: Limits, timeout: float, max_output: int, strict: bool
     ) -> Result:
-        watch = partial(jail.watch, code.encode("utf-8", errors="replace"), limits, until, max_output)
+        start = partial(jail.watch, code.encode("utf-8", errors="replace"), limits, max_output=max_output)
+        watch = partial(start, until=time.monotonic() + timeout)
         if plan.statements is not None:
             is_apart = strict or (not self._settings["numpy"] and are_apart(plan.setup, plan.statements))
             if is_apart:
                 result, lines = verdicts.of_tests(watch(tests=plan.payload(), where="apart"), plan)
             if not is_apart or (not strict and any("beside" in line for line in lines)):
-                result = _beside(watch, plan)
+                result = _beside(lambda **words: start(until=time.monotonic() + timeout, **words), plan)
             return result
         seen = []
         for given, _, _ in plan.pairs or ():
@@ -183,23 +185,28 @@ def _beside(watch: Callable[..., ProcessOutput], plan: verdicts.Plan) -> Result:
 
     result, lines = run(())
     true = sorted({number for line in lines for number in line.get("true", ()) if result.tests[line["test"]]})
-    if not result.tests or not any(result.tests):
-        return result
     first = {number for number in true if secrets.randbits(1)}
-    for half in [half for half in (first, set(true) - first) if half] or [{mutants.PROBE}]:
-        tests = set(range(plan.count))
-        for _ in range(_TIMES):  # an honest comparison may hold with another value by chance
-            held = [line for line in run(sorted(half))[1] if line.get("held")]
-            half = {number for line in held for number in line["held"]}
-            tests &= {line["test"] for line in held if result.tests[line["test"]]}
-            if not tests:
-                break
-        if tests:
-            return verdicts.unproven(result, tests)
+    halves = [half for half in (first, set(true) - first) if half] or [{mutants.PROBE}]
+    for half in halves if any(result.tests) else []:
+        held = _held(run(sorted(half))[1], result)
+        if held:  # an honest comparison may hold with another value by chance
+            again = [_held(run(sorted({number for _, number in held}))[1], result) for _ in range(_TIMES)]
+            counts = Counter(pair for more in again for pair in more)
+            tests = {test for test, number in held if counts[test, number] > (1 if number == mutants.PROBE else 2)}
+            if tests:
+                return verdicts.unproven(result, tests)
     return result
 
 
 _TIMES = 3
+
+
+def _held(lines: list[dict[str, Any]], result: Result) -> set[tuple[int, int]]:
+    """Tests that passed, and numbers of their comparisons that hold with other values; all of a test that did not end again."""
+    found = {(line["test"], number) for line in lines for number in line.get("held", ())}
+    ended = {line["test"] for line in lines if "test" in line}
+    missing = {(test, mutants.PROBE) for test in range(len(result.tests)) if test not in ended}
+    return {(test, number) for test, number in found | missing if result.tests[test]}
 
 
 class _Jail:
@@ -250,9 +257,9 @@ class _Jail:
         self,
         source: bytes,
         limits: Limits,
+        *,
         until: float,
         max_output: int,
-        *,
         stdin: bytes = b"",
         tests: bytes | None = None,
         where: str = "",

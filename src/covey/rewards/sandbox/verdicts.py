@@ -241,7 +241,7 @@ def _kind(error: str) -> Reason:
 
 def _lines(verdict: bytearray, key: bytes) -> list[dict[str, Any]]:
     """The complete lines. With a key they come from the program's process: the first that is not signed ends them."""
-    found = []
+    found: list[dict[str, Any]] = []
     for number, line in enumerate(bytes(verdict).split(b"\n")[:-1]):
         if key:
             signed, _, line = line.partition(b" ")

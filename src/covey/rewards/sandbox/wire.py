@@ -24,8 +24,13 @@ LARGEST = 32 * 2**20
 _SEQUENCES: dict[str, Callable[[Any], Any]] = {
     "l": list, "t": tuple, "s": set, "f": frozenset, "q": collections.deque,
 }  # fmt: skip
-_TAGS = {made: tag for tag, made in _SEQUENCES.items()}
-_DICTS = {dict: "d", collections.OrderedDict: "o", collections.defaultdict: "d", collections.Counter: "n"}
+_TAGS: dict[Any, str] = {made: tag for tag, made in _SEQUENCES.items()}
+_DICTS: dict[Any, str] = {
+    dict: "d",
+    collections.OrderedDict: "o",
+    collections.defaultdict: "d",
+    collections.Counter: "n",
+}
 _TYPES = {
     kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, range)
 }
