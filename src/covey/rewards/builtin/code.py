@@ -29,8 +29,8 @@ class Code:
     output; or, with `fn_name` or `metadata`'s `func_name`, arguments and result of a function or of a method of `Solution`. Code
     for statements stands in `setup`, `test_setup_code` or `test_setup`. `None` for a row without tests.
     `timeout` (seconds) and `memory_mb` (MiB) limit one program. Python with its standard library alone, or
-    with `numpy` NumPy too. Tests run beside the
-    program; with `strict` in another process, for tests of functions alone (docs/sandbox.md).
+    with `numpy` NumPy too. Tests of functions run in
+    another process, others beside the program; with `strict` all in another (docs/sandbox.md).
 
     Raises RewardError where the machine cannot isolate a program (`covey env` says why) and `allow_unisolated` is false; tests
     that cannot be run are an error of their row's completions, so they are not scored.

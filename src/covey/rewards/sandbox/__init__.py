@@ -1,8 +1,8 @@
 """Model-written code, run where it can reach nothing: `run(code, tests=["assert f(2) == 4"])`.
 
 A process of its own for each program, without network, without the user's files, environment or processes, within limits on
-time, memory, processes, file size and output. Tests run beside the program; expected values and the verdict are in another
-process, which the code cannot reach. `isolation()` says what keeps a program in on this machine; where files, network or processes would be open, nothing runs.
+time, memory, processes, file size and output. Tests of functions run in another process, which the code cannot reach; others run
+beside the program, and again on mutants of themselves. `isolation()` says what keeps a program in on this machine; where files, network or processes would be open, nothing runs.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def look_alike(value: Any) -> Any:
 
 
 def _drawn(value: Any) -> Any:
-    kind = type(value)
+    kind: Any = type(value)
     if kind is bool or value is None:
         return not value
     if kind in (int, float, decimal.Decimal):

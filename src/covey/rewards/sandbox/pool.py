@@ -93,10 +93,11 @@ class Sandbox:
 
         `tests` are statements such as `assert f(2) == 4`, one text each (or one text for all), which see the names that `code`
         defines, after `setup`; or `{"input": ..., "output": ...}` pairs, for programs that read and print: compared line by line
-        without trailing blanks. `None`: the code only has to come to its end. Statements run beside the program, in its interpreter;
-        with `strict` in another process, where objects of the program's own are stand-ins (docs/sandbox.md says when). `timeout` is in seconds of wall time for the whole,
-        each pair of input and output being a run of its own; `memory_mb` is in MiB beyond the interpreter's own; more than
-        `max_output` bytes of output end the program. Only the standard library can be imported, and NumPy with `numpy`. Raises RewardError for bad
+        without trailing blanks, numbers with a tolerance unless the pair has `"exact": true`. `None`: the code only has to come to its end.
+        Statements that only call functions run in another process, others beside the program and again on mutants of themselves;
+        with `strict` all in another process (docs/sandbox.md). `timeout` is in seconds of wall time for one run of all
+        statements, and for all pairs together; `memory_mb` is in MiB beyond the interpreter's own; more than `max_output` bytes
+        of output end the program. Only the standard library can be imported, and NumPy with `numpy`. Raises RewardError for bad
         arguments, and where this machine cannot isolate.
         """
         plan = verdicts.plan(tests, setup)
