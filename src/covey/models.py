@@ -55,7 +55,8 @@ def load_model(
     if (described := adapter_options(source)) is not None:
         base = load_model(base_of(source, described), init_kwargs, trust_remote_code=trust_remote_code)
         with quiet_bars(), told_as_model_error(source):
-            return with_saved_adapter(base, source, is_trainable=is_trainable)
+            adapted = with_saved_adapter(base, source, is_trainable=is_trainable)
+        return _finite(adapted, source)
     with quiet_bars(), told_as_model_error(model, kwargs):
         given: Any = auto_class(source, trust_remote_code).from_pretrained(source, **kwargs, output_loading_info=True)
         loaded, found = given
@@ -65,7 +66,20 @@ def load_model(
             f"The model {str(model)!r} has no weights for {missing[0]}{more}, which would be random numbers; its files are "
             "not whole, or of another kind of model."
         )
-    return loaded
+    return _finite(loaded, model)
+
+
+def _finite(model: Any, source: str | Path) -> Any:
+    """The model. Raises ModelError where a weight is NaN or infinite, which every later number would be."""
+    for name, weight in model.named_parameters():
+        if not weight.is_floating_point() or weight.is_meta or not weight.numel() or weight.element_size() < 2:
+            continue
+        low, high = torch.aminmax(weight.detach())
+        if not bool(torch.isfinite(low) & torch.isfinite(high)):
+            raise ModelError(
+                f"The weights of {str(source)!r} are not finite ({name}); take an earlier checkpoint or another copy."
+            )
+    return model
 
 
 def config_of(

@@ -52,7 +52,7 @@ def _encoded(prompt: str | Sequence[Message] | Sequence[int], uid: str, tokenize
         raise DataError(f"prompt {uid} is neither text, nor chat messages, nor token ids, but {type(prompt).__name__}.")
     messages: Any = tuple(prompt)
     ids = chat_ids(tokenizer, messages, add_generation_prompt=True)
-    return Prompt(uid=uid, messages=messages, token_ids=tuple(ids))  # type: ignore[arg-type]
+    return Prompt(uid=uid, messages=messages, token_ids=tuple(ids))
 
 
 def occurrences(prompts: Sequence[Prompt]) -> list[int]:

@@ -262,6 +262,7 @@ def _params(fields: Fields) -> SamplingParams:
     for name, value in (("temperature", temperature or 1.0), ("repetition_penalty", penalty)):
         if not _LEAST <= value <= 1 / _LEAST:  # logits over it overflow, which ends every request of the batch
             raise bad(f"{name} is {value:g}; give a number from {_LEAST:g} to {1 / _LEAST:g}.", name)
+    stops: Any = stop  # SamplingParams takes one text too
     try:
         return SamplingParams(
             temperature=temperature,
@@ -269,7 +270,7 @@ def _params(fields: Fields) -> SamplingParams:
             top_k=max(top_k, 0),  # vLLM's -1 is no limit too
             min_p=fields.number("min_p", None),
             repetition_penalty=penalty,
-            stop=stop,
+            stop=stops,
         )
     except CoveyError as error:
         raise bad(str(error), str(error).split(" ", 1)[0]) from error

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from covey.adapters import has_adapter
-from covey.errors import CheckpointError, RewardError, SpoiledError
+from covey.errors import CheckpointError, RewardError, SpoiledError, first_line
+from covey.files.bounded import MOST_DEPTH, json_depth
 from covey.learner.shard_optimizer import load_saved_state, saved_state
 from covey.learner.soundness import saved_weights, weight_fault
 from covey.models import quiet_bars
 from covey.process.lean import ExportableState, TrainerState
+from covey.process.memory import is_out_of_memory
 from covey.process.shard_files import put_back
 from covey.process.sharding import are_split, load_whole_state, shard_like, whole_state
 from covey.process.world import World
@@ -76,6 +81,25 @@ def checkpoint_tree(parts: Parts, state: TrainState) -> dict[str, Any]:
 
 def restore_tree(parts: Parts, folder: Path) -> TrainState:
     """Restore the state of `checkpoint_tree` and the weights. Returns the state to continue from."""
+    with told_as_damage(folder):
+        return _restored(parts, folder)
+
+
+@contextmanager
+def told_as_damage(folder: Path) -> Iterator[None]:
+    """Context manager: what goes wrong with the content of a checkpoint, whose files are as they were sealed, in one sentence."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise CheckpointError(
+            f"{folder} does not fit this run ({first_line(error)}); it was changed, or is of another model. Resume from another "
+            "checkpoint."
+        ) from error
+
+
+def _restored(parts: Parts, folder: Path) -> TrainState:
     is_split = are_split(parts.learner.policy.model)
     tree = put_back(checkpoint.load_state(folder), folder, parts.world, is_split=is_split)
     if not tree:
@@ -85,6 +109,7 @@ def restore_tree(parts: Parts, folder: Path) -> TrainState:
     learner = parts.learner
     load_weights(learner.policy.model, folder)
     load_saved_state(learner.optimizer, tree["optimizer"])
+    _expect_shapes(learner.optimizer)
     learner.scheduler.load_state_dict(tree["scheduler"])
     if learner.scaler is not None:
         learner.scaler.load_state_dict(tree["scaler"])
@@ -132,21 +157,48 @@ def _restore_sizes(parts: Parts, saved: Mapping[str, Any]) -> None:
 
 
 def load_weights(model: Any, folder: Path) -> None:
-    """Load the weights of a checkpoint into a model in place."""
+    """Load the weights of a checkpoint into a model in place. Raises CheckpointError for missing, foreign or non-finite ones."""
     if has_adapter(model):
         from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
+        own, weights = get_peft_model_state_dict(model), load_peft_weights(str(folder), device="cpu")
+        _expect_weights(weights, own, folder)
         if are_split(model):
-            load_whole_state(get_peft_model_state_dict(model), load_peft_weights(str(folder), device="cpu"))
+            load_whole_state(own, weights)
             return
-        set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
+        set_peft_model_state_dict(model, weights)
         return
     with quiet_bars():
-        saved = type(model).from_pretrained(folder, dtype=model.dtype)
+        saved, about = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
+    own, weights = model.state_dict(), saved.state_dict()
+    _expect_weights({k: v for k, v in weights.items() if k not in about["missing_keys"]}, own, folder)
     if are_split(model):
-        load_whole_state(model.state_dict(), saved.state_dict())
+        load_whole_state(own, weights)
         return
-    model.load_state_dict(saved.state_dict())
+    model.load_state_dict(weights)
+
+
+def _expect_weights(weights: Mapping[str, Any], own: Mapping[str, Any], folder: Path) -> None:
+    """Raise CheckpointError unless every weight of the model is there, in its shape and finite."""
+    if missing := sorted(set(own) - set(weights)):
+        raise CheckpointError(f"{folder} has no weights for {missing[0]}; it was changed, or is of another model.")
+    for name, value in weights.items():
+        if name in own and value.shape != own[name].shape:
+            shapes = f"{tuple(value.shape)} instead of {tuple(own[name].shape)}"
+            raise CheckpointError(f"{folder}: {name} has the shape {shapes}; it was changed, or is of another model.")
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise CheckpointError(f"{folder}: {name} is not finite; resume from another checkpoint.")
+
+
+def _expect_shapes(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for a moment of another shape than its parameter, which the next step would meet."""
+    for parameter, state in optimizer.state.items():
+        for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+            moment = state.get(name)
+            if isinstance(moment, torch.Tensor) and moment.shape != parameter.shape:
+                raise ValueError(
+                    f"{name} of the optimizer has the shape {tuple(moment.shape)}, not {tuple(parameter.shape)}"
+                )
 
 
 def load_best(model: Any, args: Any, state: TrainerState, world: World) -> None:
@@ -201,10 +253,14 @@ def restore_callbacks(handler: Any, states: Mapping[str, Any]) -> None:
 
 def restore_history(session: Session, folder: Path) -> None:
     """Restore transformers' trainer state and the callbacks from a checkpoint."""
-    saved = TrainerState.load_from_json(str(folder / "trainer_state.json"))
-    for name in ("epoch", "log_history", "best_metric", "best_global_step", "best_model_checkpoint"):
-        setattr(session.trainer_state, name, getattr(saved, name))
-    restore_callbacks(session.handler, saved.stateful_callbacks)
+    path = folder / "trainer_state.json"
+    if path.is_file() and json_depth(path.read_bytes()) > MOST_DEPTH:
+        raise CheckpointError(f"{path} is nested more than {MOST_DEPTH} deep, so Covey did not write it.")
+    with told_as_damage(folder):
+        saved = TrainerState.load_from_json(str(path))
+        for name in ("epoch", "log_history", "best_metric", "best_global_step", "best_model_checkpoint"):
+            setattr(session.trainer_state, name, getattr(saved, name))
+        restore_callbacks(session.handler, saved.stateful_callbacks)
 
 
 class Recording:
