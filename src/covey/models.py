@@ -77,7 +77,8 @@ def _finite(model: Any, source: str | Path) -> Any:
         low, high = torch.aminmax(weight.detach())
         if not bool(torch.isfinite(low) & torch.isfinite(high)):
             raise ModelError(
-                f"The weights of {str(source)!r} are not finite ({name}); take an earlier checkpoint or another copy."
+                f"The model {str(source)!r} is broken: {name} holds numbers that are not finite; take an earlier checkpoint or "
+                "another copy."
             )
     return model
 
