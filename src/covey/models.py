@@ -355,7 +355,7 @@ def _runs_widened(model: Any, weight: torch.Tensor) -> bool:
             decoder_of(model)(input_ids=ids, use_cache=False)
     except (RuntimeError, TypeError, ValueError) as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
-        logger.warning("%s keeps its residual stream in bfloat16: %s.", type(model).__name__, said[0])
+        logger.warning("%s keeps its residual stream in bfloat16: %s.", type(model).__name__, said[0][:200])
         return False
     return True
 

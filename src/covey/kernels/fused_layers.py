@@ -192,8 +192,11 @@ def fuse(model: nn.Module, compiled: Compile = compiled) -> int:
 def _product_dtype(x: Tensor) -> torch.dtype | None:
     """16-bit type of a product of `x` under autocast; None elsewhere, where the modules compute as they are.
 
-    One kernel fewer matters in passes of the learner only, and each further mode would be compiled apart.
+    One kernel fewer matters in passes of the learner only, and each further mode would be compiled apart. Nothing is compiled
+    while a CUDA graph is captured, which that would break.
     """
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 

@@ -165,7 +165,7 @@ class _Linears(torch.autograd.Function):
 
 def wide_product(one: Tensor, other: Tensor) -> Tensor:
     """`one @ other` in float32 from 16-bit matrices, without rounding the sums on a GPU."""
-    if one.device.type == "cuda":
+    if one.device.type == "cuda" and torch.version.hip is None:
         product: Tensor = torch.mm(one, other, out_dtype=torch.float32)
         return product
     return (one @ other).float()
