@@ -228,9 +228,12 @@ def build_networks(given: RunInputs, optimizer: Any = None) -> Networks:
 
 
 def samples_here(given: RunInputs) -> bool:
-    """True if the run's completions are drawn in this process with the weights that it trains."""
+    """True if the run's completions are drawn by Covey with the weights that it trains.
+
+    So they are by workers without staleness, whose run is the one without `async_rollouts` bit for bit.
+    """
     args, agents = given.args, given.agents
-    is_elsewhere = args.async_rollouts or args.rollout_backend == "vllm"
+    is_elsewhere = args.rollout_backend == "vllm" or (args.async_rollouts and args.max_staleness > 0)
     return not is_elsewhere and agents.rollout_func is None and agents.agent is None
 
 
