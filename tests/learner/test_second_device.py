@@ -42,7 +42,8 @@ TRIED_ONCE = {
 NOTES = {"learner.py:_notes to the CPU", "learner.py:<listcomp> to the CPU"}
 """What is measured at the rollout goes to the host, once a micro-batch."""
 DECODE = {
-    "graph_scheduler.py:_step _local_scalar_dense",  # once a step: has a row ended?
+    "graph_scheduler.py:_step _local_scalar_dense",  # has a row ended? where a group reaches its limit
+    "graph_scheduler.py:next to the CPU",  # the same of a look ago; on CUDA a copy that nothing waits for
 }
 ROWS_CHANGE = {
     "static_kv_cache.py:set_row_owners to the device",
@@ -136,7 +137,7 @@ def test_a_decode_step_waits_once_and_every_other_wait_is_known(found):
     for way, case in found["decode"].items():
         allowed = DECODE | ROWS_CHANGE | (STOP_STRINGS if way == "rich" else set())
         assert set(case["waits"]) <= allowed, way
-        assert case["waits"]["graph_scheduler.py:_step _local_scalar_dense"] <= case["steps"], way
+        assert sum(case["waits"].get(name, 0) for name in DECODE) <= case["steps"], way
 
 
 def test_rollouts_in_16_bits_are_as_near_to_float32_there_as_on_a_cpu(found):

@@ -59,6 +59,20 @@ def test_compiled_kernels_equal_one_softmax_over_all_keys(shapes, dtype, bound):
         )
 
 
+def test_the_compiled_draw_is_that_of_pytorch():
+    pytest.importorskip("triton")
+    from test_triton_sampling import WAYS, compare
+
+    from covey.kernels import triton_sampling
+
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(8, 151_936)).bfloat16().cuda()
+    uniforms = torch.rand(8, dtype=torch.float64).cuda()
+    seen = torch.rand(8, 151_936).cuda() < 0.1
+    for way in WAYS.values():
+        compare(triton_sampling, logits, uniforms, seen if "repetition_penalty" in way else None, **way)
+
+
 def test_long_prompts_split_over_programs_give_the_same(shapes):
     from covey.kernels import triton_attention
 
