@@ -6,7 +6,7 @@
 set -eu
 folder=${1:?give a folder for the wheels}
 mkdir -p "$folder"
-for package in datasets dill multiprocess rich jsonargparse trl==1.16.0 liger-kernel==0.8.5 peft pytest pytest-timeout pytest-xdist execnet \
+for package in datasets dill multiprocess rich jsonargparse trl==1.16.0 liger-kernel==0.8.5 peft pytest iniconfig pluggy pygments pytest-timeout pytest-xdist execnet \
     math-verify latex2sympy2_extended antlr4-python3-runtime==4.13.2 typeshed-client docstring-parser; do
   python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
     --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d "$folder" "$package"
