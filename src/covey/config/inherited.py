@@ -50,7 +50,9 @@ _ACTING: Mapping[str, Mapping[str, Option]] = {
         "eval_delay": Option("Steps or epochs before the first evaluation.", at_least=0, is_optional=True),
         "eval_on_start": Option("Evaluate before the first step."),
         "per_device_eval_batch_size": Option(
-            "Completions drawn at a time on each device in evaluation.", at_least=1, is_whole=True
+            "Completions whose loss is computed at a time on each device in evaluation.",
+            at_least=1,
+            is_whole=True,
         ),
         "metric_for_best_model": Option("Evaluation metric that picks the best checkpoint; unset: reward."),
         "greater_is_better": Option("Whether more of that metric is better; unset: yes, unless its name ends in loss."),

@@ -92,7 +92,7 @@ def advice_for(args: GRPOConfig, model: Any) -> list[str]:
     found = advise(
         learning_rate=args.learning_rate,
         num_generations=args.num_generations,
-        temperature=args.temperature,
+        temperature=sampling_params(args).temperature,
         num_iterations=args.num_iterations,
         is_lora=hasattr(model, "peft_config"),
         optimizer=str(getattr(args.optim, "value", args.optim)),

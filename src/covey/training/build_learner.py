@@ -160,7 +160,7 @@ def build_policy(given: RunInputs) -> Policy:
     policy = Policy(
         model=given.model,
         pad_id=given.tokenizer.pad_token_id,
-        temperature=args.temperature or 1.0,
+        temperature=sampling_params(args).temperature or 1.0,
         compute_dtype=compute_dtype(args),
         logits_chunk=args.logits_chunk_tokens,
         auxiliary_coefficient=auxiliary_coefficient(args, given.model),

@@ -21,6 +21,7 @@ from covey.monitor.slices import Slices
 from covey.process.world import World
 from covey.rewards import Scorer, reward_metrics
 from covey.rollout import Sampler, SamplingParams
+from covey.rollout.sampler import DEFAULT_ROWS
 from covey.runs import checkpoint
 from covey.runs.evaluations import by_question
 from covey.training.credit import completion_metrics, with_advantages
@@ -40,7 +41,7 @@ class Evaluator:
     sampling: SamplingParams
     num_generations: int
     batch_size: int
-    """Completions decoded at a time in this process."""
+    """Completions that the learner evaluates at a time in this process; no result depends on it but the mean of the loss over batches."""
     seed: int
     slices: Slices = field(default_factory=lambda: Slices(()))
     """Metrics by the values of a column."""
@@ -64,14 +65,9 @@ class Evaluator:
         algorithm = self.algorithm.resolve(controllers)
         parts: list[dict[str, Metric]] = []
         per_turn = max(1, self.batch_size * self.world.size // self.num_generations)
-        done = 0
-        while done < count:
-            batch = prompts.take(min(per_turn, count - done))
-            done += len(batch)
-            groups = self._scored(batch, self.num_generations, self.sampling)
+        per_draw = per_turn * max(1, DEFAULT_ROWS * self.world.size // (per_turn * self.num_generations))
+        for groups in self._drawn(prompts, count, per_draw, per_turn, algorithm.needs.greedy):
             keep(groups)
-            if algorithm.needs.greedy:
-                groups = with_greedy_rewards(groups, self._scored(batch, 1, replace(self.sampling, temperature=0.0)))
             groups = self.learner.annotate(groups, algorithm)
             scaled = self.scorer.combiner(groups, learn=False)
             groups = with_advantages(groups, algorithm, self.scorer.weights, scaled)
@@ -84,6 +80,18 @@ class Evaluator:
             after_batch()
         self.learner.policy.release()  # callbacks and the user may use the model now
         return self._named(merge_metrics(parts), len(parts), count, time.perf_counter() - started, prefix)
+
+    def _drawn(
+        self, prompts: PromptStream, count: int, per_draw: int, per_turn: int, needs_greedy: bool
+    ) -> Iterator[list[Group]]:
+        """Scored groups of the first `count` prompts, `per_turn` at a time; as many are drawn at once as the sampler decodes."""
+        for start in range(0, count, per_draw):
+            batch = prompts.take(min(per_draw, count - start))
+            groups = self._scored(batch, self.num_generations, self.sampling)
+            if needs_greedy:
+                groups = with_greedy_rewards(groups, self._scored(batch, 1, replace(self.sampling, temperature=0.0)))
+            for place in range(0, len(groups), per_turn):
+                yield groups[place : place + per_turn]
 
     def _scored(self, prompts: Sequence[Any], n: int, sampling: SamplingParams) -> list[Group]:
         mine = self.world.share(prompts)
