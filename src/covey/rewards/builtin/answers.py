@@ -231,7 +231,7 @@ def split_unit(text: str, context: Collection[str] = ()) -> tuple[str, str]:
     >>> split_unit("5 cm"), split_unit("10\\sqrt{2} m"), split_unit("50%"), split_unit("5 million")
     (('5', 'cm'), ('10\\sqrt{2}', 'm'), ('50', '%'), ('5 million', ''))
     """
-    match = re.compile(r"(?<=[\w})\]!])( ?(?:%|°[CF]?)|(?: ?|(?<=[0-9]))[^\W\d_]+(?:[ /*.^23]{1,2}[^\W\d_]+)*(?:\^?[23])?)$").search(text)  # fmt: skip
+    match = re.compile(r"(?<=[\w})\]!])( ?(?:%|°[CF]?)|(?: |(?<=[0-9}]))[^\W\d_]+(?:[ /*.^23]{1,2}[^\W\d_]+)*(?:\^?[23])?)$").search(text)  # fmt: skip
     if match is None or not match.start():
         return text, ""
     name = unit_name(match[0])

@@ -128,7 +128,7 @@ def _is_part_equal(answer: str, gold: str, evaluate: Evaluate, context: Collecti
     if is_same(answer, gold, context):
         return True
     formula, gold_formula = readable(answer, letters_of(gold) | {"e", "i"}), readable(gold)
-    if formula is None or gold_formula is None or _num_relations(answer) > _num_relations(gold):
+    if formula is None or gold_formula is None or not _has_same_form(answer, gold):
         return False
     if quantity(answer) is not None and quantity(gold) is not None:
         return False
@@ -138,6 +138,12 @@ def _is_part_equal(answer: str, gold: str, evaluate: Evaluate, context: Collecti
 def _is_solved(assigned: re.Match[str]) -> bool:
     """`x=5`, not `x=x`; of a function, `f(x)=2x`."""
     return assigned[1].endswith(")") or assigned[1][0] not in letters_of(assigned[2])
+
+
+def _has_same_form(answer: str, gold: str) -> bool:
+    """As many relations on both sides; an inequality may be answered by its interval."""
+    is_interval = answer[0] in "([" and "=" not in gold
+    return _num_relations(answer) == _num_relations(gold) or (is_interval and not _num_relations(answer))
 
 
 def _num_relations(text: str) -> int:
@@ -198,7 +204,7 @@ def _has_operands(tokens: list[tuple[str, str]]) -> bool:
             return False
         before = (kind, token)
     text = "".join(token for _, token in tokens)
-    return before[1] not in _OPERATORS and text.count("=") <= 1 and not re.search(r"/[\w.]+/", text)
+    return before[1] not in _OPERATORS and text.count("=") <= 1 and not re.search(r"/[\w.]+/|/[0-9.]+[a-zA-Z(]", text)
 
 
 def _after_base(tokens: list[tuple[str, str]]) -> bool:
