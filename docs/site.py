@@ -165,7 +165,8 @@ def on_site(source: Path, target: Path, sources: dict[Path, Path]) -> str:
         return link[0] if found.is_relative_to(DOCS) else "](" + relative(PAGES / "readme.md", target.parent) + ")"
 
     # a list or a table right below a paragraph is one on a repository's page, and must be one here
-    return spaced(outside_code(source.read_text(encoding="utf-8"), lambda text: LINK.sub(moved, text)))
+    text = source.read_text(encoding="utf-8").replace('"docs/pictures/', '"pictures/')  # the README's own are HTML
+    return spaced(outside_code(text, lambda part: LINK.sub(moved, part)))
 
 
 def outside_code(text: str, change) -> str:
