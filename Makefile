@@ -127,12 +127,13 @@ check: $(DEV)          ## style and types
 pages: $(DEV)          ## docs/options.md and the tables of docs/from-trl.md, from the declarations of options
 	$(BIN)/python docs/option_tables.py
 
-docs: .venv-docs/.installed   ## the documentation site in .site/html, every link followed; SERVE=1 shows it
+docs: .venv-docs/.installed   ## the documentation site in .site/html, prose and links checked; SERVE=1 shows it
+	.venv-docs/bin/python docs/prose.py
 	.venv-docs/bin/python docs/site.py $(if $(SERVE),--serve)
 
 .venv-docs/.installed: Makefile
 	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python $(INSTALL) "zensical>=0.0.73,<0.2" "mkdocstrings-python>=2.0.11,<3"
+	.venv-docs/bin/python $(INSTALL) "zensical>=0.0.73,<0.2" "mkdocstrings-python>=2.0.11,<3" "proselint>=0.16,<0.17"
 	touch $@
 
 bench: $(DEV) $(PEER)/.installed   ## small versions of the speed and memory benchmarks, TRL beside
