@@ -62,7 +62,9 @@ export function rolloutsPage(main) {
   /** Open the group that shows most, with rewards far apart and both kinds in it, of those listed first. */
   function openTelling() {
     const at = kept.rows.reduce((best, row, here) => (contrast(row) > contrast(kept.rows[best]) ? here : best), 0);
-    if (mark(at)) open(kept.rows[at]);
+    if (!mark(at)) return;
+    list.parentElement.scrollTop = list.children[at].offsetTop - list.parentElement.clientHeight / 2; // the page itself stays at its top
+    open(kept.rows[at]);
   }
 
   function ending(told) {
@@ -85,6 +87,7 @@ export function rolloutsPage(main) {
   function select(at, isOpened) {
     if (!mark(at)) return false;
     list.children[at].focus({ preventScroll: true });
+    list.children[at].scrollIntoView({ block: "nearest" });
     if (isOpened) open(kept.rows[at]);
     return true;
   }
@@ -96,7 +99,6 @@ export function rolloutsPage(main) {
     kept.at = at;
     element.setAttribute("aria-current", "true");
     element.tabIndex = 0;
-    element.scrollIntoView({ block: "nearest" });
     return true;
   }
 
