@@ -36,20 +36,22 @@ def judge(tests: bytes, connection: socket.socket, verdict: int) -> None:
     except BaseException as error:  # noqa: BLE001 - the border to the tests' code
         kind = error.kind if isinstance(error, _Raised | _Left) else type(error).__name__
         return _write(verdict, link.trouble() or {"code": {"raised": kind, "said": str(error)}})
-    for number in range(len(plan["tests"])):
-        outcome = _outcome(link, made, number, space)
+    for number, test in enumerate(plan["tests"]):
+        outcome = _outcome(link, made, number, test, space)
         _write(verdict, {"test": number, **outcome})
         if "beside" in outcome:
             return
     _write(verdict, {"done": True})
 
 
-def _outcome(link: _Link, made: suite.Suite, number: int, space: dict[str, Any]) -> dict[str, Any]:
+def _outcome(link: _Link, made: suite.Suite, number: int, test: str, space: dict[str, Any]) -> dict[str, Any]:
     try:
         made.run(number, space, space)
         found: dict[str, Any] = {"outcome": "passed"}
     except AssertionError as error:
         found = {"outcome": "raised" if link.raised is error else "wrong", **_raised(error)}
+        if found["said"] == "AssertionError":
+            found["said"] = f"AssertionError: {_line(error, test)}"[:300]
     except BaseException as error:  # noqa: BLE001 - the border to the tests' code
         found = {"outcome": "raised", **_raised(error)}
     return link.trouble() or found
@@ -69,7 +71,15 @@ def _namespace(link: _Link, made: suite.Suite) -> dict[str, Any]:
 
 
 def _said(error: BaseException) -> str:
-    return traceback.format_exception_only(type(error), error)[-1].strip()[:2000]
+    text = str(error)
+    return (f"{type(error).__name__}: {text}" if text else type(error).__name__)[:2000]
+
+
+def _line(error: BaseException, test: str) -> str:
+    """The line of `test` that raised `error`."""
+    numbers = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == suite.FILE]
+    lines = test.splitlines()
+    return lines[numbers[0] - 1].strip().removeprefix("assert ") if numbers and numbers[0] <= len(lines) else ""
 
 
 def _raised(error: BaseException) -> dict[str, str]:
