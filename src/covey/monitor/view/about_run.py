@@ -37,7 +37,7 @@ def about(found: Mapping[str, Any], path: Path, names: Iterable[str], column: Co
     return {
         "model": _short_name(found.get("model")),
         "data": _data_of(path),
-        "steps": most if is_step(most) and most > 0 else None,
+        "steps": most if isinstance(most, int) and is_step(most) and most > 0 else None,
         "seconds": float(times[-1] - times[0]) if len(times) > 1 else None,
         "best": None if best is None else {"value": float(held_out[best]), "step": int(steps[best])},
         "reward_from": float(rewards[:_ENDS].mean()) if len(rewards) else None,
