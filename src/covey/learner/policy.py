@@ -329,7 +329,8 @@ class Policy:
                 else f"its log-probabilities would differ by {gap:.1g}"
             )
         except (TypeError, ValueError, KeyError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
+            is_ours = isinstance(error, ValueError) and str(error).startswith("its ")
+            reason = str(error) if is_ours else f"its forward takes no packed rows ({type(error).__name__})"
         finally:
             self.model.train(was_training)
             self.release()

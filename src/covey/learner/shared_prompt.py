@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 from covey.images import Placed, placed_inputs
 from covey.kernels import LOCAL_LAYERS, AttentionHeads, Layout, SharedPromptAttention, Window
 from covey.learner.packing import Row
+from covey.models import unwrapped
 
 logger = logging.getLogger(__name__)
 
@@ -359,6 +361,9 @@ def reason_against(model: Any) -> str | None:
     config = model.config.get_text_config()
     if getattr(model, "active_peft_config", None) is not None and model.active_peft_config.is_prompt_learning:
         return "prompt-learning adapters put tokens of their own before the prompt"
+    source = sys.modules[type(unwrapped(model)).__module__]
+    if getattr(config, "alibi", True) and any("alibi" in name.lower() for name in vars(source)):
+        return "its attention is biased by the distance of tokens (ALiBi)"
     kinds = set(getattr(config, "layer_types", None) or ())
     if others := kinds - {"full_attention", *LOCAL_LAYERS}:
         return f"it has {', '.join(sorted(others))} layers"
