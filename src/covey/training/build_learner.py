@@ -25,7 +25,7 @@ from covey.learner.preparation import checkpoint_activations, on_accelerator
 from covey.learner.reference import Reference
 from covey.learner.token_metrics import TokenEntropies
 from covey.learner.update_guard import GuardPolicy, UpdateGuard
-from covey.models import reads_images
+from covey.models import reads_images, unwrapped
 from covey.process.sharding import Sharding, Shards
 from covey.process.world import World
 from covey.rewards import Scorer
@@ -183,6 +183,15 @@ def compute_dtype(args: GRPOConfig) -> torch.dtype | None:
     return torch.float16 if args.fp16 else None
 
 
+def _routes(model: Any) -> bool:
+    """True if a layer of the model chooses between experts; a model of a family of experts may have none."""
+    recorded = getattr(unwrapped(model), "_can_record_outputs", None) or {}
+    routers = recorded.get("router_logits") or ()
+    found = [getattr(one, "target_class", one) for one in (routers if isinstance(routers, list | tuple) else [routers])]
+    kinds = [kind for kind in found if isinstance(kind, type)]
+    return not kinds or any(isinstance(module, tuple(kinds)) for module in model.modules())
+
+
 def auxiliary_coefficient(args: GRPOConfig, model: Any) -> float:
     """Weight of a mixture-of-experts model's load-balancing loss; 0 for other models."""
     config = model.config.get_text_config()
@@ -192,7 +201,7 @@ def auxiliary_coefficient(args: GRPOConfig, model: Any) -> float:
             f"router_aux_loss_coef={args.router_aux_loss_coef}, but {type(model).__name__} has no router; leave it out."
         )
     chosen = own if args.router_aux_loss_coef is None else args.router_aux_loss_coef
-    has_router = own is not None and getattr(config, "output_router_logits", None) is not None
+    has_router = own is not None and getattr(config, "output_router_logits", None) is not None and _routes(model)
     return float(chosen or 0.0) if has_router else 0.0
 
 

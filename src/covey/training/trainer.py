@@ -15,6 +15,7 @@ from transformers.utils.logging import set_verbosity
 from covey.algorithms import Algorithm
 from covey.config import GRPOConfig
 from covey.config.alerts import late_checkpoint
+from covey.config.trackers import refuse_absent_trackers
 from covey.data.checks import length_of
 from covey.errors import ArgumentTypeError, CoveyError, DataError, InvariantError, SpoiledError, StorageError
 from covey.learner import Learner
@@ -113,6 +114,7 @@ class GRPOTrainer(TRLInterface):
         self.output_dir = Path(str(self.args.output_dir))
         self.hub = Hub(self.args, self.output_dir, self._record)
         self.world.expect_same(comparable_options(self.args))
+        refuse_absent_trackers(self.args.report_to)
         self.algorithm = given_algorithm(self.args, algorithm)
         self.state = lean.TrainerState(
             is_local_process_zero=self.world.is_main, is_world_process_zero=self.world.is_main
