@@ -44,7 +44,7 @@ class ThroughputDrop:
 class DataDrift:
     """`data_drift`: two-sample tests say that the prompts are not drawn as those of the first steps were (`SampleDrift`)."""
 
-    level: float = 0.01
+    level: float = 0.001
     """Chance of a false alarm in a run: the p-values are corrected for all tests and looks."""
     window: int = 10
 
