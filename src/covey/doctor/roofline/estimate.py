@@ -152,7 +152,7 @@ def _held(setup: Setup, found: Measured, completions: int) -> tuple[Held, Decodi
     copied = bool(whole.sampler) or args.use_vllm
     item = 2 if copied else found.dtype.itemsize
     split = args.vllm_tensor_parallel_size if args.use_vllm else 1
-    sampled = item * found.size // split if copied else found.weights if setup.is_split else 0
+    sampled = (item * found.size // split if copied else 0) + (found.weights if setup.is_split else 0)
     gathered = _gathered(setup, found) if setup.is_split and setup.gpus > 1 else 0
     kept = {
         name: -(-getattr(whole, name) // shards)
