@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from covey.errors import ConfigError
+from covey.errors import ConfigError, first_line
 
 NICENESS = "RAY_worker_niceness"
 """Ray's variable for the priority of workers."""
@@ -27,7 +27,14 @@ def connected(wanted_by: str, instead: str) -> Any:
 
     if not ray.is_initialized():
         with _signals_kept(), _plain_priority():
-            ray.init(log_to_driver=False, include_dashboard=False)
+            try:
+                ray.init(log_to_driver=False, include_dashboard=False)
+            except Exception as error:  # of many kinds: ports, files, memory, versions
+                where = os.environ.get("RAY_ADDRESS") or "this machine"
+                raise ConfigError(
+                    f"Ray does not start on {where} ({type(error).__name__}: {first_line(error)}); ray status and the logs in /tmp/ray say more, or "
+                    f"{instead}."
+                ) from error
     return ray
 
 
