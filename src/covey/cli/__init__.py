@@ -88,7 +88,7 @@ def _run(words: list[str]) -> int:
     if name in ("--help", "-h", "help"):
         output.result(verbs_help(VERBS, __version__))
         return 0 if words else 2
-    if name == "--version":
+    if name in ("--version", "version"):
         output.result(__version__)
         return 0
     if name in GONE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,8 @@ def run(given: Given) -> int | None:
     say("\n".join(_header(folder)))
     started = time.perf_counter()
     trainer = _trainer(folder, options)
-    before = _assess(trainer, options, from_start=True)
+    answers: dict[int, list[Any]] = {0: [], 1: []}
+    before = _assess(trainer, options, answers[0].extend, from_start=True)
     say(f"before: {_percent(before)} right on {len(before.greedy)} held-out problems")
     trainer.raises_when_stopped = False
     result = trainer.train(resume_from_checkpoint=options["resume"])
@@ -46,7 +48,8 @@ def run(given: Given) -> int | None:
         say(f"\nstopped after step {result.global_step}, and saved. Go on with: covey demo --resume {folder}")
         return trainer.exit_code
     trainer.save_model(str(folder / "model"))
-    after = _assess(trainer, options)
+    after = _assess(trainer, options, answers[1].extend)
+    _record(folder, {0: (before, answers[0]), result.global_step: (after, answers[1])})
     _conclude(folder, before, after, result.global_step, time.perf_counter() - started, options)
     return None
 
@@ -102,8 +105,19 @@ def _trainer(folder: Path, options: dict[str, Any]) -> GRPOTrainer:
     )
 
 
-def _assess(trainer: GRPOTrainer, options: dict[str, Any], *, from_start: bool = False) -> Assessment:
-    """Greedy answers to the held-out problems. `from_start`: of the shipped model, also when a run is resumed."""
+def _record(folder: Path, found: dict[int, tuple[Assessment, list[Any]]]) -> None:
+    """Both evaluations in the run's folder, where report, compare and view look for them."""
+    from covey.runs import evaluations
+
+    for step, (assessed, answers) in found.items():
+        metrics = {"eval_reward": assessed.reward.value, "eval_completions/mean_length": assessed.mean_length}
+        evaluations.record(folder, step, "eval", metrics, evaluations.rows_of(answers, ["demo"], [1.0]))
+
+
+def _assess(
+    trainer: GRPOTrainer, options: dict[str, Any], keep: Callable[[Sequence[Any]], None], *, from_start: bool = False
+) -> Assessment:
+    """Greedy answers to the held-out problems, which `keep` receives. `from_start`: of the shipped model, also when a run is resumed."""
     from datasets import Dataset
 
     from covey import demo
@@ -117,7 +131,7 @@ def _assess(trainer: GRPOTrainer, options: dict[str, Any], *, from_start: bool =
     rows = demo.rows("test")[: options["held_out"]]
     prompts = PromptStream(Dataset.from_list(rows), trainer.processing_class, seed=0, shuffle=False).take(len(rows))
     sampler = choose_sampler(model, trainer.processing_class, eos_ids=trainer.eos_ids)
-    return assess(sampler, Scorer([demo.reward]), prompts, max_tokens=trainer.args.max_completion_length)
+    return assess(sampler, Scorer([demo.reward]), prompts, max_tokens=trainer.args.max_completion_length, keep=keep)
 
 
 def _percent(found: Assessment) -> str:

@@ -30,7 +30,7 @@ _FLAGS = (
     Flag(name="seed", help="Seed of the drawn answers.", type=int, default=0, group="difficulty"),
     Flag(name="device", help="Where the model computes, such as cpu or cuda:1; left out: this machine's accelerator, else the CPU.", group="difficulty"),
     Flag(name="batch_size", help="Answers in flight at a time.", type=int, default=128, group="difficulty"),
-    Flag(name="embedding_model", help="Folder or hub id of the model that makes vectors.", group="vectors"),
+    Flag(name="embedding_model", help="Folder or hub id of the model that makes vectors, or demo.", group="vectors"),
     JSON,
     CONFIG,
 )  # fmt: skip
@@ -47,6 +47,7 @@ def run(given: Given) -> None:
     from covey.data.features import add_features
     from covey.data.features.embedding import Embedder
     from covey.data.tables import AsWritten
+    from covey.models import resolve_source
 
     dataset = load(
         options["data"],
@@ -56,7 +57,7 @@ def run(given: Given) -> None:
     )
     wants = set(options["features"])
     tokenizer, rates = _judge(options, bool(wants & {"pass_rate", "difficulty"}))
-    embedder = Embedder.of(options["embedding_model"]) if options["embedding_model"] else None
+    embedder = Embedder.of(resolve_source(options["embedding_model"])) if options["embedding_model"] else None
     mixed = [name for name, feature in dataset.features.items() if isinstance(feature, AsWritten)]
     path = Path(options["output"])
     if mixed and path.suffix == ".parquet":

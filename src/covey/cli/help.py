@@ -48,10 +48,15 @@ def _width() -> int:
 
 
 def _wrapped(text: str, start: str = "") -> list[str]:
-    """`start` and the text, in the width of the terminal; further lines begin below the text."""
-    return textwrap.wrap(
-        text, max(_width(), 50), initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False
-    )
+    """`start` and the text, in the width of the terminal; further lines begin below the text, and lines of its own stay lines."""
+    width, indent = max(_width(), 50), " " * len(start)
+    parts = [
+        textwrap.wrap(
+            line, width, initial_indent=indent if place else start, subsequent_indent=indent, break_on_hyphens=False
+        )
+        for place, line in enumerate(text.splitlines())
+    ]
+    return [line for part in parts for line in part or [""]]
 
 
 def _entry(flag: Flag) -> list[str]:

@@ -34,6 +34,12 @@ def run(given: Given) -> None:
         return
     was = "" if found.replayed[1] is None else f" (recorded: {found.replayed[1]:.4g})"
     output.result(f"step {recorded.step} made again: gradient norm {found.replayed[0]:.4g}{was}")
+    if not found.replayed[0]:
+        output.result(
+            "the step has no gradient: the completions of each group got equal rewards, so no weight moves and no change can help; "
+            "easier or harder prompts, more completions a prompt or dynamic_sampling give groups that differ."
+        )
+        return
     if not found.troubles:
         output.result(
             "nothing is wrong with this step by what is measured here: how far it moves the policy, how stale its completions"

@@ -289,9 +289,10 @@ def _no_split(name: str, wanted: str, splits: Sequence[str]) -> str:
 def _demo(split: str | None, streaming: bool) -> AnyDataset:
     from covey.demo import rows
 
-    if split not in (None, "train", "test"):
-        raise DataError(_no_split("demo", str(split), ("train", "test")))
-    dataset = datasets.Dataset.from_list(rows("test" if split == "test" else "train"))
+    wanted = (split or "train").partition("[")[0]
+    if wanted not in ("train", "test"):
+        raise DataError(_no_split("demo", wanted, ("train", "test")))
+    dataset = _part(datasets.Dataset.from_list(rows("test" if wanted == "test" else "train")), split or wanted)
     return dataset.to_iterable_dataset() if streaming else dataset
 
 

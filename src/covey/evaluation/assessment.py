@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,16 +91,18 @@ def assess(
     seed: int = 0,
     threshold: float = 0.5,
     batch_size: int = 256,
+    keep: Callable[[Sequence[Group]], None] = lambda groups: None,
 ) -> Assessment:
     """Answer every prompt once greedily and `num_samples` times by `sampling`, and score the answers.
 
-    The same seed gives the same answers, so two models can be compared prompt by prompt. Raises ConfigError when no
+    `keep`: receives the scored greedy answers. The same seed gives the same answers, so two models can be compared prompt by prompt. Raises ConfigError when no
     prompts are given.
     """
     if not prompts:
         raise ConfigError("there are no prompts to evaluate on; give a data set with at least one row.")
     greedy = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     answers = list(scored_answers(sampler, scorer, prompts, 1, greedy, batch_size))
+    keep(answers)
     drawn: list[Group] = []
     if num_samples:
         params = replace(sampling or SamplingParams(), max_tokens=max_tokens, seed=seed)

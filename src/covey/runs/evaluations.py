@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import re
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,6 +64,14 @@ def write(folder: Path, step: int, name: str, rows: Sequence[Mapping[str, Any]])
     pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), sink, compression="zstd")
     write_atomically(path, sink.getvalue().to_pybytes())
     return path
+
+
+def record(run: Path, step: int, name: str, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Add an evaluation to a run that has ended: its line, and every answer's rewards."""
+    line = {"step": step, "time": round(time.time(), 3), "set": name, **metrics}
+    write(run / FOLDER, step, name, rows)
+    with (run / LOG).open("a", encoding="utf-8") as log:
+        log.write(json.dumps(line) + "\n")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
