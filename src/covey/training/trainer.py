@@ -114,7 +114,6 @@ class GRPOTrainer(TRLInterface):
         self.output_dir = Path(str(self.args.output_dir))
         self.hub = Hub(self.args, self.output_dir, self._record)
         self.world.expect_same(comparable_options(self.args))
-        refuse_absent_trackers(self.args.report_to)
         self.algorithm = given_algorithm(self.args, algorithm)
         self.state = lean.TrainerState(
             is_local_process_zero=self.world.is_main, is_world_process_zero=self.world.is_main
@@ -216,6 +215,7 @@ class GRPOTrainer(TRLInterface):
             self.world.expect_same(comparable_inputs(self.train_dataset, model, self.algorithm, self.scorer.rewards))
 
     def _load(self, model: Any, processing_class: Any, quantization_config: Any, peft_config: Any) -> None:
+        refuse_absent_trackers(self.args.report_to)
         given: dict[str, Any] = {"tokenizer": processing_class, "peft_config": peft_config}
         self._server = expect_engine(self.args, self.world.device, model, **given)
         loaded = load_for_training(
