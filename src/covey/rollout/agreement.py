@@ -18,9 +18,9 @@ from covey.rollout.sampler import Sampler, SamplingParams, sampler_metrics
 from covey.types import Group, Prompt
 
 FLOAT_ERROR = 1e-3
-"""Tolerance in nats, mean over tokens, between two float32 computations of log-probabilities; measured: below 1e-5."""
+"""Tolerance in nats, of any token, between two float32 computations of log-probabilities; measured: below 1e-5."""
 ROUNDED_ERROR = 0.2
-"""Tolerance in bfloat16, float16, TF32 or with quantized weights; measured in bfloat16: about 0.01."""
+"""Tolerance, mean over tokens, in bfloat16, float16, TF32 or with quantized weights; measured in bfloat16: about 0.01."""
 
 _LENGTHS = (2, 5)
 """Tokens of the prompts: unlike, so that a sampler that pads them is seen."""
@@ -45,10 +45,8 @@ def reason_against(sampler: Sampler, model: Any) -> str | None:
     """
     try:
         groups = list(sampler.sample(short_prompts(model), 2, SamplingParams(max_tokens=_STEPS, seed=0)))
-    except (TypeError, ValueError, LookupError, AttributeError, NotImplementedError, RuntimeError) as error:
-        if isinstance(error, CoveyError) or is_out_of_memory(error):
-            raise
-        return f"its forward fails ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    except RAW_ERRORS as error:
+        return raw_reason(error)
     sampler_metrics(sampler)  # of no rollout
     drawn = [one for group in groups for one in group.completions]
     if any(one.logprobs is None for one in drawn):
@@ -56,13 +54,26 @@ def reason_against(sampler: Sampler, model: Any) -> str | None:
     precision: SamplerPrecision | None = getattr(sampler, "dtype", None)
     mine = plain_logprobs(model, groups, precision or "auto")
     gaps = [(one.logprobs.cpu() - own).abs() for one, own in zip(drawn, mine, strict=True) if one.logprobs is not None]
-    gap = float(torch.cat(gaps).mean())
     computes_in = getattr(getattr(sampler, "forward", None), "dtype", torch.float32)
     has_float32 = precision in ("auto", "float32") and computes_in == torch.float32
-    limit = FLOAT_ERROR if has_float32 and is_exact(model) else ROUNDED_ERROR
+    if has_float32 and is_exact(model):  # one token that is off tells as much as all
+        gap, limit = float(torch.cat(gaps).max()), FLOAT_ERROR
+    else:
+        gap, limit = float(torch.cat(gaps).mean()), ROUNDED_ERROR
     if gap <= limit:
         return None
     return f"log-probabilities of the same tokens are {gap:.3g} a token from those of a plain forward, where {limit:g} is rounding"
+
+
+RAW_ERRORS = (TypeError, ValueError, LookupError, AttributeError, NotImplementedError, RuntimeError, AssertionError)
+"""Exceptions of a model's own code that is called in another way than it expects."""
+
+
+def raw_reason(error: Exception) -> str:
+    """The reason that a model's own error is. Raises the error itself if it is Covey's, or says that memory ran out."""
+    if isinstance(error, CoveyError) or is_out_of_memory(error):
+        raise error
+    return f"its forward fails ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
 
 
 def short_prompts(model: Any) -> list[Prompt]:

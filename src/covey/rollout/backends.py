@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from covey.errors import ConfigError, ModelError, Unsupported
 from covey.models import reads_images, unwrapped
-from covey.rollout.agreement import reason_against, refusal
+from covey.rollout.agreement import RAW_ERRORS, raw_reason, reason_against, refusal
 from covey.rollout.engine import NativeSampler
 from covey.rollout.generate import GenerateSampler
 from covey.rollout.hf import TransformersSampler, Way
@@ -101,7 +101,10 @@ def _native(
 ) -> NativeSampler:
     """The native engine. Raises Unsupported where it cannot run the model, or gives other log-probabilities."""
     chosen = SplitSampler if backend == "auto" and reads_images(model) else NativeSampler
-    sampler = chosen(model, tokenizer, eos_ids=eos_ids, **options)
+    try:
+        sampler = chosen(model, tokenizer, eos_ids=eos_ids, **options)
+    except RAW_ERRORS as error:
+        raise Unsupported(f"{type(unwrapped(model)).__name__}: {raw_reason(error)}") from error
     hooks = {"environment": sampler.environment, "check_stop": sampler.check_stop}
     vars(sampler).update(environment=None, check_stop=lambda: None)  # theirs expect the finished sampler
     if reason := reason_against(sampler, model):
