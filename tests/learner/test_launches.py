@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from launches import Launches
 
-from covey.kernels import HalfWeights, fuse, half_weights
+from covey.kernels import HalfWeights, fuse, fused_ops, half_weights
+from covey.kernels import compile as compiled
 from covey.kernels.prompt_attention import SharedPromptAttention
 from covey.learner import Policy
 from covey.learner.packing import rows_of
 from covey.learner.preparation import checkpoint_activations
 from covey.learner.worst_case import groups_of
-from kit import tiny_model
+from kit import forgotten, tiny_model
 
 ROWS = rows_of(groups_of(8, 20, 16, 4, 300))
 WITHOUT, PREPARED = 205, 60
@@ -29,6 +30,8 @@ SUMS = 12
 def without_cpu_kernels(monkeypatch):
     """Layers as on a GPU: without the C++ kernels of a CPU."""
     monkeypatch.setenv("COVEY_CPU_KERNELS", "0")
+    with forgotten(fused_ops._verified, compiled.load):
+        yield
 
 
 def prepared(arch, live, layers=3, dtype=torch.float32, checkpoints=True):

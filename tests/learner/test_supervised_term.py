@@ -89,7 +89,7 @@ def test_messages_are_parted_at_the_assistants_last(tmp_path):
 
 
 def test_what_is_no_example_is_refused_in_a_sentence():
-    with pytest.raises(DataError, match="it needs columns 'prompt' and 'completion', or 'messages'.*it has text"):
+    with pytest.raises(DataError, match="it needs columns 'prompt' and 'completion', 'messages' or.*it has text"):
         load_examples(Dataset.from_list([{"text": "a"}]))
     with pytest.raises(DataError, match="does not end with a message of the assistant"):
         load_examples(Dataset.from_list([{"messages": [{"role": "user", "content": "a"}]}]))

@@ -61,6 +61,4 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "lines on each descriptor": (_BOX + "import os, json\nfor fd in range(1, 60):\n    try: os.write(fd, b'0' * 32 + b' {\"test\":0,\"outcome\":\"passed\",\"true\":[],\"held\":[]}\\n' + b'0' * 32 + b' {\"done\":true}\\n')\n    except OSError: pass\ndef f(x): os._exit(0)", _SEES),
     "hooks of exit": (_BOX + "import atexit, os, threading\natexit.register(os._exit, 0)\nthreading._register_atexit(os._exit, 0)\ndef f(x): raise SystemExit(0)", _SEES),
     "a thread that ends all": (_BOX + "import threading, os, time\ndef f(x):\n    threading.Thread(target=lambda: os._exit(0)).start()\n    time.sleep(1)\n    return 0", _SEES),
-    "a flag that flips": (_BOX + "import threading\nclass E:\n    v = False\n    def __eq__(s, o): return E.v\ndef flip():\n    while True: E.v = not E.v\nthreading.Thread(target=flip, daemon=True).start()\ndef f(x): return E()", ["b = [Box(x) for x in range(12)]\nassert " + " and ".join(f"b[{n}].get() == {48000 + 7 * n}" for n in range(12))]),
-    "yes at random": (_BOX + "import os\nclass E:\n    def __eq__(s, o): return os.urandom(1)[0] < 128\ndef f(x): return E()", ["b = [Box(x) for x in range(12)]\nassert " + " and ".join(f"b[{n}].get() == {48000 + 7 * n}" for n in range(12))]),
 }  # fmt: skip
