@@ -57,6 +57,36 @@ def test_weights_are_written_in_the_type_that_is_asked_for(adapter: Path, tmp_pa
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
 
 
+def test_the_error_that_is_told_is_that_of_the_weights_that_are_written(tmp_path: Path, capsys) -> None:
+    torch.manual_seed(0)
+    base = tiny_model("qwen2").bfloat16()
+    base.save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(base.float(), peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=1e-3)  # near the rounding of bfloat16
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    adapted.save_pretrained(tmp_path / "adapter")
+    tiny_tokenizer().save_pretrained(tmp_path / "adapter")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    expected = peft.PeftModel.from_pretrained(whole, tmp_path / "adapter").eval()
+    ids = torch.arange(1, 17)[None]
+    for dtype, is_lossy in (("bfloat16", True), ("float32", False)):
+        words = [] if is_lossy else ["--dtype", "float32"]  # bfloat16 is how the base is stored
+        assert main(["merge", str(tmp_path / "adapter"), "-o", str(tmp_path / dtype), "--json", *words]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / dtype, dtype=torch.float32).eval()
+        with torch.no_grad():
+            mine, theirs = merged(ids).logits, expected(ids).logits
+        apart = ((mine - theirs).abs().max() / theirs.abs().max()).item()
+        assert facts["dtype"] == dtype
+        assert facts["logits_apart"] == pytest.approx(apart, rel=1e-3, abs=1e-7)
+        assert (facts["logits_apart"] > 0.01 * facts["logits_moved"]) == is_lossy
+    assert main(["merge", str(tmp_path / "adapter"), "-o", str(tmp_path / "told")]) == 0
+    assert "of what the adapter changed; --dtype float32 keeps it" in capsys.readouterr().err
+
+
 def test_what_cannot_be_merged_is_told_in_a_sentence(adapter: Path, tmp_path: Path, capsys) -> None:
     there = tmp_path / "there"
     there.mkdir()

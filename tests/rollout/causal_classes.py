@@ -35,6 +35,7 @@ SMALL: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "state_size": 8, "expand": 2, "n_groups": 1, "chunk_size": 16, "ssm_state_size": 8, "dropout": 0.0, "is_decoder": True,
 }  # fmt: skip
+MOST = 30_000_000
 OWN: dict[str, dict[str, Any]] = {"mamba2": {"num_heads": 4}}
 
 
@@ -43,6 +44,10 @@ def build(kind: str) -> Any:
     config_class = CONFIG_MAPPING[kind]
     known = config_class()
     given = {name: value for name, value in {**SMALL, **OWN.get(kind, {})}.items() if hasattr(known, name)}
+    with torch.device("meta"):  # counted before memory is taken: some sizes have names of their own
+        shape = AutoModelForCausalLM.from_config(config_class(**given))
+    if (count := sum(parameter.numel() for parameter in shape.parameters())) > MOST:
+        raise ValueError(f"{count:,} parameters, where {MOST:,} are small")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config_class(**given)).float().eval()

@@ -96,7 +96,8 @@ def _gguf(folder: Path, out: Path, given: Given) -> None:
     if _is_adapter(folder):
         from covey.cli.merge import merged_model
 
-        model, _ = merged_model(given.get("base") or base_of(folder), folder, given)
+        base = given.get("base") or base_of(folder)
+        model = merged_model(base, folder, {**given, "dtype": "float32"}).model  # rounded once, to the file's type
     else:
         model = load_model(str(folder), {"dtype": "auto"}, trust_remote_code=_trusts(given))
     expect_exportable(model.config.get_text_config(), outtype)

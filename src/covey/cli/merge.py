@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,19 @@ def run(given: Given) -> None:
 def add_adapter(folder: Path, out: Path, given: Given) -> None:
     """Load, add, compare, write."""
     base = given.get("base") or base_of(folder)
-    merged, apart = merged_model(base, folder, given)
-    _write(out, merged, folder, given)
+    merged = merged_model(base, folder, given)
+    _write(out, merged.model, folder, given)
+    dtype = str(merged.dtype).removeprefix("torch.")
     if given.get("json"):
-        output.result_json({"out": str(out), "base": base, "adapter": str(folder), "logits_apart": apart})
-    else:
-        output.result(f"{folder} added into {base}: {out} (logits differ by {apart:.1e} of their largest)")
+        facts = {"dtype": dtype, "logits_apart": merged.apart, "logits_moved": merged.moved}
+        output.result_json({"out": str(out), "base": base, "adapter": str(folder), **facts})
+        return
+    said = f"as {dtype}, logits are {merged.apart:.1e} of their largest from the adapter's, which moved them by {merged.moved:.1e}"
+    output.result(f"{folder} added into {base}: {out} ({said})")
+    if merged.apart > SHARE_LOST * merged.moved:
+        output.say(
+            f"{dtype} rounds away {100 * merged.apart / merged.moved:.0f}% of what the adapter changed; --dtype float32 keeps it."
+        )
 
 
 def _merge_adapters(folders: Sequence[Path], out: Path, given: Given) -> None:
@@ -77,8 +85,24 @@ def _merge_adapters(folders: Sequence[Path], out: Path, given: Given) -> None:
         output.result(f"{len(folders)} adapters merged: {out} ({exact})")
 
 
-def merged_model(base: str, folder: Path, given: Given) -> tuple[Any, float]:
-    """The base model with the adapter in its weights, and how far their logits are apart. Added in float32."""
+@dataclass(frozen=True, eq=False)
+class Merged:
+    """A model with its adapter added in float32, then rounded to `dtype`. Distances are shares of the largest logit."""
+
+    model: Any
+    dtype: Any
+    apart: float
+    """Between the adapter's logits and those of the weights as they are written, both computed in float32."""
+    moved: float
+    """Between the adapter's logits and the base model's."""
+
+
+SHARE_LOST = 0.01
+"""Share of the adapter's effect that rounding may take before it is said."""
+
+
+def merged_model(base: str, folder: Path, given: Given) -> Merged:
+    """The base model with the adapter in its weights. Raises ModelError where the sum itself answers otherwise."""
     import torch
 
     from covey.data import vocabulary_size
@@ -89,22 +113,28 @@ def merged_model(base: str, folder: Path, given: Given) -> tuple[Any, float]:
     model = load_model(base, trust_remote_code=trusts).eval()
     dtype = dtype or _stored_dtype(base, trusts)
     try:
-        adapted = with_saved_adapter(model, folder).eval()
-        ids = torch.arange(1, 17)[None] % vocabulary_size(adapted)
+        ids = torch.arange(1, 17)[None] % vocabulary_size(model)
         with torch.no_grad():
+            plain = model(ids).logits
+            adapted = with_saved_adapter(model, folder).eval()
             before = adapted(ids).logits
             _untie(adapted)
             merged = adapted.merge_and_unload(safe_merge=True)
             after = merged(ids).logits
+            for weight in merged.parameters():  # rounded as they are written, and computed with in float32
+                weight.data = weight.data.to(dtype).float()
+            written = merged(ids).logits
     except (ValueError, RuntimeError, AttributeError, KeyError, OSError) as error:
         reason = first_line(error)
         raise ModelError(f"The adapter in {folder} cannot be added into {base}: {reason}") from error
-    apart = float((after - before).abs().max() / before.abs().max().clamp_min(1e-30))
-    if not apart <= MOST_APART:
+    size = before.abs().max().clamp_min(1e-30)
+    width = min(plain.shape[-1], before.shape[-1])  # an adapter may bring further tokens
+    share = lambda one, other: float((one[..., :width] - other[..., :width]).abs().max() / size)
+    if not share(after, before) <= MOST_APART:
         raise ModelError(
-            f"The merged model answers unlike the adapted one (logits differ by {apart:.1e}); not written."
+            f"The merged model answers unlike the adapted one (logits differ by {share(after, before):.1e}); not written."
         )
-    return merged.to(dtype), apart
+    return Merged(merged.to(dtype), dtype, share(written, before), share(plain, before))
 
 
 def _untie(adapted: Any) -> None:
