@@ -142,7 +142,7 @@ def test_an_unexpected_error_is_short_and_says_how_to_see_more():
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert shown.returncode == 1
-    assert shown.stderr.startswith("unexpected RuntimeError: no such thing\n")
+    assert "\nunexpected RuntimeError: no such thing\n" in f"\n{shown.stderr}"
     assert "--debug" in shown.stderr
     assert "Traceback" not in shown.stderr
 
