@@ -133,14 +133,17 @@ def test_the_dialog_of_keys_names_them(page: Any, address: str) -> None:
 def test_held_out_results_and_groups_without_signal_are_in_the_table(page: Any, address: str) -> None:
     go(page, address, "runs")
     row = page.locator("tbody tr").filter(has=page.get_by_role("link", name="seed-0", exact=True))
-    assert row.locator("td[data-label='held-out reward']").inner_text() == "0.500"
+    assert row.locator("td[data-label='best held-out']").inner_text() == "0.500"
+    page.locator(".columns summary").click()
+    page.locator(".columns label", has_text="groups without signal").click()
     assert row.locator("td[data-label='groups without signal']").inner_text() == "0.250"
 
 
 def test_held_out_curves_and_each_reward_are_drawn_at_first(page: Any, address: str) -> None:
     go(page, address, "curves", "seed-0")
     shown = [figure.get_attribute("data-metric") for figure in page.locator("figure").all()]
-    assert {"eval_reward", "eval_rewards/right/mean", "rewards/right/mean", "rewards/short/mean"} <= set(shown)
+    assert {"eval_reward", "rewards/right/mean", "rewards/short/mean"} <= set(shown)
+    assert "eval_rewards/right/mean" not in shown  # the only held-out reward is drawn once, as eval_reward
     figure = page.locator('figure[data-metric="eval_reward"]')
     assert "95% interval" in figure.inner_text()
     figure.locator(".u-over").hover(position={"x": 150, "y": 80})

@@ -98,6 +98,7 @@ export function rolloutsPage(main) {
     const element = list.children[at];
     kept.at = at;
     element.setAttribute("aria-current", "true");
+    for (const other of list.querySelectorAll("[tabindex='0']")) other.tabIndex = -1; // the list is one stop of the Tab key
     element.tabIndex = 0;
     return true;
   }
