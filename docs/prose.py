@@ -28,7 +28,9 @@ BREAKS = re.compile(r"(?<=[.?!:])[\"')*]*\s+(?=[\"'(*`\[A-Z0-9])")
 def pages() -> list[Path]:
     """English pages that people write."""
     there = [
-        page for page in sorted((ROOT / "docs").rglob("*.md")) if "zh" not in page.relative_to(ROOT).parts and page.name not in GENERATED
+        page
+        for page in sorted((ROOT / "docs").rglob("*.md"))
+        if "zh" not in page.relative_to(ROOT).parts and page.name not in GENERATED
     ]
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *there]
 
