@@ -1,4 +1,4 @@
-"""The command line: `covey VERB ...`. A verb is one small file, imported when it is asked for."""
+"""The command line: `covey VERB ...`. A verb is one small file, imported when it is called."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 from covey.adapters import SECOND_ADAPTER, adapter_options
 from covey.cli.checkpoints import model_folder
 from covey.cli.flags import Flag, spelled
-from covey.cli.verb import Given
+from covey.cli.verb import Args
 from covey.errors import ConfigError
 
 WEIGHTS = (
@@ -22,57 +22,57 @@ WEIGHTS = (
 """Flags of the verbs that train: the type of the weights, and a LoRA adapter."""
 
 
-def refuse_bad_adapter(given: Given) -> None:
+def refuse_bad_adapter(args: Args) -> None:
     """Raise ConfigError for options of an adapter without its rank, out of their range, or on a model that is an adapter."""
-    if given.get("lora_r") is None:
+    if args.get("lora_r") is None:
         for name in ("lora_alpha", "lora_dropout", "lora_target_modules"):
-            if name in given:
+            if name in args:
                 raise ConfigError(f"{spelled(name)} needs --lora-r, the rank of the adapter.")
         return
-    rank, alpha, dropout = given["lora_r"], given.get("lora_alpha", 1.0), given.get("lora_dropout", 0.0)
+    rank, alpha, dropout = args["lora_r"], args.get("lora_alpha", 1.0), args.get("lora_dropout", 0.0)
     if rank < 1:
         raise ConfigError(f"--lora-r {rank} is no rank; give 1 or more, or leave it out to train all weights.")
     if not (alpha > 0 and math.isfinite(alpha)):
         raise ConfigError(f"--lora-alpha {alpha} must be a finite number above 0.")
     if not 0 <= dropout < 1:
         raise ConfigError(f"--lora-dropout {dropout} must be at least 0 and below 1.")
-    if _saved_adapter(given) is not None:
-        raise ConfigError(SECOND_ADAPTER.format(f"{given['model']} holds"))
+    if _saved_adapter(args) is not None:
+        raise ConfigError(SECOND_ADAPTER.format(f"{args['model']} holds"))
 
 
-def adapter(given: Given) -> Any:
+def adapter(args: Args) -> Any:
     """The PEFT configuration that the flags ask for, or None. Raises ConfigError for flags that make none."""
-    refuse_bad_adapter(given)
-    if given.get("lora_r") is None:
+    refuse_bad_adapter(args)
+    if args.get("lora_r") is None:
         return None
     try:
         from peft import LoraConfig
     except ImportError as error:
         raise ConfigError("--lora-r needs the peft package: pip install 'covey[peft]'.") from error
     return LoraConfig(
-        r=given["lora_r"],
-        lora_alpha=given.get("lora_alpha", 2 * given["lora_r"]),
-        lora_dropout=given.get("lora_dropout", 0.0),
-        target_modules=_targets(given.get("lora_target_modules") or ["all-linear"]),
+        r=args["lora_r"],
+        lora_alpha=args.get("lora_alpha", 2 * args["lora_r"]),
+        lora_dropout=args.get("lora_dropout", 0.0),
+        target_modules=_targets(args.get("lora_target_modules") or ["all-linear"]),
         task_type="CAUSAL_LM",
     )
 
 
-def adapter_to_train(given: Given) -> Any:
+def adapter_to_train(args: Args) -> Any:
     """The PEFT configuration of the adapter that a run would train: a new one, or the one that the model's folder holds; or None."""
-    folder = _saved_adapter(given)
-    if folder is None or given.get("lora_r") is not None:
-        return adapter(given)
+    folder = _saved_adapter(args)
+    if folder is None or args.get("lora_r") is not None:
+        return adapter(args)
     from peft import PeftConfig
 
-    found = PeftConfig.from_pretrained(folder)
-    found.inference_mode = False
-    return found
+    config = PeftConfig.from_pretrained(folder)
+    config.inference_mode = False
+    return config
 
 
-def _saved_adapter(given: Given) -> str | None:
+def _saved_adapter(args: Args) -> str | None:
     """The folder of the adapter that `--model` names; None where it names something else."""
-    folder = model_folder(given["model"]) if isinstance(given.get("model"), str) else None
+    folder = model_folder(args["model"]) if isinstance(args.get("model"), str) else None
     return folder if adapter_options(folder) is not None else None
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.cli import output
 from covey.cli.flags import Flag
-from covey.cli.verb import JSON, Given, Verb
+from covey.cli.verb import JSON, Args, Verb
 from covey.errors import AttestationError, ConfigError, ServerError
 
 if TYPE_CHECKING:
@@ -26,26 +26,26 @@ _FLAGS = (
 )  # fmt: skip
 
 
-def run(given: Given) -> int:
+def run(args: Args) -> int:
     """Ask, compare, print. Returns 0 for an attested server, 73 for one with other weights or another dtype, 1 if it cannot be decided."""
     from covey.evaluation.attestation import Reference, attest, logprobs_of, probes, served_values
     from covey.models import config_of, context_limit, dtype_of, load_model, load_tokenizer, unwrapped
 
     for name, example in (("url", "http://127.0.0.1:8000"), ("model", "runs/first/checkpoint-100")):
-        if not given.get(name):
+        if not args.get(name):
             raise ConfigError(f"covey attest needs {name}: covey attest http://127.0.0.1:8000 --model {example}.")
-    folder = given["model"]
-    dtype = _dtype(given.get("dtype", "auto"), config_of(folder))
-    scorer = _scorer(given, load_tokenizer(None, folder))
+    folder = args["model"]
+    dtype = _dtype(args.get("dtype", "auto"), config_of(folder))
+    scorer = _scorer(args, load_tokenizer(None, folder))
     model = load_model(folder)
     vocabulary = min(model.get_input_embeddings().weight.shape[0], len(scorer.tokenizer))
     answers: list[ScoredTokens] = [scorer.score(ids) for ids in probes(vocabulary, context_limit(unwrapped(model)))]
     exact = logprobs_of(model.eval(), answers)
     del model
     mine = Reference(exact, logprobs_of(load_model(folder, {"dtype": dtype_of("bfloat16")}).eval(), answers))
-    others = {name: logprobs_of(load_model(name).eval(), answers) for name in given.get("other") or ()}
+    others = {name: logprobs_of(load_model(name).eval(), answers) for name in args.get("other") or ()}
     result = attest(served_values(answers), mine, dtype, others)
-    if given.get("json"):
+    if args.get("json"):
         output.result_json({"sentence": result.sentence, "form": scorer.form, **asdict(result)})
     else:
         output.result(result.sentence)
@@ -76,19 +76,19 @@ def _dtype(name: str, config: Any) -> str:
     return str(stored or "float32").removeprefix("torch.")
 
 
-def _scorer(given: Given, tokenizer: Any) -> TokenScorer:
+def _scorer(args: Args, tokenizer: Any) -> TokenScorer:
     from covey.evaluation.scored_tokens import TokenScorer
     from covey.rollout.vllm.client import Address, Client, Deadlines
 
-    seconds = given.get("timeout", 60.0)
-    client = Client(Address.of(given["url"]), Deadlines(probe=seconds, read=seconds))
-    variable = given.get("api_key_env")
+    seconds = args.get("timeout", 60.0)
+    client = Client(Address.of(args["url"]), Deadlines(probe=seconds, read=seconds))
+    variable = args.get("api_key_env")
     if variable and not os.environ.get(variable):
         raise ConfigError(
             f"--api-key-env {variable}: the environment has no such variable; export {variable}=... first."
         )
     headers = {"Authorization": f"Bearer {os.environ[variable]}"} if variable else {}
-    return TokenScorer(client, given.get("served_name") or _only_model(client, headers), tokenizer, headers)
+    return TokenScorer(client, args.get("served_name") or _only_model(client, headers), tokenizer, headers)
 
 
 def _only_model(client: Any, headers: dict[str, str]) -> str:

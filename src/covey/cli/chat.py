@@ -10,7 +10,7 @@ from typing import Any
 
 from covey.cli import output
 from covey.cli.flags import Flag, typed
-from covey.cli.verb import JSON, Given, Verb
+from covey.cli.verb import JSON, Args, Verb
 from covey.errors import ConfigError, CoveyError, did_you_mean
 from covey.process.terminal import safe
 
@@ -41,14 +41,14 @@ class Sampling:
     def changed(self, words: list[str]) -> Sampling:
         """A copy changed by `name=value` words. Raises ConfigError for an unknown name or a wrong value."""
         kinds = {"temperature": float, "top_p": float, "top_k": int, "max_tokens": int}
-        given = dict(word.split("=", 1) for word in words if "=" in word)
+        values = dict(word.split("=", 1) for word in words if "=" in word)
         for word in words:
             name = word.partition("=")[0]
-            if name not in kinds or name not in given:
+            if name not in kinds or name not in values:
                 raise ConfigError(
                     f"/sample {word}: write name=value.{did_you_mean(name, kinds)} It knows {', '.join(kinds)}."
                 )
-        return replace(self, **typed(given, kinds))
+        return replace(self, **typed(values, kinds))
 
     def for_generate(self) -> dict[str, Any]:
         """Arguments of transformers' `generate`."""
@@ -80,8 +80,8 @@ class Chat:
         """The answer, added to the conversation; a tokenizer without chat template continues the text as it stands."""
         import torch
 
-        asked = [*self.messages, {"role": "user", "content": text}]
-        ids = self._encoded(asked, text).to(self.model.device)
+        messages = [*self.messages, {"role": "user", "content": text}]
+        ids = self._encoded(messages, text).to(self.model.device)
         with torch.inference_mode():
             drawn = self.model.generate(
                 ids,
@@ -92,10 +92,10 @@ class Chat:
                 **self.sampling.for_generate(),
             )
         answer = str(self.tokenizer.decode(drawn[0, ids.shape[1] :], skip_special_tokens=True))
-        self.messages = [*asked, {"role": "assistant", "content": answer}]
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
         return answer
 
-    def _encoded(self, asked: list[dict[str, str]], text: str) -> Any:
+    def _encoded(self, messages: list[dict[str, str]], text: str) -> Any:
         """[1, L] token ids of what the model reads."""
         import torch
 
@@ -103,7 +103,7 @@ class Chat:
             from covey.data import chat_ids
 
             system = [{"role": "system", "content": self.system}] if self.system else []
-            ids = chat_ids(self.tokenizer, [*system, *asked], add_generation_prompt=True)
+            ids = chat_ids(self.tokenizer, [*system, *messages], add_generation_prompt=True)
         else:
             ids = self.tokenizer(f"{self.system}\n{text}" if self.system else text)["input_ids"]
         from covey.models import context_limit
@@ -128,7 +128,7 @@ def streamer_to_stdout(tokenizer: Any) -> Any:
     return Words(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
-def start(given: Given) -> Chat:
+def start(args: Args) -> Chat:
     """Load what `covey chat MODEL` names."""
     import torch
 
@@ -137,17 +137,17 @@ def start(given: Given) -> Chat:
     from covey.models import load_model, load_tokenizer
     from covey.process.lean import set_seed
 
-    folder = model_folder(given["model"])
-    init = {"dtype": given["dtype"]} if given.get("dtype") else {}
-    model = load_model(folder, init, trust_remote_code=given.get("trust_remote_code", False)).eval()
-    tokenizer = load_tokenizer(model, folder, trust_remote_code=given.get("trust_remote_code", False))
+    folder = model_folder(args["model"])
+    init = {"dtype": args["dtype"]} if args.get("dtype") else {}
+    model = load_model(folder, init, trust_remote_code=args.get("trust_remote_code", False)).eval()
+    tokenizer = load_tokenizer(model, folder, trust_remote_code=args.get("trust_remote_code", False))
     tokenizer = data.prepare_tokenizer(tokenizer, model)
-    if torch.accelerator.is_available() and not given.get("use_cpu"):
+    if torch.accelerator.is_available() and not args.get("use_cpu"):
         model = model.to(torch.accelerator.current_accelerator())
-    set_seed(given.get("seed", 42))
-    known = ("temperature", "top_p", "top_k", "max_tokens")
-    sampling = Sampling(**{name: given[name] for name in known if name in given})
-    return Chat(model, tokenizer, list(data.eos_ids(model, tokenizer)), sampling, given.get("system_prompt"))
+    set_seed(args.get("seed", 42))
+    names = ("temperature", "top_p", "top_k", "max_tokens")
+    sampling = Sampling(**{name: args[name] for name in names if name in args})
+    return Chat(model, tokenizer, list(data.eos_ids(model, tokenizer)), sampling, args.get("system_prompt"))
 
 
 def lines() -> Iterator[str]:
@@ -182,27 +182,27 @@ def command(chat: Chat, line: str) -> bool:
     elif word == "/help":
         output.say(_HELP)
     else:
-        known = ("/reset", "/system", "/sample", "/quit", "/help")
-        output.say(f"{word} is not known.{did_you_mean(word, known)} It is one of {', '.join(known)}.")
+        commands = ("/reset", "/system", "/sample", "/quit", "/help")
+        output.say(f"{word} is not known.{did_you_mean(word, commands)} It is one of {', '.join(commands)}.")
     return True
 
 
-def run(given: Given) -> None:
-    if not given.get("model"):
+def run(args: Args) -> None:
+    if not args.get("model"):
         raise ConfigError("covey chat needs a model: a folder, a run, a hub id, or demo.")
-    chat = start(given)
-    if given.get("prompt") is not None:
-        answer = chat.ask(given["prompt"], None if given.get("json") else streamer_to_stdout(chat.tokenizer))
-        if given.get("json"):
-            output.result_json({"prompt": given["prompt"], "answer": answer})
+    chat = start(args)
+    if args.get("prompt") is not None:
+        answer = chat.ask(args["prompt"], None if args.get("json") else streamer_to_stdout(chat.tokenizer))
+        if args.get("json"):
+            output.result_json({"prompt": args["prompt"], "answer": answer})
         return
-    if given.get("json"):
+    if args.get("json"):
         raise ConfigError("--json answers one --prompt; give it too.")
     if not chat.has_template:
         output.say(
             "This tokenizer has no chat template: each line is continued as it stands, without the lines before it."
         )
-    output.say(f"{given['model']}: /help shows the commands.")
+    output.say(f"{args['model']}: /help shows the commands.")
     converse(chat)
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from covey.cli import output
 from covey.cli.flags import Flag
-from covey.cli.verb import JSON, Given, Verb
+from covey.cli.verb import JSON, Args, Verb
 from covey.errors import CheckpointError, ConfigError, did_you_mean
 from covey.runs.weights import FINAL as FINAL
 from covey.runs.weights import model_folder as model_folder
 
 
-def run(given: Given) -> int:
+def run(args: Args) -> int:
     """Do what the first word says. Returns 0, or the exit code of damaged checkpoints where some are damaged."""
-    what, folder = given.get("what"), given.get("run")
+    what, folder = args.get("what"), args.get("run")
     if what not in _DO:
         near = "" if what is None else did_you_mean(what, _DO)
         raise ConfigError(
@@ -24,32 +24,36 @@ def run(given: Given) -> int:
         )
     if not folder:
         raise ConfigError(f"covey checkpoints {what} needs the folder of a run: covey checkpoints {what} runs/train-1.")
-    if (given.get("keep") is not None or given.get("dry_run")) and what != "prune":
+    if (args.get("keep") is not None or args.get("dry_run")) and what != "prune":
         raise ConfigError("--keep and --dry-run belong to covey checkpoints prune.")
-    return _DO[what](Path(folder).expanduser(), given)
+    return _DO[what](Path(folder).expanduser(), args)
 
 
-def _list(folder: Path, given: Given) -> int:
+def _list(folder: Path, args: Args) -> int:
     from covey.runs import upkeep
 
-    found = upkeep.held(folder)
-    if given.get("json"):
-        output.result_json({"run": str(folder), "checkpoints": [_as_json(one) for one in found]})
+    checkpoints = upkeep.held(folder)
+    if args.get("json"):
+        output.result_json({"run": str(folder), "checkpoints": [_as_json(checkpoint) for checkpoint in checkpoints]})
         return 0
-    if not found:
+    if not checkpoints:
         output.result(f"{folder} holds no checkpoint.")
-    for one in found:
-        saved = "-" if one.saved is None else f"{datetime.datetime.fromtimestamp(one.saved):%Y-%m-%d %H:%M}"
-        best = "best evaluation" if one.is_best else ""
-        output.result(f"{one.path.name:<20}{saved:<18}{one.size / 1e6:>10.1f} MB  {one.kind:<14}{best}".rstrip())
+    for checkpoint in checkpoints:
+        saved = (
+            "-" if checkpoint.saved is None else f"{datetime.datetime.fromtimestamp(checkpoint.saved):%Y-%m-%d %H:%M}"
+        )
+        best = "best evaluation" if checkpoint.is_best else ""
+        output.result(
+            f"{checkpoint.path.name:<20}{saved:<18}{checkpoint.size / 1e6:>10.1f} MB  {checkpoint.kind:<14}{best}".rstrip()
+        )
     return 0
 
 
-def _as_json(one: Any) -> dict[str, Any]:
-    return {"path": str(one.path), "step": one.step, "saved": one.saved, "bytes": one.size, "kind": one.kind, "best": one.is_best}  # fmt: skip
+def _as_json(checkpoint: Any) -> dict[str, Any]:
+    return {"path": str(checkpoint.path), "step": checkpoint.step, "saved": checkpoint.saved, "bytes": checkpoint.size, "kind": checkpoint.kind, "best": checkpoint.is_best}  # fmt: skip
 
 
-def _verify(folder: Path, given: Given) -> int:
+def _verify(folder: Path, args: Args) -> int:
     from covey.runs import checkpoint, checksums, upkeep
 
     upkeep.expect_folder(folder)
@@ -58,29 +62,31 @@ def _verify(folder: Path, given: Given) -> int:
         raise CheckpointError(f"{folder} holds no checkpoint to verify.")
     wrong = {path: checksums.problems(path) if checksums.is_ours(path) else None for path in paths}
     is_bad = any(wrong.values())
-    if given.get("json"):
-        output.result_json({"ok": not is_bad, "checkpoints": {str(path): said for path, said in wrong.items()}})
+    if args.get("json"):
+        output.result_json({"ok": not is_bad, "checkpoints": {str(path): problems for path, problems in wrong.items()}})
     else:
-        for path, said in wrong.items():
+        for path, problems in wrong.items():
             state = (
-                "not Covey's, not looked at" if said is None else "; ".join(said) or "every byte is as it was written"
+                "not Covey's, not looked at"
+                if problems is None
+                else "; ".join(problems) or "every byte is as it was written"
             )
-            output.result(output.row("FAIL" if said else "OK  ", path.name, state))
+            output.result(output.row("FAIL" if problems else "OK  ", path.name, state))
         if is_bad:
             output.say("covey checkpoints repair mends what can be mended and sets the rest aside.")
     return CheckpointError.exit_code if is_bad else 0
 
 
-def _prune(folder: Path, given: Given) -> int:
+def _prune(folder: Path, args: Args) -> int:
     from covey.runs import upkeep
 
-    keep = given.get("keep")
+    keep = args.get("keep")
     if keep is None or keep < 1:
         raise ConfigError("covey checkpoints prune needs --keep N, how many are to stay, from 1 on.")
-    is_dry = bool(given.get("dry_run"))
+    is_dry = bool(args.get("dry_run"))
     gone = upkeep.prune(folder, keep, is_dry=is_dry)
-    stay = [one.path for one in upkeep.held(folder) if one.path not in gone]
-    if given.get("json"):
+    stay = [checkpoint.path for checkpoint in upkeep.held(folder) if checkpoint.path not in gone]
+    if args.get("json"):
         output.result_json({"deleted": [] if is_dry else [str(path) for path in gone], "excess": [str(path) for path in gone], "kept": [str(path) for path in stay]})  # fmt: skip
         return 0
     verb = "would be deleted" if is_dry else "deleted"
@@ -88,18 +94,18 @@ def _prune(folder: Path, given: Given) -> int:
     return 0
 
 
-def _repair(folder: Path, given: Given) -> int:
+def _repair(folder: Path, args: Args) -> int:
     from covey.runs import upkeep
 
     done = upkeep.repair(folder)
     resumes = None if done.resumes_from is None else str(done.resumes_from)
-    if given.get("json"):
+    if args.get("json"):
         output.result_json({"copied": done.copied, "renamed": done.renamed, "damaged": done.damaged, "resumes_from": resumes})  # fmt: skip
     else:
-        for said in (*(f"mended {one}" for one in done.copied), *done.renamed):
-            output.result(said)
-        for said in done.damaged:
-            output.result(output.row("WARN" if resumes else "FAIL", "damaged", said))
+        for line in (*(f"mended {path}" for path in done.copied), *done.renamed):
+            output.result(line)
+        for problem in done.damaged:
+            output.result(output.row("WARN" if resumes else "FAIL", "damaged", problem))
         if not (done.copied or done.renamed or done.damaged):
             output.result("nothing to repair: every checkpoint is as it was written")
         output.result(f"a run resumes from {resumes}" if resumes else "no whole checkpoint to resume from")

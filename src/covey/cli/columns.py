@@ -14,15 +14,15 @@ def column_map(pairs: Sequence[str] | None) -> dict[str, str]:
     >>> column_map(["answer=solution"])
     {'answer': 'solution'}
     """
-    found: dict[str, str] = {}
+    renames: dict[str, str] = {}
     for pair in pairs or ():
         new, separator, old = pair.partition("=")
         if not separator or not new or not old:
             raise ConfigError(f"--columns {pair}: write new=old, such as --columns answer=solution.")
-        if new in found:
-            raise ConfigError(f"--columns names {new!r} twice, as {found[new]} and as {old}; keep one.")
-        found[new] = old
-    return found
+        if new in renames:
+            raise ConfigError(f"--columns names {new!r} twice, as {renames[new]} and as {old}; keep one.")
+        renames[new] = old
+    return renames
 
 
 def evaluated_dataset(options: Mapping[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.cli import output
 from covey.cli.flags import Flag
-from covey.cli.verb import CONFIG, JSON, Given, Verb
+from covey.cli.verb import CONFIG, JSON, Args, Verb
 from covey.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
@@ -28,16 +28,16 @@ _FLAGS = (
 )  # fmt: skip
 
 
-def run(given: Given) -> None:
+def run(args: Args) -> None:
     """Compare, print a table or JSON, write reports."""
     from covey.evaluation.compare.report import compare
     from covey.evaluation.compare.text_report import as_text
 
-    options = {flag.name: flag.default for flag in _FLAGS} | dict(given)
+    options = {flag.name: flag.default for flag in _FLAGS} | dict(args)
     groups, is_grouped = _groups(options["runs"] or [])
     if is_grouped and options["each"]:
         raise ConfigError("--each takes every run by itself, A,B groups them; give one of the two.")
-    found = compare(
+    comparison = compare(
         groups,
         is_each=bool(options["each"]),
         is_grouped=is_grouped,
@@ -47,15 +47,15 @@ def run(given: Given) -> None:
         step=options["step"],
     )
     if options["markdown"]:
-        _write_markdown(found, Path(options["markdown"]))
+        _write_markdown(comparison, Path(options["markdown"]))
     if options["html"]:
         from covey.evaluation.compare.html_report import as_html
 
-        _write(Path(options["html"]), as_html(found))
+        _write(Path(options["html"]), as_html(comparison))
     if options["json"]:
-        output.result_json(found.to_json())
+        output.result_json(comparison.to_json())
     else:
-        output.result(as_text(found))
+        output.result(as_text(comparison))
 
 
 def _groups(words: Sequence[str]) -> tuple[list[list[Any]], bool]:
@@ -69,17 +69,17 @@ def _groups(words: Sequence[str]) -> tuple[list[list[Any]], bool]:
     return groups, any(len(parts) > 1 for parts in by_word)
 
 
-def _write_markdown(found: Comparison, path: Path) -> None:
+def _write_markdown(comparison: Comparison, path: Path) -> None:
     from covey.evaluation.compare.svg import svg_of
     from covey.evaluation.compare.text_report import as_markdown
 
-    titles = [side.title for side in found.sides]
+    titles = [side.title for side in comparison.sides]
     pictures = []
-    for i, curve in enumerate(found.curves, start=1):
+    for i, curve in enumerate(comparison.curves, start=1):
         name = f"{path.stem}-curves/{i}.svg"
         _write(path.parent / name, svg_of(curve, titles) + "\n")
         pictures.append((curve.title, name))
-    _write(path, as_markdown(found, pictures))
+    _write(path, as_markdown(comparison, pictures))
 
 
 def _write(path: Path, text: str) -> None:

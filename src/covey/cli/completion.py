@@ -7,7 +7,7 @@ import importlib
 from covey.cli import output
 from covey.cli.flags import Flag
 from covey.cli.values import values_of
-from covey.cli.verb import Given, Verb
+from covey.cli.verb import Args, Verb
 from covey.errors import ConfigError, did_you_mean
 
 _BASH = """_covey() {{
@@ -46,9 +46,9 @@ _BELOW = {"data": ("check", "clean"), "reward": ("test",), "doctor": ("memory", 
 _SHELLS = ("bash", "zsh", "fish")
 
 
-def run(given: Given) -> None:
+def run(args: Args) -> None:
     """Print the script for one shell."""
-    shell = given.get("shell")
+    shell = args.get("shell")
     if shell not in _SHELLS:
         hint = did_you_mean(str(shell), _SHELLS) if shell else ""
         raise ConfigError(f"covey completion needs a shell: {', '.join(_SHELLS)}.{hint}")
@@ -61,23 +61,25 @@ def script(shell: str) -> str:
 
     flags = {name: _flags(name) for name in VERBS}
     values = {
-        name: {flag: found for flag, one in known.items() if (found := values_of(one))} for name, known in flags.items()
+        name: {flag: choices for flag, option in verb_flags.items() if (choices := values_of(option))}
+        for name, verb_flags in flags.items()
     }
     if shell == "fish":
         lines = [_FISH_VERB.format(verb=name, sentence=_quoted(sentence)) for name, sentence in VERBS.items()]
         lines += [_FISH_BELOW.format(verb=name, words=" ".join(words)) for name, words in _BELOW.items()]
-        for name, known in flags.items():
-            for flag, one in known.items():
+        for name, verb_flags in flags.items():
+            for flag, option in verb_flags.items():
                 words = f" -x -a '{' '.join(values[name][flag])}'" if flag in values[name] else ""
-                lines.append(_FISH_FLAG.format(verb=name, flag=flag, values=words, sentence=_quoted(one.help)))
+                lines.append(_FISH_FLAG.format(verb=name, flag=flag, values=words, sentence=_quoted(option.help)))
         return "".join(lines)
     cases = "\n".join(
-        f'            {name}) words="{" ".join("--" + flag for flag in known)}" ;;' for name, known in flags.items()
+        f'            {name}) words="{" ".join("--" + flag for flag in verb_flags)}" ;;'
+        for name, verb_flags in flags.items()
     )
     of_values = "\n".join(
         f'            "{name} --{flag}") words="{" ".join(words)}" ;;'
-        for name, found in values.items()
-        for flag, words in found.items()
+        for name, verb_values in values.items()
+        for flag, words in verb_values.items()
     )
     below = "\n".join(f'                {name}) words="$words {" ".join(words)}" ;;' for name, words in _BELOW.items())
     text = _BASH.format(verbs=" ".join(VERBS), cases=cases, values=of_values, below=below)
@@ -87,8 +89,8 @@ def script(shell: str) -> str:
 def _flags(name: str) -> dict[str, Flag]:
     """Flags of a verb, or of all verbs below it, such as those of `data check` and `data clean`."""
     module = importlib.import_module(f"covey.cli.{name.replace('-', '_')}")
-    verbs = [found for found in vars(module).values() if isinstance(found, Verb)]
-    return {flag.name.replace("_", "-"): flag for found in verbs for flag in found.flags()}
+    verbs = [member for member in vars(module).values() if isinstance(member, Verb)]
+    return {flag.name.replace("_", "-"): flag for verb in verbs for flag in verb.flags()}
 
 
 def _quoted(text: str) -> str:

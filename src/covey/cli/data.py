@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.cli import output
 from covey.cli.flags import Flag
-from covey.cli.verb import CONFIG, JSON, Given, Verb
+from covey.cli.verb import CONFIG, JSON, Args, Verb
 from covey.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -40,28 +40,28 @@ _ON_PAGE = 20
 _WIDTH = 76
 
 
-def run_check(given: Given) -> int:
+def run_check(args: Args) -> int:
     """Check, print a table or JSON. Exit code 0 when nothing must be fixed, else 1."""
-    options = {flag.name: flag.default for flag in (*_FLAGS, _EXAMPLES, _HTML)} | dict(given)
+    options = {flag.name: flag.default for flag in (*_FLAGS, _EXAMPLES, _HTML)} | dict(args)
     page = None if options["html"] is None else _page(options["html"])
     from covey.doctor.data_check.summary import summary
 
     shown = max(options["examples"], 0)
-    found = summary(_inspected(options, "check"), shown if page is None else max(shown, _ON_PAGE))
+    report = summary(_inspected(options, "check"), shown if page is None else max(shown, _ON_PAGE))
     if page is not None:
         from covey.doctor.data_check.html_report import as_html
 
-        page.write_text(as_html(found), encoding="utf-8")
+        page.write_text(as_html(report), encoding="utf-8")
     if options["json"]:
-        output.result_json(found.as_dict())
+        output.result_json(report.as_dict())
     else:
-        _show(found, shown)
-    return 0 if found.is_ok else 1
+        _show(report, shown)
+    return 0 if report.is_ok else 1
 
 
-def run_clean(given: Given) -> int:
+def run_clean(args: Args) -> int:
     """Look, write the clean rows and the report, say what was done."""
-    options = {flag.name: flag.default for flag in (*_FLAGS, _OUTPUT)} | dict(given)
+    options = {flag.name: flag.default for flag in (*_FLAGS, _OUTPUT)} | dict(args)
     if not options["output"]:
         raise ConfigError("covey data clean needs --output: the file for the clean rows, such as --output clean.jsonl.")
     from covey.doctor.data_check.clean_copy import check_output, clean
@@ -124,26 +124,26 @@ def _tokenizer(options: dict[str, Any]) -> Any:
     return load_tokenizer(None, model_folder(options["tokenizer"]))
 
 
-def _show(found: Summary, num_examples: int) -> None:
-    length = found.lengths["characters"]
+def _show(report: Summary, num_examples: int) -> None:
+    length = report.lengths["characters"]
     quantiles = (
         f"; prompts of {length['median']:,.0f} characters (5% {length['p05']:,.0f}, 95% {length['p95']:,.0f}, longest {length['most']:,.0f})"
         if length
         else ""
     )
-    output.result(f"{found.source}: {_counted(found.num_rows)}{quantiles}")
+    output.result(f"{report.source}: {_counted(report.num_rows)}{quantiles}")
     for title, is_grave in (("to mend", True), ("to look at", False)):
-        entries = [entry for entry in found.entries if entry.kind.must_be_mended == is_grave]
+        entries = [entry for entry in report.entries if entry.kind.must_be_mended == is_grave]
         if entries:
             output.result(f"\n{title:<36}{'kind':<16}{'rows':>8}  {'share':>6}")
         for entry in entries:
-            _show_entry(entry, found.num_rows, num_examples)
-    output.result("" if found.entries else "\nNothing found.")
-    for note in found.notes:
+            _show_entry(entry, report.num_rows, num_examples)
+    output.result("" if report.entries else "\nNothing found.")
+    for note in report.notes:
         output.result(f"note: {note}")
-    if not found.is_ok:
+    if not report.is_ok:
         output.result(
-            f"covey data clean would leave out {_counted(found.to_drop)} and mend {found.to_change:,}; it writes a new file."
+            f"covey data clean would leave out {_counted(report.to_drop)} and mend {report.to_change:,}; it writes a new file."
         )  # fmt: skip
 
 
@@ -194,7 +194,7 @@ def verb(arguments: Sequence[str]) -> int:
     if name in _VERBS:
         return _VERBS[name](arguments[1:])
     if name in ("--help", "-h", "--help-all"):
-        lines = [f"  covey {one.name} {one.usage}\n      {one.sentence}" for one in _VERBS.values()]
+        lines = [f"  covey {command.name} {command.usage}\n      {command.sentence}" for command in _VERBS.values()]
         output.result("\n".join(["usage: covey data check|clean DATASET ...", "", *lines, "", "covey data check --help shows the options."]))  # fmt: skip
         return 0 if arguments else 2
     raise ConfigError(f"covey data has no {name!r}.{did_you_mean(name, _VERBS)} It has {', '.join(_VERBS)}.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.cli import output
 from covey.cli.flags import Flag, spelled
-from covey.cli.verb import JSON, Given, Verb
+from covey.cli.verb import JSON, Args, Verb
 from covey.errors import ConfigError, RunFolderError
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ _FLAGS = (
 )
 
 
-def run(given: Given) -> int | None:
+def run(args: Args) -> int | None:
     """Evaluate, train, evaluate again, and say what changed."""
-    options = {flag.name: flag.default for flag in _FLAGS} | dict(given)
+    options = {flag.name: flag.default for flag in _FLAGS} | dict(args)
     for name in ("steps", "held_out"):
         if options[name] is not None and options[name] < 1:
             raise ConfigError(f"{spelled(name)} {options[name]} is no number to count to; give 1 or more.")
@@ -69,7 +69,7 @@ def _header(folder: Path) -> list[str]:
 
 
 def _folder(options: dict[str, Any]) -> Path:
-    """The folder of this run: the one to resume, the one asked for, or the next free number."""
+    """The folder of this run: the one to resume, that of `--output-dir`, or the next free number."""
     if options["resume"]:
         folder = Path(options["resume"])
         if not (folder / "run.json").is_file():
@@ -105,11 +105,11 @@ def _trainer(folder: Path, options: dict[str, Any]) -> GRPOTrainer:
     )
 
 
-def _record(folder: Path, found: dict[int, tuple[Assessment, list[Any]]]) -> None:
+def _record(folder: Path, by_step: dict[int, tuple[Assessment, list[Any]]]) -> None:
     """Both evaluations in the run's folder, where report, compare and view look for them."""
     from covey.runs import evaluations
 
-    for step, (assessed, answers) in found.items():
+    for step, (assessed, answers) in by_step.items():
         metrics = {"eval_reward": assessed.reward.value, "eval_completions/mean_length": assessed.mean_length}
         evaluations.record(folder, step, "eval", metrics, evaluations.rows_of(answers, ["demo"], [1.0]))
 
@@ -134,8 +134,8 @@ def _assess(
     return assess(sampler, Scorer([demo.reward]), prompts, max_tokens=trainer.args.max_completion_length, keep=keep)
 
 
-def _percent(found: Assessment) -> str:
-    accuracy = found.accuracy
+def _percent(assessment: Assessment) -> str:
+    accuracy = assessment.accuracy
     return f"{100 * accuracy.value:.0f}% (95% {100 * accuracy.low:.0f} to {100 * accuracy.high:.0f})"
 
 

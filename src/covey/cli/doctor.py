@@ -14,7 +14,7 @@ from covey.cli import output, train
 from covey.cli.checkpoints import model_folder
 from covey.cli.fields import other_flags
 from covey.cli.flags import Flag
-from covey.cli.verb import Given, Verb
+from covey.cli.verb import Args, Verb
 from covey.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,54 +31,56 @@ def flags() -> tuple[Flag, ...]:
     return (_SAMPLE, *(flag for flag in train.flags() if flag.name not in left_out))
 
 
-def run(given: Given) -> int:
+def run(args: Args) -> int:
     """Print a row for each finding. Exit code 1 when one of them is FAIL."""
-    train.refuse_missing(given)
-    if given.get("sample_prompts", 0) < 0:
+    train.refuse_missing(args)
+    if args.get("sample_prompts", 0) < 0:
         raise ConfigError("--sample-prompts is less than 0; give a number of prompts, 0 for no trial.")
     from covey.doctor import examine
 
-    found = []
-    for finding in examine(case_of(given)):
-        found.append(finding)
-        if not given.get("json"):
+    findings = []
+    for finding in examine(case_of(args)):
+        findings.append(finding)
+        if not args.get("json"):
             output.result(output.row(finding.status, finding.area, finding.said, finding.fix))
-    counts: Counter[str] = Counter(finding.status for finding in found)
-    if given.get("json"):
-        output.result_json({"ok": not counts["FAIL"], "counts": dict(counts), "findings": [vars(one) for one in found]})
+    counts: Counter[str] = Counter(finding.status for finding in findings)
+    if args.get("json"):
+        output.result_json(
+            {"ok": not counts["FAIL"], "counts": dict(counts), "findings": [vars(finding) for finding in findings]}
+        )
     else:
         warnings = "warning" if counts["WARN"] == 1 else "warnings"
-        said = f"{counts['PASS']} passed, {counts['WARN']} {warnings}, {counts['FAIL']} failed: {_verdict(counts)}"
-        output.result("\n" + textwrap.fill(said, output.width()))
+        summary = f"{counts['PASS']} passed, {counts['WARN']} {warnings}, {counts['FAIL']} failed: {_verdict(counts)}"
+        output.result("\n" + textwrap.fill(summary, output.width()))
     return 1 if counts["FAIL"] else 0
 
 
-def case_of(given: Given) -> Case:
+def case_of(args: Args) -> Case:
     """The run that the flags describe, nothing of it loaded yet."""
     from covey.config import GRPOConfig
     from covey.doctor import Case
 
-    wanted = train.config_options({name: value for name, value in given.items() if name != "sample_prompts"})
-    held_out = given.get("eval_dataset")
+    overrides = train.config_options({name: value for name, value in args.items() if name != "sample_prompts"})
+    held_out = args.get("eval_dataset")
     return Case(
-        model=model_folder(given["model"]),
-        rewards=list(given["reward"]),
-        configure=lambda: GRPOConfig(**wanted),
-        load_dataset=partial(train.load_prompts, given["dataset"], given, given.get("max_prompts")),
-        load_held_out=lambda: train.load_prompts(held_out, given, given.get("max_eval_prompts")) if held_out else None,
-        adapter=partial(train.adapter, given),
-        predict_memory=partial(predicted_peak, given),
-        prompts=given.get("sample_prompts", _SAMPLE.default),
+        model=model_folder(args["model"]),
+        rewards=list(args["reward"]),
+        configure=lambda: GRPOConfig(**overrides),
+        load_dataset=partial(train.load_prompts, args["dataset"], args, args.get("max_prompts")),
+        load_held_out=lambda: train.load_prompts(held_out, args, args.get("max_eval_prompts")) if held_out else None,
+        adapter=partial(train.adapter, args),
+        predict_memory=partial(predicted_peak, args),
+        prompts=args.get("sample_prompts", _SAMPLE.default),
     )
 
 
-def predicted_peak(given: Given, config: Any, dataset: Any, prompt_tokens: int) -> int:
+def predicted_peak(args: Args, config: Any, dataset: Any, prompt_tokens: int) -> int:
     """Bytes of the estimate that `covey train --dry-run` shows, behind prompts of this length."""
     from covey.cli.plan import memory_of
     from covey.config.grpo_config import batch_arithmetic
 
     counts = batch_arithmetic(config, num_prompts=len(dataset) if hasattr(dataset, "__len__") else None)
-    return memory_of(config, given, counts.prompts_per_generation, prompt_tokens).peak
+    return memory_of(config, args, counts.prompts_per_generation, prompt_tokens).peak
 
 
 def _verdict(counts: Mapping[str, int]) -> str:
@@ -94,13 +96,13 @@ class _Doctor(Verb):
     def __call__(self, arguments: Sequence[str]) -> int:
         """`covey doctor memory` and `plan` are verbs of their own, unless a file has that name; the word may stand behind options."""
         taking = {flag.spelled for flag in self.flags() if not flag.is_switch} | {"--gpus"}
-        asked = [word for i, word in enumerate(arguments) if word in _APART and not (i and arguments[i - 1] in taking)]
-        if not asked or Path(asked[0]).exists():
+        words = [word for i, word in enumerate(arguments) if word in _APART and not (i and arguments[i - 1] in taking)]
+        if not words or Path(words[0]).exists():
             return super().__call__(arguments)
         place = next(
-            i for i, word in enumerate(arguments) if word == asked[0] and not (i and arguments[i - 1] in taking)
+            i for i, word in enumerate(arguments) if word == words[0] and not (i and arguments[i - 1] in taking)
         )
-        verb: Verb = import_module(_APART[asked[0]]).verb
+        verb: Verb = import_module(_APART[words[0]]).verb
         return verb([*arguments[:place], *arguments[place + 1 :]])
 
 

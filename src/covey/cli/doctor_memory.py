@@ -11,7 +11,7 @@ from covey.cli.adapter import adapter_to_train
 from covey.cli.checkpoints import model_folder
 from covey.cli.fields import other_flags
 from covey.cli.flags import Flag
-from covey.cli.verb import Given, Verb
+from covey.cli.verb import Args, Verb
 from covey.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,62 +35,62 @@ def flags() -> tuple[Flag, ...]:
     return (_PROMPT_TOKENS, _PREDICT_ONLY, *(flag for flag in train.flags() if flag.name not in left_out))
 
 
-def run(given: Given) -> int:
+def run(args: Args) -> int:
     """Predict, show what would lower it, and try. Exit code 1 where it does not fit."""
-    if not given.get("model"):
+    if not args.get("model"):
         raise ConfigError(
             "--model is missing: the model whose memory is asked for, such as covey doctor memory --model demo."
         )
-    if given.get("prompt_tokens", 1) < 1:
+    if args.get("prompt_tokens", 1) < 1:
         raise ConfigError("--prompt-tokens is less than 1; give the tokens of the longest prompt.")
     from covey.config import GRPOConfig
     from covey.doctor import plan
 
-    own = {_PROMPT_TOKENS.name, _PREDICT_ONLY.name}
-    wanted = train.config_options({name: value for name, value in given.items() if name not in own})
-    config = GRPOConfig(**wanted)
-    tokens = _prompt_tokens(given, config)
-    memory = _memory(config, given, tokens)
+    verb_flags = {_PROMPT_TOKENS.name, _PREDICT_ONLY.name}
+    overrides = train.config_options({name: value for name, value in args.items() if name not in verb_flags})
+    config = GRPOConfig(**overrides)
+    tokens = _prompt_tokens(args, config)
+    memory = _memory(config, args, tokens)
     available, where = plan.available_memory(config.device)
-    lower = dict(_lower(wanted, given, tokens, memory.peak))
+    lower = dict(_lower(overrides, args, tokens, memory.peak))
     findings = [plan.memory(memory.peak, available, where)]
-    if not given.get("json"):
+    if not args.get("json"):
         _show(memory, lower, tokens, config, findings[0])
-    if findings[0].status != "FAIL" and not given.get("predict_only"):
-        findings.append(_tried(config, given, tokens))
-        if not given.get("json"):
+    if findings[0].status != "FAIL" and not args.get("predict_only"):
+        findings.append(_tried(config, args, tokens))
+        if not args.get("json"):
             output.result(_row(findings[-1]))
     fits = all(finding.status != "FAIL" for finding in findings)
-    if given.get("json"):
+    if args.get("json"):
         memory_of = {**vars(memory), "peak": memory.peak}
         output.result_json({"ok": fits, "prompt_tokens": tokens, "memory": memory_of, "available": available, "lower": lower,
                             "findings": [vars(finding) for finding in findings]})  # fmt: skip
     return 0 if fits else 1
 
 
-def _prompt_tokens(given: Given, config: GRPOConfig) -> int:
+def _prompt_tokens(args: Args, config: GRPOConfig) -> int:
     from covey.cli.plan import longest_prompt_tokens
 
-    if given.get("prompt_tokens"):
-        return int(given["prompt_tokens"])
-    if not given.get("dataset"):
+    if args.get("prompt_tokens"):
+        return int(args["prompt_tokens"])
+    if not args.get("dataset"):
         return _ASSUMED
-    dataset = train.load_prompts(given["dataset"], given, given.get("max_prompts"))
-    return longest_prompt_tokens(dataset, given["model"], config)
+    dataset = train.load_prompts(args["dataset"], args, args.get("max_prompts"))
+    return longest_prompt_tokens(dataset, args["model"], config)
 
 
-def _memory(config: GRPOConfig, given: Given, tokens: int) -> Memory:
+def _memory(config: GRPOConfig, args: Args, tokens: int) -> Memory:
     from covey.cli.plan import memory_of
     from covey.config.grpo_config import batch_arithmetic
 
-    return memory_of(config, given, batch_arithmetic(config, num_prompts=1).prompts_per_generation, tokens)
+    return memory_of(config, args, batch_arithmetic(config, num_prompts=1).prompts_per_generation, tokens)
 
 
-def _lower(wanted: Mapping[str, Any], given: Given, tokens: int, peak: int) -> Iterator[tuple[str, int]]:
+def _lower(overrides: Mapping[str, Any], args: Args, tokens: int, peak: int) -> Iterator[tuple[str, int]]:
     """Options that the run does not have and that would lower its peak, with the peak, lowest first."""
     from covey.config import GRPOConfig
 
-    config = GRPOConfig(**wanted)
+    config = GRPOConfig(**overrides)
     changes: dict[str, dict[str, Any]] = {
         "--gradient-checkpointing": {"gradient_checkpointing": True},
         "--optim adamw_bnb_8bit": {"optim": "adamw_bnb_8bit"},
@@ -99,14 +99,14 @@ def _lower(wanted: Mapping[str, Any], given: Given, tokens: int, peak: int) -> I
     }
     if config.beta:
         changes["--beta 0"] = {"beta": 0.0}
-    found = []
+    peaks = []
     for spelled, change in changes.items():
-        is_in_force = all(given.get(name) == value for name, value in change.items())
-        if is_in_force or ("lora_r" in change and adapter_to_train(given)):
+        is_in_force = all(args.get(name) == value for name, value in change.items())
+        if is_in_force or ("lora_r" in change and adapter_to_train(args)):
             continue
-        changed = GRPOConfig(**{**wanted, **{name: value for name, value in change.items() if name != "lora_r"}})
-        found.append((spelled, _memory(changed, {**given, **change}, tokens).peak))
-    yield from sorted((one for one in found if one[1] < _WORTH * peak), key=lambda one: one[1])
+        changed = GRPOConfig(**{**overrides, **{name: value for name, value in change.items() if name != "lora_r"}})
+        peaks.append((spelled, _memory(changed, {**args, **change}, tokens).peak))
+    yield from sorted((entry for entry in peaks if entry[1] < _WORTH * peak), key=lambda entry: entry[1])
 
 
 def _show(memory: Memory, lower: Mapping[str, int], tokens: int, config: GRPOConfig, finding: Finding) -> None:
@@ -129,11 +129,11 @@ def _row(finding: Finding) -> str:
     return output.row(finding.status, finding.area, finding.said, finding.fix)
 
 
-def _tried(config: GRPOConfig, given: Given, tokens: int) -> Finding:
+def _tried(config: GRPOConfig, args: Args, tokens: int) -> Finding:
     """The longest micro-batch forward and backward, on the model itself."""
     from covey.doctor.longest import try_without_data
 
-    return try_without_data(model_folder(given["model"]), config, train.adapter(given), tokens)
+    return try_without_data(model_folder(args["model"]), config, train.adapter(args), tokens)
 
 
 verb = Verb(

@@ -11,14 +11,14 @@ from covey.cli import output, train
 from covey.cli.adapter import adapter_to_train
 from covey.cli.fields import other_flags
 from covey.cli.flags import Flag, spelled
-from covey.cli.verb import Given, Verb
+from covey.cli.verb import Args, Verb
 from covey.errors import ConfigError
 
 if TYPE_CHECKING:
     from covey.doctor.roofline.answers import Answer
     from covey.doctor.roofline.estimate import Estimate, Setup
 
-_OWN = (
+_FLAGS = (
     Flag(name="gpus", help="Number and kind of the GPUs: 8xH100, 2xA100-40GB, L4.", group="run"),
     Flag(name="prompt_tokens", help="Tokens of a prompt.", type=int, default=512, group="run"),
     Flag(name="mean_completion_tokens", help="Tokens of a completion in the mean; left out: all are as long as allowed.", type=float, group="run"),
@@ -27,45 +27,47 @@ _LEFT_OUT = {"dry_run", "print_config", "resume", "from_run", "seeds", "trust_so
 
 
 def flags() -> tuple[Flag, ...]:
-    return (*_OWN, *(flag for flag in train.flags() if flag.name not in _LEFT_OUT))
+    return (*_FLAGS, *(flag for flag in train.flags() if flag.name not in _LEFT_OUT))
 
 
-def run(given: Given) -> int:
+def run(args: Args) -> int:
     """Print the plan. Exit code 1 where the run does not fit."""
     for name, example in (("model", "Qwen/Qwen2.5-7B"), ("gpus", "8xH100")):
-        if not given.get(name):
+        if not args.get(name):
             raise ConfigError(f"--{name} is missing, such as covey doctor plan --{name} {example}.")
-    setup = _setup(given)
+    setup = _setup(args)
     from covey.doctor.roofline.answers import answers, rows_that_fit
     from covey.doctor.roofline.estimate import estimate
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what PEFT calls
         plan = estimate(setup)
-        rows, found = rows_that_fit(plan), list(answers(plan, _lora()))
-    if given.get("json"):
-        output.result_json(_as_json(plan, rows, found))
+        rows, changes = rows_that_fit(plan), list(answers(plan, _lora()))
+    if args.get("json"):
+        output.result_json(_as_json(plan, rows, changes))
     else:
-        _show(plan, rows, found)
+        _show(plan, rows, changes)
     return 0 if plan.fits else 1
 
 
-def _setup(given: Given) -> Setup:
+def _setup(args: Args) -> Setup:
     from covey.doctor.roofline.gpus import gpus
 
-    count, gpu = gpus(given["gpus"])
+    count, gpu = gpus(args["gpus"])
     least = {"prompt_tokens": 1, "mean_completion_tokens": 1}
     for name, lowest in least.items():
-        if given.get(name, lowest) < lowest:
+        if args.get(name, lowest) < lowest:
             raise ConfigError(f"{spelled(name)} is less than {lowest}; give a number of tokens.")
     from covey.cli.plan import model_config
     from covey.doctor.roofline.estimate import Setup
     from covey.doctor.roofline.known_models import config_of
     from covey.doctor.roofline.options import planned
 
-    own = {flag.name for flag in _OWN}
-    config, is_split = planned(train.config_options({name: value for name, value in given.items() if name not in own}))
-    if given.get("mean_completion_tokens", 0) > config.max_completion_length:
+    verb_flags = {flag.name for flag in _FLAGS}
+    config, is_split = planned(
+        train.config_options({name: value for name, value in args.items() if name not in verb_flags})
+    )
+    if args.get("mean_completion_tokens", 0) > config.max_completion_length:
         raise ConfigError("--mean-completion-tokens is more than --max-completion-length; raise that one too.")
     if count % (config.vllm_tensor_parallel_size if config.use_vllm else 1):
         raise ConfigError(
@@ -73,13 +75,13 @@ def _setup(given: Given) -> Setup:
         )
     return Setup(
         args=config,
-        model_config=config_of(given["model"], config.trust_remote_code, model_config),
+        model_config=config_of(args["model"], config.trust_remote_code, model_config),
         gpu=gpu,
         gpus=count,
         is_split=is_split and count > 1,
-        adapter=adapter_to_train(given),
-        prompt_tokens=given.get("prompt_tokens", 512),
-        mean_tokens=given.get("mean_completion_tokens"),
+        adapter=adapter_to_train(args),
+        prompt_tokens=args.get("prompt_tokens", 512),
+        mean_tokens=args.get("mean_completion_tokens"),
     )
 
 
@@ -91,7 +93,7 @@ def _lora() -> Any:
         return None
 
 
-def _show(plan: Estimate, rows: int, found: list[Answer]) -> None:
+def _show(plan: Estimate, rows: int, changes: list[Answer]) -> None:
     from covey.learner.memory_estimate import in_gib
 
     setup, seconds = plan.setup, plan.seconds
@@ -121,13 +123,13 @@ def _show(plan: Estimate, rows: int, found: list[Answer]) -> None:
         f"\n{most} completions in a micro-batch fit (--per-device-train-batch-size, {args.per_device_train_batch_size} here)"
     )
     output.result("\nwhat a change would bring:")
-    for one in found:
-        said = f"{'pays' if one.pays else 'does not pay':<13} {one.change}: {one.said}"
-        output.result(textwrap.fill(said, output.width(), initial_indent="  ", subsequent_indent=" " * 16))
+    for answer in changes:
+        line = f"{'pays' if answer.pays else 'does not pay':<13} {answer.change}: {answer.said}"
+        output.result(textwrap.fill(line, output.width(), initial_indent="  ", subsequent_indent=" " * 16))
     output.say("\nBy calculation, from data sheets: docs/plan.md says how near published runs come.")
 
 
-def _as_json(plan: Estimate, rows: int, found: list[Answer]) -> dict[str, Any]:
+def _as_json(plan: Estimate, rows: int, changes: list[Answer]) -> dict[str, Any]:
     setup = plan.setup
     return {
         "ok": plan.fits,
@@ -139,7 +141,7 @@ def _as_json(plan: Estimate, rows: int, found: list[Answer]) -> dict[str, Any]:
         "seconds": {**asdict(plan.seconds), "step": plan.seconds.step},
         "memory": {**asdict(plan.held), "peak": plan.held.peak, "available": setup.gpu.memory},
         "rows_that_fit": rows,
-        "changes": [asdict(one) for one in found],
+        "changes": [asdict(answer) for answer in changes],
     }
 
 

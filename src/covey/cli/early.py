@@ -23,33 +23,33 @@ _ENUMS = {"lr_scheduler_type": ("trainer_utils", "SchedulerType"), "optim": ("tr
 @cache
 def option_types() -> Mapping[str, Any]:
     """Types of GRPOConfig's options, read from its source."""
-    found = {field.name: eval(field.annotation, dict(_NAMES)) for field in all_fields()}
-    return {**found, "reward_weights": list[float | str] | None}  # numbers or schedules
+    types = {field.name: eval(field.annotation, dict(_NAMES)) for field in all_fields()}
+    return {**types, "reward_weights": list[float | str] | None}  # numbers or schedules
 
 
-def refuse_early(wanted: Mapping[str, Any]) -> None:
+def refuse_early(overrides: Mapping[str, Any]) -> None:
     """Raise ConfigError for what GRPOConfig would refuse in these options, as far as it takes no machine to say so."""
     defaults = {field.name: _literal(field.default) for field in all_fields()}
-    draft = SimpleNamespace(**{**defaults, **wanted})
-    given = {name: value for name, value in wanted.items() if options.is_changed(value, defaults.get(name))}
-    checks.refuse_unsupported(given)
+    draft = SimpleNamespace(**{**defaults, **overrides})
+    changed = {name: value for name, value in overrides.items() if options.is_changed(value, defaults.get(name))}
+    checks.refuse_unsupported(changed)
     for name, (module, enum) in _ENUMS.items():
-        value, known = wanted.get(name), enum_values(module, enum)
-        if value is not None and str(value) not in known:
-            hint = did_you_mean(str(value), known) or f" It is one of {', '.join(known)}."
+        value, allowed = overrides.get(name), enum_values(module, enum)
+        if value is not None and str(value) not in allowed:
+            hint = did_you_mean(str(value), allowed) or f" It is one of {', '.join(allowed)}."
             raise ConfigError(f"{name}={value!r} is not known to transformers.{hint}")
     checks.refuse_bad_values(draft)
-    trackers.refuse_absent_trackers(wanted.get("report_to"))
-    checks.refuse_contradictions(draft, given)
+    trackers.refuse_absent_trackers(overrides.get("report_to"))
+    checks.refuse_contradictions(draft, changed)
 
 
-def refuse_missing_places(given: Mapping[str, Any]) -> None:
+def refuse_missing_places(args: Mapping[str, Any]) -> None:
     """Raise CoveyError for a model or a data set that is written like a path and is not there."""
     from covey.files.places import refuse_missing
 
     for name, what in (("model", "model folder"), ("dataset", "data set"), ("eval_dataset", "data set")):
-        if isinstance(given.get(name), str):
-            refuse_missing(given[name], what)
+        if isinstance(args.get(name), str):
+            refuse_missing(args[name], what)
 
 
 def default_of(name: str) -> Any:

@@ -11,22 +11,22 @@ from covey.cli.flags import spelled
 from covey.errors import ConfigError
 
 
-def ensemble_of(given: Mapping[str, Any]) -> Any:
+def ensemble_of(args: Mapping[str, Any]) -> Any:
     """The `Ensemble` of the flags, None without one. Raises ConfigError for options without members."""
-    options = {name: given.get(f"ensemble_{name}") for name in ("max_share", "threshold")}
-    asked = {name: value for name, value in options.items() if value is not None}
-    if not given.get("ensemble"):
-        if asked:
-            raise ConfigError(f"{spelled(f'ensemble_{next(iter(asked))}')} belongs to --ensemble.")
+    options = {name: args.get(f"ensemble_{name}") for name in ("max_share", "threshold")}
+    settings = {name: value for name, value in options.items() if value is not None}
+    if not args.get("ensemble"):
+        if settings:
+            raise ConfigError(f"{spelled(f'ensemble_{next(iter(settings))}')} belongs to --ensemble.")
         return None
     from covey.ensembles import Ensemble
 
-    return Ensemble(list(given["ensemble"]), **asked)
+    return Ensemble(list(args["ensemble"]), **settings)
 
 
-def refuse_bad_ensemble(given: Mapping[str, Any], config: Any) -> None:
+def refuse_bad_ensemble(args: Mapping[str, Any], config: Any) -> None:
     """Raise for members that are not there or too many, before any data is read."""
-    ensemble = ensemble_of(given)
+    ensemble = ensemble_of(args)
     if ensemble is not None:
         ensemble.refuse_share(config.num_generations)
 
@@ -60,7 +60,7 @@ def evaluate(options: Mapping[str, Any]) -> None:
     voted = [row[i] for row, i in zip(rewards, picks, strict=True)]
     alone = {
         name: [
-            [x for one, x in zip(group.completions, row, strict=True) if one.source == name]
+            [x for completion, x in zip(group.completions, row, strict=True) if completion.source == name]
             for group, row in zip(groups, rewards, strict=True)
         ]
         for name in ensemble.names
@@ -73,15 +73,15 @@ def prompts_of(dataset: Any) -> list[Any]:
     from covey.data.prompts import check_prompt, clean
     from covey.types import Prompt
 
-    found = []
+    prompts = []
     for i, row in enumerate(dataset):
         value = row["prompt"]
         check_prompt(value, f"row {i} of the data set")
         columns = {name: column for name, column in row.items() if name != "prompt"}
         text = value if isinstance(value, str) else None
         messages = None if text is not None else tuple(clean(message) for message in value)
-        found.append(Prompt(uid=f"0:{i}", token_ids=(), text=text, messages=messages, columns=columns))
-    return found
+        prompts.append(Prompt(uid=f"0:{i}", token_ids=(), text=text, messages=messages, columns=columns))
+    return prompts
 
 
 def _report(
@@ -103,7 +103,7 @@ def _report(
                 "prompts": len(voted),
                 "vote": vote,
                 "ensemble": interval(ensemble),
-                "members": {name: interval(found) for name, found in members.items()},
+                "members": {name: interval(estimate) for name, estimate in members.items()},
                 "difference": {
                     "of": "ensemble", "minus": best, "value": difference.value, "low": difference.low,
                     "high": difference.high, "p_value": difference.p_value,
@@ -112,8 +112,8 @@ def _report(
         )  # fmt: skip
         return
     output.result(f"vote {vote} on {options['dataset']} ({len(voted)} prompts)")
-    for name, found in (("ensemble", ensemble), *members.items()):
-        value, low, high = (100 * x for x in (found.value, found.low, found.high))
+    for name, estimate in (("ensemble", ensemble), *members.items()):
+        value, low, high = (100 * x for x in (estimate.value, estimate.low, estimate.high))
         output.result(f"  {name:<24} {value:7.3f}%  (95% {low:.3f} to {high:.3f})")
     output.result(f"accuracy of the ensemble minus that of {best}: {difference.in_words('points', 100.0)}")
 

@@ -15,7 +15,7 @@ from covey import __version__
 from covey.cli import output
 from covey.cli.flags import Flag
 from covey.cli.issue import issue
-from covey.cli.verb import JSON, Given, Verb
+from covey.cli.verb import JSON, Args, Verb
 from covey.errors import ConfigError, RewardError, did_you_mean
 from covey.rewards.sandbox import isolation
 
@@ -49,15 +49,15 @@ def facts() -> dict[str, Any]:
     }
 
 
-def run(given: Given) -> None:
-    found = facts()
-    if given.get("issue") or given.get("run"):
-        output.result(issue(found, given.get("run")))
+def run(args: Args) -> None:
+    environment = facts()
+    if args.get("issue") or args.get("run"):
+        output.result(issue(environment, args.get("run")))
         return
-    if given.get("json"):
-        output.result_json(found)
+    if args.get("json"):
+        output.result_json(environment)
         return
-    for name, value in found.items():
+    for name, value in environment.items():
         if isinstance(value, dict):
             output.result(f"{name}:" if value else f"{name}: none")
             for key, item in value.items():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.cli import output
 from covey.cli.flags import Flag
-from covey.cli.verb import JSON, Given, Verb
+from covey.cli.verb import JSON, Args, Verb
 from covey.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ _FLAGS = (
 )
 
 
-def run(given: Given) -> int:
+def run(args: Args) -> int:
     """Examine, print a table or JSON. Exit code 1 where something must be fixed."""
-    options = {flag.name: flag.default for flag in _FLAGS} | dict(given)
+    options = {flag.name: flag.default for flag in _FLAGS} | dict(args)
     if not options["environment"]:
         raise ConfigError("covey env check needs an environment: covey env check games.py:Maze.")
     for name in ("episodes", "turns"):
@@ -37,15 +37,15 @@ def run(given: Given) -> int:
     from covey.training.agents import environment
 
     row = _row(options["row"])
-    found = examine(
+    report = examine(
         environment(options["environment"]),
         episodes=options["episodes"],
         turns=options["turns"],
         seed=options["seed"],
         row=row,
     )
-    tokens = None if options["model"] is None else _tokens(found, options["model"])
-    facts, problems = _facts(found, tokens), _problems(found, tokens)
+    tokens = None if options["model"] is None else _tokens(report, options["model"])
+    facts, problems = _facts(report, tokens), _problems(report, tokens)
     if options["json"]:
         output.result_json({"ok": not problems, "problems": problems, **facts})
     else:
@@ -66,48 +66,48 @@ def _row(text: str | None) -> dict[str, Any]:
     return row
 
 
-def _facts(found: EnvironmentReport, tokens: tuple[int, int | None] | None) -> dict[str, Any]:
-    median, largest = found.step_seconds
-    calls = sum(len(one.seconds) - 1 for one in found.walks)
+def _facts(report: EnvironmentReport, tokens: tuple[int, int | None] | None) -> dict[str, Any]:
+    median, largest = report.step_seconds
+    calls = sum(len(walk.seconds) - 1 for walk in report.walks)
     facts: dict[str, Any] = {
-        "episodes": len(found.walks),
+        "episodes": len(report.walks),
         "calls": calls,
-        "failed_calls": sum(len(one.errors) for one in found.walks),
-        "reset_seconds": round(found.reset_seconds, 6),
+        "failed_calls": sum(len(walk.errors) for walk in report.walks),
+        "reset_seconds": round(report.reset_seconds, 6),
         "step_seconds": None if math.isnan(median) else round(median, 6),
         "slowest_step_seconds": None if math.isnan(largest) else round(largest, 6),
-        "same_under_a_seed": found.is_repeatable,
-        "sessions_apart": found.are_apart,
-        "left_after_close": dict(found.left),
-        "random_episodes_that_score": round(found.scored, 4) if found.rewards else None,
-        "random_reward_range": [min(found.rewards), max(found.rewards)] if found.rewards else None,
+        "same_under_a_seed": report.is_repeatable,
+        "sessions_apart": report.are_apart,
+        "left_after_close": dict(report.left),
+        "random_episodes_that_score": round(report.scored, 4) if report.rewards else None,
+        "random_reward_range": [min(report.rewards), max(report.rewards)] if report.rewards else None,
     }
     if tokens is not None:
         facts |= {"longest_episode_tokens": tokens[0], "context_tokens": tokens[1]}
     return facts
 
 
-def _problems(found: EnvironmentReport, tokens: tuple[int, int | None] | None) -> list[str]:
+def _problems(report: EnvironmentReport, tokens: tuple[int, int | None] | None) -> list[str]:
     problems = []
-    calls = sum(len(one.seconds) - 1 for one in found.walks)
-    errors = [error for one in found.walks for error in one.errors]
+    calls = sum(len(walk.seconds) - 1 for walk in report.walks)
+    errors = [error for walk in report.walks for error in walk.errors]
     if not calls:
         problems.append("it has no tool that could be called; give it public methods with type hints and docstrings")
     elif len(errors) == calls:
         problems.append(f"every call failed ({errors[0]})")
-    if not found.is_repeatable:
+    if not report.is_repeatable:
         problems.append(
             "the same seed and actions gave another episode; draw everything from the seed that reset receives"
         )
-    if found.is_repeatable and not found.are_apart:
+    if report.is_repeatable and not report.are_apart:
         problems.append(
             "two episodes at once disturb each other; keep state in the instance, not in the class or module"
         )
-    if found.left:
-        held = ", ".join(f"{count} {name}" for name, count in found.left.items())
+    if report.left:
+        held = ", ".join(f"{count} {name}" for name, count in report.left.items())
         problems.append(f"close() left {held}; end what reset and the tools began")
-    if found.rewards and min(found.rewards) == max(found.rewards) != 0:
-        problems.append(f"every random episode earned {found.rewards[0]:g}; such a reward teaches nothing")
+    if report.rewards and min(report.rewards) == max(report.rewards) != 0:
+        problems.append(f"every random episode earned {report.rewards[0]:g}; such a reward teaches nothing")
     if tokens is not None and tokens[1] is not None and tokens[0] > tokens[1]:
         problems.append(
             f"an episode has {tokens[0]} tokens and the model's context {tokens[1]}; use fewer turns or shorter answers"
@@ -115,7 +115,7 @@ def _problems(found: EnvironmentReport, tokens: tuple[int, int | None] | None) -
     return problems
 
 
-def _tokens(found: EnvironmentReport, name: str) -> tuple[int, int | None]:
+def _tokens(report: EnvironmentReport, name: str) -> tuple[int, int | None]:
     """Tokens of the longest episode by the model's chat template, and the model's context."""
     from transformers import AutoConfig, AutoTokenizer
 
@@ -127,7 +127,8 @@ def _tokens(found: EnvironmentReport, name: str) -> tuple[int, int | None]:
     if tokenizer.chat_template is None:
         raise ConfigError(f"The tokenizer of {name} has no chat template, so an episode's tokens cannot be counted.")
     longest = max(
-        len(tokenizer.apply_chat_template(list(one.messages), tokenize=True, return_dict=False)) for one in found.walks
+        len(tokenizer.apply_chat_template(list(walk.messages), tokenize=True, return_dict=False))
+        for walk in report.walks
     )
     context = getattr(AutoConfig.from_pretrained(source).get_text_config(), "max_position_embeddings", None)
     return longest, context

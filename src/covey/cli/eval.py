@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.cli import output
 from covey.cli.flags import Flag, spelled
-from covey.cli.verb import CONFIG, JSON, Given, Verb
+from covey.cli.verb import CONFIG, JSON, Args, Verb
 from covey.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ _FLAGS = (
 )  # fmt: skip
 
 
-def run(given: Given) -> None:
+def run(args: Args) -> None:
     """Evaluate one model or two, print a table or JSON."""
-    options = defaults() | dict(given)
+    options = defaults() | dict(args)
     _check(options)
     if options["ensemble"]:
         from covey.cli.ensemble import evaluate
@@ -51,19 +51,19 @@ def run(given: Given) -> None:
         evaluate(options)
         return
     first = assess_model(options["model"], options)
-    found: dict[str, Any] = {"model": options["model"], "dataset": options["dataset"], **first.summary(_ks(options))}
+    result: dict[str, Any] = {"model": options["model"], "dataset": options["dataset"], **first.summary(_ks(options))}
     second = None
     if options["compare_to"]:
         from covey.evaluation.assessment import compare, summary_of
 
         second = assess_model(options["compare_to"], options)
-        found["compared_to"] = {"model": options["compare_to"], **second.summary(_ks(options))}
+        result["compared_to"] = {"model": options["compare_to"], **second.summary(_ks(options))}
         differences = compare(first, second)
-        found["difference"] = {**summary_of(differences), "of": options["compare_to"], "minus": options["model"]}
+        result["difference"] = {**summary_of(differences), "of": options["compare_to"], "minus": options["model"]}
     if options["answers"]:
         _write_answers(Path(options["answers"]), first)
     if options["json"]:
-        output.result_json(found)
+        output.result_json(result)
         return
     _table(options, first, second)
     if second is not None:
@@ -102,7 +102,7 @@ def _check_ensemble(options: dict[str, Any]) -> None:
 
 
 def _ks(options: dict[str, Any]) -> list[int]:
-    """The ks asked for, or 1 and all powers of two up to the number of samples."""
+    """The ks of `--pass-at`, or 1 and all powers of two up to the number of samples."""
     samples = options["num_samples"]
     return list(options["k"] or [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k <= samples])
 
@@ -155,22 +155,22 @@ def assess_model(model_name: str, options: dict[str, Any], *, called: str | None
 
 def _table(options: dict[str, Any], first: Assessment, second: Assessment | None) -> None:
     names = [options["model"]] + ([options["compare_to"]] if second else [])
-    for name, found in zip(names, [first] + ([second] if second else []), strict=True):
-        output.result(f"{name} on {options['dataset']} ({len(found.greedy)} prompts)")
-        rows = [("accuracy, greedy", found.accuracy, 100.0, "%"), ("reward, greedy", found.reward, 1.0, "")]
-        if found.sampled:
-            rows.append(("reward, drawn", found.sampled_reward, 1.0, ""))
-            rows += [(f"pass@{k}", found.pass_at(k), 100.0, "%") for k in _ks(options)]
+    for name, assessment in zip(names, [first] + ([second] if second else []), strict=True):
+        output.result(f"{name} on {options['dataset']} ({len(assessment.greedy)} prompts)")
+        rows = [("accuracy, greedy", assessment.accuracy, 100.0, "%"), ("reward, greedy", assessment.reward, 1.0, "")]
+        if assessment.sampled:
+            rows.append(("reward, drawn", assessment.sampled_reward, 1.0, ""))
+            rows += [(f"pass@{k}", assessment.pass_at(k), 100.0, "%") for k in _ks(options)]
         for label, estimate, scale, unit in rows:
             value, low, high = scale * estimate.value, scale * estimate.low, scale * estimate.high
             output.result(f"  {label:<18} {value:7.3f}{unit}  (95% {low:.3f} to {high:.3f})")
-        output.result(f"  {'tokens, greedy':<18} {found.mean_length:7.1f}")
+        output.result(f"  {'tokens, greedy':<18} {assessment.mean_length:7.1f}")
 
 
-def _write_answers(path: Path, found: Assessment) -> None:
+def _write_answers(path: Path, assessment: Assessment) -> None:
     lines = [
         json.dumps({"answer": text, "reward": None if reward != reward else reward})
-        for text, reward in zip(found.texts, found.greedy, strict=True)
+        for text, reward in zip(assessment.texts, assessment.greedy, strict=True)
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")

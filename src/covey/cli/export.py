@@ -9,7 +9,7 @@ from pathlib import Path
 from covey.cli import output
 from covey.cli.export_model import model_verb
 from covey.cli.flags import Flag
-from covey.cli.verb import JSON, Given, Verb
+from covey.cli.verb import JSON, Args, Verb
 from covey.errors import ConfigError, DataError, did_you_mean
 
 _FLAGS = (
@@ -24,9 +24,9 @@ _FLAGS = (
 _SUFFIXES = (".jsonl", ".parquet")
 
 
-def run_pairs(given: Given) -> int:
+def run_pairs(args: Args) -> int:
     """Write the pairs of a run. Exit code 0 with at least one."""
-    options = {flag.name: flag.default for flag in _FLAGS} | dict(given)
+    options = {flag.name: flag.default for flag in _FLAGS} | dict(args)
     if not options.get("run"):
         raise ConfigError("covey export pairs needs a run: covey export pairs runs/first -o pairs.jsonl.")
     run, path = Path(options["run"]), Path(options["output"] or "")
@@ -39,31 +39,31 @@ def run_pairs(given: Given) -> int:
     first, last = steps_of(options["steps"])
     from covey.runs.pairs import PairOptions, preference_pairs
 
-    wanted = {name: options[name] for name in ("min_margin", "reward", "max_per_prompt", "finished_only")}
-    found = preference_pairs(run, PairOptions(first_step=first, last_step=last, **wanted))
-    if not found.rows:
+    criteria = {name: options[name] for name in ("min_margin", "reward", "max_per_prompt", "finished_only")}
+    pairs = preference_pairs(run, PairOptions(first_step=first, last_step=last, **criteria))
+    if not pairs.rows:
         raise DataError(
-            f"None of the {found.num_groups} groups in {run} has completions far enough apart; lower --min-margin, or choose other --steps."
+            f"None of the {pairs.num_groups} groups in {run} has completions far enough apart; lower --min-margin, or choose other --steps."
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        pq.write_table(pa.Table.from_pylist([dict(row) for row in found.rows]), path)
+        pq.write_table(pa.Table.from_pylist([dict(row) for row in pairs.rows]), path)
     else:
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found.rows), encoding="utf-8")
-    told = {
-        "pairs": len(found.rows),
-        "groups": found.num_groups,
-        "level": found.num_level,
-        "repeated": found.num_repeated,
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in pairs.rows), encoding="utf-8")
+    counts = {
+        "pairs": len(pairs.rows),
+        "groups": pairs.num_groups,
+        "level": pairs.num_level,
+        "repeated": pairs.num_repeated,
     }
     if options["json"]:
-        output.result_json({"output": str(path), **told})
+        output.result_json({"output": str(path), **counts})
     else:
         output.result(
-            f"{path}: {told['pairs']} pairs of {told['groups']} groups; {told['level']} not far enough apart, {told['repeated']} repeated"
+            f"{path}: {counts['pairs']} pairs of {counts['groups']} groups; {counts['level']} not far enough apart, {counts['repeated']} repeated"
         )
     return 0
 
@@ -102,7 +102,7 @@ def verb(arguments: Sequence[str]) -> int:
         return model_verb(arguments)
     if name in ("--help", "-h", "--help-all"):
         shown = (model_verb, *_VERBS.values())
-        lines = [f"  covey {one.name} {one.usage}\n      {one.sentence}" for one in shown]
+        lines = [f"  covey {command.name} {command.usage}\n      {command.sentence}" for command in shown]
         model_verb([name] if arguments else ["--help"])
         output.result("\n".join(["", *lines, "", "covey export pairs --help shows the options of pairs."]))
         return 0 if arguments else 2

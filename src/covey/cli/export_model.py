@@ -9,61 +9,61 @@ from typing import Any
 from covey.adapters import base_of
 from covey.cli import output
 from covey.cli.flags import Flag
-from covey.cli.verb import JSON, Given, Verb
+from covey.cli.verb import JSON, Args, Verb
 from covey.errors import ConfigError, ModelError, StorageError, did_you_mean
 
 FORMATS = ("merged", "adapter", "gguf")
 
 
-def run(given: Given) -> None:
-    """Write the model in the format that was asked for, whole or not at all."""
+def run(args: Args) -> None:
+    """Write the model in the format of `--format`, whole or not at all."""
     from covey.cli.checkpoints import model_folder
     from covey.models import resolve_source
 
-    kind = given.get("format")
-    if not given.get("model") or not given.get("output"):
+    kind = args.get("format")
+    if not args.get("model") or not args.get("output"):
         raise ConfigError(
             "covey export needs a model and --output: covey export runs/first -o first.gguf --format gguf."
         )
     if kind not in FORMATS:
         near = did_you_mean(str(kind), FORMATS) if kind else ""
         raise ConfigError(f"--format is one of {', '.join(FORMATS)}.{near}")
-    if given.get("outtype") is not None and kind != "gguf":
+    if args.get("outtype") is not None and kind != "gguf":
         raise ConfigError("--outtype belongs to --format gguf; weights in other formats have --dtype.")
-    if given.get("dtype") is not None and kind != "merged":
+    if args.get("dtype") is not None and kind != "merged":
         raise ConfigError(
             f"--dtype belongs to --format merged; {'use --outtype' if kind == 'gguf' else 'an adapter is copied'}."
         )
-    out = Path(given["output"]).expanduser()
+    out = Path(args["output"]).expanduser()
     if out.exists() and (kind == "gguf" or not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; give --output another name, or remove it.")
-    folder = Path(resolve_source(model_folder(given["model"])))
+    folder = Path(resolve_source(model_folder(args["model"])))
     if not folder.is_dir():
         raise ConfigError(
-            f"{given['model']} is no folder here; give a run, a checkpoint or a folder with a model or an adapter."
+            f"{args['model']} is no folder here; give a run, a checkpoint or a folder with a model or an adapter."
         )
-    {"merged": _merged, "adapter": _adapter, "gguf": _gguf}[kind](folder, out, given)
+    {"merged": _merged, "adapter": _adapter, "gguf": _gguf}[kind](folder, out, args)
 
 
-def _merged(folder: Path, out: Path, given: Given) -> None:
+def _merged(folder: Path, out: Path, args: Args) -> None:
     from covey.models import load_model, load_tokenizer
     from covey.training.recording import write_model
 
     if _is_adapter(folder):
         from covey.cli.merge import add_adapter
 
-        return add_adapter(folder, out, given)
-    model = load_model(str(folder), {"dtype": given.get("dtype") or "auto"}, trust_remote_code=_trusts(given))
-    tokenizer = load_tokenizer(model, folder, trust_remote_code=_trusts(given))
+        return add_adapter(folder, out, args)
+    model = load_model(str(folder), {"dtype": args.get("dtype") or "auto"}, trust_remote_code=_trusts(args))
+    tokenizer = load_tokenizer(model, folder, trust_remote_code=_trusts(args))
     _whole(out, lambda unfinished: write_model(unfinished, model, tokenizer))
-    back = load_model(str(out), {"dtype": "auto"}, trust_remote_code=_trusts(given)).state_dict()
+    back = load_model(str(out), {"dtype": "auto"}, trust_remote_code=_trusts(args)).state_dict()
     for name, weight in model.state_dict().items():
         if not bool((back[name] == weight).all()):
             raise ModelError(f"{out} was written but {name} reads back unlike it was. Check the disk.")
-    _told(out, given, {"format": "merged", "tensors": len(back)}, f"{len(back)} tensors, read back equal")
+    _report(out, args, {"format": "merged", "tensors": len(back)}, f"{len(back)} tensors, read back equal")
 
 
-def _adapter(folder: Path, out: Path, given: Given) -> None:
+def _adapter(folder: Path, out: Path, args: Args) -> None:
     """The adapter's files and the tokenizer's, byte by byte, and nothing of the optimizer."""
     if not _is_adapter(folder):
         raise ConfigError(
@@ -83,25 +83,25 @@ def _adapter(folder: Path, out: Path, given: Given) -> None:
     for name in names:
         if checksum(folder / name) != checksum(out / name):
             raise ModelError(f"{out / name} was written but reads back unlike it was. Check the disk.")
-    _told(out, given, {"format": "adapter", "base": base, "files": names}, f"{len(names)} files, for {base}")
+    _report(out, args, {"format": "adapter", "base": base, "files": names}, f"{len(names)} files, for {base}")
 
 
-def _gguf(folder: Path, out: Path, given: Given) -> None:
+def _gguf(folder: Path, out: Path, args: Args) -> None:
     from covey.exporting.gguf import expect_exportable, load_gguf, write_gguf
     from covey.models import load_model, load_tokenizer
     from covey.runs.storage import temporary_beside
 
     load_gguf()
-    outtype = given.get("outtype") or "f16"
+    outtype = args.get("outtype") or "f16"
     if _is_adapter(folder):
         from covey.cli.merge import merged_model
 
-        base = given.get("base") or base_of(folder)
-        model = merged_model(base, folder, {**given, "dtype": "float32"}).model  # rounded once, to the file's type
+        base = args.get("base") or base_of(folder)
+        model = merged_model(base, folder, {**args, "dtype": "float32"}).model  # rounded once, to the file's type
     else:
-        model = load_model(str(folder), {"dtype": "auto"}, trust_remote_code=_trusts(given))
+        model = load_model(str(folder), {"dtype": "auto"}, trust_remote_code=_trusts(args))
     expect_exportable(model.config.get_text_config(), outtype)
-    tokenizer = load_tokenizer(model, folder, trust_remote_code=_trusts(given))
+    tokenizer = load_tokenizer(model, folder, trust_remote_code=_trusts(args))
     unfinished = temporary_beside(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -118,8 +118,8 @@ def _gguf(folder: Path, out: Path, given: Given) -> None:
         "bytes": done.size,
         "error": done.largest_error,
     }
-    said = f"{done.num_tensors} tensors, {done.size / 1e6:.1f} MB, read back: the largest error of a weight is {done.largest_error:.1e}"
-    _told(out, given, facts, said)
+    summary = f"{done.num_tensors} tensors, {done.size / 1e6:.1f} MB, read back: the largest error of a weight is {done.largest_error:.1e}"
+    _report(out, args, facts, summary)
 
 
 def _whole(out: Path, write: Any) -> None:
@@ -132,11 +132,11 @@ def _whole(out: Path, write: Any) -> None:
         raise StorageError(f"{out} cannot be written: {error.strerror or error}.") from error
 
 
-def _told(out: Path, given: Given, facts: dict[str, Any], said: str) -> None:
-    if given.get("json"):
+def _report(out: Path, args: Args, facts: dict[str, Any], summary: str) -> None:
+    if args.get("json"):
         output.result_json({"out": str(out), **facts})
     else:
-        output.result(f"{out}: {said}")
+        output.result(f"{out}: {summary}")
 
 
 def _is_adapter(folder: Path) -> bool:
@@ -150,8 +150,8 @@ def _is_of_adapter(name: str) -> bool:
     )
 
 
-def _trusts(given: Given) -> bool:
-    return bool(given.get("trust_remote_code"))
+def _trusts(args: Args) -> bool:
+    return bool(args.get("trust_remote_code"))
 
 
 model_verb = Verb(

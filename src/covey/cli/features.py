@@ -10,7 +10,7 @@ from typing import Any
 
 from covey.cli import output
 from covey.cli.flags import Flag
-from covey.cli.verb import CONFIG, JSON, Given, Verb
+from covey.cli.verb import CONFIG, JSON, Args, Verb
 from covey.errors import ConfigError
 
 _FLAGS = (
@@ -37,9 +37,9 @@ _FLAGS = (
 _SUFFIXES = (".jsonl", ".parquet")
 
 
-def run(given: Given) -> None:
+def run(args: Args) -> None:
     """Read, add the columns, write; print what each column is like."""
-    options = {flag.name: flag.default for flag in _FLAGS} | dict(given)
+    options = {flag.name: flag.default for flag in _FLAGS} | dict(args)
     options["features"] = [name.strip() for text in options["features"] or [] for name in text.split(",")]
     _check(options)
     from covey.cli.columns import column_map
@@ -64,7 +64,7 @@ def run(given: Given) -> None:
         raise ConfigError(
             f"The column {mixed[0]!r} holds values of several types, which Parquet cannot; write {path.stem}.jsonl."
         )
-    found = add_features(
+    table = add_features(
         dataset,
         options["features"],
         tokenizer=tokenizer,
@@ -75,19 +75,19 @@ def run(given: Given) -> None:
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
-        found.to_parquet(str(path))
+        table.to_parquet(str(path))
     elif mixed:
         with path.open("w", encoding="utf-8") as lines:
-            lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in found)
+            lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in table)
     else:
         with _without_bar():
-            found.to_json(str(path), force_ascii=False)
-    told = {name: _summary(found[name]) for name in options["features"]}
+            table.to_json(str(path), force_ascii=False)
+    summaries = {name: _summary(table[name]) for name in options["features"]}
     if options["json"]:
-        output.result_json({"rows": len(found), "output": str(path), "features": told})
+        output.result_json({"rows": len(table), "output": str(path), "features": summaries})
         return
-    output.result(f"{path}: {len(found)} rows")
-    for name, summary in told.items():
+    output.result(f"{path}: {len(table)} rows")
+    for name, summary in summaries.items():
         output.result(f"  {name:<12} {'  '.join(f'{key} {value}' for key, value in summary.items())}")
 
 
@@ -114,7 +114,7 @@ def _check(options: dict[str, Any]) -> None:
 
 
 def _judge(options: dict[str, Any], is_sampled: bool) -> tuple[Any, Any]:
-    """The model's tokenizer, and what measures pass rates with it; None for what is not wanted."""
+    """The model's tokenizer, and what measures pass rates with it; None where not needed."""
     if not options["model"]:
         return None, None
     from covey.cli.checkpoints import model_folder
@@ -163,14 +163,14 @@ def _without_bar() -> Iterator[None]:
 
 
 def _summary(values: list[Any]) -> dict[str, Any]:
-    known = [value for value in values if value is not None]
-    missing = {"none": len(values) - len(known)} if len(known) < len(values) else {}
-    if known and isinstance(known[0], str):
-        counts = sorted({value: known.count(value) for value in set(known)}.items(), key=lambda item: -item[1])
+    present = [value for value in values if value is not None]
+    missing = {"none": len(values) - len(present)} if len(present) < len(values) else {}
+    if present and isinstance(present[0], str):
+        counts = sorted({value: present.count(value) for value in set(present)}.items(), key=lambda item: -item[1])
         return {**dict(counts[:5]), **missing}
-    if known and isinstance(known[0], list):
-        return {"numbers": len(known[0]), **missing}
-    ranked = sorted(known)
+    if present and isinstance(present[0], list):
+        return {"numbers": len(present[0]), **missing}
+    ranked = sorted(present)
     at = lambda share: round(float(ranked[min(int(share * len(ranked)), len(ranked) - 1)]), 3)
     return {"10%": at(0.1), "median": at(0.5), "90%": at(0.9), **missing} if ranked else missing
 

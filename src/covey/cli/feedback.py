@@ -11,81 +11,83 @@ from typing import Any
 from covey.cli import output
 from covey.cli.flags import Flag
 from covey.cli.serve import KEY
-from covey.cli.verb import JSON, Given, Verb
+from covey.cli.verb import JSON, Args, Verb
 from covey.errors import ConfigError, ServerError
 
 URL = "http://127.0.0.1:8000/v1"
 
 
-def run(given: Given) -> None:
+def run(args: Args) -> None:
     """Send a score, ask for the state of learning, or roll back."""
-    wanted = [bool(given.get("id")), bool(given.get("status")), bool(given.get("rollback"))]
-    if sum(wanted) != 1:
+    actions = [bool(args.get("id")), bool(args.get("status")), bool(args.get("rollback"))]
+    if sum(actions) != 1:
         raise ConfigError("covey feedback does one of ID SCORE, --status and --rollback.")
-    if given.get("status"):
-        _show(_ask(given, "learning"), given)
-    elif given.get("rollback"):
-        said = _ask(given, "rollback", {"model": given["model"]} if given.get("model") else {})
-        told = f"{said['model']} is served in version {said['weights_version']}; {said['withdrawn']} is withdrawn."
-        output.result_json(said) if given.get("json") else output.result(told)
+    if args.get("status"):
+        _show(_ask(args, "learning"), args)
+    elif args.get("rollback"):
+        reply = _ask(args, "rollback", {"model": args["model"]} if args.get("model") else {})
+        sentence = (
+            f"{reply['model']} is served in version {reply['weights_version']}; {reply['withdrawn']} is withdrawn."
+        )
+        output.result_json(reply) if args.get("json") else output.result(sentence)
     else:
-        _send(given)
+        _send(args)
 
 
-def _send(given: Given) -> None:
-    if given.get("score") is None:
+def _send(args: Args) -> None:
+    if args.get("score") is None:
         raise ConfigError("covey feedback ID needs a score from -1 to 1: covey feedback chatcmpl-... 1")
     try:
-        score = float(given["score"])
+        score = float(args["score"])
     except ValueError as error:
-        raise ConfigError(f"{given['score']!r} is no score; give a number from -1 to 1.") from error
-    body = {name: given[name] for name in ("id", "index", "comment") if given.get(name) is not None}
+        raise ConfigError(f"{args['score']!r} is no score; give a number from -1 to 1.") from error
+    body = {name: args[name] for name in ("id", "index", "comment") if args.get(name) is not None}
     body["score"] = score
-    said = _ask(given, "feedback", body)
-    if given.get("json"):
-        output.result_json(said)
+    reply = _ask(args, "feedback", body)
+    if args.get("json"):
+        output.result_json(reply)
         return
-    told = "" if said["trained_on"] else f" It will not be trained on: {said['reason']}."
-    output.result(f"{said['score']:g} for an answer of version {said['weights_version']}.{told}")
+    note = "" if reply["trained_on"] else f" It will not be trained on: {reply['reason']}."
+    output.result(f"{reply['score']:g} for an answer of version {reply['weights_version']}.{note}")
 
 
-def _show(said: dict[str, Any], given: Given) -> None:
-    if given.get("json"):
-        output.result_json(said)
+def _show(state: dict[str, Any], args: Args) -> None:
+    if args.get("json"):
+        output.result_json(state)
         return
-    for name, version in said["served"].items():
+    for name, version in state["served"].items():
         output.result(_row("served", f"{name} in version {version}"))
-    waiting = sum(said["waiting"].values())
-    output.result(_row("scores", f"{waiting} wait, {said['needed']} make a candidate"))
-    for name, count in said["scores"].items():
+    waiting = sum(state["waiting"].values())
+    output.result(_row("scores", f"{waiting} wait, {state['needed']} make a candidate"))
+    for name, count in state["scores"].items():
         output.result(_row("", f"{count} {name.replace('_', ' ')}"))
-    for one in said["candidates"]:
-        verdicts = one.get("verdicts", {}).values()
+    for candidate in state["candidates"]:
+        verdicts = candidate.get("verdicts", {}).values()
         against = "; ".join(
             f"{v['served']:.3f} -> {v['candidate']:.3f}, 95% {v['low']:+.3f} to {v['high']:+.3f}" for v in verdicts
         )
-        version = f" {one['version']}" if "version" in one else ""
-        output.result(_row(one["outcome"].replace("_", " ") + version, against))
-    if said["problem"]:
-        output.result(_row("learning ended", said["problem"]))
+        version = f" {candidate['version']}" if "version" in candidate else ""
+        output.result(_row(candidate["outcome"].replace("_", " ") + version, against))
+    if state["problem"]:
+        output.result(_row("learning ended", state["problem"]))
 
 
-def _row(name: str, said: str) -> str:
-    return f"{name:<16}{said}"
+def _row(name: str, text: str) -> str:
+    return f"{name:<16}{text}"
 
 
-def _ask(given: Given, page: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+def _ask(args: Args, page: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     """Answer of the endpoint. Raises ServerError with its words, or where it cannot be reached."""
-    url = f"{(given.get('url') or URL).rstrip('/')}/{page}"
+    url = f"{(args.get('url') or URL).rstrip('/')}/{page}"
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url {given['url']} is no address; give one such as {URL}.")
-    key = given.get("api_key") or os.environ.get(KEY)
+        raise ConfigError(f"--url {args['url']} is no address; give one such as {URL}.")
+    key = args.get("api_key") or os.environ.get(KEY)
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
     request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
-            found: dict[str, Any] = json.loads(answer.read())
-            return found
+            reply: dict[str, Any] = json.loads(answer.read())
+            return reply
     except urllib.error.HTTPError as error:
         raise ServerError(_words(error, url)) from error
     except (OSError, ValueError) as error:
@@ -94,10 +96,14 @@ def _ask(given: Given, page: str, body: dict[str, Any] | None = None) -> dict[st
 
 def _words(error: urllib.error.HTTPError, url: str) -> str:
     try:
-        said = str(json.loads(error.read())["error"]["message"])
+        message = str(json.loads(error.read())["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        said = f"{url} answers {error.code}."
-    return f"{url} is not there; start the endpoint with covey serve --learn." if said.endswith("Not Found.") else said
+        message = f"{url} answers {error.code}."
+    return (
+        f"{url} is not there; start the endpoint with covey serve --learn."
+        if message.endswith("Not Found.")
+        else message
+    )
 
 
 verb = Verb(

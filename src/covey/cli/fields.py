@@ -26,11 +26,11 @@ class Field:
 
 def config_flags(common: Collection[str]) -> list[Flag]:
     """A flag for every option that Covey honours, in the order of the groups; `common` ones are shown by `--help`."""
-    found = {field.name: field for field in all_fields()}
+    by_name = {field.name: field for field in all_fields()}
     flags = []
     for group, names in options.GROUPS.items():
         for name in names:
-            field = found.get(name)
+            field = by_name.get(name)
             if field is None:
                 continue  # a field that only newer transformers have
             flags.append(
@@ -49,7 +49,7 @@ def config_flags(common: Collection[str]) -> list[Flag]:
 
 
 def other_flags() -> list[Flag]:
-    """Options that are known but refused or without effect: accepted here, so that their own message is shown."""
+    """Options that GRPOConfig refuses or ignores: parsed here, so that its message about them is shown."""
     return [
         Flag(name=field.name, help="", type=field.annotation, default=field.default, is_common=False)
         for field in all_fields()
@@ -60,9 +60,11 @@ def other_flags() -> list[Flag]:
 @functools.cache
 def all_fields() -> tuple[Field, ...]:
     """Every field of GRPOConfig, those of TrainingArguments first."""
-    found = {field.name: field for field in fields_in(_inherited_source("training_args"), "TrainingArguments")}
-    own = {one.name: Field(one.name, options.TYPES[one.name], str(one.default)) for one in fields(Options)}
-    return tuple((found | own).values())
+    inherited = {field.name: field for field in fields_in(_inherited_source("training_args"), "TrainingArguments")}
+    covey_fields = {
+        field.name: Field(field.name, options.TYPES[field.name], str(field.default)) for field in fields(Options)
+    }
+    return tuple((inherited | covey_fields).values())
 
 
 @functools.cache
@@ -78,11 +80,11 @@ def fields_in(source: Path, class_name: str) -> list[Field]:
     """The annotated fields of a class in a Python file, without running it."""
     tree = ast.parse(source.read_text())
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
-    found = []
+    declared = []
     for node in body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found.append(Field(node.target.id, ast.unparse(node.annotation), _default(node.value)))
-    return found
+            declared.append(Field(node.target.id, ast.unparse(node.annotation), _default(node.value)))
+    return declared
 
 
 def _default(node: ast.expr | None) -> str:

@@ -79,58 +79,62 @@ def read_flags(
     `positional` names the arguments without a flag, in order; one that is a list flag takes all that are left. Raises ConfigError
     for an unknown flag, with its sentence in `hints` or the nearest name, and for a value that is given by place and by its flag.
     """
-    known = {flag.name: flag for flag in flags}
-    given: dict[str, Any] = {}
+    by_name = {flag.name: flag for flag in flags}
+    parsed: dict[str, Any] = {}
     placed: dict[str, str] = {}
     free = list(positional)
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
         if word.startswith("-") and word != "-" and not _NUMBER.match(word):
-            _take_flag(word, rest, known, given, hints)
-        elif free and free[0] in known and known[free[0]].is_list:
-            given[free[0]] = [*given.get(free[0], []), word]
+            _take_flag(word, rest, by_name, parsed, hints)
+        elif free and free[0] in by_name and by_name[free[0]].is_list:
+            parsed[free[0]] = [*parsed.get(free[0], []), word]
         elif free:
             placed[free.pop(0)] = word
         else:
-            takes = [flag.name for flag in known.values() if not flag.is_switch]
+            takes = [flag.name for flag in by_name.values() if not flag.is_switch]
             like = [
-                f", such as {known[name].spelled} {word}" for name in ("output_dir", "output", *takes) if name in known
+                f", such as {by_name[name].spelled} {word}"
+                for name in ("output_dir", "output", *takes)
+                if name in by_name
             ]
             raise ConfigError(f"{word!r} follows no flag; every value needs one{like[0] if like else ''}.")
     for name, word in placed.items():
-        if given.setdefault(name, word) != word:
-            raise ConfigError(f"{word} and {known[name].spelled} {given[name]} are two values of one option; give one.")
-    return given
+        if parsed.setdefault(name, word) != word:
+            raise ConfigError(
+                f"{word} and {by_name[name].spelled} {parsed[name]} are two values of one option; give one."
+            )
+    return parsed
 
 
 def _take_flag(
-    word: str, rest: list[str], known: Mapping[str, Flag], given: dict[str, Any], hints: Mapping[str, str]
+    word: str, rest: list[str], by_name: Mapping[str, Flag], parsed: dict[str, Any], hints: Mapping[str, str]
 ) -> None:
     spelled, is_assigned, assigned = word.partition("=")
-    spelled = {f"-{flag.short}": flag.spelled for flag in known.values() if flag.short}.get(spelled, spelled)
+    spelled = {f"-{flag.short}": flag.spelled for flag in by_name.values() if flag.short}.get(spelled, spelled)
     name = spelled.lstrip("-").replace("-", "_")
     negated = name.removeprefix("no_")
-    if name not in known and negated in known and known[negated].is_switch and not is_assigned:
-        given[negated] = False
+    if name not in by_name and negated in by_name and by_name[negated].is_switch and not is_assigned:
+        parsed[negated] = False
         return
-    if not spelled.startswith("--") or name not in known:
-        hint = f" {hints[name]}" if name in hints else _near_flag(name, known)
+    if not spelled.startswith("--") or name not in by_name:
+        hint = f" {hints[name]}" if name in hints else _near_flag(name, by_name)
         raise ConfigError(f"{spelled} is not an option here.{hint}")
-    flag = known[name]
+    flag = by_name[name]
     if flag.is_list:
         values = [assigned] if is_assigned else _following(rest)
         if not values:
             raise ConfigError(f"{flag.spelled} needs a value.")
-        given[name] = [*given.get(name, []), *values]
+        parsed[name] = [*parsed.get(name, []), *values]
     elif is_assigned:
-        given[name] = assigned
+        parsed[name] = assigned
     elif flag.is_switch:
-        given[name] = rest.pop(0) if rest and rest[0].lower() in _YES_NO else True
+        parsed[name] = rest.pop(0) if rest and rest[0].lower() in _YES_NO else True
     elif rest and not _is_flag(rest[0]):
-        given[name] = rest.pop(0)
+        parsed[name] = rest.pop(0)
     elif flag.bare:
-        given[name] = flag.bare
+        parsed[name] = flag.bare
     else:
         raise ConfigError(f"{flag.spelled} needs a value.")
 
@@ -146,8 +150,8 @@ def _following(rest: list[str]) -> list[str]:
     return values
 
 
-def _near_flag(name: str, known: Mapping[str, Flag]) -> str:
-    spellings = {other: flag.spelled for other, flag in known.items()}
+def _near_flag(name: str, by_name: Mapping[str, Flag]) -> str:
+    spellings = {other: flag.spelled for other, flag in by_name.items()}
     near = did_you_mean(name, spellings)
     for other, spelled in spellings.items():
         if near == f" Did you mean {other}?":
@@ -161,29 +165,29 @@ def read_yaml(
     """Options from a YAML file, by name; `retired` names are read too. Raises ConfigError naming the file, the key and the nearest name."""
     import yaml
 
-    node, found = yaml_of(read_text(path), str(path))
-    if found is None:
+    node, content = yaml_of(read_text(path), str(path))
+    if content is None:
         return {}
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds a {type(found).__name__}; it must hold options, one `name: value` a line.")
-    known = {*(flag.name for flag in flags), *retired}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a {type(content).__name__}; it must hold options, one `name: value` a line.")
+    allowed = {*(flag.name for flag in flags), *retired}
     assert isinstance(node, yaml.MappingNode)  # it became a dict
     written = [str(key.value).replace("-", "_") for key, _ in node.value]
     for name in written:
-        if name not in known:
-            hint = f" {hints[name]}" if name in hints else did_you_mean(name, known)
+        if name not in allowed:
+            hint = f" {hints[name]}" if name in hints else did_you_mean(name, allowed)
             raise ConfigError(f"{path}: {name} is not an option here.{hint}")
         if written.count(name) > 1:
             raise ConfigError(f"{path}: {name} is there twice; keep one.")
-    return {str(name).replace("-", "_"): value for name, value in found.items()}
+    return {str(name).replace("-", "_"): value for name, value in content.items()}
 
 
-def typed(given: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
+def typed(raw: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
     """The same options with values of their types. Raises ConfigError for a value that is not of its type."""
     from jsonargparse import ArgumentError, ArgumentParser
 
     values: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in raw.items():
         if isinstance(value, str) and json_depth(value.encode(errors="replace")) > MOST_DEPTH:
             raise ConfigError(f"{name} is nested more than {MOST_DEPTH} deep.")
         parser = ArgumentParser(exit_on_error=False)
@@ -198,9 +202,9 @@ def typed(given: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _listed(value: Any, kind: Any) -> Any:
-    """`reward: math` where a list is wanted is a list of one."""
+    """Wrap a single value in a list where the type is a list: `reward: math`."""
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    wants_list = any(get_origin(one) is list for one in kinds) and str not in kinds and Any not in kinds
+    wants_list = any(get_origin(alternative) is list for alternative in kinds) and str not in kinds and Any not in kinds
     is_one = value is not None and not isinstance(value, list | tuple | Mapping)
     return [value] if wants_list and is_one and str(value).lower() not in ("null", "none", "~") else value
 
@@ -222,5 +226,7 @@ def describe(kind: Any) -> str:
     )
     words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "None": "null"}
     parts = [part.strip() for part in text.replace("typing.", "").split("|")]
-    said = [words.get(part, "a list" if "list" in part else "a mapping" if "dict" in part else part) for part in parts]
-    return " or ".join(dict.fromkeys(said))
+    phrases = [
+        words.get(part, "a list" if "list" in part else "a mapping" if "dict" in part else part) for part in parts
+    ]
+    return " or ".join(dict.fromkeys(phrases))

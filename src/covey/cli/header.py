@@ -10,13 +10,13 @@ from typing import Any
 
 from covey.cli import output
 from covey.cli.early import default_of
-from covey.cli.verb import Given
+from covey.cli.verb import Args
 
 
-def show_header(given: Given, wanted: Mapping[str, Any]) -> None:
+def show_header(args: Args, overrides: Mapping[str, Any]) -> None:
     """Say it on stderr, in the main process alone."""
     if int(os.environ.get("RANK", "0") or 0) == 0:
-        output.say("\n".join(header_lines(given, wanted)))
+        output.say("\n".join(header_lines(args, overrides)))
 
 
 def show_rows(dataset: Any, held_out: Any = None) -> None:
@@ -27,29 +27,29 @@ def show_rows(dataset: Any, held_out: Any = None) -> None:
         output.say(_entry("rows", rows + more))
 
 
-def header_lines(given: Given, wanted: Mapping[str, Any]) -> list[str]:
+def header_lines(args: Args, overrides: Mapping[str, Any]) -> list[str]:
     """A line each for model, data, rewards, algorithm, batch and folder."""
-    adapter = f", LoRA of rank {given['lora_r']}" if given.get("lora_r") else ""
-    held_out = f", evaluated on {given['eval_dataset']}" if given.get("eval_dataset") else ""
-    step = _resumes_at(given.get("resume", "never"), Path(str(wanted["output_dir"])))
+    adapter = f", LoRA of rank {args['lora_r']}" if args.get("lora_r") else ""
+    held_out = f", evaluated on {args['eval_dataset']}" if args.get("eval_dataset") else ""
+    step = _resumes_at(args.get("resume", "never"), Path(str(overrides["output_dir"])))
     resumed = f", goes on from step {step}" if step is not None else ""
     rewards = [
-        *(given.get("reward") or ()),
-        *([given["environment_factory"]] if given.get("environment_factory") else []),
+        *(args.get("reward") or ()),
+        *([args["environment_factory"]] if args.get("environment_factory") else []),
     ]
-    tools = [_entry("tools", ", ".join(given["tools"]))] if given.get("tools") else []
-    if given.get("agent"):
-        tools.append(_entry("agent", given["agent"]))
-    if given.get("ensemble"):
-        tools.append(_entry("ensemble", ", ".join(given["ensemble"])))
+    tools = [_entry("tools", ", ".join(args["tools"]))] if args.get("tools") else []
+    if args.get("agent"):
+        tools.append(_entry("agent", args["agent"]))
+    if args.get("ensemble"):
+        tools.append(_entry("ensemble", ", ".join(args["ensemble"])))
     return [
-        _entry("model", f"{given['model']}{adapter}"),
-        _entry("data", f"{given['dataset']}{held_out}"),
+        _entry("model", f"{args['model']}{adapter}"),
+        _entry("data", f"{args['dataset']}{held_out}"),
         _entry("reward", ", ".join(rewards) or "the agent's score"),
         *tools,
-        _entry("algorithm", str(wanted.get("algorithm") or _value(wanted, "loss_type"))),
-        _entry("batch", _batch(wanted)),
-        _entry("folder", f"{wanted['output_dir']}{resumed}"),
+        _entry("algorithm", str(overrides.get("algorithm") or _value(overrides, "loss_type"))),
+        _entry("batch", _batch(overrides)),
+        _entry("folder", f"{overrides['output_dir']}{resumed}"),
     ]
 
 
@@ -57,15 +57,15 @@ def _entry(name: str, text: str) -> str:
     return f"{name:<10} {text}"
 
 
-def _value(wanted: Mapping[str, Any], name: str) -> Any:
-    return wanted.get(name, default_of(name))
+def _value(overrides: Mapping[str, Any], name: str) -> Any:
+    return overrides.get(name, default_of(name))
 
 
-def _batch(wanted: Mapping[str, Any]) -> str:
-    share = _value(wanted, "per_device_train_batch_size") * _value(wanted, "gradient_accumulation_steps")
+def _batch(overrides: Mapping[str, Any]) -> str:
+    share = _value(overrides, "per_device_train_batch_size") * _value(overrides, "gradient_accumulation_steps")
     completions = share * int(os.environ.get("WORLD_SIZE", "1") or 1)
-    group, steps = _value(wanted, "num_generations"), _value(wanted, "max_steps")
-    length = f"{steps:,} steps" if steps > 0 else f"{_value(wanted, 'num_train_epochs'):g} passes over the rows"
+    group, steps = _value(overrides, "num_generations"), _value(overrides, "max_steps")
+    length = f"{steps:,} steps" if steps > 0 else f"{_value(overrides, 'num_train_epochs'):g} passes over the rows"
     return f"{completions:,} completions a step, {group} a prompt; {length}"
 
 
@@ -74,4 +74,4 @@ def _resumes_at(resume: str, folder: Path) -> int | None:
     if resume == "never":
         return None
     names = [path.name for path in folder.glob("checkpoint-*")] if resume == "auto" else [Path(resume).name]
-    return max((int(found[1]) for name in names if (found := re.fullmatch(r"checkpoint-(\d+)", name))), default=None)
+    return max((int(match[1]) for name in names if (match := re.fullmatch(r"checkpoint-(\d+)", name))), default=None)

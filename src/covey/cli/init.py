@@ -8,7 +8,7 @@ from pathlib import Path
 
 from covey.cli import output, project
 from covey.cli.flags import Flag
-from covey.cli.verb import JSON, Given, Verb
+from covey.cli.verb import JSON, Args, Verb
 from covey.errors import ConfigError, StorageError
 from covey.files.places import refuse_missing
 
@@ -17,20 +17,20 @@ _DEMO = {"learning_rate": "6.0e-4", "batch": 128, "length": 32, "minutes": "minu
 _OTHERS = {"learning_rate": "1.0e-6", "batch": 32, "length": 256, "minutes": "on a GPU"}
 
 
-def run(given: Given) -> None:
+def run(args: Args) -> None:
     """Write the project, whole or not at all. Raises ConfigError where something is there already, ModelError for a model that is not."""
-    if not given.get("folder"):
+    if not args.get("folder"):
         raise ConfigError("covey init needs a folder for the project: covey init my-project.")
-    folder = Path(given["folder"]).expanduser()
+    folder = Path(args["folder"]).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there already and not empty; choose a new folder for the project.")
-    model = given.get("model") or "demo"
+    model = args.get("model") or "demo"
     refuse_missing(model, "model folder")
     if model != "demo" and Path(model).expanduser().is_dir():
         model = str(Path(model).expanduser().resolve())  # run.yaml is read from the project's folder
     files = _files(folder.resolve().name, model)
     _write(folder, files)
-    if given.get("json"):
+    if args.get("json"):
         output.result_json({"folder": str(folder), "files": sorted(files)})
         return
     output.result(f"{folder}: {', '.join(sorted(files))}")

@@ -11,76 +11,76 @@ from covey.adapters import base_of, with_saved_adapter
 from covey.cli import output
 from covey.cli.flags import Flag
 from covey.cli.merge_models import merge, refuse_idle
-from covey.cli.verb import JSON, Given, Verb
+from covey.cli.verb import JSON, Args, Verb
 from covey.errors import ConfigError, CoveyError, ModelError, first_line
 
 MOST_APART = 1e-3
 """Logits in float32 may differ so much, relative to their largest, before and after adding."""
 
 
-def run(given: Given) -> None:
+def run(args: Args) -> None:
     """Add one adapter into its base, or merge several models or several adapters."""
     from covey.cli.checkpoints import model_folder
     from covey.models import resolve_source
 
-    if not given.get("model") or not given.get("output"):
+    if not args.get("model") or not args.get("output"):
         raise ConfigError(
             "covey merge needs what to merge and a folder to write to: covey merge runs/first -o merged, or covey merge A B "
             "--method slerp -o merged."
         )
-    out = Path(given["output"]).expanduser()
+    out = Path(args["output"]).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; give --output another name, or remove it.")
-    folders = [Path(resolve_source(model_folder(one))) for one in given["model"]]
-    for named, folder in zip(given["model"], folders, strict=True):
+    folders = [Path(resolve_source(model_folder(source))) for source in args["model"]]
+    for named, folder in zip(args["model"], folders, strict=True):
         if not folder.is_dir():
             raise ConfigError(
                 f"{named} is no folder here; give a run, a checkpoint or a folder with a model or an adapter."
             )
     adapters = [(folder / "adapter_config.json").is_file() for folder in folders]
-    if len(folders) == 1 and given.get("method") is None:
+    if len(folders) == 1 and args.get("method") is None:
         if not adapters[0]:
             raise ConfigError(
-                f"{given['model'][0]} holds whole weights and no adapter (adapter_config.json): use it as it is."
+                f"{args['model'][0]} holds whole weights and no adapter (adapter_config.json): use it as it is."
             )
-        refuse_idle(given, ("base", "dtype"), "one adapter that is added into its base")
-        return add_adapter(folders[0], out, given)
+        refuse_idle(args, ("base", "dtype"), "one adapter that is added into its base")
+        return add_adapter(folders[0], out, args)
     if all(adapters):
-        return _merge_adapters(folders, out, given)
-    return merge(folders, out, given, _asked_dtype(given))
+        return _merge_adapters(folders, out, args)
+    return merge(folders, out, args, _dtype_of(args))
 
 
-def add_adapter(folder: Path, out: Path, given: Given) -> None:
+def add_adapter(folder: Path, out: Path, args: Args) -> None:
     """Load, add, compare, write."""
-    base = given.get("base") or base_of(folder)
-    merged = merged_model(base, folder, given)
-    _write(out, merged.model, folder, given)
+    base = args.get("base") or base_of(folder)
+    merged = merged_model(base, folder, args)
+    _write(out, merged.model, folder, args)
     dtype = str(merged.dtype).removeprefix("torch.")
-    if given.get("json"):
+    if args.get("json"):
         facts = {"dtype": dtype, "logits_apart": merged.apart, "logits_moved": merged.moved}
         output.result_json({"out": str(out), "base": base, "adapter": str(folder), **facts})
         return
-    said = f"as {dtype}, logits are {merged.apart:.1e} of their largest from the adapter's, which moved them by {merged.moved:.1e}"
-    output.result(f"{folder} added into {base}: {out} ({said})")
+    effect = f"as {dtype}, logits are {merged.apart:.1e} of their largest from the adapter's, which moved them by {merged.moved:.1e}"
+    output.result(f"{folder} added into {base}: {out} ({effect})")
     if merged.apart > SHARE_LOST * merged.moved:
         output.say(
             f"{dtype} rounds away {100 * merged.apart / merged.moved:.0f}% of what the adapter changed; --dtype float32 keeps it."
         )
 
 
-def _merge_adapters(folders: Sequence[Path], out: Path, given: Given) -> None:
+def _merge_adapters(folders: Sequence[Path], out: Path, args: Args) -> None:
     from covey.merging import merge_adapters
 
-    is_plain = given.get("method") in (None, "linear")
+    is_plain = args.get("method") in (None, "linear")
     refuse_idle(
-        given, ("weights", "rank", *(("method",) if is_plain else ())), "adapters, which are merged as a weighted mean"
+        args, ("weights", "rank", *(("method",) if is_plain else ())), "adapters, which are merged as a weighted mean"
     )
     if out.exists():
         out.rmdir()
-    error = merge_adapters(folders, out, given.get("weights") or (), given.get("rank"))
-    exact = "exact" if given.get("rank") is None else f"its updates differ by at most {100 * error:.2g}%"
-    if given.get("json"):
-        output.result_json({"out": str(out), "adapters": [str(one) for one in folders], "error": error})
+    error = merge_adapters(folders, out, args.get("weights") or (), args.get("rank"))
+    exact = "exact" if args.get("rank") is None else f"its updates differ by at most {100 * error:.2g}%"
+    if args.get("json"):
+        output.result_json({"out": str(out), "adapters": [str(folder) for folder in folders], "error": error})
     else:
         output.result(f"{len(folders)} adapters merged: {out} ({exact})")
 
@@ -98,18 +98,18 @@ class Merged:
 
 
 SHARE_LOST = 0.01
-"""Share of the adapter's effect that rounding may take before it is said."""
+"""Share of the adapter's effect that rounding may lose before the user is warned."""
 
 
-def merged_model(base: str, folder: Path, given: Given) -> Merged:
+def merged_model(base: str, folder: Path, args: Args) -> Merged:
     """The base model with the adapter in its weights. Raises ModelError where the sum itself answers otherwise."""
     import torch
 
     from covey.data import vocabulary_size
     from covey.models import load_model
 
-    trusts = given.get("trust_remote_code", False)
-    dtype = _asked_dtype(given)
+    trusts = args.get("trust_remote_code", False)
+    dtype = _dtype_of(args)
     model = load_model(base, trust_remote_code=trusts).eval()
     dtype = dtype or _stored_dtype(base, trusts)
     try:
@@ -129,7 +129,7 @@ def merged_model(base: str, folder: Path, given: Given) -> Merged:
         raise ModelError(f"The adapter in {folder} cannot be added into {base}: {reason}") from error
     size = before.abs().max().clamp_min(1e-30)
     width = min(plain.shape[-1], before.shape[-1])  # an adapter may bring further tokens
-    share = lambda one, other: float((one[..., :width] - other[..., :width]).abs().max() / size)
+    share = lambda logits, other: float((logits[..., :width] - other[..., :width]).abs().max() / size)
     if not share(after, before) <= MOST_APART:
         raise ModelError(
             f"The merged model answers unlike the adapted one (logits differ by {share(after, before):.1e}); not written."
@@ -152,15 +152,15 @@ def _untie(adapted: Any) -> None:
         model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
 
 
-def _asked_dtype(given: Given) -> Any:
-    """None when nothing was asked for."""
+def _dtype_of(args: Args) -> Any:
+    """The torch dtype of `--dtype`, None without one."""
     import torch
 
-    if given.get("dtype") is None:
+    if args.get("dtype") is None:
         return None
-    dtype = getattr(torch, given["dtype"], None)
+    dtype = getattr(torch, args["dtype"], None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ConfigError(f"dtype {given['dtype']!r} cannot be written; give float32, bfloat16 or float16.")
+        raise ConfigError(f"dtype {args['dtype']!r} cannot be written; give float32, bfloat16 or float16.")
     return dtype
 
 
@@ -175,13 +175,13 @@ def _stored_dtype(base: str, trusts: bool) -> Any:
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
-def _write(out: Path, merged: Any, folder: Path, given: Given) -> None:
+def _write(out: Path, merged: Any, folder: Path, args: Args) -> None:
     """Model and tokenizer, whole or not at all."""
     from covey.models import load_tokenizer
     from covey.runs.storage import whole_folder
     from covey.training.recording import write_model
 
-    tokenizer = load_tokenizer(merged, folder, trust_remote_code=given.get("trust_remote_code", False))
+    tokenizer = load_tokenizer(merged, folder, trust_remote_code=args.get("trust_remote_code", False))
     try:
         with whole_folder(out) as unfinished:
             write_model(unfinished, merged, tokenizer)

@@ -1,4 +1,4 @@
-"""`covey merge A B ...`: whole models merged, with weights that are given or chosen on prompts."""
+"""`covey merge A B ...`: whole models merged, with fixed weights or weights chosen on prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.cli import output
 from covey.cli.flags import spelled
-from covey.cli.verb import Given
+from covey.cli.verb import Args
 from covey.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -25,45 +25,45 @@ OPTIONS = (
 """Flags that act on some merges only."""
 
 
-def refuse_idle(given: Given, acting: Sequence[str], what: str) -> None:
-    """Raise ConfigError for a flag that is given and would not act on `what`."""
+def refuse_idle(args: Args, acting: Sequence[str], what: str) -> None:
+    """Raise ConfigError for a flag that is set and would not act on `what`."""
     for name in OPTIONS:
-        if given.get(name) is not None and name not in acting:
+        if args.get(name) is not None and name not in acting:
             raise ConfigError(f"{spelled(name)} does not act on {what}; leave it out.")
 
 
-def merge(folders: Sequence[Path], out: Path, given: Given, dtype: Any) -> None:
+def merge(folders: Sequence[Path], out: Path, args: Args, dtype: Any) -> None:
     """Merge, or choose among merges and write the best; `dtype` None: as stored."""
     from covey.cli.checkpoints import model_folder
     from covey.merging import Recipe, merge_models
     from covey.models import resolve_source
 
-    if given.get("rank") is not None:
+    if args.get("rank") is not None:
         raise ConfigError("--rank is for adapters; these are whole models, so leave it out.")
-    base = Path(resolve_source(model_folder(given["base"]))) if given.get("base") else None
+    base = Path(resolve_source(model_folder(args["base"]))) if args.get("base") else None
     if base is not None and not base.is_dir():
-        raise ConfigError(f"--base {given['base']} is no folder here; download it first, then give its folder.")
-    method = given.get("method") or "linear"
-    refuse_idle(given, ("method", "weights", "dtype", *_acting(method, given)), f"a merge by {method}")
-    chosen = {name: given[name] for name in ("density", "scale", "normalize", "seed") if given.get(name) is not None}
-    recipe = Recipe(method=method, weights=tuple(given.get("weights") or ()), **chosen)
+        raise ConfigError(f"--base {args['base']} is no folder here; download it first, then give its folder.")
+    method = args.get("method") or "linear"
+    refuse_idle(args, ("method", "weights", "dtype", *_acting(method, args)), f"a merge by {method}")
+    chosen = {name: args[name] for name in ("density", "scale", "normalize", "seed") if args.get(name) is not None}
+    recipe = Recipe(method=method, weights=tuple(args.get("weights") or ()), **chosen)
     how: dict[str, Any] = {"base": base, "dtype": dtype, "told": output.say}
-    found: dict[str, Any] = {}
-    if given.get("choose"):
-        if given.get("weights"):
+    report: dict[str, Any] = {}
+    if args.get("choose"):
+        if args.get("weights"):
             raise ConfigError("--choose finds the weights, and --weights gives them; leave one out.")
-        recipe, found = _chosen(folders, recipe, given, how)
+        recipe, report = _chosen(folders, recipe, args, how)
     if out.exists():
         out.rmdir()
     done = merge_models(folders, out, recipe, **how)
-    weights = ", ".join(f"{one:g}" for one in done.weights)
-    if given.get("json"):
-        output.result_json({"out": str(out), "method": done.method, "weights": list(done.weights), **found})
+    weights = ", ".join(f"{weight:g}" for weight in done.weights)
+    if args.get("json"):
+        output.result_json({"out": str(out), "method": done.method, "weights": list(done.weights), **report})
     else:
         output.result(f"{len(folders)} models merged by {done.method} (weights {weights}): {out}")
 
 
-def _acting(method: str, given: Given) -> Iterator[str]:
+def _acting(method: str, args: Args) -> Iterator[str]:
     """Flags that act on a merge by this method."""
     from covey.merging import METHODS
 
@@ -72,7 +72,7 @@ def _acting(method: str, given: Given) -> Iterator[str]:
             f"method {method!r} is not known.{did_you_mean(method, METHODS)} It is one of {', '.join(METHODS)}."
         )
     yield "choose"
-    if given.get("choose"):
+    if args.get("choose"):
         yield from ("reward", "prompt_column", "columns", "max_prompts", "max_tokens")
     if METHODS[method].needs_base:
         yield from ("base", "scale")
@@ -96,12 +96,10 @@ def candidates(recipe: Recipe, count: int, *, is_dense: bool = False) -> Iterato
     for weights in scores:
         total = sum(weights) if recipe.method == "linear" else 1.0
         for density in densities:
-            yield replace(recipe, weights=tuple(round(one / total, 6) for one in weights), density=density)
+            yield replace(recipe, weights=tuple(round(weight / total, 6) for weight in weights), density=density)
 
 
-def _chosen(
-    folders: Sequence[Path], recipe: Recipe, given: Given, how: dict[str, Any]
-) -> tuple[Recipe, dict[str, Any]]:
+def _chosen(folders: Sequence[Path], recipe: Recipe, args: Args, how: dict[str, Any]) -> tuple[Recipe, dict[str, Any]]:
     """The best of the candidates on half of the prompts, if on the other half it is not worse than the best of the models.
 
     Raises ConfigError where it is, beyond the 95% interval of the paired difference.
@@ -109,9 +107,9 @@ def _chosen(
     from covey.evaluation.assessment import compare
     from covey.merging import merge_models
 
-    if not given.get("reward"):
+    if not args.get("reward"):
         raise ConfigError("--choose needs --reward, by which answers are compared.")
-    parents = [_assessed(folder, given) for folder in folders]
+    parents = [_assessed(folder, args) for folder in folders]
     half = len(parents[0].greedy) // 2
     if half < 10:
         raise ConfigError(
@@ -119,43 +117,43 @@ def _chosen(
         )
     best_parent = max(range(len(parents)), key=lambda i: _mean(parents[i], 0, half))
     tried: list[tuple[float, Recipe, Assessment]] = []
-    quietly = {**how, "told": lambda said: None}  # the merge that is written tells
+    quietly = {**how, "told": lambda text: None}  # only the merge that is written reports
     with tempfile.TemporaryDirectory() as place:
-        for i, candidate in enumerate(candidates(recipe, len(folders), is_dense=given.get("density") is not None)):
+        for i, candidate in enumerate(candidates(recipe, len(folders), is_dense=args.get("density") is not None)):
             folder = Path(place) / str(i)
             done = merge_models(folders, folder, candidate, **quietly)
-            found = _assessed(folder, given, called=_words(done))
-            tried.append((_mean(found, 0, half), done, found))
+            assessment = _assessed(folder, args, called=_words(done))
+            tried.append((_mean(assessment, 0, half), done, assessment))
             output.say(f"{_words(done)}: {tried[-1][0]:.3f}")
             shutil.rmtree(folder)
-    value, best, found = max(tried, key=lambda one: one[0])
-    difference = compare(parents[best_parent].part(half, None), found.part(half, None))["reward"]
-    said = difference.in_words("reward", 1.0)
+    value, best, assessment = max(tried, key=lambda attempt: attempt[0])
+    difference = compare(parents[best_parent].part(half, None), assessment.part(half, None))["reward"]
+    verdict = difference.in_words("reward", 1.0)
     output.say(
-        f"best: {_words(best)}, {value:.3f} on the first half; on the other half, against {folders[best_parent]}: {said}"
+        f"best: {_words(best)}, {value:.3f} on the first half; on the other half, against {folders[best_parent]}: {verdict}"
     )
     if difference.high < 0:
         raise ConfigError(
-            f"The best merge found is worse than {folders[best_parent]} alone ({said}), so nothing was written; keep that model, "
+            f"The best merge found is worse than {folders[best_parent]} alone ({verdict}), so nothing was written; keep that model, "
             "or try another --method."
         )
     return best, {"chosen": _words(best), "against": str(folders[best_parent]), "difference": difference.value}
 
 
 def _words(recipe: Recipe) -> str:
-    weights = ", ".join(f"{one:g}" for one in recipe.weights)
+    weights = ", ".join(f"{weight:g}" for weight in recipe.weights)
     dense = f", density {recipe.density:g}" if recipe.method.startswith(("ties", "dare")) else ""
     return f"{recipe.method} {weights}{dense}"
 
 
-def _mean(found: Assessment, start: int, stop: int) -> float:
-    rewards = [one for one in found.greedy[start:stop] if one == one]
+def _mean(assessment: Assessment, start: int, stop: int) -> float:
+    rewards = [reward for reward in assessment.greedy[start:stop] if reward == reward]
     return sum(rewards) / len(rewards) if rewards else float("-inf")
 
 
-def _assessed(folder: Path, given: Given, *, called: str | None = None) -> Assessment:
+def _assessed(folder: Path, args: Args, *, called: str | None = None) -> Assessment:
     from covey.cli.eval import assess_model, defaults
 
-    asked = {name: given.get(name) for name in ("reward", "prompt_column", "columns", "max_prompts", "max_tokens")}
-    options = {**defaults(), **{name: value for name, value in asked.items() if value is not None}}
-    return assess_model(str(folder), {**options, "dataset": given["choose"]}, called=called)
+    settings = {name: args.get(name) for name in ("reward", "prompt_column", "columns", "max_prompts", "max_tokens")}
+    options = {**defaults(), **{name: value for name, value in settings.items() if value is not None}}
+    return assess_model(str(folder), {**options, "dataset": args["choose"]}, called=called)

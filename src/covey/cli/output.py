@@ -86,10 +86,10 @@ def _show_warning(message: Warning | str, category: type[Warning], *where: Any, 
     say(f"warning: {message}")
 
 
-def row(status: str, area: str, said: str, fix: str | None = None) -> str:
+def row(status: str, area: str, sentence: str, fix: str | None = None) -> str:
     """`WARN  model        the sentence`, with the fix below it."""
     start = f"{status}  {area:<12} "
-    lines = textwrap.wrap(said, width(), initial_indent=start, subsequent_indent=" " * len(start))
+    lines = textwrap.wrap(sentence, width(), initial_indent=start, subsequent_indent=" " * len(start))
     if fix:
         indent = " " * len(start) + "-> "
         lines += textwrap.wrap(fix, width(), initial_indent=indent, subsequent_indent=" " * len(indent))

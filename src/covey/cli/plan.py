@@ -9,19 +9,19 @@ from typing import Any
 from covey.cli import output
 from covey.cli.adapter import adapter_to_train
 from covey.cli.checkpoints import model_folder
-from covey.cli.verb import Given
+from covey.cli.verb import Args
 from covey.config import GRPOConfig, options
 from covey.config.grpo_config import batch_arithmetic
 from covey.doctor.dry_run import dry_run
 from covey.learner.memory_estimate import Memory
 
 
-def show(config: GRPOConfig, given: Given, wanted: Mapping[str, Any], dataset: Any) -> None:
+def show(config: GRPOConfig, args: Args, overrides: Mapping[str, Any], dataset: Any) -> None:
     """Print the plan: as JSON on stdout with `--json`, else as text."""
     counts = batch_arithmetic(config, num_prompts=len(dataset) if hasattr(dataset, "__len__") else None)
-    prompt_tokens = longest_prompt_tokens(dataset, given["model"], config)
-    memory = memory_of(config, given, counts.prompts_per_generation, prompt_tokens)
-    if given.get("json"):
+    prompt_tokens = longest_prompt_tokens(dataset, args["model"], config)
+    memory = memory_of(config, args, counts.prompts_per_generation, prompt_tokens)
+    if args.get("json"):
         plan = {
             "config": resolved(config),
             "arithmetic": {**vars(counts), "in_words": counts.in_words()},
@@ -31,9 +31,9 @@ def show(config: GRPOConfig, given: Given, wanted: Mapping[str, Any], dataset: A
         return
     defaults = options.defaults_of(GRPOConfig)
     output.result("options that you set (default):")
-    for name in wanted:
+    for name in overrides:
         output.result(f"  {name}: {_plain(getattr(config, name))} ({_plain(defaults[name])})")
-    rest = [f"{name}={value}" for name, value in resolved(config).items() if name not in wanted]
+    rest = [f"{name}={value}" for name, value in resolved(config).items() if name not in overrides]
     output.result("all others:\n" + textwrap.fill(", ".join(rest), 110, initial_indent="  ", subsequent_indent="  "))
     output.result("\nbatch arithmetic:\n" + _indented(counts.in_words()))
     output.result(
@@ -47,23 +47,25 @@ def resolved(config: GRPOConfig) -> dict[str, Any]:
     return {name: _plain(value) for name, value in vars(config).items() if name in options.HONOURED}
 
 
-def as_yaml(wanted: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+def as_yaml(overrides: Mapping[str, Any], cli_args: Mapping[str, Any]) -> str:
     """Every option as YAML that `--config` reads, the verb's own first. Derived options stay unset."""
     import yaml
 
-    kept = {name: value for name, value in own.items() if name not in ("print_config", "dry_run", "config", "json")}
+    settings = {
+        name: value for name, value in cli_args.items() if name not in ("print_config", "dry_run", "config", "json")
+    }
     defaults = {
         name: _plain(value) for name, value in options.defaults_of(GRPOConfig).items() if name in options.HONOURED
     }
-    return yaml.safe_dump({**kept, **defaults, **wanted}, sort_keys=False, allow_unicode=True).rstrip()
+    return yaml.safe_dump({**settings, **defaults, **overrides}, sort_keys=False, allow_unicode=True).rstrip()
 
 
-def memory_of(config: GRPOConfig, given: Given, prompts: int, prompt_tokens: int) -> Memory:
+def memory_of(config: GRPOConfig, args: Args, prompts: int, prompt_tokens: int) -> Memory:
     """The memory of each device for a model by name, by a dry run from its configuration alone."""
     return dry_run(
         config,
-        model_config(given["model"], config.trust_remote_code),
-        peft_config=adapter_to_train(given),
+        model_config(args["model"], config.trust_remote_code),
+        peft_config=adapter_to_train(args),
         prompts=-(-prompts // config.world_size),
         prompt_tokens=prompt_tokens,
     )

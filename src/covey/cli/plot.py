@@ -6,7 +6,7 @@ from pathlib import Path
 
 from covey.cli import output
 from covey.cli.flags import Flag
-from covey.cli.verb import Given, Verb
+from covey.cli.verb import Args, Verb
 from covey.errors import ConfigError
 
 _FLAGS = (
@@ -17,15 +17,15 @@ _FLAGS = (
 )  # fmt: skip
 
 
-def run(given: Given) -> None:
+def run(args: Args) -> None:
     """Draw and write."""
     from covey.evaluation.figures.picture import check_name, plot
 
-    if not given.get("runs"):
+    if not args.get("runs"):
         raise ConfigError("covey plot needs runs: covey plot runs/a runs/b -o curves.svg.")
-    path = Path(given.get("output", "plot.svg"))
+    path = Path(args.get("output", "plot.svg"))
     check_name(path)
-    picture = plot(given["runs"], given.get("metrics") or (), each=bool(given.get("each")))
+    picture = plot(args["runs"], args.get("metrics") or (), each=bool(args.get("each")))
     output.say(f"wrote {picture.save(path)}: {len(picture.figures)} figures of {', '.join(picture.titles)}")
 
 

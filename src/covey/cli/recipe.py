@@ -29,7 +29,7 @@ _PLANNED = ("gpus", "prompt_tokens", "mean_completion_tokens")
 
 @dataclass(frozen=True)
 class Recipe:
-    """A YAML file of options for a model on given hardware, and the facts of its head."""
+    """A YAML file of options for one model and one machine, and the facts of its head."""
 
     path: Path
     title: str
@@ -62,7 +62,7 @@ class Recipe:
 
 @functools.cache
 def recipes() -> Mapping[str, Recipe]:
-    """Every recipe for a model on given hardware, by name."""
+    """Every recipe for one model and one machine, by name."""
     return {path.stem: _read(path) for path in sorted(FOLDER.glob("*.yaml"))}
 
 
@@ -72,10 +72,10 @@ def _read(path: Path) -> Recipe:
 
 
 def nearest(name: str) -> str:
-    """Sentence with the known recipe that begins most like the name, or that is spelled most like it; empty for none near."""
-    known = [*RECIPES, *recipes()]
-    best = max(known, key=lambda other: (_common(name, other), -len(other)))
-    return f" Did you mean {best}?" if _common(name, best) > 8 else did_you_mean(name, known)
+    """Hint with the recipe that shares the longest prefix with the name, else the nearest spelling; empty for none near."""
+    names = [*RECIPES, *recipes()]
+    best = max(names, key=lambda other: (_common(name, other), -len(other)))
+    return f" Did you mean {best}?" if _common(name, best) > 8 else did_you_mean(name, names)
 
 
 def _common(first: str, second: str) -> int:
@@ -86,41 +86,39 @@ def _common(first: str, second: str) -> int:
 
 
 def expanded(
-    given: Mapping[str, Any], flags: Iterable[Flag] = (), hints: Mapping[str, str] | None = None
+    args: Mapping[str, Any], flags: Iterable[Flag] = (), hints: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The options given, and those of their recipe where they set none. Raises ConfigError for an unknown recipe."""
-    wanted = dict(given)
-    name = wanted.pop("recipe", None)
+    """The options, completed by those of their recipe. Raises ConfigError for an unknown recipe."""
+    options = dict(args)
+    name = options.pop("recipe", None)
     if name is None:
-        return wanted
+        return options
     if name in recipes():
-        return _with_file(wanted, recipes()[name], list(flags), hints or {})
+        return _with_file(options, recipes()[name], list(flags), hints or {})
     if name not in RECIPES:
-        known = [*RECIPES, *recipes()]
+        names = [*RECIPES, *recipes()]
         raise ConfigError(
-            f"--recipe {name} is unknown.{nearest(name)} `covey recipes` lists the {len(known)} that there are."
+            f"--recipe {name} is unknown.{nearest(name)} `covey recipes` lists the {len(names)} that there are."
         )
-    added = {option: value for option, value in RECIPES[name].items() if option not in wanted}
-    yours = [spelled(option) for option in RECIPES[name] if option in wanted]
+    added = {option: value for option, value in RECIPES[name].items() if option not in options}
+    yours = [spelled(option) for option in RECIPES[name] if option in options]
     words = " ".join(f"{spelled(option)} {value}" for option, value in added.items())
     also = f"; yours: {', '.join(yours)}" if yours else ""
     output.say(f"recipe {name}: {words or 'sets nothing that you have not set'}{also}")
-    return {**added, **wanted}
+    return {**added, **options}
 
 
-def _with_file(
-    wanted: dict[str, Any], recipe: Recipe, flags: Sequence[Flag], hints: Mapping[str, str]
-) -> dict[str, Any]:
+def _with_file(args: dict[str, Any], recipe: Recipe, flags: Sequence[Flag], hints: Mapping[str, str]) -> dict[str, Any]:
     names = {flag.name for flag in flags}
     options = read_yaml(recipe.path, flags, hints)
     options |= {name: recipe.facts[name] for name in _PLANNED if name in names}
     is_main = int(os.environ.get("RANK", "0") or 0) == 0
     if is_main:
         output.say(f"recipe {recipe.name}: {recipe.title}; planned, not measured")
-    trains = "gpus" not in names and not (wanted.get("dry_run") or wanted.get("print_config"))
+    trains = "gpus" not in names and not (args.get("dry_run") or args.get("print_config"))
     if trains and int(os.environ.get("WORLD_SIZE", "1") or 1) == 1:
-        refuse_wrong_machine(recipe, _gpus_here(), "per_device_train_batch_size" in wanted)
-    return {**options, **wanted}
+        refuse_wrong_machine(recipe, _gpus_here(), "per_device_train_batch_size" in args)
+    return {**options, **args}
 
 
 def _gpus_here() -> list[int]:

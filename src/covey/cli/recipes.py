@@ -1,11 +1,11 @@
-"""`covey recipes`: options for a model on given hardware, each with what a plan says of it."""
+"""`covey recipes`: options for one model and one machine, each with its planned speed and memory."""
 
 from __future__ import annotations
 
 from covey.cli import output
 from covey.cli.flags import Flag
 from covey.cli.recipe import RECIPES, Recipe, nearest, recipes
-from covey.cli.verb import JSON, Given, Verb
+from covey.cli.verb import JSON, Args, Verb
 from covey.errors import ConfigError, did_you_mean
 
 _FLAGS = (
@@ -15,23 +15,23 @@ _FLAGS = (
 )
 
 
-def run(given: Given) -> None:
+def run(args: Args) -> None:
     """List the recipes, or show one."""
     chosen = recipes()
-    if given.get("name"):
-        _show(given["name"], bool(given.get("json")))
+    if args.get("name"):
+        _show(args["name"], bool(args.get("json")))
         return
-    if given.get("gpus"):
+    if args.get("gpus"):
         cards = sorted({recipe.facts["gpus"] for recipe in chosen.values()})
         chosen = {
-            name: recipe for name, recipe in chosen.items() if recipe.facts["gpus"].lower() == given["gpus"].lower()
+            name: recipe for name, recipe in chosen.items() if recipe.facts["gpus"].lower() == args["gpus"].lower()
         }
         if not chosen:
-            near = did_you_mean(given["gpus"], cards)
+            near = did_you_mean(args["gpus"], cards)
             raise ConfigError(
-                f"No recipe is for --gpus {given['gpus']}.{near} There are recipes for {', '.join(cards)}."
+                f"No recipe is for --gpus {args['gpus']}.{near} There are recipes for {', '.join(cards)}."
             )
-    if given.get("json"):
+    if args.get("json"):
         output.result_json([_as_json(recipe) for recipe in chosen.values()])
         return
     output.result(f"{'recipe':<34}{'GPUs':<9}{'s a step':>9}{'GiB':>7}  measured")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from covey.cli import output
 from covey.cli.flags import Flag
-from covey.cli.verb import Given, Verb
+from covey.cli.verb import Args, Verb
 from covey.errors import ConfigError
 
 _FLAGS = (
@@ -15,14 +15,14 @@ _FLAGS = (
 )
 
 
-def run(given: Given) -> None:
+def run(args: Args) -> None:
     """Write the page."""
     from covey.evaluation.figures.report import write_report
 
-    folder = given.get("run")
+    folder = args.get("run")
     if not folder:
         raise ConfigError("covey report needs a run: covey report runs/a -o report.html.")
-    path = Path(given.get("output") or f"{Path(folder).resolve().name}-report.html")
+    path = Path(args.get("output") or f"{Path(folder).resolve().name}-report.html")
     if path.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"{path} is no HTML file; a report is HTML: -o report.html.")
     output.say(f"wrote {write_report(Path(folder), path)}")

@@ -1,4 +1,4 @@
-"""`covey train --from-run runs/x`: the same run again, from what its folder says, with changes where they are given."""
+"""`covey train --from-run runs/x`: the same run again, from its recorded options, with changes from the command line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from covey.cli import output, trust
 from covey.cli.flags import Flag, read_yaml, typed
-from covey.cli.verb import Given
+from covey.cli.verb import Args
 from covey.config import options
 from covey.config.options import RECIPE
 from covey.errors import RunFolderError
@@ -35,7 +35,7 @@ _PATHS = (
 )
 
 
-def recorder(wanted: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
+def recorder(overrides: Mapping[str, Any], cli_args: Mapping[str, Any]) -> Any:
     """A callback that writes RECIPE into the run's folder when training starts."""
     from transformers import TrainerCallback
 
@@ -43,7 +43,9 @@ def recorder(wanted: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
     from covey.runs.masking import mask
     from covey.runs.storage import refusal, write_atomically
 
-    text = as_yaml(mask(dict(wanted)), {name: value for name, value in mask(dict(own)).items() if name not in NEVER})
+    text = as_yaml(
+        mask(dict(overrides)), {name: value for name, value in mask(dict(cli_args)).items() if name not in NEVER}
+    )
 
     class Recorder(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -59,75 +61,75 @@ def recorder(wanted: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
     return Recorder()
 
 
-def repeated(given: Given, flags: list[Flag], types: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the run that `from_run` names, with those that were given in their place.
+def repeated(args: Args, flags: list[Flag], types: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the run that `from_run` names, overridden by those of the command line.
 
     Raises RunFolderError where the folder holds no run, ConfigError where its code has changed and the user has not
     agreed to it. A run that a script started stores its options only; `covey train` asks for the missing ones.
     """
     from covey.runs import manifest
 
-    folder = Path(given["from_run"]).expanduser()
-    found = manifest.read(folder / manifest.NAME)
-    if found is None:
+    folder = Path(args["from_run"]).expanduser()
+    run_json = manifest.read(folder / manifest.NAME)
+    if run_json is None:
         raise RunFolderError(f"{folder} holds no run.json of a run; give the folder of a run, such as runs/train-1.")
     if (folder / RECIPE).is_file():
         recorded = {
             k: v for k, v in read_yaml(folder / RECIPE, flags, retired=options.RETIRED).items() if k not in NEVER
         }
     else:
-        recorded = _from_script(found)
+        recorded = _from_script(run_json)
     recorded, lost = _without_masks(_without_retired(recorded, folder))
-    if missing := lost - set(given):
+    if missing := lost - set(args):
         output.say(
             f"warning: {', '.join(sorted(missing))} was a secret and is not in {folder}; give it again if the run needs it."
         )
-    home = Path(found.get("working_folder") or ".")
+    home = Path(run_json.get("working_folder") or ".")
     recorded = {name: _placed(value, home) if name in _PATHS else value for name, value in recorded.items()}
-    trust.confirm(folder, recorded, found, given)
-    chosen = {name: value for name, value in given.items() if name not in ("from_run", "trust_source")}
+    trust.confirm(folder, recorded, run_json, args)
+    chosen = {name: value for name, value in args.items() if name not in ("from_run", "trust_source")}
     changed = {name: value for name, value in chosen.items() if name not in NEVER and recorded.get(name) != value}
     shown = ", ".join(f"{name} {recorded.get(name)} -> {value}" for name, value in changed.items())
     output.say(f"repeats {folder}" + (f" with {shown}" if shown else ""))
     return {**typed(recorded, types), **chosen}
 
 
-def refuse_other_run(chosen: Given, config: Any, dataset: Any) -> None:
+def refuse_other_run(chosen: Args, config: Any, dataset: Any) -> None:
     """Raise RunFolderError when the options do not make the recorded algorithm; warn of other versions, source and rows.
 
-    `chosen` is what was given beside `from_run`: an algorithm, or options of one, may differ on purpose.
+    `chosen` are the other flags of the command: an algorithm, or options of one, may differ on purpose.
     """
     from covey.runs import manifest, provenance
     from covey.training.build_algorithm import build_algorithm
 
     folder = Path(chosen["from_run"]).expanduser()
-    found = manifest.read(folder / manifest.NAME) or {}
-    for said in _differences(found, dataset):
-        output.say(f"warning: {said}, so numbers may differ.")
+    run_json = manifest.read(folder / manifest.NAME) or {}
+    for difference in _differences(run_json, dataset):
+        output.say(f"warning: {difference}, so numbers may differ.")
     if set(chosen) & {"algorithm", *options.ALGORITHM_OPTIONS}:
         return
-    recorded, now = found.get("algorithm"), manifest.to_json(provenance.component(build_algorithm(config)))
+    recorded, now = run_json.get("algorithm"), manifest.to_json(provenance.component(build_algorithm(config)))
     if recorded is not None and _shape(recorded) != _shape(now):
         raise RunFolderError(
             f"{folder} used an algorithm that its options do not make (a script built it); give it as --algorithm file.py:name."
         )
 
 
-def _differences(found: Mapping[str, Any], dataset: Any) -> Iterator[str]:
+def _differences(run_json: Mapping[str, Any], dataset: Any) -> Iterator[str]:
     from covey.runs import provenance
 
     now = provenance.package_versions()
-    before: Mapping[str, str] = found.get("versions") or {}
+    before: Mapping[str, str] = run_json.get("versions") or {}
     for name in sorted(set(before) & set(now)):
         if before[name] != now[name]:
             yield f"{name} was {before[name]} and is {now[name]}"
-    for name, kept in (found.get("sources") or {}).items():
+    for name, source in (run_json.get("sources") or {}).items():
         path = Path(name)
         if not path.is_file():
             yield f"{name} is gone (run.json holds its text)"
-        elif provenance.file_digest(path) != kept["sha256"]:
+        elif provenance.file_digest(path) != source["sha256"]:
             yield f"{name} has changed since"
-    rows, facts = (found.get("dataset") or {}).get("rows"), provenance.dataset_facts(dataset) or {}
+    rows, facts = (run_json.get("dataset") or {}).get("rows"), provenance.dataset_facts(dataset) or {}
     if rows is not None and facts.get("rows") != rows:
         yield f"the data set had {rows} rows and has {facts.get('rows')}"
 
@@ -139,15 +141,15 @@ def _shape(described: Any) -> Any:
     return [_shape(item) for item in described] if isinstance(described, list) else described
 
 
-def _from_script(found: Mapping[str, Any]) -> dict[str, Any]:
+def _from_script(run_json: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a run that a script started: the configuration, the model's name, and rewards that can be imported."""
-    config = found.get("config") or {}
-    kept = {name: value for name, value in config.items() if name in options.HONOURED and name not in NEVER}
-    kept = {name: value for name, value in kept.items() if not str(value).startswith("Algorithm(")}
-    name = (found.get("model") or {}).get("name")
-    rewards = [_importable(one) for one in found.get("rewards") or []]
+    config = run_json.get("config") or {}
+    settings = {name: value for name, value in config.items() if name in options.HONOURED and name not in NEVER}
+    settings = {name: value for name, value in settings.items() if not str(value).startswith("Algorithm(")}
+    name = (run_json.get("model") or {}).get("name")
+    rewards = [_importable(reward) for reward in run_json.get("rewards") or []]
     more = {"model": name, "reward": rewards if rewards and all(rewards) else None}
-    return {**kept, **{key: value for key, value in more.items() if value}}
+    return {**settings, **{key: value for key, value in more.items() if value}}
 
 
 def _importable(described: Any) -> str | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.cli import output, reward_audit, reward_steps, reward_train
 from covey.cli.flags import Flag
-from covey.cli.verb import CONFIG, JSON, Given, Verb
+from covey.cli.verb import CONFIG, JSON, Args, Verb
 from covey.errors import ConfigError, DataError, RewardError, did_you_mean
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ _FLAGS = (
 )  # fmt: skip
 
 
-def run(given: Given) -> int:
+def run(args: Args) -> int:
     """Try every reward and say what is wrong. Exit code 0 without a FAIL, 3 with one."""
-    options = {flag.name: flag.default for flag in _FLAGS} | dict(given)
+    options = {flag.name: flag.default for flag in _FLAGS} | dict(args)
     _check(options)
     from covey.rewards.builtin.registry import resolve
     from covey.rewards.contract import check_signature
@@ -52,14 +52,14 @@ def run(given: Given) -> int:
         verdicts += _of_steps(steps)
     if options["json"]:
         output.result_json({"ok": all(_is_ok(v, options) for _, v in examined), "gold_column": gold,
-                            "rewards": [_as_json(found, verdicts) | _steps_json(steps) for (found, verdicts), steps in zip(examined, stepwise, strict=True)]})  # fmt: skip
+                            "rewards": [_as_json(examination, verdicts) | _steps_json(steps) for (examination, verdicts), steps in zip(examined, stepwise, strict=True)]})  # fmt: skip
     else:
-        for spec, (found, verdicts), steps in zip(specs, examined, stepwise, strict=True):
+        for spec, (examination, verdicts), steps in zip(specs, examined, stepwise, strict=True):
             for line in (
                 [] if steps is None else [f"{spec.name}: {reward_steps.in_words(steps)}", *reward_steps.table(steps)]
             ):
                 output.result(line)
-            _show(spec.name, found, verdicts, len(data))
+            _show(spec.name, examination, verdicts, len(data))
     return 0 if all(_is_ok(verdicts, options) for _, verdicts in examined) else RewardError.exit_code
 
 
@@ -90,12 +90,12 @@ def _sums(count: int) -> list[dict[str, Any]]:
     return [{"prompt": f"What is {a} + {b}?", "answer": str(a + b), "solution": str(a + b)} for a, b in pairs]
 
 
-def _gold_column(wanted: str | None, columns: list[str]) -> str | None:
-    if wanted is not None and wanted not in columns:
-        raise DataError(f"--gold-column {wanted}: the data set has {', '.join(columns)}.")
+def _gold_column(column: str | None, columns: list[str]) -> str | None:
+    if column is not None and column not in columns:
+        raise DataError(f"--gold-column {column}: the data set has {', '.join(columns)}.")
     from covey.doctor.reward_audit.probes import GOLD_COLUMNS
 
-    return wanted or next((name for name in GOLD_COLUMNS if name in columns), None)
+    return column or next((name for name in GOLD_COLUMNS if name in columns), None)
 
 
 def _examined(spec: Any, data: list[dict[str, Any]], gold: str | None, options: dict[str, Any]) -> Any:
@@ -104,14 +104,14 @@ def _examined(spec: Any, data: list[dict[str, Any]], gold: str | None, options: 
     from covey.doctor.reward_audit.verdicts import Verdict, judge
 
     output.say(f"{spec.name}: {len(data)} rows ...")
-    given = options["completion_column"]
-    if given is not None and given not in data[0]:
-        raise DataError(f"--completion-column {given}: the data set has {', '.join(data[0])}.")
+    column = options["completion_column"]
+    if column is not None and column not in data[0]:
+        raise DataError(f"--completion-column {column}: the data set has {', '.join(data[0])}.")
     try:
-        found = examine(spec, rows_of(data, gold, given), timeout_seconds=options["timeout"])
+        examination = examine(spec, rows_of(data, gold, column), timeout_seconds=options["timeout"])
     except RewardError as error:
         return None, [Verdict("FAIL", "contract", str(error))]
-    return found, judge(found)
+    return examination, judge(examination)
 
 
 def _stepwise(call: Any, options: dict[str, Any]) -> Calibration | None:
@@ -122,18 +122,18 @@ def _stepwise(call: Any, options: dict[str, Any]) -> Calibration | None:
     return None if name is None else reward_steps.of_dataset(call, name, column_map(options["columns"]))
 
 
-def _of_steps(found: Calibration | None) -> list[Verdict]:
+def _of_steps(calibration: Calibration | None) -> list[Verdict]:
     from covey.doctor.reward_audit.verdicts import Verdict
 
-    if found is None or found.auc.low > 0.5:
+    if calibration is None or calibration.auc.low > 0.5:
         return []
     return [
         Verdict("WARN", "steps", "does not tell right steps from wrong ones better than a coin, as far as can be seen")
     ]
 
 
-def _steps_json(found: Calibration | None) -> dict[str, Any]:
-    return {} if found is None else {"steps": reward_steps.as_json(found)}
+def _steps_json(calibration: Calibration | None) -> dict[str, Any]:
+    return {} if calibration is None else {"steps": reward_steps.as_json(calibration)}
 
 
 _LEVELS = {"FAIL": "failure", "WARN": "warning", "NOTE": "note"}
@@ -143,60 +143,60 @@ def _is_ok(verdicts: list[Verdict], options: dict[str, Any]) -> bool:
     return not any(v.level == "FAIL" or (options["strict"] and v.level == "WARN") for v in verdicts)
 
 
-def _show(name: str, found: Examination | None, verdicts: list[Verdict], num_rows: int) -> None:
+def _show(name: str, examination: Examination | None, verdicts: list[Verdict], num_rows: int) -> None:
     output.result(f"{name} ({num_rows} rows)")
-    if found is not None:
+    if examination is not None:
         output.result(f"  {'completion':<42}{'mean':>9}{'min':>9}{'max':>9}{'none':>6}{'ms each':>9}")
-        for several in _alike(found.tried):
-            output.result(_line(several, is_main=several[0].probe.name == found.wording))
-        known = [score for tried in found.tried for score in tried.known]
-        seconds, size = sum(t.seconds for t in found.tried), sum(t.size for t in found.tried)
+        for several in _alike(examination.tried):
+            output.result(_line(several, is_main=several[0].probe.name == examination.wording))
+        scores = [score for tried in examination.tried for score in tried.known]
+        seconds, size = sum(t.seconds for t in examination.tried), sum(t.size for t in examination.tried)
         output.result(
-            f"  {size} completions, {len(set(known))} different scores, {1000 * seconds / max(size, 1):.3g} ms each"
+            f"  {size} completions, {len(set(scores))} different scores, {1000 * seconds / max(size, 1):.3g} ms each"
         )
     for verdict in verdicts:
         output.result(f"  {verdict.level}  {verdict.check}: {verdict.said}")
     count: Counter[str] = Counter(verdict.level for verdict in verdicts)
-    told = [f"{count[level]} {word}" + "s" * (count[level] > 1) for level, word in _LEVELS.items() if count[level]]
-    output.result(f"  {name}: {', '.join(told) or 'nothing wrong was found'}")
+    counts = [f"{count[level]} {word}" + "s" * (count[level] > 1) for level, word in _LEVELS.items() if count[level]]
+    output.result(f"  {name}: {', '.join(counts) or 'nothing wrong was found'}")
 
 
 def _alike(tried: Sequence[Tried]) -> list[list[Tried]]:
     """Completions of garbage that all got one and the same score stand on one line; every other stands alone."""
     groups: list[list[Tried]] = []
     at: dict[tuple[str, float], list[Tried]] = {}
-    for one in tried:
-        is_flat = one.probe.kind == "garbage" and len(set(one.known)) == 1 and len(one.known) == one.size
-        if is_flat and (key := (one.probe.kind, one.known[0])) in at:
-            at[key].append(one)
+    for trial in tried:
+        is_flat = trial.probe.kind == "garbage" and len(set(trial.known)) == 1 and len(trial.known) == trial.size
+        if is_flat and (key := (trial.probe.kind, trial.known[0])) in at:
+            at[key].append(trial)
             continue
-        groups.append([one])
+        groups.append([trial])
         if is_flat:
             at[key] = groups[-1]
     return groups
 
 
 def _line(several: Sequence[Tried], *, is_main: bool) -> str:
-    first, known = several[0], [score for tried in several for score in tried.known]
+    first, all_scores = several[0], [score for tried in several for score in tried.known]
     is_usual = is_main and first.probe.kind == "gold"
     more = f" and {len(several) - 1} more kinds" if len(several) > 1 else " *" if is_usual else ""
     size = sum(tried.size for tried in several)
     each = 1000 * sum(tried.seconds for tried in several) / max(size, 1)
-    scores = [f"{score:.3f}" for score in (first.mean, min(known), max(known))] if known else ["-"] * 3
+    scores = [f"{score:.3f}" for score in (first.mean, min(all_scores), max(all_scores))] if all_scores else ["-"] * 3
     label = f"{first.probe.kind}: {first.probe.name}{more}"
-    return f"  {label:<42}{''.join(f'{score:>9}' for score in scores)}{size - len(known):>6}{each:>9.2f}"
+    return f"  {label:<42}{''.join(f'{score:>9}' for score in scores)}{size - len(all_scores):>6}{each:>9.2f}"
 
 
-def _as_json(found: Examination | None, verdicts: list[Verdict]) -> dict[str, Any]:
-    told = [{"level": v.level, "check": v.check, "said": v.said, **v.facts} for v in verdicts]
-    if found is None:
-        return {"verdicts": told}
+def _as_json(examination: Examination | None, verdicts: list[Verdict]) -> dict[str, Any]:
+    rows = [{"level": v.level, "check": v.check, "said": v.said, **v.facts} for v in verdicts]
+    if examination is None:
+        return {"verdicts": rows}
     return {
-        "name": found.name,
-        "reads_gold": found.reads_gold,
-        "wording": found.wording,
-        "rows": len(found.rows),
-        "verdicts": told,
+        "name": examination.name,
+        "reads_gold": examination.reads_gold,
+        "wording": examination.wording,
+        "rows": len(examination.rows),
+        "verdicts": rows,
         "probes": [
             {
                 "kind": tried.probe.kind,
@@ -206,7 +206,7 @@ def _as_json(found: Examination | None, verdicts: list[Verdict]) -> dict[str, An
                 "seconds": tried.seconds,
                 "errors": tried.errors,
             }
-            for tried in found.tried
+            for tried in examination.tried
         ],
     }
 
@@ -236,7 +236,7 @@ def verb(arguments: Sequence[str]) -> int:
     if name in _VERBS:
         return _VERBS[name](arguments[1:])
     if name in ("--help", "-h", "--help-all"):
-        lines = [f"  covey {one.name} {one.usage}\n      {one.sentence}" for one in _VERBS.values()]
+        lines = [f"  covey {command.name} {command.usage}\n      {command.sentence}" for command in _VERBS.values()]
         output.result("\n".join(["usage: covey reward test|train|audit ...", "", *lines, "", "covey reward test --help shows the options."]))  # fmt: skip
         return 0
     raise ConfigError(f"covey reward has no {name!r}.{did_you_mean(name, _VERBS)} It has {', '.join(_VERBS)}.")

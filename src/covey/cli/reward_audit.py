@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from covey.cli import output
 from covey.cli.export import steps_of
 from covey.cli.flags import Flag
-from covey.cli.verb import JSON, Given, Verb
+from covey.cli.verb import JSON, Args, Verb
 from covey.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ _FLAGS = (
 )  # fmt: skip
 
 
-def run(given: Given) -> int:
+def run(args: Args) -> int:
     """Score the run's completions again and say what the verdicts are worth."""
-    options = {flag.name: flag.default for flag in _FLAGS} | dict(given)
+    options = {flag.name: flag.default for flag in _FLAGS} | dict(args)
     if not options["run"]:
         raise ConfigError("covey reward audit needs a run: covey reward audit runs/train-1.")
     if options["repeats"] < 1:
@@ -51,7 +51,7 @@ def run(given: Given) -> int:
     scores = consistency.scored_again(groups, specs, options["repeats"], options["timeout"])
     repeats, compared = [], []
     for r, spec in enumerate(specs):
-        mine = [one[:, :, r] for one in scores]
+        mine = [group_scores[:, :, r] for group_scores in scores]
         if spec.name in recorded:
             at = recorded.index(spec.name)
             first = [consistency.scores_of(group)[None, :, at] for group in groups]
@@ -60,16 +60,16 @@ def run(given: Given) -> int:
             repeats.append(consistency.repeats_of(spec.name, groups, mine))
         for other in others:
             theirs = consistency.scored_again(groups, [other], 1, options["timeout"])
-            firsts = [one[0] for one in mine], [one[0, :, 0] for one in theirs]
+            firsts = [group_scores[0] for group_scores in mine], [group_scores[0, :, 0] for group_scores in theirs]
             compared.append(consistency.against(spec.name, other.name, groups, *firsts))
     if options["json"]:
-        output.result_json({"completions": count, "groups": len(groups), "repeats": [{**asdict(one), "cost": one.cost} for one in repeats],
-                            "against": [{**asdict(one), "kept": one.kept} for one in compared]})  # fmt: skip
+        output.result_json({"completions": count, "groups": len(groups), "repeats": [{**asdict(repeat), "cost": repeat.cost} for repeat in repeats],
+                            "against": [{**asdict(pair), "kept": pair.kept} for pair in compared]})  # fmt: skip
         return 0
-    for one in repeats:
-        _show_repeats(one)
+    for repeat in repeats:
+        _show_repeats(repeat)
     for pair in compared:
-        _show_against(pair)
+        _show_comparison(pair)
     return 0
 
 
@@ -78,63 +78,65 @@ def _rewards_of(folder: Path, options: dict[str, Any]) -> list[Any]:
 
     flags = [*train.other_flags(), *train.flags()]
     types = {**{flag.name: flag.type for flag in flags}, **train.config_types()}
-    found = rerun.repeated({"from_run": str(folder), "trust_source": options["trust_source"]}, flags, types)
-    rewards = found.get("reward")
+    run_options = rerun.repeated({"from_run": str(folder), "trust_source": options["trust_source"]}, flags, types)
+    rewards = run_options.get("reward")
     if not rewards:
         raise ConfigError(f"run.json of {folder} names no rewards that can be asked again; give them with --reward.")
     return list(rewards) if isinstance(rewards, list) else [rewards]
 
 
-def _percent(found: Any) -> str:
-    return f"{100 * found.value:.1f}% (95%: {100 * found.low:.1f} to {100 * found.high:.1f})"
+def _percent(estimate: Any) -> str:
+    return f"{100 * estimate.value:.1f}% (95%: {100 * estimate.low:.1f} to {100 * estimate.high:.1f})"
 
 
-def _show_repeats(one: Repeats) -> None:
-    is_noisy = one.differ.value > 0
-    said = f"{_percent(one.differ)} of the completions get another score when they are scored again"
-    output.result(output.row("WARN" if is_noisy else "OK  ", one.name, said if is_noisy else "the same scores again"))
-    if one.unscored:
+def _show_repeats(repeats: Repeats) -> None:
+    is_noisy = repeats.differ.value > 0
+    sentence = f"{_percent(repeats.differ)} of the completions get another score when they are scored again"
+    output.result(
+        output.row("WARN" if is_noisy else "OK  ", repeats.name, sentence if is_noisy else "the same scores again")
+    )
+    if repeats.unscored:
         output.result(
-            output.row("    ", "", f"{one.unscored} completions had no score in some scoring and are left out")
+            output.row("    ", "", f"{repeats.unscored} completions had no score in some scoring and are left out")
         )
     if not is_noisy:
         return
-    if one.reliability.value == one.reliability.value:
+    if repeats.reliability.value == repeats.reliability.value:
         cost = (
             "no number of completions gives a signal"
-            if one.reliability.value == 0
-            else f"the same signal needs {one.cost:.2f} times the completions"
+            if repeats.reliability.value == 0
+            else f"the same signal needs {repeats.cost:.2f} times the completions"
         )
-        output.result(output.row("    ", "", f"reliability within groups {_percent(one.reliability)}: {cost}"))
+        output.result(output.row("    ", "", f"reliability within groups {_percent(repeats.reliability)}: {cost}"))
     output.result(
         output.row(
             "    ",
             "",
-            f"{_percent(one.woken)} of the groups are tied in one scoring and not in another: their advantages are noise",
+            f"{_percent(repeats.woken)} of the groups are tied in one scoring and not in another: their advantages are noise",
         )
     )
-    _show_examples(one.examples)
+    _show_examples(repeats.examples)
 
 
-def _show_against(one: Against) -> None:
-    said = f"{_percent(one.differ)} of the verdicts differ from {one.other}'s"
-    output.result(output.row("WARN" if one.differ.value > 0 else "OK  ", one.name, said))
+def _show_comparison(comparison: Against) -> None:
+    sentence = f"{_percent(comparison.differ)} of the verdicts differ from {comparison.other}'s"
+    output.result(output.row("WARN" if comparison.differ.value > 0 else "OK  ", comparison.name, sentence))
     output.result(
         output.row(
             "    ",
             "",
-            f"pays {_percent(one.paid_wrong)} of what {one.other} rejects, rejects {_percent(one.missed)} of what it pays",
+            f"pays {_percent(comparison.paid_wrong)} of what {comparison.other} rejects, rejects {_percent(comparison.missed)} of what it pays",
         )
     )
-    kept = f"if {one.other} is right, the advantages keep {100 * one.kept:.0f}% of their size"
-    output.result(output.row("    ", "", f"{kept}; their cosine within groups is {one.agreement:.2f}"))
-    _show_examples(one.examples)
+    effect = f"if {comparison.other} is right, the advantages keep {100 * comparison.kept:.0f}% of their size"
+    output.result(output.row("    ", "", f"{effect}; their cosine within groups is {comparison.agreement:.2f}"))
+    _show_examples(comparison.examples)
 
 
 def _show_examples(examples: Any) -> None:
     for prompt, completion, scores in examples:
-        told = " / ".join(f"{score:g}" for score in scores)
-        output.result(output.row("    ", "", f"{told}: {_short(prompt)} -> {_short(completion)}"))
+        shown = " / ".join(f"{score:g}" for score in scores)
+        output.result(output.row("    ", "", f"{shown}: {_short(prompt)} -> {_short(completion)}"))
 
 
 def _short(text: str) -> str:

@@ -17,8 +17,8 @@ def judged(reward: ProcessReward, rows: Sequence[ScoredSteps]) -> Calibration:
     from covey.evaluation.calibration import calibration
     from covey.rewards import steps
 
-    found = steps.judge(reward, rows)
-    scores = [score for row in found for score in row]
+    probabilities = steps.judge(reward, rows)
+    scores = [score for row in probabilities for score in row]
     labels = [label for row in rows for label in row.labels]
     return calibration(scores, labels, [i for i, row in enumerate(rows) for _ in row.labels])
 
@@ -38,29 +38,29 @@ def of_dataset(call: Any, name: str, columns: Mapping[str, str]) -> Calibration 
     return judged(call, [steps.scored_steps(row, f"row {i} of {name}") for i, row in enumerate(dataset)])
 
 
-def as_json(found: Calibration) -> dict[str, Any]:
+def as_json(calibration: Calibration) -> dict[str, Any]:
     """Plain values."""
-    auc = found.auc
+    auc = calibration.auc
     return {
         "auc": auc.value,
         "auc_interval": [auc.low, auc.high],
-        "calibration_error": found.error,
-        "brier": found.brier,
-        "steps": found.count,
-        "bins": [asdict(one) for one in found.bins],
+        "calibration_error": calibration.error,
+        "brier": calibration.brier,
+        "steps": calibration.count,
+        "bins": [asdict(bucket) for bucket in calibration.bins],
     }
 
 
-def in_words(found: Calibration) -> str:
+def in_words(calibration: Calibration) -> str:
     """One sentence."""
-    auc = found.auc
+    auc = calibration.auc
     return (
         f"a right step scores above a wrong one in {auc.value:.0%} (AUC, 95% {auc.low:.0%} to {auc.high:.0%}) of pairs, over "
-        f"{found.count} steps of {auc.count} completions; calibration error {found.error:.3f}, Brier score {found.brier:.3f}"
+        f"{calibration.count} steps of {auc.count} completions; calibration error {calibration.error:.3f}, Brier score {calibration.brier:.3f}"
     )
 
 
-def table(found: Calibration) -> list[str]:
+def table(calibration: Calibration) -> list[str]:
     """Predicted and observed shares, a line for each bin."""
     lines = [f"{'predicted':>11}{'right':>9}{'steps':>8}"]
-    return lines + [f"{one.predicted:>11.3f}{one.observed:>9.3f}{one.count:>8}" for one in found.bins]
+    return lines + [f"{bucket.predicted:>11.3f}{bucket.observed:>9.3f}{bucket.count:>8}" for bucket in calibration.bins]

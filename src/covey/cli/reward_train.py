@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.cli import output
 from covey.cli.flags import Flag
-from covey.cli.verb import CONFIG, JSON, Given, Verb
+from covey.cli.verb import CONFIG, JSON, Args, Verb
 from covey.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -42,45 +42,47 @@ _FLAGS = (
 REPORT = "reward_training.json"
 
 
-def run(given: Given) -> int:
+def run(args: Args) -> int:
     """Train, judge and save. Exit code 0."""
-    options = {flag.name: flag.default for flag in _FLAGS} | dict(given)
+    options = {flag.name: flag.default for flag in _FLAGS} | dict(args)
     _check(options)
     import torch
 
     from covey.rewards.preference import Pair, PreferenceOptions
 
-    wanted = {flag.name: options[flag.name] for flag in _FLAGS if flag.name in PreferenceOptions.__dataclass_fields__}
-    how = PreferenceOptions(**wanted)
+    hyperparameters = {
+        flag.name: options[flag.name] for flag in _FLAGS if flag.name in PreferenceOptions.__dataclass_fields__
+    }
+    how = PreferenceOptions(**hyperparameters)
     rows, held = _examples(options)
     torch.manual_seed(options["seed"])
-    found = None if options["use_cpu"] else torch.accelerator.current_accelerator()
-    device = torch.device("cpu") if found is None else found
+    accelerator = None if options["use_cpu"] else torch.accelerator.current_accelerator()
+    device = torch.device("cpu") if accelerator is None else accelerator
     what = "pairs" if isinstance(rows[0], Pair) else "completions"
     output.say(f"model       {options['model']}\n{what:<12}{len(rows)} to learn from, {len(held)} held out")
     folder = Path(options["output"])
     started = time.monotonic()
 
-    def told(step: int, total: int, loss: float) -> None:
+    def report_progress(step: int, total: int, loss: float) -> None:
         if step == 1 or step == total or step % max(1, total // 10) == 0:
             left = (time.monotonic() - started) / step * (total - step)
             output.say(f"step {step}/{total}  loss {loss:.3f}  {left:.0f} s left")
 
     learn: Any = _learn_pairs if isinstance(rows[0], Pair) else _learn_steps
-    judged, said = learn(options, folder, device, rows, held, how, told)
+    judged, sentence = learn(options, folder, device, rows, held, how, report_progress)
     result = {
         **judged,
         "held_out": len(held),
         what: len(rows),
         "model": options["model"],
         "dataset": options["dataset"],
-        **wanted,
+        **hyperparameters,
     }
     (folder / REPORT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if options["json"]:
         output.result_json({"output": str(folder), **result})
         return 0
-    output.result(f"{folder}: {said}")
+    output.result(f"{folder}: {sentence}")
     if judged["interval"][0] <= 0.5:
         output.result(
             f"No better than a coin can be ruled out: give more {what}, more epochs or another learning rate."
@@ -91,46 +93,46 @@ def run(given: Given) -> int:
 
 
 def _learn_pairs(
-    options: Given,
+    options: Args,
     folder: Path,
     device: torch.device,
     rows: list[Pair],
     held: list[Pair],
     how: PreferenceOptions,
-    told: Any,
+    on_step: Any,
 ) -> tuple[dict[str, Any], str]:
     """A Bradley-Terry model, saved in `folder`: numbers on the held-out pairs, those of a prompt together, and a sentence."""
     from covey.evaluation.intervals import bounded_mean
     from covey.rewards import preference
 
     reward = preference.load_classifier(options["model"], device)
-    preference.train(reward, rows, how, told)
+    preference.train(reward, rows, how, on_step)
     judged = preference.judge(reward, held)
     accuracy = bounded_mean([fmean(pairs) for pairs in preference.by_prompt(held, judged.right)])
     folder.mkdir(parents=True)
     preference.save(reward, folder)
-    found = {
+    numbers = {
         "accuracy": accuracy.value,
         "interval": [accuracy.low, accuracy.high],
         "held_out_prompts": accuracy.count,
         "loss": judged.loss,
     }
     over = f", averaged over {accuracy.count} prompts" if accuracy.count < len(held) else ""
-    said = (
+    sentence = (
         f"right on {accuracy.value:.0%} (95% {accuracy.low:.0%} to {accuracy.high:.0%}) of {len(held)} held-out pairs{over}, "
         f"loss {judged.loss:.3f}"
     )
-    return found, said
+    return numbers, sentence
 
 
 def _learn_steps(
-    options: Given,
+    options: Args,
     folder: Path,
     device: torch.device,
     rows: list[ScoredSteps],
     held: list[ScoredSteps],
     how: PreferenceOptions,
-    told: Any,
+    on_step: Any,
 ) -> tuple[dict[str, Any], str]:
     """A process reward model, saved in `folder`: numbers on the steps of the held-out completions, and a sentence."""
     from covey.cli.reward_steps import as_json, in_words, judged
@@ -142,12 +144,14 @@ def _learn_steps(
         raise ConfigError(f"--aggregate {aggregate} is not known; use {', '.join(AGGREGATES)}.")
     separator = options["step_separator"] or SEPARATOR
     reward = steps.load_step_classifier(options["model"], device, separator=separator, aggregate=aggregate)
-    steps.train(reward, rows, how, told)
-    found = judged(reward, held)
+    steps.train(reward, rows, how, on_step)
+    calibration = judged(reward, held)
     folder.mkdir(parents=True)
     steps.save(reward, folder)
     settings = {"aggregate": aggregate, "step_separator": separator}
-    return {**as_json(found), "interval": [found.auc.low, found.auc.high], **settings}, in_words(found)
+    return {**as_json(calibration), "interval": [calibration.auc.low, calibration.auc.high], **settings}, in_words(
+        calibration
+    )
 
 
 def _check(options: dict[str, Any]) -> None:
@@ -173,8 +177,10 @@ def _examples(options: dict[str, Any]) -> tuple[Examples, Examples]:
                 "One of --dataset and --eval-dataset has pairs, the other scored steps; give two of a kind."
             )
         seen = set(map(repr, rows))
-        if known := sum(repr(row) in seen for row in held):
-            raise DataError(f"{known} of the {len(held)} rows of --eval-dataset are in --dataset too; hold out others.")
+        if repeated := sum(repr(row) in seen for row in held):
+            raise DataError(
+                f"{repeated} of the {len(held)} rows of --eval-dataset are in --dataset too; hold out others."
+            )
     else:
         rows, held = parted_by_prompt(rows, options["held_out"], options["seed"])
     if not rows or not held:

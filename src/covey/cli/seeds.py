@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.cli import output
 from covey.cli.rerun import NEVER
-from covey.cli.verb import Given
+from covey.cli.verb import Args
 from covey.errors import ConfigError
 from covey.experiments import child, series
 from covey.experiments.seeds import Results, begin, number_of, summary, write
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     pass
 
 
-def run(given: Given, wanted: Mapping[str, Any], own: Mapping[str, Any]) -> int:
+def run(args: Args, overrides: Mapping[str, Any], cli_args: Mapping[str, Any]) -> int:
     """Train every seed that has not ended yet, in `output_dir/seed-N`, and show them all with the mean.
 
     The same command continues an interrupted one: seeds that ended are kept, the one that was interrupted resumes
@@ -31,11 +31,11 @@ def run(given: Given, wanted: Mapping[str, Any], own: Mapping[str, Any]) -> int:
     from covey.runs.lock import FolderLock
     from covey.runs.signals import StopRequest
 
-    numbers = _numbers(given, wanted)
-    folder = Path(str(wanted["output_dir"])).expanduser()
-    kept = {name: value for name, value in own.items() if name not in NEVER}
-    options = {name: value for name, value in wanted.items() if name not in {"seed", *NEVER}}
-    text = as_yaml(options, kept)
+    numbers = _numbers(args, overrides)
+    folder = Path(str(overrides["output_dir"])).expanduser()
+    settings = {name: value for name, value in cli_args.items() if name not in NEVER}
+    options = {name: value for name, value in overrides.items() if name not in {"seed", *NEVER}}
+    text = as_yaml(options, settings)
     results = begin(folder, yaml.safe_load(text))
     codes = []
     lock = FolderLock(folder)
@@ -66,38 +66,38 @@ def run(given: Given, wanted: Mapping[str, Any], own: Mapping[str, Any]) -> int:
                 write(folder, results)
     finally:
         lock.release()
-    report(folder, {number: results[number] for number in numbers if number in results}, given)
+    report(folder, {number: results[number] for number in numbers if number in results}, args)
     return codes[0] if codes else 0
 
 
-def _numbers(given: Given, wanted: Mapping[str, Any]) -> list[int]:
-    count = given["seeds"]
+def _numbers(args: Args, overrides: Mapping[str, Any]) -> list[int]:
+    count = args["seeds"]
     if count < 1:
         raise ConfigError(f"--seeds {count} is no number of runs; give 2 or more, such as 5.")
-    if given.get("resume") not in (None, "never", "auto"):
+    if args.get("resume") not in (None, "never", "auto"):
         raise ConfigError("--seeds goes on by itself where it stopped; leave --resume out.")
     child.refuse_launcher("--seeds")
-    first = int(wanted.get("seed", 0))
+    first = int(overrides.get("seed", 0))
     return list(range(first, first + count))
 
 
-def report(folder: Path, results: Results, given: Given) -> None:
-    found = summary(results)
-    if given.get("json"):
+def report(folder: Path, results: Results, args: Args) -> None:
+    means = summary(results)
+    if args.get("json"):
         estimates = {
-            name: {"mean": e.value, "low": e.low, "high": e.high, "seeds": e.count} for name, e in found.items()
+            name: {"mean": e.value, "low": e.low, "high": e.high, "seeds": e.count} for name, e in means.items()
         }
         output.result_json({"run": str(folder), "seeds": {str(n): r for n, r in results.items()}, "summary": estimates})
         return
     if not results:
         output.result(f"no seed ended: {folder}")
         return
-    names = list(found)
+    names = list(means)
     output.result(f"{'seed':<6}{'steps':>7}  " + "  ".join(f"{name:>18}" for name in names))
     for number, result in sorted(results.items()):
         values = "  ".join(f"{number_of(result['metrics'].get(name)):>18.4g}" for name in names)
         output.result(f"{number:<6}{result['steps']:>7}  {values}")
-    for name, e in found.items():
+    for name, e in means.items():
         sure = f"95% {e.low:.4g} to {e.high:.4g}" if math.isfinite(e.low) else "one seed says nothing of the next"
         output.result(f"{name}: {e.value:.4g} on average ({sure}, {e.count} seeds)")
     say_if_not_held_out(names)

@@ -7,7 +7,7 @@ from typing import Any
 
 from covey.cli import output, serve_learn
 from covey.cli.flags import Flag
-from covey.cli.verb import CONFIG, Given, Verb
+from covey.cli.verb import CONFIG, Args, Verb
 from covey.errors import ConfigError
 
 KEY = "COVEY_API_KEY"
@@ -37,9 +37,9 @@ _FLAGS = (
 _LIMITS = ("max_waiting", "max_output_tokens", "max_choices", "max_body_bytes", "max_connections", "drain_seconds")
 
 
-def run(given: Given) -> None:
+def run(args: Args) -> None:
     """Serve until SIGTERM or Ctrl-C."""
-    options: dict[str, Any] = {flag.name: flag.default for flag in _FLAGS} | dict(given)
+    options: dict[str, Any] = {flag.name: flag.default for flag in _FLAGS} | dict(args)
     if not options["model"]:
         raise ConfigError("covey serve needs a model: a folder, a run, a hub id, or demo.")
     if not 0 <= options["port"] < 2**16:
@@ -64,7 +64,7 @@ def run(given: Given) -> None:
         served.close()
 
 
-def learning_endpoint(options: Given, how: Given) -> Any:
+def learning_endpoint(options: Args, how: Args) -> Any:
     """The endpoint of `--learn`."""
     from covey.feedback.endpoint import LearningEndpoint
 
@@ -73,7 +73,7 @@ def learning_endpoint(options: Given, how: Given) -> Any:
     return LearningEndpoint(sampler, settings, name=name, **how)
 
 
-def samplers_of(options: Given) -> dict[str, Any]:
+def samplers_of(options: Args) -> dict[str, Any]:
     """The model and its adapters, by the names that clients use."""
     import torch
 
@@ -93,12 +93,16 @@ def samplers_of(options: Given) -> dict[str, Any]:
     if torch.accelerator.is_available() and not options["use_cpu"]:
         model = model.to(torch.accelerator.current_accelerator())
     models = {name: model} | {
-        known: with_merged_adapter(unwrapped(model), model_folder(where)) for known, where in adapters.items()
+        adapter_name: with_merged_adapter(unwrapped(model), model_folder(where))
+        for adapter_name, where in adapters.items()
     }
     how: dict[str, Any] = {"dtype": options["sampler_dtype"], "max_rows": options["max_rows"]}
     how["eos_ids"] = data.eos_ids(model, tokenizer)
     try:
-        return {known: choose_sampler(one, tokenizer, backend="native", **how) for known, one in models.items()}
+        return {
+            served_name: choose_sampler(served_model, tokenizer, backend="native", **how)
+            for served_name, served_model in models.items()
+        }
     except Unsupported as error:
         raise ConfigError(f"covey serve runs on the native engine, which cannot run this model: {error}.") from error
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.cli.flags import Flag
-from covey.cli.verb import Given
+from covey.cli.verb import Args
 from covey.errors import ConfigError
 
 FLAGS = (
@@ -29,7 +29,7 @@ FLAGS = (
 )  # fmt: skip
 
 
-def refuse_alone(options: Given) -> None:
+def refuse_alone(options: Args) -> None:
     """Raise ConfigError for options of learning without `--learn`, and for options that contradict it."""
     if not options["learn"]:
         for flag in FLAGS:
@@ -43,7 +43,7 @@ def refuse_alone(options: Given) -> None:
         raise ConfigError("--learn makes adapters of its own; leave --adapter out, or merge it first (covey merge).")
 
 
-def settings_of(options: Given) -> Any:
+def settings_of(options: Args) -> Any:
     """Settings of learning. Raises ConfigError or DataError before a model is loaded."""
     from covey.cli.checkpoints import model_folder
     from covey.data import load
@@ -75,10 +75,10 @@ def settings_of(options: Given) -> Any:
     )
 
 
-def _folder(options: Given) -> Path:
+def _folder(options: Args) -> Path:
     if options["learn_folder"]:
         return Path(options["learn_folder"]).expanduser()
-    beside = Path(options["model"]).expanduser()
-    if not beside.is_dir():
+    parent = Path(options["model"]).expanduser()
+    if not parent.is_dir():
         raise ConfigError(f"{options['model']} is no folder to keep versions in; give --learn-folder FOLDER.")
-    return beside / "learning"
+    return parent / "learning"

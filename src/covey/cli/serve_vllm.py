@@ -11,20 +11,20 @@ from typing import Any
 
 from covey.cli import output
 from covey.cli.flags import Flag
-from covey.cli.verb import Given, Verb
+from covey.cli.verb import Args, Verb
 from covey.errors import ConfigError
 
 
-def run(given: Given, more: Sequence[str]) -> int:
+def run(args: Args, more: Sequence[str]) -> int:
     """Replace this process by the server, or print its command."""
     from covey.rollout.vllm.serving import serve_command
 
-    if not given.get("model"):
+    if not args.get("model"):
         raise ConfigError("covey serve-vllm needs the model of the run: covey serve-vllm Qwen/Qwen2.5-0.5B-Instruct.")
     names = ("host", "port", "python", "lora_rank", "allow_network")
-    options: dict[str, Any] = {name: given[name] for name in names if given.get(name) is not None}
-    command, environment = serve_command(given["model"], more=more, **options)
-    if given.get("dry_run"):
+    options: dict[str, Any] = {name: args[name] for name in names if args.get(name) is not None}
+    command, environment = serve_command(args["model"], more=more, **options)
+    if args.get("dry_run"):
         ours = {name: environment[name] for name in environment if os.environ.get(name) != environment[name]}
         output.result(" ".join([*(f"{name}={value}" for name, value in ours.items()), *map(shlex.quote, command)]))
         return 0
@@ -54,7 +54,7 @@ serve = Verb(
     usage="MODEL [options] [-- options of vllm serve]",
     sentence="Start a vLLM server on this machine whose weights a run can update (use_vllm, vllm_mode=server) and prove.",
     flags=flags,
-    run=lambda given: run(given, ()),
+    run=lambda args: run(args, ()),
     positional=("model",),
     examples=(
         "covey serve-vllm Qwen/Qwen2.5-0.5B-Instruct --port 8000",
@@ -67,4 +67,4 @@ def verb(arguments: Sequence[str]) -> int:
     """Arguments behind `--`, which go to vLLM as they are."""
     words = list(arguments)
     cut = words.index("--") if "--" in words else len(words)
-    return replace(serve, run=lambda given: run(given, words[cut + 1 :]))(words[:cut])
+    return replace(serve, run=lambda args: run(args, words[cut + 1 :]))(words[:cut])

@@ -1,4 +1,4 @@
-"""`covey sft`: supervised fine-tuning on prompts with the completions that are wanted, as a warm-up or alone."""
+"""`covey sft`: supervised fine-tuning on prompts with target completions, as a warm-up or alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from covey.cli.checkpoints import FINAL, model_folder
 from covey.cli.fields import config_flags
 from covey.cli.flags import Flag
 from covey.cli.train import resume_command
-from covey.cli.verb import CONFIG, JSON, Given, Verb
+from covey.cli.verb import CONFIG, JSON, Args, Verb
 from covey.config import options
 from covey.errors import ConfigError
 
@@ -31,7 +31,7 @@ _WHAT = (
     *WEIGHTS,
     JSON,
 )  # fmt: skip
-_OWN = frozenset(flag.name for flag in _WHAT)
+_CLI_FLAGS = frozenset(flag.name for flag in _WHAT)
 _GROUPS = (
     "model",
     "data",
@@ -68,32 +68,32 @@ def flags() -> tuple[Flag, ...]:
     return (*_WHAT, *(replace(flag, default=_DEFAULTS.get(flag.name, flag.default)) for flag in chosen))
 
 
-def run(given: Given) -> int:
+def run(args: Args) -> int:
     for name in ("model", "dataset"):
-        if not given.get(name):
+        if not args.get(name):
             raise ConfigError(f"--{name} is missing: {next(flag.help for flag in _WHAT if flag.name == name)}")
-    if given.get("resume") == "auto" and "output_dir" not in given:
+    if args.get("resume") == "auto" and "output_dir" not in args:
         raise ConfigError("--resume auto needs --output-dir, the folder of the run to go on with.")
-    wanted = {name: value for name, value in given.items() if name not in _OWN}
-    wanted.setdefault("output_dir", _next_run())
-    if given.get("dtype"):
-        wanted["model_init_kwargs"] = {**(wanted.get("model_init_kwargs") or {}), "dtype": given["dtype"]}
-    early.refuse_early(wanted)
-    refuse_bad_adapter(given)
-    early.refuse_missing_places(given)
-    given = {**given, "model": model_folder(given["model"])}
-    output.say(f"model      {given['model']}\ndata       {given['dataset']}\nfolder     {wanted['output_dir']}")
+    overrides = {name: value for name, value in args.items() if name not in _CLI_FLAGS}
+    overrides.setdefault("output_dir", _next_run())
+    if args.get("dtype"):
+        overrides["model_init_kwargs"] = {**(overrides.get("model_init_kwargs") or {}), "dtype": args["dtype"]}
+    early.refuse_early(overrides)
+    refuse_bad_adapter(args)
+    early.refuse_missing_places(args)
+    args = {**args, "model": model_folder(args["model"])}
+    output.say(f"model      {args['model']}\ndata       {args['dataset']}\nfolder     {overrides['output_dir']}")
     from covey.training.warm_up import SFTTrainer, sft_config
 
-    train, held_out = _examples(given["dataset"], given, given.get("max_examples")), None
-    if given.get("eval_dataset"):
-        held_out = _examples(given["eval_dataset"], given, None)
-    config = sft_config(**wanted)
+    train, held_out = _examples(args["dataset"], args, args.get("max_examples")), None
+    if args.get("eval_dataset"):
+        held_out = _examples(args["eval_dataset"], args, None)
+    config = sft_config(**overrides)
     trainer = SFTTrainer(
-        given["model"], config, train, held_out, peft_config=adapter(given), max_length=given.get("max_length")
+        args["model"], config, train, held_out, peft_config=adapter(args), max_length=args.get("max_length")
     )
     trainer.is_strict, trainer.raises_when_stopped = True, False
-    trained = trainer.train(resume_from_checkpoint=given.get("resume"))
+    trained = trainer.train(resume_from_checkpoint=args.get("resume"))
     if trainer.stopped_by:
         again = resume_command(sys.argv, str(config.output_dir))
         output.say(f"Stopped by {trainer.stopped_by} after step {trained.global_step}; go on with: {again}")
@@ -105,12 +105,12 @@ def run(given: Given) -> int:
     if held_out is not None:
         metrics |= trainer.evaluate()
     if trainer.is_world_process_zero():
-        _report(given, str(config.output_dir), place, trained.global_step, metrics)
+        _report(args, str(config.output_dir), place, trained.global_step, metrics)
     return 0
 
 
-def _report(given: Given, run: str, place: Path, steps: int, metrics: dict[str, Any]) -> None:
-    if given.get("json"):
+def _report(args: Args, run: str, place: Path, steps: int, metrics: dict[str, Any]) -> None:
+    if args.get("json"):
         output.result_json({"run": run, "model": str(place), "steps": steps, "metrics": metrics})
         return
     output.result(f"trained {steps} steps in {metrics['train_runtime']:.0f} s: {run}")
@@ -120,15 +120,15 @@ def _report(given: Given, run: str, place: Path, steps: int, metrics: dict[str, 
     output.say(f"go on with a reward: covey train --model {place} --dataset ... --reward ...")
 
 
-def _examples(named: str, given: Given, limit: int | None) -> Any:
+def _examples(named: str, args: Args, limit: int | None) -> Any:
     from covey.data.examples import load_examples
 
-    columns = {name: given.get(name) or name.removesuffix("_column") for name in ("prompt_column", "completion_column")}
+    columns = {name: args.get(name) or name.removesuffix("_column") for name in ("prompt_column", "completion_column")}
     return load_examples(named, limit=limit, **columns)
 
 
 def _next_run() -> str:
-    taken = [int(found[1]) for path in Path("runs").glob("sft-*") if (found := re.fullmatch(r"sft-(\d+)", path.name))]
+    taken = [int(match[1]) for path in Path("runs").glob("sft-*") if (match := re.fullmatch(r"sft-(\d+)", path.name))]
     return f"runs/sft-{max(taken, default=0) + 1}"
 
 

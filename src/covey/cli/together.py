@@ -12,7 +12,7 @@ from covey.cli import output, seeds
 from covey.cli.adapter import adapter
 from covey.cli.flags import Flag, typed
 from covey.cli.rerun import NEVER
-from covey.cli.verb import Given
+from covey.cli.verb import Args
 from covey.errors import ConfigError
 from covey.experiments import child, series
 from covey.experiments.search import choices
@@ -20,17 +20,17 @@ from covey.experiments.seeds import number_of, shown_metrics
 from covey.experiments.several import OF_THE_BASE, OF_THE_DATA, OF_THE_PROCESS, Book, Results, Steps, number_of_seed
 
 
-def is_asked(given: Given) -> bool:
+def shares_base(args: Args) -> bool:
     """True if the flags ask for several adapters on one base."""
-    return any(given.get(name) for name in ("vary", "share_base")) or given.get("adapters") is not None
+    return any(args.get(name) for name in ("vary", "share_base")) or args.get("adapters") is not None
 
 
 def run(
-    given: Given,
-    wanted: Mapping[str, Any],
-    own: Mapping[str, Any],
-    options_of: Callable[[Given], dict[str, Any]],
-    member_of: Callable[[Given, Any], Steps],
+    args: Args,
+    overrides: Mapping[str, Any],
+    cli_args: Mapping[str, Any],
+    options_of: Callable[[Args], dict[str, Any]],
+    member_of: Callable[[Args, Any], Steps],
     flags: Mapping[str, Flag],
     types: Mapping[str, Any],
 ) -> int:
@@ -47,15 +47,17 @@ def run(
     from covey.runs.lock import FolderLock
     from covey.runs.signals import StopRequest
 
-    folder = Path(str(wanted["output_dir"])).expanduser()
-    runs = {name: {**own, **wanted, **changes} for name, changes in _runs(given, wanted, flags, types).items()}
+    folder = Path(str(overrides["output_dir"])).expanduser()
+    runs = {
+        name: {**cli_args, **overrides, **changes} for name, changes in _runs(args, overrides, flags, types).items()
+    }
     runs = {name: _alone(options, folder / name) for name, options in runs.items()}
     _refuse(runs, options_of)
-    kept = {name: value for name, value in own.items() if name not in NEVER or name == "vary"}
-    rest = {name: value for name, value in wanted.items() if name not in {"seed", *NEVER}}
-    series.claim(folder, yaml.safe_load(as_yaml(rest, kept)), "several runs")
-    book = Book(folder, is_seeds=not given.get("vary"), say=output.say)
-    base = SharedBase(given["model"])
+    settings = {name: value for name, value in cli_args.items() if name not in NEVER or name == "vary"}
+    rest = {name: value for name, value in overrides.items() if name not in {"seed", *NEVER}}
+    series.claim(folder, yaml.safe_load(as_yaml(rest, settings)), "several runs")
+    book = Book(folder, is_seeds=not args.get("vary"), say=output.say)
+    base = SharedBase(args["model"])
     lock = FolderLock(folder)
     lock.take()
     try:
@@ -71,61 +73,61 @@ def run(
         return stop.exit_code
     ended = {name: book.results[name] for name in runs if name in book.results}
     if book.is_seeds:
-        seeds.report(folder, {number_of_seed(name): result for name, result in ended.items()}, given)
+        seeds.report(folder, {number_of_seed(name): result for name, result in ended.items()}, args)
     else:
-        _report(folder, ended, given)
+        _report(folder, ended, args)
     return next(iter(book.failed.values()), 0)
 
 
 def _runs(
-    given: Given, wanted: Mapping[str, Any], flags: Mapping[str, Flag], types: Mapping[str, Any]
+    args: Args, overrides: Mapping[str, Any], flags: Mapping[str, Flag], types: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Options that each run changes, by its name. Raises ConfigError for flags that do not go together."""
-    child.refuse_launcher("--vary" if given.get("vary") else "--share-base")
-    if given.get("resume") not in (None, "never", "auto"):
+    child.refuse_launcher("--vary" if args.get("vary") else "--share-base")
+    if args.get("resume") not in (None, "never", "auto"):
         raise ConfigError("Runs on one base go on by themselves where they stopped; leave --resume out.")
-    if given.get("streaming"):
+    if args.get("streaming"):
         raise ConfigError("Runs on one base read the same rows; leave --streaming out.")
-    count, adapters = given.get("seeds"), given.get("adapters")
+    count, adapters = args.get("seeds"), args.get("adapters")
     if count is not None and adapters is not None:
         raise ConfigError("--adapters N is short for --seeds N --share-base; keep one of them.")
     count = count if adapters is None else adapters
-    if given.get("vary"):
-        return _varied(given, wanted, count, flags, types)
+    if args.get("vary"):
+        return _varied(args, overrides, count, flags, types)
     if count is None:
         raise ConfigError("--share-base is missing what to train: --seeds N, or --vary NAME=A,B.")
-    return {f"seed-{seed}": {"seed": seed} for seed in _seeds(wanted, count)}
+    return {f"seed-{seed}": {"seed": seed} for seed in _seeds(overrides, count)}
 
 
-def _seeds(wanted: Mapping[str, Any], count: int) -> range:
+def _seeds(overrides: Mapping[str, Any], count: int) -> range:
     if count < 1:
         raise ConfigError(f"{count} is no number of adapters; give 2 or more, such as 4.")
-    first = int(wanted.get("seed", 0))
+    first = int(overrides.get("seed", 0))
     return range(first, first + count)
 
 
 def _varied(
-    given: Given, wanted: Mapping[str, Any], count: int | None, flags: Mapping[str, Flag], types: Mapping[str, Any]
+    args: Args, overrides: Mapping[str, Any], count: int | None, flags: Mapping[str, Flag], types: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Every combination of the values, with each seed where several are asked for."""
-    values = choices(given["vary"], {name: flag.kind for name, flag in flags.items()}, "--vary")
+    """Every combination of the values, with each seed where there are several."""
+    values = choices(args["vary"], {name: flag.kind for name, flag in flags.items()}, "--vary")
     for name in values:
         for why, names in (("base", OF_THE_BASE), ("data set", OF_THE_DATA), ("process", OF_THE_PROCESS)):
             if name in names:
                 raise ConfigError(
                     f"--vary {name}: runs side by side have one {why}; train them one after another instead."
                 )
-    several = {**values, **({} if count is None else {"seed": tuple(_seeds(wanted, count))})}
-    found = {}
+    several = {**values, **({} if count is None else {"seed": tuple(_seeds(overrides, count))})}
+    runs = {}
     for combination in itertools.product(*several.values()):
         changes = dict(zip(several, combination, strict=True))
         name = ",".join(f"{option}={_short(value)}" for option, value in changes.items())
-        if name in found:
+        if name in runs:
             raise ConfigError(
                 f"--vary gives two runs the name {name}; let their values differ in the last part of a path."
             )
-        found[name] = typed(changes, types)
-    return found
+        runs[name] = typed(changes, types)
+    return runs
 
 
 def _short(value: Any) -> str:
@@ -144,7 +146,7 @@ def _alone(options: Mapping[str, Any], place: Path) -> dict[str, Any]:
     return {**mine, "output_dir": str(place), "resume": "auto"}
 
 
-def _refuse(runs: Mapping[str, Given], options_of: Callable[[Given], dict[str, Any]]) -> None:
+def _refuse(runs: Mapping[str, Args], options_of: Callable[[Args], dict[str, Any]]) -> None:
     """Raise ConfigError, before anything is loaded, where a run is wrong or cannot share the process."""
     from covey.config import GRPOConfig
     from covey.experiments.together import refuse_unshareable
@@ -164,8 +166,8 @@ def _refuse(runs: Mapping[str, Given], options_of: Callable[[Given], dict[str, A
     refuse_unshareable(configs)
 
 
-def _report(folder: Path, results: Results, given: Given) -> None:
-    if given.get("json"):
+def _report(folder: Path, results: Results, args: Args) -> None:
+    if args.get("json"):
         output.result_json({"run": str(folder), "runs": results})
         return
     if not results:

@@ -16,7 +16,7 @@ from covey.cli.columns import column_map
 from covey.cli.ensemble import ensemble_of, refuse_bad_ensemble
 from covey.cli.fields import config_flags, other_flags
 from covey.cli.flags import Flag
-from covey.cli.verb import CONFIG, JSON, Given, Verb
+from covey.cli.verb import CONFIG, JSON, Args, Verb
 from covey.config import options
 from covey.demo import DEMO_SETTINGS
 from covey.errors import ConfigError
@@ -68,7 +68,7 @@ _WHAT = (
     JSON,
 )  # fmt: skip
 
-_OWN = frozenset(flag.name for flag in _WHAT)
+_CLI_FLAGS = frozenset(flag.name for flag in _WHAT)
 HINTS = {
     **options.RENAMED,
     "model_name_or_path": "Use model.",
@@ -95,122 +95,122 @@ def config_types() -> Mapping[str, Any]:
     return early.option_types()
 
 
-def run(given: Given) -> int:
-    chosen = given
-    if given.get("trust_source") and not given.get("from_run"):
+def run(args: Args) -> int:
+    chosen = args
+    if args.get("trust_source") and not args.get("from_run"):
         raise ConfigError("--trust-source belongs to --from-run, which names the run to repeat.")
-    if given.get("from_run"):
-        if given.get("resume") not in (None, "never"):
+    if args.get("from_run"):
+        if args.get("resume") not in (None, "never"):
             raise ConfigError("--from-run starts a run anew and --resume goes on with one; keep one of them.")
         types = {**{flag.name: flag.type for flag in _WHAT}, **config_types()}
-        given = rerun.repeated(given, [*other_flags(), *flags()], types)
-    if given.get("resume") == "auto" and "output_dir" not in given:
+        args = rerun.repeated(args, [*other_flags(), *flags()], types)
+    if args.get("resume") == "auto" and "output_dir" not in args:
         raise ConfigError("--resume auto needs --output-dir, the folder of the run to go on with.")
-    wanted = config_options(given)
-    early.refuse_early(wanted)
-    refuse_bad_adapter(given)
-    if not given.get("print_config"):
-        refuse_missing(given)
-        early.refuse_missing_places(given)
-        given = {**given, "model": model_folder(given["model"])}
+    overrides = config_options(args)
+    early.refuse_early(overrides)
+    refuse_bad_adapter(args)
+    if not args.get("print_config"):
+        refuse_missing(args)
+        early.refuse_missing_places(args)
+        args = {**args, "model": model_folder(args["model"])}
     dataset = None
-    is_one = given.get("seeds") is None and not together.is_asked(given)
-    if not given.get("print_config") and not given.get("dry_run") and is_one:
-        header.show_header(given, wanted)
-        dataset = load_prompts(given["dataset"], given, limit=given.get("max_prompts"), live=True)
+    is_one = args.get("seeds") is None and not together.shares_base(args)
+    if not args.get("print_config") and not args.get("dry_run") and is_one:
+        header.show_header(args, overrides)
+        dataset = load_prompts(args["dataset"], args, limit=args.get("max_prompts"), live=True)
         header.show_rows(dataset)
     from covey.config import GRPOConfig
 
-    config = GRPOConfig(**wanted)
-    peft_config = adapter(given)
-    refuse_bad_ensemble(given, config)
-    if given.get("print_config"):
+    config = GRPOConfig(**overrides)
+    peft_config = adapter(args)
+    refuse_bad_ensemble(args, config)
+    if args.get("print_config"):
         from covey.cli.plan import as_yaml
 
-        output.result(as_yaml(wanted, {name: value for name, value in given.items() if name in _OWN}))
+        output.result(as_yaml(overrides, {name: value for name, value in args.items() if name in _CLI_FLAGS}))
         return 0
     if dataset is None:
-        dataset = load_prompts(given["dataset"], given, limit=given.get("max_prompts"), live=True)
-    if given.get("dry_run"):
+        dataset = load_prompts(args["dataset"], args, limit=args.get("max_prompts"), live=True)
+    if args.get("dry_run"):
         from covey.cli.plan import show
         from covey.rewards import resolve
 
-        for reward in given.get("reward") or ():
+        for reward in args.get("reward") or ():
             resolve(reward)
-        show(config, given, wanted, dataset)
+        show(config, args, overrides, dataset)
         return 0
     if chosen.get("from_run"):
         rerun.refuse_other_run(chosen, config, dataset)
-    own = {name: value for name, value in given.items() if name in _OWN}
-    if together.is_asked(given):
+    cli_args = {name: value for name, value in args.items() if name in _CLI_FLAGS}
+    if together.shares_base(args):
         load = functools.partial(load_rows, dataset=dataset)
-        known = {flag.name: flag for flag in (*other_flags(), *flags())}
+        by_name = {flag.name: flag for flag in (*other_flags(), *flags())}
         types = {**{flag.name: flag.type for flag in _WHAT}, **config_types()}
         member_of = functools.partial(member, load=load)
-        return together.run(given, wanted, own, config_options, member_of, known, types)
-    if given.get("seeds") is not None:
-        return seeds.run(given, wanted, own)
-    refuse_other_options(config, given, dataset)
-    held_out = given.get("eval_dataset")
-    eval_dataset = load_prompts(held_out, given, limit=given.get("max_eval_prompts")) if held_out else None
-    made = _steps(config, given, dataset, eval_dataset, peft_config, rerun.recorder(wanted, own))
-    return _finish(config, given, made)
+        return together.run(args, overrides, cli_args, config_options, member_of, by_name, types)
+    if args.get("seeds") is not None:
+        return seeds.run(args, overrides, cli_args)
+    refuse_other_options(config, args, dataset)
+    held_out = args.get("eval_dataset")
+    eval_dataset = load_prompts(held_out, args, limit=args.get("max_eval_prompts")) if held_out else None
+    made = _steps(config, args, dataset, eval_dataset, peft_config, rerun.recorder(overrides, cli_args))
+    return _finish(config, args, made)
 
 
-def config_options(given: Given) -> dict[str, Any]:
+def config_options(args: Args) -> dict[str, Any]:
     """Flags that GRPOConfig receives, with the next free run folder where none is named."""
-    wanted = {name: value for name, value in given.items() if name not in _OWN}
-    wanted.setdefault("output_dir", _next_run())
-    if given.get("dtype"):
-        wanted["model_init_kwargs"] = {**(wanted.get("model_init_kwargs") or {}), "dtype": given["dtype"]}
-    return wanted
+    overrides = {name: value for name, value in args.items() if name not in _CLI_FLAGS}
+    overrides.setdefault("output_dir", _next_run())
+    if args.get("dtype"):
+        overrides["model_init_kwargs"] = {**(overrides.get("model_init_kwargs") or {}), "dtype": args["dtype"]}
+    return overrides
 
 
-def refuse_missing(given: Given) -> None:
-    """Raise ConfigError for the first of model, dataset and reward that was not given."""
+def refuse_missing(args: Args) -> None:
+    """Raise ConfigError for the first missing one of model, dataset and reward."""
     for name in ("model", "dataset", "reward"):
-        if name == "reward" and (given.get("environment_factory") or given.get("agent")):
+        if name == "reward" and (args.get("environment_factory") or args.get("agent")):
             continue  # an environment or an agent may give the reward itself
-        if not given.get(name):
+        if not args.get(name):
             raise ConfigError(f"--{name} is missing: {next(flag.help for flag in _WHAT if flag.name == name)}")
 
 
-def refuse_other_options(config: Any, given: Given, dataset: Any) -> None:
+def refuse_other_options(config: Any, args: Args, dataset: Any) -> None:
     """Raise ConfigError, before the model is loaded, when the run cannot be resumed with these options."""
     from covey.runs import checkpoint
     from covey.runs.resuming import expect_resumable
 
-    wanted = given.get("resume", "never")
-    if wanted == "never":
+    resume = args.get("resume", "never")
+    if resume == "never":
         return
-    place = Path(config.output_dir if wanted == "auto" else wanted)
+    place = Path(config.output_dir if resume == "auto" else resume)
     saved = checkpoint.checkpoints(place) or checkpoint.checkpoints(place.parent)
     expect_resumable(saved[-1] if saved else None, config, dataset, tells=False)
 
 
 def _steps(
-    config: Any, given: Given, dataset: Any, eval_dataset: Any, peft_config: Any, record: Any, model: Any = None
+    config: Any, args: Args, dataset: Any, eval_dataset: Any, peft_config: Any, record: Any, model: Any = None
 ) -> Generator[Any, Any, Outcome]:
     """One run, from the trainer's making to its last evaluation; pauses after every step."""
     from covey.training.trainer import GRPOTrainer
 
     trainer = GRPOTrainer(
-        model=given["model"] if model is None else model,
-        reward_funcs=list(given.get("reward") or ()) or None,
+        model=args["model"] if model is None else model,
+        reward_funcs=list(args.get("reward") or ()) or None,
         args=config,
         train_dataset=dataset,
         eval_dataset=eval_dataset,
         peft_config=peft_config,
         callbacks=[record],
-        tools=given.get("tools"),
-        environment_factory=given.get("environment_factory"),
-        rollout_func=given.get("rollout_func"),
-        agent=given.get("agent"),
-        ensemble=ensemble_of(given),
+        tools=args.get("tools"),
+        environment_factory=args.get("environment_factory"),
+        rollout_func=args.get("rollout_func"),
+        agent=args.get("agent"),
+        ensemble=ensemble_of(args),
     )
     trainer.is_strict = True  # a script that runs twice may set a run aside; a command says so and stops
     trainer.raises_when_stopped = False
-    trained = yield from trainer.steps(resume_from_checkpoint=given.get("resume"))
+    trained = yield from trainer.steps(resume_from_checkpoint=args.get("resume"))
     if trainer.stopped_by:
         return Outcome(trained.global_step, {}, trainer.stopped_by, trainer.exit_code)
     trainer.save_model(str(Path(config.output_dir) / FINAL))
@@ -221,7 +221,7 @@ def _steps(
     return Outcome(trained.global_step, metrics, has_trained=has_trained, tells=tells)
 
 
-def _finish(config: Any, given: Given, steps: Generator[Any, Any, Outcome]) -> int:
+def _finish(config: Any, args: Args, steps: Generator[Any, Any, Outcome]) -> int:
     """Train one run alone, and say how it ended."""
     from covey.rollout.joint import to_the_end
 
@@ -231,31 +231,31 @@ def _finish(config: Any, given: Given, steps: Generator[Any, Any, Outcome]) -> i
         output.say(f"Stopped by {ended.stopped_by} after step {ended.steps}; go on with: {again}")
         return ended.exit_code
     if ended.tells:
-        _report(config, given, ended.steps, ended.metrics, has_trained=ended.has_trained)
+        _report(config, args, ended.steps, ended.metrics, has_trained=ended.has_trained)
     return 0
 
 
-def load_rows(given: Given, dataset: Any) -> tuple[Any, Any]:
+def load_rows(args: Args, dataset: Any) -> tuple[Any, Any]:
     """The prompts to train on, loaded before, and the held-out ones."""
-    held_out = given.get("eval_dataset")
-    return dataset, load_prompts(held_out, given, limit=given.get("max_eval_prompts")) if held_out else None
+    held_out = args.get("eval_dataset")
+    return dataset, load_prompts(held_out, args, limit=args.get("max_eval_prompts")) if held_out else None
 
 
-def member(given: Given, base: Any, load: Any) -> Generator[Any, Any, Outcome]:
+def member(args: Args, base: Any, load: Any) -> Generator[Any, Any, Outcome]:
     """One of several runs on one base, as `covey train` alone would make it; resumes where it stopped."""
     from covey.config import GRPOConfig
 
-    wanted = config_options(given)
-    config = GRPOConfig(**wanted)
-    rows, held_out = load(given)
-    refuse_other_options(config, given, rows)
-    own = {name: value for name, value in given.items() if name in _OWN}
-    record = rerun.recorder(wanted, own)
-    return (yield from _steps(config, given, rows, held_out, adapter(given), record, model=base))
+    overrides = config_options(args)
+    config = GRPOConfig(**overrides)
+    rows, held_out = load(args)
+    refuse_other_options(config, args, rows)
+    cli_args = {name: value for name, value in args.items() if name in _CLI_FLAGS}
+    record = rerun.recorder(overrides, cli_args)
+    return (yield from _steps(config, args, rows, held_out, adapter(args), record, model=base))
 
 
-def _report(config: Any, given: Given, steps: int, metrics: Mapping[str, Any], *, has_trained: bool) -> None:
-    if given.get("json"):
+def _report(config: Any, args: Args, steps: int, metrics: Mapping[str, Any], *, has_trained: bool) -> None:
+    if args.get("json"):
         output.result_json(
             {"run": config.output_dir, "steps": steps, "seconds": metrics["train_runtime"], "metrics": metrics}
         )
@@ -277,8 +277,8 @@ def _of_best(config: Any, state: Any) -> dict[str, Any]:
         return {}
     if state.global_step > best:
         output.say(f"The run ends with the weights of step {best}, its best evaluation.")
-    found = _last([entry for entry in state.log_history if entry["step"] == best])
-    return {name: value for name, value in found.items() if name.startswith("eval_")}
+    metrics = _last([entry for entry in state.log_history if entry["step"] == best])
+    return {name: value for name, value in metrics.items() if name.startswith("eval_")}
 
 
 def _last_evaluation(history: Sequence[Mapping[str, Any]]) -> int:
@@ -299,35 +299,35 @@ def resume_command(words: Sequence[str], run: str) -> str:
     """The command line that resumes a run, made from its first one."""
     import shlex
 
-    kept = [
+    remaining = [
         word for i, word in enumerate(words[1:], 1) if not word.startswith("--resume") and words[i - 1] != "--resume"
     ]
-    named = any(word.startswith(("--output-dir", "--output_dir")) for word in kept)
-    return shlex.join(["covey", *kept, *([] if named else ["--output-dir", run]), "--resume", "auto"])
+    named = any(word.startswith(("--output-dir", "--output_dir")) for word in remaining)
+    return shlex.join(["covey", *remaining, *([] if named else ["--output-dir", run]), "--resume", "auto"])
 
 
-def load_prompts(named: str, given: Given, limit: int | None, live: bool = False) -> Any:
+def load_prompts(named: str, args: Args, limit: int | None, live: bool = False) -> Any:
     """The data set that a flag names, its columns as the other flags say."""
     from covey import data
 
-    columns = column_map(given.get("columns"))
-    if given.get("answer_column"):
-        columns["answer"] = given["answer_column"]
+    columns = column_map(args.get("columns"))
+    if args.get("answer_column"):
+        columns["answer"] = args["answer_column"]
     return data.load(
         named,
-        prompt_column=given.get("prompt_column", "prompt"),
+        prompt_column=args.get("prompt_column", "prompt"),
         columns=columns,
-        system_prompt=given.get("system_prompt"),
+        system_prompt=args.get("system_prompt"),
         limit=limit,
-        streaming=bool(given.get("streaming")),
-        config_name=given.get("dataset_config"),
+        streaming=bool(args.get("streaming")),
+        config_name=args.get("dataset_config"),
         live=live,
     )
 
 
 def _next_run() -> str:
     taken = [
-        int(found[1]) for path in Path("runs").glob("train-*") if (found := re.fullmatch(r"train-(\d+)", path.name))
+        int(match[1]) for path in Path("runs").glob("train-*") if (match := re.fullmatch(r"train-(\d+)", path.name))
     ]
     return f"runs/train-{max(taken, default=0) + 1}"
 

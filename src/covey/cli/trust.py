@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.cli import output
-from covey.cli.verb import Given
+from covey.cli.verb import Args
 from covey.errors import ConfigError
 from covey.runs import provenance
 
@@ -41,27 +41,27 @@ _LIVE_OR_INSTALLED = re.compile(r"verifiers|follow:.*:|\.py\b", re.DOTALL)
 
 
 def confirm(
-    folder: Path, recorded: Mapping[str, Any], found: Mapping[str, Any], given: Given, verb: str = "--from-run"
+    folder: Path, recorded: Mapping[str, Any], run_json: Mapping[str, Any], args: Args, verb: str = "--from-run"
 ) -> None:
     """Before anything is imported for a recorded run: ask once, at a terminal, where code may not be that of the user's own run.
 
-    `recorded` are the run's options, `found` its run.json, `given` what the user gave: code that the user names is the user's own.
+    `recorded` are the run's options, `run_json` its manifest, `args` the flags of this command: code that they name is trusted.
     Raises ConfigError where the answer is no, or where there is no terminal to ask on.
     """
-    reasons = list(_reasons(folder, {k: v for k, v in recorded.items() if k not in given}, found))
+    reasons = list(_reasons(folder, {k: v for k, v in recorded.items() if k not in args}, run_json))
     if not reasons:
         return
-    said = "; ".join(reasons)
-    if given.get("trust_source"):
-        output.say(f"warning: {said}; it is run, and numbers may differ.")
+    sentence = "; ".join(reasons)
+    if args.get("trust_source"):
+        output.say(f"warning: {sentence}; it is run, and numbers may differ.")
         return
     if sys.stdin.isatty() and sys.stderr.isatty():
-        output.say(f"{said}.")
+        output.say(f"{sentence}.")
         sys.stderr.write("Run this code? [y/N] ")
         sys.stderr.flush()
         if sys.stdin.readline().strip().lower() in ("y", "yes"):
             return
-    raise ConfigError(f"{verb} {folder} was not started: {said}. Look at it; --trust-source runs it as it is now.")
+    raise ConfigError(f"{verb} {folder} was not started: {sentence}. Look at it; --trust-source runs it as it is now.")
 
 
 def code_of(recorded: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -70,35 +70,39 @@ def code_of(recorded: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(option, text) for option, text in values if _names_code(option, text)]
 
 
-def _reasons(folder: Path, recorded: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
+def _reasons(folder: Path, recorded: Mapping[str, Any], run_json: Mapping[str, Any]) -> Iterator[str]:
     code = code_of(recorded)
-    sources: Mapping[str, Mapping[str, str]] = found.get("sources") or {}
-    known = {kept.get("sha256") for kept in sources.values()}
-    if code and not _is_of_this_machine(found):
+    sources: Mapping[str, Mapping[str, str]] = run_json.get("sources") or {}
+    digests = {source.get("sha256") for source in sources.values()}
+    if code and not _is_of_this_machine(run_json):
         named = ", ".join(dict.fromkeys(f"{text} ({option})" for option, text in code))
         yield f"the run was made on another machine, and its options run {named}"
     else:
         files = {text: _files_in(text) for _, text in code}
         yield from (f"it cannot be told which file {text} is" for text, paths in files.items() if not paths)
         for path in dict.fromkeys(path for paths in files.values() for path in paths):
-            yield from _reasons_of_file(path, folder, str(path) in sources, known)
+            yield from _reasons_of_file(path, folder, str(path) in sources, digests)
         if code:  # files that parts of those are defined in
-            for place, kept in sources.items():
+            for place, source in sources.items():
                 path = Path(place)
-                if path.is_file() and provenance.file_digest(path) != kept.get("sha256") and not _is_among(path, files):
+                if (
+                    path.is_file()
+                    and provenance.file_digest(path) != source.get("sha256")
+                    and not _is_among(path, files)
+                ):
                     yield f"{path} has changed since"
     yield from _remote_code(recorded)
 
 
-def _reasons_of_file(path: Path, folder: Path, is_source: bool, known: set[str | None]) -> Iterator[str]:
+def _reasons_of_file(path: Path, folder: Path, is_source: bool, digests: set[str | None]) -> Iterator[str]:
     if path.is_relative_to(folder.resolve()):
         yield f"{path} lies in the run's own folder, so it may come from whoever made that"
-    elif provenance.file_digest(path) not in known:
+    elif provenance.file_digest(path) not in digests:
         yield f"{path} has changed since" if is_source else f"run.json does not hold the text of {path}"
 
 
 def _remote_code(recorded: Mapping[str, Any]) -> Iterator[str]:
-    """Options that run code beside a model, or a kernel of the hub."""
+    """Options that run code shipped with a model, or a kernel of the hub."""
     if recorded.get("trust_remote_code"):
         yield "its options run the code beside the model (trust_remote_code)"
     for option in ("model_init_kwargs", "teacher_model_init_kwargs"):
@@ -113,9 +117,9 @@ def _remote_code(recorded: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{option} has {name}={value!r}, which may run code beside the model or of the hub"
 
 
-def _is_of_this_machine(found: Mapping[str, Any]) -> bool:
+def _is_of_this_machine(run_json: Mapping[str, Any]) -> bool:
     """True if run.json names this machine and a folder that is here; a folder that was sent names another."""
-    hardware, place = found.get("hardware"), found.get("working_folder")
+    hardware, place = run_json.get("hardware"), run_json.get("working_folder")
     host = hardware.get("host") if isinstance(hardware, Mapping) else None
     return host == platform.node() and isinstance(place, str) and Path(place).is_dir()
 
@@ -148,7 +152,7 @@ def _is_import(text: str) -> bool:
 
 
 def _files_in(text: str) -> list[Path]:
-    """The Python files that a value names, by path or as a module; empty when one of them cannot be told."""
+    """The Python files that a value names, by path or as a module; empty when one of them cannot be located."""
     names = [
         piece for piece in re.split(r"[\s,=+*()'\"]+", text.partition("(")[0] if "(" in text else text) if ":" in piece
     ]

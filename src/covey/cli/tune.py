@@ -14,7 +14,7 @@ from covey.cli.adapter import refuse_bad_adapter
 from covey.cli.fields import other_flags
 from covey.cli.flags import Flag, typed
 from covey.cli.rerun import NEVER
-from covey.cli.verb import Given, Verb
+from covey.cli.verb import Args, Verb
 from covey.errors import ConfigError
 from covey.experiments import child, importance, series
 from covey.experiments.attempt import Attempt
@@ -33,7 +33,7 @@ _FLAGS = (
     Flag(name="pruner", help="What ends a run early: median (worse than half of those before it), halving, or none.", default="median", group="search"),
     Flag(name="keep_all", help="Keep the weights of every trial, not of the best one alone.", type=bool, group="search"),
 )  # fmt: skip
-_OWN = frozenset(flag.name for flag in _FLAGS)
+_CLI_FLAGS = frozenset(flag.name for flag in _FLAGS)
 _LEFT_OUT = NEVER - {"output_dir", "json", "config"}
 BEST = "best.yaml"
 
@@ -43,9 +43,9 @@ def flags() -> tuple[Flag, ...]:
     return (*_FLAGS, *(flag for flag in train.flags() if flag.name not in _LEFT_OUT))
 
 
-def run(given: Given) -> int:
+def run(args: Args) -> int:
     """Search until so many trials have ended; the same command continues an interrupted search."""
-    tuning = tuning_of(given)
+    tuning = tuning_of(args)
     from covey.runs.lock import FolderLock
     from covey.runs.signals import StopRequest
 
@@ -60,42 +60,46 @@ def run(given: Given) -> int:
     if stop.requested:
         output.say(f"Stopped; go on with: {series.again(sys.argv, tuning.folder)}")
         return stop.exit_code
-    _report(tuning, study, given)
+    _report(tuning, study, args)
     return code
 
 
-def tuning_of(given: Given) -> Tuning:
+def tuning_of(args: Args) -> Tuning:
     """The search that the flags describe, checked: every end of every range makes a run. Its folder is claimed."""
-    train.refuse_missing(given)
-    if not given.get("eval_dataset"):
+    train.refuse_missing(args)
+    if not args.get("eval_dataset"):
         raise ConfigError("covey tune judges by held-out prompts: give --eval-dataset.")
     child.refuse_launcher("covey tune")
-    if given.get("trials", 1) < 1 or given.get("pruner", "median") not in ("median", "halving", "none"):
+    if args.get("trials", 1) < 1 or args.get("pruner", "median") not in ("median", "halving", "none"):
         raise ConfigError("--trials is a number from 1 on, and --pruner is median, halving or none.")
-    if (jobs := given.get("n_jobs", 1)) < 1:
+    if (jobs := args.get("n_jobs", 1)) < 1:
         raise ConfigError(f"--n-jobs {jobs} must be 1 or more, the number of trials that train together.")
-    search = dimensions(given.get("search") or (), {flag.name: flag.kind for flag in train.flags()})
-    searched = {one.name for one in search}
-    options = {name: value for name, value in given.items() if name not in _OWN | NEVER | searched}
+    search = dimensions(args.get("search") or (), {flag.name: flag.kind for flag in train.flags()})
+    searched = {dimension.name for dimension in search}
+    options = {name: value for name, value in args.items() if name not in _CLI_FLAGS | NEVER | searched}
     if "eval_strategy" not in options and "eval_steps" not in options:
         options |= {"eval_strategy": "steps", "eval_steps": 0.125}
     apart = reason_against(options, searched, _check_ends(options, search))
     if apart and jobs > 1:
         raise ConfigError(f"--n-jobs {jobs} trains adapters on one base: {apart}. Leave --n-jobs out.")
-    folder = Path(given.get("output_dir") or next_folder()).expanduser()
-    start = {one.name: given[one.name] for one in search if one.name in given and one.holds(given[one.name])}
-    judged = {"metric": given.get("metric", "eval_reward"), "minimize": bool(given.get("minimize"))}
-    series.claim(folder, {**options, **judged, "search": list(given["search"])}, "a search")
+    folder = Path(args.get("output_dir") or next_folder()).expanduser()
+    start = {
+        dimension.name: args[dimension.name]
+        for dimension in search
+        if dimension.name in args and dimension.holds(args[dimension.name])
+    }
+    judged = {"metric": args.get("metric", "eval_reward"), "minimize": bool(args.get("minimize"))}
+    series.claim(folder, {**options, **judged, "search": list(args["search"])}, "a search")
     return Tuning(
         folder=folder,
         options=options,
         search=tuple(search),
         metric=judged["metric"],
         is_smaller_better=judged["minimize"],
-        pruner=given.get("pruner", "median"),
-        trials=given.get("trials", 20),
-        keeps_all=bool(given.get("keep_all")),
-        seed=given.get("seed", 0),
+        pruner=args.get("pruner", "median"),
+        trials=args.get("trials", 20),
+        keeps_all=bool(args.get("keep_all")),
+        seed=args.get("seed", 0),
         jobs=jobs,
         apart=apart,
         start=start,
@@ -106,16 +110,16 @@ def _check_ends(options: Mapping[str, Any], search: list[Dimension]) -> Any:
     """The configuration of a trial. Raises ConfigError where a value at the end of a range does not fit the other options."""
     from covey.config import GRPOConfig
 
-    middle = {one.name: one.ends[0] for one in search}
-    for one in search:
-        for value in one.ends:
-            trial = {**options, **middle, one.name: value}
-            wanted = train.config_options(trial)
+    middle = {dimension.name: dimension.ends[0] for dimension in search}
+    for dimension in search:
+        for value in dimension.ends:
+            trial = {**options, **middle, dimension.name: value}
+            overrides = train.config_options(trial)
             try:
                 refuse_bad_adapter(trial)
-                config = GRPOConfig(**wanted)
+                config = GRPOConfig(**overrides)
             except ConfigError as error:
-                raise ConfigError(f"--search {one.name}, at {value}: {error}") from error
+                raise ConfigError(f"--search {dimension.name}, at {value}: {error}") from error
     return config
 
 
@@ -147,13 +151,13 @@ def steps_on_one_base(options: Mapping[str, Any]) -> Callable[[Attempt], Steps]:
     load = partial(train.load_rows, dataset=rows)
 
     def steps(attempt: Attempt) -> Steps:
-        given = {**options, **typed(attempt.params, types)}
-        return train.member({**given, "output_dir": str(attempt.place), "resume": "auto"}, base, load)
+        args = {**options, **typed(attempt.params, types)}
+        return train.member({**args, "output_dir": str(attempt.place), "resume": "auto"}, base, load)
 
     return steps
 
 
-def _report(tuning: Tuning, study: Any, given: Given) -> None:
+def _report(tuning: Tuning, study: Any, args: Args) -> None:
     best = best_of(study)
     if best is not None:
         import yaml
@@ -164,7 +168,7 @@ def _report(tuning: Tuning, study: Any, given: Given) -> None:
         (tuning.folder / BEST).write_text(text)
     rows = [row_of(trial) for trial in study.trials]
     shares = importance.importances(study)
-    if given.get("json"):
+    if args.get("json"):
         output.result_json(
             {
                 "run": str(tuning.folder),
@@ -175,7 +179,7 @@ def _report(tuning: Tuning, study: Any, given: Given) -> None:
             }
         )
         return
-    names = [one.name for one in tuning.search]
+    names = [dimension.name for dimension in tuning.search]
     output.result(f"{'trial':<7}{tuning.metric:>14}  {'state':<9}" + "".join(f"{name:>24}" for name in names))
     order = sorted(rows, key=lambda row: rank(row, tuning.is_smaller_better))
     for row in order:
@@ -197,7 +201,7 @@ def _short(value: Any) -> str:
 
 def next_folder() -> str:
     """The next free `runs/tune-N`."""
-    taken = [int(found[1]) for path in Path("runs").glob("tune-*") if (found := re.fullmatch(r"tune-(\d+)", path.name))]
+    taken = [int(match[1]) for path in Path("runs").glob("tune-*") if (match := re.fullmatch(r"tune-(\d+)", path.name))]
     return f"runs/tune-{max(taken, default=0) + 1}"
 
 

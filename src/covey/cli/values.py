@@ -19,10 +19,10 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @functools.cache
-def _known() -> Mapping[str, tuple[str, ...]]:
+def _words_by_flag() -> Mapping[str, tuple[str, ...]]:
     trackers = ("none", "tensorboard", "wandb", "trackio", "mlflow")
     return {
-        **{name: one.words for name, one in DECLARED.items() if one.words},
+        **{name: option.words for name, option in DECLARED.items() if option.words},
         "lr_scheduler_type": enum_values("trainer_utils", "SchedulerType"),
         "optim": enum_values("training_args", "OptimizerNames"),
         "algorithm": names_in("algorithms/presets.py", "PRESETS"),
@@ -41,11 +41,15 @@ def _known() -> Mapping[str, tuple[str, ...]]:
 
 def values_of(flag: Flag) -> tuple[str, ...]:
     """The words that may follow this flag; empty where anything may."""
-    if flag.name in _known():
-        return _known()[flag.name]
+    if flag.name in _words_by_flag():
+        return _words_by_flag()[flag.name]
     kind = option_types().get(flag.name, flag.type)
-    literals = [one for one in (kind, *typing.get_args(kind)) if typing.get_origin(one) is typing.Literal]
-    words = tuple(str(value) for one in literals for value in typing.get_args(one) if isinstance(value, str))
+    literals = [
+        alternative
+        for alternative in (kind, *typing.get_args(kind))
+        if typing.get_origin(alternative) is typing.Literal
+    ]
+    words = tuple(str(value) for literal in literals for value in typing.get_args(literal) if isinstance(value, str))
     return words or (("true", "false") if flag.is_switch and str(flag.default) == "True" else ())
 
 
@@ -60,5 +64,5 @@ def names_in(file: str, variable: str) -> tuple[str, ...]:
             return tuple(str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))
         if isinstance(node.value, ast.DictComp):
             inside = ast.walk(node.value.generators[0].iter)
-            return tuple(dict.fromkeys(one.id for one in inside if isinstance(one, ast.Name)))
+            return tuple(dict.fromkeys(part.id for part in inside if isinstance(part, ast.Name)))
     raise LookupError(f"{file} has no mapping {variable}.")

@@ -13,8 +13,8 @@ from covey.cli.help import flags_help
 from covey.cli.recipe import expanded
 from covey.errors import ConfigError, did_you_mean
 
-Given = Mapping[str, Any]
-"""Typed values of the flags that were given, by name."""
+Args = Mapping[str, Any]
+"""Typed values of the flags on the command line, by name."""
 
 _PLAIN: Mapping[str, Any] = {
     **{kind.__name__: kind for kind in (bool, int, float, str)},
@@ -31,14 +31,14 @@ CONFIG = Flag(name="config", help="YAML file of options; flags win over it.", gr
 
 @dataclass(frozen=True, kw_only=True)
 class Verb:
-    """`run` takes what was given and returns the exit code (None: 0)."""
+    """`run` takes the typed flags and returns the exit code (None: 0)."""
 
     name: str
     usage: str
     """After the verb: `MODEL [options]`."""
     sentence: str
     flags: Callable[[], Sequence[Flag]]
-    run: Callable[[Given], int | None]
+    run: Callable[[Args], int | None]
     positional: Sequence[str] = ()
     examples: Sequence[str] = ()
     quiet_flags: Callable[[], Sequence[Flag]] = tuple
@@ -59,17 +59,17 @@ class Verb:
             output.result(flags_help(usage, self.sentence, self.examples, shown, is_all=is_all))
             return 0
         flags = [*self.quiet_flags(), *shown]  # a later flag of the same name wins, such as --debug
-        given = read_flags(arguments, flags, self.positional, self.hints)
-        given = expanded({**self._from_file(given.pop("config", None), flags), **given}, flags, self.hints)
-        given.pop("debug", None)
+        args = read_flags(arguments, flags, self.positional, self.hints)
+        args = expanded({**self._from_file(args.pop("config", None), flags), **args}, flags, self.hints)
+        args.pop("debug", None)
         types: dict[str, Any] = {flag.name: _PLAIN.get(flag.kind, flag.type) for flag in flags}
-        if any(isinstance(types.get(name, str), str) for name in given):
+        if any(isinstance(types.get(name, str), str) for name in args):
             types |= self.types()
-        wanted = typed(given, {**dict.fromkeys(self.positional, str), **types})
-        seed = wanted.get("seed", 0)
+        options = typed(args, {**dict.fromkeys(self.positional, str), **types})
+        seed = options.get("seed", 0)
         if isinstance(seed, int) and not 0 <= seed < 2**32:
             raise ConfigError(f"--seed {seed} must be between 0 and {2**32 - 1}.")
-        return self.run(wanted) or 0
+        return self.run(options) or 0
 
     def _from_file(self, config: str | None, flags: Sequence[Flag]) -> Mapping[str, Any]:
         if config is None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from covey.cli import output
 from covey.cli.flags import Flag
-from covey.cli.verb import Given, Verb
+from covey.cli.verb import Args, Verb
 from covey.errors import ConfigError
 
 _FLAGS = (
@@ -24,9 +24,9 @@ _SHORTEST_TOKEN = 16
 _WAITING = 2048
 
 
-def run(given: Given) -> None:
+def run(args: Args) -> None:
     """Serve the page until interrupted."""
-    options: dict[str, Any] = {flag.name: flag.default for flag in _FLAGS} | dict(given)
+    options: dict[str, Any] = {flag.name: flag.default for flag in _FLAGS} | dict(args)
     folders = [Path(name).expanduser() for name in options["runs"] or ["runs"]]
     _check(options, folders)
     try:

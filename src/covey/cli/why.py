@@ -6,41 +6,41 @@ from pathlib import Path
 
 from covey.cli import output, trust
 from covey.cli.flags import Flag
-from covey.cli.verb import JSON, Given, Verb
+from covey.cli.verb import JSON, Args, Verb
 from covey.errors import ConfigError
 
 
-def run(given: Given) -> None:
+def run(args: Args) -> None:
     """Diagnose a step and show the ranking."""
-    if not given.get("run") or given.get("step") is None:
+    if not args.get("run") or args.get("step") is None:
         raise ConfigError("covey why needs a run and a step: covey why runs/train-1 --step 120.")
     from covey.doctor.why.causes import diagnose, is_named
     from covey.doctor.why.recorded import load
     from covey.runs import manifest
 
-    folder = Path(given["run"]).expanduser()
+    folder = Path(args["run"]).expanduser()
     described = manifest.read(folder / manifest.NAME) or {}
-    trust.confirm(folder, described.get("config") or {}, described, given, "covey why")
-    recorded = load(folder, given["step"])
-    found = diagnose(recorded)
-    if given.get("json"):
+    trust.confirm(folder, described.get("config") or {}, described, args, "covey why")
+    recorded = load(folder, args["step"])
+    diagnosis = diagnose(recorded)
+    if args.get("json"):
         output.result_json({
             "step": recorded.step,
-            "troubles": [{"said": said, "value": value, "limit": limit} for said, value, limit in found.troubles],
-            "changes": [{"kind": one.change.kind, "said": one.change.said, "removes": one.share, "interval": [one.low, one.high], "named": is_named(one), "troubles": [place + 1 for place in one.removes]} for one in found.remedies],
-            "grad_norm": {"replayed": found.replayed[0], "recorded": found.replayed[1]},
-            "left_out": found.left_out,
+            "troubles": [{"said": trouble, "value": value, "limit": limit} for trouble, value, limit in diagnosis.troubles],
+            "changes": [{"kind": remedy.change.kind, "said": remedy.change.said, "removes": remedy.share, "interval": [remedy.low, remedy.high], "named": is_named(remedy), "troubles": [place + 1 for place in remedy.removes]} for remedy in diagnosis.remedies],
+            "grad_norm": {"replayed": diagnosis.replayed[0], "recorded": diagnosis.replayed[1]},
+            "left_out": diagnosis.left_out,
         })  # fmt: skip
         return
-    was = "" if found.replayed[1] is None else f" (recorded: {found.replayed[1]:.4g})"
-    output.result(f"step {recorded.step} made again: gradient norm {found.replayed[0]:.4g}{was}")
-    if not found.replayed[0]:
+    was = "" if diagnosis.replayed[1] is None else f" (recorded: {diagnosis.replayed[1]:.4g})"
+    output.result(f"step {recorded.step} made again: gradient norm {diagnosis.replayed[0]:.4g}{was}")
+    if not diagnosis.replayed[0]:
         output.result(
             "the step has no gradient: the completions of each group got equal rewards, so no weight moves and no change can help; "
             "easier or harder prompts, more completions a prompt or dynamic_sampling give groups that differ."
         )
         return
-    if not found.troubles:
+    if not diagnosis.troubles:
         output.result(
             "nothing is wrong with this step by what is measured here: how far it moves the policy, how stale its completions"
         )
@@ -48,21 +48,21 @@ def run(given: Given) -> None:
             "are, its gradient beside those before, its groups and slices beside each other, and what it does to each reward."
         )
         return
-    has_one = len(found.troubles) == 1
-    for place, (said, value, limit) in enumerate(found.troubles, 1):
+    has_one = len(diagnosis.troubles) == 1
+    for place, (trouble, value, limit) in enumerate(diagnosis.troubles, 1):
         name = "trouble" if has_one else f"trouble {place}"
-        output.result(output.row("WARN", name, f"{said}: {value:.3g}, at most {limit:.3g} is usual"))
-    for one in found.remedies:
-        mark, which = ("OK  ", _which(one.removes)) if is_named(one) else ("-   ", "")
+        output.result(output.row("WARN", name, f"{trouble}: {value:.3g}, at most {limit:.3g} is usual"))
+    for remedy in diagnosis.remedies:
+        mark, which = ("OK  ", _which(remedy.removes)) if is_named(remedy) else ("-   ", "")
         output.result(
-            f"{mark}{one.change.said} removes {100 * one.share:.0f}% of {'it' if has_one else 'all'} "
-            f"(95%: {100 * one.low:.0f} to {100 * one.high:.0f}){'' if has_one else which}"
+            f"{mark}{remedy.change.said} removes {100 * remedy.share:.0f}% of {'it' if has_one else 'all'} "
+            f"(95%: {100 * remedy.low:.0f} to {100 * remedy.high:.0f}){'' if has_one else which}"
         )
-    for place in range(len(found.troubles)):
-        if not any(place in one.removes for one in found.remedies):
+    for place in range(len(diagnosis.troubles)):
+        if not any(place in remedy.removes for remedy in diagnosis.remedies):
             output.result("no single change removes it" if has_one else f"no single change removes trouble {place + 1}")
-    for said in found.left_out:
-        output.say(f"not tried: {said}")
+    for change in diagnosis.left_out:
+        output.say(f"not tried: {change}")
 
 
 def _which(places: tuple[int, ...]) -> str:
