@@ -14,8 +14,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOST_WORDS = 45
-MOST_WORDS_OF_README = 25
+MOST_WORDS = 25
 WORDS = ROOT / "docs" / "prose_words.txt"
 """One phrase a line, `phrase => what to write`; a line with # is a comment."""
 NOT_PROSELINTS = ("typography", "lexical_illusions", "spelling")
@@ -70,12 +69,11 @@ def sentences(text: str) -> list[tuple[int, str]]:
 def faults(page: Path, known: list[tuple[re.Pattern[str], str]]) -> list[str]:
     """One line a fault of the page."""
     text, name = page.read_text(encoding="utf-8"), page.relative_to(ROOT).as_posix()
-    most = MOST_WORDS_OF_README if page.name == "README.md" else MOST_WORDS
     found = []
     for line, sentence in sentences(text):
         count = len(re.findall(r"[A-Za-z0-9]+(?:['.-][A-Za-z0-9]+)*", sentence))
-        if count > most:
-            found.append(f"{name}:{line}: {count} words in a sentence, {most} at most: {sentence[:90]}...")
+        if count > MOST_WORDS:
+            found.append(f"{name}:{line}: {count} words in a sentence, {MOST_WORDS} at most: {sentence[:90]}...")
     prose = prose_of(text)
     for pattern, better in known:
         for match in pattern.finditer(prose):
