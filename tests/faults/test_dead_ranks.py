@@ -74,7 +74,15 @@ def test_a_run_whose_rank_was_killed_goes_on_when_it_is_started_again(tmp_path: 
     "when",
     [
         pytest.param("told in a rollout", marks=pytest.mark.slow),
-        *(pytest.param(when, marks=pytest.mark.nightly) for when in ("told in an update", "told in an update, split")),
+        *(
+            pytest.param(when, marks=pytest.mark.nightly)
+            for when in (
+                "told in an update",
+                "told in an update, split",
+                "told in an evaluation",
+                "told in an evaluation, split",
+            )
+        ),
     ],
 )
 def test_a_stop_that_one_process_hears_is_heeded_by_all_in_the_middle_of_the_step(when: str, tmp_path: Path) -> None:
@@ -83,6 +91,8 @@ def test_a_stop_that_one_process_hears_is_heeded_by_all_in_the_middle_of_the_ste
     newest = checkpoint.latest(tmp_path / "run")
     assert newest is not None
     assert newest.name == "checkpoint-2"  # nothing of the third step
+    assert checkpoint.load_state(newest)["state"]["is_evaluation_due"] == ("evaluation" in when)
+    assert not (tmp_path / "run" / "evaluations").exists()
 
 
 @pytest.mark.slow

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 
 from covey.learner.learner import Learner
 from covey.rollout.engine import NativeSampler
 from covey.rollout.hf import TransformersSampler
 from covey.runs import checkpoint
-from faults.small_runs import reward_len, stopped, trainer, weights
+from faults.small_runs import lines, reward_len, stopped, trainer, weights
 from kit import rest_nightly
 
 STEPS = 4
@@ -96,22 +98,86 @@ def test_the_transformers_sampler_hears_it_too(tmp_path: Path, monkeypatch: pyte
     assert (run.stopped_by, run.exit_code, watch.passed_after) == ("SIGINT", 130, 0)
 
 
-def test_an_evaluation_is_finished_before_the_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its result belongs to a step that is done; half of it would be lost."""
-    seen: list[int] = []
+EVALUATED: dict[str, Any] = {
+    **OPTIONS,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_steps": 1,
+    "metric_for_best_model": "reward",
+    "greater_is_better": True,
+    "per_device_eval_batch_size": 8,
+}
 
-    def watched(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
-        seen.append(len(completions))
-        if len(seen) == 2:  # the first call was the rollout's
-            os.kill(os.getpid(), signal.SIGTERM)
-        return reward_len(completions, completions)
 
-    rows = [{"prompt": f"{i}"} for i in range(6)]
-    from datasets import Dataset
+def evaluated_run(folder: Path, reward: Any = reward_len) -> Any:
+    """A run that evaluates and saves after every step."""
+    rows = Dataset.from_list([{"prompt": f"{i}"} for i in range(6)])
+    return trainer(folder, reward_funcs=reward, eval_dataset=rows, **EVALUATED)
 
-    run = trainer(tmp_path / "run", reward_funcs=watched, eval_dataset=Dataset.from_list(rows), eval_strategy="steps", eval_steps=1,
-                  per_device_eval_batch_size=8, **OPTIONS)  # fmt: skip
+
+def evaluations(run: Any) -> list[dict[str, float]]:
+    """Evaluations of the history without what a clock gives."""
+    entries = [entry for entry in run.state.log_history if "eval_reward" in entry]
+    clocks = ("runtime", "per_second", "/seconds")
+    return [{k: v for k, v in entry.items() if not any(clock in k for clock in clocks)} for entry in entries]
+
+
+def test_a_stop_is_heard_within_an_evaluation_which_a_resume_repeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = evaluated_run(tmp_path / "whole")
+    whole.train()
+    watch = SignalAt(14)  # after the tokens that are compared with a plain forward, and the first rollout
+    monkeypatch.setattr(NativeSampler, "check_stop", watch, raising=False)
+    run = evaluated_run(tmp_path / "run")
     stopped(run)
-    assert run.exit_code == 75
-    assert run.state.global_step == 1
-    assert any("eval_reward" in entry for entry in run.state.log_history)
+    assert (run.exit_code, run.state.global_step, watch.passed_after) == (75, 1, 0)
+    assert evaluations(run) == []
+    assert "evaluation_left" in [event["kind"] for event in lines(tmp_path / "run", "events.jsonl")]
+    monkeypatch.undo()
+    again = evaluated_run(tmp_path / "run")
+    again.train(resume_from_checkpoint=True)
+    assert bool((weights(again) == weights(whole)).all())
+    assert evaluations(again) == evaluations(whole)
+    assert len(evaluations(whole)) == STEPS
+    best, same = again.state.best_model_checkpoint, whole.state.best_model_checkpoint
+    assert (Path(best).name, again.state.best_metric) == (Path(same).name, whole.state.best_metric)
+    assert [line["step"] for line in lines(tmp_path / "run", "evaluations.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_stop_within_the_evaluation_before_the_first_step_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = SignalAt(9)  # after the tokens that are compared with a plain forward
+    monkeypatch.setattr(NativeSampler, "check_stop", watch, raising=False)
+    rows = Dataset.from_list([{"prompt": f"{i}"} for i in range(6)])
+    run = trainer(tmp_path / "run", eval_dataset=rows, eval_on_start=True, **EVALUATED)
+    stopped(run)
+    assert (run.exit_code, run.state.global_step, watch.passed_after) == (75, 0, 0)
+    monkeypatch.undo()
+    again = trainer(tmp_path / "run", eval_dataset=rows, eval_on_start=True, **EVALUATED)
+    again.train(resume_from_checkpoint=True)
+    assert [entry["step"] for entry in evaluations(again)] == [0, 1, 2, 3, 4]
+
+
+def test_a_due_checkpoint_is_written_before_the_evaluation(tmp_path: Path) -> None:
+    """A machine that is lost during a long evaluation costs no training; a resume from there evaluates first."""
+    saved: list[list[str]] = []
+
+    def look(prompts: list[str], completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
+        folders = checkpoint.checkpoints(tmp_path / "run")
+        saved.append([folder.name for folder in folders])
+        if len(saved) == 2:  # the second call scores the evaluation after the first step
+            shutil.copytree(tmp_path / "run" / "checkpoint-1", tmp_path / "during")
+        return reward_len(prompts, completions)
+
+    look.__name__ = reward_len.__name__  # metrics carry it
+    whole = trainer(tmp_path / "run", reward_funcs=look, eval_dataset=Dataset.from_list([{"prompt": "1"}]),
+                    save_async=False, **EVALUATED)  # fmt: skip
+    whole.train()
+    assert saved[:2] == [[], ["checkpoint-1"]]
+    state = checkpoint.load_state(tmp_path / "during")["state"]
+    assert state["is_evaluation_due"]
+    resumed = trainer(tmp_path / "other", eval_dataset=Dataset.from_list([{"prompt": "1"}]), **EVALUATED)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "during"))
+    assert evaluations(resumed) == evaluations(whole)

@@ -1,7 +1,8 @@
 """Run apart, in each of two processes: a tiny run in which rank 1 meets a fault at its third reward.
 
 `python two_ranks.py TESTS FOLDER FAULT [resume | auto]`; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as a launcher sets them.
-"told in a rollout" and "told in an update" ("..., split" with FSDP) send SIGTERM to rank 1 alone, in the middle of the third step.
+"told in a rollout" and "told in an update" ("..., split" with FSDP) send SIGTERM to rank 1 alone, in the middle of the third step,
+"told in an evaluation" in the middle of the one after the second step.
 Under `torchrun --max-restarts`, "kill first" kills rank 1 in the first attempt, "kill twice" rank 0 in the second too; LATE="0,1" lets
 rank 0 come seconds after the other one in the second attempt, and rank 1 in the third.
 """
@@ -110,6 +111,25 @@ def tell_in_a_rollout(one) -> None:
     Scheduler._step = watched
 
 
+def tell_in_an_evaluation(one) -> None:
+    """Rank 1 is told at its first token of the evaluation after the second step; the evaluation's rewards are never asked for."""
+    from covey.rollout.scheduler import Scheduler
+
+    write, evaluate, seen = Scheduler._step, one.evaluate, []
+
+    def evaluated(*args, **kwargs):
+        seen.append(one.state.global_step)
+        return evaluate(*args, **kwargs)
+
+    def watched(self):
+        if RANK == 1 and seen == [2]:
+            seen.append("told")
+            os.kill(os.getpid(), signal.SIGTERM)
+        return write(self)
+
+    Scheduler._step, one.evaluate = watched, evaluated
+
+
 def tell_in_an_update(one) -> None:
     """Rank 1 is told in the first of its micro-batches of the third step."""
     from covey.learner.learner import Learner
@@ -146,6 +166,7 @@ def train() -> None:
         processing_class=tiny_tokenizer(),
         reward_funcs=reward_steps,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
+        eval_dataset=Dataset.from_dict({"prompt": prompts[:3]}),
         callbacks=[OnStep.callback()],
         args=GRPOConfig(
             output_dir=str(FOLDER / "run"),
@@ -157,6 +178,7 @@ def train() -> None:
             max_completion_length=6,
             fsdp=FAULT.endswith(", split") or None,
             **({"gradient_accumulation_steps": 4, "max_tokens_per_microbatch": 30} if FAULT.startswith("told") else {}),
+            **({"eval_strategy": "steps", "eval_steps": 2} if "evaluation" in FAULT else {}),
             learning_rate=0.1 if FAULT != "other options" or RANK == 0 else 0.2,
             logging_steps=1,
             use_cpu=FAULT != "no word of a CPU",
@@ -171,6 +193,8 @@ def train() -> None:
         spoil(one)
     if FAULT.startswith("told in a rollout"):
         tell_in_a_rollout(one)
+    if FAULT.startswith("told in an evaluation"):
+        tell_in_an_evaluation(one)
     if FAULT.startswith("told in an update"):
         tell_in_an_update(one)
     one.train(resume_from_checkpoint="auto" if "auto" in sys.argv[4:] else "resume" in sys.argv[4:] or None)

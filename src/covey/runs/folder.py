@@ -224,12 +224,17 @@ class RunFolder:
                 stacklevel=3,
             )
         told = () if keep_events else (self.events, self.alerts)
-        for log in (self.metrics, self.evaluations, *told):
+        for log in (self.metrics, *told):
             log.truncate_to(step)
         rollouts.truncate_to(self.path / "rollouts", step)
         completions.truncate_to(self.path / completions.FOLDER, step)
         traces.truncate_to(self.path / traces.FOLDER, step)
-        evaluations.truncate_to(self.path / evaluations.FOLDER, step)
+        self.drop_evaluations(step + 1)
+
+    def drop_evaluations(self, step: int) -> None:
+        """Remove the evaluations of `step` and later."""
+        self.evaluations.truncate_to(step - 1)
+        evaluations.truncate_to(self.path / evaluations.FOLDER, step - 1)
 
     def _try(self, what: str, write: Any) -> None:
         """Write a record; a disk that refuses is logged once, until it works again."""

@@ -276,7 +276,7 @@ def build_evaluator(given: RunInputs, parts: Parts) -> Evaluator:
     """Evaluator over the parts of training, with a fixed sampling seed."""
     args = given.args
     return Evaluator(
-        sampler=parts.sampler,
+        draws=replace(parts.draws, sampler=parts.sampler),  # the policy alone, without the members of an ensemble
         scorer=given.scorer,
         learner=parts.learner,
         algorithm=given.algorithm,

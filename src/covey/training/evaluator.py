@@ -20,11 +20,12 @@ from covey.merging import WeightAverage
 from covey.monitor.slices import Slices
 from covey.process.world import World
 from covey.rewards import Scorer, reward_metrics
-from covey.rollout import Sampler, SamplingParams
+from covey.rollout import SamplingParams
 from covey.rollout.sampler import DEFAULT_ROWS
 from covey.runs import checkpoint
 from covey.runs.evaluations import by_question
 from covey.training.credit import completion_metrics, with_advantages
+from covey.training.drawing import Draws
 from covey.training.parts import Parts
 from covey.types import Group, Metric, merge_metrics
 
@@ -33,7 +34,7 @@ from covey.types import Group, Metric, merge_metrics
 class Evaluator:
     """Samples `num_generations` completions for every prompt of a data set and scores them."""
 
-    sampler: Sampler
+    draws: Draws
     scorer: Scorer
     learner: Learner
     algorithm: Algorithm
@@ -87,18 +88,12 @@ class Evaluator:
         """Scored groups of the first `count` prompts, `per_turn` at a time; as many are drawn at once as the sampler decodes."""
         for start in range(0, count, per_draw):
             batch = prompts.take(min(per_draw, count - start))
-            groups = self._scored(batch, self.num_generations, self.sampling)
+            sampling = replace(self.sampling, seed=self.seed)
+            groups = self.world.interleave(self.draws(self.draws.request(batch, self.num_generations, sampling)))
             if needs_greedy:
-                groups = with_greedy_rewards(groups, self._scored(batch, 1, replace(self.sampling, temperature=0.0)))
+                groups = with_greedy_rewards(groups, self.draws.greedy(batch, sampling))
             for place in range(0, len(groups), per_turn):
                 yield groups[place : place + per_turn]
-
-    def _scored(self, prompts: Sequence[Any], n: int, sampling: SamplingParams) -> list[Group]:
-        mine = self.world.share(prompts)
-        groups = self.sampler.sample(mine, n, replace(sampling, seed=self.seed))  # scored while others are decoded
-        scored = self.scorer.score(groups)
-        self.scorer.check_first(self.world.any)
-        return self.world.interleave(scored)
 
     def _named(
         self, metrics: Mapping[str, Metric], turns: int, count: int, seconds: float, prefix: str

@@ -329,6 +329,11 @@ class Recording:
             self.folder.rewind(step, keep_events=True)
             self.folder.append_events(step, [event])
 
+    def drop_evaluations(self, step: int) -> None:
+        """Remove the evaluations of `step` and later from the records, before they are made again."""
+        if self.folder is not None:
+            self.folder.drop_evaluations(step)
+
     def reward_failed(self, step: int, error: RewardError) -> None:
         """Save the events of a reward error that ends the run, and name their file in the error."""
         if self.folder is not None and error.events:

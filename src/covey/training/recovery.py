@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,6 +46,20 @@ def undone_when_stopped(parts: Parts) -> Iterator[None]:
     except StopNow:
         parts.learner.forget()
         rng.restore(before)
+        raise
+
+
+@contextmanager
+def evaluation_undone_when_stopped(parts: Parts) -> Iterator[None]:
+    """Context of an evaluation that a stop signal may abort; what it changed in rewards and records is then undone."""
+    recorder = parts.session.recorder
+    before = copy.deepcopy({"scorer": parts.scorer.state_dict(), "recorder": recorder.state_dict()})
+    try:
+        with undone_when_stopped(parts), parts.interruption.evaluating():
+            yield
+    except StopNow:
+        parts.scorer.load_state_dict(before["scorer"])
+        recorder.load_state_dict(before["recorder"])
         raise
 
 

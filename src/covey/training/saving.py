@@ -173,6 +173,7 @@ class Saver:
         """Handle the result of a finished write, without waiting."""
         if parts.world.is_main:
             self._watch(parts)
+            self._mark_best()
             if not self.background.is_busy:
                 self.finish(parts)
 
@@ -185,6 +186,13 @@ class Saver:
     def finish(self, parts: Parts) -> None:
         """Wait for the current write."""
         self._ended(parts, self.background.finish)
+        self._mark_best()
+
+    def _mark_best(self) -> None:
+        """Name the checkpoint of the best evaluation, which may have come after it was written."""
+        path = Path(str(self.args.output_dir)) / f"checkpoint-{self.trainer_state.best_global_step}"
+        if path.is_dir():
+            self.trainer_state.best_model_checkpoint = str(path)
 
     def _ended(self, parts: Parts, write: Callable[[], Path | None]) -> None:
         """Handle the result of a write."""
@@ -196,10 +204,8 @@ class Saver:
         if path is not None:
             self.failed = 0
             parts.prompts.commit(self.drawn)
-        if path is not None:
             self.when_written(path, checkpoint.step_of(path))
-        if path is not None and self.trainer_state.best_global_step == checkpoint.step_of(path):
-            self.trainer_state.best_model_checkpoint = str(path)
+            self._mark_best()
 
     def _refused(self, parts: Parts, error: StorageError) -> None:
         """Report a disk error of a save, as an alert after several in a row. Raises it again at `save_error_limit`."""

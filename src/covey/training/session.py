@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from covey.errors import ConfigError, RewardError, SpoiledError
@@ -31,6 +31,8 @@ class Recorder(Protocol):
     def bad_step(self, step: int, groups: Sequence[Group], report: StepReport) -> None: ...
 
     def rewind(self, step: int, event: Event) -> None: ...
+
+    def drop_evaluations(self, step: int) -> None: ...
 
     def event(self, step: int, event: Event) -> None: ...
 
@@ -123,6 +125,8 @@ class Session:
         self.trainer_state.global_step = state.step
         self._count(state)
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False
+        if state.is_evaluation_due:
+            self._evaluate_again(state)
         self._hear_signals()
         if not self.should_stop:
             self._call("on_step_begin")
@@ -136,9 +140,8 @@ class Session:
         self.started = time.perf_counter()
         self._call("on_train_begin")
         self._call("on_epoch_begin")
-        is_best = self.args.eval_on_start and state.step == 0 and self._evaluate()
-        if is_best and self.args.save_strategy == "best":  # the untrained model may turn out to be the best
-            self._save(state)
+        if state.is_evaluation_due or (self.args.eval_on_start and state.step == 0):
+            self._evaluate_again(state)
         self._hear_signals()
         self._call("on_step_begin")
 
@@ -181,7 +184,7 @@ class Session:
     def _end(self, state: TrainState) -> dict[str, float]:
         self._hear_signals()
         if self.is_asked_to_stop and state.step > self.last_saved and self.args.save_strategy != "no":
-            self._save(state)
+            self._save(replace(state, is_evaluation_due=self.latest.is_evaluation_due))
         self.finish_saving()
         seconds = time.perf_counter() - self.started
         summary = {
@@ -274,11 +277,15 @@ class Session:
         if self.control.should_log and self.window_seconds:
             self._announce(self._window(state))
             self.show_completions(state.step, groups)
-        is_best = False
-        if self.control.should_evaluate:
-            is_best = self._evaluate()
+        saves_first = self.control.should_save and self.control.should_evaluate
+        if saves_first:  # an evaluation may take longer than many steps, whose work a kill must not cost
+            self._write(replace(state, is_evaluation_due=True))
+        is_best = self.control.should_evaluate and self._evaluate(state)
         saves_best = self.args.save_strategy == "best" and is_best
-        if self.control.should_save or saves_best:
+        if saves_first:
+            self.poll_saving()
+            self._call("on_save")
+        elif self.control.should_save or saves_best:
             self._save(state)
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False
 
@@ -299,15 +306,24 @@ class Session:
         self.window, self.window_seconds = {}, []
         return logs
 
-    def _evaluate(self) -> bool:
-        """Evaluate now. Returns True if the result is the best so far."""
+    def _evaluate_again(self, state: TrainState) -> None:
+        """Evaluation before the first step of a run or a resume, in place of any of this step on record."""
+        self.recorder.drop_evaluations(state.step)
+        is_best = self._evaluate(state)
+        if is_best and self.args.save_strategy == "best":  # the untrained model may turn out to be the best
+            self._save(state)
+
+    def _evaluate(self, state: TrainState) -> bool:
+        """Evaluate now. Returns True if the result is the best so far, False also after a stop, which leaves the evaluation due."""
+        self.latest = replace(state, is_evaluation_due=True)
         try:
             metrics = self.evaluate()
         except StopNow:
-            said = "The evaluation was left, because a stop was asked for while its server was waited for."
-            logger.warning("step %d: %s", self.trainer_state.global_step, said)
-            self.recorder.event(self.trainer_state.global_step, Event(kind="evaluation_left", said=said))
+            said = "The evaluation was left, because a stop was asked for; a resume begins with it."
+            logger.warning("step %d: %s", state.step, said)
+            self.recorder.event(state.step, Event(kind="evaluation_left", said=said))
             return False
+        self.latest = replace(state, is_evaluation_due=False)
         self.display.show(evaluation_line(self.trainer_state.global_step, metrics))
         self.monitor.evaluated(metrics)
         self._call("on_evaluate", metrics=metrics)
@@ -330,9 +346,12 @@ class Session:
         return True
 
     def _save(self, state: TrainState) -> None:
+        self._write(state)
+        self._call("on_save")
+
+    def _write(self, state: TrainState) -> None:
         self.save(state)
         self.last_saved = state.step
-        self._call("on_save")
 
     def _call(self, event: str, **kwargs: Any) -> None:
         method = getattr(self.handler, event)

@@ -33,6 +33,8 @@ class TrainState:
     rollout_metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Metrics of the generation batch that the next report carries."""
     rollout_seconds: Mapping[str, float] = field(default_factory=dict)
+    is_evaluation_due: bool = False
+    """True in a checkpoint whose step was still to be evaluated when it was written; a resume evaluates first."""
 
     def queued(
         self,
@@ -72,6 +74,7 @@ class TrainState:
             bad_steps=self.bad_steps + 1 if report.skips_update else 0,
             rollout_metrics={},
             rollout_seconds={},
+            is_evaluation_due=False,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -51,7 +51,7 @@ from covey.training.invariants import comparable_inputs, comparable_options
 from covey.training.loading import expect_engine, load_for_training
 from covey.training.parts import Parts
 from covey.training.recording import Recording, load_best, restore_history, restore_tree
-from covey.training.recovery import lower_learning_rate
+from covey.training.recovery import evaluation_undone_when_stopped, lower_learning_rate
 from covey.training.saving import Saver
 from covey.training.session import Session
 from covey.training.state import TrainState
@@ -369,7 +369,7 @@ class GRPOTrainer(TRLInterface):
             parts.close()
 
     def _evaluate_in_training(self) -> dict[str, float]:
-        with averaged(self._running, self.state.global_step), self._running.interruption.evaluating():
+        with evaluation_undone_when_stopped(self._running), averaged(self._running, self.state.global_step):
             return self.evaluate()
 
     def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
