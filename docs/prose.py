@@ -1,6 +1,7 @@
 """Prose of the pages, held by `make docs`: sentences that are too long, phrases that read as translated, and proselint's checks.
 
-Tables, code and headings are left out; a sentence ends at a full stop, a question mark, a colon or the end of its item.
+Code and headings are left out; a sentence ends at a full stop, a question mark, a colon or the end of its item. In a table, whose
+sentences alone are read, it ends at a semicolon and with its cell too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ NOT_PROSELINTS = ("typography", "lexical_illusions", "spelling")
 """Checks of proselint that pages of code fail for their form: straight quotes, three points, repeated headings, diacritics."""
 GENERATED = {"options.md"}
 FENCE = re.compile(r"^ *(`{3,}).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
+ROW, CELL = re.compile(r"^\|(.*)\|$", re.MULTILINE), re.compile(r" \| |(?<=[.?!:;])[\"')*]*\s+")
+WORD = re.compile(r"[A-Za-z0-9]+(?:['.-][A-Za-z0-9]+)*")
 BREAKS = re.compile(r"(?<=[.?!:])[\"')*]*\s+(?=[\"'(*`\[A-Z0-9])")
 
 
@@ -63,7 +66,18 @@ def sentences(text: str) -> list[tuple[int, str]]:
                 found.append((at, " ".join(sentence.split())))
             at += sentence.count("\n")
         line += block.count("\n")
-    return found
+    return found + of_tables(text)
+
+
+def of_tables(text: str) -> list[tuple[int, str]]:
+    """Line and words of each sentence of the tables' cells."""
+    text = FENCE.sub(lambda match: "\n" * match[0].count("\n"), text)
+    text = re.sub(r"\]\([^)\n]*\)", "]", re.sub(r"`[^`\n]*`", "``", text))
+    return [
+        (text.count("\n", 0, row.start()) + 1, sentence)
+        for row in ROW.finditer(text)
+        for sentence in CELL.split(row[1])
+    ]
 
 
 def faults(page: Path, known: list[tuple[re.Pattern[str], str]]) -> list[str]:
@@ -71,7 +85,7 @@ def faults(page: Path, known: list[tuple[re.Pattern[str], str]]) -> list[str]:
     text, name = page.read_text(encoding="utf-8"), page.relative_to(ROOT).as_posix()
     found = []
     for line, sentence in sentences(text):
-        count = len(re.findall(r"[A-Za-z0-9]+(?:['.-][A-Za-z0-9]+)*", sentence))
+        count = len(WORD.findall(sentence))
         if count > MOST_WORDS:
             found.append(f"{name}:{line}: {count} words in a sentence, {MOST_WORDS} at most: {sentence[:90]}...")
     prose = prose_of(text)

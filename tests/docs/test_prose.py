@@ -41,6 +41,13 @@ def test_a_phrase_of_the_list_is_named_with_what_to_write(faults):
     assert faults("The run starts\nanew.\n") == ["page.md:2: 'anew': write \"again\""]
 
 
-def test_code_tables_and_names_are_not_read(faults):
+def test_a_long_sentence_of_a_table_is_named(faults):
+    half = " ".join(["word"] * 20)
+    assert faults(f"| a | b |\n|---|---|\n| {half} | {half}; {half}. {half} |\n") == []
+    (fault,) = faults(f"| a | b |\n|---|---|\n| {half} | {half}, {half} |\n")
+    assert fault.startswith("page.md:3: 40 words in a sentence")
+
+
+def test_code_headings_and_names_are_not_read(faults):
     many = " ".join(["word"] * 60)
-    assert faults(f"```\n{many} anew\n```\n\n| {many} anew |\n\n# {many}\n\nSay `anew`.\n") == []
+    assert faults(f"```\n{many} anew\n```\n\n# {many}\n\nSay `anew`.\n") == []
