@@ -110,7 +110,7 @@ def test_batches_that_the_launcher_would_split_are_refused():
 
 def test_the_parser_of_transformers_shows_the_sentence_of_an_option():
     shown = " ".join(HfArgumentParser(GRPOConfig).format_help().split())
-    assert "Completions of each prompt (G), judged against each other." in shown
+    assert "Completions of each prompt (G), compared with each other." in shown
 
 
 @pytest.mark.parametrize("name", sorted(options.RENAMED))

@@ -14,7 +14,7 @@ from covey.errors import ConfigError
 
 WEIGHTS = (
     Flag(name="dtype", help="Type that the weights are loaded in: float32, bfloat16, auto, ...", default="float32", group="model"),
-    Flag(name="lora_r", help="Train a LoRA adapter of this rank instead of all weights.", type=int, group="adapter"),
+    Flag(name="lora_r", help="Train a LoRA adapter of this rank, not all weights.", type=int, group="adapter"),
     Flag(name="lora_alpha", help="Scale of the adapter; unset: twice its rank.", type=float, group="adapter"),
     Flag(name="lora_dropout", help="Dropout of the adapter.", type=float, default=0.0, group="adapter", is_common=False),
     Flag(name="lora_target_modules", help="Layers that get an adapter: ends of their names, or one regular expression of whole names.", type=list[str], default="all-linear", group="adapter", is_common=False),

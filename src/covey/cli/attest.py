@@ -21,7 +21,7 @@ _FLAGS = (
     Flag(name="timeout", help="Deadline of each request in seconds.", type=float, default=60.0, group="server"),
     Flag(name="model", help="Weights that the server is to have: a folder, a hub id, an adapter, a checkpoint, or demo.", group="weights"),
     Flag(name="other", help="Weights that it may have instead, such as the base model or the last adapter; may be repeated.", type="list[str]", group="weights"),
-    Flag(name="dtype", help="Type in which the server is to compute: float32, float16, bfloat16; auto: the type of the folder.", default="auto", group="weights"),
+    Flag(name="dtype", help="Type in which the server computes: float32, float16, bfloat16; auto: the type of the folder.", default="auto", group="weights"),
     JSON,
 )  # fmt: skip
 

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 _FLAGS = (
     Flag(name="runs", help="Run folders, or folders of runs. A,B groups runs into one side by hand.", type="list[str]", group="what"),
-    Flag(name="each", help="Take every run by itself, also those that differ in the seed alone.", type=bool, group="what"),
+    Flag(name="each", help="Take every run separately, also those that differ only in the seed.", type=bool, group="what"),
     Flag(name="set", help="Held-out set to compare on; all that every run was evaluated on when left out.", group="what"),
     Flag(name="score", help="Reward function to compare by; the weighted total when left out.", group="what"),
     Flag(name="threshold", help="Count an answer as right from this reward on; its reward itself when left out.", type=float, group="what"),
     Flag(name="step", help="Compare at this step's evaluation; each run's last one when left out.", type=int, group="what"),
     JSON,
-    Flag(name="markdown", help="Write a report to this Markdown file, its pictures in a folder beside it.", group="output"),
-    Flag(name="html", help="Write a report to this HTML file, which needs nothing beside it.", group="output"),
+    Flag(name="markdown", help="Write a report to this Markdown file, with its pictures in a folder next to it.", group="output"),
+    Flag(name="html", help="Write a report to this HTML file, which needs no other file.", group="output"),
     CONFIG,
 )  # fmt: skip
 

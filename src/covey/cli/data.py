@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 _FLAGS = (
     Flag(name="prompt_column", help="Column that holds the prompt.", default="prompt", group="data"),
     Flag(name="answer_column", help="Column of the gold answer; left out: answer or solution, if there.", group="data"),
-    Flag(name="answers", help="What an answer must be: number, math (math-verify parses it) or text; auto: a number where 9 in 10 are.", default="auto", group="data"),
-    Flag(name="max_rows", help="Look at the first so many rows only.", type=int, group="data"),
+    Flag(name="answers", help="Form of an answer: number, math (math-verify parses it) or text; auto: a number where 9 in 10 are.", default="auto", group="data"),
+    Flag(name="max_rows", help="Check only the first N rows.", type=int, group="data"),
     Flag(name="against", help="Evaluation sets whose questions must not be among the rows; may be several.", type="list[str]", group="comparison"),
     Flag(name="against_column", help="Column of their prompts; left out: as --prompt-column.", group="comparison"),
     Flag(name="overlap", help="Share of a prompt's words, in runs that an evaluation question has too, from which it is one.", type=float, default=0.5, group="comparison"),
@@ -27,12 +27,12 @@ _FLAGS = (
     Flag(name="near", help="Share of common runs of three words from which prompts are near duplicates; 0: exact ones only; left out: 0.6 or 0.8.", type=float, group="comparison"),
     Flag(name="tokenizer", help="Model or folder whose tokenizer and chat template count tokens.", group="length"),
     Flag(name="max_prompt_length", help="Most tokens of a prompt.", type=int, group="length"),
-    Flag(name="ignore", help="Kinds of fault to leave alone, such as near_duplicate or form.", type="list[str]", group="comparison"),
+    Flag(name="ignore", help="Kinds of fault to ignore, such as near_duplicate or form.", type="list[str]", group="comparison"),
     JSON,
     CONFIG,
 )  # fmt: skip
 _OUTPUT = Flag(
-    name="output", short="o", help="File for the clean rows (.jsonl); its report lies beside it.", group="output"
+    name="output", short="o", help="File for the clean rows (.jsonl); its report is written next to it.", group="output"
 )
 _EXAMPLES = Flag(name="examples", help="Examples shown of each fault.", type=int, default=3, group="output")
 _HTML = Flag(name="html", help="Also write the findings, with more examples, to this page (.html).", group="output")

@@ -23,7 +23,7 @@ _FLAGS = (
     Flag(name="steps", help="Optimizer steps; the shipped settings when left out.", type=int, group="run"),
     Flag(name="seed", help="Seed of everything random.", type=int, default=0, group="run"),
     Flag(name="held_out", help="Problems of the evaluation before and after.", type=int, default=300, group="run"),
-    Flag(name="resume", help="Go on with an interrupted demo: its folder.", group="run"),
+    Flag(name="resume", help="Folder of an interrupted demo, which is continued.", group="run"),
     JSON,
 )
 

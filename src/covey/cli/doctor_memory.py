@@ -23,7 +23,7 @@ _PROMPT_TOKENS = Flag(
     name="prompt_tokens", help="Tokens of the longest prompt; left out: from --dataset, or 512 where none is named.", type=int, group="run"
 )  # fmt: skip
 _PREDICT_ONLY = Flag(
-    name="predict_only", help="Load nothing and try nothing: the prediction alone.", type=bool, group="run"
+    name="predict_only", help="Show only the prediction: load nothing and try nothing.", type=bool, group="run"
 )
 _ASSUMED = 512
 _WORTH = 0.95

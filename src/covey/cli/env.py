@@ -24,9 +24,7 @@ _PACKAGES = (
     "jsonargparse", "rich", "math-verify", "triton", "vllm", "bitsandbytes", "tensorboard", "wandb", "trackio", "mlflow",
 )  # fmt: skip
 _FLAGS = (
-    Flag(
-        name="issue", help="Print the facts that an issue needs as Markdown, to paste there.", type=bool, group="output"
-    ),
+    Flag(name="issue", help="Print what an issue needs, as Markdown to paste.", type=bool, group="output"),
     Flag(name="run", help="With --issue: the folder of a run, for its options, last steps and alerts.", group="output"),
     JSON,
 )

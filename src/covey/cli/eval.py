@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from covey.evaluation.assessment import Assessment
 
 _FLAGS = (
-    Flag(name="dataset", help="Prompts: a file, a folder or a hub id, with :split if need be; demo for the demo's.", group="data"),
+    Flag(name="dataset", help="Prompts: a file, a folder or a hub id, optionally with :split; demo for the demo's.", group="data"),
     Flag(name="reward", help="Built-in name or import path that scores an answer; may be repeated.", type="list[str]", group="data"),
     Flag(name="reward_weights", help="Weight of each reward; 1 each when left out.", type="list[float]", group="data"),
     Flag(name="prompt_column", help="Column that holds the prompt.", default="prompt", group="data"),
     Flag(name="columns", help="Rename columns: new=old, so that a reward finds them.", type="list[str]", group="data"),
     Flag(name="system_prompt", help="System message put before every prompt.", group="data"),
-    Flag(name="max_prompts", help="Use only the first so many rows.", type=int, group="data"),
+    Flag(name="max_prompts", help="Use only the first N rows.", type=int, group="data"),
     Flag(name="num_samples", help="Answers drawn a prompt, beside the greedy one; 0: greedy only.", type=int, default=0, group="answers"),
     Flag(name="k", help="pass@k for each of these k; needs --num-samples.", type="list[int]", group="answers"),
     Flag(name="temperature", help="Sampling temperature of the drawn answers.", type=float, default=1.0, group="answers"),
@@ -32,7 +32,7 @@ _FLAGS = (
     Flag(name="device", help="Where the model computes, such as cpu or cuda:1; left out: this machine's accelerator, else the CPU.", group="answers"),
     Flag(name="batch_size", help="Answers in flight at a time.", type=int, default=128, group="answers"),
     Flag(name="compare_to", help="Another model: tests whether it is better, prompt by prompt.", group="comparison"),
-    Flag(name="ensemble", help="More models that answer beside the first: paths, hub ids or endpoints, as in runs/b,samples=4; a vote picks the answer.", type="list[str]", group="ensemble"),
+    Flag(name="ensemble", help="More models that answer in addition to the first: paths, hub ids or endpoints, as in runs/b,samples=4; a vote picks the answer.", type="list[str]", group="ensemble"),
     Flag(name="vote", help="With --ensemble: majority, weighted (by the judge's reward) or best (by the judge); best with --judge, else majority.", group="ensemble"),
     Flag(name="judge", help="With --ensemble: reward by name or import path that weighted and best go by; may be repeated.", type="list[str]", group="ensemble"),
     Flag(name="answers", help="Write every greedy answer and its score to this JSONL file.", group="output"),

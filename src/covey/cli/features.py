@@ -19,7 +19,7 @@ _FLAGS = (
     Flag(name="prompt_column", help="Column that holds the prompt.", default="prompt", group="data"),
     Flag(name="columns", help="Rename columns: new=old, so that a reward finds them.", type="list[str]", group="data"),
     Flag(name="answer_column", help="Column of the answer, for relevance.", default="answer", group="data"),
-    Flag(name="max_prompts", help="Use only the first so many rows.", type=int, group="data"),
+    Flag(name="max_prompts", help="Use only the first N rows.", type=int, group="data"),
     Flag(name="overwrite", help="Replace the output file, and columns of the same names.", type=bool, default=False, group="data"),
     Flag(name="model", help="Model whose answers say how hard a prompt is; its tokenizer counts tokens.", group="difficulty"),
     Flag(name="reward", help="Built-in name or import path that says which answers are right; may be repeated.", type="list[str]", group="difficulty"),

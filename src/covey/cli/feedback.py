@@ -119,10 +119,10 @@ verb = Verb(
     positional=("id", "score"),
     run=run,
     flags=lambda: (
-        Flag(name="index", help="Which answer, where a request asked for several; 0 is the first.", type=int, group="score"),
-        Flag(name="comment", help="Words to keep beside the score.", group="score"),
+        Flag(name="index", help="Which answer, if a request has several; 0 is the first.", type=int, group="score"),
+        Flag(name="comment", help="Comment to store with the score.", group="score"),
         Flag(name="status", help="Show the served version, scores that wait, and the latest candidates.", type=bool, group="learning"),
-        Flag(name="rollback", help="Serve the version of before, and withdraw the present one.", type=bool, group="learning"),
+        Flag(name="rollback", help="Serve the previous version, and withdraw the present one.", type=bool, group="learning"),
         Flag(name="model", help="With --rollback: which model; the one that is served to all when left out.", group="learning"),
         Flag(name="url", help=f"Base URL of the endpoint; {URL} when left out.", group="server"),
         Flag(name="api_key", help=f"Key of the endpoint; better set {KEY}.", group="server"),

@@ -10,9 +10,9 @@ from covey.cli.verb import Args, Verb
 from covey.errors import ConfigError
 
 _FLAGS = (
-    Flag(name="runs", help="Run folders, or folders of runs; runs that differ in the seed alone are one line with a band.", type="list[str]", group="what"),
+    Flag(name="runs", help="Run folders, or folders of runs; runs that differ only in the seed are one line with a band.", type="list[str]", group="what"),
     Flag(name="metrics", help="Metrics to draw, as metrics.jsonl names them; the usual figures when left out.", type="list[str]", group="what"),
-    Flag(name="each", help="Draw every run by itself, also those that differ in the seed alone.", type=bool, default=False, group="what"),
+    Flag(name="each", help="Draw every run separately, also those that differ only in the seed.", type=bool, default=False, group="what"),
     Flag(name="output", short="o", help="File to write: .svg, .html, .png or .pdf (the last two need matplotlib).", default="plot.svg", group="output"),
 )  # fmt: skip
 

@@ -23,7 +23,7 @@ _FLAGS = (
     Flag(name="prompt_column", help="Column that holds the prompt.", default="prompt", group="data"),
     Flag(name="columns", help="Rename columns: new=old, so that a reward finds them.", type="list[str]", group="data"),
     Flag(name="gold_column", help="Column of the right answer; left out: answer, solution, reference, ...", group="data"),
-    Flag(name="completion_column", help="Column of completions to score beside those made up here.", group="data"),
+    Flag(name="completion_column", help="Column of completions to score, in addition to generated ones.", group="data"),
     Flag(name="rows", help="How many rows are tried, from all over the data set.", type=int, default=16, group="data"),
     Flag(name="timeout", help="Seconds that one call may take.", type=float, default=60.0, group="reward"),
     Flag(name="strict", help="Warnings fail too.", type=bool, default=False, group="output"),

@@ -33,7 +33,7 @@ _FLAGS = (
     Flag(name="per_device_train_batch_size", help="Pairs, or completions with scored steps, of an update.", type=int, default=16, group="training"),
     Flag(name="learning_rate", help="Peak learning rate, of all weights.", type=float, default=1e-5, group="training"),
     Flag(name="center_rewards_coefficient", help="Weight of the squared sum of a pair's rewards, which keeps them around 0.", type=float, default=0.0, group="training"),
-    Flag(name="step_separator", help="With scored steps: text behind each step; left out: a line break.", group="training"),
+    Flag(name="step_separator", help="With scored steps: text after each step; left out: a line break.", group="training"),
     Flag(name="aggregate", help="With scored steps: score of a completion from its steps': min, prod or mean; left out: min.", group="training"),
     Flag(name="seed", help="Seed of the head, the order and what is held out.", type=int, default=0, group="training"),
     Flag(name="use_cpu", help="Use the CPU even where there is an accelerator.", type=bool, default=False, group="training"),

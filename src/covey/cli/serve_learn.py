@@ -12,9 +12,9 @@ from covey.errors import ConfigError
 
 FLAGS = (
     Flag(name="learn", help="Learn from scores of the answers: POST /v1/feedback, or covey feedback ID SCORE.", type=bool, default=False, group="learning"),
-    Flag(name="fixed_set", help="Prompts that show what may not be lost: a file, a folder or a hub id, with :split if need be; demo for the demo's. Never trained on.", group="learning"),
+    Flag(name="fixed_set", help="Prompts that measure what must not get worse: a file, a folder or a hub id, optionally with :split; demo for the demo's. Never trained on.", group="learning"),
     Flag(name="reward", help="Built-in name or import path that scores answers to the fixed set; may be repeated.", type="list[str]", default=[], group="learning"),
-    Flag(name="tolerance", help="Mean reward on the fixed set that a promotion may risk to lose; 0: it must be better for certain.", type=float, default=0.02, group="learning"),
+    Flag(name="tolerance", help="Mean reward on the fixed set that a promotion may risk; 0: it must certainly be better.", type=float, default=0.02, group="learning"),
     Flag(name="scores_per_candidate", help="Scored answers that a candidate is trained on.", type=int, default=128, group="learning"),
     Flag(name="learn_folder", help="Where scores and versions are kept; learning/ in the folder of the model when left out.", group="learning"),
     Flag(name="learning_rate", help="Learning rate of the adapter.", type=float, default=2e-4, group="learning"),
@@ -22,7 +22,7 @@ FLAGS = (
     Flag(name="beta", help="Weight of the KL to the served version.", type=float, default=0.01, group="learning", is_common=False),
     Flag(name="lora_r", help="Rank of the adapter.", type=int, default=16, group="learning", is_common=False),
     Flag(name="max_feedback_hours", help="Age of an answer from which on its score comes too late.", type=float, default=24.0, group="learning", is_common=False),
-    Flag(name="fixed_set_prompts", help="Use only the first so many rows of the fixed set.", type=int, group="learning", is_common=False),
+    Flag(name="fixed_set_prompts", help="Use only the first N rows of the fixed set.", type=int, group="learning", is_common=False),
     Flag(name="fixed_set_samples", help="Answers drawn to each prompt of the fixed set.", type=int, default=4, group="learning", is_common=False),
     Flag(name="learn_users", help="Learn an adapter for each user (the field user of requests) of that user's scores alone, served as MODEL@USER.", type=bool, default=False, group="learning"),
     Flag(name="max_users", help="Users who may have an adapter.", type=int, default=64, group="learning", is_common=False),

@@ -35,11 +35,11 @@ def run(args: Args, more: Sequence[str]) -> int:
 def flags() -> Sequence[Flag]:
     return (
         Flag(name="model", help="The model of the run: a folder, a hub id, or demo.", type=str, group="server"),
-        Flag(name="host", help="Address to listen on; 127.0.0.1 unless given.", type=str, group="server"),
+        Flag(name="host", help="Address to listen on; left out: 127.0.0.1.", type=str, group="server"),
         Flag(name="port", help="Port; 8000 unless given.", type=int, group="server"),
         Flag(
             name="python",
-            help="The python of the environment that has vLLM; this one unless given.",
+            help="Python of the environment that has vLLM; left out: this one.",
             type=str,
             group="server",
         ),

@@ -25,7 +25,7 @@ from covey.experiments.study import Search, Tuning, best_of, in_a_process, num_e
 from covey.process.counting import tell
 
 _FLAGS = (
-    Flag(name="search", help="What to try: name=low:high, name=low:high:log, or name=a,b,c; several may be given.", type=list[str], group="search"),
+    Flag(name="search", help="What to try: name=low:high, name=low:high:log, or name=a,b,c; may be repeated.", type=list[str], group="search"),
     Flag(name="trials", help="Runs in all, those that were ended early included.", type=int, default=20, group="search"),
     Flag(name="n_jobs", help="Trials that train together on one base, their completions drawn in one batch.", type=int, default=1, group="search"),
     Flag(name="metric", help="What to judge by: a metric of evaluations.", default="eval_reward", group="search"),

@@ -17,7 +17,7 @@ _FLAGS = (
     Flag(name="runs", help="Folders of runs, or folders that hold runs; runs/ when left out.", type="list[str]", group="data"),
     Flag(name="host", help="Address to listen on; any other than this machine's own needs the token that is printed.", default="127.0.0.1", group="server"),
     Flag(name="port", help="Port to listen on; 0: any free one.", type=int, default=8050, group="server"),
-    Flag(name="token", help="Ask every visitor for this word; one is made up where the network can reach the page.", group="server"),
+    Flag(name="token", help="Token that every visitor needs; one is generated if the network can reach the page.", group="server"),
     Flag(name="open", help="Open the page in the browser.", type=bool, default=False, group="server"),
 )  # fmt: skip
 _SHORTEST_TOKEN = 16

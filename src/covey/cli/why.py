@@ -79,8 +79,8 @@ verb = Verb(
     run=run,
     flags=lambda: (
         Flag(name="run", help="Folder of a run, with the checkpoint before the step and the step's rollouts.", group="what"),
-        Flag(name="step", help="The step to make again, from 1 on.", type=int, group="what"),
-        Flag(name="trust_source", help="Run code that the run's options name though it may not be yours, without asking.", type=bool, default=False),
+        Flag(name="step", help="Step to repeat, counted from 1.", type=int, group="what"),
+        Flag(name="trust_source", help="Run code that the run's options name, even if it may not be yours, without asking.", type=bool, default=False),
         JSON,
     ),
 )  # fmt: skip

@@ -34,7 +34,7 @@ class Options:
     router_aux_loss_coef: float | None = option(None,
         "Weight of a mixture-of-experts model's load-balancing loss; unset: the model's own, 0: off.", group="model",
         at_least=0)
-    disable_dropout: bool = option(False, "Switch dropout off in the trained model.", group="model")
+    disable_dropout: bool = option(False, "Switch off dropout in the trained model.", group="model")
 
     # Data
     shuffle_dataset: bool = option(True, "Draw the prompts of an epoch in a random order, by seed.", group="data")
@@ -46,11 +46,11 @@ class Options:
     live_timeout_seconds: float | None = option(None,
         "Most seconds that a run waits for the next prompt of a live source; unset: no limit.", group="data", above=0)
     on_long_prompt: str = option("error",
-        "A prompt that does not fit beside a completion in the model's context: error, or drop to leave it out and count it.",
+        "A prompt that, with a completion, does not fit the model's context: error, or drop to leave it out and count it.",
         group="data", words=("error", "drop"))
 
     # Steps and batches
-    num_generations: int = option(8, "Completions of each prompt (G), judged against each other.",
+    num_generations: int = option(8, "Completions of each prompt (G), compared with each other.",
         group="steps and batches", at_least=1)
     generation_batch_size: int | None = option(None,
         "Completions drawn at a time, over all processes; a multiple of the batch per device times processes.",
@@ -65,11 +65,11 @@ class Options:
 
     # Sampling
     curriculum: str = option("none",
-        "Order of prompts: frontier (most often those that are solved sometimes), or a column, from low to high (-column: high to low). "
-        "replay, or +replay after one of these: a quarter of the prompts (replay:0.1: a tenth) are ones that were solved rarely.",
+        "Order of prompts: frontier (prefers prompts that are sometimes solved), or a column, from low to high (-column: high to low). "
+        "replay, or +replay after one of these: a quarter of the prompts (replay:0.1: a tenth) are ones that were rarely solved.",
         group="sampling")
     dynamic_sampling: int = option(0,
-        "Times that further prompts are drawn in place of groups whose rewards are all equal (DAPO); 0: such groups stay.",
+        "How often further prompts are drawn to replace groups whose rewards are all equal (DAPO); 0: such groups stay.",
         group="sampling", at_least=0)
     max_completion_length: int = option(512, "Most tokens of a completion.", group="sampling", at_least=1)
     temperature: float = option(1.0, "Sampling temperature; log-probabilities are taken at the same temperature.",
@@ -84,17 +84,17 @@ class Options:
     generation_kwargs: dict[str, Any] | str | None = option(None,
         "More sampling options by name; they win over the options above.", group="sampling")
     max_tool_calling_iterations: int | None = option(None,
-        "Most times that tools are called in one completion; unset: no limit.", group="sampling", at_least=0)
+        "Most rounds of tool calls in one completion; unset: no limit.", group="sampling", at_least=0)
     episode_timeout_seconds: float | None = option(None,
         "Seconds after which a completion with tools ends at its next call; unset: no limit.", group="sampling", above=0)
     agent_timeout_seconds: float = option(600.0,
         "Most seconds of an agent's episode; a later one is lost.", group="sampling", above=0)
-    agent_concurrency: int = option(64, "Agents that run side by side.", group="sampling", at_least=1)
+    agent_concurrency: int = option(64, "Agents that run at the same time.", group="sampling", at_least=1)
     rollout_backend: str = option("auto",
-        "What draws completions: native (the trainer's own weights), transformers (`generate`), vllm, or auto.",
+        "Sampler of completions: native (the trainer's own weights), transformers (`generate`), vllm, or auto.",
         group="sampling", words=("auto", "native", "transformers", "vllm"))
     rollout_dtype: str = option("auto",
-        "What a float32 model is sampled from in: auto (what bf16 or fp16 says the learner computes in), float32, bfloat16, float16.",
+        "Type in which a float32 model is sampled: auto (the learner's, by bf16 or fp16), float32, bfloat16, float16.",
         group="sampling", words=("auto", "float32", "bfloat16", "float16"))
     rollout_max_rows: int | None = option(None,
         "Completions that are drawn at once; unset: 256 on a CPU, as many as memory holds on an accelerator.",
@@ -107,15 +107,15 @@ class Options:
         "Attention kernels of the native sampler: torch, triton (CUDA), compiled (a CPU with a C++ compiler), or the fastest (auto).",
         group="sampling", words=("auto", "torch", "triton", "compiled"))
     async_rollouts: bool = option(False,
-        "Write completions in a process of its own while the learner learns; how far ahead, `max_staleness` says.",
+        "Write completions in a separate process while the learner learns, at most `max_staleness` updates ahead.",
         group="sampling")
     max_staleness: int = option(1,
-        "Updates that the weights may be ahead of a rollout's when it is first used; 0: the run without `async_rollouts`, bit for bit.",
+        "Most updates between the weights of a rollout and those that first learn from it; 0: the run without `async_rollouts`, bit for bit.",
         group="sampling", at_least=0)
-    pipeline_depth: int = option(1, "Rollouts that may be ordered ahead of the one that is trained on.", group="sampling",
+    pipeline_depth: int = option(1, "Rollouts that are requested ahead of the one in training.", group="sampling",
         at_least=1)
     in_flight_weights: bool = option(True,
-        "Completions that are being written go on under new weights; off: each is written by the weights that began it.",
+        "Continue unfinished completions with new weights; off: each keeps the weights that began it.",
         group="sampling")
     rollout_workers: int = option(1, "Processes, or Ray actors, that share the prompts of asynchronous rollouts.",
         group="sampling", at_least=1)
@@ -151,10 +151,10 @@ class Options:
     vllm_directory: str | None = option(None,
         "Folder of the versions that a vLLM server reads; unset: `vllm-weights` in output_dir.", group="vLLM")
     vllm_attestation: str = option("stop",
-        "When a vLLM server answers with other weights than it was sent: stop, warn, or off (nothing is compared).",
+        "If a vLLM server answers with weights other than those sent: stop, warn, or off (nothing is compared).",
         group="vLLM", words=("stop", "warn", "off"))
     vllm_deadlines: dict[str, Any] | str | None = option(None,
-        'Longest seconds of each phase with a vLLM server, such as {"pause": 60, "update": 120, "bytes_per_second": 1e8}.',
+        'Time limit in seconds of each phase with a vLLM server, such as {"pause": 60, "update": 120, "bytes_per_second": 1e8}.',
         group="vLLM")
 
     # Loss
@@ -220,7 +220,7 @@ class Options:
         "Sum rewards, then normalize in the group; or normalize each first (normalize_then_sum, GDPO).",
         group="rewards", words=("sum_then_normalize", "normalize_then_sum"))
     reward_timeout_seconds: float | None = option(180.0,
-        "Most seconds of one call of a reward function, a judge over 512 completions for one; unset by `null`: no limit.", group="rewards", above=0,
+        "Time limit in seconds of one call of a reward function, such as a judge over 512 completions; null: no limit.", group="rewards", above=0,
         may_be_infinite=True, why="None sets no limit.")
     on_reward_error: str = option("record", "A reward that fails: record it and leave the completion out, or raise.",
         group="rewards", words=("record", "raise"))
@@ -233,7 +233,7 @@ class Options:
     reward_error_limit: int = option(20, "Failures of rewards in a row before the run stops with a checkpoint.",
         group="rewards", at_least=1)
     reward_workers: int = option(0,
-        "Run each reward function of your own in so many worker processes, killed past the time limit; 0: in this process.",
+        "Worker processes for each of your own reward functions, killed past the time limit; 0: call it in this process.",
         group="rewards", at_least=0)
     reward_normalization: str = option("none",
         "Put each reward on a common scale first: by its group, its batch, running statistics, or not at all (none).",
@@ -257,7 +257,7 @@ class Options:
 
     # Numbers gone bad
     on_bad_numbers: str = option("skip",
-        "NaN or infinite loss or gradient, whose update is always left out: go on (skip), roll_back to a checkpoint, or stop.",
+        "After a NaN or infinite loss or gradient, whose update is always skipped: continue (skip), roll_back to a checkpoint, or stop.",
         group="numbers gone bad", words=("skip", "roll_back", "stop"))
     on_spike: str = option("log",
         "A gradient norm or KL far above its recent values: log it, clip to the usual norm, skip the update, roll_back, or stop.",
@@ -265,12 +265,12 @@ class Options:
     spike_threshold: float = option(8.0,
         "Robust standard deviations (of the logarithm, over the last 100 steps) that make a spike.",
         group="numbers gone bad", above=0, may_be_infinite=True)
-    bad_steps_limit: int = option(3, "Updates left out in a row before the run goes back to a checkpoint, or stops.",
+    bad_steps_limit: int = option(3, "Skipped updates in a row before the run returns to a checkpoint, or stops.",
         group="numbers gone bad", at_least=1)
-    roll_backs_limit: int = option(2, "Times that a run goes back to a checkpoint before it stops.",
+    roll_backs_limit: int = option(2, "How often a run returns to a checkpoint before it stops.",
         group="numbers gone bad", at_least=0)
     roll_back_learning_rate: float = option(0.5,
-        "Factor on the learning rate each time a run goes back to a checkpoint, or an alert lowers it.",
+        "Factor on the learning rate each time a run returns to a checkpoint, or an alert lowers it.",
         group="numbers gone bad", above=0)
 
     # Alerts
@@ -282,7 +282,7 @@ class Options:
         'Alert detectors of your own, by import path ("my_alerts.py:too_polite") or as functions of a history.',
         group="alerts")
     audit_metrics: list[str] | None = option(None,
-        "Metrics that must not fall while the reward rises, beside eval_reward and rewards of weight 0.",
+        "Metrics that must not fall while the reward rises, in addition to eval_reward and rewards of weight 0.",
         group="alerts")
 
     # Evaluation
@@ -291,31 +291,31 @@ class Options:
     early_stopping_patience: int | None = option(None,
         "Evaluations without a better `metric_for_best_model` before the run stops.", group="evaluation", at_least=1)
     ema_decay: float | None = option(None,
-        "Keep an exponential moving average of the weights with this decay; it is evaluated, and the run ends with it.",
+        "Keep an exponential moving average of the weights with this decay; the average is evaluated, and the run ends with it.",
         group="evaluation", at_least=0, at_most=1)
     soup_steps: int | None = option(None,
-        "Keep the mean of the weights after every so many steps instead; it is evaluated, and the run ends with it.",
+        "Average the weights after every N steps instead; the average is evaluated, and the run ends with it.",
         group="evaluation", at_least=1)
 
     # Output
     save_async: bool = option(True,
-        "Write checkpoints beside the steps that follow, from a copy in the host's memory; false: wait for the disk.",
+        "Write checkpoints while training continues, from a copy in host memory; false: wait for the disk.",
         group="output")
     save_error_limit: int | None = option(None,
-        "Saves in a row that the disk may refuse before the run stops (exit code 74); unset: it never stops for them.",
+        "Failed saves in a row before the run stops (exit code 74); unset: it never stops for them.",
         group="output", at_least=1)
     rollout_log_steps: int = option(10,
-        "Write prompts, completions, rewards and advantages to `rollouts/` every so many steps; 0: never.",
+        "Write prompts, completions, rewards and advantages to `rollouts/` every N steps; 0: never.",
         group="output", at_least=0)
     rollout_total_limit: int | None = option(10_000,
-        "Most files in `rollouts/`: beyond it every second one of the older half goes, so that early steps stay, ever more thinly.",
+        "Most files in `rollouts/`; beyond it every second file of the older half is deleted, so early steps thin out.",
         group="output", at_least=4)
     log_completions: bool = option(False, "Show a sample of completions at each log.", group="output")
     num_completions_to_print: int | None = option(None,
         "How many completions `log_completions` shows; unset: all of the step.", group="output", at_least=1)
     log_unique_prompts: bool = option(False, "Show each prompt once in `log_completions`.", group="output")
     log_multimodal: bool = option(
-        True, "Keep the images of recorded prompts, small, in `rollouts/images/`.", group="output")
+        True, "Store small copies of the images of recorded prompts in `rollouts/images/`.", group="output")
 
     # Memory, precision and devices
     activation_offloading: bool = option(False,
@@ -325,20 +325,20 @@ class Options:
         "Begin without gradient checkpointing, and switch it on once a single completion does not fit in memory.",
         group="memory, precision and devices")
     max_tokens_per_microbatch: int | str | None = option("auto",
-        "Most tokens of one forward pass, shared prompts counted once: a number, null, or auto; changes memory, no gradient.",
+        "Most tokens of one forward pass, shared prompts counted once: a number, null, or auto; changes memory, not gradients.",
         group="memory, precision and devices", at_least=1, also=("auto",))
     logits_chunk_tokens: int | None = option(None,
-        "Tokens whose logits exist at a time, by the vocabulary unless set; changes memory and speed, no value.",
+        "Tokens whose logits exist at a time; unset: by the size of the vocabulary. Changes memory and speed, not results.",
         group="memory, precision and devices", at_least=1)
     shared_attention: str = option("auto",
-        "Attention of completions behind their shared prompt: flex (FlexAttention, CUDA), sdpa (by part), or auto (flex where it works).",
+        "Attention of completions to their shared prompt: flex (FlexAttention, CUDA), sdpa (by part), or auto (flex where it works).",
         group="memory, precision and devices", words=("auto", "flex", "sdpa"))
     cast_lm_head_to_fp32: bool = option(False,
-        "Compute the output layer in float32 whatever the rest is computed in: policy, reference and sampler (not vLLM's).",
+        "Compute the output layer in float32, whatever the type of the rest: policy, reference and sampler (not vLLM's).",
         group="memory, precision and devices")
 
     # TRL's, without effect here
-    pad_to_multiple_of: int | str | None = option("auto", "Pad to a multiple of so many tokens.",
+    pad_to_multiple_of: int | str | None = option("auto", "Pad to a multiple of this many tokens.",
         inert="padding changes no result here, and memory is bounded by tokens")
     cache_implementation: str | None = option(None, "Cache class of transformers' `generate`.",
         inert="the native sampler has its own cache, one copy of the prompt a group")
