@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from sources import FILES, SRC, nodes_of, text_of
 
-LINES = 91_000
+LINES = 92_500
 """Lines of src/covey in Python, JavaScript and C++, without what others wrote (`vendor`)."""
 
 

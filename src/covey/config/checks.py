@@ -347,15 +347,10 @@ def settle_asynchrony(config: Any, given: Mapping[str, Any]) -> None:
             if name in given:
                 logger.warning("%s=%r changes nothing here: it acts with async_rollouts=True.", name, given[name])
         return
-    if config.rollout_backend == "vllm":
-        raise ConfigError(
-            "async_rollouts=True and use_vllm=True cannot go together: leave one of them out; asynchronous rollouts are written by "
-            "Covey's own sampler."
-        )
-    if config.world_size > 1:
-        raise ConfigError(
-            f"async_rollouts=True runs with one learner process, and there are {config.world_size}; start one, or leave it out."
-        )
+    if config.rollout_backend == "vllm" and config.vllm_mode == "server":
+        for name in ("rollout_workers", "rollout_device", "rollout_placement"):
+            if name in given:
+                logger.warning("%s=%r changes nothing here: the vLLM server writes the rollouts.", name, given[name])
     for name in ("ema_decay", "soup_steps"):
         if getattr(config, name) is not None:
             raise ConfigError(

@@ -5,10 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
+
+from covey.process.world import World
+
+T = TypeVar("T")
 
 
 class StopNow(BaseException):
     """Abort of the current step after a stop signal; not an error, and caught by the training loop only."""
+
+
+def on_main(world: World, work: Callable[[], T], otherwise: Exception) -> T | None:
+    """Result of `work` on the main process, None elsewhere. Collective.
+
+    An exception of `work` ends all: the main process raises it, the others `otherwise`; a StopNow is raised on every process.
+    """
+    ended: BaseException | None = None
+    result: T | None = None
+    if world.is_main:
+        try:
+            result = work()
+        except (Exception, StopNow) as error:  # noqa: BLE001 - raised once every process has heard of it
+            ended = error
+    outcome = world.max(0 if ended is None else 1 + isinstance(ended, StopNow))
+    if outcome == 2:
+        raise ended or StopNow
+    if outcome == 1:
+        raise ended or otherwise
+    return result
 
 
 @dataclass

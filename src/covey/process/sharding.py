@@ -69,7 +69,7 @@ class Shards:
     def gathered(self) -> Iterator[nn.Module]:
         """Context of `whole` with the current weights: one all-gather per block; the memory is freed at the end."""
         assert self.whole is not None
-        self._fill(self.whole)
+        self.fill(self.whole)
         try:
             yield self.whole
         finally:
@@ -93,11 +93,20 @@ class Shards:
                 finally:
                     part.reshard()
 
+    def copy_on_host(self) -> nn.Module:
+        """A plain copy of the module in the host's memory, to be filled again by `fill`. Before the first `free`."""
+        assert self.whole is not None
+        held = {id(p): nn.Parameter(p.data.cpu().clone(), p.requires_grad) for p in self.whole.parameters()}
+        return copy.deepcopy(self.whole, dict[int, Any](held)).cpu()
+
     @torch.no_grad()
-    def _fill(self, whole: nn.Module) -> None:
+    def fill(self, whole: nn.Module | None) -> None:
+        """Copy the current weights into a plain copy, one all-gather per block. None: only take part."""
         done: set[int] = set()
         for module in self.each_block():
-            for i, (mine, theirs) in enumerate(zip(module.parameters(), whole.parameters(), strict=True)):
+            for i, (mine, theirs) in enumerate(
+                zip(module.parameters(), () if whole is None else whole.parameters(), strict=whole is not None)
+            ):
                 if i not in done and not is_sharded(mine):
                     done.add(i)
                     theirs.untyped_storage().resize_(theirs.nbytes)

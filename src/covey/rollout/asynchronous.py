@@ -20,7 +20,7 @@ from covey.rollout.sampler import SamplingParams
 from covey.rollout.stopping import context_of
 from covey.rollout.worker import Order, packed
 from covey.rollout.worker_process import Worker
-from covey.types import Group, Mean, Metric, Prompt
+from covey.types import Group, Mean, Metric, Prompt, merge_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,8 @@ _LOOK_SECONDS = 0.05
 """Polling interval for a stop signal while no message arrives."""
 
 Start = Callable[[Any, bytes, int, Callable[[tuple[Any, ...]], None]], Worker]
-"""Worker factory `(model, content, version, tell)`; `content`: the model with its current weights, and the tokenizer, `packed`."""
+"""Worker factory `(model, content, version, tell)`; `content`: the model with its current weights, and the tokenizer, by `pack`."""
+Pack = Callable[[Any, Any], bytes]
 
 
 @dataclass(eq=False)
@@ -63,9 +64,16 @@ class AsynchronousSampler:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, start: Start, workers: int = 1, check_stop: Callable[[], None] = lambda: None
+        self,
+        model: Any,
+        tokenizer: Any,
+        start: Start,
+        workers: int = 1,
+        check_stop: Callable[[], None] = lambda: None,
+        pack: Pack = packed,
     ) -> None:
         self.model, self.tokenizer, self.start, self.num_workers = model, tokenizer, start, workers
+        self.pack = pack
         self.check_stop = check_stop
         """Callback while waiting for groups; its exception ends the wait, but the workers go on."""
         self.version = 0
@@ -81,6 +89,7 @@ class AsynchronousSampler:
         """Indices of workers that have not received the newest weights yet."""
         self._loaded_at: dict[int, float] = {}
         self._deaths = 0
+        self._measured: list[Mapping[str, Metric]] = []
         self.replaced = 0
         """Number of workers that ended and were replaced so far."""
         self._clock = _Clock()
@@ -184,9 +193,10 @@ class AsynchronousSampler:
             self._orders += 1
 
     def take_metrics(self) -> dict[str, Metric]:
-        """Metrics since the last call: idle fractions of workers and learner, and seconds from new weights to their first use."""
+        """Metrics since the last call: those of the workers' samplers, idle fractions of workers and learner, publish lag."""
         self._pump()
-        return self._clock.take(max(1, self.num_workers))
+        measured, self._measured = self._measured, []
+        return {**merge_metrics(measured), **self._clock.take(max(1, self.num_workers))}
 
     def close(self) -> None:
         """Shut the workers down; the next order starts new ones."""
@@ -197,7 +207,7 @@ class AsynchronousSampler:
     # -- workers ----------------------------------------------------------------------------------------------------
 
     def _start_all(self) -> None:
-        content = packed(self.model, self.tokenizer)
+        content = self.pack(self.model, self.tokenizer)
         for place in range(self.num_workers):
             self._start(place, content)
 
@@ -259,6 +269,8 @@ class AsynchronousSampler:
             case ("took", version, when):
                 if version in self._loaded_at:
                     self._clock.lags.append(max(0.0, when - self._loaded_at[version]))
+            case ("measured", metrics):
+                self._measured.append(metrics)
             case ("failed", error):
                 self.close()
                 raise error
@@ -276,7 +288,7 @@ class AsynchronousSampler:
         self._clock.end(place, time.monotonic())
         self._workers[place].close()
         self.replaced += 1
-        self._start(place, packed(self.model, self.tokenizer))
+        self._start(place, self.pack(self.model, self.tokenizer))
 
 
 @dataclass(eq=False)

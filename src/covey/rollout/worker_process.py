@@ -24,7 +24,7 @@ from covey.rollout.worker import Order, Setup, layout, views
 
 Tell = Callable[[tuple[Any, ...]], None]
 """Message callback, called from any thread with ("ready", t), ("took", version, t), ("began", number, t), ("group", number, Group),
-("done", number, t), ("failed", error) or ("gone", words); t in seconds of `time.monotonic`."""
+("done", number, t), ("measured", metrics), ("failed", error) or ("gone", words); t in seconds of `time.monotonic`."""
 
 
 class Worker(Protocol):

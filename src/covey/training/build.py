@@ -132,7 +132,20 @@ def build_sampler(given: RunInputs, policy: Policy, check_stop: Interruption) ->
     """Sampler of the run: in this process (with gathered weights if sharded), or asynchronous in worker processes."""
     args, shards = given.args, policy.shards
     if args.async_rollouts:
-        return sampler_ahead(args, given.model, given.tokenizer, given.eos_ids, given.world, given.agents, check_stop)
+        ahead = sampler_ahead(
+            args,
+            given.model,
+            given.tokenizer,
+            given.eos_ids,
+            given.world,
+            given.agents,
+            check_stop,
+            shards,
+            given.server,
+        )
+        if shards is not None:
+            shards.free()
+        return ahead
     options = {"eos_ids": given.eos_ids, "check_stop": check_stop, **sampler_options(args, given.world, given.server)}
     is_served = options.get("backend") == "vllm-server"
     if is_served:

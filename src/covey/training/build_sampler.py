@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -14,9 +15,13 @@ import torch
 
 from covey.config import GRPOConfig
 from covey.errors import ConfigError, did_you_mean
+from covey.process.sharding import Shards
 from covey.process.world import World
 from covey.rollout import SamplingParams
 from covey.rollout.asynchronous import AsynchronousSampler
+from covey.rollout.central import CentralSampler
+from covey.rollout.vllm import ServerSampler
+from covey.rollout.vllm.ahead import ServedWeights, ThreadWorker
 from covey.rollout.worker import Setup
 from covey.rollout.worker_process import ProcessWorker, Tell, Worker, halves
 from covey.runs import rollouts, traces
@@ -164,16 +169,31 @@ def sampler_ahead(
     world: World,
     agents: Agents,
     check_stop: Callable[[], None],
+    shards: Shards | None = None,
+    server: Any = None,
 ) -> AsynchronousSampler:
     """The asynchronous sampler. Raises ConfigError for options that workers cannot honour, before any is started."""
-    options = {"eos_ids": tuple(eos_ids), **sampler_options(args, world)}
+    options = {"eos_ids": tuple(eos_ids), **sampler_options(args, world, server)}
     _refuse(args, options, agents)
+    takes_newest = args.in_flight_weights or args.pipeline_depth > 1
+    if options.get("backend") == "vllm-server":
+        served = ServerSampler(model, tokenizer, shards=shards, **without(options, "backend"))
+        weights = ServedWeights(served, takes_newest=takes_newest)
+        return CentralSampler(
+            model,
+            tokenizer,
+            lambda model, content, version, tell: ThreadWorker(served, weights, tell),
+            check_stop=check_stop,
+            pack=lambda model, tokenizer: b"",
+            world=world,
+            collect=weights.collect,
+        )
     setup = Setup(
         options=options,
         device=_device(args.rollout_device, world.device),
         threads=_threads(args, world.device),
         in_flight=args.in_flight_weights,
-        takes_newest=args.in_flight_weights or args.pipeline_depth > 1,
+        takes_newest=takes_newest,
     )
 
     def start(model: Any, content: bytes, version: int, tell: Tell) -> Worker:
@@ -183,7 +203,20 @@ def sampler_ahead(
             return RayWorker(model, content, version, setup, tell)
         return ProcessWorker(model, content, version, setup, tell)
 
-    return AsynchronousSampler(model, tokenizer, start, args.rollout_workers, check_stop)
+    host = shards.copy_on_host() if shards is not None and world.is_main else None
+
+    def collect(policy: Any, version: int) -> Any:
+        if shards is None:
+            return policy
+        shards.fill(host)
+        return policy if host is None else host
+
+    model = model if host is None else host
+    return CentralSampler(model, tokenizer, start, args.rollout_workers, check_stop, world=world, collect=collect)
+
+
+def without(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in names}
 
 
 def _refuse(args: GRPOConfig, options: dict[str, Any], agents: Agents) -> None:
@@ -209,8 +242,8 @@ def _device(asked: str | None, learner: torch.device) -> str:
     """Device of the workers. Raises ConfigError for an absent device."""
     if asked is None:
         if learner.type != "cuda":
-            return str(learner)
-        behind = (learner.index or 0) + 1
+            return learner.type
+        behind = max((learner.index or 0) + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         return f"cuda:{behind}" if behind < torch.cuda.device_count() else str(learner)
     try:
         torch.empty(0, device=asked)

@@ -15,7 +15,7 @@ import torch
 
 from covey.errors import AttestationError, ConfigError, ServerError
 from covey.models import unwrapped
-from covey.process.interruption import StopNow
+from covey.process.interruption import on_main
 from covey.process.sharding import Shards
 from covey.process.world import World
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
@@ -98,11 +98,22 @@ class ServerSampler:
         self.sync = Sync(self.server, carrier, run=name, attest=attest)
         self.seen: list[dict[str, Metric]] = []
         self.pending: tuple[Any, int] | None = None
+        self.update: Update | None = None
+        """Weights that the next rollout sends if `pending` is None, or that were sent last."""
+        self.is_sent = False
         self.load(model, version=0)
 
     def load(self, policy: Any, version: int) -> None:
         """Sample with these weights from the next call of `sample` on, whose completions carry `version`."""
         self.pending, self.version = (policy, version), version
+
+    def prepare(self, policy: Any, version: int) -> Update:
+        """These weights ready to be sent, which do not change with the policy. Of a split model all processes take part."""
+        return self.sync.prepare(Source(policy, self.shards, writes=self.world.is_main), version)
+
+    def load_prepared(self, update: Update) -> None:
+        """Sample with the weights of `prepare` from the next call of `sample` on."""
+        self.pending, self.update, self.version, self.is_sent = None, update, update.version, False
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, as they finish.
@@ -142,37 +153,46 @@ class ServerSampler:
 
     def _settle(self) -> None:
         """Send the weights of the last `load` from the main process; wait once for a lost server."""
-        if self.pending is None:
+        if self.pending is not None:
+            self._on_main(self._prepared(*self.pending))
+            self.pending, self.is_sent = None, True
+        elif not self.is_sent:
+            self._on_main(self._send)
+            self.is_sent = True
+        else:
             self._on_main(self._expect_current)
-            return
-        self.policy = self.pending[0]
-        self._on_main(self._prepared())
-        self.pending = None
 
     def _expect_current(self) -> None:
-        """Check that the server has this run's weights; one that was lost or started again is sent them, unless they are split."""
+        """Check that the server has this run's weights; one that was lost or started again is sent them."""
         try:
             self.sync.expect_current()
         except ServerError as error:
-            if self.shards is not None or is_wrong(error):
+            if is_wrong(error):
                 raise
             logger.warning("%s", error)
-            self._send_everything()
+            self._send_again()
 
-    def _prepared(self) -> Callable[[], None]:
-        """Sending of the pending weights, which are gathered now where the model is split: all processes take part in that."""
-        assert self.pending is not None
-        (policy, version), is_main = self.pending, self.world.is_main
-        source = Source(policy, self.shards, writes=is_main)
+    def _prepared(self, policy: Any, version: int) -> Callable[[], None]:
+        """Sending of these weights, which are gathered now where the model is split: all processes take part in that."""
+
+        def send() -> None:
+            self.update = self.prepare(policy, version) if update is None else update
+            self._send()
+
+        update: Update | None = None
         if self.shards is None:
-            return lambda: self._push(self.sync.prepare(source, version))
+            return send
         try:
-            update = self.sync.prepare(source, version)
+            update = self.prepare(policy, version)
         except Exception as error:
-            if not is_main:
+            if not self.world.is_main:
                 raise
             return partial(_raise, error)  # where all processes hear of it
-        return lambda: self._push(update)
+        return send
+
+    def _send(self) -> None:
+        assert self.update is not None  # prepared before
+        self._push(self.update)
 
     def _push(self, update: Update) -> None:
         try:
@@ -191,31 +211,18 @@ class ServerSampler:
         """Recover from a server lost during a rollout: send and verify the full weights before requests continue."""
         if self.world.size > 1:  # the other processes still wait for completions
             raise ServerError("The server was lost in the middle of a rollout of several processes; resume the run.")
-        self._send_everything()
+        self._send_again()
 
-    def _send_everything(self) -> None:
+    def _send_again(self) -> None:
+        """Send the weights of the last update to a server that has lost them."""
         self.client.wait_until_up(self.timeout, self.check_wait)
         self.sync.is_broken = True
-        self.pending = (self.policy, self.version)
-        self._prepared()()
-        self.pending = None
+        self._send()
 
     def _on_main(self, work: Callable[[], None]) -> None:
-        """Run `work` on the main process; an error there ends the run on all, and a stop is one of all.
-
-        Every process then has the served label.
-        """
-        ended: BaseException | None = None
-        if self.world.is_main:
-            try:
-                work()
-            except (Exception, StopNow) as found:  # noqa: BLE001 - raised once every process has heard of it
-                ended = found
-        outcome = self.world.max(0 if ended is None else 1 + isinstance(ended, StopNow))
-        if outcome == 2:
-            raise ended or StopNow
-        if outcome == 1:
-            raise ended or ServerError("the update of the vLLM server failed on the main process; its log says why.")
+        """Run `work` on the main process; every process then has the served label."""
+        failed = ServerError("the update of the vLLM server failed on the main process; its log says why.")
+        on_main(self.world, work, failed)
         if self.world.size > 1:
             self.sync.label, self.sync.model = self.world.broadcast((self.sync.label, self.sync.model))
 

@@ -25,7 +25,7 @@ from covey.rollout.vllm.attestation import (
     probe_ids,
 )
 from covey.rollout.vllm.server import Server
-from covey.rollout.vllm.transports import Transport, dtype_of
+from covey.rollout.vllm.transports import Shipment, Transport, dtype_of
 from covey.rollout.vllm.weights import Source, differing_blocks, digests_of, texts_of
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Update:
     source: Source
     version: int
     label: str
-    num_bytes: int
+    shipment: Shipment
     probe: Probe | None
     """None: nothing is attested."""
     digests: Mapping[str, str] | None
@@ -85,8 +85,8 @@ class Sync:
         """Weights ready to be sent. Of a split model all processes take part, with one forward pass for the probe."""
         label = self._next_label(version)
         probe = self._probe(source) if self.attest != "off" else None
-        num_bytes = self.transport.prepare(source, label)  # last: it may fail on the process that writes
-        return Update(source, version, label, num_bytes, probe, self._digests(source) if probe else None)
+        shipment = self.transport.prepare(source, label)  # last: it may fail on the process that writes
+        return Update(source, version, label, shipment, probe, self._digests(source) if probe else None)
 
     def _digests(self, source: Source) -> dict[str, str] | None:
         """Digests of the weights, as they were written; None where the server has none to compare."""
@@ -120,7 +120,7 @@ class Sync:
                 self.server.pause()
             elif self.server.is_paused():
                 self.server.resume()
-            transport.send(update.source, label, update.num_bytes)
+            transport.send(update.source, label, update.shipment)
             if transport.pauses:
                 self.server.forget_prefixes()
             exact = self._is_exact(update)

@@ -20,6 +20,19 @@ KEPT = 2
 """Number of versions whose folders are kept: the current and the previous one."""
 
 
+@dataclass(frozen=True)
+class Shipment:
+    """Weights ready to be sent."""
+
+    num_bytes: int
+    place: Path | None = None
+    """Folder that the server reads; None: they travel from this process's memory."""
+
+    @property
+    def folder(self) -> str:
+        return str((self.place or Path()).absolute())
+
+
 class Transport(Protocol):
     """Transport of a weight version to a server."""
 
@@ -30,15 +43,12 @@ class Transport(Protocol):
         """Model name for requests once `label` is served."""
         ...
 
-    def prepare(self, source: Source, label: str) -> int:
-        """Prepare a transfer while the server still generates. Returns the number of bytes to send.
-
-        Of a split model all processes take part.
-        """
+    def prepare(self, source: Source, label: str) -> Shipment:
+        """Prepare a transfer while the server still generates. Of a split model all processes take part."""
         ...
 
-    def send(self, source: Source, label: str, num_bytes: int) -> None:
-        """Send the weights that were prepared last. After a ServerError the server's weights are undefined."""
+    def send(self, source: Source, label: str, shipment: Shipment) -> None:
+        """Send the weights of `prepare`. After a ServerError the server's weights are undefined."""
         ...
 
     def finish(self, label: str) -> None:
@@ -58,14 +68,14 @@ class DirectoryTransport:
     def model_for(self, label: str) -> str:
         return self.server.facts.model
 
-    def prepare(self, source: Source, label: str) -> int:
+    def prepare(self, source: Source, label: str) -> Shipment:
         place = _new_place(self.folder, label)
         size = write_weights(source, place, dtype_of(self.server), has_digests=self.server.has_digests)
         self.written.append(place)
-        return size
+        return Shipment(size, place)
 
-    def send(self, source: Source, label: str, num_bytes: int) -> None:
-        self.server.reload(str(self.written[-1].absolute()), num_bytes)
+    def send(self, source: Source, label: str, shipment: Shipment) -> None:
+        self.server.reload(shipment.folder, shipment.num_bytes)
         self.server.repack()
 
     def finish(self, label: str) -> None:
@@ -85,14 +95,14 @@ class AdapterTransport:
     def model_for(self, label: str) -> str:
         return label
 
-    def prepare(self, source: Source, label: str) -> int:
+    def prepare(self, source: Source, label: str) -> Shipment:
         place = _new_place(self.folder, label)
         size = write_adapter(source, place)
         self.written.append(place)
-        return size
+        return Shipment(size, place)
 
-    def send(self, source: Source, label: str, num_bytes: int) -> None:
-        self.server.load_adapter(label, str(self.written[-1].absolute()))
+    def send(self, source: Source, label: str, shipment: Shipment) -> None:
+        self.server.load_adapter(label, shipment.folder)
         self.names.append(label)
 
     def finish(self, label: str) -> None:
@@ -117,15 +127,15 @@ class NCCLTransport:
     def model_for(self, label: str) -> str:
         return self.server.facts.model
 
-    def prepare(self, source: Source, label: str) -> int:
-        return sum(weight.nbytes for _, weight in source.plain())
+    def prepare(self, source: Source, label: str) -> Shipment:
+        return Shipment(sum(weight.nbytes for _, weight in source.plain()))
 
-    def send(self, source: Source, label: str, num_bytes: int) -> None:
+    def send(self, source: Source, label: str, shipment: Shipment) -> None:
         deadlines = self.server.client.deadlines
         if self.engine is None:
             self.engine = within(lambda: self._start(source), deadlines.init, "setting up NCCL")
         self.engine.source = _PlainSource(source)
-        seconds = deadlines.start + deadlines.update_of(num_bytes) + deadlines.finish
+        seconds = deadlines.start + deadlines.update_of(shipment.num_bytes) + deadlines.finish
         try:
             within(self.engine.send_weights, seconds, "sending weights over NCCL")
         except ServerError:

@@ -1,0 +1,93 @@
+"""A tiny run of combined features, as one or several processes: `python combined_run.py FOLDER CASE(JSON)`; and how tests start it.
+
+The model has three layers, the step is plain SGD, so that weights after some steps compare with those of another way to run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+from forked import Forked, free_port, rank_environment
+from kit import tiny_model, tiny_tokenizer
+
+STEPS = 3
+
+
+def policy(**config: Any) -> Any:
+    return tiny_model("qwen2", layers=3, **{"tie_word_embeddings": False, **config})
+
+
+def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def trainer(folder: Path, case: dict[str, Any]) -> Any:
+    """The run of a case: `options` of GRPOConfig, and what else it is made of."""
+    from datasets import Dataset
+
+    from covey import GRPOConfig, GRPOTrainer
+
+    processes = case.get("processes", 1)
+    options = {
+        "max_steps": STEPS, "num_generations": 2, "learning_rate": 0.5, "optim": "sgd", "max_grad_norm": 0.0,
+        "per_device_train_batch_size": 4 // processes, "max_completion_length": 4, "save_strategy": "no", "report_to": "none",
+        "disable_tqdm": True, "use_cpu": True, "bf16": False, "logging_steps": 1, "gradient_checkpointing": False,
+        "rollout_dtype": "float32",
+    }  # fmt: skip
+    options |= case.get("options", {})
+    given: dict[str, Any] = {"processing_class": tiny_tokenizer(), "model": policy(**case.get("config", {}))}
+    rows: list[dict[str, Any]] = [{"prompt": f"{i} + {i} ="} for i in range(4 * STEPS)]
+    if "lora" in case:
+        from peft import LoraConfig
+
+        given["peft_config"] = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    return GRPOTrainer(
+        reward_funcs=reward, args=GRPOConfig(str(folder), **options), train_dataset=Dataset.from_list(rows), **given
+    )  # fmt: skip
+
+
+def run(folder: Path, processes: int = 1, seconds: float = 200.0, **case: Any) -> list[dict[str, Any]]:
+    """The logs of a run of so many processes, which leaves its weights in `folder/end`."""
+    port = free_port()
+    words = [Path(__file__), folder, json.dumps({**case, "processes": processes})]
+    env = [{} if processes == 1 else rank_environment(rank, port) for rank in range(processes)]
+    ranks = [Forked(*words, env=one) for one in env]
+    codes = [rank.wait(seconds) for rank in ranks]
+    assert codes == [0] * processes, "\n".join(rank.err[-3000:] for rank in ranks)
+    return json.loads((folder / "log.json").read_text())
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    found = [*(folder / "end").glob("*.safetensors")]
+    return {name: value for file in found for name, value in load_file(file).items()}
+
+
+def apart(one: Path, other: Path) -> float:
+    """The largest difference between the weights of two runs."""
+    mine, theirs = weights(one), weights(other)
+    assert mine.keys() == theirs.keys()
+    return max((mine[name] - theirs[name]).abs().max().item() for name in mine)
+
+
+def moved(folder: Path) -> float:
+    """How far a run moved its weights."""
+    start = dict(policy().state_dict())
+    return max((value - start[name]).abs().max().item() for name, value in weights(folder).items() if name in start)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    place = Path(sys.argv[1])
+    made = trainer(place, json.loads(sys.argv[2]))
+    made.train()
+    made.save_model(str(place / "end"))
+    if made.args.process_index == 0:
+        (place / "log.json").write_text(json.dumps(made.state.log_history))

@@ -1,0 +1,49 @@
+"""Asynchronous rollouts of a vLLM server and of several learner processes: the run of one process, with the same staleness."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from combinations.combined_run import apart, moved, policy, run
+from kit import tiny_tokenizer
+from vllm_server.fake_server import FakeServer
+
+AHEAD = {"async_rollouts": True, "in_flight_weights": False}
+
+
+def served(folder: Path, processes: int = 1, **options):
+    with FakeServer(policy(), tiny_tokenizer()) as fake:
+        fake.is_varied = True
+        server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_port": fake.port}
+        return run(folder, processes, options={**server, **options})
+
+
+@pytest.mark.slow
+def test_a_server_without_staleness_gives_the_synchronous_run(tmp_path):
+    served(tmp_path / "sync")
+    logs = served(tmp_path / "ahead", **AHEAD, max_staleness=0)
+    assert apart(tmp_path / "sync", tmp_path / "ahead") == 0
+    assert moved(tmp_path / "sync") > 1e-3
+    assert [entry["vllm/moved"] for entry in logs if "vllm/moved" in entry] == [1.0, 1.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", [{}, {"fsdp": True}], ids=["ddp", "fsdp2"])
+def test_a_server_writes_ahead_for_two_learners_as_for_one(sharding, tmp_path):
+    logs = served(tmp_path / "1", **AHEAD)
+    assert max(entry.get("staleness/max", 0) for entry in logs) == 1
+    logs = served(tmp_path / "2", 2, **AHEAD, **sharding)
+    assert max(entry.get("staleness/max", 0) for entry in logs) == 1
+    assert apart(tmp_path / "1", tmp_path / "2") < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", [{}, {"fsdp": True}], ids=["ddp", "fsdp2"])
+def test_worker_processes_write_ahead_for_two_learners_as_for_one(sharding, tmp_path):
+    run(tmp_path / "1", options=AHEAD)
+    logs = run(tmp_path / "2", 2, options={**AHEAD, **sharding})
+    assert max(entry.get("staleness/max", 0) for entry in logs) == 1
+    assert moved(tmp_path / "1") > 1e-3
+    assert apart(tmp_path / "1", tmp_path / "2") < 1e-6
