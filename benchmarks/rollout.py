@@ -38,7 +38,8 @@ from covey.kernels.decode import decode_kernels
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler
 from covey.rollout.decoder import DecoderForward
 from covey.rollout.forward import Forward, plain_cache
-from covey.rollout.kv_cache import DecodeBatch, KVCache, PrefillBatch, rounded
+from covey.rollout.batches import DecodeBatch, PrefillBatch
+from covey.rollout.kv_cache import KVCache, rounded
 from covey.types import Group
 
 DATA = Path(os.environ.get("COVEY_BENCHMARK_DATA", Path(__file__).parents[1] / "tests" / "data" / "gsm8k"))

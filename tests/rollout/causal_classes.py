@@ -33,10 +33,22 @@ SMALL: dict[str, Any] = {
     "v_head_dim": 16, "rotary_dim": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 16,
     "mamba_n_groups": 1, "mamba_expand": 2, "mamba_chunk_size": 16, "mamba_head_dim": 16, "mamba_num_heads": 4,
     "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "state_size": 8, "expand": 2, "n_groups": 1, "chunk_size": 16, "ssm_state_size": 8, "dropout": 0.0, "is_decoder": True,
+    "linear_head_dim": 8, "linear_num_heads": 2, "state_size": 8, "expand": 2, "n_groups": 1, "chunk_size": 16, "ssm_state_size": 8, "dropout": 0.0, "is_decoder": True,
 }  # fmt: skip
 MOST = 30_000_000
-OWN: dict[str, dict[str, Any]] = {"mamba2": {"num_heads": 4}}
+LINEAR, FULL = "linear_attention", "full_attention"
+_BOTH = {"layer_types": [LINEAR, FULL, LINEAR]}
+OWN: dict[str, dict[str, Any]] = {
+    "mamba2": {"num_heads": 4},
+    "bamba": {"attn_layer_indices": [1]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", FULL, "conv"]},
+    "lfm2_moe": {"layer_types": ["conv", FULL, "conv"], "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "bailing_hybrid": {"layer_group_size": 2},
+    "zamba2": {"layers_block_type": [LINEAR, "hybrid", LINEAR]},
+    **dict.fromkeys(("granitemoehybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "kimi_linear"), _BOTH),
+}
+"""Sizes of some kinds, where both sorts of layers occur and numbers have to match."""
 
 
 def build(kind: str) -> Any:

@@ -48,11 +48,7 @@ NATIVE = {
     "olmoe": ("Olmoe", EXPERTS),
 }
 IN_CI = ("llama", "qwen3", "gemma2", "phi3", "gpt2", "olmo2", "qwen3_moe")
-FALLS_BACK = {
-    "mamba": ("Mamba", {}, "layers of kind"),
-    "bloom": ("Bloom", {}, "interface"),
-    "qwen3_next": ("Qwen3Next", {**EXPERTS, "layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
-}
+FALLS_BACK = {"rwkv": ("Rwkv", {}, "interface"), "bloom": ("Bloom", {}, "interface")}
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ from covey.kernels import compile as compiled
 from covey.kernels import packed_attention
 from covey.kernels.decode import decode_kernels
 from covey.rollout.attention import causal
-from covey.rollout.kv_cache import KVCache, LayerShape, PrefillBatch
+from covey.rollout.batches import PrefillBatch
+from covey.rollout.kv_cache import KVCache, LayerShape
 
 CPU = torch.device("cpu")
 REASON = compiled.unavailable_reason()

@@ -20,7 +20,9 @@ from covey.errors import Unsupported
 from covey.kernels import DecodeKernels, DecodeStep, DecodeWeights, InPlaceLinear, SamplerLinear, TritonDecode
 from covey.models import unwrapped
 from covey.rollout.forward import ModulesForward, addresses_of
-from covey.rollout.kv_cache import DecodeBatch, KVCache, LayerShape, PrefillBatch
+from covey.rollout.batches import DecodeBatch, PrefillBatch
+from covey.rollout.kv_cache import KVCache, LayerShape
+from covey.rollout.row_states import StatePlaces
 from covey.rollout.static_kv_cache import StaticKVCache
 
 Attend = Callable[[int, Tensor], "Tensor | None"]
@@ -78,6 +80,7 @@ class DecoderForward:
             raise Unsupported(f"{name} is not one of the decoders that are written out")
         probe = ModulesForward(model)  # raises Unsupported where the engine cannot run the model
         self.layers: tuple[LayerShape, ...] = probe.layers
+        self.states: StatePlaces | None = None
         self.device, self.dtype = probe.device, dtype
         self.copied = dtype if dtype != probe.dtype else None
         self.vocab_size = int(config.vocab_size)

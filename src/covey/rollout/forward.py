@@ -15,7 +15,9 @@ from covey.images import embed
 from covey.kernels import LOCAL_LAYERS, DecodeKernels, SamplerLinear, attention_windows
 from covey.models import accepts, decoder_of, evaluating, float32_stream, unwrapped
 from covey.rollout.attention import NAME, Batch, causal, register
-from covey.rollout.kv_cache import DecodeBatch, KVCache, LayerShape, PrefillBatch
+from covey.rollout.batches import DecodeBatch, PrefillBatch
+from covey.rollout.kv_cache import KVCache, LayerShape
+from covey.rollout.row_states import StatePlaces, cache_keyword, find_states, has_states
 from covey.rollout.stopping import context_of
 from covey.types import Prompt
 
@@ -30,6 +32,8 @@ class Forward(Protocol):
     device: torch.device
     dtype: torch.dtype
     vocab_size: int
+    states: StatePlaces | None
+    """States other than keys and values that the model hands from token to token."""
 
     def refresh(self) -> bool:
         """Read the live weights after an update. False when the model's structure changed, so that a new Forward is needed."""
@@ -74,6 +78,8 @@ class ModulesForward:
         parameter = next(self.model.parameters())
         self.device, self.dtype = parameter.device, dtype or parameter.dtype
         self.extra = {"logits_to_keep": 1} if accepts(self.model, "logits_to_keep") else {}
+        self.takes_positions = accepts(self.model, "position_ids")
+        self.states: StatePlaces | None = None
         with torch.no_grad():
             self.layers = self._layers()
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
@@ -117,22 +123,42 @@ class ModulesForward:
             )
         return read.next_position - 1
 
-    def _run(self, ids: Tensor, positions: Tensor, batch: Batch) -> Any:
+    def _run(self, ids: Tensor, positions: Tensor, batch: Any) -> Any:
+        if self.states is None:
+            return self._call(ids, positions, batch, use_cache=False)
+        with batch.states() as cache:
+            return self._call(ids, positions, batch, use_cache=True, **{self.states.keyword: cache})
+
+    def _call(self, ids: Tensor, positions: Tensor, batch: Batch, **given: Any) -> Any:
+        if self.takes_positions:
+            given["position_ids"] = positions
         with float32_stream(self.model), our_attention(self.model):  # tried before attention is replaced
-            return self.model(input_ids=ids, position_ids=positions, use_cache=False, covey_batch=batch, **self.extra)
+            return self.model(input_ids=ids, covey_batch=batch, **given, **self.extra)
+
+    def _find_states(self, record: _Record) -> StatePlaces:
+        def run(cache: Any, ids: Tensor) -> None:
+            positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+            self._call(ids, positions, record, use_cache=True, **{str(cache_keyword(self.model)): cache})
+
+        return find_states(self.model, run)
 
     def _layers(self) -> tuple[LayerShape, ...]:
-        """Shape and window of each attention layer, from a recording forward pass."""
+        """Shape and window of each attention layer, from a recording forward pass, and the model's states."""
         windows = attention_windows(self.model)
         record = _Record()
         ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
         with evaluating(self.model):
-            self._run(ids, torch.arange(2, device=self.device)[None], record)
-        if not record.shapes:
+            if has_states(self.model):
+                self.states = self._find_states(record)
+            else:
+                self._run(ids, torch.arange(2, device=self.device)[None], record)
+        if not record.shapes and self.states is None:
             raise Unsupported(f"{type(self.model).__name__} does not attend through transformers' attention interface")
-        if sorted(record.shapes) != list(range(len(record.shapes))) or record.dtypes != {self.dtype}:
+        count = 1 + max(record.shapes, default=-1)
+        if (self.states is None and len(record.shapes) < count) or record.dtypes - {self.dtype}:
             raise Unsupported(f"{type(self.model).__name__} does not number its attention layers, or mixes precisions")
-        shapes = [record.shapes[i] for i in range(len(record.shapes))]
+        width = max((shape.width for shape in record.shapes.values()), default=0)
+        shapes = [record.shapes.get(i, LayerShape(0, width)) for i in range(count)]  # no heads: a layer with a state
         shapes = [replace(shape, window=windows.get(i)) for i, shape in enumerate(shapes)]
         return tuple(replace(shape, window=shape.window_within(self.context)) for shape in shapes)
 
@@ -217,15 +243,16 @@ def refuse_known(model: Any) -> None:
     config = inner.config.get_text_config()
     name = type(inner).__name__
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", *LOCAL_LAYERS}
-    if kinds:
+    is_stateful = has_states(inner)
+    if kinds and not is_stateful:
         raise Unsupported(f"{name} has layers of kind {', '.join(sorted(kinds))}")
-    if not getattr(inner, "_supports_attention_backend", False):
+    if not is_stateful and not getattr(inner, "_supports_attention_backend", False):
         raise Unsupported(f"{name} does not attend through transformers' attention interface")
     if len({parameter.device for parameter in inner.parameters()}) > 1:
         raise Unsupported(f"{name} is spread over several devices")
     if any(type(parameter).__name__ == "DTensor" for parameter in inner.parameters()):
         raise Unsupported(f"the weights of {name} are spread over several processes")
-    if not accepts(inner, "position_ids"):
+    if not is_stateful and not accepts(inner, "position_ids"):
         raise Unsupported(f"{name} does not take position_ids")
 
 
@@ -234,7 +261,7 @@ NewCache = Callable[[Forward, int], KVCache]
 
 
 def plain_cache(forward: Forward, context: int, kernels: DecodeKernels | None = None) -> KVCache:
-    return KVCache(forward.layers, forward.device, forward.dtype, context, kernels)
+    return KVCache(forward.layers, forward.device, forward.dtype, context, kernels, forward.states)
 
 
 def verify(forward: Forward, model: Any, tolerance: float | None = None, new_cache: NewCache = plain_cache) -> None:
@@ -280,6 +307,7 @@ def _engine_logits(forward: Forward, rows: Sequence[Tensor], lengths: Sequence[i
     positions = torch.arange(max(lengths)).expand(len(rows), -1)
     forward.prefill(ids.to(forward.device), positions.to(forward.device), PrefillBatch(cache, slots))
     cache.add_rows(2 * len(rows))
+    cache.begin_rows([0, 1, 0, 1])
     cache.set_row_owners([0, 1, 0, 1])
     out = []
     for step in range(len(rows[0]) - lengths[0]):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from covey.kernels import TritonDecode
-from covey.rollout.kv_cache import DecodeBatch
+from covey.rollout.batches import DecodeBatch
 from covey.rollout.sampling import Draw, draw, kernel_options
 from covey.rollout.scheduler import LIMIT, OUTPUT_ROW, POSITION, TOKEN, WRITTEN, GroupRequest, RunningGroup, Scheduler
 from covey.rollout.static_buffers import StaticState
@@ -94,6 +94,7 @@ class GraphScheduler(Scheduler):
             longest=longest + (PATIENCE + 1) * WINDOW,  # rows that have ended wait so long, and one look more
             attention=self.attention,
             buffers=self.static.buffers,
+            states=forward.states,
         )
 
     def _place(self, request: GroupRequest, slot: int) -> None:

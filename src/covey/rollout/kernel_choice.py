@@ -128,6 +128,7 @@ def _cache_with(attention: Attention) -> Any:
             most_rows=4,
             longest=8,
             attention=attention,
+            states=forward.states,
         )
 
     return new

@@ -6,17 +6,16 @@ Keys carry their positions, so their order in memory is free: all rows write the
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from covey.kernels import CacheTables, DecodeKernels, DecodeStep, Layout, Window, zeros
-from covey.rollout.attention import HIDDEN, AttentionPart, RowMap, best_merge, causal
+from covey.kernels import CacheTables, DecodeKernels, DecodeStep, Window, zeros
+from covey.rollout.attention import HIDDEN, AttentionPart, RowMap, best_merge
 from covey.rollout.key_bias import KeyBias
+from covey.rollout.row_states import RowStates, StatePlaces
 
 STEP = 32
 """Granularity of allocated columns: kernels are fastest on whole blocks, and few shapes occur."""
@@ -59,10 +58,12 @@ class KVCache:
         dtype: torch.dtype,
         context: int,
         kernels: DecodeKernels | None = None,
+        states: StatePlaces | None = None,
     ) -> None:
-        """`kernels` compute decode attention; without them, PyTorch's operations do."""
+        """`kernels` compute decode attention; without them, PyTorch's operations do. `states` are the model's, if it has some."""
         self.layers, self.device, self.dtype, self.context = tuple(layers), device, dtype, context
         self.kernels = kernels
+        self.states = None if states is None else RowStates(states, device)
         self.merge = best_merge(device, dtype)
         self.prefix = [self._zeros(layer, 0, 0) for layer in layers]  # each [2, P, Hkv, columns, D]
         self.suffix = [self._zeros(layer, 0, 0) for layer in layers]  # each [2, R, Hkv, columns, D]
@@ -119,6 +120,13 @@ class KVCache:
             self.step_column = 0
         self.starts += [self.step_column] * count
         self._resize(old)
+        if self.states is not None:
+            self.states.reserve(old, self.num_computed)
+
+    def begin_rows(self, owners: Sequence[int]) -> None:
+        """The last rows begin with the states that the prompts of the slots `owners` ended with; called after their prefill."""
+        if self.states is not None:
+            self.states.begin(self.num_rows - len(owners), owners)
 
     def _resize(self, old: int) -> None:
         """Reallocate the suffixes: columns that none of the first `old` rows reads are dropped, and new columns added."""
@@ -148,6 +156,8 @@ class KVCache:
             for buffer in self.suffix:
                 buffer[:, to, :, : self.step_column] = buffer[:, source, :, : self.step_column]
             self.suffix_bias[to] = self.suffix_bias[source]
+            if self.states is not None:
+                self.states.move(freed, moved)
 
     def drop_prompts(self, kept: list[int]) -> None:
         """Keep these prompts, in this order."""
@@ -272,128 +282,3 @@ class KVCache:
         buffer, bias = self.prefix[layer], self.biases(layer, rows)
         own = AttentionPart(keys, values, bias.suffix, bias.suffix_by_head(heads))
         return own, AttentionPart(buffer[0], buffer[1], bias.prefix, bias.prefix_by_head(heads))
-
-
-@dataclass(frozen=True, eq=False)
-class DecodeBatch:
-    """Batch of a decode step: one new token for each running row."""
-
-    cache: KVCache
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """[R, 1, Hq, D]; see `Batch`."""
-        out = self.cache.attend_decode(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale, softcap, sinks)
-        return out[:, None]
-
-
-@dataclass(frozen=True, eq=False)
-class PrefillBatch:
-    """Batch of a prefill into these slots: prompts padded on the right, or concatenated."""
-
-    cache: KVCache
-    slots: range
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each of these prompts."""
-        return self.cache.prompt_lengths[self.slots.start : self.slots.stop]
-
-    def token_indices(self, width: int) -> Tensor:
-        """[M] int64, flat indices of the prompts' tokens among prompts padded to `width`."""
-        return torch.cat([torch.arange(length) + p * width for p, length in enumerate(self.lengths)])
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """[A, L, Hq, D]; see `Batch`."""
-        self._keep(layer, key, value)
-        prompts, _, length, _ = query.shape
-        window = self.cache.layers[layer].window_within(max(self.lengths))
-        if self.cache.kernels is not None and softcap is None and sinks is None and window is None:
-            layouts = [Layout(p * length, length, ()) for p in range(prompts)]
-            row = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))  # each [H, A * L, D]
-            out = self._by_kernels(*row, layouts=layouts, scale=scale)
-            if out is not None:
-                return out.transpose(0, 1).unflatten(0, (prompts, length))
-        return causal(query, key, value, scale, softcap, sinks=sinks, window=window)
-
-    def attend_end_to_end(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """[M, Hq, D] from `query` [M, Hq, D], `key` and `value` [M, Hkv, D] of the concatenated prompts.
-
-        Padding after the last prompt gets zeros.
-        """
-        count = sum(self.lengths)
-        beyond = len(query) - count
-        query, key, value = query[:count], key[:count], value[:count]
-        row = [x.transpose(0, 1) for x in (query, key, value)]  # each [H, M, D]
-        window = self.cache.layers[layer].window_within(max(self.lengths))
-        found = None if window else self._by_kernels(*row, layouts=self._layouts, scale=scale)
-        if found is not None:
-            self.keep_end_to_end(layer, key, value)
-            out = found.transpose(0, 1)
-        else:
-            query, key, value = map(self._padded, (query, key, value))
-            self._keep(layer, key, value)
-            out = causal(query, key, value, scale, None, window=window).flatten(0, 1)[self._token_indices]
-        return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, beyond)) if beyond else out
-
-    def keep_end_to_end(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Store `key` and `value` [M, Hkv, D]; prefill needs nothing else of the last layer."""
-        count, start = sum(self.lengths), 0
-        if self.cache.device.type != "cpu":  # one call costs less than a loop over prompts
-            self._keep(layer, self._padded(key[:count]), self._padded(value[:count]))
-            return
-        for slot, length in zip(self.slots, self.lengths, strict=True):
-            for kind, x in enumerate((key, value)):
-                self.cache.prefix[layer][kind, slot, :, :length] = x[start : start + length].transpose(0, 1)
-            start += length
-
-    def _keep(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Store `key` and `value` [A, Hkv, L, D] of padded prompts."""
-        buffer = self.cache.prefix[layer][:, self.slots.start : self.slots.stop, :, : key.shape[2]]
-        buffer[0], buffer[1] = key, value
-
-    @functools.cached_property
-    def _layouts(self) -> tuple[Layout, ...]:
-        starts = itertools.accumulate(self.lengths[:-1], initial=0)
-        return tuple(Layout(start, length, ()) for start, length in zip(starts, self.lengths, strict=True) if length)
-
-    @functools.cached_property
-    def _width(self) -> int:
-        """Tokens of a padded prompt."""
-        return min(rounded(max(self.lengths)), self.cache.context)
-
-    @functools.cached_property
-    def _token_indices(self) -> Tensor:
-        """Flat index of each token among the padded prompts."""
-        return self.token_indices(self._width).to(self.cache.device)
-
-    def _padded(self, x: Tensor) -> Tensor:
-        """[A, H, L, D] from [M, H, D]."""
-        out = x.new_zeros(len(self.lengths) * self._width, *x.shape[1:])
-        out[self._token_indices] = x
-        return out.unflatten(0, (len(self.lengths), self._width)).transpose(1, 2)
-
-    def _by_kernels(
-        self, query: Tensor, key: Tensor, value: Tensor, *, layouts: Sequence[Layout], scale: float
-    ) -> Tensor | None:
-        """[Hq, S, D] from `query` [Hq, S, D], `key` and `value` [Hkv, S, D]; None where the kernels do not run."""
-        if self.cache.kernels is None or not layouts or not query.dtype == key.dtype == value.dtype:
-            return None
-        return self.cache.kernels.prefill(query, key, value, layouts, scale)

@@ -13,7 +13,8 @@ from torch import Tensor
 from covey.kernels import DecodeKernels
 from covey.rollout.environments import Environment, Turn, replies
 from covey.rollout.forward import UNLIMITED, Forward, ModulesForward, plain_cache
-from covey.rollout.kv_cache import DecodeBatch, KVCache, PrefillBatch, padded_rows, rounded
+from covey.rollout.batches import DecodeBatch, PrefillBatch
+from covey.rollout.kv_cache import KVCache, padded_rows, rounded
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.sampling import Draw, draw, uniforms
 from covey.rollout.stopping import StopStrings, check_finite, completion
@@ -45,7 +46,8 @@ class GroupRequest:
     def cache_bytes(self, forward: Forward) -> int:
         """Upper bound of its KV cache in bytes: the prompt once, and every completion at full length."""
         per_token = sum(layer.bytes_per_token(forward.dtype) for layer in forward.layers)
-        return per_token * (rounded(len(self.prompt.token_ids)) + len(self.keys) * rounded(self.limit))
+        states = 0 if forward.states is None else len(self.keys) * forward.states.nbytes
+        return states + per_token * (rounded(len(self.prompt.token_ids)) + len(self.keys) * rounded(self.limit))
 
 
 @dataclass(eq=False)
@@ -156,12 +158,15 @@ class Scheduler:
             taken.append(self.requests.popleft())
         if not taken:
             return
+        if self.forward.states is not None:
+            taken.sort(key=lambda request: len(request.prompt.token_ids))  # prompts of one length are prefilled together
         self._drop_finished_prompts()
         slots = self.cache.add_prompts([len(request.prompt.token_ids) - 1 for request in taken])
         self.cache.add_rows(sum(len(request.keys) for request in taken))
         for request, slot in zip(taken, slots, strict=True):
             self._place(request, slot)
         self._prefill(taken, slots)
+        self.cache.begin_rows([slot for request, slot in zip(taken, slots, strict=True) for _ in request.keys])
         self._set_row_owners()
 
     def _place(self, request: GroupRequest, slot: int) -> None:
@@ -190,9 +195,11 @@ class Scheduler:
                 start += 1
                 continue
             while stop < len(requests):
-                longest = max(longest, len(requests[stop].prompt.token_ids) - 1)
+                length = len(requests[stop].prompt.token_ids) - 1
                 has_images = requests[stop].prompt.images is not None
-                if stop > start and (has_images or longest * (stop + 1 - start) > most):
+                is_padded = self.forward.states is not None and stop > start and length != longest
+                longest = max(longest, length)
+                if stop > start and (has_images or is_padded or longest * (stop + 1 - start) > most):
                     break
                 stop += 1
             self._prefill_batch([request.prompt.token_ids[:-1] for request in requests[start:stop]], slots[start:stop])
@@ -209,7 +216,8 @@ class Scheduler:
         longest = max(map(len, prompts))
         if not longest:
             return
-        longest = min(rounded(longest), self.context)  # whole blocks are faster, and shapes repeat
+        if self.forward.states is None:  # a state would remember padding
+            longest = min(rounded(longest), self.context)  # whole blocks are faster, and shapes repeat
         ids = torch.zeros(len(prompts), longest, dtype=torch.int64)  # [A, L]
         for a, prompt in enumerate(prompts):
             ids[a, : len(prompt)] = torch.tensor(prompt, dtype=torch.int64)

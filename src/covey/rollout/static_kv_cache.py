@@ -15,6 +15,7 @@ from torch import Tensor
 from covey.kernels import TritonDecode, Window
 from covey.rollout.attention import HIDDEN, RowMap
 from covey.rollout.kv_cache import STEP, KVCache, LayerShape, rounded
+from covey.rollout.row_states import RowStates, StatePlaces
 from covey.rollout.static_buffers import StaticBuffers
 
 Attention = Literal["torch", "triton"]
@@ -67,6 +68,7 @@ class StaticKVCache(KVCache):
         longest: int,
         attention: Attention = "torch",
         buffers: StaticBuffers | None = None,
+        states: StatePlaces | None = None,
     ) -> None:
         """For at most `most_rows` rows of at most `longest` decode steps; at most `group_size` rows share a prompt.
 
@@ -74,6 +76,8 @@ class StaticKVCache(KVCache):
         """
         super().__init__(layers, device, dtype, context)
         self.buffers = buffers or StaticBuffers(device)
+        if states is not None:
+            self.states = RowStates(states, device, lambda i, x, shape: self.buffers.grown(("state", i), x, shape))
         self.group_size, self.most_rows, self.attention = group_size, most_rows, attention
         self.longest = longest
         self.most_columns = rounded(longest + max(longest // 8, 2 * STEP))
@@ -86,7 +90,8 @@ class StaticKVCache(KVCache):
     def layout(self) -> Hashable:
         """Shapes of all buffers, and the windows that mask a key; a captured step is valid for one layout."""
         shapes = tuple(x.shape for x in (self.prefix_bias, self.suffix_bias, self.members, self.first, self.back))
-        return shapes, frozenset(window for window in self.windows if window.hides(self.reach))
+        rows = 0 if self.states is None else self.states.capacity
+        return shapes, rows, frozenset(window for window in self.windows if window.hides(self.reach))
 
     def _table(self, name: str, size: int, value: int = 0) -> Tensor:
         return self.buffers.full(name, (size,), torch.int32, value)
@@ -144,6 +149,8 @@ class StaticKVCache(KVCache):
             columns = max(self.suffix_bias.shape[1], min(columns_for(STEP), self.most_columns))
             self._grow_suffix(old, self.num_computed, columns)
             self._new_owners(len(self.lengths), len(self.first))
+        if self.states is not None:
+            self.states.reserve(old, len(self.first))
         self.suffix_bias[old:] = HIDDEN
         self.first[old : self.num_rows], self.first[self.num_rows :] = self.step_column, NEVER
 

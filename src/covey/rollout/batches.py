@@ -1,0 +1,152 @@
+"""Batches of a forward pass over the KV cache: a decode step of the running rows, and a prefill of prompts."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.kernels import Layout
+from covey.rollout.attention import causal
+from covey.rollout.kv_cache import KVCache, rounded
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeBatch:
+    """Batch of a decode step: one new token for each running row."""
+
+    cache: KVCache
+
+    def states(self) -> AbstractContextManager[Any]:
+        """Context with transformers' cache of the rows' states."""
+        assert self.cache.states is not None
+        return self.cache.states.decoding(self.cache.num_computed)
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """[R, 1, Hq, D]; see `Batch`."""
+        out = self.cache.attend_decode(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale, softcap, sinks)
+        return out[:, None]
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillBatch:
+    """Batch of a prefill into these slots: prompts padded on the right, or concatenated."""
+
+    cache: KVCache
+    slots: range
+
+    def states(self) -> AbstractContextManager[Any]:
+        """Context with a new cache of transformers for the states of these prompts, all of one length."""
+        assert self.cache.states is not None
+        return self.cache.states.prefilling(self.slots)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each of these prompts."""
+        return self.cache.prompt_lengths[self.slots.start : self.slots.stop]
+
+    def token_indices(self, width: int) -> Tensor:
+        """[M] int64, flat indices of the prompts' tokens among prompts padded to `width`."""
+        return torch.cat([torch.arange(length) + p * width for p, length in enumerate(self.lengths)])
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """[A, L, Hq, D]; see `Batch`."""
+        self._keep(layer, key, value)
+        prompts, _, length, _ = query.shape
+        window = self.cache.layers[layer].window_within(max(self.lengths))
+        if self.cache.kernels is not None and softcap is None and sinks is None and window is None:
+            layouts = [Layout(p * length, length, ()) for p in range(prompts)]
+            row = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))  # each [H, A * L, D]
+            out = self._by_kernels(*row, layouts=layouts, scale=scale)
+            if out is not None:
+                return out.transpose(0, 1).unflatten(0, (prompts, length))
+        return causal(query, key, value, scale, softcap, sinks=sinks, window=window)
+
+    def attend_end_to_end(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """[M, Hq, D] from `query` [M, Hq, D], `key` and `value` [M, Hkv, D] of the concatenated prompts.
+
+        Padding after the last prompt gets zeros.
+        """
+        count = sum(self.lengths)
+        beyond = len(query) - count
+        query, key, value = query[:count], key[:count], value[:count]
+        row = [x.transpose(0, 1) for x in (query, key, value)]  # each [H, M, D]
+        window = self.cache.layers[layer].window_within(max(self.lengths))
+        found = None if window else self._by_kernels(*row, layouts=self._layouts, scale=scale)
+        if found is not None:
+            self.keep_end_to_end(layer, key, value)
+            out = found.transpose(0, 1)
+        else:
+            query, key, value = map(self._padded, (query, key, value))
+            self._keep(layer, key, value)
+            out = causal(query, key, value, scale, None, window=window).flatten(0, 1)[self._token_indices]
+        return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, beyond)) if beyond else out
+
+    def keep_end_to_end(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Store `key` and `value` [M, Hkv, D]; prefill needs nothing else of the last layer."""
+        count, start = sum(self.lengths), 0
+        if self.cache.device.type != "cpu":  # one call costs less than a loop over prompts
+            self._keep(layer, self._padded(key[:count]), self._padded(value[:count]))
+            return
+        for slot, length in zip(self.slots, self.lengths, strict=True):
+            for kind, x in enumerate((key, value)):
+                self.cache.prefix[layer][kind, slot, :, :length] = x[start : start + length].transpose(0, 1)
+            start += length
+
+    def _keep(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Store `key` and `value` [A, Hkv, L, D] of padded prompts."""
+        buffer = self.cache.prefix[layer][:, self.slots.start : self.slots.stop, :, : key.shape[2]]
+        buffer[0], buffer[1] = key, value
+
+    @functools.cached_property
+    def _layouts(self) -> tuple[Layout, ...]:
+        starts = itertools.accumulate(self.lengths[:-1], initial=0)
+        return tuple(Layout(start, length, ()) for start, length in zip(starts, self.lengths, strict=True) if length)
+
+    @functools.cached_property
+    def _width(self) -> int:
+        """Tokens of a padded prompt."""
+        return min(rounded(max(self.lengths)), self.cache.context)
+
+    @functools.cached_property
+    def _token_indices(self) -> Tensor:
+        """Flat index of each token among the padded prompts."""
+        return self.token_indices(self._width).to(self.cache.device)
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """[A, H, L, D] from [M, H, D]."""
+        out = x.new_zeros(len(self.lengths) * self._width, *x.shape[1:])
+        out[self._token_indices] = x
+        return out.unflatten(0, (len(self.lengths), self._width)).transpose(1, 2)
+
+    def _by_kernels(
+        self, query: Tensor, key: Tensor, value: Tensor, *, layouts: Sequence[Layout], scale: float
+    ) -> Tensor | None:
+        """[Hq, S, D] from `query` [Hq, S, D], `key` and `value` [Hkv, S, D]; None where the kernels do not run."""
+        if self.cache.kernels is None or not layouts or not query.dtype == key.dtype == value.dtype:
+            return None
+        return self.cache.kernels.prefill(query, key, value, layouts, scale)

@@ -1,0 +1,242 @@
+"""Recurrent states of the rows: what convolutions, state-space and linear-attention layers hand from token to token.
+
+A model leaves such a state in transformers' cache, or on its modules: tensors with one row a sequence, whatever the kind of layer.
+A prompt's states are computed once and copied for each completion of its group; rows are copied as they move in the batch.
+Keys and values of attention layers pass through that cache unchanged: the engine's attention keeps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from covey.models import accepts, unwrapped
+
+Path: TypeAlias = "tuple[str | int, ...]"
+"""Attributes and keys that lead from a cache or module to a tensor."""
+
+PROBED_ROWS = 2
+"""Rows of the forward pass that shows which tensors have one row a sequence."""
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """The place of one state of a model, and the shape of a row of it."""
+
+    module: nn.Module | None
+    """The module that holds it; None: transformers' cache does."""
+    path: Path
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def read(self, cache: Any) -> Tensor:
+        """[R, *shape], the state after a forward pass with this cache."""
+        found = _at(cache if self.module is None else self.module, self.path)
+        assert isinstance(found, Tensor)
+        return found
+
+    def write(self, cache: Any, value: Tensor | None) -> None:
+        holder = _at(cache if self.module is None else self.module, self.path[:-1])
+        if isinstance(holder, (dict, list)):
+            holder[self.path[-1]] = value
+        else:
+            setattr(holder, str(self.path[-1]), value)
+
+
+def _at(holder: Any, path: Path) -> Any:
+    for key in path:
+        holder = holder[key] if isinstance(holder, (dict, list)) else getattr(holder, str(key))
+    return holder
+
+
+@dataclass(frozen=True, eq=False)
+class StatePlaces:
+    """The states of a model: their places, and a cache whose flags say that states are there."""
+
+    places: tuple[Place, ...]
+    carrier: Any
+    """transformers' cache that decode steps get. The states of the rows are put into it before each."""
+    keyword: str
+    """The keyword of the model's forward that takes a cache."""
+    new_cache: Callable[[], Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states of one row."""
+        return sum(place.shape.numel() * place.dtype.itemsize for place in self.places)
+
+    def clear(self, cache: Any) -> None:
+        """Leave no state on the model's modules, as before a first forward pass."""
+        for place in self.places:
+            if place.module is not None:
+                place.write(cache, None)
+
+
+def has_states(model: Any) -> bool:
+    """True if transformers gives some layer of the model a cache that is not of keys and values alone."""
+    from transformers import DynamicCache
+
+    if cache_keyword(model) is None:
+        return False
+    try:
+        layers = DynamicCache(config=unwrapped(model).config).layers
+    except (AttributeError, KeyError, TypeError, ValueError):  # a kind of layer or configuration that it does not know
+        return False
+    return any(hasattr(layer, "conv_states") for layer in layers)
+
+
+def cache_keyword(model: Any) -> str | None:
+    """The keyword of the model's forward that takes transformers' cache; None if there is none."""
+    return next((name for name in ("past_key_values", "cache_params") if accepts(model, name)), None)
+
+
+def find_states(model: Any, run: Callable[[Any, Tensor], Any]) -> StatePlaces:
+    """The states that a forward pass leaves behind. `run(cache, ids)` makes one of `ids` [R, L] with this cache."""
+    inner = unwrapped(model)
+    keyword = cache_keyword(inner)
+    assert keyword is not None
+    device = next(inner.parameters()).device
+    ids = torch.zeros(PROBED_ROWS, 3, dtype=torch.int64, device=device)
+    before = dict(_tensors_on(inner))
+    own = _own_cache(inner, keyword, ids)
+    new_cache = lambda: _passing(own, inner.config)
+    cache = new_cache()
+    run(cache, ids)
+    places = [_place(None, path, x) for path, x in _tensors_in(cache, ()) if _has_rows(path, x)]
+    for (module, name), x in _tensors_on(inner):
+        old = before.get((module, name))
+        if old is not x and _has_rows((name,), x):
+            places.append(_place(module, (name,), x))
+            setattr(module, name, old)
+    return StatePlaces(tuple(places), cache, keyword, new_cache)
+
+
+def _own_cache(model: Any, keyword: str, ids: Tensor) -> type:
+    """The class of the cache that the model makes for itself, and tells."""
+    from transformers import DynamicCache
+
+    made = getattr(model(input_ids=ids, use_cache=True), keyword, None)
+    return DynamicCache if made is None else type(made)
+
+
+def _passing(kind: type, config: Any) -> Any:
+    """A new cache that keeps no keys and values: attention gets those of the tokens computed now."""
+    from transformers import DynamicCache
+
+    cache: Any = DynamicCache(config=config) if kind is DynamicCache else kind()
+    cache.update = lambda key, value, *given, **options: (key, value)
+    return cache
+
+
+def _place(module: nn.Module | None, path: Path, x: Tensor) -> Place:
+    return Place(module, path, x.shape[1:], x.dtype)
+
+
+def _has_rows(path: Path, x: Tensor) -> bool:
+    return x.ndim > 0 and x.shape[0] == PROBED_ROWS and path[-1] not in ("keys", "values")
+
+
+def _tensors_on(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
+    """Tensors that are attributes of modules, parameters and buffers left out."""
+    for module in model.modules():
+        for name, x in list(vars(module).items()):
+            if isinstance(x, Tensor):
+                yield (module, name), x
+
+
+def _tensors_in(held: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
+    """Tensors in a cache, its layers, and their lists and mappings."""
+    if isinstance(held, Tensor):
+        yield path, held
+        return
+    if isinstance(held, Mapping):
+        items: Any = held.items()
+    elif isinstance(held, list):
+        items = enumerate(held)
+    elif not path or path[0] == "layers" and len(path) == 2:
+        items = vars(held).items()
+    else:
+        return
+    for key, value in items:
+        yield from _tensors_in(value, (*path, key))
+
+
+NewTensor: TypeAlias = Callable[[int, Tensor, "tuple[int, ...]"], Tensor]
+"""(index of the state, its rows so far, shape) to a tensor of this shape that begins with these rows, zeros behind."""
+
+
+def grown(index: int, held: Tensor, shape: tuple[int, ...]) -> Tensor:
+    out = held.new_zeros(shape)
+    out[: len(held)] = held
+    return out
+
+
+class RowStates:
+    """States of R running rows, and of prompts whose rows have not begun."""
+
+    def __init__(self, places: StatePlaces, device: torch.device, new_tensor: NewTensor = grown) -> None:
+        self.places, self.new_tensor = places, new_tensor
+        self.tensors = [
+            torch.zeros(0, *place.shape, dtype=place.dtype, device=device) for place in places.places
+        ]  # each [capacity, *shape]
+        self._prompts: dict[int, tuple[list[Tensor], int]] = {}
+        """By slot: the states after a prefill of several prompts, and this prompt's row of them."""
+
+    @property
+    def capacity(self) -> int:
+        return len(self.tensors[0]) if self.tensors else 0
+
+    def reserve(self, held: int, rows: int) -> None:
+        """Allocate `rows` rows; the first `held` keep their states."""
+        if rows > self.capacity:
+            shapes = [(rows, *place.shape) for place in self.places.places]
+            self.tensors = [self.new_tensor(i, self.tensors[i][:held], shape) for i, shape in enumerate(shapes)]
+
+    def move(self, to: Sequence[int], source: Sequence[int]) -> None:
+        """Rows `source` replace the rows `to`."""
+        for x in self.tensors:
+            x[list(to)] = x[list(source)]
+
+    def begin(self, first: int, slots: Sequence[int]) -> None:
+        """Rows from `first` on begin where the prompts of `slots` end; zeros after no token."""
+        for slot, members in groupby(slots):
+            rows = slice(first, first + len(list(members)))
+            after, place = self._prompts.get(slot, (None, 0))
+            for i, x in enumerate(self.tensors):
+                x[rows] = 0 if after is None else after[i][place]
+            first = rows.stop
+        self._prompts = {}
+
+    @contextmanager
+    def prefilling(self, slots: Sequence[int]) -> Iterator[Any]:
+        """Context of a prefill of the prompts of `slots`, all of one length: yields the cache for the model's forward."""
+        cache = self.places.new_cache()
+        self.places.clear(cache)
+        try:
+            yield cache
+            after = [place.read(cache) for place in self.places.places]
+        finally:
+            self.places.clear(cache)
+        self._prompts |= {slot: (after, place) for place, slot in enumerate(slots)}
+
+    @contextmanager
+    def decoding(self, rows: int) -> Iterator[Any]:
+        """Context of a decode step of the first `rows` rows: yields the cache for the model's forward."""
+        cache = self.places.carrier
+        held = [x[:rows] for x in self.tensors]
+        for place, x in zip(self.places.places, held, strict=True):
+            place.write(cache, x)
+        try:
+            yield cache
+            for place, x in zip(self.places.places, held, strict=True):
+                now = place.read(cache)
+                if now is not x:
+                    x.copy_(now)
+        finally:
+            self.places.clear(cache)

@@ -1,0 +1,117 @@
+"""Models whose layers keep a state: the native engine computes a prompt's state once, copies it for each completion, and stays exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from causal_classes import build
+from test_samplers import collect, ids_of
+from test_static_steps import keeping_sampler, sampler_of
+
+from covey.rollout import NativeSampler, SamplingParams
+from covey.rollout.agreement import plain_logprobs
+from covey.types import Prompt
+from kit import rest_nightly, tiny_tokenizer
+
+KINDS = (
+    "qwen3_5_text", "recurrent_gemma", "falcon_h1", "lfm2", "granitemoehybrid", "mamba", "mamba2", "nemotron_h", "jamba",
+    "minimax", "bamba", "olmo_hybrid", "qwen3_next", "qwen3_5_moe_text", "falcon_mamba", "lfm2_moe", "lfm3",
+    "bailing_hybrid", "kimi_linear",
+)  # fmt: skip
+"""Gated delta nets, RG-LRU (whose states lie on modules), Mamba beside attention, short convolutions, Mamba2, Mamba, lightning attention."""
+LENGTHS = (9, 1, 3, 9, 40, 2, 17)
+PROMPTS = [Prompt(uid=str(i), token_ids=tuple(range(5 + i, 5 + i + n))) for i, n in enumerate(LENGTHS)]
+ENDS = list(range(3, 40))
+"""End-of-text ids: completions are 1 to 24 tokens long."""
+
+
+def sampler_for(kind, **options):
+    return NativeSampler(build(kind), tiny_tokenizer(), eos_ids=ENDS, dtype="float32", **options)
+
+
+def gap_of(sampler, groups):
+    """Largest difference of a written token's log-probability from a plain forward's."""
+    gaps = [
+        (one.logprobs - own)[one.written].abs().max()
+        for group, owns in zip(groups, _split(plain_logprobs(sampler.model, groups), groups), strict=True)
+        for one, own in zip(group.completions, owns, strict=True)
+    ]
+    return float(max(gaps))
+
+
+def _split(values, groups):
+    rest = iter(values)
+    return [[next(rest) for _ in group.completions] for group in groups]
+
+
+@pytest.mark.parametrize("kind", rest_nightly(KINDS, 8))
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_log_probabilities_equal_a_plain_forward_whatever_enters_and_leaves(kind, temperature):
+    sampler = sampler_for(kind, max_rows=8)
+    assert sampler.forward.states is not None
+    groups = collect(sampler, PROMPTS, 3, SamplingParams(max_tokens=24, seed=1, temperature=temperature))
+    assert [len(group.prompt.token_ids) for group in groups] == list(LENGTHS)
+    assert len({one.num_tokens for group in groups for one in group.completions}) > (2 if temperature else 1)
+    assert gap_of(sampler, groups) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "recurrent_gemma", "mamba2"])
+def test_completions_do_not_depend_on_the_batch(kind):
+    sampler, params = sampler_for(kind), SamplingParams(max_tokens=16, seed=3)
+    together = ids_of(collect(sampler, PROMPTS, 4, params))
+    sampler.max_rows = 4
+    assert ids_of(collect(sampler, PROMPTS, 4, params)) == together
+    assert [ids_of(collect(sampler, [prompt], 4, params))[0] for prompt in PROMPTS] == together
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "recurrent_gemma", "mamba2"])
+def test_replies_of_an_environment_enter_the_state_of_their_row(kind):
+    def environment(turns):
+        return [[60, 61, 62 + turn.sample] if len(turn.token_ids) < 9 else None for turn in turns]
+
+    sampler = sampler_for(kind, environment=environment, max_rows=6)
+    groups = collect(sampler, PROMPTS, 3, SamplingParams(max_tokens=24, seed=1))
+    masks = [one.mask for group in groups for one in group.completions]
+    assert sum(int((~mask).sum()) for mask in masks) > 20
+    assert gap_of(sampler, groups) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1"])
+def test_a_prompt_is_computed_once_for_its_group(kind):
+    sampler, computed = sampler_for(kind), []
+    hook = sampler.model.get_input_embeddings().register_forward_hook(
+        lambda module, given, out: computed.append(given[0].shape) if given[0].shape[-1] > 1 else None
+    )
+    list(sampler.sample(PROMPTS, 4, SamplingParams(max_tokens=2, seed=1)))
+    hook.remove()
+    assert sum(shape.numel() for shape in computed) == sum(length - 1 for length in LENGTHS if length > 2)
+    assert len(computed) == len({length for length in LENGTHS if length > 2})
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "recurrent_gemma"])
+def test_steps_on_static_buffers_give_the_same_completions(kind):
+    """Eagerly, and recorded as a CUDA graph is captured."""
+    model, tokenizer, params = build(kind), tiny_tokenizer(), SamplingParams(max_tokens=20, seed=4)
+    expected = ids_of(collect(NativeSampler(model, tokenizer, dtype="float32", eos_ids=ENDS), PROMPTS, 3, params))
+    for make in (sampler_of, keeping_sampler):
+        sampler = make(model, tokenizer, max_rows=8, eos_ids=ENDS)
+        for _ in range(2):  # the second call finds buffers and steps of the first
+            groups = collect(sampler, PROMPTS, 3, params)
+            assert ids_of(groups) == expected
+            assert gap_of(sampler, groups) <= 1e-5
+
+
+def test_new_weights_are_read_and_the_model_is_given_back_as_it_was():
+    sampler = sampler_for("recurrent_gemma")
+    sampler.model.train()
+    held = lambda: {
+        (name, key) for name, module in sampler.model.named_modules() for key, x in vars(module).items() if torch.is_tensor(x)
+    }
+    list(sampler.sample(PROMPTS, 2, SamplingParams(max_tokens=4, seed=1)))
+    assert not held()
+    assert all(module.training for module in sampler.model.modules())
+    with torch.no_grad():
+        for parameter in sampler.model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    sampler.load(sampler.model, version=2)
+    assert gap_of(sampler, list(sampler.sample(PROMPTS, 2, SamplingParams(max_tokens=4, seed=1)))) <= 1e-5
