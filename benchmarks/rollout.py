@@ -36,9 +36,9 @@ from covey import demo
 from covey.config.checks import processor_has_bfloat16
 from covey.kernels.decode import decode_kernels
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler
+from covey.rollout.batches import DecodeBatch, PrefillBatch
 from covey.rollout.decoder import DecoderForward
 from covey.rollout.forward import Forward, plain_cache
-from covey.rollout.batches import DecodeBatch, PrefillBatch
 from covey.rollout.kv_cache import KVCache, rounded
 from covey.types import Group
 

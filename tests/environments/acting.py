@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
 
 CHATML = (
     "{% if tools %}<|im_start|>system\nTools: {% for tool in tools %}{{ tool.function.name }} {% endfor %}<|im_end|>\n{% endif %}"
@@ -55,11 +62,35 @@ def tiny_llama(tokenizer: Any, seed: int = 0) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+def tiny_qwen3_5(tokenizer: Any, seed: int = 0) -> Qwen3_5ForCausalLM:
+    """A Qwen3.5 of a gated delta net and an attention layer, with the tokenizer's vocabulary."""
+    torch.manual_seed(seed)
+    config = Qwen3_5TextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        max_position_embeddings=1024,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=True,
+    )
+    return Qwen3_5ForCausalLM(config).float()
+
+
 @functools.cache
-def trained_on(texts: tuple[tuple[str, str], ...], steps: int = 120) -> LlamaForCausalLM:
+def trained_on(texts: tuple[tuple[str, str], ...], steps: int = 120, make: Callable[[Any], Any] = tiny_llama) -> Any:
     """A model that continues each first text with the second, greedily. The loss is on the second alone."""
     tokenizer = chat_tokenizer()
-    model = tiny_llama(tokenizer)
+    model = make(tokenizer)
     rows = []
     for before, after in texts:
         first, second = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, after))

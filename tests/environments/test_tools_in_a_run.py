@@ -14,7 +14,7 @@ from covey.environments import tool
 from covey.errors import ConfigError, DataError, ModelError
 from covey.training.agents import Agents
 from covey.training.build_sampler import name_idle_options
-from environments.acting import chat_tokenizer, tiny_llama, trained_on
+from environments.acting import chat_tokenizer, tiny_llama, tiny_qwen3_5, trained_on
 from kit import rest_nightly
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call><|im_end|>'
@@ -39,10 +39,10 @@ def bridge(result: str) -> str:
     return f"\n<|im_start|>user\n<tool_response>\n{result}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 
 
-def calling(result: str = "7", call: str = CALL, tools: str = "add "):
+def calling(result: str = "7", call: str = CALL, tools: str = "add ", **made):
     """A model that calls a tool and, when it has read `result`, says it."""
     before = shown(tools)
-    return trained_on(((before, call), (before + call + bridge(result), f"{result}<|im_end|>")))
+    return trained_on(((before, call), (before + call + bridge(result), f"{result}<|im_end|>")), **made)
 
 
 def options(tmp_path, **given):
@@ -104,6 +104,14 @@ def test_the_model_calls_a_tool_reads_its_answer_and_rewards_see_the_turns(tmp_p
     assert logged["tools/add/calls"] == 1.0
     written = len(chat_tokenizer()(CALL)["input_ids"]) + 2  # the answer's tokens are not the model's
     assert logged["completions/mean_length"] == written
+
+
+def test_a_model_whose_layers_keep_a_state_calls_a_tool(tmp_path):
+    trainer, seen = trainer_of(tmp_path, tools=[add], model=calling(steps=60, make=tiny_qwen3_5))
+    trainer.train()
+    assert [turn["role"] for turn in seen[0][0][0]] == ["assistant", "tool", "assistant"]
+    assert last(trainer)["tools/add/calls"] == 1.0
+    assert last(trainer)["sampling/sampling_logp_difference/max"] < 1e-4
 
 
 def test_only_tokens_that_the_model_wrote_are_trained_on(tmp_path):

@@ -105,7 +105,10 @@ def test_new_weights_are_read_and_the_model_is_given_back_as_it_was():
     sampler = sampler_for("recurrent_gemma")
     sampler.model.train()
     held = lambda: {
-        (name, key) for name, module in sampler.model.named_modules() for key, x in vars(module).items() if torch.is_tensor(x)
+        (name, key)
+        for name, module in sampler.model.named_modules()
+        for key, x in vars(module).items()
+        if torch.is_tensor(x)
     }
     list(sampler.sample(PROMPTS, 2, SamplingParams(max_tokens=4, seed=1)))
     assert not held()

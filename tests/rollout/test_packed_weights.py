@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from covey.kernels import SamplerLinear
+from covey.rollout.batches import DecodeBatch, PrefillBatch
 from covey.rollout.decoder import DecoderForward
 from covey.rollout.forward import ModulesForward, plain_cache
-from covey.rollout.batches import DecodeBatch, PrefillBatch
 from kit import tiny_model
 
 

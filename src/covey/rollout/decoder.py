@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from covey.errors import Unsupported
 from covey.kernels import DecodeKernels, DecodeStep, DecodeWeights, InPlaceLinear, SamplerLinear, TritonDecode
 from covey.models import unwrapped
-from covey.rollout.forward import ModulesForward, addresses_of
 from covey.rollout.batches import DecodeBatch, PrefillBatch
+from covey.rollout.forward import ModulesForward, addresses_of
 from covey.rollout.kv_cache import KVCache, LayerShape
 from covey.rollout.row_states import StatePlaces
 from covey.rollout.static_kv_cache import StaticKVCache

@@ -42,17 +42,18 @@ class Place:
         return found
 
     def write(self, cache: Any, value: Tensor | None) -> None:
-        holder = _at(cache if self.module is None else self.module, self.path[:-1])
-        if isinstance(holder, (dict, list)):
+        holder: Any = _at(cache if self.module is None else self.module, self.path[:-1])
+        if type(holder) in (dict, list):
             holder[self.path[-1]] = value
         else:
             setattr(holder, str(self.path[-1]), value)
 
 
 def _at(holder: Any, path: Path) -> Any:
+    found: Any = holder
     for key in path:
-        holder = holder[key] if isinstance(holder, (dict, list)) else getattr(holder, str(key))
-    return holder
+        found = found[key] if type(found) in (dict, list) else getattr(found, str(key))
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +160,7 @@ def _tensors_in(held: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
         items: Any = held.items()
     elif isinstance(held, list):
         items = enumerate(held)
-    elif not path or path[0] == "layers" and len(path) == 2:
+    elif not path or (path[0] == "layers" and len(path) == 2):
         items = vars(held).items()
     else:
         return

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from covey.kernels import DecodeKernels
+from covey.rollout.batches import DecodeBatch, PrefillBatch
 from covey.rollout.environments import Environment, Turn, replies
 from covey.rollout.forward import UNLIMITED, Forward, ModulesForward, plain_cache
-from covey.rollout.batches import DecodeBatch, PrefillBatch
 from covey.rollout.kv_cache import KVCache, padded_rows, rounded
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.sampling import Draw, draw, uniforms
@@ -159,7 +159,9 @@ class Scheduler:
         if not taken:
             return
         if self.forward.states is not None:
-            taken.sort(key=lambda request: len(request.prompt.token_ids))  # prompts of one length are prefilled together
+            taken.sort(
+                key=lambda request: len(request.prompt.token_ids)
+            )  # prompts of one length are prefilled together
         self._drop_finished_prompts()
         slots = self.cache.add_prompts([len(request.prompt.token_ids) - 1 for request in taken])
         self.cache.add_rows(sum(len(request.keys) for request in taken))
