@@ -55,6 +55,8 @@ class FakeServer:
         """Whether a path that was read before gives what it held then, as memory-mapped files do."""
         self.adapters: dict[str, list[Any]] = {}
         self.version, self.paused, self.calls = "default", False, []
+        self.prompts: list[list[int]] = []
+        """Token ids of the prompts that it has continued."""
         self.logprobs_mode = "processed_logprobs"
         self.device = "cpu"
         self.folder = "/nowhere/policy"
@@ -173,6 +175,7 @@ class FakeServer:
         with self._lock, torch.no_grad():
             if body.get("prompt_logprobs"):
                 return {"choices": [{"prompt_logprobs": self._scores(model, body)}]}
+            self.prompts.append(list(body["prompt"]))
             return {"choices": [self._greedy(model, body, index) for index in range(body["n"])]}
 
     def _scores(self, model: Any, body: dict[str, Any]) -> list[Any]:
@@ -189,7 +192,8 @@ class FakeServer:
     def _greedy(self, model: Any, body: dict[str, Any], index: int) -> Any:
         ids, drawn, logprobs = list(body["prompt"]), [], []
         while len(drawn) < body["max_tokens"]:
-            logp = model(torch.tensor([ids + drawn])).logits[0, -1].float().log_softmax(-1)
+            logits = model(torch.tensor([ids + drawn])).logits[0, -1].float()
+            logp = (logits / (body.get("temperature") or 1.0)).log_softmax(-1)
             rank = index if self.is_varied and not drawn else 0
             drawn.append(int(logp.topk(rank + 1).indices[-1]))
             logprobs.append(float(logp[drawn[-1]]))

@@ -194,8 +194,10 @@ class EpisodeSampler:
         episodes: Episodes,
         environments: EnvironmentPool | None = None,
         encode: Encode | None = None,
+        keeps: int = 0,
     ) -> None:
-        self.episodes, self.environments, self.encode = episodes, environments, encode
+        """`keeps`: rollouts after which an environment may be used again, where rewards read it while the next ones are written."""
+        self.episodes, self.environments, self.encode, self.keeps = episodes, environments, encode, keeps
         self.sampler = make(episodes)
 
     def __getattr__(self, name: str) -> Any:
@@ -217,7 +219,7 @@ class EpisodeSampler:
         finally:
             self.episodes.forget(list(shown))
             if self.environments is not None:
-                self.environments.release()
+                self.environments.release(self.keeps)
 
     def _begin(self, prompt: PromptLike, n: int) -> Prompt:
         if not isinstance(prompt, Prompt):

@@ -43,6 +43,8 @@ class EnvironmentPool:
         self.tools: dict[str | None, tuple[Tool, ...]] = {}
         self._idle: dict[str | None, list[Any]] = {}
         self._busy: list[tuple[str | None, Any]] = []
+        self._ended: list[list[tuple[str | None, Any]]] = []
+        """Instances of the last rollouts, which rewards may still read."""
         self._kinds: list[type] = []
         for name, factory in self.factories.items():
             instance = _made(factory, name)
@@ -73,11 +75,13 @@ class EnvironmentPool:
         shown = _shown(prompt, said[0], self.tools[name], encode)
         return shown, [Reset(one, bound(self.tools[name], one), partial(_reset, one, row)) for one in instances]
 
-    def release(self) -> None:
-        """Make the instances of finished episodes free for the next ones."""
-        for name, instance in self._busy:
-            self._idle[name].append(instance)
+    def release(self, keeps: int = 0) -> None:
+        """Make the instances of finished episodes free for the next ones; `keeps`: but those of so many last calls."""
+        self._ended.append(self._busy)
         self._busy = []
+        while len(self._ended) > keeps:
+            for name, instance in self._ended.pop(0):
+                self._idle[name].append(instance)
 
     def close(self) -> None:
         """Call `close` of every instance that has one."""

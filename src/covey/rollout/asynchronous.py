@@ -71,9 +71,11 @@ class AsynchronousSampler:
         workers: int = 1,
         check_stop: Callable[[], None] = lambda: None,
         pack: Pack = packed,
+        keeps_columns: bool = False,
     ) -> None:
+        """`keeps_columns`: the workers read the prompts' columns, as environments do."""
         self.model, self.tokenizer, self.start, self.num_workers = model, tokenizer, start, workers
-        self.pack = pack
+        self.pack, self.keeps_columns = pack, keeps_columns
         self.check_stop = check_stop
         """Callback while waiting for groups; its exception ends the wait, but the workers go on."""
         self.version = 0
@@ -170,7 +172,11 @@ class AsynchronousSampler:
                 "prompts": list(order.prompts),
                 "n": order.n,
                 "params": asdict(order.params),
-                "groups": [order.groups[prompt.uid] for prompt in order.prompts if prompt.uid in order.groups],
+                "groups": [
+                    order.groups[prompt.uid]
+                    for prompt in order.prompts
+                    if prompt.uid in order.groups and _can_be_saved(order.groups[prompt.uid])
+                ],
             }
             for order in self.orders.values()
         ]
@@ -227,7 +233,7 @@ class AsynchronousSampler:
         order = self.orders[number]
         share = [p for p in order.prompts[place :: self.num_workers] if p.uid not in order.groups]
         if share:
-            plain = tuple(replace(prompt, columns={}) for prompt in share)
+            plain = tuple(share) if self.keeps_columns else tuple(replace(prompt, columns={}) for prompt in share)
             at_least = min(order.at_least, self.version)
             self._workers[place].send(Order(number, plain, order.n, order.params, at_least))
 
@@ -289,6 +295,11 @@ class AsynchronousSampler:
         self._workers[place].close()
         self.replaced += 1
         self._start(place, self.pack(self.model, self.tokenizer))
+
+
+def _can_be_saved(group: Group) -> bool:
+    """False for a group with objects of the user's, such as environments: it is drawn again, with the same seeds."""
+    return not any(completion.columns for completion in group.completions)
 
 
 @dataclass(eq=False)

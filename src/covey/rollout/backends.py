@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 from covey.errors import ConfigError, ModelError, Unsupported
 from covey.models import reads_images, unwrapped
 from covey.rollout.agreement import RAW_ERRORS, raw_reason, reason_against, refusal
 from covey.rollout.engine import NativeSampler
+from covey.rollout.environments import Environment
 from covey.rollout.generate import GenerateSampler
 from covey.rollout.hf import TransformersSampler, Way
 from covey.rollout.prompts import PromptLike
 from covey.rollout.sampler import Sampler, SamplingParams
+from covey.rollout.stopping import context_of
+from covey.rollout.turns import TurnSampler
 from covey.rollout.vllm import ServerSampler, VLLMSampler
 from covey.types import Group, Prompt
 
@@ -69,19 +72,19 @@ def choose_sampler(
     """
     if backend not in get_args(Backend):
         raise ConfigError(f"sampler backend {backend!r} does not exist; take one of {', '.join(get_args(Backend))}.")
-    if backend in ("vllm", "vllm-server"):
-        if options.pop("environment", None) is not None:
-            raise ConfigError("Tools and environments take Covey's own sampler; leave use_vllm out.")
-        make = VLLMSampler if backend == "vllm" else ServerSampler
-        return make(model, tokenizer, eos_ids=eos_ids, **options)
-    if backend == "generate":
-        return GenerateSampler(model, tokenizer, eos_ids=eos_ids, **options)
-    if backend == "transformers":
-        return _by_transformers(model, tokenizer, eos_ids, options)
+    if backend not in ("auto", "native"):
+        environment = options.pop("environment", None)
+        make: dict[str, Callable[..., Sampler]] = {
+            "vllm": VLLMSampler,
+            "vllm-server": ServerSampler,
+            "generate": GenerateSampler,
+            "transformers": _by_transformers,
+        }
+        return with_turns(make[backend](model, tokenizer, eos_ids=eos_ids, **options), environment, tokenizer, model)
     try:
         return _native(model, tokenizer, eos_ids, backend, options)
     except Unsupported as reason:
-        if backend == "native" or options.get("environment") is not None:
+        if backend == "native":
             raise
         kept: dict[str, Any] = {
             name: options[name] for name in ("max_rows", "check_stop", "float32_head", "dtype") if name in options
@@ -93,7 +96,16 @@ def choose_sampler(
             UserWarning,
             stacklevel=2,
         )
-        return _by_transformers(model, tokenizer, eos_ids, kept)
+        plain = _by_transformers(model, tokenizer, eos_ids, **kept)
+        return with_turns(plain, options.get("environment"), tokenizer, model)
+
+
+def with_turns(sampler: Sampler, environment: Environment | None, tokenizer: Any, model: Any) -> Sampler:
+    """The sampler, whose completions the environment may answer, turn by turn."""
+    if environment is None:
+        return sampler
+    context = getattr(sampler, "context", None) or context_of(unwrapped(model))
+    return TurnSampler(sampler, environment, tokenizer, context)
 
 
 def _native(
@@ -113,9 +125,7 @@ def _native(
     return sampler
 
 
-def _by_transformers(
-    model: Any, tokenizer: Any, eos_ids: Sequence[int] | None, options: dict[str, Any]
-) -> TransformersSampler:
+def _by_transformers(model: Any, tokenizer: Any, eos_ids: Sequence[int] | None, **options: Any) -> TransformersSampler:
     """The fallback, by the first of its ways that gives a plain forward's log-probabilities; ModelError if none does."""
     sampler = TransformersSampler(model, tokenizer, eos_ids=eos_ids, **{**options, "check_stop": lambda: None})
     ways: tuple[Way, ...] = ("cache", "generate", "alone")

@@ -45,7 +45,8 @@ class CentralSampler(AsynchronousSampler):
             yield from super().sample(prompts, n, params)
             return
         share = as_prompts(prompts, self.tokenizer, context_of(unwrapped(self.model)))
-        everyone = self.world.interleave([replace(prompt, columns={}) for prompt in share])
+        plain = share if self.keeps_columns else [replace(prompt, columns={}) for prompt in share]
+        everyone = self.world.interleave(plain)
         write = super().sample
         failed = CoveyError("the rollouts that run ahead failed on the main process; its log says why.")
         groups = self.world.broadcast(on_main(self.world, lambda: list(write(everyone, n, params)), failed))

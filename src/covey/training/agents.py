@@ -118,9 +118,18 @@ class Agents:
         return {**chosen, **({"tools": [one.schema for one in shown]} if shown else {})}
 
     def sampler(
-        self, make: Callable[..., Sampler], options: AgentOptions, tokenizer: Any, eos_ids: Sequence[int], trainer: Any
+        self,
+        make: Callable[..., Sampler],
+        options: AgentOptions,
+        tokenizer: Any,
+        eos_ids: Sequence[int],
+        trainer: Any,
+        num_ahead: int = 0,
     ) -> Sampler:
-        """The sampler built by `make(environment=...)`; it generates episodes if there are tools or environments."""
+        """The sampler built by `make(environment=...)`; it generates episodes if there are tools or environments.
+
+        `num_ahead`: rollouts that are written before one is scored.
+        """
         if self.rollout_func is not None:
             return RolloutFuncSampler(make(), self.rollout_func, trainer, tokenizer, eos_ids)
         if self.agent is not None:
@@ -137,7 +146,8 @@ class Agents:
             how = {**template, **own, **({"tools": shown} if shown else {})}
             return encode_chat(messages, f"prompt {prompt.uid}", tokenizer, how)
 
-        return EpisodeSampler(lambda hook: make(environment=hook), episodes, self.environments, encode)
+        keeps = num_ahead + 1 if num_ahead else 0
+        return EpisodeSampler(lambda hook: make(environment=hook), episodes, self.environments, encode, keeps)
 
 
 def agent_sampler(sampler: Sampler, agent: Agent, options: AgentOptions) -> Sampler:

@@ -19,6 +19,7 @@ from covey.process.sharding import Shards
 from covey.process.world import World
 from covey.rollout import SamplingParams
 from covey.rollout.asynchronous import AsynchronousSampler
+from covey.rollout.backends import with_turns
 from covey.rollout.central import CentralSampler
 from covey.rollout.vllm import ServerSampler
 from covey.rollout.vllm.ahead import ServedWeights, ThreadWorker
@@ -179,14 +180,18 @@ def sampler_ahead(
     if options.get("backend") == "vllm-server":
         served = ServerSampler(model, tokenizer, shards=shards, **without(options, "backend"))
         weights = ServedWeights(served, takes_newest=takes_newest)
+        turns = lambda environment=None: with_turns(served, environment, tokenizer, model)
+        more = agent_options(args, world.rank)
+        writer = agents.sampler(turns, more, tokenizer, eos_ids, None, num_ahead=args.pipeline_depth)
         return CentralSampler(
             model,
             tokenizer,
-            lambda model, content, version, tell: ThreadWorker(served, weights, tell),
+            lambda model, content, version, tell: ThreadWorker(writer, weights, tell),
             check_stop=check_stop,
             pack=lambda model, tokenizer: b"",
             world=world,
             collect=weights.collect,
+            keeps_columns=agents.environments is not None,
         )
     setup = Setup(
         options=options,
@@ -220,16 +225,22 @@ def without(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _refuse(args: GRPOConfig, options: dict[str, Any], agents: Agents) -> None:
-    if agents.are_used:
-        what = (
-            "rollout_func"
-            if agents.rollout_func is not None
-            else "environment_factory"
-            if agents.environments
-            else "tools"
-        )
+    is_served = options.get("backend") == "vllm-server"
+    if agents.rollout_func is not None:
         raise ConfigError(
-            f"async_rollouts=True samples in another process, where {what} of this one cannot be called; leave one of them out."
+            "rollout_func is handed the trainer, whose weights the learner changes while rollouts run ahead; leave async_rollouts out, "
+            "or use tools or environment_factory."
+        )
+    if agents.environments is not None and args.world_size > 1:
+        raise ConfigError(
+            "async_rollouts=True with several learner processes: an environment is an object of the main process, which the rewards of "
+            "others cannot be handed; start one learner process, leave async_rollouts out, or use tools."
+        )
+    if agents.are_used and not is_served:
+        what = "an agent" if agents.agent else "environment_factory" if agents.environments else "tools"
+        raise ConfigError(
+            f"async_rollouts=True samples in another process, where {what} of this one cannot be called; leave one of them out, or let "
+            "a vLLM server write (use_vllm=True, vllm_mode='server')."
         )
     if options.get("backend") == "generate" and args.max_staleness:
         raise ConfigError(

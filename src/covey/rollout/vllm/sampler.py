@@ -122,22 +122,31 @@ class ServerSampler:
         """
         if n < 1:
             raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
+        return self._groups(self._known(prompts, params), n, params)
+
+    def go_on(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
+        """Like `sample`, within a rollout that has begun: by the weights that the server has. Not collective."""
+        return self._groups(self._known(prompts, params), n, params, settles=False)
+
+    def _known(self, prompts: Sequence[PromptLike], params: SamplingParams) -> list[Prompt]:
         refuse_raw_logprobs(self.server, params)
-        known = as_prompts(prompts, self.tokenizer, self.context)
-        return self._groups(known, n, params)
+        return as_prompts(prompts, self.tokenizer, self.context)
 
     def take_metrics(self) -> dict[str, Metric]:
         """Results of the attestations since the last call."""
         seen, self.seen = self.seen, []
         return merge_metrics(seen)
 
-    def _groups(self, prompts: list[Prompt], n: int, params: SamplingParams) -> Iterator[Group]:
+    def _groups(
+        self, prompts: list[Prompt], n: int, params: SamplingParams, *, settles: bool = True
+    ) -> Iterator[Group]:
         seed = fresh_seed(params)
         keys = [sequence_key(seed, p.uid, o, 0) % 2**31 for p, o in zip(prompts, occurrences(prompts), strict=True)]
         asked = {
             i: self._asked(prompt, n, params, key) for i, (prompt, key) in enumerate(zip(prompts, keys, strict=True))
         }
-        self._settle()
+        if settles:
+            self._settle()
         if not prompts:
             return
         try:

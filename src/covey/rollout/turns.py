@@ -1,0 +1,151 @@
+"""Completions of several turns over a sampler of single ones: where a completion ends by itself, an environment replies and it goes on.
+
+The continuation is a prompt of its own, in token ids: the completion so far and the reply. Nothing is rendered or tokenized again, and a
+server's prefix cache spares it the computation. The native engine does the same within its decode steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.errors import DataError
+from covey.rollout.environments import Environment, Turn, replies
+from covey.rollout.prompts import PromptLike
+from covey.rollout.sampler import Sampler, SamplingParams
+from covey.rollout.sampling import fresh_seed
+from covey.types import Completion, Finish, Group, Prompt
+
+
+@dataclass(eq=False)
+class _Writing:
+    """One completion on its way."""
+
+    place: tuple[int, int]
+    """(prompt, completion)"""
+    prompt: Prompt
+    limit: int
+    """Most tokens of the completion, replies included."""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[Tensor] | None = field(default_factory=list)
+    """None: the sampler has none."""
+    mask: list[bool] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """(token, version) of each turn."""
+    turns: int = 0
+    finish: Finish | None = None
+
+    @property
+    def left(self) -> int:
+        return self.limit - len(self.ids)
+
+    def add(self, turn: Completion) -> None:
+        """Add a turn of the model, cut at the limit."""
+        cut = turn.token_ids[: self.left].tolist()
+        if not self.spans or self.spans[-1][1] != turn.version:
+            self.spans.append((len(self.ids), turn.version))
+        if turn.logprobs is None or self.logprobs is None:
+            self.logprobs = None
+        else:
+            self.logprobs.append(turn.logprobs[: len(cut)])
+        self.turns += 1
+        self.ids += cut
+        self.mask += [True] * len(cut)
+        if turn.finish != "stop" or len(cut) < turn.num_tokens:
+            self.finish = "length" if len(cut) < turn.num_tokens else turn.finish
+        elif not self.left:
+            self.finish = "stop"
+
+    def answer(self, reply: Sequence[int] | None) -> None:
+        """A reply, cut at the limit; None: the completion is over."""
+        if reply is None:
+            self.finish = "stop"
+            return
+        cut = list(reply)[: self.left]
+        self.ids += cut
+        self.mask += [False] * len(cut)
+        if self.logprobs is not None:
+            self.logprobs.append(torch.zeros(len(cut)))
+        if not self.left:
+            self.finish = "length"
+
+    def continuation(self) -> Prompt:
+        i, g = self.place
+        return Prompt(uid=f"{self.prompt.uid}/{i}.{g}.{self.turns}", token_ids=(*self.prompt.token_ids, *self.ids))
+
+    def completion(self, tokenizer: Any) -> Completion:
+        ids = torch.tensor(self.ids, dtype=torch.int64)
+        first, *later = self.spans
+        return Completion(
+            token_ids=ids,
+            text=tokenizer.decode(ids, skip_special_tokens=True),
+            finish=self.finish or "stop",
+            logprobs=None if self.logprobs is None else torch.cat(self.logprobs).float(),
+            mask=torch.tensor(self.mask, dtype=torch.bool),
+            version=first[1],
+            versions=tuple(later),
+        )
+
+
+class TurnSampler:
+    """A sampler whose completions an environment may answer, over `sampler`, which writes each turn by itself."""
+
+    def __init__(self, sampler: Sampler, environment: Environment, tokenizer: Any, context: int | None) -> None:
+        """`context`: most tokens of prompt and completion together; None: no limit."""
+        self.sampler, self.environment, self.tokenizer, self.context = sampler, environment, tokenizer, context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["sampler"], name)
+
+    def load(self, policy: Any, version: int) -> None:
+        """From now on sample with these weights; completions carry `version`."""
+        self.sampler.load(policy, version)
+
+    def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
+        """One group of `n` completions for each prompt, as they finish. Raises DataError for a prompt without token ids."""
+        if not all(isinstance(prompt, Prompt) for prompt in prompts):
+            raise DataError("a TurnSampler takes Prompts; encode text or messages with covey.data first.")
+        params = replace(params, seed=fresh_seed(params))
+        return self._groups([prompt for prompt in prompts if isinstance(prompt, Prompt)], n, params)
+
+    def _groups(self, prompts: list[Prompt], n: int, params: SamplingParams) -> Iterator[Group]:
+        limits = [min(params.max_tokens, (self.context or 2**62) - len(prompt.token_ids)) for prompt in prompts]
+        rows = [[_Writing((i, g), prompt, limits[i]) for g in range(n)] for i, prompt in enumerate(prompts)]
+        drawn = self.sampler.sample(prompts, n, params)
+        turns: dict[str, list[list[_Writing]]] = {}
+        for prompt, group in zip(prompts, rows, strict=True):
+            turns.setdefault(prompt.uid, []).append(group)
+        go_on: Callable[..., Iterator[Group]] = getattr(self.sampler, "go_on", self.sampler.sample)
+        while True:
+            for group in drawn:
+                ended = turns[group.prompt.uid].pop(0)
+                self._advance(ended, group.completions)
+                i = ended[0].place[0]
+                if all(row.finish is not None for row in rows[i]):
+                    yield Group(prompt=prompts[i], completions=tuple(row.completion(self.tokenizer) for row in rows[i]))
+            running = [row for group in rows for row in group if row.finish is None]
+            if not running:
+                return
+            further = [row.continuation() for row in running]
+            turns = {prompt.uid: [[row]] for prompt, row in zip(further, running, strict=True)}
+            drawn = go_on(further, 1, replace(params, max_tokens=max(row.left for row in running)))
+
+    def _advance(self, rows: Sequence[_Writing], turns: Sequence[Completion]) -> None:
+        """Add these turns and the environment's replies."""
+        for row, turn in zip(rows, turns, strict=True):
+            row.add(turn)
+        self._answer([row for row in rows if row.finish is None])
+
+    def _answer(self, rows: Sequence[_Writing]) -> None:
+        turns = [self._turn(row) for row in rows]
+        for row, reply in zip(rows, replies(self.environment, turns, self.tokenizer) if turns else [], strict=True):
+            row.answer(reply)
+
+    def _turn(self, row: _Writing) -> Turn:
+        since = max((t + 1 for t, is_own in enumerate(row.mask) if not is_own), default=0)
+        text = self.tokenizer.decode(row.ids[since:], skip_special_tokens=True)
+        return Turn(prompt=row.prompt, sample=row.place[1], token_ids=tuple(row.ids), text=text)
