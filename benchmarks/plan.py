@@ -16,7 +16,7 @@ from typing import Any
 from covey.doctor.roofline.answers import asynchrony
 from covey.doctor.roofline.estimate import Estimate, Setup, estimate
 from covey.doctor.roofline.gpus import gpus
-from covey.doctor.roofline.known_models import known_config
+from covey.doctor.roofline.known_models import config_by_name
 from covey.doctor.roofline.options import planned
 
 NEMO_3 = "github.com/NVIDIA-NeMo/RL/issues/959 (figures of v0.3 as published, and parts)"
@@ -147,7 +147,7 @@ def setup_of(model: str, where: str, prompt: int, is_split: bool, options: dict[
     config, _ = planned({"output_dir": "unused", "report_to": "none", **options})
     count, gpu = gpus(where)
     return Setup(
-        args=config, model_config=known_config(model), gpu=gpu, gpus=count, is_split=is_split, prompt_tokens=prompt
+        args=config, model_config=config_by_name(model), gpu=gpu, gpus=count, is_split=is_split, prompt_tokens=prompt
     )
 
 

@@ -54,10 +54,10 @@ def load_model(
     _check_folder(source, needs=("config.json",), what="model")
     if (described := adapter_options(source)) is not None:
         base = load_model(base_of(source, described), init_kwargs, trust_remote_code=trust_remote_code)
-        with quiet_bars(), told_as_model_error(source):
+        with quiet_bars(), as_model_errors(source):
             adapted = with_saved_adapter(base, source, is_trainable=is_trainable)
         return _finite(adapted, source)
-    with quiet_bars(), told_as_model_error(model, kwargs):
+    with quiet_bars(), as_model_errors(model, kwargs):
         given: Any = auto_class(source, trust_remote_code).from_pretrained(source, **kwargs, output_loading_info=True)
         loaded, found = given
     if missing := sorted(found.get("missing_keys") or ()):
@@ -97,7 +97,7 @@ def config_of(
     if (described := adapter_options(source)) is not None:
         return config_of(base_of(source, described), init_kwargs, trust_remote_code=trust_remote_code)
     kwargs = {"trust_remote_code": trust_remote_code, **(init_kwargs or {})}
-    with told_as_model_error(named, kwargs):
+    with as_model_errors(named, kwargs):
         return AutoConfig.from_pretrained(source, **kwargs)
 
 
@@ -154,7 +154,7 @@ def reads_images(model: Any) -> bool:
 
 
 @contextmanager
-def told_as_model_error(name: Any, kwargs: Mapping[str, Any] | None = None) -> Iterator[None]:
+def as_model_errors(name: Any, kwargs: Mapping[str, Any] | None = None) -> Iterator[None]:
     """Context manager: hub requests get time limits, and exceptions of transformers about a folder's files become ModelErrors.
 
     Out-of-memory errors, and errors of Covey or the machine rather than of the files, pass unchanged.

@@ -39,7 +39,7 @@ def test_only_shared_questions_count_also_in_the_means(tmp_path):
     b = write_run(tmp_path / "b", scores={4: [1, 1, 1, 0]}, questions=["p", "q", "r", "other"])
     found = result_of(sides_of([a], [b]), "eval", Score())
     assert [mean.value for mean in found.means] == pytest.approx([2 / 3, 1.0])
-    assert (found.asked, found.effects[0].questions) == ([4, 4], 3)
+    assert (found.num_questions, found.effects[0].questions) == ([4, 4], 3)
 
 
 def test_different_questions_are_refused(tmp_path):

@@ -11,7 +11,7 @@ from covey.doctor.layers import shortened
 from covey.doctor.roofline.answers import answers
 from covey.doctor.roofline.estimate import Setup, estimate
 from covey.doctor.roofline.gpus import GPUS, LINKS, NETWORK, PRODUCTS, READS, gpus
-from covey.doctor.roofline.known_models import KNOWN, known_config
+from covey.doctor.roofline.known_models import KNOWN, config_by_name
 from covey.doctor.roofline.operations import TimedBytes
 from covey.doctor.roofline.options import planned
 from covey.doctor.roofline.rollout import A_KERNEL, LAUNCHED, Decoding, kernels_of, rate_of
@@ -130,7 +130,7 @@ PUBLISHED = {
 def parameters_of(name):
     from transformers import AutoModelForCausalLM
 
-    config, counts = known_config(name), []
+    config, counts = config_by_name(name), []
     for layers in (1, 2):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(shortened(config, layers))
@@ -151,8 +151,8 @@ def test_the_size_in_a_models_name_is_its_own(name):
 
 
 def test_a_model_is_known_without_its_owner_and_with_a_suffix():
-    assert known_config("qwen2.5-7b-instruct").hidden_size == 3584
-    assert known_config("Qwen/Qwen2.5-9B") is None
+    assert config_by_name("qwen2.5-7b-instruct").hidden_size == 3584
+    assert config_by_name("Qwen/Qwen2.5-9B") is None
 
 
 @pytest.mark.parametrize("given, said", [({"deepspeed": "x.json"}, "--deepspeed"), ({"use_cpu": True}, "doctor memory"),
@@ -167,14 +167,16 @@ def setup():
     options = {"output_dir": "unused", "report_to": "none", "per_device_train_batch_size": 4, "num_generations": 4}
     config, is_split = planned({**options, "max_completion_length": 1024, "fsdp": "true"})
     assert is_split
-    return Setup(args=config, model_config=known_config("meta-llama/Llama-3.1-8B"), gpu=H100, gpus=4, prompt_tokens=32)
+    return Setup(
+        args=config, model_config=config_by_name("meta-llama/Llama-3.1-8B"), gpu=H100, gpus=4, prompt_tokens=32
+    )
 
 
 @pytest.mark.slow
 def test_splitting_divides_what_a_learner_keeps_and_products_take_most_of_the_time(setup):
     split = estimate(replace(setup, is_split=True))
-    whole = estimate(setup, split.found)
-    size = whole.found.size
+    whole = estimate(setup, split.measurement)
+    size = whole.measurement.size
     assert size == PUBLISHED["meta-llama/Llama-3.1-8B"]
     assert (whole.held.weights, whole.held.gradients, whole.held.optimizer) == pytest.approx(
         (4 * size, 4 * size, 8 * size), rel=0.01
@@ -184,8 +186,8 @@ def test_splitting_divides_what_a_learner_keeps_and_products_take_most_of_the_ti
     assert split.held.activations == whole.held.activations
     assert split.held.gathered > 0 == whole.held.gathered
     # time of the products alone, without reading and writing what lies between them
-    products = 8 * size * whole.found.tokens  # forward, again for the backward, and backward
-    assert 0.95 < whole.found.learning / (products / H100.flops(2)) < 2
+    products = 8 * size * whole.measurement.tokens  # forward, again for the backward, and backward
+    assert 0.95 < whole.measurement.learning / (products / H100.flops(2)) < 2
 
 
 @pytest.mark.nightly

@@ -67,9 +67,9 @@ def test_false_verdicts_shrink_the_advantages_by_their_two_rates():
     found = against("r", "truth", [group(["x"] * 16)] * 500, mine, truth)
     assert found.paid_wrong.value == pytest.approx(0.3, abs=0.02)
     assert found.missed.value == pytest.approx(0.1, abs=0.02)
-    assert found.kept == pytest.approx(0.6, abs=0.03)
+    assert found.retained == pytest.approx(0.6, abs=0.03)
     slope = np.polyfit(np.concatenate(truth), np.concatenate(mine), 1)[0]
-    assert found.kept == pytest.approx(slope, abs=0.03), "the expected score rises by that much from wrong to right"
+    assert found.retained == pytest.approx(slope, abs=0.03), "the expected score rises by that much from wrong to right"
 
 
 def test_a_run_is_asked_again_from_the_command_line(tmp_path, capsys):

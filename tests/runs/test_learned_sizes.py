@@ -33,7 +33,7 @@ class RunsOut(TrainerCallback):
         if state.global_step == 1:
             parts = self.one._running
             runs_out(parts.learner.micro_batcher, 2)
-            parts.sampler._halve(n=4, rows=8, held=2**20, said="no room")
+            parts.sampler._halve(n=4, rows=8, held=2**20, reason="no room")
 
 
 def test_a_resumed_run_begins_with_the_sizes_that_were_found_to_fit(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def _show(plan: Estimate, rows: int, changes: list[Answer]) -> None:
     args, gpu = setup.args, setup.gpu
     split = ", split over all of them" if setup.is_split else ""
     output.result(
-        f"{plan.found.size / 1e9:.2f} billion parameters on {setup.gpus} x {gpu.name}{split}; {plan.completions} completions a step of "
+        f"{plan.measurement.size / 1e9:.2f} billion parameters on {setup.gpus} x {gpu.name}{split}; {plan.completions} completions a step of "
         f"{setup.mean:.0f} tokens (at most {args.max_completion_length}) behind prompts of {setup.prompt_tokens}"
     )
     output.result("\na step, in seconds by the roofline:")
@@ -133,7 +133,7 @@ def _as_json(plan: Estimate, rows: int, changes: list[Answer]) -> dict[str, Any]
     setup = plan.setup
     return {
         "ok": plan.fits,
-        "parameters": plan.found.size,
+        "parameters": plan.measurement.size,
         "gpu": asdict(setup.gpu),
         "gpus": setup.gpus,
         "is_split": setup.is_split,

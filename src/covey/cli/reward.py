@@ -149,7 +149,7 @@ def _show(name: str, examination: Examination | None, verdicts: list[Verdict], n
         output.result(f"  {'completion':<42}{'mean':>9}{'min':>9}{'max':>9}{'none':>6}{'ms each':>9}")
         for several in _alike(examination.tried):
             output.result(_line(several, is_main=several[0].probe.name == examination.wording))
-        scores = [score for tried in examination.tried for score in tried.known]
+        scores = [score for tried in examination.tried for score in tried.finite]
         seconds, size = sum(t.seconds for t in examination.tried), sum(t.size for t in examination.tried)
         output.result(
             f"  {size} completions, {len(set(scores))} different scores, {1000 * seconds / max(size, 1):.3g} ms each"
@@ -166,8 +166,8 @@ def _alike(tried: Sequence[Tried]) -> list[list[Tried]]:
     groups: list[list[Tried]] = []
     at: dict[tuple[str, float], list[Tried]] = {}
     for trial in tried:
-        is_flat = trial.probe.kind == "garbage" and len(set(trial.known)) == 1 and len(trial.known) == trial.size
-        if is_flat and (key := (trial.probe.kind, trial.known[0])) in at:
+        is_flat = trial.probe.kind == "garbage" and len(set(trial.finite)) == 1 and len(trial.finite) == trial.size
+        if is_flat and (key := (trial.probe.kind, trial.finite[0])) in at:
             at[key].append(trial)
             continue
         groups.append([trial])
@@ -177,7 +177,7 @@ def _alike(tried: Sequence[Tried]) -> list[list[Tried]]:
 
 
 def _line(several: Sequence[Tried], *, is_main: bool) -> str:
-    first, all_scores = several[0], [score for tried in several for score in tried.known]
+    first, all_scores = several[0], [score for tried in several for score in tried.finite]
     is_usual = is_main and first.probe.kind == "gold"
     more = f" and {len(several) - 1} more kinds" if len(several) > 1 else " *" if is_usual else ""
     size = sum(tried.size for tried in several)

@@ -13,7 +13,7 @@ from covey.cli.verb import JSON, Args, Verb
 from covey.errors import ConfigError
 
 if TYPE_CHECKING:
-    from covey.doctor.reward_audit.consistency import Against, Repeats
+    from covey.doctor.reward_audit.consistency import Comparison, Repeats
 
 _FLAGS = (
     Flag(name="run", help="Folder of a run with rollouts.", group="what"),
@@ -61,10 +61,10 @@ def run(args: Args) -> int:
         for other in others:
             theirs = consistency.scored_again(groups, [other], 1, options["timeout"])
             firsts = [group_scores[0] for group_scores in mine], [group_scores[0, :, 0] for group_scores in theirs]
-            compared.append(consistency.against(spec.name, other.name, groups, *firsts))
+            compared.append(consistency.compare(spec.name, other.name, groups, *firsts))
     if options["json"]:
         output.result_json({"completions": count, "groups": len(groups), "repeats": [{**asdict(repeat), "cost": repeat.cost} for repeat in repeats],
-                            "against": [{**asdict(pair), "kept": pair.kept} for pair in compared]})  # fmt: skip
+                            "against": [{**asdict(pair), "kept": pair.retained} for pair in compared]})  # fmt: skip
         return 0
     for repeat in repeats:
         _show_repeats(repeat)
@@ -118,7 +118,7 @@ def _show_repeats(repeats: Repeats) -> None:
     _show_examples(repeats.examples)
 
 
-def _show_comparison(comparison: Against) -> None:
+def _show_comparison(comparison: Comparison) -> None:
     sentence = f"{_percent(comparison.differ)} of the verdicts differ from {comparison.other}'s"
     output.result(output.row("WARN" if comparison.differ.value > 0 else "OK  ", comparison.name, sentence))
     output.result(
@@ -128,7 +128,7 @@ def _show_comparison(comparison: Against) -> None:
             f"pays {_percent(comparison.paid_wrong)} of what {comparison.other} rejects, rejects {_percent(comparison.missed)} of what it pays",
         )
     )
-    effect = f"if {comparison.other} is right, the advantages keep {100 * comparison.kept:.0f}% of their size"
+    effect = f"if {comparison.other} is right, the advantages keep {100 * comparison.retained:.0f}% of their size"
     output.result(output.row("    ", "", f"{effect}; their cosine within groups is {comparison.agreement:.2f}"))
     _show_examples(comparison.examples)
 

@@ -30,12 +30,12 @@ def data_findings(
     yield passed(
         AREA, f"{'a stream' if total is None else f'{total:,} rows'} with the columns {', '.join(columns)}", rows=total
     )
-    are_told_by_text = not any(map(has_images, rows))  # one question is asked of many images
-    if are_told_by_text:
+    are_text_prompts = not any(map(has_images, rows))  # one question is asked of many images
+    if are_text_prompts:
         yield repeats(rows)
     yield from empty_columns([{name: row[name] for name in row if name not in IMAGE_COLUMNS} for row in rows])
     yield lengths(rows, tokenizer, args, context, processor, dataset)
-    if held_out is not None and are_told_by_text:
+    if held_out is not None and are_text_prompts:
         yield overlap(rows, first_rows(held_out))
 
 
@@ -67,11 +67,15 @@ def empty_columns(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
             i for i, value in enumerate(values) if value is None or (isinstance(value, str) and not value.strip())
         ]
         if missing:
-            said = (
+            sentence = (
                 f"column {name!r} is empty in {len(missing)} of {len(rows)} rows, the first of them row {missing[0]}."
             )
             yield warned(
-                AREA, said, f"fill or remove these rows, if a reward reads {name!r}", column=name, empty=len(missing)
+                AREA,
+                sentence,
+                f"fill or remove these rows, if a reward reads {name!r}",
+                column=name,
+                empty=len(missing),
             )
         elif len(rows) > 3 and name in ("answer", "solution") and len({written(value) for value in values}) == 1:
             yield warned(
@@ -87,7 +91,7 @@ def lengths(
     processor: Any = None,
     dataset: Any = None,
 ) -> Finding:
-    """The longest of `dataset`, whose first rows are `rows`. FAIL when a prompt cannot be encoded, or when prompts do not fit beside a completion; WARN when they are dropped for it."""
+    """The longest of `dataset`, whose first rows are `rows`. FAIL when a prompt cannot be encoded, or when prompts leave no room for a completion; WARN when such prompts are dropped."""
     template = args.chat_template_kwargs if isinstance(args.chat_template_kwargs, dict) else {}
     try:
         prompts = (to_prompt(row, str(i), f"row {i}", tokenizer, template, processor) for i, row in enumerate(rows))
@@ -103,11 +107,11 @@ def lengths(
         shown = f"prompts of {middle} tokens (median) to {longest} (longest)"
         fits = "" if room is None else f"; {room} fit beside a completion of {args.max_completion_length}"
         return passed(AREA, shown + fits, **facts)
-    said = f"{len(over)} of {len(rows)} prompts are longer than the {room} tokens that fit beside a completion, the first of them row {over[0]}."
+    sentence = f"{len(over)} of {len(rows)} prompts are longer than the {room} tokens that fit beside a completion, the first of them row {over[0]}."
     fix = "lower --max-completion-length, shorten them, or leave them out with --on-long-prompt drop"
     if args.on_long_prompt == "drop" and len(over) < len(rows):
-        return warned(AREA, said + " They are left out.", fix, too_long=len(over), **facts)
-    return failed(AREA, said, fix, too_long=len(over), **facts)
+        return warned(AREA, sentence + " They are left out.", fix, too_long=len(over), **facts)
+    return failed(AREA, sentence, fix, too_long=len(over), **facts)
 
 
 def overlap(rows: list[Mapping[str, Any]], held_out: list[Mapping[str, Any]]) -> Finding:
@@ -115,10 +119,10 @@ def overlap(rows: list[Mapping[str, Any]], held_out: list[Mapping[str, Any]]) ->
     seen = {written(row["prompt"]) for row in rows}
     common = sum(written(row["prompt"]) in seen for row in held_out)
     if common:
-        said = (
+        sentence = (
             f"{common} of {len(held_out)} held-out prompts are in the training data too, so evaluation would flatter."
         )
-        return warned(AREA, said, "remove them from one of the two", overlap=common)
+        return warned(AREA, sentence, "remove them from one of the two", overlap=common)
     return passed(AREA, f"none of the {len(held_out)} held-out prompts is in the training data looked at", overlap=0)
 
 

@@ -84,7 +84,7 @@ class Measured:
     """Tokens of the largest micro-batch."""
     saved: float
     """Bytes of its activations that kernels for a CPU do without."""
-    kept: float
+    saved_products: float
     """Bytes that a CPU's libraries keep for its products."""
     widest: int
     """Parameters of the largest tensor that is trained."""
@@ -108,27 +108,27 @@ def dry_run(args: GRPOConfig, model_config: Any, *, peft_config: Any, prompts: i
     model of many layers is continued from two short ones (`layers.py`).
     """
     target = Target.here(args)
-    found = measured(args, model_config, peft_config=peft_config, prompt_tokens=prompt_tokens, target=target)
+    measurement = measured(args, model_config, peft_config=peft_config, prompt_tokens=prompt_tokens, target=target)
     drawn = prompts * (prompt_tokens + args.num_generations * args.max_completion_length)
-    return memory_of(found, args, model_config, drawn, target)
+    return memory_of(measurement, args, model_config, drawn, target)
 
 
-def memory_of(found: Measured, args: GRPOConfig, model_config: Any, drawn: int, target: Target) -> Memory:
+def memory_of(measurement: Measured, args: GRPOConfig, model_config: Any, drawn: int, target: Target) -> Memory:
     """Memory by kind (weights, gradients, activations, KV cache, ...), where `drawn` tokens are in the cache at a time."""
-    samples_in_copy = found.dtype == torch.float32 and _samples_in_16_bits(args, found.size, target.on_cpu)
-    activations, allocator = found.peak - found.held - found.gradients, 0
+    samples_in_copy = measurement.dtype == torch.float32 and _samples_in_16_bits(args, measurement.size, target.on_cpu)
+    activations, allocator = measurement.peak - measurement.held - measurement.gradients, 0
     if target.on_cpu:
-        activations, allocator = _on_a_cpu(found, activations)
+        activations, allocator = _on_a_cpu(measurement, activations)
     return Memory(
-        weights=found.weights,
-        reference=found.reference,
-        critic=found.critic,
-        gradients=found.gradients,
-        optimizer=found.held - found.weights - found.reference - found.critic,
+        weights=measurement.weights,
+        reference=measurement.reference,
+        critic=measurement.critic,
+        gradients=measurement.gradients,
+        optimizer=measurement.held - measurement.weights - measurement.reference - measurement.critic,
         activations=activations,
         allocator=allocator,
-        sampler=2 * found.size if samples_in_copy else 0,
-        cache=cache_bytes(model_config, drawn, 2 if samples_in_copy else found.dtype.itemsize),
+        sampler=2 * measurement.size if samples_in_copy else 0,
+        cache=cache_bytes(model_config, drawn, 2 if samples_in_copy else measurement.dtype.itemsize),
     )
 
 
@@ -138,10 +138,10 @@ def measured(args: GRPOConfig, model_config: Any, *, peft_config: Any, prompt_to
     layers = model_config.get_text_config().num_hidden_layers
     models = [shortened(model_config, count) for count in few] if few else [model_config]
     made = []
-    for one in models:
+    for model in models:
         live = target.live()
         with live:
-            made.append((_learner(args, one, peft_config, live, target), live))
+            made.append((_learner(args, model, peft_config, live, target), live))
     tokens = _tokens_of_a_pass(args, [learner for learner, _ in made], few, layers, made, target)
     results = []
     for learner, live in made:
@@ -155,24 +155,26 @@ def _tokens_of_a_pass(
     args: GRPOConfig, learners: Sequence[Learner], few: tuple[int, int] | None, layers: int, made: Any, target: Target
 ) -> int | None:
     """Tokens of one forward pass at the start, of the whole model."""
-    asked = args.max_tokens_per_microbatch
+    limit = args.max_tokens_per_microbatch
 
     def whole(values: Sequence[float]) -> float:
         return values[0] if few is None else values[1] + (layers - few[1]) * (values[1] - values[0]) / (few[1] - few[0])
 
     def each() -> float:
-        found = []
+        sizes = []
         for learner, live in made:
             with live:
-                found.append(bytes_a_token(learner.policy, is_warm=True))
-        return whole(found)
+                sizes.append(bytes_a_token(learner.policy, is_warm=True))
+        return whole(sizes)
 
     def room() -> float:
-        weights = whole([nbytes([*one.policy.model.parameters(), *one.policy.model.buffers()]) for one in learners])
+        weights = whole(
+            [nbytes([*learner.policy.model.parameters(), *learner.policy.model.buffers()]) for learner in learners]
+        )
         free = free_on(_accelerator()) if target.memory is None else target.memory
-        return free - (weights + whole([update_bytes(one.policy) for one in learners])) / target.shards
+        return free - (weights + whole([update_bytes(learner.policy) for learner in learners])) / target.shards
 
-    return starting_tokens(asked, learners[0].policy, on_cpu=target.on_cpu, bytes_each=each, room=room)
+    return starting_tokens(limit, learners[0].policy, on_cpu=target.on_cpu, bytes_each=each, room=room)
 
 
 def _accelerator() -> torch.device:
@@ -195,7 +197,7 @@ def _counted(learner: Learner, args: GRPOConfig, live: FakeBytes, prompt_tokens:
         peak=peak,
         tokens=tokens,
         saved=float(saves.saved_a_token * layers * tokens),
-        kept=float(len(live.products) * saves.kept_a_product),
+        saved_products=float(len(live.products) * saves.kept_a_product),
         widest=max(parameter.numel() for parameter in trained),
         scoring=seconds[0],
         learning=seconds[1],
@@ -218,20 +220,23 @@ def _samples_in_16_bits(args: GRPOConfig, size: int, on_cpu: bool) -> bool:
     )
 
 
-def _on_a_cpu(found: Measured, activations: int) -> tuple[int, int]:
+def _on_a_cpu(measurement: Measured, activations: int) -> tuple[int, int]:
     """Activations less the kernels' savings, and the allocator's overhead."""
-    activations = max(0, activations - int(found.saved))
+    activations = max(0, activations - int(measurement.saved))
     allocator = allocator_bytes(
-        activations, int(found.kept), is_checkpointed=found.is_checkpointed, is_adapted=found.is_adapted
+        activations,
+        int(measurement.saved_products),
+        is_checkpointed=measurement.is_checkpointed,
+        is_adapted=measurement.is_adapted,
     )
-    if found.is_8_bit:
-        activations = max(activations, _WIDENED * 4 * found.widest)
+    if measurement.is_8_bit:
+        activations = max(activations, _WIDENED * 4 * measurement.widest)
     return activations, allocator
 
 
 def _dtype_of(model: Any) -> torch.dtype:
-    found: torch.dtype = next(model.parameters()).dtype
-    return found
+    dtype: torch.dtype = next(model.parameters()).dtype
+    return dtype
 
 
 class _NoTokenizer:
@@ -242,11 +247,11 @@ def _learner(args: GRPOConfig, model_config: Any, peft_config: Any, live: FakeBy
     """The learner of a run with these options, on a model of fake tensors."""
     from transformers import AutoModelForCausalLM
 
-    given, plain = as_dict(args.model_init_kwargs), copy.copy(args)
+    init_kwargs, plain = as_dict(args.model_init_kwargs), copy.copy(args)
     plain.max_tokens_per_microbatch = None  # set below, by the device of the run
     auto: Any = AutoModelForCausalLM  # its methods carry no types
     with torch.device("meta"):
-        dtype = dtype_of(given.get("dtype"))
+        dtype = dtype_of(init_kwargs.get("dtype"))
         model = auto.from_config(model_config, dtype=dtype, trust_remote_code=args.trust_remote_code)
         model = with_adapter(model, peft_config)
     if args.disable_dropout:
@@ -261,10 +266,10 @@ def _learner(args: GRPOConfig, model_config: Any, peft_config: Any, live: FakeBy
         vocabulary = learner.policy.model.get_output_embeddings().weight.shape[0]
         device = None if target.logits else torch.accelerator.current_accelerator()
         learner.policy.logits_chunk = chunk_for(vocabulary, args.logits_chunk_tokens, device, elements=target.logits)
-    asked, batch = args.max_tokens_per_microbatch, args.per_device_train_batch_size
+    limit, batch = args.max_tokens_per_microbatch, args.per_device_train_batch_size
     room = learner.micro_batcher
-    room.max_rows = starting_rows(asked, batch, batch * args.gradient_accumulation_steps, on_cpu=target.on_cpu)
-    room.enough_tokens = enough_tokens(asked, on_cpu=target.on_cpu)
+    room.max_rows = starting_rows(limit, batch, batch * args.gradient_accumulation_steps, on_cpu=target.on_cpu)
+    room.enough_tokens = enough_tokens(limit, on_cpu=target.on_cpu)
     return learner
 
 
@@ -274,9 +279,9 @@ def _on_fakes(model: Any) -> Any:
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in made:  # two modules may share one
-            found = torch.empty_like(tensor, device=CPU)
+            empty = torch.empty_like(tensor, device=CPU)
             is_trained = tensor.requires_grad
-            made[id(tensor)] = nn.Parameter(found, is_trained) if isinstance(tensor, nn.Parameter) else found
+            made[id(tensor)] = nn.Parameter(empty, is_trained) if isinstance(tensor, nn.Parameter) else empty
         return made[id(tensor)]
 
     for module in list(model.modules()):
@@ -327,7 +332,7 @@ def _step(learner: Learner, args: GRPOConfig, live: FakeBytes, prompt_tokens: in
 
 
 def _first_update(learner: Learner, live: FakeBytes) -> float:
-    """The state of the optimizer comes to be. Returns the seconds of an update."""
+    """Allocate optimizer state with one fake update. Returns the seconds of an update."""
     for parameter in learner.trainable():
         parameter.grad = torch.zeros_like(parameter)
     before = live.seconds

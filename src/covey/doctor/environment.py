@@ -28,17 +28,17 @@ def versions(requirements: Iterable[str]) -> Iterator[Finding]:
     """FAIL for each required package that is missing or out of its tested range; else one PASS that names the main ones."""
     is_clean = True
     for line in requirements:
-        wanted = Requirement(line)
-        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+        requirement = Requirement(line)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        installed = _version(wanted.name)
-        if installed is None or not wanted.specifier.contains(installed, prereleases=True):
+        installed = _version(requirement.name)
+        if installed is None or not requirement.specifier.contains(installed, prereleases=True):
             is_clean = False
             have = "is not installed" if installed is None else f"is {installed}"
             yield failed(
                 AREA,
-                f"{wanted.name} {have}, and {wanted.specifier} is tested.",
-                f"pip install '{wanted.name}{wanted.specifier}'",
+                f"{requirement.name} {have}, and {requirement.specifier} is tested.",
+                f"pip install '{requirement.name}{requirement.specifier}'",
             )
     if is_clean:
         shown = {name: _version(name) for name in ("torch", "transformers", "datasets", "accelerate")}
@@ -79,15 +79,17 @@ def device(args: Any, *, has_card: bool) -> Iterator[Finding]:
 def precision(args: Any) -> Finding:
     """Precision of matrix products. Precisions that the machine lacks are refused when the options are read."""
     if args.fp16:
-        said = "computes in float16, whose range is small: gradients need scaling, and sampled and learnt log-probabilities part."
-        return warned(AREA, said, "use --bf16 where the accelerator has bfloat16 (Ampere or newer)", compute="float16")
+        sentence = "computes in float16, whose range is small: gradients need scaling, and sampled and learnt log-probabilities part."
+        return warned(
+            AREA, sentence, "use --bf16 where the accelerator has bfloat16 (Ampere or newer)", compute="float16"
+        )
     if args.bf16:
         return passed(AREA, "computes in bfloat16", compute="bfloat16")
     if args.device.type == "cuda":
-        said = (
+        sentence = (
             "computes in float32 on a GPU, which takes about twice the memory and several times the time of bfloat16."
         )
-        return warned(AREA, said, "use --bf16", compute="float32")
+        return warned(AREA, sentence, "use --bf16", compute="float32")
     return passed(AREA, "computes in float32", compute="float32")
 
 

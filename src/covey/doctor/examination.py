@@ -132,11 +132,11 @@ def _model(case: Case, so_far: _Loaded) -> Iterator[Finding]:
     yield from model.model_findings(so_far.model, so_far.tokenizer, so_far.eos, so_far.args, is_chat=is_chat)
     if so_far.dataset is not None:
         limit = context_limit(so_far.model)
-        for found in data.data_findings(
+        for finding in data.data_findings(
             so_far.dataset, so_far.held_out, so_far.tokenizer, so_far.args, limit, so_far.processor
         ):
-            so_far.longest_prompt = found.facts.get("longest", so_far.longest_prompt)
-            yield found
+            so_far.longest_prompt = finding.facts.get("longest", so_far.longest_prompt)
+            yield finding
 
 
 def _load(case: Case, so_far: _Loaded) -> None:
@@ -188,17 +188,17 @@ def _trial(case: Case, so_far: _Loaded) -> Iterator[Finding]:
     if None in (so_far.dataset, so_far.model, so_far.scorer, so_far.counts) or "data" in so_far.has_failed:
         yield failed("signal", "no trial: fix the failures above first.", "fix them and run covey doctor again")
         return
-    found: trial.Trial | None = None
+    outcome: trial.Trial | None = None
     try:
         bench, wrong = attempt("options", lambda: _bench(so_far))
         if bench is not None:
             if "memory" not in so_far.has_failed:
                 yield _longest(bench, so_far)
-            found, wrong = attempt("rewards", lambda: trial.attempt_step(bench, case.prompts))
+            outcome, wrong = attempt("rewards", lambda: trial.attempt_step(bench, case.prompts))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        found, wrong = (
+        outcome, wrong = (
             None,
             failed(
                 "memory",
@@ -208,35 +208,35 @@ def _trial(case: Case, so_far: _Loaded) -> Iterator[Finding]:
         )
     finally:
         so_far.scorer.close()
-    if wrong is not None or found is None:
+    if wrong is not None or outcome is None:
         yield from filter(None, [wrong])
         return
     weights = so_far.scorer.weights
-    yield from rewards.reward_findings(found, so_far.scorer.names, weights.tolist())
+    yield from rewards.reward_findings(outcome, so_far.scorer.names, weights.tolist())
     if "rewards" not in so_far.has_failed:
-        each = found.seconds["reward"] / max(1, found.num_completions)
+        each = outcome.seconds["reward"] / max(1, outcome.num_completions)
         yield from reward_test.tested(so_far.scorer.rewards, data.first_rows(so_far.dataset), each)
     args = so_far.args
     limit, masks = args.max_completion_length, bool(args.mask_truncated_completions)
-    yield from signal.signal_findings(found, weights, max_tokens=limit, masks_truncated=masks)
-    yield plan.expected_time(found, so_far.counts)
+    yield from signal.signal_findings(outcome, weights, max_tokens=limit, masks_truncated=masks)
+    yield plan.expected_time(outcome, so_far.counts)
 
 
 def _longest(bench: trial.Bench, so_far: _Loaded) -> Finding:
     """Trial of the longest micro-batch that the run can meet: does it fit into memory?"""
     args = so_far.args
-    algorithm = bench.given.algorithm.resolve(bench.given.algorithm.initial_controllers())
+    algorithm = bench.inputs.algorithm.resolve(bench.inputs.algorithm.initial_controllers())
     room = context_limit(so_far.model)
     prompt = so_far.longest_prompt if room is None else min(so_far.longest_prompt, room - args.max_completion_length)
     vocabulary = vocabulary_size(so_far.model)
-    given = {"prompt_tokens": prompt, "group": args.num_generations, "vocabulary": vocabulary}
-    found, wrong = attempt("memory", lambda: try_longest(bench.learner, algorithm, **given))
-    return plan.longest_batch(found) if found is not None else wrong or failed("memory", "not tried.")
+    sizes = {"prompt_tokens": prompt, "group": args.num_generations, "vocabulary": vocabulary}
+    outcome, wrong = attempt("memory", lambda: try_longest(bench.learner, algorithm, **sizes))
+    return plan.longest_batch(outcome) if outcome is not None else wrong or failed("memory", "not tried.")
 
 
 def _bench(so_far: _Loaded) -> trial.Bench:
     args = so_far.args
-    given = RunInputs(
+    inputs = RunInputs(
         args=args,
         model=so_far.model,
         tokenizer=so_far.tokenizer,
@@ -248,4 +248,4 @@ def _bench(so_far: _Loaded) -> trial.Bench:
         world=World.of(args),
         server=so_far.server,
     )
-    return trial.Bench.of(given, so_far.counts.total_steps)
+    return trial.Bench.of(inputs, so_far.counts.total_steps)

@@ -28,16 +28,16 @@ class Finding:
     """The figures as numbers."""
 
 
-def passed(area: str, said: str, **facts: Any) -> Finding:
-    return Finding(status="PASS", area=area, said=said, facts=facts)
+def passed(area: str, sentence: str, **facts: Any) -> Finding:
+    return Finding(status="PASS", area=area, said=sentence, facts=facts)
 
 
-def warned(area: str, said: str, fix: str, **facts: Any) -> Finding:
-    return Finding(status="WARN", area=area, said=said, fix=fix, facts=facts)
+def warned(area: str, sentence: str, fix: str, **facts: Any) -> Finding:
+    return Finding(status="WARN", area=area, said=sentence, fix=fix, facts=facts)
 
 
-def failed(area: str, said: str, fix: str = "", **facts: Any) -> Finding:
-    return Finding(status="FAIL", area=area, said=said, fix=fix, facts=facts)
+def failed(area: str, sentence: str, fix: str = "", **facts: Any) -> Finding:
+    return Finding(status="FAIL", area=area, said=sentence, fix=fix, facts=facts)
 
 
 def attempt(area: str, work: Callable[[], T], *, is_foreign: bool = False) -> tuple[T | None, Finding | None]:

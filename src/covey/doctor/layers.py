@@ -46,13 +46,13 @@ def shortened(config: Any, layers: int) -> Any:
 
 def continued(small: T, large: T, few: tuple[int, int], layers: int) -> T:
     """A dataclass of numbers at `layers` layers, from those at the two counts `few`, on a line; what is no number is of `large`."""
-    found = {}
+    values = {}
     for item in fields(large):  # type: ignore[arg-type]
         at, beyond = getattr(small, item.name), getattr(large, item.name)
         if isinstance(beyond, (int, float)) and not isinstance(beyond, bool):
             value = beyond + (layers - few[1]) * (beyond - at) / (few[1] - few[0])
-            found[item.name] = type(beyond)(value)
-    return replace(large, **found)  # type: ignore[type-var]
+            values[item.name] = type(beyond)(value)
+    return replace(large, **values)  # type: ignore[type-var]
 
 
 def _by_layer(text: Any) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from covey.training.loading import load_for_training
 
 def try_without_data(model: str, args: GRPOConfig, peft_config: Any, prompt_tokens: int) -> Finding:
     """Load the model and take the longest micro-batch forward and backward; FAIL where one completion does not fit."""
-    found, wrong = attempt("memory", lambda: _tried(model, args, peft_config, prompt_tokens))
-    return plan.longest_batch(found) if found is not None else wrong or failed("memory", "not tried.")
+    outcome, wrong = attempt("memory", lambda: _tried(model, args, peft_config, prompt_tokens))
+    return plan.longest_batch(outcome) if outcome is not None else wrong or failed("memory", "not tried.")
 
 
 def _tried(model: str, args: GRPOConfig, peft_config: Any, prompt_tokens: int) -> Longest:

@@ -50,16 +50,16 @@ def finite_weights(model: Any) -> Finding:
 
 def endings(tokenizer: Any, eos: Sequence[int]) -> Finding:
     """FAIL when the chat template closes an answer with a token that would not end a completion."""
-    named = [tokenizer.convert_ids_to_tokens(one) for one in eos]
+    named = [tokenizer.convert_ids_to_tokens(token) for token in eos]
     shown = ", ".join(map(str, named))
     closing = closing_token(tokenizer)
     if closing is not None and closing not in eos:
-        said = (
+        sentence = (
             f"the chat template closes an answer with {tokenizer.convert_ids_to_tokens(closing)}, but completions end at {shown} "
             "only, so they would run to the length limit."
         )
         fix = f"add {closing} to eos_token_id in the model's generation_config.json, or set the tokenizer's eos_token"
-        return failed(AREA, said, fix, closing=closing, eos=list(eos))
+        return failed(AREA, sentence, fix, closing=closing, eos=list(eos))
     return passed(AREA, f"a completion ends at {shown}", eos=list(eos))
 
 
@@ -72,12 +72,12 @@ def closing_token(tokenizer: Any) -> int | None:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))
     except TemplateError:  # one that refuses this conversation says nothing of how it closes others
         return None
-    _, found, after = text.rpartition(_MARK)
-    if not found:
+    _, mark, after = text.rpartition(_MARK)
+    if not mark:
         return None
     ids = tokenizer(after, add_special_tokens=False)["input_ids"]
     special = set(tokenizer.all_special_ids) | set(getattr(tokenizer, "added_tokens_decoder", ()))
-    return next((int(one) for one in ids if one in special), None)
+    return next((int(token) for token in ids if token in special), None)
 
 
 def template(tokenizer: Any, *, is_chat: bool) -> Finding:
@@ -87,11 +87,11 @@ def template(tokenizer: Any, *, is_chat: bool) -> Finding:
         fix = "use the instruct version of the model, or set tokenizer.chat_template, or give prompts as plain text"
         return failed(AREA, "the prompts are chat messages, but the tokenizer has no chat template.", fix)
     if has and not is_chat:
-        said = (
+        sentence = (
             "the prompts are plain text, but the model has a chat template: it will continue the text, not answer it."
         )
         fix = "give prompts as messages, or a --system-prompt, unless the model was trained on plain text"
-        return warned(AREA, said, fix)
+        return warned(AREA, sentence, fix)
     return passed(
         AREA,
         "prompts are chat messages, and the tokenizer has a template for them"
@@ -115,19 +115,19 @@ def dropout(model: Any, *, is_off: bool) -> Finding:
     """WARN when dropout is active: the learner's log-probabilities would be those of another network at every pass."""
     largest = 0.0 if is_off else largest_dropout(model)
     if largest > 0:
-        said = f"dropout of up to {largest:g} is active, so the probabilities that are learnt from are not those that were sampled."
-        return warned(AREA, said, "--disable-dropout", dropout=largest)
+        sentence = f"dropout of up to {largest:g} is active, so the probabilities that are learnt from are not those that were sampled."
+        return warned(AREA, sentence, "--disable-dropout", dropout=largest)
     return passed(AREA, "no dropout is active", dropout=0.0)
 
 
 def largest_dropout(model: Any) -> float:
     """The largest dropout probability anywhere in the model."""
-    found = [0.0]
+    probabilities = [0.0]
     for module in model.modules():
         if isinstance(module, nn.Dropout):
-            found.append(float(module.p))
-        found += [value for name in _PROBABILITIES if isinstance(value := getattr(module, name, None), float)]
-    return max(found)
+            probabilities.append(float(module.p))
+        probabilities += [value for name in _PROBABILITIES if isinstance(value := getattr(module, name, None), float)]
+    return max(probabilities)
 
 
 def half_weights(model: Any, learning_rate: float) -> Iterator[Finding]:
@@ -136,12 +136,12 @@ def half_weights(model: Any, learning_rate: float) -> Iterator[Finding]:
     half = trained & {torch.bfloat16, torch.float16}
     if half and learning_rate < 1e-4:
         name = str(next(iter(half))).removeprefix("torch.")
-        said = (
+        sentence = (
             f"the weights are trained in {name}: a weight of 0.02 moves in steps of {0.02 * torch.finfo(next(iter(half))).eps:.0e}, "
             f"and learning_rate={learning_rate:g} rounds away."
         )
         yield warned(
             AREA,
-            said,
+            sentence,
             "--dtype float32 --bf16 keeps float32 weights and computes in bfloat16; or train an adapter, --lora-r 16",
         )

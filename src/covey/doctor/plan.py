@@ -24,17 +24,17 @@ def batches(counts: Arithmetic, num_prompts: int | None) -> Iterator[Finding]:
         "completions_a_step": counts.completions_per_step,
         "steps": counts.total_steps,
     }
-    said = f"{_prompts(counts.prompts_per_generation)} x {counts.num_generations} completions a generation batch, {counts.completions_per_step} "
-    yield passed("batches", said + f"completions a step, {counts.total_steps:,} steps", **facts)
+    sentence = f"{_prompts(counts.prompts_per_generation)} x {counts.num_generations} completions a generation batch, {counts.completions_per_step} "
+    yield passed("batches", sentence + f"completions a step, {counts.total_steps:,} steps", **facts)
     if num_prompts is not None and num_prompts < counts.prompts_per_generation:
-        said = f"a generation batch takes {counts.prompts_per_generation} prompts, and the data set has {num_prompts}: each is drawn several times a batch."
-        yield warned("batches", said, "give more prompts, or lower --gradient-accumulation-steps")
+        sentence = f"a generation batch takes {counts.prompts_per_generation} prompts, and the data set has {num_prompts}: each is drawn several times a batch."
+        yield warned("batches", sentence, "give more prompts, or lower --gradient-accumulation-steps")
     if counts.prompts_per_generation < 4:
-        said = f"a step learns from {_prompts(counts.prompts_per_generation)}, so its direction is mostly chance."
-        yield warned("batches", said, "raise --gradient-accumulation-steps; it costs time, not memory")
+        sentence = f"a step learns from {_prompts(counts.prompts_per_generation)}, so its direction is mostly chance."
+        yield warned("batches", sentence, "raise --gradient-accumulation-steps; it costs time, not memory")
     if counts.epochs is not None and counts.epochs > 50:
-        said = f"{counts.epochs:.0f} passes over the same prompts: the run will learn them by heart."
-        yield warned("batches", said, "give more prompts, or fewer --max-steps")
+        sentence = f"{counts.epochs:.0f} passes over the same prompts: the run will learn them by heart."
+        yield warned("batches", sentence, "give more prompts, or fewer --max-steps")
 
 
 def _prompts(count: int) -> str:
@@ -44,15 +44,17 @@ def _prompts(count: int) -> str:
 def memory(predicted: int, available: int, where: str) -> Finding:
     """FAIL when the predicted peak is more than there is, WARN from 85% of it."""
     facts = {"predicted": predicted, "available": available}
-    said = f"{predicted / 2**30:.2f} GiB predicted at the peak, {available / 2**30:.1f} GiB {where}"
+    sentence = f"{predicted / 2**30:.2f} GiB predicted at the peak, {available / 2**30:.1f} GiB {where}"
     fix = (
         "lower --per-device-train-batch-size (more --gradient-accumulation-steps instead) or --max-completion-length, use "
         "--gradient-checkpointing, or train an adapter, --lora-r 16"
     )
     if predicted > available:
-        return failed("memory", said + ".", fix, **facts)
+        return failed("memory", sentence + ".", fix, **facts)
     return (
-        warned("memory", said + ".", fix, **facts) if predicted > 0.85 * available else passed("memory", said, **facts)
+        warned("memory", sentence + ".", fix, **facts)
+        if predicted > 0.85 * available
+        else passed("memory", sentence, **facts)
     )
 
 
@@ -73,25 +75,25 @@ def available_memory(device: torch.device, loaded: Any = None) -> tuple[int, str
     """
     if device.type != "cpu":
         return free_on(device) + held_by_this_process(device), "free on the accelerator"
-    told = psutil.Process().memory_info()
-    own = told.rss - getattr(told, "shared", 0)  # pages of files, which safetensors maps, count as free already
+    info = psutil.Process().memory_info()
+    private = info.rss - getattr(info, "shared", 0)  # pages of files, which safetensors maps, count as free already
     weights = 0 if loaded is None else sum(x.numel() * x.element_size() for x in loaded.parameters())
-    return free_on(device) + min(weights, own), "free in memory"
+    return free_on(device) + min(weights, private), "free in memory"
 
 
 def disk(folder: Path, model: Any, args: Any) -> Finding:
     """Disk space for checkpoints: weights, and two moments of the trained weights, each."""
     weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     trained = sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
-    one = (weights if trained == weights else trained) + (0 if args.save_only_model else 2 * trained)
-    kept = 0 if str(getattr(args.save_strategy, "value", args.save_strategy)) == "no" else args.save_total_limit or 3
+    size = (weights if trained == weights else trained) + (0 if args.save_only_model else 2 * trained)
+    count = 0 if str(getattr(args.save_strategy, "value", args.save_strategy)) == "no" else args.save_total_limit or 3
     free = shutil.disk_usage(next(path for path in (folder, *folder.resolve().parents) if path.exists())).free
-    facts = {"checkpoint": one, "free": free}
-    said = f"a checkpoint takes about {one / 2**30:.2g} GiB, {free / 2**30:.1f} GiB are free"
+    facts = {"checkpoint": size, "free": free}
+    sentence = f"a checkpoint takes about {size / 2**30:.2g} GiB, {free / 2**30:.1f} GiB are free"
     fix = "free some space, choose another --output-dir, or set --save-total-limit 1"
-    if kept and one > free:
-        return failed("disk", said + ".", fix, **facts)
-    return warned("disk", said + ".", fix, **facts) if kept * one > free else passed("disk", said, **facts)
+    if count and size > free:
+        return failed("disk", sentence + ".", fix, **facts)
+    return warned("disk", sentence + ".", fix, **facts) if count * size > free else passed("disk", sentence, **facts)
 
 
 def expected_time(trial: Trial, counts: Arithmetic) -> Finding:
@@ -103,10 +105,10 @@ def expected_time(trial: Trial, counts: Arithmetic) -> Finding:
     parts = ", ".join(
         f"{name} {100 * spent / sum(trial.seconds.values()):.0f}%" for name, spent in trial.seconds.items()
     )
-    said = f"about {step:.3g} s a step, {in_words(total)} for {counts.total_steps:,} steps ({parts}), measured on {trial.num_completions} completions"
+    sentence = f"about {step:.3g} s a step, {in_words(total)} for {counts.total_steps:,} steps ({parts}), measured on {trial.num_completions} completions"
     return passed(
         "time",
-        said,
+        sentence,
         seconds_a_step=step,
         seconds=total,
         **{f"trial_{name}": value for name, value in trial.seconds.items()},
@@ -125,14 +127,14 @@ def in_words(seconds: float) -> str:
     return f"{seconds / 60:.0f} minutes" if seconds > 120 else f"{seconds:.0f} s"
 
 
-def learning_rate(args: Any, said: Sequence[str], *, is_adapter: bool, is_small: bool = False) -> Iterator[Finding]:
+def learning_rate(args: Any, remarks: Sequence[str], *, is_adapter: bool, is_small: bool = False) -> Iterator[Finding]:
     """Remarks on options far from published values, each with its source."""
-    for one in said:
-        yield warned("options", one, "keep it only if you know that it suits your model")
-    if not any(one.startswith("learning_rate") for one in said):
+    for remark in remarks:
+        yield warned("options", remark, "keep it only if you know that it suits your model")
+    if not any(remark.startswith("learning_rate") for remark in remarks):
         kind = "an adapter" if is_adapter else "all weights"
         shown = f"learning_rate={args.learning_rate:g} for {kind}"
-        known = (
+        verdict = (
             "no experience is on record for a model as small as this" if is_small else "within what is known to work"
         )
-        yield passed("options", f"{shown}: {known}", rate=args.learning_rate)
+        yield passed("options", f"{shown}: {verdict}", rate=args.learning_rate)

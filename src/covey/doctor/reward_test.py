@@ -43,12 +43,16 @@ def tested(
 def _verdicts(spec: RewardSpec, rows: list[dict[str, Any]], gold: str | None, fix: str) -> Iterator[Finding]:
     try:
         with _quiet():
-            found = judge(examine(spec, rows_of(rows, gold), timeout_seconds=_SECONDS, without=_PATIENCE))
+            verdicts = judge(examine(spec, rows_of(rows, gold), timeout_seconds=_SECONDS, without=_PATIENCE))
     except RewardError as error:
         yield failed(AREA, f"reward test of {spec.name}: {error}", fix)
         return
-    told = [("FAIL", "constant"), ("FAIL", "nondeterministic")]  # of the model's own answers, by the trial
-    wrong = [verdict for verdict in found if verdict.level != "NOTE" and (verdict.level, verdict.check) not in told]
+    already_reported = [("FAIL", "constant"), ("FAIL", "nondeterministic")]  # of the model's own answers, by the trial
+    wrong = [
+        verdict
+        for verdict in verdicts
+        if verdict.level != "NOTE" and (verdict.level, verdict.check) not in already_reported
+    ]
     for verdict in wrong:
         make = failed if verdict.level == "FAIL" and verdict.check in _LEARNS_WRONG else warned
         yield make(AREA, f"reward test of {spec.name}, {verdict.check}: {verdict.said}.", fix, reward=spec.name, check=verdict.check)  # fmt: skip

@@ -33,36 +33,36 @@ def scores_of(groups: Sequence) -> Tensor:
 
 def one_reward(name: str, scores: Tensor, again: Tensor, weight: float) -> Finding:
     """Scores of a reward for the sampled answers: none, one value, values that change from call to call, or a spread."""
-    known = scores[~scores.isnan()]
-    if not known.numel():
+    scored = scores[~scores.isnan()]
+    if not scored.numel():
         return failed(
             AREA,
             f"{name} scored none of {scores.numel()} answers.",
             "try it on one answer by hand; None and errors do not count",
         )
-    low, high, middle = known.min().item(), known.max().item(), known.mean().item()
-    facts = {"reward": name, "low": low, "high": high, "mean": middle, "scored": known.numel()}
+    low, high, middle = scored.min().item(), scored.max().item(), scored.mean().item()
+    facts = {"reward": name, "low": low, "high": high, "mean": middle, "scored": scored.numel()}
     if not torch.equal(scores.nan_to_num(-1e30), again.nan_to_num(-1e30)):
-        said = (
+        sentence = (
             f"{name} gave the same answers other scores when it was called again: part of the training signal is noise."
         )
         return warned(
-            AREA, said, "remove its sources of randomness (sampling, time, state kept between calls)", **facts
+            AREA, sentence, "remove its sources of randomness (sampling, time, state kept between calls)", **facts
         )
     if low == high:
-        said = f"{name} gave every one of {known.numel()} answers {low:g}, so it tells none apart."
+        sentence = f"{name} gave every one of {scored.numel()} answers {low:g}, so it tells none apart."
         if weight == 0:
-            return passed(AREA, said + " It has weight 0.", **facts)
+            return passed(AREA, sentence + " It has weight 0.", **facts)
         fix = "see whether it finds the answer in the text (format, column, letter case), and whether the task is far too hard or easy"
-        return warned(AREA, said, fix, **facts)
-    if known.numel() < scores.numel():
-        said = f"{name} scored {known.numel()} of {scores.numel()} answers; the others do not count for it."
+        return warned(AREA, sentence, fix, **facts)
+    if scored.numel() < scores.numel():
+        sentence = f"{name} scored {scored.numel()} of {scores.numel()} answers; the others do not count for it."
         return warned(
-            AREA, said, "return a number for every answer, 0 for a wrong one, unless it should abstain", **facts
+            AREA, sentence, "return a number for every answer, 0 for a wrong one, unless it should abstain", **facts
         )
     return passed(
         AREA,
-        f"{name} gives {low:g} to {high:g}, {middle:.3g} on average, on {known.numel()} answers, twice the same",
+        f"{name} gives {low:g} to {high:g}, {middle:.3g} on average, on {scored.numel()} answers, twice the same",
         **facts,
     )
 
@@ -85,9 +85,9 @@ def cost(trial: Trial) -> Finding:
     spent, all_together = trial.seconds["reward"], sum(trial.seconds.values())
     each = spent / max(1, trial.num_completions)
     facts = {"seconds_an_answer": each, "share": spent / all_together}
-    said = f"rewards take {1000 * each:.3g} ms an answer, {100 * spent / all_together:.0f}% of a step"
+    sentence = f"rewards take {1000 * each:.3g} ms an answer, {100 * spent / all_together:.0f}% of a step"
     if spent > 0.5 * all_together and spent > 0.5:
         return warned(
-            AREA, said + ".", "score answers at the same time: --reward-workers 4, or an async reward", **facts
+            AREA, sentence + ".", "score answers at the same time: --reward-workers 4, or an async reward", **facts
         )
-    return passed(AREA, said, **facts)
+    return passed(AREA, sentence, **facts)

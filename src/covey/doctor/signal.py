@@ -33,11 +33,13 @@ def ends(groups: Sequence[Group], limit: int, masks_truncated: bool) -> Finding:
     share = cut / len(answers)
     facts = {"cut": cut, "empty": empty, "answers": len(answers)}
     if cut == len(answers):
-        said = f"none of {len(answers)} answers ended within {limit} tokens: the end-of-text token was never generated."
+        sentence = (
+            f"none of {len(answers)} answers ended within {limit} tokens: the end-of-text token was never generated."
+        )
         fix = "raise --max-completion-length, or use a model that was trained to end its answers"
         if masks_truncated:
-            return failed(AREA, said + " All of them are masked.", fix, **facts)
-        return warned(AREA, said, fix, **facts)
+            return failed(AREA, sentence + " All of them are masked.", fix, **facts)
+        return warned(AREA, sentence, fix, **facts)
     if share > 0.25:
         return warned(
             AREA,
@@ -64,8 +66,8 @@ def variety(groups: Sequence[Group]) -> Finding:
     total = sum(group.size for group in groups)
     facts = {"alike": alike, "different": different, "answers": total}
     if 2 * alike > len(groups):
-        said = f"{alike} of {len(groups)} prompts get the same answer every time, word for word."
-        return warned(AREA, said, "raise --temperature; take --top-p, --top-k and --min-p back", **facts)
+        sentence = f"{alike} of {len(groups)} prompts get the same answer every time, word for word."
+        return warned(AREA, sentence, "raise --temperature; take --top-p, --top-k and --min-p back", **facts)
     return passed(AREA, f"{different} different texts in {total} answers to {len(groups)} prompts", **facts)
 
 
@@ -76,7 +78,7 @@ def carrying(groups: Sequence[Group], weights: Tensor) -> Finding:
     totals = [value for group in groups for value in totals_of(group, weights) if not math.isnan(value)]
     mean = sum(totals) / len(totals) if totals else math.nan
     facts = {"share": share.value, "low": share.low, "high": share.high, "groups": len(groups), "mean_reward": mean}
-    said = (
+    sentence = (
         f"{alive} of {len(groups)} groups would carry signal at step 0: {100 * share.value:.0f}% "
         f"(95% {100 * share.low:.0f} to {100 * share.high:.0f}), at a mean reward of {mean:.3g}"
     )
@@ -85,8 +87,8 @@ def carrying(groups: Sequence[Group], weights: Tensor) -> Finding:
         "--num-generations, or a supervised start"
     )
     if not alive:
-        return failed(AREA, said + ".", fix, **facts)
-    return warned(AREA, said + ".", fix, **facts) if share.value < _FEW else passed(AREA, said, **facts)
+        return failed(AREA, sentence + ".", fix, **facts)
+    return warned(AREA, sentence + ".", fix, **facts) if share.value < _FEW else passed(AREA, sentence, **facts)
 
 
 def teaches(group: Group) -> bool:
@@ -97,9 +99,9 @@ def teaches(group: Group) -> bool:
 def totals_of(group: Group, weights: Tensor) -> list[float]:
     """[G], weighted rewards, NaN where none scored."""
     assert group.rewards is not None
-    known = ~group.rewards.isnan()
+    is_scored = ~group.rewards.isnan()
     totals = (group.rewards.nan_to_num(0.0) * weights).sum(-1)
-    return [float(value) if bool(has) else math.nan for value, has in zip(totals, known.any(-1), strict=True)]
+    return [float(value) if bool(has) else math.nan for value, has in zip(totals, is_scored.any(-1), strict=True)]
 
 
 def update(trial: Trial) -> Finding:
@@ -122,8 +124,8 @@ def agreement(trial: Trial) -> Finding:
     gap = trial.report.metrics.get("sampling/sampling_logp_difference/mean")
     mean = 0.0 if gap is None or not math.isfinite(gap.value) else gap.value
     if mean > 0.05:
-        said = f"log-probabilities of sampler and learner differ by {mean:.3g} a token on average."
+        sentence = f"log-probabilities of sampler and learner differ by {mean:.3g} a token on average."
         return warned(
-            AREA, said, "use --rollout-dtype float32, or an algorithm with a correction for it", difference=mean
+            AREA, sentence, "use --rollout-dtype float32, or an algorithm with a correction for it", difference=mean
         )
     return passed(AREA, f"log-probabilities of sampler and learner differ by {mean:.1g} a token", difference=mean)

@@ -39,48 +39,50 @@ class Trial:
 class Bench:
     """Parts of a trial: the run's sampler, scorer and learner."""
 
-    given: RunInputs
+    inputs: RunInputs
     sampler: Sampler
     learner: Learner
 
     @staticmethod
-    def of(given: RunInputs, total_steps: int) -> Bench:
+    def of(inputs: RunInputs, total_steps: int) -> Bench:
         return Bench(
-            given=given,
+            inputs=inputs,
             sampler=choose_sampler(
-                given.model,
-                given.tokenizer,
-                eos_ids=given.eos_ids,
-                **sampler_options(given.args, given.world, given.server),
+                inputs.model,
+                inputs.tokenizer,
+                eos_ids=inputs.eos_ids,
+                **sampler_options(inputs.args, inputs.world, inputs.server),
             ),
-            learner=build_learner(given, total_steps, (None, None), is_off_policy=False),
+            learner=build_learner(inputs, total_steps, (None, None), is_off_policy=False),
         )
 
     def prompts(self, count: int) -> list[Prompt]:
         """The first prompts that the run will draw."""
-        return build_prompts(self.given, self.given.train_dataset, shuffle=self.given.args.shuffle_dataset).take(count)
+        return build_prompts(self.inputs, self.inputs.train_dataset, shuffle=self.inputs.args.shuffle_dataset).take(
+            count
+        )
 
 
 def attempt_step(bench: Bench, count: int) -> Trial:
     """Answer `count` prompts, score the answers twice, and take one update on a model that is thrown away afterwards."""
-    given, seconds = bench.given, dict[str, float]()
-    args, algorithm = given.args, given.algorithm.resolve(given.algorithm.initial_controllers())
+    inputs, seconds = bench.inputs, dict[str, float]()
+    args, algorithm = inputs.args, inputs.algorithm.resolve(inputs.algorithm.initial_controllers())
     prompts = bench.prompts(count)
-    bench.sampler.load(given.model, version=0)
+    bench.sampler.load(inputs.model, version=0)
     groups = timed(seconds, "rollout", partial(answers, bench, prompts, args.num_generations))
-    scored = timed(seconds, "reward", partial(given.scorer.score, groups))
-    again = given.scorer.score(groups)
+    scored = timed(seconds, "reward", partial(inputs.scorer.score, groups))
+    again = inputs.scorer.score(groups)
     judged = bench.learner.annotate(scored, algorithm)
     if algorithm.needs.greedy:
-        judged = with_greedy_rewards(judged, given.scorer.score(answers(bench, prompts, 1, temperature=0.0)))
-    judged = with_advantages(judged, algorithm, given.scorer.weights, given.scorer.combiner(judged))
+        judged = with_greedy_rewards(judged, inputs.scorer.score(answers(bench, prompts, 1, temperature=0.0)))
+    judged = with_advantages(judged, algorithm, inputs.scorer.weights, inputs.scorer.combiner(judged))
     report = timed(seconds, "learn", partial(bench.learner.step, judged, algorithm, 1))
     return Trial(groups=tuple(judged), again=tuple(again), report=report, seconds=seconds)
 
 
 def answers(bench: Bench, prompts: Sequence[Prompt], each: int, **changes: Any) -> list[Group]:
     """`each` completions of every prompt, in the order of the prompts, drawn as training would."""
-    args = bench.given.args
+    args = bench.inputs.args
     sampling = replace(sampling_params(args), seed=args.seed * 1_000_003 % 2**31, **changes)
     place = {prompt.uid: i for i, prompt in enumerate(prompts)}
     return sorted(bench.sampler.sample(prompts, each, sampling), key=lambda group: place[group.prompt.uid])

@@ -151,8 +151,8 @@ def _mean_reward(values: Sequence[float], seen: Sequence[float]) -> Estimate:
 
 
 def _mean(values: Sequence[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return sum(known) / len(known) if known else math.nan
+    finite = [value for value in values if not math.isnan(value)]
+    return sum(finite) / len(finite) if finite else math.nan
 
 
 def summary_of(differences: Mapping[str, Difference]) -> dict[str, Any]:

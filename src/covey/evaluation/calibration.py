@@ -42,7 +42,7 @@ def calibration(scores: Sequence[float], labels: Sequence[bool], clusters: Seque
     p, y = np.asarray(scores, dtype=np.float64), np.asarray(labels, dtype=bool)
     parts = [part for part in np.array_split(np.argsort(p, kind="stable"), min(_BINS, len(p))) if len(part)]
     bins = tuple(Bin(float(p[part].mean()), float(y[part].mean()), len(part)) for part in parts)
-    error = sum(one.count * abs(one.predicted - one.observed) for one in bins) / max(1, len(p))
+    error = sum(bucket.count * abs(bucket.predicted - bucket.observed) for bucket in bins) / max(1, len(p))
     return Calibration(auc(scores, labels, clusters), error, float(((p - y) ** 2).mean()), bins, len(p))
 
 

@@ -35,7 +35,7 @@ class PassRates:
         for group in scored_answers(
             self.sampler, self.scorer, prompts, self.num_samples, self.sampling, self.batch_size
         ):
-            known = [score for score in totals(group, self.scorer) if score == score]
-            right = sum(score >= self.threshold for score in known)
-            rates.append(right / len(known) if known else float("nan"))
+            scores = [score for score in totals(group, self.scorer) if score == score]
+            right = sum(score >= self.threshold for score in scores)
+            rates.append(right / len(scores) if scores else float("nan"))
         return rates

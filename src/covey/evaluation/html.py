@@ -1,4 +1,4 @@
-"""An HTML page that needs nothing beside it, runs no script and fetches nothing."""
+"""A self-contained HTML page, without scripts."""
 
 from __future__ import annotations
 

@@ -88,8 +88,8 @@ def bounded_mean(values: Sequence[float], low: float = 0.0, high: float = 1.0) -
     share = min(1.0, max(0.0, float((x.mean() - low) / (high - low))))
     variance = float(x.var(ddof=1)) / (high - low) ** 2 if x.size > 1 else 0.0
     effect = share * (1 - share) / variance if variance > 0 else 1.0
-    found = wilson(share, x.size * max(1.0, effect))
-    return Estimate(float(x.mean()), low + (high - low) * found[0], low + (high - low) * found[1], int(x.size))
+    interval = wilson(share, x.size * max(1.0, effect))
+    return Estimate(float(x.mean()), low + (high - low) * interval[0], low + (high - low) * interval[1], int(x.size))
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:

@@ -124,17 +124,17 @@ def _generated(scorer: TokenScorer, ids: Sequence[int]) -> ScoredTokens:
         "seed": 0,
         "logprobs": 1,
     }
-    found = scorer.post("/v1/completions", body)["choices"][0]["logprobs"]
+    logprobs = scorer.post("/v1/completions", body)["choices"][0]["logprobs"]
     named = _ids_by_text(scorer.tokenizer)
     tokens: list[int] = []
-    for text in found["tokens"]:
+    for text in logprobs["tokens"]:
         candidates = named.get(text, ())
         if len(candidates) != 1:
             break
         tokens.append(candidates[0])
     if not tokens:  # its first token's text is that of several ids
         return ScoredTokens(tuple(ids), (None,) * len(ids))
-    return _checked([*ids, *tokens], [*[None] * len(ids), *found["token_logprobs"][: len(tokens)]])
+    return _checked([*ids, *tokens], [*[None] * len(ids), *logprobs["token_logprobs"][: len(tokens)]])
 
 
 FORMS: dict[str, Ask] = {

@@ -40,7 +40,7 @@ def claim(folder: Path, options: Mapping[str, Any], what: str) -> None:
 
 
 def make_way(place: Path) -> None:
-    """Move a run aside that was killed before its first checkpoint: there is nothing to go on from, and it would be in the way."""
+    """Rename the folder of a run that was killed before its first checkpoint, so that the run can start again."""
     from covey.runs import checkpoint
 
     if not (place / "run.json").is_file() or checkpoint.checkpoints(place):

@@ -27,7 +27,7 @@ from covey.models import unwrapped
 from covey.rollout import NativeSampler
 from covey.runs.lock import FolderLock
 from covey.serving import Call, Endpoint
-from covey.serving.asking import Wanted
+from covey.serving.asking import APIRequest
 from covey.serving.errors import APIError, bad
 from covey.serving.fields import Fields
 from covey.serving.loading import with_merged_adapter
@@ -163,7 +163,7 @@ class LearningEndpoint:
     def _of_user(self, user: str) -> str:
         return f"{self.name}@{user}"
 
-    def _model_for(self, wanted: Wanted) -> str:
+    def _model_for(self, wanted: APIRequest) -> str:
         """The user's own model once it has learnt something. Raises APIError for a `user` that cannot be part of a name."""
         if not self.settings.users or wanted.user is None:
             return wanted.model

@@ -33,7 +33,7 @@ class Learning:
         return made
 
     def close(self) -> None:
-        """End it; what it was training is lost."""
+        """Kill the process; its unfinished training is lost."""
         self.is_closed = True
         if self.process.poll() is None:
             self.process.kill()

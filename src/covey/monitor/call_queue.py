@@ -37,9 +37,9 @@ class CallQueue:
     _running: tuple[str, float] | None = None
     """The running call's description and its start time."""
     _is_closing: bool = False
-    _is_told: bool = False
+    _is_warned: bool = False
     """True if the running call was already reported as slow."""
-    _is_given_up: bool = False
+    _is_abandoned: bool = False
     """True if the running call was already counted as dropped."""
     _lost: int = 0
     _failed: int = 0
@@ -76,8 +76,8 @@ class CallQueue:
         is_whole = self.wait(self.patience_seconds, longest_seconds)
         with self._changed:
             is_stuck = self._running is not None
-            left = len(self._waiting) + self._lost + (is_stuck and not self._is_given_up)
-            self._is_given_up = is_stuck
+            left = len(self._waiting) + self._lost + (is_stuck and not self._is_abandoned)
+            self._is_abandoned = is_stuck
             self._waiting.clear()
             self._lost = 0
         if left:
@@ -145,9 +145,9 @@ class CallQueue:
             self.call(what, lambda call=call: whole(call))  # type: ignore[misc]
             with self._changed:
                 self._running = None
-                was_told, self._is_told, self._is_given_up = self._is_told, False, False
+                was_slow, self._is_warned, self._is_abandoned = self._is_warned, False, False
                 self._changed.notify_all()
-            if was_told:
+            if was_slow:
                 logger.warning("%s came back from %s.", self.name, what)
 
     def _lose(self) -> None:
@@ -160,9 +160,9 @@ class CallQueue:
 
     def _tell_if_stuck(self) -> None:
         running = self._running
-        if running is None or self._is_told or time.monotonic() - running[1] < self.patience_seconds:
+        if running is None or self._is_warned or time.monotonic() - running[1] < self.patience_seconds:
             return
-        self._is_told = True
+        self._is_warned = True
         logger.warning(
             "%s has not come back from %s for %.0f seconds. Training goes on; up to %d of its calls wait, and "
             "metrics.jsonl has every number.",

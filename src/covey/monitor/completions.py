@@ -69,11 +69,11 @@ def rows(groups: Sequence[Group], num_rewards: int, limit: int | None, unique_pr
 
 def _rows_of(group: Group, num_rewards: int) -> Iterator[tuple[str, ...]]:
     question = group.prompt.raw
-    asked = question if isinstance(question, str) else "\n".join(f"{m['role']}: {m['content']}" for m in question)
+    prompt = question if isinstance(question, str) else "\n".join(f"{m['role']}: {m['content']}" for m in question)
     for g, completion in enumerate(group.completions):
         scored = [math.nan] * num_rewards if group.rewards is None else group.rewards[g].tolist()
         advantage = math.nan if group.advantages is None else float(group.advantages[g].float().mean())
-        yield safe(asked), safe(completion.text), *map(_number, scored), _number(advantage)
+        yield safe(prompt), safe(completion.text), *map(_number, scored), _number(advantage)
 
 
 def _number(value: float) -> str:

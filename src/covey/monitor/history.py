@@ -34,9 +34,9 @@ class Series:
 
     def last(self, n: int) -> list[float]:
         """The latest `n` values, or as many as there are."""
-        found = list(islice(reversed(self.recent), n))
-        found.reverse()
-        return found
+        values = list(islice(reversed(self.recent), n))
+        values.reverse()
+        return values
 
     def start(self, n: int) -> list[float]:
         return self.first[:n]
@@ -76,8 +76,8 @@ class History:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but times: they say nothing of the machine that a run is resumed on."""
-        kept = {name: series for name, series in self.series.items() if not name.startswith(_TIMES)}
-        series = {name: [list(s.first), list(s.recent), s.count] for name, s in kept.items()}
+        saved = {name: series for name, series in self.series.items() if not name.startswith(_TIMES)}
+        series = {name: [list(s.first), list(s.recent), s.count] for name, s in saved.items()}
         return {"step": self.step, "series": series}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

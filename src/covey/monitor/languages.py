@@ -30,10 +30,10 @@ def code_of(value: Any) -> str | None:
     return code if code in LANGUAGES else None
 
 
-def is_same(text: str, wanted: str) -> bool | None:
+def is_same(text: str, code: str) -> bool | None:
     """True if a text is in the language of this code; None where that is unclear (too short, numbers only)."""
-    found = language(text)
-    return None if found is None else found == wanted
+    identified = language(text)
+    return None if identified is None else identified == code
 
 
 def language_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
@@ -41,16 +41,16 @@ def language_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
 
     Of prompts whose column `language` is known; nothing without it.
     """
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     for group in groups:
-        wanted = code_of(group.prompt.columns.get(LANGUAGE))
-        if wanted is None:
+        code = code_of(group.prompt.columns.get(LANGUAGE))
+        if code is None:
             continue
-        told = [same for one in group.completions if (same := is_same(one.text, wanted)) is not None]
-        if not told:
+        identified = [same for completion in group.completions if (same := is_same(completion.text, code)) is not None]
+        if not identified:
             continue
-        mean, count = Mean(float(sum(told)), float(len(told))), Sum(float(len(told)))
-        before, counted = found.get(f"languages/{wanted}/same"), found.get(f"languages/{wanted}/count")
-        found[f"languages/{wanted}/same"] = before + mean if isinstance(before, Mean) else mean
-        found[f"languages/{wanted}/count"] = counted + count if isinstance(counted, Sum) else count
-    return found
+        mean, count = Mean(float(sum(identified)), float(len(identified))), Sum(float(len(identified)))
+        before, counted = metrics.get(f"languages/{code}/same"), metrics.get(f"languages/{code}/count")
+        metrics[f"languages/{code}/same"] = before + mean if isinstance(before, Mean) else mean
+        metrics[f"languages/{code}/count"] = counted + count if isinstance(counted, Sum) else count
+    return metrics

@@ -1,4 +1,4 @@
-"""Metrics of a step's completions beside their rewards: diversity, repetition, format, length by right and wrong."""
+"""Metrics of a step's completions other than rewards: diversity, repetition, format, length by right and wrong."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def text_metrics(
     each is NaN where no completion is so. `format_rate`: the mean of the first reward whose name says format; without one there is none.
     """
     ids = [[completion.token_ids.cpu().numpy() for completion in group.completions] for group in groups]
-    known = seen_scales(groups, len(names)) if scales is None else scales
-    found = {**_diversity(ids), **_lengths(groups, weights, known)}
-    found["num_prompts"] = Last(float(len(groups)))
-    found["completions/count"] = Last(float(sum(group.size for group in groups)))
-    found["prompts/mean_length"] = Mean(sum(len(group.prompt.token_ids) for group in groups), len(groups))
+    reward_scales = seen_scales(groups, len(names)) if scales is None else scales
+    metrics = {**_diversity(ids), **_lengths(groups, weights, reward_scales)}
+    metrics["num_prompts"] = Last(float(len(groups)))
+    metrics["completions/count"] = Last(float(sum(group.size for group in groups)))
+    metrics["prompts/mean_length"] = Mean(sum(len(group.prompt.token_ids) for group in groups), len(groups))
     column = next((r for r, name in enumerate(names) if "format" in name), None)
     if column is not None:
         scores = torch.cat([group.rewards[:, column] for group in groups if group.rewards is not None])
-        found["format_rate"] = Mean.of(scores, ~scores.isnan())
-    return found
+        metrics["format_rate"] = Mean.of(scores, ~scores.isnan())
+    return metrics
 
 
 def total_of(group: Group, weights: Tensor) -> Tensor:
@@ -97,10 +97,10 @@ def _lengths(groups: Sequence[Group], weights: Tensor, scales: Sequence[Scale | 
         return {}
     rewards = torch.cat([group.rewards for group in scored if group.rewards is not None])  # [N, R]
     lengths = torch.tensor([float(c.num_tokens) for group in scored for c in group.completions])  # [N]
-    found = verdicts(rewards, weights, scales)
-    if found is None:
+    right_wrong = verdicts(rewards, weights, scales)
+    if right_wrong is None:
         return {}
     return {
-        "completions/mean_length_right": Mean.of(lengths, found[0]),
-        "completions/mean_length_wrong": Mean.of(lengths, found[1]),
+        "completions/mean_length_right": Mean.of(lengths, right_wrong[0]),
+        "completions/mean_length_wrong": Mean.of(lengths, right_wrong[1]),
     }

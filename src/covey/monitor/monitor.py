@@ -79,10 +79,10 @@ class Monitor:
 
     def tell(self, alert: Alert) -> bool:
         """Send an alert to every outlet, unless its action is "off". True if it was sent."""
-        is_wanted = self.action_for(alert) != "off"
-        for tell in self.outlets if is_wanted else ():
+        is_on = self.action_for(alert) != "off"
+        for tell in self.outlets if is_on else ():
             tell(alert)
-        return is_wanted
+        return is_on
 
     def action_for(self, alert: Alert) -> Action:
         """Configured action: by the rule's name, by its severity, or for all."""

@@ -50,7 +50,7 @@ class Progress:
         self._last_update: float | None = None
         self._events = self._steps = 0
         self._live: Live | None = None
-        self._is_kept = False
+        self._stays = False
         """True if the step that the live line shows stands above it too."""
 
     def update(self, report: StepReport, total_steps: int | None = None) -> None:
@@ -78,7 +78,7 @@ class Progress:
         """Leave the last line on the screen. May be called twice."""
         live, self._live = self._live, None
         if live is not None:
-            live.transient = self._is_kept
+            live.transient = self._stays
             self._guarded(live.stop)
 
     def _draw(self, step: int, parts: Sequence[Part]) -> None:
@@ -93,7 +93,7 @@ class Progress:
         text = fitted(parts, self._live.console.width - 1)
         if is_due:
             self._guarded(partial(self._live.console.print, text))
-        self._is_kept = is_due
+        self._stays = is_due
         self._guarded(partial(self._live.update, text, refresh=True))
 
     def _started(self, stream: TextIO) -> Live:
@@ -177,24 +177,24 @@ def line_of(report: StepReport, total_steps: int, pace: Pace, events: int = 0, *
 
 def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
     """`evaluation at step 20: eval_reward 0.71  eval_rewards/math/mean 0.71  ...`: rewards first, then lengths, then the loss."""
-    told = [name for name in metrics if name.endswith("reward")]
-    told += [name for name in metrics if "rewards/" in name and name.endswith("/mean")]
-    told += [name for name in metrics if name.endswith(("accuracy", "completions/mean_length"))]
-    told += (
+    names = [name for name in metrics if name.endswith("reward")]
+    names += [name for name in metrics if "rewards/" in name and name.endswith("/mean")]
+    names += [name for name in metrics if name.endswith(("accuracy", "completions/mean_length"))]
+    names += (
         [name for name in metrics if name.endswith("_loss")]
         if not any(name.endswith("reward") for name in metrics)
         else []
     )
-    said = "  ".join(f"{name} {number(metrics[name])}" for name in dict.fromkeys(told))
-    return f"evaluation at step {step}: {said}"
+    values = "  ".join(f"{name} {number(metrics[name])}" for name in dict.fromkeys(names))
+    return f"evaluation at step {step}: {values}"
 
 
 def fitted(parts: Sequence[Part], width: int) -> Text:
     """The parts on one line of at most `width` characters; the least important are dropped first."""
-    kept = list(parts)
-    while len(kept) > 1 and _joined(kept).cell_len > width:
-        kept.remove(max(kept, key=lambda part: part[2]))
-    text = _joined(kept)
+    shown = list(parts)
+    while len(shown) > 1 and _joined(shown).cell_len > width:
+        shown.remove(max(shown, key=lambda part: part[2]))
+    text = _joined(shown)
     text.truncate(max(width, 1), overflow="ellipsis")
     return text
 

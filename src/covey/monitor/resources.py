@@ -26,7 +26,7 @@ def memory_metrics(phase: str) -> dict[str, Metric]:
     """At the end of a phase, in GB of 10^9 bytes: `memory/<phase>_gb`, what this process holds, and on a GPU
     `memory/<phase>_device_peak_gb`, the most that tensors held since the phase before.
     """
-    found: dict[str, Metric] = {f"memory/{phase}_gb": Max(psutil.Process().memory_info().rss / 1e9)}
+    metrics: dict[str, Metric] = {f"memory/{phase}_gb": Max(psutil.Process().memory_info().rss / 1e9)}
     if torch.cuda.is_available():
-        found[f"memory/{phase}_device_peak_gb"] = Max(_PHASE.restart() / 1e9)
-    return found
+        metrics[f"memory/{phase}_device_peak_gb"] = Max(_PHASE.restart() / 1e9)
+    return metrics

@@ -49,21 +49,21 @@ class SampleDrift:
             self._first = self._before = block
             return {}
         self._looks += 1
-        found = self._tested(np.asarray(block))
+        p_values = self._tested(np.asarray(block))
         self._before = block
         level = _TESTS * self._looks * (self._looks + 1)
-        return {name: Last(min(1.0, level * p)) for name, p in found.items()}
+        return {name: Last(min(1.0, level * p)) for name, p in p_values.items()}
 
     def _tested(self, now: NDArray[np.float64]) -> dict[str, float]:
         first = np.asarray(self._first)
-        found = {
+        p_values = {
             "prompts/drift_p/length": kolmogorov_smirnov(first[:, 0], now[:, 0]),
             "prompts/drift_p/text": maximum_mean_discrepancy(first[:, 1:-1], now[:, 1:-1], seed=self._looks),
         }
         before, after = (rows[~np.isnan(rows)] for rows in (np.asarray(self._before or [[np.nan]])[:, -1], now[:, -1]))
         if min(len(before), len(after)) >= _PROMPTS // 2:
-            found["rewards/drift_p"] = has_fallen(before, after)
-        return found
+            p_values["rewards/drift_p"] = has_fallen(before, after)
+        return p_values
 
     def state_dict(self) -> dict[str, Any]:
         rows = {name: [list(row) for row in getattr(self, f"_{name}")] for name in ("first", "before", "block")}

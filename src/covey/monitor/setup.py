@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from covey.monitor.detectors import standard
-from covey.monitor.detectors.own import own_detectors
+from covey.monitor.detectors.custom import custom_detectors
 from covey.monitor.monitor import Monitor
 from covey.monitor.policy_drift import Anchor
 from covey.monitor.progress import Progress
@@ -28,9 +28,9 @@ def build_monitor(
     outlets: Sequence[Callable[[Alert], object]],
     meter: UpdateMeter | None,
 ) -> Monitor:
-    """Everything watched of a `Learner`, whose updates `meter` measures. `outlets`: further receivers of alerts in the main process, beside the
+    """Everything watched of a `Learner`, whose updates `meter` measures. `outlets`: further receivers of alerts in the main process, in addition to the
     options' webhook; none on others."""
-    audits, own = audit_metrics(args, reward_names), own_detectors(args.alert_detectors or ())
+    audits, custom = audit_metrics(args, reward_names), custom_detectors(args.alert_detectors or ())
     hooks = (
         [Webhook(args.alert_webhook, run=str(args.run_name or args.output_dir))]
         if args.alert_webhook and outlets
@@ -38,7 +38,7 @@ def build_monitor(
     )
     return Monitor(
         reward_names=tuple(reward_names),
-        watch=Watch([*standard(audits, paid_weights(args, reward_names)), *own]),
+        watch=Watch([*standard(audits, paid_weights(args, reward_names)), *custom]),
         meter=meter,
         anchor=Anchor(learner.annotate),
         slices=Slices(args.metrics_by or ()),
@@ -57,21 +57,21 @@ def audit_metrics(args: Any, reward_names: Sequence[str]) -> tuple[str, ...]:
 
 def _weights(args: Any, reward_names: Sequence[str]) -> list[Any]:
     """`reward_weights`, and 1 for the rewards behind them, which environments and agents give themselves."""
-    given = list(args.reward_weights or ())
-    return [*given, *([1.0] * (len(reward_names) - len(given)))]
+    weights = list(args.reward_weights or ())
+    return [*weights, *([1.0] * (len(reward_names) - len(weights)))]
 
 
 def paid_weights(args: Any, reward_names: Sequence[str]) -> dict[str, float]:
     """Weights above 0 that stay as they are, by the reward's name; a schedule or a function may mean to lower a reward."""
-    found: dict[str, float] = {}
-    for name, given in zip(reward_names, _weights(args, reward_names), strict=True):
+    paid: dict[str, float] = {}
+    for name, value in zip(reward_names, _weights(args, reward_names), strict=True):
         try:
-            weight = math.nan if callable(given) else float(given)
+            weight = math.nan if callable(value) else float(value)
         except (TypeError, ValueError):  # a schedule
             continue
         if weight > 0:
-            found[name] = weight
-    return found
+            paid[name] = weight
+    return paid
 
 
 def alert_shower(display: Progress, is_shown: bool) -> Callable[[Alert], None]:

@@ -23,15 +23,17 @@ Sums = dict[str, list[tuple[float, float]]]
 """By metric: sum and count of the measured values of each group's completions."""
 
 
-def refuse_unknown_columns(args: Any, known: Collection[str] | None) -> None:
-    """Raise ConfigError for a column of `metrics_by` or `advantage_slices` that the data set lacks. `known` None: unknown."""
+def refuse_unknown_columns(args: Any, dataset_columns: Collection[str] | None) -> None:
+    """Raise ConfigError for a column of `metrics_by` or `advantage_slices` that the data set lacks. `dataset_columns` None: unknown."""
     sliced = [args.advantage_slices] if args.advantage_slices else []
     made = {LANGUAGE} if args.group_languages else set()
     for option, columns in (("metrics_by", args.metrics_by or ()), ("advantage_slices", sliced)):
-        for column in columns if known is not None else ():
-            if column not in known and column not in made:  # type: ignore[operator]
-                has = f"the data set has {', '.join(known)}."  # type: ignore[arg-type]
-                raise ConfigError(f"{option} names the column {column!r}, but {has}{did_you_mean(column, known or ())}")
+        for column in columns if dataset_columns is not None else ():
+            if column not in dataset_columns and column not in made:  # type: ignore[operator]
+                has = f"the data set has {', '.join(dataset_columns)}."  # type: ignore[arg-type]
+                raise ConfigError(
+                    f"{option} names the column {column!r}, but {has}{did_you_mean(column, dataset_columns or ())}"
+                )
 
 
 class Slices:
@@ -39,7 +41,7 @@ class Slices:
 
     def __init__(self, columns: Sequence[str]) -> None:
         self.columns = tuple(columns)
-        self._known: dict[str, list[str]] = {column: [] for column in columns}
+        self._values: dict[str, list[str]] = {column: [] for column in columns}
 
     def __call__(
         self, groups: Sequence[Group], weights: Tensor, scales: Sequence[Scale | None] | None = None
@@ -52,56 +54,56 @@ class Slices:
         """
         if not self.columns or not groups:
             return {}
-        known = seen_scales(groups, len(weights)) if scales is None else scales
+        reward_scales = seen_scales(groups, len(weights)) if scales is None else scales
         by_slice: dict[str, Sums] = {}
         for group in groups:
-            measured = _measured(group, weights, known)
+            measured = _measured(group, weights, reward_scales)
             for column in self.columns:
                 if column not in group.prompt.columns:
                     continue  # an evaluation's rows may lack it
                 value = f"{column}={self._value(column, group.prompt.columns.get(column))}"
                 sums = by_slice.setdefault(value, {})
-                for name, one in measured.items():
-                    sums.setdefault(name, []).append(one)
-        found: dict[str, Metric] = {}
+                for name, pair in measured.items():
+                    sums.setdefault(name, []).append(pair)
+        metrics: dict[str, Metric] = {}
         for value, sums in by_slice.items():
             for name, parts in sums.items():
                 low, high = Bound.both(parts, is_share=name in _SHARES)
                 mean = Mean(sum(s for s, _ in parts), sum(n for _, n in parts))
-                found |= {f"{name}/{value}": mean, f"{name}/{value}/low": low, f"{name}/{value}/high": high}
-        return found
+                metrics |= {f"{name}/{value}": mean, f"{name}/{value}/low": low, f"{name}/{value}/high": high}
+        return metrics
 
     def _value(self, column: str, value: Any) -> str:
-        text, known = str(value)[:40], self._known[column]
-        if text in known:
+        text, values = str(value)[:40], self._values[column]
+        if text in values:
             return text
-        if len(known) >= MAX_VALUES:
+        if len(values) >= MAX_VALUES:
             return OTHER
-        known.append(text)
+        values.append(text)
         return text
 
     def state_dict(self) -> dict[str, Any]:
-        return {column: list(values) for column, values in self._known.items()}
+        return {column: list(values) for column, values in self._values.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._known |= {column: list(values) for column, values in state.items() if column in self._known}
+        self._values |= {column: list(values) for column, values in state.items() if column in self._values}
 
 
 def _measured(group: Group, weights: Tensor, scales: Sequence[Scale | None]) -> dict[str, tuple[float, float]]:
     """Sum and count of each metric over one group's completions."""
     total = total_of(group, weights)  # [G]
     scored = ~total.isnan()
-    found = {
+    sums = {
         "reward": (float(total.nan_to_num(0.0).sum()), float(scored.sum())),
-        "length": (float(sum(int(one.written.sum()) for one in group.completions)), float(group.size)),
-        "truncated": (float(sum(one.is_truncated for one in group.completions)), float(group.size)),
+        "length": (float(sum(int(completion.written.sum()) for completion in group.completions)), float(group.size)),
+        "truncated": (float(sum(completion.is_truncated for completion in group.completions)), float(group.size)),
     }
     judged = None if group.rewards is None else verdicts(group.rewards, weights, scales)
     if judged is not None:
         right, wrong = judged
-        found["accuracy"] = (float(right.sum()), float(torch.logical_or(right, wrong).sum()))
-    wanted = code_of(group.prompt.columns.get(LANGUAGE))
-    if wanted is not None:
-        told = [same for one in group.completions if (same := is_same(one.text, wanted)) is not None]
-        found["same_language"] = (float(sum(told)), float(len(told)))
-    return found
+        sums["accuracy"] = (float(right.sum()), float(torch.logical_or(right, wrong).sum()))
+    code = code_of(group.prompt.columns.get(LANGUAGE))
+    if code is not None:
+        identified = [same for completion in group.completions if (same := is_same(completion.text, code)) is not None]
+        sums["same_language"] = (float(sum(identified)), float(len(identified)))
+    return sums

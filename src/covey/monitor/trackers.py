@@ -94,10 +94,10 @@ class Trackers(TrainerCallback):
         if args.run_name is None or args.run_name == self._name_made:
             self._name_made = args.run_name = f"{Path(args.output_dir).resolve().name}-{self.run_id[:8]}"
         if "wandb" in self.names:
-            with self.told_when_slow("W&B"):
+            with self.warn_when_slow("W&B"):
                 self._open_wandb(args)
         if "mlflow" in self.names:
-            with self.told_when_slow("MLflow"):
+            with self.warn_when_slow("MLflow"):
                 self._open_mlflow(args)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -119,13 +119,15 @@ class Trackers(TrainerCallback):
         """Send an alert to every tracker in use. Never raises."""
         text = "\n".join(lines_of(alert))
         for tracker, tell in self._in_use():
-            self.hand_over(tracker, f"an alert at step {alert.step}", partial(_told, tell, alert, text))
+            self.hand_over(tracker, f"an alert at step {alert.step}", partial(_send_alert, tell, alert, text))
 
     @contextmanager
-    def told_when_slow(self, tracker: str) -> Iterator[None]:
+    def warn_when_slow(self, tracker: str) -> Iterator[None]:
         """Context manager for a tracker's set-up, which training waits for so that a failure comes early; logs its name when slow."""
-        said = f"{tracker} has been starting for {self.patience_seconds:.0f} seconds; training begins when it is done."
-        timer = threading.Timer(self.patience_seconds, logger.warning, [said])
+        sentence = (
+            f"{tracker} has been starting for {self.patience_seconds:.0f} seconds; training begins when it is done."
+        )
+        timer = threading.Timer(self.patience_seconds, logger.warning, [sentence])
         timer.daemon = True
         timer.start()
         try:
@@ -165,8 +167,8 @@ class Trackers(TrainerCallback):
         if experiment := os.environ.get("MLFLOW_EXPERIMENT_NAME"):
             mlflow.set_experiment(experiment)
         same = mlflow.search_runs(filter_string=f"tags.`{TAG}` = '{self.run_id}'", output_format="list", max_results=1)
-        known = same[0].info.run_id if same else None
-        opened = mlflow.start_run(run_id=known, run_name=args.run_name, tags={TAG: self.run_id})
+        run_id = same[0].info.run_id if same else None
+        opened = mlflow.start_run(run_id=run_id, run_name=args.run_name, tags={TAG: self.run_id})
         self._mlflow_run = opened.info.run_id
 
     def _tell_wandb(self, alert: Alert, text: str) -> None:
@@ -194,7 +196,7 @@ class Trackers(TrainerCallback):
                 writer.flush()
 
 
-def _told(tell: Callable[[Alert, str], None], alert: Alert, text: str) -> None:
+def _send_alert(tell: Callable[[Alert, str], None], alert: Alert, text: str) -> None:
     try:
         tell(alert, text)
     except Exception as error:  # noqa: BLE001 - a tracker is third-party code with a server
@@ -234,10 +236,10 @@ def _guarded(kind: type, trackers: Trackers) -> type:
 
     def guard(event: str) -> Callable[..., Any]:
         def heard(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            given = {key: _defined(value) if isinstance(value, dict) else value for key, value in kwargs.items()}
-            given = {key: value for key, value in given.items() if key not in _OF_TRAINING}
+            arguments = {key: _defined(value) if isinstance(value, dict) else value for key, value in kwargs.items()}
+            arguments = {key: value for key, value in arguments.items() if key not in _OF_TRAINING}
             now = copy.copy(state), copy.copy(control)  # training continues with its own
-            call = partial(getattr(kind, event), self, args, *now, **given)
+            call = partial(getattr(kind, event), self, args, *now, **arguments)
             what = f"{event} at step {state.global_step}"
             lane = trackers.lane(name)
             if event == "on_train_end" and name in _ENDS_WHERE_IT_BEGAN:
@@ -252,7 +254,7 @@ def _guarded(kind: type, trackers: Trackers) -> type:
         return heard
 
     def on_train_begin(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        with trackers.told_when_slow(name):
+        with trackers.warn_when_slow(name):
             return kind.on_train_begin(self, args, state, control, **kwargs)  # type: ignore[attr-defined]
 
     heard = [event for event in _GUARDED if getattr(kind, event) is not getattr(TrainerCallback, event)]

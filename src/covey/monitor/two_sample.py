@@ -55,8 +55,8 @@ def maximum_mean_discrepancy(before: Floats, after: Floats, *, seed: int = 0) ->
     rows = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
     kernel = rows @ rows.T
     signs = np.concatenate([np.full(len(before), 1 / len(before)), np.full(len(after), -1 / len(after))])
-    found = _tail(kernel, signs, _PERMUTATIONS, seed)
-    return found if found >= _SMALL else _tail(kernel, signs, _MORE, seed)
+    p = _tail(kernel, signs, _PERMUTATIONS, seed)
+    return p if p >= _SMALL else _tail(kernel, signs, _MORE, seed)
 
 
 def _tail(kernel: Floats, signs: Floats, permutations: int, seed: int) -> float:

@@ -33,7 +33,7 @@ class UpdateMeter:
         self._before: dict[str, Tensor] = {}
         self._sampled: Tensor | None = None
         self._sizes: dict[str, float] = {}
-        self._found: dict[str, Metric] = {}
+        self._metrics: dict[str, Metric] = {}
         self._blocks: tuple[str, ...] | None = None
         self._modules: list[tuple[str, Any]] | None = None
 
@@ -57,33 +57,33 @@ class UpdateMeter:
         now = _samples([parameter for _, parameter in plain])
         lengths = [_sampled_of(parameter) for _, parameter in plain]
         sums = lambda x: [part.square().sum() for part in x.split(lengths)]
-        found = torch.stack([*sums(now - sampled), *sums(now)]).tolist() if plain else []  # one wait for the device
+        squares = torch.stack([*sums(now - sampled), *sums(now)]).tolist() if plain else []  # one wait for the device
         changed = int((now != sampled).sum()) + sum(
             int((whole(p.detach()) != before[name]).sum()) for name, p in inside
         )
         total = now.numel() + sum(parameter.numel() for _, parameter in inside)
         for i, (name, parameter) in enumerate(plain):
             scale = local(parameter).numel() / max(lengths[i], 1)
-            self._add(moved, size, name, found[i] * scale, found[len(plain) + i] * scale)
+            self._add(moved, size, name, squares[i] * scale, squares[len(plain) + i] * scale)
         names = {id(parameter): name for name, parameter in inside}
         for name, module in self._adapted():
             change = _product_change(module, before, names)
             if change is not None:
                 self._add(moved, size, name, change, self._frozen(name, module))
         ratio = lambda part: math.sqrt(moved[part] / size[part]) if size[part] else math.nan
-        self._found = {f"update/{part}": Max(ratio(part)) for part in moved}
-        self._found["update/changed"] = Max(changed / max(total, 1))
+        self._metrics = {f"update/{part}": Max(ratio(part)) for part in moved}
+        self._metrics["update/changed"] = Max(changed / max(total, 1))
 
     def take(self) -> dict[str, Metric]:
         """Update metrics of the last measured step, once; empty when it was not measured."""
-        found, self._found = self._found, {}
-        return found
+        metrics, self._metrics = self._metrics, {}
+        return metrics
 
     def _trained(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
         """Named parameters that are trained directly, and those that are LoRA factors."""
         factors = {id(p) for _, module in self._adapted() for p in _factors(module)}
-        found = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        return [(n, p) for n, p in found if id(p) not in factors], [(n, p) for n, p in found if id(p) in factors]
+        trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        return [(n, p) for n, p in trained if id(p) not in factors], [(n, p) for n, p in trained if id(p) in factors]
 
     def _adapted(self) -> list[tuple[str, Any]]:
         """Layers with an adapter, cached: a run does not change its trainable parameters."""
@@ -105,16 +105,16 @@ class UpdateMeter:
             size[part] = size.get(part, 0.0) + whole
 
     def _part(self, name: str) -> str:
-        found = _LAYER.search(name)
-        if found is None:
+        match = _LAYER.search(name)
+        if match is None:
             return "embeddings" if "emb" in name or "wte" in name or "wpe" in name else "rest"
-        return self._blocks_of_layers()[int(found[1])]
+        return self._blocks_of_layers()[int(match[1])]
 
     def _blocks_of_layers(self) -> tuple[str, ...]:
         """[layers], the name of the block that each layer is in, such as `layers_00_06`."""
         if self._blocks is None:
             depth = 1 + max(
-                int(found[1]) for name, _ in self.model.named_parameters() if (found := _LAYER.search(name))
+                int(match[1]) for name, _ in self.model.named_parameters() if (match := _LAYER.search(name))
             )
             size = -(-depth // _BLOCKS)
             start = [layer // size * size for layer in range(depth)]

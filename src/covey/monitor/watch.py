@@ -23,7 +23,7 @@ class Watch:
 
     detectors: Sequence[Detector] = ()
     history: History = field(default_factory=History)
-    told: dict[str, list[int]] = field(default_factory=dict)
+    sent: dict[str, list[int]] = field(default_factory=dict)
     """Last alert by rule: its step and its severity."""
     speed: Speed = field(default_factory=lambda: Speed())
 
@@ -34,8 +34,8 @@ class Watch:
         values |= self.speed(report)
         values["steps/non_finite"] = float(any(event.kind == "non_finite_step" for event in report.events))
         self.history.add(report.step, values)
-        found = (detector(self.history) for detector in self.detectors)
-        return [alert for alert in found if alert is not None and self._is_new(alert)]
+        alerts = (detector(self.history) for detector in self.detectors)
+        return [alert for alert in alerts if alert is not None and self._is_new(alert)]
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Store the metrics of an evaluation for the next step's detectors."""
@@ -43,20 +43,20 @@ class Watch:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but times, which say nothing of the machine that a run is resumed on."""
-        return {"history": self.history.state_dict(), "told": {rule: list(seen) for rule, seen in self.told.items()}}
+        return {"history": self.history.state_dict(), "told": {rule: list(seen) for rule, seen in self.sent.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.history.load_state_dict(state["history"])
-        self.told = {rule: list(seen) for rule, seen in state["told"].items()}
+        self.sent = {rule: list(seen) for rule, seen in state["told"].items()}
         self.speed = Speed()
 
     def _is_new(self, alert: Alert) -> bool:
-        before = self.told.get(alert.rule)
+        before = self.sent.get(alert.rule)
         severity = _SEVERITIES.index(alert.severity)
         is_gone = before is None or alert.step - before[0] > _CLEAR
         is_new = is_gone or (before is not None and severity > before[1])
         worst = severity if before is None or is_gone else max(severity, before[1])
-        self.told[alert.rule] = [alert.step, worst]
+        self.sent[alert.rule] = [alert.step, worst]
         return is_new
 
 
@@ -69,15 +69,15 @@ class Speed:
 
     def __call__(self, report: StepReport) -> dict[str, float]:
         """The speed from the rollout before to this one; nothing between two rollouts."""
-        found = {}
+        speeds = {}
         if "rollout" in report.seconds:
             if self.seconds > 0:
-                found["tokens_per_second/step"] = self.tokens / self.seconds
+                speeds["tokens_per_second/step"] = self.tokens / self.seconds
             self.tokens = self.seconds = 0.0
         tokens = report["num_tokens"]
         self.tokens += tokens if math.isfinite(tokens) else 0.0
         self.seconds += report.seconds.get("step", 0.0)
-        return found
+        return speeds
 
 
 def lines_of(alert: Alert) -> Iterator[str]:

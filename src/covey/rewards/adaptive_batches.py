@@ -48,7 +48,7 @@ class AdaptiveBatches:
             held[:] = order[: self._count(order, lengths)]
             return read(held)
 
-        values = until_it_fits(work, lambda said: self._halve(len(held), lengths[held[-1]], said))
+        values = until_it_fits(work, lambda reason: self._halve(len(held), lengths[held[-1]], reason))
         del order[: len(held)]
         return held, values
 
@@ -58,19 +58,19 @@ class AdaptiveBatches:
             return most
         return max([1, *(n for n in range(1, most + 1) if n * lengths[order[n - 1]] <= self.max_tokens)])
 
-    def _halve(self, rows: int, longest: int, said: str) -> None:
+    def _halve(self, rows: int, longest: int, reason: str) -> None:
         if rows == 1:
             raise MemoryLimitError(
                 f"a text of {longest} tokens does not fit in memory with {self.name!r}, even alone; lower max_completion_length, "
-                f"or load that model in 16 bits (dtype) or on another device ({said})."
+                f"or load that model in 16 bits (dtype) or on another device ({reason})."
             )
         self.max_tokens = rows // 2 * max(1, longest)
-        told = (
+        sentence = (
             f"Memory ran out while {self.name!r} scored {rows} texts of up to {longest} tokens; from now on it reads at most "
             f"{self.max_tokens} tokens at a time, with the same scores."
         )
-        logger.warning("%s", told)
-        self.events.append(Event(kind="out_of_memory", said=told, details={"model": self.name, "error": said}))
+        logger.warning("%s", sentence)
+        self.events.append(Event(kind="out_of_memory", said=sentence, details={"model": self.name, "error": reason}))
 
     def take_events(self) -> tuple[Event, ...]:
         """Events since the last call."""
@@ -79,11 +79,11 @@ class AdaptiveBatches:
 
     def limit(self, max_tokens: int | None) -> None:
         """A bound that was found before a resume."""
-        known = [bound for bound in (self.max_tokens, max_tokens) if bound is not None]
-        self.max_tokens = min(known, default=None)
+        bounds = [bound for bound in (self.max_tokens, max_tokens) if bound is not None]
+        self.max_tokens = min(bounds, default=None)
 
 
 def portions_of(reward: Any) -> AdaptiveBatches | None:
     """Batches of a reward that runs a model in this process; None: it runs none."""
-    found = getattr(reward, "portions", None) or getattr(getattr(reward, "frozen", None), "portions", None)
-    return found if isinstance(found, AdaptiveBatches) else None
+    batches = getattr(reward, "portions", None) or getattr(getattr(reward, "frozen", None), "portions", None)
+    return batches if isinstance(batches, AdaptiveBatches) else None

@@ -48,42 +48,44 @@ Weight = Callable[[int], float]
 """The weight at an optimizer step."""
 
 
-def weight_of(given: Any) -> Weight:
+def weight_of(spec: Any) -> Weight:
     """A number, `"linear:1:0:200"` (from 1 to 0 over 200 steps; also cosine and step), or a function of the step."""
-    if callable(given):
-        return functools.partial(_asked, given)
+    if callable(spec):
+        return functools.partial(_weight_at, spec)
     try:
-        if not isinstance(given, str) or ":" not in given:
-            value = _finite(given, f"reward_weights: {given!r}")
+        if not isinstance(spec, str) or ":" not in spec:
+            value = _finite(spec, f"reward_weights: {spec!r}")
             return lambda step: value
-        shape, first, last, steps = given.split(":")
+        shape, first, last, steps = spec.split(":")
         if shape not in _SHAPES or int(steps) < 1:
             raise ValueError
-        what = f"reward_weights: {given!r}"
+        what = f"reward_weights: {spec!r}"
         return Schedule(shape, _finite(first, what), _finite(last, what), int(steps))
     except (ValueError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"reward_weights has {given!r}; give a number, or a schedule as 'linear:1:0:200' (from 1 to 0 over 200 steps; "
+            f"reward_weights has {spec!r}; give a number, or a schedule as 'linear:1:0:200' (from 1 to 0 over 200 steps; "
             f"{', '.join(_SHAPES)})."
         ) from error
 
 
-def _asked(given: Callable[[int], Any], step: int) -> float:
+def _weight_at(function: Callable[[int], Any], step: int) -> float:
     """The weight that a function of the user's gives at a step."""
     try:
-        value = given(step)
+        value = function(step)
     except Exception as error:
         raise ConfigError(
-            f"reward_weights: {given!r} raised {type(error).__name__} at step {step}: {error}."
+            f"reward_weights: {function!r} raised {type(error).__name__} at step {step}: {error}."
         ) from error
     try:
-        return _finite(value, f"reward_weights: {given!r} at step {step}")
+        return _finite(value, f"reward_weights: {function!r} at step {step}")
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"reward_weights: {given!r} gave {value!r} at step {step}; a weight is a number.") from error
+        raise ConfigError(
+            f"reward_weights: {function!r} gave {value!r} at step {step}; a weight is a number."
+        ) from error
 
 
 def _finite(value: Any, what: str) -> float:
@@ -107,13 +109,13 @@ def within_float32(
     bad = (totals.abs() > LARGEST).nonzero().flatten().tolist()
     events = []
     for row in bad[:_EVENTS_IN_FULL]:
-        said = f"A completion is not scored: the weighted sum of its rewards is {float(totals[row]):g}, beyond {LARGEST:g}."
+        sentence = f"A completion is not scored: the weighted sum of its rewards is {float(totals[row]):g}, beyond {LARGEST:g}."
         details: dict[str, Any] = {
             "rewards": dict(zip(names, scores[row].tolist(), strict=True)),
             "weights": weights.tolist(),
         }
         details |= {"completions": len(bad), "completion": str(batch.completions[row])[:2000]}
-        events.append((row, Event(kind="reward_error", said=said, details=details)))
+        events.append((row, Event(kind="reward_error", said=sentence, details=details)))
     if bad:
         scores = scores.clone()
         scores[bad] = math.nan
@@ -130,11 +132,11 @@ class Running:
 
     def seen(self, scores: Tensor) -> Running:
         """With the scores [N] that are not NaN added."""
-        known = scores[~scores.isnan()].double()
-        if not known.numel():
+        scored = scores[~scores.isnan()].double()
+        if not scored.numel():
             return self
-        count, mean = float(known.numel()), float(known.mean())
-        squares = float((known - mean).square().sum())
+        count, mean = float(scored.numel()), float(scored.mean())
+        squares = float((scored - mean).square().sum())
         total, apart = self.count + count, mean - self.mean
         return Running(
             total,
@@ -202,7 +204,7 @@ class Combiner:
         return rows if self.clip is None else rows.clamp(*self.clip)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"running": [[one.count, one.mean, one.squares] for one in self.running]}
+        return {"running": [[state.count, state.mean, state.squares] for state in self.running]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         saved = [Running(*numbers) for numbers in state["running"]]
@@ -231,20 +233,20 @@ def advantage_shares(groups: Sequence[Group], names: Sequence[str], weights: Ten
     The covariance of `w_r r` with the weighted sum over the variance of that sum, within groups (an unscored reward counting 0,
     as in the sum). Below 0: it pulls against the others. Takes the rewards as advantages see them; NaN where all groups tie.
     """
-    own = torch.zeros(len(names), dtype=torch.float64)
+    shares = torch.zeros(len(names), dtype=torch.float64)
     whole = 0.0
     for group in groups:
         if group.rewards is None:
             continue
-        known = group.rewards[~group.rewards.isnan().all(-1)].nan_to_num(0.0).double() * weights.double()  # [<= G, R]
-        if len(known) < 2:
+        scored = group.rewards[~group.rewards.isnan().all(-1)].nan_to_num(0.0).double() * weights.double()  # [<= G, R]
+        if len(scored) < 2:
             continue
-        apart = known - known.mean(0)
+        apart = scored - scored.mean(0)
         total = apart.sum(-1)
         if float(total.max() - total.min()) <= 1e-8:
             continue
-        own += (apart * total.unsqueeze(-1)).sum(0)
+        shares += (apart * total.unsqueeze(-1)).sum(0)
         whole += float(total.square().sum())
     return {
-        f"rewards/{name}/advantage_share": Mean(float(share), whole) for name, share in zip(names, own, strict=True)
+        f"rewards/{name}/advantage_share": Mean(float(share), whole) for name, share in zip(names, shares, strict=True)
     }

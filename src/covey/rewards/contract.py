@@ -22,7 +22,7 @@ from torch import Tensor
 
 from covey.errors import DataError, RewardError, did_you_mean
 from covey.rewards.decorators import CallOptions, call_options_of
-from covey.rewards.inputs import own_inputs
+from covey.rewards.inputs import copied_inputs
 from covey.rewards.raised import describe, is_ctrl_c
 from covey.types import Group, Reward
 
@@ -52,7 +52,7 @@ class RewardSpec:
     """The score of a wrong and that of a right completion; `None`: as its decorator says, or not known."""
 
     @property
-    def known_scale(self) -> tuple[float, float] | None:
+    def declared_scale(self) -> tuple[float, float] | None:
         """The declared scale; `None` where nothing declares one."""
         return self.how.scale if self.scale is None else self.scale
 
@@ -102,7 +102,7 @@ class Batch:
         """Lay P groups out flat. A column that only some rows have is `None` for the others."""
         of_rows = [name for group in groups for name in group.prompt.columns if name not in NOT_PASSED]
         names = dict.fromkeys(
-            [*of_rows, *(name for group in groups for one in group.completions for name in one.columns)]
+            [*of_rows, *(name for group in groups for completion in group.completions for name in completion.columns)]
         )
         columns: dict[str, list[Any]] = {name: [] for name in names}
         batch = Batch([], [], [], columns)
@@ -125,7 +125,7 @@ class Batch:
         """A batch from the row of each completion, as TRL's `_calculate_rewards` gets them."""
         names = dict.fromkeys(name for row in rows for name in row if name not in NOT_PASSED)
         columns = {name: [row.get(name) for row in rows] for name in names}
-        return Batch(list(prompts), list(completions), [list(one) for one in ids], columns)
+        return Batch(list(prompts), list(completions), [list(token_ids) for token_ids in ids], columns)
 
     def rows(self) -> list[dict[str, Any]]:
         """Each completion's row, the prompt in it."""
@@ -152,7 +152,7 @@ class Batch:
 
 @dataclass
 class Logged:
-    """Extras of one call beside its scores, given through `log_extra` and `log_metric`."""
+    """Extras of one call, logged through `log_extra` and `log_metric`."""
 
     size: int
     """N of the call; `log_extra` wants as many values."""
@@ -198,9 +198,9 @@ def arguments(reward: Reward, batch: Batch, logged: Logged, trainer_state: Any) 
     if call_options_of(reward).is_singular:
         offered = _singular(offered, batch)
     named, takes_all = _parameters(reward)
-    kept = offered if takes_all else {name: value for name, value in offered.items() if name in named}
-    given = {"trainer_state": kept["trainer_state"]} if "trainer_state" in kept else {}  # the batch's own copy
-    return own_inputs({name: value for name, value in kept.items() if name not in given}) | given
+    accepted = offered if takes_all else {name: value for name, value in offered.items() if name in named}
+    state = {"trainer_state": accepted["trainer_state"]} if "trainer_state" in accepted else {}  # the batch's own copy
+    return copied_inputs({name: value for name, value in accepted.items() if name not in state}) | state
 
 
 def takes(reward: Reward, keyword: str) -> bool:
@@ -212,9 +212,13 @@ def takes(reward: Reward, keyword: str) -> bool:
 def _singular(offered: Mapping[str, Any], batch: Batch) -> dict[str, Any]:
     """The keywords of a single completion: `prompt`, `completion`, its ids and the values of its columns."""
     alone = {name: values[0] for name, values in batch.columns.items()}
-    own = {"prompt": batch.prompts[0], "completion": batch.completions[0], "completion_ids": batch.completion_ids[0]}
-    kept = {name: offered[name] for name in ("trainer_state", "log_extra", "log_metric")}
-    return {**alone, **own, **kept}
+    singular = {
+        "prompt": batch.prompts[0],
+        "completion": batch.completions[0],
+        "completion_ids": batch.completion_ids[0],
+    }
+    shared = {name: offered[name] for name in ("trainer_state", "log_extra", "log_metric")}
+    return {**alone, **singular, **shared}
 
 
 def check_signature(spec: RewardSpec, columns: Iterable[str] | None) -> None:
@@ -239,14 +243,16 @@ def check_signature(spec: RewardSpec, columns: Iterable[str] | None) -> None:
     if columns is None:
         return
     always = [*ALWAYS, "prompt", "completion"] if call_options_of(spec.call).is_singular else [*ALWAYS]
-    given = [*always, *(column for column in columns if column not in NOT_PASSED)]
-    missing = [name for name, parameter in named.items() if name not in given and parameter.default is parameter.empty]
+    available = [*always, *(column for column in columns if column not in NOT_PASSED)]
+    missing = [
+        name for name, parameter in named.items() if name not in available and parameter.default is parameter.empty
+    ]
     any_of = getattr(spec.call, "needs_one_of", ())
-    if any_of and not set(any_of) & set(given):
+    if any_of and not set(any_of) & set(available):
         missing.append(" or ".join(any_of))
     if missing:
-        have = ", ".join(name for name in given if name not in always) or "no other columns"
-        near = did_you_mean(missing[0].partition(" ")[0], given)
+        have = ", ".join(name for name in available if name not in always) or "no other columns"
+        near = did_you_mean(missing[0].partition(" ")[0], available)
         raise DataError(
             f"reward {spec.name!r} needs a column {missing[0]}, but the data set has {have}.{near} Rename yours to it "
             "(columns=, or --columns new=old), or give the parameter a default."
@@ -331,7 +337,7 @@ def _count(values: list[Any]) -> str:
 def check(rewards: Any, columns: Iterable[str] | None = None) -> None:
     """Raise one sentence when any of `rewards` (functions or specs) cannot be called; see `check_signature`."""
     several = rewards if isinstance(rewards, Sequence) and not isinstance(rewards, str) else [rewards]
-    known = None if columns is None else list(columns)
+    column_names = None if columns is None else list(columns)
     for reward in several:
         spec = reward if isinstance(reward, RewardSpec) else RewardSpec(name=name_of(reward), call=reward)
-        check_signature(spec, known)
+        check_signature(spec, column_names)

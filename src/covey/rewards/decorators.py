@@ -28,7 +28,7 @@ class CallOptions:
     isolated: bool = False
     """Run it in worker processes that are killed past the limit."""
     in_thread: bool = False
-    """Run it in a thread beside the others, for a function that waits."""
+    """Run it in a thread of its own, for a function that waits."""
     concurrency: int | None = None
     """Most calls at a time; unset: 16 for `async def`, the number of workers, or 1."""
     timeout_seconds: float | None = None
@@ -56,7 +56,7 @@ def reward(
     """Say how a reward function is to be called; the function itself is unchanged and stays TRL's.
 
     `streams`: one call for each prompt's completions, while others are still being written. `pure`: cached by content.
-    `isolated`: in worker processes that are killed past the limit. `in_thread`: in a thread beside the other
+    `isolated`: in worker processes that are killed past the limit. `in_thread`: in a thread, at the same time as the other
     functions, for one that waits. `concurrency`: most calls at a time. `timeout`: seconds of one call. `scale=(0, 1)`: the
     score of a wrong and that of a right completion, for metrics that count them.
 

@@ -10,7 +10,7 @@ _FIXED = frozenset({str, int, float, bool, bytes, complex, type(None)})
 _SHARED = frozenset({"log_extra", "log_metric", "environments"})
 
 
-def own_inputs(keywords: Mapping[str, Any]) -> dict[str, Any]:
+def copied_inputs(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords with lists and dicts of their own, to any depth.
 
     Text and numbers are shared, since they are immutable; so a column of long texts costs one list. Lists and dicts are
@@ -20,7 +20,7 @@ def own_inputs(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value if name in _SHARED else _copied(value, memo) for name, value in keywords.items()}
 
 
-def own_state(trainer_state: Any) -> Any:
+def copied_state(trainer_state: Any) -> Any:
     """A copy of the trainer's state whose log, lists and dicts are its own; an object that cannot be copied as it is."""
     if trainer_state is None:
         return None
@@ -39,11 +39,11 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if kind in _FIXED:
         return value
     if kind is list:
-        return [one if type(one) in _FIXED else _copied(one, memo) for one in value]
+        return [item if type(item) in _FIXED else _copied(item, memo) for item in value]
     if kind is dict:
-        return {key: one if type(one) in _FIXED else _copied(one, memo) for key, one in value.items()}
+        return {key: item if type(item) in _FIXED else _copied(item, memo) for key, item in value.items()}
     if kind is tuple:
-        return tuple(_copied(one, memo) for one in value)
+        return tuple(_copied(item, memo) for item in value)
     if id(value) not in memo:
         memo[id(value)] = _object(value)
     return memo[id(value)]

@@ -18,20 +18,20 @@ _OURS = ("covey-", "AnyIO ")
 
 
 def _num_threads() -> int:
-    return sum(not one.name.startswith(_OURS) for one in threading.enumerate())
+    return sum(not thread.name.startswith(_OURS) for thread in threading.enumerate())
 
 
 class Leftovers:
     """Reports each kind of leftover once for each reward, as an event and as a warning."""
 
     def __init__(self) -> None:
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
         self._threads = _num_threads()
 
     def events(self, changed: Iterable[tuple[str, str]], tasks: Mapping[str, int]) -> list[Event]:
         """Events for restored state (name of the reward or "", the name of the setting), cancelled tasks, and threads."""
-        found = [(name, "reward_side_effect", what, f"changed {what}, which was put back") for name, what in changed]
-        found += [
+        problems = [(name, "reward_side_effect", what, f"changed {what}, which was put back") for name, what in changed]
+        problems += [
             (
                 name,
                 "reward_tasks_left",
@@ -42,14 +42,16 @@ class Leftovers:
         ]
         more = _num_threads() - self._threads
         if more >= _MANY_THREADS:
-            said = f"left {more} threads running, which cannot be ended from outside; join what it starts"
-            found.append(("", "reward_threads_left", "threads", said))
+            phrase = f"left {more} threads running, which cannot be ended from outside; join what it starts"
+            problems.append(("", "reward_threads_left", "threads", phrase))
         return [
-            self._told_of(name, kind, what, said) for name, kind, what, said in found if (name, what) not in self._told
+            self._event_of(name, kind, what, phrase)
+            for name, kind, what, phrase in problems
+            if (name, what) not in self._reported
         ]
 
-    def _told_of(self, name: str, kind: str, what: str, said: str) -> Event:
-        self._told.add((name, what))
-        sentence = f"Reward {name!r} {said}." if name else f"A reward {said}."
+    def _event_of(self, name: str, kind: str, what: str, phrase: str) -> Event:
+        self._reported.add((name, what))
+        sentence = f"Reward {name!r} {phrase}." if name else f"A reward {phrase}."
         logger.warning("%s It is told once.", sentence)
         return Event(kind=kind, said=sentence, details={"reward": name})

@@ -47,9 +47,11 @@ def reward_metrics(
     metrics["reward_std"] = Spread.of(total)
     metrics["rewards/unscored"] = Mean.of(total.isnan())
     rewards = [group.rewards for group in groups if group.rewards is not None]
-    known = seen_scales(groups, len(names)) if scales is None else scales
+    reward_scales = seen_scales(groups, len(names)) if scales is None else scales
     return (
-        metrics | _tied_metric([_total(each, weights) for each in rewards]) | _verdict_metrics(rewards, weights, known)
+        metrics
+        | _tied_metric([_total(each, weights) for each in rewards])
+        | _verdict_metrics(rewards, weights, reward_scales)
     )
 
 
@@ -57,36 +59,38 @@ def has_signal(group: Group, weights: Tensor | Sequence[float]) -> bool:
     """True if any two completions of a scored group have different weighted sums; a tied group has no gradient."""
     if group.rewards is None:
         raise ValueError("has_signal needs a scored group; pass it through the scorer first.")
-    known = _known(group.rewards, torch.as_tensor(weights, dtype=torch.float32))
-    return bool(known.numel() > 1 and known.max() - known.min() > _TIED)
+    totals = _scored_totals(group.rewards, torch.as_tensor(weights, dtype=torch.float32))
+    return bool(totals.numel() > 1 and totals.max() - totals.min() > _TIED)
 
 
 def mean_score(group: Group, weights: Tensor | Sequence[float]) -> float:
     """Mean weighted sum of a scored group over the sum of the positive weights, within 0 and 1; 0 where nothing was scored."""
     weights = torch.as_tensor(weights, dtype=torch.float32)
-    known = _known(group.rewards if group.rewards is not None else torch.empty(0, len(weights)), weights)
+    totals = _scored_totals(group.rewards if group.rewards is not None else torch.empty(0, len(weights)), weights)
     full_marks = float(weights.clamp(min=0).sum())
-    return min(max(float(known.mean()) / full_marks, 0.0), 1.0) if known.numel() and full_marks else 0.0
+    return min(max(float(totals.mean()) / full_marks, 0.0), 1.0) if totals.numel() and full_marks else 0.0
 
 
-def _known(rewards: Tensor, weights: Tensor) -> Tensor:
+def _scored_totals(rewards: Tensor, weights: Tensor) -> Tensor:
     total = _total(rewards, weights)
     return total[~total.isnan()]  # [<= G]
 
 
 def _tied_metric(totals: Sequence[Tensor]) -> dict[str, Metric]:
     scored = [total[~total.isnan()] for total in totals]
-    tied = sum(bool(known.numel() > 1 and known.max() - known.min() <= _TIED) for known in scored)
+    tied = sum(bool(total.numel() > 1 and total.max() - total.min() <= _TIED) for total in scored)
     return {"frac_reward_zero_std": Mean(tied, len(totals))}
 
 
 def _verdict_metrics(rewards: Sequence[Tensor], weights: Tensor, scales: Sequence[Scale | None]) -> dict[str, Metric]:
     passed = failed = 0
-    for own in rewards:
-        found = verdicts(own, weights, scales)
-        if found is None:
+    for group_rewards in rewards:
+        right_wrong = verdicts(group_rewards, weights, scales)
+        if right_wrong is None:
             return {}
-        right, wrong = (verdict[~own.isnan().all(-1)] for verdict in found)  # [<= G], scored completions only
+        right, wrong = (
+            verdict[~group_rewards.isnan().all(-1)] for verdict in right_wrong
+        )  # [<= G], scored completions only
         passed += bool(right.numel() and right.all())
         failed += bool(wrong.numel() and wrong.all())
     return {"groups/all_pass": Mean(passed, len(rewards)), "groups/all_fail": Mean(failed, len(rewards))}

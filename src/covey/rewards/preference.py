@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from covey.data.checks import row_of
 from covey.errors import ConfigError, DataError
-from covey.models import load_tokenizer, quiet_bars, resolve_source, told_as_model_error
+from covey.models import as_model_errors, load_tokenizer, quiet_bars, resolve_source
 from covey.process.ordered_sums import ordered_sums
 from covey.rewards.builtin.reward_model import ModelReward
 
@@ -123,20 +123,20 @@ def _pair(row: Any, where: str) -> Pair:
 
 def by_prompt(examples: Sequence[Example], values: Sequence[V]) -> list[list[V]]:
     """The values, one for each example, in lists by prompt; an example without a prompt is alone."""
-    found: dict[Hashable, list[V]] = {}
+    grouped: dict[Hashable, list[V]] = {}
     for place, (example, value) in enumerate(zip(examples, values, strict=True)):
-        found.setdefault(repr(example.prompt) if example.prompt else place, []).append(value)
-    return list(found.values())
+        grouped.setdefault(repr(example.prompt) if example.prompt else place, []).append(value)
+    return list(grouped.values())
 
 
 def parted_by_prompt(pairs: Sequence[E], share: float, seed: int) -> tuple[list[E], list[E]]:
     """About `1 - share` and `share` of the pairs; those of one prompt stay together, so that none is known from training."""
     groups = by_prompt(pairs, pairs)
     order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
-    held, kept = list[E](), list[E]()
+    held, rest = list[E](), list[E]()
     for place in order:
-        (held if len(held) < share * len(pairs) else kept).extend(groups[place])
-    return kept, held
+        (held if len(held) < share * len(pairs) else rest).extend(groups[place])
+    return rest, held
 
 
 def load_classifier(source: str, device: torch.device) -> ModelReward:
@@ -162,7 +162,7 @@ def load_head(auto: str, source: str, num_labels: int) -> tuple[Any, Any]:
     before = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()  # that a head is new is what is wanted here
     try:
-        with quiet_bars(), told_as_model_error(source):
+        with quiet_bars(), as_model_errors(source):
             load = getattr(transformers, auto).from_pretrained
             model: Any = load(place, num_labels=num_labels, dtype=torch.float32)
     finally:
@@ -171,11 +171,11 @@ def load_head(auto: str, source: str, num_labels: int) -> tuple[Any, Any]:
 
 
 def train(
-    reward: ModelReward, pairs: Sequence[Pair], options: PreferenceOptions, told: Callable[[int, int, float], None]
+    reward: ModelReward, pairs: Sequence[Pair], options: PreferenceOptions, on_step: Callable[[int, int, float], None]
 ) -> None:
     """Minimize `-log sigmoid(r_chosen - r_rejected)` over the pairs. Bradley and Terry 1952; Ouyang et al. 2022, eq. 1.
 
-    Changes `reward.model`. `told` is called with each update's number, their count, and its loss. Raises DataError for a pair that the model
+    Changes `reward.model`. `on_step` is called with each update's number, their count, and its loss. Raises DataError for a pair that the model
     cannot read whole.
     """
 
@@ -185,7 +185,7 @@ def train(
         loss = -F.logsigmoid(chosen - rejected).mean()
         return loss, options.center_rewards_coefficient * (chosen + rejected).square().mean()
 
-    fit(reward.model, _encoded(reward, pairs), options, losses, told)
+    fit(reward.model, _encoded(reward, pairs), options, losses, on_step)
 
 
 def fit(
@@ -193,9 +193,9 @@ def fit(
     items: Sequence[Any],
     options: PreferenceOptions,
     losses: Callable[[Sequence[Any]], tuple[Tensor, Tensor]],
-    told: Callable[[int, int, float], None],
+    on_step: Callable[[int, int, float], None],
 ) -> None:
-    """Minimize the sum of both `losses` of each batch by AdamW, over all weights; `told` gets the first of them."""
+    """Minimize the sum of both `losses` of each batch by AdamW, over all weights; `on_step` gets the first of them."""
     total = options.num_steps(len(items))
     generator = torch.Generator().manual_seed(options.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay)
@@ -212,7 +212,7 @@ def fit(
         torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm or math.inf)
         optimizer.step()
         scheduler.step()
-        told(step, total, loss.item())
+        on_step(step, total, loss.item())
     model.eval()
 
 
@@ -235,7 +235,7 @@ def save(reward: ModelReward, folder: Path) -> None:
 
 
 def _encoded(reward: ModelReward, pairs: Sequence[Pair]) -> list[tuple[list[int], list[int]]]:
-    found = []
+    encoded = []
     for index, pair in enumerate(pairs):
         both = (reward.encode(pair.prompt, pair.chosen), reward.encode(pair.prompt, pair.rejected))
         longest = max(map(len, both))
@@ -245,8 +245,8 @@ def _encoded(reward: ModelReward, pairs: Sequence[Pair]) -> list[tuple[list[int]
             )
         if both[0] == both[1]:
             raise DataError(f"pair {index} has two completions with the same tokens; remove it.")
-        found.append(both)
-    return found
+        encoded.append(both)
+    return encoded
 
 
 def _batches(items: Sequence[Any], size: int, total: int, generator: torch.Generator) -> Iterator[list[Any]]:

@@ -44,9 +44,11 @@ def traceback_of(error: BaseException) -> str:
 
 def place_of(error: BaseException) -> str:
     """`file.py:12`, the last line of the user's own code that it came through; the last of any code but Covey's; or empty."""
-    found = [match for match in _LINE.findall(traceback_of(error)) if not match[0].startswith(_COVEY)]
-    own = [match for match in found if not match[0].startswith(_INSTALLED) and not match[0].startswith("<frozen")]
-    file, line = (own or found or [("", "")])[-1]
+    lines = [match for match in _LINE.findall(traceback_of(error)) if not match[0].startswith(_COVEY)]
+    user_lines = [
+        match for match in lines if not match[0].startswith(_INSTALLED) and not match[0].startswith("<frozen")
+    ]
+    file, line = (user_lines or lines or [("", "")])[-1]
     return f"{file}:{line}" if file else ""
 
 
@@ -63,19 +65,19 @@ def is_ctrl_c(error: BaseException) -> bool:
     """
     if threading.current_thread() is not threading.main_thread():
         return False
-    chain = [one for one in _chain(error) if isinstance(one, KeyboardInterrupt)]
-    return isinstance(error, KeyboardInterrupt) and any(not _is_raised(one.__traceback__) for one in chain)
+    chain = [interrupt for interrupt in _chain(error) if isinstance(interrupt, KeyboardInterrupt)]
+    return isinstance(error, KeyboardInterrupt) and any(not _is_raised(interrupt.__traceback__) for interrupt in chain)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:
-        one = todo.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            todo += [one.__cause__, one.__context__]
-            yield one
+        current = todo.pop()
+        if current is not None and id(current) not in seen:
+            seen.add(id(current))
+            todo += [current.__cause__, current.__context__]
+            yield current
 
 
 def _is_raised(trace: TracebackType | None) -> bool:

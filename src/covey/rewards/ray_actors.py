@@ -36,9 +36,9 @@ def on_ray(reward: Reward, *, replicas: int = 1, num_cpus: float = 1, num_gpus: 
     if replicas < 1:
         raise RewardError(f"on_ray(replicas={replicas}) leaves no actor; use at least 1.")
     made = OnRay(reward, replicas, {"num_cpus": num_cpus, "num_gpus": num_gpus})
-    known = call_options_of(reward)
-    concurrency = (known.concurrency or replicas) if known.streams else known.concurrency
-    return mark(made, replace(known, in_thread=True, isolated=False, concurrency=concurrency, before=made.start))
+    options = call_options_of(reward)
+    concurrency = (options.concurrency or replicas) if options.streams else options.concurrency
+    return mark(made, replace(options, in_thread=True, isolated=False, concurrency=concurrency, before=made.start))
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +58,14 @@ class OnRay:
         self.reward, self.replicas, self.needs = reward, replicas, dict(needs)
         self.options: CallOptions = call_options_of(reward)
         self.__name__ = str(getattr(reward, "__name__", type(reward).__name__))
-        own = inspect.signature(reward)
-        self.takes_prompts = self.options.is_singular or _takes(own, "prompts")
+        signature = inspect.signature(reward)
+        self.takes_prompts = self.options.is_singular or _takes(signature, "prompts")
         if not self.takes_prompts:  # where one prompt's completions end
             first = inspect.Parameter("prompts", inspect.Parameter.KEYWORD_ONLY)
-            own = own.replace(parameters=sorted([first, *own.parameters.values()], key=lambda one: one.kind))
-        self.__signature__ = own
+            signature = signature.replace(
+                parameters=sorted([first, *signature.parameters.values()], key=lambda parameter: parameter.kind)
+            )
+        self.__signature__ = signature
         self._actors: list[Any] = [None] * replicas
         self._turn = itertools.count()
         self._lock = threading.Lock()
@@ -76,24 +78,24 @@ class OnRay:
         bounds = [(0, 1)] if self.options.is_singular else _bounds(keywords["prompts"], self.replicas)
         if not self.takes_prompts:
             del keywords["prompts"]
-        found = self._answers(ray, keywords, tuple(logs), bounds)
-        _log(logs, found)
+        answers = self._answers(ray, keywords, tuple(logs), bounds)
+        _log(logs, answers)
         if self.options.is_singular:
-            return found[0]["values"]
-        return [value for one in found for value in one["values"]]
+            return answers[0]["values"]
+        return [value for answer in answers for value in answer["values"]]
 
     def start(self) -> None:
         """Start the actors that are missing, and wait for them. Raises WorkerDied for one that does not come up."""
         ray = connected("on_ray", "call the reward without on_ray")
         with self._lock:
-            known = {id(one) for one in self._actors if one is not None}
-        actors = {id(one): one for one in (self._actor(ray) for _ in range(self.replicas))}
-        fresh = [one for key, one in actors.items() if key not in known]
+            running = {id(actor) for actor in self._actors if actor is not None}
+        actors = {id(actor): actor for actor in (self._actor(ray) for _ in range(self.replicas))}
+        fresh = [actor for key, actor in actors.items() if key not in running]
         try:
-            ray.get([one.ready.remote() for one in fresh], timeout=_START_SECONDS)
+            ray.get([actor.ready.remote() for actor in fresh], timeout=_START_SECONDS)
         except ray.exceptions.RayError as error:
-            for one in fresh:
-                self._drop(one)
+            for actor in fresh:
+                self._drop(actor)
             raise WorkerDied(f"Ray could not start its actor: {str(error).strip().splitlines()[0]}") from error
 
     # -- parts and actors -------------------------------------------------------------------------------------------
@@ -106,11 +108,11 @@ class OnRay:
 
         def ask(start: int, stop: int, num_deaths: int = 0) -> tuple[Any, _Part]:
             actor = self._actor(ray)
-            given = keywords if stop - start == size else _cut(keywords, size, start, stop)
-            return actor.score.remote(given, logs), _Part(start, stop, actor, num_deaths)
+            part_keywords = keywords if stop - start == size else _cut(keywords, size, start, stop)
+            return actor.score.remote(part_keywords, logs), _Part(start, stop, actor, num_deaths)
 
-        waiting = dict(ask(*one) for one in bounds)
-        found: dict[int, dict[str, Any]] = {}
+        waiting = dict(ask(*bound) for bound in bounds)
+        by_start: dict[int, dict[str, Any]] = {}
         try:
             while waiting:
                 for reference in ray.wait(list(waiting), timeout=_LOOK_SECONDS)[0]:
@@ -119,7 +121,7 @@ class OnRay:
                     if answer is None:
                         waiting.update([ask(part.start, part.stop, part.num_deaths + 1)])
                     else:
-                        found[part.start] = answer
+                        by_start[part.start] = answer
         except Exception:
             raise
         except BaseException:
@@ -127,7 +129,7 @@ class OnRay:
                 self._drop(part.actor)
                 ray.kill(part.actor, no_restart=True)
             raise
-        answers = [found[start] for start, _ in bounds]
+        answers = [by_start[start] for start, _ in bounds]
         if not self.options.is_singular:
             self._expect_sizes(answers, bounds)
         return answers
@@ -154,13 +156,13 @@ class OnRay:
 
     def _drop(self, actor: Any) -> None:
         with self._lock:
-            self._actors = [None if one is actor else one for one in self._actors]
+            self._actors = [None if running is actor else running for running in self._actors]
 
     def _expect_sizes(self, answers: Sequence[Mapping[str, Any]], bounds: Sequence[tuple[int, int]]) -> None:
-        for one, (start, stop) in zip(answers, bounds, strict=True):
-            if len(bounds) > 1 and len(one["values"]) != stop - start:
+        for answer, (start, stop) in zip(answers, bounds, strict=True):
+            if len(bounds) > 1 and len(answer["values"]) != stop - start:
                 raise RewardError(
-                    f"reward {self.__name__!r} returned {len(one['values'])} values for {stop - start} completions; return one "
+                    f"reward {self.__name__!r} returned {len(answer['values'])} values for {stop - start} completions; return one "
                     "for each."
                 )
 
@@ -195,7 +197,7 @@ async def _awaited(values: Any) -> Any:
 
 
 def _takes(signature: inspect.Signature, name: str) -> bool:
-    kinds = {one.kind for one in signature.parameters.values()}
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
     return name in signature.parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
@@ -214,11 +216,11 @@ def _cut(keywords: Mapping[str, Any], size: int, start: int, stop: int) -> dict[
     return {name: value[start:stop] if is_column(value) else value for name, value in keywords.items()}
 
 
-def _log(logs: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> None:
+def _log(logs: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]) -> None:
     """Hand on the columns that all parts logged, and every number."""
-    shared = [name for name in found[0]["extras"] if all(name in one["extras"] for one in found)]
+    shared = [name for name in answers[0]["extras"] if all(name in answer["extras"] for answer in answers)]
     for name in shared:
-        logs["log_extra"](name, [value for one in found for value in one["extras"][name]])
-    for one in found:
-        for name, value in one["metrics"]:
+        logs["log_extra"](name, [value for answer in answers for value in answer["extras"][name]])
+    for answer in answers:
+        for name, value in answer["metrics"]:
             logs["log_metric"](name, value)

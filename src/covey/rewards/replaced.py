@@ -24,15 +24,15 @@ class Replaced:
 
     calculate: Calculate
     names: Sequence[str]
-    _asked: list[Outcome] = field(default_factory=list)
+    _outcomes: list[Outcome] = field(default_factory=list)
 
     def note(self, outcomes: Sequence[Outcome]) -> None:
         """The rewards were called: their failures, seconds and logged values count, even if their scores are replaced."""
-        self._asked = list(outcomes)
+        self._outcomes = list(outcomes)
 
     def __call__(self, batch: Batch) -> list[Outcome]:
         """One outcome for each reward, [N] each."""
-        self._asked = []
+        self._outcomes = []
         try:
             returned = self.calculate(batch.rows(), batch.prompts, batch.completions, batch.completion_ids)
             scores = torch.as_tensor(returned, dtype=torch.float32).detach().cpu()
@@ -40,17 +40,19 @@ class Replaced:
             raise
         except Exception as error:
             raise RewardError(f"_calculate_rewards raised {with_place(error)}.") from error
-        wanted = (len(batch), len(self.names))
-        if tuple(scores.shape) != wanted:
+        shape = (len(batch), len(self.names))
+        if tuple(scores.shape) != shape:
             raise RewardError(
-                f"_calculate_rewards returned shape {list(scores.shape)}; return one score for each of {wanted[0]} completions "
-                f"by each of {wanted[1]} rewards, [{wanted[0]}, {wanted[1]}]."
+                f"_calculate_rewards returned shape {list(scores.shape)}; return one score for each of {shape[0]} completions "
+                f"by each of {shape[1]} rewards, [{shape[0]}, {shape[1]}]."
             )
-        asked = self._asked if all(len(one.scores) == wanted[0] for one in self._asked) else []
-        return [self._outcome(name, asked[r] if asked else None, scores[:, r]) for r, name in enumerate(self.names)]
+        called = self._outcomes if all(len(outcome.scores) == shape[0] for outcome in self._outcomes) else []
+        return [self._outcome(name, called[r] if called else None, scores[:, r]) for r, name in enumerate(self.names)]
 
-    def _outcome(self, name: str, asked: Outcome | None, scores: Tensor) -> Outcome:
-        outcome = Outcome(name, scores.clone()) if asked is None else asked
+    def _outcome(self, name: str, called: Outcome | None, scores: Tensor) -> Outcome:
+        outcome = Outcome(name, scores.clone()) if called is None else called
         outcome.scores = scores.clone()
-        outcome.failures = [one for one in outcome.failures if bool(scores[one.start : one.stop].isnan().any())]
+        outcome.failures = [
+            failure for failure in outcome.failures if bool(scores[failure.start : failure.stop].isnan().any())
+        ]
         return outcome

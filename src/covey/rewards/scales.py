@@ -25,7 +25,7 @@ class Scales:
         self._is_binary = [True] * len(self.declared)
 
     @property
-    def known(self) -> list[Scale | None]:
+    def current(self) -> list[Scale | None]:
         seen = zip(self.declared, self._seen, self._is_binary, strict=True)
         return [declared or ((0.0, 1.0) if was_seen and is_binary else None) for declared, was_seen, is_binary in seen]
 
@@ -35,9 +35,9 @@ class Scales:
         if not rewards:
             return
         scores = torch.cat(rewards)  # [N, R]
-        is_known = ~scores.isnan()
-        is_odd = (is_known & (scores != 0) & (scores != 1)).any(0).tolist()
-        self._seen = [was or now for was, now in zip(self._seen, is_known.any(0).tolist(), strict=True)]
+        is_scored = ~scores.isnan()
+        is_odd = (is_scored & (scores != 0) & (scores != 1)).any(0).tolist()
+        self._seen = [was or now for was, now in zip(self._seen, is_scored.any(0).tolist(), strict=True)]
         self._is_binary = [was and not odd for was, odd in zip(self._is_binary, is_odd, strict=True)]
 
     def state_dict(self) -> dict[str, list[bool]]:
@@ -52,7 +52,7 @@ def seen_scales(groups: Sequence[Group], size: int) -> list[Scale | None]:
     """[size], the scales that these groups' rewards show by themselves."""
     scales = Scales([None] * size)
     scales.see(groups)
-    return scales.known
+    return scales.current
 
 
 def verdicts(scores: Tensor, weights: Tensor, scales: Sequence[Scale | None]) -> tuple[Tensor, Tensor] | None:

@@ -20,7 +20,7 @@ from covey.rewards.calling.outcome import Outcome
 from covey.rewards.calling.workers import INSIDE
 from covey.rewards.combining import Combiner, Running, Schedule, weight_of, within_float32
 from covey.rewards.contract import Batch, RewardSpec, check_signature, takes
-from covey.rewards.inputs import own_state
+from covey.rewards.inputs import copied_state
 from covey.rewards.leftovers import Leftovers
 from covey.rewards.raised import with_place
 from covey.rewards.replaced import Calculate, Replaced
@@ -41,7 +41,7 @@ class Scorer:
     nothing came, RewardError. An error that no retry can mend (a wrong number of values, no numbers at all) raises RewardError
     on the first call already. `on_error="raise"` raises RewardError at the first error of any kind.
 
-    Plain functions run one after the other on the caller's thread, where they can be interrupted; beside them, at the same
+    Plain functions run one after the other on the caller's thread, where they can be interrupted; at the same
     time, `async def` ones on an event loop, those marked `in_thread` or `streams` in threads, `isolated` ones in worker
     processes (see `covey.rewards.reward`). With `workers`, functions of the user's own that a process can import are
     isolated without being marked, in so many processes each.
@@ -93,7 +93,7 @@ class Scorer:
         self._lost: dict[str, RewardError] = {}
         self._is_begun = False
         self._leftovers = Leftovers()
-        self._scales = Scales([spec.known_scale for spec in self.rewards])
+        self._scales = Scales([spec.declared_scale for spec in self.rewards])
         self._has_warned = False
 
     def _make_callers(self, workers: int) -> list[Caller]:
@@ -124,7 +124,7 @@ class Scorer:
     @property
     def scales(self) -> list[Scale | None]:
         """[R], the score of a wrong and that of a right completion; None where that is not known."""
-        return self._scales.known
+        return self._scales.current
 
     def observe(self, groups: Sequence[Group]) -> list[Scale | None]:
         """Scales of the rewards, from the scored groups of all ranks: only values 0 and 1 so far mean a scale of 0 to 1."""
@@ -133,9 +133,9 @@ class Scorer:
 
     def check(self, columns: Iterable[str] | None) -> None:
         """Raise one sentence when a reward is not callable or needs something that the data set's `columns` do not have."""
-        known = None if columns is None else list(columns)
+        column_names = None if columns is None else list(columns)
         for spec in self.rewards:
-            check_signature(spec, known)
+            check_signature(spec, column_names)
 
     def begin(self) -> Scoring:
         """Start a batch whose groups come one by one."""
@@ -213,8 +213,8 @@ class Scorer:
         self._loop.close()
 
     def state_dict(self) -> dict[str, Any]:
-        found = {each.spec.name: each.portions.max_tokens for each in self._callers if each.portions}
-        bounds = {name: bound for name, bound in found.items() if bound is not None}
+        per_reward = {each.spec.name: each.portions.max_tokens for each in self._callers if each.portions}
+        bounds = {name: bound for name, bound in per_reward.items() if bound is not None}
         held = {"in_a_row": dict(self._in_a_row), **self.combiner.state_dict(), "scales": self._scales.state_dict()}
         return {**held, "portions": bounds} if bounds else held
 
@@ -242,8 +242,8 @@ class Scorer:
         )
 
     def _limit(self, spec: RewardSpec) -> float | None:
-        own = spec.how.timeout_seconds if spec.timeout_seconds is None else spec.timeout_seconds
-        return self.timeout_seconds if own is None else own
+        limit = spec.how.timeout_seconds if spec.timeout_seconds is None else spec.timeout_seconds
+        return self.timeout_seconds if limit is None else limit
 
     def _account(self, outcome: Outcome, batch: Batch) -> None:
         """Update error counts; raise where the run must stop."""
@@ -263,8 +263,8 @@ class Scorer:
             metrics |= {f"rewards/{name}/timeouts": Sum(late)} if late else {}
         if outcome.num_cached:
             metrics[f"rewards/{name}/cached"] = Mean(outcome.num_cached, len(outcome.scores))
-        said = [{key: Mean(value, 1)} for key, value in outcome.metrics]
-        self._metrics = merge_metrics([self._metrics, metrics, *said])
+        logged = [{key: Mean(value, 1)} for key, value in outcome.metrics]
+        self._metrics = merge_metrics([self._metrics, metrics, *logged])
         self._in_a_row[name] = self._in_a_row[name] + 1 if outcome.is_lost else 0
         if not outcome.is_lost:
             self._proven.add(name)
@@ -287,7 +287,7 @@ class Scoring:
 
     def __init__(self, scorer: Scorer, callers: Sequence[Caller], trainer_state: Any) -> None:
         self._scorer, self._callers = scorer, callers
-        states = {caller: own_state(trainer_state) for caller in callers if takes(caller.spec.call, "trainer_state")}
+        states = {caller: copied_state(trainer_state) for caller in callers if takes(caller.spec.call, "trainer_state")}
         self._states = [states.get(caller) for caller in callers]
         self._surroundings = Surroundings.now()
         self._started: dict[tuple[int, int], list[tuple[list[int], Future[Outcome]]]] = {}
@@ -317,12 +317,12 @@ class Scoring:
         outcomes = [
             self._callers[index].score(batch, self._states[index]) if pieces is None else None
             for index, pieces in enumerate(waiting)
-        ]  # on this thread, while the others go on beside it
+        ]  # on this thread, while the others run concurrently
         whole = [
             outcome or self._joined(caller, pieces or [], batch)
             for caller, outcome, pieces in zip(self._callers, outcomes, waiting, strict=True)
         ]
-        whole[0].told += self._scorer.tidy(self._surroundings)
+        whole[0].notices += self._scorer.tidy(self._surroundings)
         return whole
 
     def _joined(self, caller: Caller, pieces: Sequence[tuple[Sequence[int], Future[Outcome]]], batch: Batch) -> Outcome:
@@ -335,7 +335,7 @@ class Scoring:
     ) -> list[tuple[Sequence[int], Future[Outcome]]] | None:
         """Pending work on other threads: places in the batch and the future outcome; None: the reward runs on this thread."""
         caller = self._callers[index]
-        if not caller.is_beside:
+        if not caller.is_concurrent:
             return None
         if groups is None or not caller.call_options.streams:
             return list(caller.submit(batch, self._states[index]))

@@ -39,8 +39,8 @@ def specs_of(rewards: Sequence[RewardSpec | Reward], weights: Sequence[Any] | No
 def isolated(spec: RewardSpec) -> RewardSpec:
     """The reward in worker processes, if it is a function of the user's own that they can import; else as it is."""
     target = spec.call if hasattr(spec.call, "__module__") else type(spec.call)
-    is_own = not str(getattr(target, "__module__", "")).startswith("covey.")
-    if is_async(spec.call) or not is_own or spec.how.isolated or hasattr(spec.call, "parameters"):
+    is_user_function = not str(getattr(target, "__module__", "")).startswith("covey.")
+    if is_async(spec.call) or not is_user_function or spec.how.isolated or hasattr(spec.call, "parameters"):
         return spec
     try:
         packed(spec.name, spec.call)

@@ -81,11 +81,11 @@ def train(
     reward: ProcessReward,
     rows: Sequence[ScoredSteps],
     options: PreferenceOptions,
-    told: Callable[[int, int, float], None],
+    on_step: Callable[[int, int, float], None],
 ) -> None:
     """Minimize the mean cross-entropy of the labels at the steps' ends. Lightman et al. 2023, section 2.6; TRL's PRMTrainer.
 
-    Changes the reward's model. `told` is called with each update's number, their count, and its loss. Raises DataError for
+    Changes the reward's model. `on_step` is called with each update's number, their count, and its loss. Raises DataError for
     a completion that the model cannot read whole, or a step with the separator in it.
     """
     frozen = reward.frozen
@@ -98,16 +98,16 @@ def train(
         labels = torch.tensor([label for _, _, labels in batch for label in labels], dtype=torch.int64, device=device)
         return F.cross_entropy(read, labels), read.new_zeros(())
 
-    fit(frozen.model, _encoded(reward, rows), options, losses, told)
+    fit(frozen.model, _encoded(reward, rows), options, losses, on_step)
 
 
 def judge(reward: ProcessReward, rows: Sequence[ScoredSteps]) -> list[list[float]]:
     """Probability of each step to be right, by the very call that a training run makes."""
     was = reward.frozen.model.training
     reward.frozen.model.eval()
-    found = reward.step_scores([row.prompt for row in rows], [row.steps for row in rows])
+    scores = reward.step_scores([row.prompt for row in rows], [row.steps for row in rows])
     reward.frozen.model.train(was)
-    return found
+    return scores
 
 
 def save(reward: ProcessReward, folder: Path) -> None:
@@ -119,7 +119,7 @@ def save(reward: ProcessReward, folder: Path) -> None:
 
 def _encoded(reward: ProcessReward, rows: Sequence[ScoredSteps]) -> list[tuple[list[int], list[int], tuple[bool, ...]]]:
     limit = getattr(reward.frozen.model.config, "max_position_embeddings", None) or float("inf")
-    found = []
+    encoded = []
     for index, row in enumerate(rows):
         if any(reward.separator in step for step in row.steps):
             raise DataError(
@@ -129,5 +129,5 @@ def _encoded(reward: ProcessReward, rows: Sequence[ScoredSteps]) -> list[tuple[l
         ids, places = reward.encode(row.prompt, row.steps)
         if len(ids) > limit:
             raise DataError(f"row {index} has {len(ids)} tokens, and the model reads {limit:g}; shorten or remove it.")
-        found.append((ids, places, row.labels))
-    return found
+        encoded.append((ids, places, row.labels))
+    return encoded

@@ -59,7 +59,7 @@ class _Run:
     result: AgentResult | None = None
     lost: str = ""
     """Why there is nothing to train on; empty: there is."""
-    told: str = ""
+    traceback: str = ""
     recorded: Recorded = field(default_factory=lambda: Recorded(episodes=(), num_breaks=0))
 
 
@@ -124,20 +124,20 @@ class AgentSampler:
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of at most `n` episodes for each prompt, as they are over. Raises DataError where every agent failed."""
-        given = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
-        if len(given) < len(prompts):
+        encoded = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
+        if len(encoded) < len(prompts):
             raise DataError("an AgentSampler takes Prompts; encode text or messages with covey.data first.")
-        refuse_images(given, "a run with an agent")
+        refuse_images(encoded, "a run with an agent")
         self._open()
         self.sessions.params = params
         self._count += 1
         seed = params.seed or 0
         runs = []
-        for p, (prompt, occurrence) in enumerate(zip(given, occurrences(given), strict=True)):
+        for p, (prompt, occurrence) in enumerate(zip(encoded, occurrences(encoded), strict=True)):
             for g in range(n):
                 key = sequence_key(seed, prompt.uid, occurrence, g)
                 runs.append(_Run((p, g), prompt, Session(f"{self._count}-{p}-{g}-{key & 0xFFFFFFFF:08x}", key)))
-        return self._groups(runs, len(given))
+        return self._groups(runs, len(encoded))
 
     def _open(self) -> None:
         if self.endpoint is None:
@@ -163,7 +163,7 @@ class AgentSampler:
                     p = run.place[0]
                     left[p] -= 1
                     if not left[p]:
-                        yield self._group([one for one in runs if one.place[0] == p])
+                        yield self._group([run for run in runs if run.place[0] == p])
         finally:
             for run in running.values():
                 self.sessions.close(run.session)
@@ -190,32 +190,32 @@ class AgentSampler:
 
     def _act(self, run: _Run, offered: Mapping[str, Any]) -> None:
         """One episode, in its thread; whatever it raises ends this episode alone."""
-        result, lost, told = None, "", ""
+        result, lost, trace = None, "", ""
         try:
             result = self.agent(**offered)
         except BaseException as error:  # noqa: BLE001 - told in an event; an agent that exits must not end the run
-            lost, told = f"{type(error).__name__}: {error}"[:500], traceback.format_exc()[-4000:]
+            lost, trace = f"{type(error).__name__}: {error}"[:500], traceback.format_exc()[-4000:]
         if run.session.is_open:
-            run.result, run.lost, run.told = result, lost, told
+            run.result, run.lost, run.traceback = result, lost, trace
             self._ended.put(run)
 
     def _over(self, running: Mapping[int, _Run]) -> list[_Run]:
         """Episodes that have just ended, by themselves or at their deadline."""
         self.check_stop()
-        found = []
+        ended = []
         try:
-            found.append(self._ended.get(timeout=_POLL_SECONDS))
+            ended.append(self._ended.get(timeout=_POLL_SECONDS))
             while True:
-                found.append(self._ended.get_nowait())
+                ended.append(self._ended.get_nowait())
         except queue.Empty:
-            found = [run for run in found if id(run) in running]
+            ended = [run for run in ended if id(run) in running]
         now = time.monotonic()
         for run in running.values():
-            if run not in found and now - run.started > self.timeout_seconds:
+            if run not in ended and now - run.started > self.timeout_seconds:
                 self.sessions.close(run.session)
                 run.result, run.lost = None, f"it was not done after {self.timeout_seconds:g} seconds"
-                found.append(run)
-        return found
+                ended.append(run)
+        return ended
 
     def _settle(self, run: _Run) -> None:
         """Take down what an episode's calls were."""
@@ -236,34 +236,41 @@ class AgentSampler:
     def _group(self, runs: Sequence[_Run]) -> Group:
         prompt = runs[0].prompt
         self._refuse_strangers(runs)
-        kept = [run for run in runs if not run.lost]
-        first = [one.prompt.token_ids for run in kept for one in run.recorded.episodes]
+        finished = [run for run in runs if not run.lost]
+        first = [episode.prompt.token_ids for run in finished for episode in run.recorded.episodes]
         shared = common_prefix(first) if first else prompt.token_ids
         events = tuple(self._event(run) for run in runs if run.lost)
-        done = tuple(_completion(run, len(shared), self.version) for run in kept)
+        done = tuple(_completion(run, len(shared), self.version) for run in finished)
         done = done or (_nothing(self.version),)
         return Group(prompt=replace(prompt, token_ids=shared), completions=done, events=events)
 
     def _refuse_strangers(self, runs: Sequence[_Run]) -> None:
         """A group shares its first tokens, if only one; episodes that begin with another are lost."""
-        first = Counter(one.prompt.token_ids[0] for run in runs if not run.lost for one in run.recorded.episodes)
+        first = Counter(
+            episode.prompt.token_ids[0] for run in runs if not run.lost for episode in run.recorded.episodes
+        )
         for run in runs:
-            begins = {one.prompt.token_ids[0] for one in run.recorded.episodes}
+            begins = {episode.prompt.token_ids[0] for episode in run.recorded.episodes}
             if not run.lost and begins - {token for token, _ in first.most_common(1)}:
                 run.lost = (
                     "its calls begin with another token than the group's; use chat completions, or one first token"
                 )
 
     def _event(self, run: _Run) -> Event:
-        said = f"An episode of agent {self.agent.name} on prompt {run.prompt.uid} is lost: {run.lost}."
-        details = {"session": run.session.id, "calls": len(run.session.calls), "error": run.lost, "traceback": run.told}
-        return Event(kind="agent_failed", said=said, details=details)
+        sentence = f"An episode of agent {self.agent.name} on prompt {run.prompt.uid} is lost: {run.lost}."
+        details = {
+            "session": run.session.id,
+            "calls": len(run.session.calls),
+            "error": run.lost,
+            "traceback": run.traceback,
+        }
+        return Event(kind="agent_failed", said=sentence, details=details)
 
     def _finish(self, runs: Sequence[_Run]) -> None:
         lost = [run for run in runs if run.lost]
         if runs and len(lost) == len(runs):
-            said = f"agent {self.agent.name} failed in all of its {len(runs)} episodes, first: {lost[0].lost}."
-            raise DataError(f"{said} {lost[0].told}".strip())
+            sentence = f"agent {self.agent.name} failed in all of its {len(runs)} episodes, first: {lost[0].lost}."
+            raise DataError(f"{sentence} {lost[0].traceback}".strip())
         if runs and not any(run.session.calls for run in runs):
             raise DataError(
                 f"agent {self.agent.name} called the run's endpoint in none of its {len(runs)} episodes, so there is nothing to learn "
@@ -275,7 +282,7 @@ class AgentSampler:
             {
                 "agents/lost": Mean(len(lost), len(runs)),
                 "agents/calls": Mean(sum(calls), len(calls)),
-                "agents/branches": Mean(sum(max(0, one - 1) for one in rows), len(rows)),
+                "agents/branches": Mean(sum(max(0, count - 1) for count in rows), len(rows)),
                 "agents/breaks": Mean(sum(run.recorded.num_breaks for run in runs), len(runs)),
                 "agents/seconds": Mean(sum(run.seconds for run in runs), len(runs)),
                 "agents/max_seconds": Max(max((run.seconds for run in runs), default=0.0)),
@@ -317,14 +324,14 @@ def _completion(run: _Run, start: int, version: int) -> Completion:
         states=last.states,
         rewards=result.turn_rewards,
         conversation=_conversation(last),
-        branches=tuple(_placed(one, start) for one in others),
+        branches=tuple(_placed(branch, start) for branch in others),
     )
-    own = _placed(last, start)
+    completion = _placed(last, start)
     return replace(
-        own,
-        text=own.text if result.answer is None else result.answer,
-        messages=own.messages if result.answer is None else None,
-        finish=run.session.finish or own.finish,
+        completion,
+        text=completion.text if result.answer is None else result.answer,
+        messages=completion.messages if result.answer is None else None,
+        finish=run.session.finish or completion.finish,
         tool_calls=tuple(tool_calls_in(notes.conversation)),
         episode=notes,
         columns=scored,
@@ -353,7 +360,11 @@ def _conversation(episode: Episode) -> tuple[Message, ...]:
 
 def tool_calls_in(messages: Sequence[Message]) -> Iterator[ToolCall]:
     """Calls of tools in a conversation in OpenAI's form, with their answers; an answer `{"error": ...}` is an error."""
-    answers = {one.get("tool_call_id"): str(one.get("content")) for one in messages if one.get("role") == "tool"}
+    answers = {
+        message.get("tool_call_id"): str(message.get("content"))
+        for message in messages
+        if message.get("role") == "tool"
+    }
     for message in messages:
         for call in message.get("tool_calls") or ():
             result = answers.get(call.get("id"))
@@ -370,7 +381,7 @@ def tool_calls_in(messages: Sequence[Message]) -> Iterator[ToolCall]:
 
 def _is_error(result: str) -> bool:
     try:
-        found = json.loads(result)
+        value = json.loads(result)
     except ValueError:
         return False
-    return isinstance(found, Mapping) and "error" in found
+    return isinstance(value, Mapping) and "error" in value

@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's routes over an engine, streamed or whole, with metrics and health beside them."""
+"""The HTTP application: OpenAI's routes over an engine, streamed or whole, and routes for metrics and health."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from covey.errors import CoveyError
 from covey.models import context_limit, unwrapped
 from covey.rollout import NativeSampler
 from covey.serving.access import Guard
-from covey.serving.asking import LONG_BYTES, Reader, Wanted
+from covey.serving.asking import LONG_BYTES, APIRequest, Reader
 from covey.serving.bodies import body_of
 from covey.serving.engine import Ended, Engine, Ticket, Token
 from covey.serving.errors import APIError
@@ -39,7 +39,7 @@ _PATHS = frozenset(
 Routes = Mapping[tuple[str, str], Callable[[Any], dict[str, Any]]]
 """Further pages by method and path, such as ("POST", "/v1/feedback"): from the JSON body (None for GET) to the JSON answer. They
 run on a thread of their own and may raise APIError."""
-Admit = Callable[[Wanted, str | None], Wanted]
+Admit = Callable[[APIRequest, str | None], APIRequest]
 """(request, its session) -> the request as it is to be answered. Raises APIError to refuse it."""
 
 
@@ -52,11 +52,11 @@ class Service:
         engine: Engine,
         limits: Limits,
         further: Routes | None = None,
-        model_for: Callable[[Wanted], str] | None = None,
+        model_for: Callable[[APIRequest], str] | None = None,
         admit: Admit | None = None,
     ) -> None:
         """`model_for`: the model that answers a request; the one that it names when left out."""
-        self.model_for = model_for or (lambda wanted: wanted.model)
+        self.model_for = model_for or (lambda request: request.model)
         self.samplers, self.engine, self.limits, self.admit = samplers, engine, limits, admit
         self.further = dict(further or {})
         self.reader = Reader(samplers, limits)
@@ -143,22 +143,22 @@ class Service:
     async def completions(self, request: Request) -> Response:
         return await self._answer(request, self.reader.completion)
 
-    async def _answer(self, request: Request, read: Callable[[Any], Wanted]) -> Response:
+    async def _answer(self, request: Request, read: Callable[[Any], APIRequest]) -> Response:
         body = await self._body(request)
-        wanted = await anyio.to_thread.run_sync(read, body, limiter=self._lane(request))
-        wanted = replace(wanted, model=self.model_for(wanted))
+        api_request = await anyio.to_thread.run_sync(read, body, limiter=self._lane(request))
+        api_request = replace(api_request, model=self.model_for(api_request))
         session = request.headers.get("x-session-id")
         if self.admit is None:
-            return await self._call(request, _Call(self, wanted, session))
+            return await self._call(request, _Call(self, api_request, session))
         named = session or request.headers.get("authorization", "").removeprefix("Bearer ")
-        answer = await self._call(request, _Call(self, self.admit(wanted, named), named))
+        answer = await self._call(request, _Call(self, self.admit(api_request, named), named))
         if session is None:  # OpenEnv's client has an event loop a call, and cannot use the connection of one before
             answer.headers["Connection"] = "close"
         return answer
 
     async def _call(self, request: Request, call: _Call) -> Response:
         self.engine.submit(call.tickets)
-        if call.wanted.is_streamed:
+        if call.api_request.is_streamed:
             self._count(request, 200)
             return _Streamed(call)
         try:
@@ -207,29 +207,31 @@ class Service:
     async def _refuse(self, request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             error = APIError(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
-        known = as_api_error(error)
-        self._count(request, known.status)
-        return JSONResponse(known.body, known.status, headers=known.headers)
+        api_error = as_api_error(error)
+        self._count(request, api_error.status)
+        return JSONResponse(api_error.body, api_error.status, headers=api_error.headers)
 
     async def _gone(self, request: Request, error: Exception) -> Response:
         return Response(status_code=499)
 
     def _count(self, request: Request, status: int) -> None:
-        known = _PATHS | {path for _, path in self.further}
-        path = request.url.path if request.url.path in known else "other"
+        paths = _PATHS | {path for _, path in self.further}
+        path = request.url.path if request.url.path in paths else "other"
         self.engine.counters.add("covey_requests_total", path=path, status=status)
 
 
 class _Call:
     """One request in the engine: a ticket for each prompt."""
 
-    def __init__(self, service: Service, wanted: Wanted, session: str | None) -> None:
-        self.service, self.wanted = service, wanted
-        self.id, self.created = new_id(wanted.is_chat), int(time.time())
+    def __init__(self, service: Service, api_request: APIRequest, session: str | None) -> None:
+        self.service, self.api_request = service, api_request
+        self.id, self.created = new_id(api_request.is_chat), int(time.time())
         self.loop, self.changed = asyncio.get_running_loop(), asyncio.Event()
-        self.tokenizer = service.samplers[wanted.model].tokenizer
-        of = lambda asked: Ticket(wanted.model, asked, self._wake, self.id, session, wanted.user)
-        self.tickets = [of(asked) for asked in wanted.asked]
+        self.tokenizer = service.samplers[api_request.model].tokenizer
+        of = lambda prompt_request: Ticket(
+            api_request.model, prompt_request, self._wake, self.id, session, api_request.user
+        )
+        self.tickets = [of(prompt_request) for prompt_request in api_request.prompt_requests]
 
     def _wake(self) -> None:
         if not self.loop.is_closed():
@@ -243,13 +245,13 @@ class _Call:
     @property
     def _version(self) -> int:
         groups = [ticket.group for ticket in self.tickets if ticket.group is not None]
-        written = [one.version for group in groups for one in group.completions]
-        return written[0] if written else self.service.samplers[self.wanted.model].version
+        written = [completion.version for group in groups for completion in group.completions]
+        return written[0] if written else self.service.samplers[self.api_request.model].version
 
     def _choices(self) -> list[list[Choice]]:
-        n = self.wanted.n
+        n = self.api_request.n
         return [
-            [Choice(self.wanted, ticket, sample, p * n + sample, self.tokenizer) for sample in range(n)]
+            [Choice(self.api_request, ticket, sample, p * n + sample, self.tokenizer) for sample in range(n)]
             for p, ticket in enumerate(self.tickets)
         ]
 
@@ -270,11 +272,11 @@ class _Call:
         choices = []
         for ticket, row in zip(self.tickets, self._choices(), strict=True):
             written = ticket.group.completions if ticket.group else ()
-            choices += [one.whole(written[one.sample] if written else None) for one in row]
-        body = answer(self.wanted, self.id, self.created, choices, self._version)
-        if self.wanted.returns_ids and self.wanted.is_chat:
-            body["prompt_token_ids"] = list(self.wanted.asked[0].prompt.token_ids)
-        return {**body, "usage": usage(self.wanted, self.tickets)}
+            choices += [choice.whole(written[choice.sample] if written else None) for choice in row]
+        body = answer(self.api_request, self.id, self.created, choices, self._version)
+        if self.api_request.returns_ids and self.api_request.is_chat:
+            body["prompt_token_ids"] = list(self.api_request.prompt_requests[0].prompt.token_ids)
+        return {**body, "usage": usage(self.api_request, self.tickets)}
 
     async def stream(self) -> AsyncIterator[str]:
         """Server-sent events."""
@@ -287,15 +289,15 @@ class _Call:
 
     async def _pieces(self) -> AsyncIterator[dict[str, Any]]:
         choices = self._choices()
-        chunk = lambda parts: answer(self.wanted, self.id, self.created, parts, self._version)
+        chunk = lambda parts: answer(self.api_request, self.id, self.created, parts, self._version)
         is_first = True
-        if self.wanted.echoes:
+        if self.api_request.echoes:
             await self._scored()
-        for one in (one for row in choices for one in row):
-            if (piece := one.begin()) is not None:
+        for choice in (choice for row in choices for choice in row):
+            if (piece := choice.begin()) is not None:
                 body = chunk([piece])
-                if self.wanted.returns_ids and self.wanted.is_chat and is_first:
-                    body["prompt_token_ids"] = list(self.wanted.asked[0].prompt.token_ids)
+                if self.api_request.returns_ids and self.api_request.is_chat and is_first:
+                    body["prompt_token_ids"] = list(self.api_request.prompt_requests[0].prompt.token_ids)
                 is_first = False
                 yield body
         while True:
@@ -311,15 +313,17 @@ class _Call:
             await self.changed.wait()
             self.changed.clear()
         for row in choices:
-            for one in row:
-                if one.finish is None:  # nothing was to be written
-                    yield chunk([one.hear(Ended(one.sample, False))])
-        if self.wanted.includes_usage:
-            yield {**chunk([]), "usage": usage(self.wanted, self.tickets)}
+            for choice in row:
+                if choice.finish is None:  # nothing was to be written
+                    yield chunk([choice.hear(Ended(choice.sample, False))])
+        if self.api_request.includes_usage:
+            yield {**chunk([]), "usage": usage(self.api_request, self.tickets)}
 
     async def _scored(self) -> None:
         """Wait for the log-probabilities of the prompts, which come before the first token."""
-        while not all(ticket.is_over or ticket.events or not ticket.asked.scores_prompt for ticket in self.tickets):
+        while not all(
+            ticket.is_over or ticket.events or not ticket.prompt_request.scores_prompt for ticket in self.tickets
+        ):
             await self.changed.wait()
             self.changed.clear()
         self._raise()

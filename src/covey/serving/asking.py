@@ -15,7 +15,7 @@ from covey.models import context_limit, unwrapped
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.prompts import as_prompts
 from covey.rollout.sampler import DEFAULT_ROWS
-from covey.serving.engine import Asked
+from covey.serving.engine import PromptRequest
 from covey.serving.errors import APIError, bad
 from covey.serving.fields import Fields
 from covey.serving.limits import Limits
@@ -35,11 +35,11 @@ _CHARACTERS_PER_TOKEN = 32
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Wanted:
+class APIRequest:
     """A parsed request: its prompts, and the form of the answer."""
 
     model: str
-    asked: tuple[Asked, ...]
+    prompt_requests: tuple[PromptRequest, ...]
     is_chat: bool
     is_streamed: bool
     includes_usage: bool
@@ -54,7 +54,7 @@ class Wanted:
 
     @property
     def n(self) -> int:
-        return self.asked[0].n
+        return self.prompt_requests[0].n
 
 
 class Reader:
@@ -64,7 +64,7 @@ class Reader:
         self.samplers, self.limits = samplers, limits
         self.tokenizers = Tokenizers()
 
-    def chat(self, body: Any) -> Wanted:
+    def chat(self, body: Any) -> APIRequest:
         """Request to /v1/chat/completions. Raises APIError."""
         fields = Fields(body)
         name, sampler = self._model(fields)
@@ -80,24 +80,24 @@ class Reader:
         logprobs, top = fields.flag("logprobs"), fields.whole("top_logprobs", None, 0, MOST_TOP)
         if top is not None and not logprobs:
             raise bad("top_logprobs needs logprobs: true.", "top_logprobs")
-        most, older = (fields.whole(one, None, 1) for one in ("max_completion_tokens", "max_tokens"))
+        most, older = (fields.whole(field, None, 1) for field in ("max_completion_tokens", "max_tokens"))
         most = older if most is None else most
         num_top = (top or 0) if logprobs else None
         n = fields.whole("n", 1, 1)
-        return self._wanted(fields, name, sampler, [prompt], most, num_top, n, template=template, is_chat=True)
+        return self._request(fields, name, sampler, [prompt], most, num_top, n, template=template, is_chat=True)
 
-    def completion(self, body: Any) -> Wanted:
+    def completion(self, body: Any) -> APIRequest:
         """Request to /v1/completions. Raises APIError."""
         fields = Fields(body)
         name, sampler = self._model(fields)
-        given, echoes = fields.take("prompt"), fields.flag("echo")
-        prompts = _plain_prompts(given)
+        raw, echoes = fields.take("prompt"), fields.flag("echo")
+        prompts = _plain_prompts(raw)
         most = fields.whole("max_tokens", COMPLETION_TOKENS, 0 if echoes else 1)
         num_top = fields.whole("logprobs", None, 0, MOST_TOP)
         n, best_of = fields.whole("n", 1, 1), fields.whole("best_of", None, 1)
         if best_of not in (None, n):
             raise bad("best_of other than n is not supported; leave it out.", "best_of")
-        return self._wanted(fields, name, sampler, prompts, most, num_top, n, echoes=echoes)
+        return self._request(fields, name, sampler, prompts, most, num_top, n, echoes=echoes)
 
     def tokenize(self, body: Any) -> dict[str, Any]:
         """Request to /tokenize: `{"prompt": text, "add_special_tokens": true}`."""
@@ -123,7 +123,7 @@ class Reader:
         _, sampler = self._model(fields)
         ids = fields.take("tokens")
         fields.rest()
-        if not _is_ids(ids) or not all(0 <= one < len(sampler.tokenizer) for one in ids):
+        if not _is_ids(ids) or not all(0 <= token < len(sampler.tokenizer) for token in ids):
             raise bad("tokens must be a list of token ids.", "tokens")
         with self.tokenizers.of(sampler, len(ids)) as tokenizer:
             return {"prompt": tokenizer.decode(ids)}
@@ -131,11 +131,11 @@ class Reader:
     def _model(self, fields: Fields) -> tuple[str, NativeSampler]:
         name = fields.text("model") or next(iter(self.samplers))
         if name not in self.samplers:
-            said = f"There is no model {name!r} here.{did_you_mean(name, self.samplers)} Models: {', '.join(self.samplers)}."
-            raise APIError(404, said, param="model", code="model_not_found")
+            sentence = f"There is no model {name!r} here.{did_you_mean(name, self.samplers)} Models: {', '.join(self.samplers)}."
+            raise APIError(404, sentence, param="model", code="model_not_found")
         return name, self.samplers[name]
 
-    def _wanted(
+    def _request(
         self,
         fields: Fields,
         name: str,
@@ -148,7 +148,7 @@ class Reader:
         echoes: bool = False,
         is_chat: bool = False,
         template: Template | None = None,
-    ) -> Wanted:
+    ) -> APIRequest:
         self._check_choices(n, len(prompts), sampler)
         streams = fields.flag("stream")
         usage = _stream_options(fields, streams)
@@ -160,8 +160,8 @@ class Reader:
         params = _params(fields)
         fields.rest()
         context = context_limit(unwrapped(sampler.model))
-        asked = [
-            Asked(
+        prompt_requests = [
+            PromptRequest(
                 prompt=prompt,
                 n=n,
                 limit=_room(prompt, most, context),
@@ -174,9 +174,9 @@ class Reader:
             )
             for prompt in self._encoded(prompts, sampler, context, needs_room=most != 0)
         ]
-        return Wanted(
+        return APIRequest(
             model=name,
-            asked=tuple(asked),
+            prompt_requests=tuple(prompt_requests),
             is_chat=is_chat,
             is_streamed=streams,
             includes_usage=usage,
@@ -194,11 +194,11 @@ class Reader:
         if n * prompts > self.limits.max_choices:
             raise bad(f"The request asks for {n * prompts} answers; at most {self.limits.max_choices} are given.", "n")
 
-    def _most(self, asked: int | None) -> int | None:
+    def _most(self, requested: int | None) -> int | None:
         limit = self.limits.max_output_tokens
-        if asked is not None and limit is not None and asked > limit:
-            raise bad(f"max_tokens is {asked}, and this server writes at most {limit}.", "max_tokens")
-        return limit if asked is None else asked
+        if requested is not None and limit is not None and requested > limit:
+            raise bad(f"max_tokens is {requested}, and this server writes at most {limit}.", "max_tokens")
+        return limit if requested is None else requested
 
     def _encoded(
         self, prompts: Sequence[Any], sampler: NativeSampler, context: int | None, *, needs_room: bool
@@ -247,10 +247,10 @@ def _refuse_long(value: Any, context: int | None) -> int:
 def _room(prompt: Prompt, most: int | None, context: int | None) -> int:
     """Tokens that a completion may have."""
     room = None if context is None else context - len(prompt.token_ids)
-    known = [bound for bound in (most, room) if bound is not None]
-    if not known:
+    bounds = [bound for bound in (most, room) if bound is not None]
+    if not bounds:
         raise bad("The model's context is not known; give max_tokens.", "max_tokens")
-    return min(known)
+    return min(bounds)
 
 
 def _params(fields: Fields) -> SamplingParams:
@@ -286,35 +286,35 @@ def _stream_options(fields: Fields, streams: bool) -> bool:
     return bool(options.get("include_usage"))
 
 
-def _is_ids(given: Any) -> bool:
-    return isinstance(given, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in given)
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
 
 
-def _plain_prompts(given: Any) -> list[Any]:
+def _plain_prompts(value: Any) -> list[Any]:
     """Texts or lists of token ids, from one of them or a list of them."""
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given, list) and given:
-        if _is_ids(given):
-            return [given]
-        if all(isinstance(one, str) for one in given) or all(_is_ids(one) for one in given):
-            return given
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if _is_ids(value):
+            return [value]
+        if all(isinstance(item, str) for item in value) or all(_is_ids(item) for item in value):
+            return value
     raise bad("prompt must be a text, a list of token ids, or a list of either.", "prompt")
 
 
 def _messages(fields: Fields) -> list[dict[str, Any]]:
-    given = fields.take("messages")
-    if not isinstance(given, list) or not given:
+    messages = fields.take("messages")
+    if not isinstance(messages, list) or not messages:
         raise bad("messages must be a list of at least one message.", "messages")
-    return [_message(one, f"messages[{i}]") for i, one in enumerate(given)]
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def _message(given: Any, place: str) -> dict[str, Any]:
+def _message(raw: Any, place: str) -> dict[str, Any]:
     """With its content as one text and the arguments of its tool calls as objects, which chat templates expect."""
-    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
+    if not isinstance(raw, dict) or not isinstance(raw.get("role"), str):
         raise bad(f"{place} must be an object with a role.", place)
-    message = {name: value for name, value in given.items() if value is not None}
-    content = given.get("content")
+    message = {name: value for name, value in raw.items() if value is not None}
+    content = raw.get("content")
     if isinstance(content, list):
         parts = [
             part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
@@ -325,17 +325,17 @@ def _message(given: Any, place: str) -> dict[str, Any]:
     if content is not None and not isinstance(content, str):
         raise bad(f"{place}.content must be a text, or a list of text parts.", place)
     message["content"] = content or ""
-    if content is None and not given.get("tool_calls"):
+    if content is None and not raw.get("tool_calls"):
         raise bad(f"{place} has no content.", place)
     if "tool_calls" in message:
-        if not isinstance(given["tool_calls"], list):
+        if not isinstance(raw["tool_calls"], list):
             raise bad(f"{place}.tool_calls must be a list.", place)
-        message["tool_calls"] = [_tool_call(call, f"{place}.tool_calls") for call in given["tool_calls"]]
+        message["tool_calls"] = [_tool_call(call, f"{place}.tool_calls") for call in raw["tool_calls"]]
     return message
 
 
-def _tool_call(given: Any, place: str) -> dict[str, Any]:
-    function = given.get("function") if isinstance(given, dict) else None
+def _tool_call(raw: Any, place: str) -> dict[str, Any]:
+    function = raw.get("function") if isinstance(raw, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise bad(f"{place} must hold objects with a function and its name.", place)
     arguments = function.get("arguments") or "{}"
@@ -344,19 +344,19 @@ def _tool_call(given: Any, place: str) -> dict[str, Any]:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:
             raise bad(f"{place} has arguments that are no JSON ({error}).", place) from error
-    return {**given, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {**raw, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _tools(fields: Fields) -> list[dict[str, Any]]:
     """The tools that the model is shown; [] with tool_choice "none"."""
-    given, choice = fields.take("tools", []), fields.take("tool_choice", "auto")
+    tools, choice = fields.take("tools", []), fields.take("tool_choice", "auto")
     is_tool = lambda x: isinstance(x, dict) and isinstance(x.get("function"), dict) and "name" in x["function"]
-    if not isinstance(given, list) or not all(map(is_tool, given)):
+    if not isinstance(tools, list) or not all(map(is_tool, tools)):
         raise bad("tools must be a list of objects with a function and its name.", "tools")
     if choice not in ("auto", "none"):
-        said = 'tool_choice must be "auto" or "none": a model cannot be forced to call a tool here.'
-        raise bad(said, "tool_choice", "unsupported_parameter")
-    return [] if choice == "none" else given
+        sentence = 'tool_choice must be "auto" or "none": a model cannot be forced to call a tool here.'
+        raise bad(sentence, "tool_choice", "unsupported_parameter")
+    return [] if choice == "none" else tools
 
 
 def _template(

@@ -32,7 +32,7 @@ def continued(prompt: Prompt, answered: Sequence[Answered], eos_ids: Sequence[in
     """The prompt behind the answer that it goes on from, the longest first; as it is where it goes on from none."""
     if prompt.messages is None:
         return prompt
-    for call in sorted(answered, key=lambda one: -len(one.prompt.messages or ())):
+    for call in sorted(answered, key=lambda candidate: -len(candidate.prompt.messages or ())):
         for done in reversed(call.completions):
             ids = _continued(prompt, call, done, frozenset(eos_ids))
             if ids is not None:
@@ -63,10 +63,12 @@ def _is_answer(message: Message, call: Answered, done: Completion) -> bool:
     if message.get("role") != "assistant":
         return False
     text, calls = (done.text, []) if call.template is None else call.template.calls_in(done.token_ids.tolist())
-    given = [one.get("function") or {} for one in message.get("tool_calls") or ()]
-    if len(given) != len(calls) or (message.get("content") or "") != text:
+    functions = [tool_call.get("function") or {} for tool_call in message.get("tool_calls") or ()]
+    if len(functions) != len(calls) or (message.get("content") or "") != text:
         return False
-    return all(_same(one, known.name, known.arguments) for one, known in zip(given, calls, strict=True))
+    return all(
+        _same(function, written.name, written.arguments) for function, written in zip(functions, calls, strict=True)
+    )
 
 
 def _same(function: Mapping[str, Any], name: str, arguments: Any) -> bool:

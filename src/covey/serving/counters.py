@@ -45,10 +45,10 @@ class Counters:
         """The page; `gauges` are names with their help and present value."""
         lines: list[str] = []
         with self._lock:
-            for name, said in _HELP.items():
-                lines += [f"# HELP {name} {said}", f"# TYPE {name} counter"]
-                found = [(labels, value) for (held, labels), value in self._counts.items() if held == name]
-                lines += [f"{name}{_labels(labels)} {value:g}" for labels, value in found or [((), 0)]]
+            for name, help_text in _HELP.items():
+                lines += [f"# HELP {name} {help_text}", f"# TYPE {name} counter"]
+                samples = [(labels, value) for (held, labels), value in self._counts.items() if held == name]
+                lines += [f"{name}{_labels(labels)} {value:g}" for labels, value in samples or [((), 0)]]
             name = "covey_request_seconds"
             lines += [f"# HELP {name} Seconds of a prompt's answers, waiting included.", f"# TYPE {name} histogram"]
             total = 0
@@ -56,8 +56,8 @@ class Counters:
                 total += self._buckets[bound]
                 lines.append(f'{name}_bucket{{le="{"+Inf" if bound == float("inf") else f"{bound:g}"}"}} {total}')
             lines += [f"{name}_sum {self._seconds:g}", f"{name}_count {self._num_timed}"]
-        for name, (said, value) in gauges.items():
-            lines += [f"# HELP {name} {said}", f"# TYPE {name} gauge", f"{name} {value:g}"]
+        for name, (help_text, value) in gauges.items():
+            lines += [f"# HELP {name} {help_text}", f"# TYPE {name} gauge", f"{name} {value:g}"]
         return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint over native samplers, in a process of its own or beside a training run."""
+"""An OpenAI-compatible endpoint over native samplers, in a process of its own or in that of a training run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from covey.rollout import NativeSampler
 from covey.rollout.live import LogprobsMode
 from covey.serving.access import checked_key
 from covey.serving.app import Admit, Routes, Service
-from covey.serving.asking import Wanted
+from covey.serving.asking import APIRequest
 from covey.serving.connections import impatient
 from covey.serving.engine import Call, Engine
 from covey.serving.limits import Limits
@@ -41,7 +41,7 @@ class Endpoint:
         logprobs_mode: LogprobsMode = "raw_logprobs",
         on_call: Callable[[Call], None] | None = None,
         routes: Routes | None = None,
-        model_for: Callable[[Wanted], str] | None = None,
+        model_for: Callable[[APIRequest], str] | None = None,
         admit: Admit | None = None,
     ) -> None:
         """`logprobs_mode`: log-probabilities that clients receive; a `Call` always has those of the sampling distribution.
@@ -76,7 +76,7 @@ class Endpoint:
         self.engine.add(name, sampler)
         self.samplers[name] = sampler
 
-    # -- beside other work ------------------------------------------------------------------------------------------
+    # -- within another process -------------------------------------------------------------------------------------
 
     def open(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Listen in a thread. Returns the base URL for clients."""
@@ -125,10 +125,10 @@ class Endpoint:
             listener.listen(2048)
         except OSError as error:
             listener.close()
-            said = (
+            sentence = (
                 f"{host} port {port} cannot be listened on ({error.strerror or error}); choose another, or 0 for any."
             )
-            raise ConfigError(said) from error
+            raise ConfigError(sentence) from error
         return listener
 
     def _config(self) -> uvicorn.Config:

@@ -42,7 +42,7 @@ class Ended(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Asked:
+class PromptRequest:
     """A prompt and how its completions are to be drawn."""
 
     prompt: Prompt
@@ -65,13 +65,13 @@ class Ticket:
     def __init__(
         self,
         model: str,
-        asked: Asked,
+        prompt_request: PromptRequest,
         wake: Callable[[], None],
         call_id: str,
         session: str | None,
         user: str | None = None,
     ) -> None:
-        self.model, self.asked, self.wake = model, asked, wake
+        self.model, self.prompt_request, self.wake = model, prompt_request, wake
         self.call_id, self.session, self.user = call_id, session, user
         self.events: deque[Token | Ended] = deque()
         self.group: Group | None = None
@@ -94,16 +94,19 @@ class Ticket:
 
     def request(self, mode: LogprobsMode) -> LiveRequest:
         """Request with the random keys that `NativeSampler.sample` uses for the same prompt, number of completions and seed."""
-        asked = self.asked
+        prompt_request = self.prompt_request
         return LiveRequest(
-            asked.prompt,
-            tuple(sequence_key(asked.seed, asked.prompt.uid, 0, sample) for sample in range(asked.n)),
-            asked.limit,
-            params=asked.params,
-            listener=self if asked.is_heard or asked.num_top is not None else None,
-            num_top=asked.num_top,
+            prompt_request.prompt,
+            tuple(
+                sequence_key(prompt_request.seed, prompt_request.prompt.uid, 0, sample)
+                for sample in range(prompt_request.n)
+            ),
+            prompt_request.limit,
+            params=prompt_request.params,
+            listener=self if prompt_request.is_heard or prompt_request.num_top is not None else None,
+            num_top=prompt_request.num_top,
             logprobs=mode,
-            ignores_eos=asked.ignores_eos,
+            ignores_eos=prompt_request.ignores_eos,
         )
 
 
@@ -264,8 +267,10 @@ class Engine:
                 if self._is_closing:
                     break
                 gone = set(map(id, self._gone))
-                arrived = [] if self._idle_jobs else [one for one in self._inbox if id(one) not in gone]
-                self._inbox = deque(one for one in self._inbox if id(one) not in gone) if not arrived else deque()
+                arrived = [] if self._idle_jobs else [ticket for ticket in self._inbox if id(ticket) not in gone]
+                self._inbox = (
+                    deque(ticket for ticket in self._inbox if id(ticket) not in gone) if not arrived else deque()
+                )
                 cancelled = list(self._gone)
                 self._gone.clear()
             self._turn(arrived, cancelled)
@@ -289,14 +294,16 @@ class Engine:
                 self._step(lane, lane.scheduler)
 
     def _begin(self, ticket: Ticket) -> None:
-        lane, asked = self._lanes[ticket.model], ticket.asked
+        lane, prompt_request = self._lanes[ticket.model], ticket.prompt_request
         try:
-            if asked.scores_prompt:
-                ticket.scored = score_prompts(lane.sampler.model, [asked.prompt.token_ids], asked.num_top or 0)[0]
-            if asked.limit:
+            if prompt_request.scores_prompt:
+                ticket.scored = score_prompts(
+                    lane.sampler.model, [prompt_request.prompt.token_ids], prompt_request.num_top or 0
+                )[0]
+            if prompt_request.limit:
                 lane.begin(ticket, self.mode)
             else:
-                self._answer(ticket, group=Group(prompt=asked.prompt, completions=()))
+                self._answer(ticket, group=Group(prompt=prompt_request.prompt, completions=()))
         except Exception as error:  # noqa: BLE001 - returned to the request
             lane.forget(ticket)
             self._answer(ticket, error=error)
@@ -351,7 +358,9 @@ class Engine:
         if group is not None:
             self.counters.took(seconds)
             self.counters.add("covey_prompt_tokens_total", len(group.prompt.token_ids))
-            self.counters.add("covey_completion_tokens_total", sum(one.num_tokens for one in group.completions))
+            self.counters.add(
+                "covey_completion_tokens_total", sum(completion.num_tokens for completion in group.completions)
+            )
             error = self._record(ticket, group, seconds)
         ticket.group, ticket.error = (group, None) if error is None else (None, error)
         ticket.wake()
@@ -364,8 +373,8 @@ class Engine:
             id=ticket.call_id,
             model=ticket.model,
             group=group,
-            params=ticket.asked.params,
-            seed=ticket.asked.seed,
+            params=ticket.prompt_request.params,
+            seed=ticket.prompt_request.seed,
             session=ticket.session,
             user=ticket.user,
             created=ticket.created,

@@ -76,11 +76,11 @@ def episodes_of(calls: Iterable[Call], *, last_first: bool = False) -> Recorded:
     """
     sessions: dict[str | None, list[_Node]] = defaultdict(list)
     num_breaks = 0
-    for call in sorted(calls, key=lambda one: (one.created, one.id)):
+    for call in sorted(calls, key=lambda item: (item.created, item.id)):
         nodes = sessions[call.session]
         parent = _parent(nodes, call.group.prompt.token_ids)
         shown = call.group.prompt.messages or ()
-        num_breaks += parent is None and bool(nodes) and any(one["role"] == "assistant" for one in shown)
+        num_breaks += parent is None and bool(nodes) and any(message["role"] == "assistant" for message in shown)
         answers = [_Node(call, completion, parent) for completion in call.group.completions]
         if parent is not None:
             parent.children += answers

@@ -42,7 +42,7 @@ WITHOUT_EFFECT = (
     "prompt_cache_options",
 )
 """Accepted: no answer depends on them."""
-_told: set[str] = set()
+_warned: set[str] = set()
 _LARGEST, _LARGEST_NUMBER = 2**63 - 1, 1e300
 
 
@@ -110,8 +110,8 @@ class Fields:
                 if not any(value == neutral for neutral in NEUTRAL[name]):
                     raise bad(f"{name} is not supported; leave it out.", name, "unsupported_parameter")
             elif name in WITHOUT_EFFECT:
-                if value is not None and name not in _told:
-                    _told.add(name)
+                if value is not None and name not in _warned:
+                    _warned.add(name)
                     logger.info("A client sends %s, which changes no answer here.", name)
             elif value is not None:
                 near = did_you_mean(name, {*self._read, *NEUTRAL})

@@ -12,7 +12,7 @@ from torch import nn
 
 from covey.adapters import with_saved_adapter
 from covey.errors import ConfigError, ModelError
-from covey.models import told_as_model_error
+from covey.models import as_model_errors
 
 
 def with_merged_adapter(model: Any, folder: str | Path) -> Any:
@@ -27,12 +27,12 @@ def with_merged_adapter(model: Any, folder: str | Path) -> Any:
     except ImportError as error:
         raise ConfigError("Adapters need the peft package: pip install 'covey[peft]'.") from error
     shared = {id(held): held for held in (*model.parameters(), *model.buffers())}
-    with told_as_model_error(str(folder)):
+    with as_model_errors(str(folder)):
         adapted = with_saved_adapter(copy.deepcopy(model, shared), folder).eval()
         if not hasattr(adapted.base_model, "merge_and_unload"):
             raise ModelError(f"The adapter in {folder} is not LoRA and cannot be merged into the model.")
         with torch.no_grad():
-            for layer in (one for one in adapted.modules() if isinstance(one, BaseTunerLayer)):
+            for layer in (module for module in adapted.modules() if isinstance(module, BaseTunerLayer)):
                 base: Any = layer.get_base_layer()
                 for name, held in list(base.named_parameters(recurse=False)):
                     setattr(base, name, nn.Parameter(held.clone(), requires_grad=False))
@@ -41,12 +41,12 @@ def with_merged_adapter(model: Any, folder: str | Path) -> Any:
 
 def named_adapters(words: list[str]) -> Mapping[str, str]:
     """Folders by model name from `NAME=PATH`. Raises ConfigError for a word of another form, or a name given twice."""
-    found: dict[str, str] = {}
+    folders: dict[str, str] = {}
     for word in words:
         name, equals, folder = word.partition("=")
         if not (name and equals and folder):
             raise ConfigError(f"--adapter {word}: write NAME=FOLDER.")
-        if name in found:
+        if name in folders:
             raise ConfigError(f"--adapter {name} is given twice.")
-        found[name] = folder
-    return found
+        folders[name] = folder
+    return folders

@@ -9,7 +9,7 @@ from typing import Any
 
 from covey.environments.template import WrittenCall, typed_argument
 from covey.rollout.live import Top
-from covey.serving.asking import Wanted
+from covey.serving.asking import APIRequest
 from covey.serving.engine import Ended, Ticket, Token
 from covey.serving.text import TextStream
 from covey.types import Completion
@@ -21,10 +21,15 @@ Reported = tuple[int, "float | None", Top]
 class Choice:
     """One completion of a request: in pieces while it is written, or whole."""
 
-    def __init__(self, wanted: Wanted, ticket: Ticket, sample: int, index: int, tokenizer: Any) -> None:
-        self.wanted, self.ticket, self.asked, self.tokenizer = wanted, ticket, ticket.asked, tokenizer
+    def __init__(self, api_request: APIRequest, ticket: Ticket, sample: int, index: int, tokenizer: Any) -> None:
+        self.api_request, self.ticket, self.prompt_request, self.tokenizer = (
+            api_request,
+            ticket,
+            ticket.prompt_request,
+            tokenizer,
+        )
         self.sample, self.index = sample, index
-        self.stream = TextStream(tokenizer, self.asked.params.stop)
+        self.stream = TextStream(tokenizer, self.prompt_request.params.stop)
         self.finish: str | None = None
         self.stop_reason: str | None = None
         self._unsent: list[Reported] = []
@@ -34,9 +39,9 @@ class Choice:
 
     def begin(self) -> dict[str, Any] | None:
         """The piece before the first token: the role, or the echoed prompt."""
-        if self.wanted.is_chat:
+        if self.api_request.is_chat:
             return self._choice({"delta": {"role": "assistant", "content": ""}}, [])
-        return self._choice({"text": self._prompt_text()}, self._prompt_tokens()) if self.wanted.echoes else None
+        return self._choice({"text": self._prompt_text()}, self._prompt_tokens()) if self.api_request.echoes else None
 
     def hear(self, event: Token | Ended) -> dict[str, Any] | None:
         """The piece that an event makes certain; None where there is nothing to send yet."""
@@ -45,12 +50,12 @@ class Choice:
         else:
             text = self.stream.push(event.token)
             self._unsent.append((event.token, event.logprob, event.top))
-            if self.wanted.template is not None or not text:
+            if self.api_request.template is not None or not text:
                 return None  # a call of a tool is read when it is whole
         tokens, self._unsent = self._unsent, []
-        if not self.wanted.is_chat:
+        if not self.api_request.is_chat:
             return self._choice({"text": text}, tokens)
-        message: dict[str, Any] = self._message() if self.wanted.template is not None else {"content": text}
+        message: dict[str, Any] = self._message() if self.api_request.template is not None else {"content": text}
         if "tool_calls" in message:
             message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
         return self._choice({"delta": message}, tokens)
@@ -70,34 +75,34 @@ class Choice:
         tokens: list[Reported] = [(event.token, event.logprob, event.top) for event in heard]
         self.stream.token_ids = ids
         self._end(completion is not None and completion.finish == "stop")
-        if self.wanted.is_chat:
+        if self.api_request.is_chat:
             return self._choice({"message": {"role": "assistant", **self._message()}}, tokens)
-        prefix = self._prompt_text() if self.wanted.echoes else ""
-        before = self._prompt_tokens() if self.wanted.echoes else []
+        prefix = self._prompt_text() if self.api_request.echoes else ""
+        before = self._prompt_tokens() if self.api_request.echoes else []
         return self._choice({"text": prefix + self.stream.whole}, [*before, *tokens], ids)
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
-    def _choice(self, said: dict[str, Any], tokens: list[Reported], ids: list[int] | None = None) -> dict[str, Any]:
-        choice = {"index": self.index, **said, "logprobs": None, "finish_reason": self.finish}
+    def _choice(self, content: dict[str, Any], tokens: list[Reported], ids: list[int] | None = None) -> dict[str, Any]:
+        choice = {"index": self.index, **content, "logprobs": None, "finish_reason": self.finish}
         choice["stop_reason"] = self.stop_reason
-        if self.asked.num_top is not None and (tokens or self.finish):
+        if self.prompt_request.num_top is not None and (tokens or self.finish):
             choice["logprobs"] = self._logprobs(tokens)
-        if self.wanted.returns_ids:
-            is_whole = "message" in said or ids is not None
+        if self.api_request.returns_ids:
+            is_whole = "message" in content or ids is not None
             choice["token_ids"] = self.stream.token_ids if is_whole else [token for token, _, _ in tokens]
-            if not self.wanted.is_chat:
-                choice["prompt_token_ids"] = list(self.asked.prompt.token_ids)
+            if not self.api_request.is_chat:
+                choice["prompt_token_ids"] = list(self.prompt_request.prompt.token_ids)
         return choice
 
     def _prompt_text(self) -> str:
-        text = self.asked.prompt.text
-        return str(self.tokenizer.decode(list(self.asked.prompt.token_ids))) if text is None else text
+        text = self.prompt_request.prompt.text
+        return str(self.tokenizer.decode(list(self.prompt_request.prompt.token_ids))) if text is None else text
 
     def _prompt_tokens(self) -> list[Reported]:
-        if self.asked.num_top is None:
+        if self.prompt_request.num_top is None:
             return []
-        ids = self.asked.prompt.token_ids
+        ids = self.prompt_request.prompt.token_ids
         scored = zip(ids[1:], self.ticket.scored, strict=True)
         return [(ids[0], None, ()), *((token, logprob, top) for token, (logprob, top) in scored)]
 
@@ -118,33 +123,41 @@ class Choice:
         return {"content": content or None, "tool_calls": shown}
 
     def _calls(self) -> tuple[str, list[WrittenCall]]:
-        """Text beside the calls, and the calls. One that cannot be read leaves the whole turn a text."""
-        if self.wanted.template is None:
+        """Text outside of the calls, and the calls. One that cannot be read leaves the whole turn a text."""
+        if self.api_request.template is None:
             return "", []
-        content, calls = self.wanted.template.calls_in(self.stream.token_ids)
+        content, calls = self.api_request.template.calls_in(self.stream.token_ids)
         if any(call.problem for call in calls):
             return "", []
         return content, [self._typed(call) for call in calls]
 
     def _typed(self, call: WrittenCall) -> WrittenCall:
         """With arguments that a template writes as text converted to the types of the tool's schema."""
-        tools = self.asked.prompt.columns.get("tools", ())
-        schema: Mapping[str, Any] = next((one["function"] for one in tools if one["function"]["name"] == call.name), {})
-        known = (schema.get("parameters") or {}).get("properties", {})
+        tools = self.prompt_request.prompt.columns.get("tools", ())
+        schema: Mapping[str, Any] = next(
+            (tool["function"] for tool in tools if tool["function"]["name"] == call.name), {}
+        )
+        properties = (schema.get("parameters") or {}).get("properties", {})
         if not isinstance(call.arguments, Mapping):
             return call
-        return WrittenCall(call.name, {name: typed_argument(x, known.get(name)) for name, x in call.arguments.items()})
+        return WrittenCall(
+            call.name, {name: typed_argument(x, properties.get(name)) for name, x in call.arguments.items()}
+        )
 
     # -- log-probabilities ------------------------------------------------------------------------------------------
 
     def _logprobs(self, tokens: list[Reported]) -> dict[str, Any]:
-        if self.wanted.is_chat:
-            return {"content": [self._chat_logprob(*one) for one in tokens], "refusal": None}
+        if self.api_request.is_chat:
+            return {"content": [self._chat_logprob(*entry) for entry in tokens], "refusal": None}
         return self._legacy_logprobs(tokens)
 
     def _chat_logprob(self, token: int, logprob: float | None, top: Top) -> dict[str, Any]:
-        named = lambda one, value: {"token": self._name(one), "logprob": value, "bytes": list(self._text(one).encode())}
-        return {**named(token, logprob), "top_logprobs": [named(*one) for one in top]}
+        named = lambda token_id, value: {
+            "token": self._name(token_id),
+            "logprob": value,
+            "bytes": list(self._text(token_id).encode()),
+        }
+        return {**named(token, logprob), "top_logprobs": [named(*entry) for entry in top]}
 
     def _legacy_logprobs(self, tokens: list[Reported]) -> dict[str, Any]:
         """Of /v1/completions: lists of one entry a token. The token itself is always among the likeliest ones."""
@@ -155,43 +168,45 @@ class Choice:
         tops: list[dict[str, float] | None] = []
         for token, logprob, top in tokens:
             best: dict[str, float] = {}
-            for one, value in () if logprob is None else (*top, (token, logprob)):
-                best.setdefault(self._name(one), value)
+            for token_id, value in () if logprob is None else (*top, (token, logprob)):
+                best.setdefault(self._name(token_id), value)
             tops.append(best or None)
         return {
             "tokens": [self._name(token) for token, _, _ in tokens],
             "token_logprobs": [logprob for _, logprob, _ in tokens],
-            "top_logprobs": tops if self.asked.num_top else None,
+            "top_logprobs": tops if self.prompt_request.num_top else None,
             "text_offset": offsets,
         }
 
     def _name(self, token: int) -> str:
-        return f"token_id:{token}" if self.wanted.names_by_id else self._text(token)
+        return f"token_id:{token}" if self.api_request.names_by_id else self._text(token)
 
     def _text(self, token: int) -> str:
         return str(self.tokenizer.decode([token]))
 
 
-def answer(wanted: Wanted, call_id: str, created: int, choices: list[dict[str, Any]], version: int) -> dict[str, Any]:
+def answer(
+    api_request: APIRequest, call_id: str, created: int, choices: list[dict[str, Any]], version: int
+) -> dict[str, Any]:
     """The body around choices, or around pieces of them."""
-    kind = "chat.completion" if wanted.is_chat else "text_completion"
-    kind += ".chunk" if wanted.is_chat and wanted.is_streamed else ""
+    kind = "chat.completion" if api_request.is_chat else "text_completion"
+    kind += ".chunk" if api_request.is_chat and api_request.is_streamed else ""
     return {
         "id": call_id,
         "object": kind,
         "created": created,
-        "model": wanted.model,
+        "model": api_request.model,
         "system_fingerprint": f"covey-weights-{version}",
         "weights_version": version,
         "choices": choices,
     }
 
 
-def usage(wanted: Wanted, tickets: Sequence[Ticket]) -> dict[str, int]:
+def usage(api_request: APIRequest, tickets: Sequence[Ticket]) -> dict[str, int]:
     """Tokens of the request; each prompt counts once, however many answers it gets."""
-    prompt = sum(len(asked.prompt.token_ids) for asked in wanted.asked)
+    prompt = sum(len(prompt_request.prompt.token_ids) for prompt_request in api_request.prompt_requests)
     groups = [ticket.group for ticket in tickets if ticket.group is not None]
-    written = sum(one.num_tokens for group in groups for one in group.completions)
+    written = sum(completion.num_tokens for group in groups for completion in group.completions)
     return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
 

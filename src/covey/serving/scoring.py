@@ -22,11 +22,11 @@ Scored = tuple[float, Top]
 
 def score_prompts(model: Any, prompts: Sequence[Sequence[int]], num_top: int) -> list[list[Scored]]:
     """For each prompt, its tokens from the second on: the first has nothing before it. At temperature 1."""
-    found: list[list[Scored]] = []
+    scored: list[list[Scored]] = []
     with evaluating(model):
         for batch in _batches(prompts):
-            found += _score(model, batch, num_top)
-    return found
+            scored += _score(model, batch, num_top)
+    return scored
 
 
 def _batches(prompts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
@@ -54,7 +54,7 @@ def _score(model: Any, prompts: Sequence[Sequence[int]], num_top: int) -> list[l
     size = max(1, LOGITS // (int(inner.config.get_text_config().vocab_size) * len(prompts)))
     cached = accepts(inner, "past_key_values")
     cache = DynamicCache(config=inner.config) if cached else None
-    found: list[list[Scored]] = [[] for _ in prompts]
+    scored: list[list[Scored]] = [[] for _ in prompts]
     for start in range(0, width - 1, size if cached else width):
         stop = min(start + size, width - 1) if cached else width - 1
         extra = {"past_key_values": cache, "use_cache": True} if cached else {}
@@ -62,8 +62,8 @@ def _score(model: Any, prompts: Sequence[Sequence[int]], num_top: int) -> list[l
         for row, prompt in enumerate(prompts):
             count = min(stop, len(prompt) - 1) - start
             if count > 0:
-                found[row] += _rows(logits[row, :count], ids[row, start + 1 : start + 1 + count], num_top)
-    return found
+                scored[row] += _rows(logits[row, :count], ids[row, start + 1 : start + 1 + count], num_top)
+    return scored
 
 
 def _rows(logits: Tensor, token_ids: Tensor, num_top: int) -> list[Scored]:
@@ -72,4 +72,4 @@ def _rows(logits: Tensor, token_ids: Tensor, num_top: int) -> list[Scored]:
     drawn = logprobs.gather(-1, token_ids[:, None]).squeeze(-1).tolist()
     best = logprobs.topk(min(num_top, logprobs.shape[-1]))
     tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return [(one, tuple(zip(*top, strict=True))) for one, top in zip(drawn, tops, strict=True)]
+    return [(logprob, tuple(zip(*top, strict=True))) for logprob, top in zip(drawn, tops, strict=True)]

@@ -16,12 +16,12 @@ class SessionPaths:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith(PREFIX):
             name, _, rest = scope["path"].removeprefix(PREFIX).partition("/")
-            kept = [(key, value) for key, value in scope["headers"] if key.lower() != b"x-session-id"]
+            headers = [(key, value) for key, value in scope["headers"] if key.lower() != b"x-session-id"]
             path = f"/{rest}"
             scope = {
                 **scope,
                 "path": path,
                 "raw_path": path.encode(),
-                "headers": [*kept, (b"x-session-id", name.encode())],
+                "headers": [*headers, (b"x-session-id", name.encode())],
             }
         await self.app(scope, receive, send)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 
 from covey.environments import Template
 from covey.rollout import SamplingParams
-from covey.serving.asking import Wanted
+from covey.serving.asking import APIRequest
 from covey.serving.continuing import Answered, continued
-from covey.serving.engine import Asked, Call
+from covey.serving.engine import Call, PromptRequest
 from covey.serving.errors import APIError
 from covey.types import Finish, Prompt
 
@@ -31,14 +31,14 @@ class Session:
     finish: Finish | None = None
     """The limit that a call was refused for."""
     is_open: bool = True
-    asked: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    num_draws: Counter[tuple[int, ...]] = field(default_factory=Counter)
     rendered: dict[tuple[int, ...], tuple[tuple[int, ...], Template | None]] = field(default_factory=dict)
     """By the ids of each prompt that was read: its messages through the chat template, and what reads calls of tools."""
 
     def seed(self, prompt: Prompt) -> int:
         """Of the next answer to this prompt."""
-        again = self.asked[prompt.token_ids]
-        self.asked[prompt.token_ids] += 1
+        again = self.num_draws[prompt.token_ids]
+        self.num_draws[prompt.token_ids] += 1
         words = f"{self.key}\0{again}\0{' '.join(map(str, prompt.token_ids))}".encode()
         return int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "little")
 
@@ -49,15 +49,15 @@ class Session:
             shown = call.group.prompt
             rendered, reads = self.rendered[shown.token_ids]
             answered.append(Answered(shown, rendered, reads, call.group.completions))
-        found = continued(prompt, answered, eos_ids)
-        self.rendered[found.token_ids] = (prompt.token_ids, template)
-        return found
+        continuation = continued(prompt, answered, eos_ids)
+        self.rendered[continuation.token_ids] = (prompt.token_ids, template)
+        return continuation
 
     def read(self, prompt: Prompt) -> int:
         """Tokens after the first prompt of this conversation, those that the model wrote among them."""
         ids = prompt.token_ids
-        first = [one.group.prompt.token_ids for one in self.calls]
-        return len(ids) - min((len(one) for one in first if ids[: len(one)] == one), default=len(ids))
+        first = [call.group.prompt.token_ids for call in self.calls]
+        return len(ids) - min((len(prefix) for prefix in first if ids[: len(prefix)] == prefix), default=len(ids))
 
 
 class Sessions:
@@ -81,33 +81,46 @@ class Sessions:
             session.is_open = False
             self._open.pop(session.id, None)
 
-    def admit(self, wanted: Wanted, name: str | None) -> Wanted:
+    def admit(self, api_request: APIRequest, name: str | None) -> APIRequest:
         """The request as the run draws it. Raises APIError for one outside of an episode, or past a limit of its own."""
         with self._lock:
             session = self._open.get(name or "")
             if session is None:
-                said = f"No episode {name!r} runs: it is over, or this is neither the base_url nor the api_key that the agent was given."
-                raise APIError(410, said, code="no_episode")
-            return replace(wanted, asked=tuple(self._drawn(session, one, wanted.template) for one in wanted.asked))
+                sentence = f"No episode {name!r} runs: it is over, or this is neither the base_url nor the api_key that the agent was given."
+                raise APIError(410, sentence, code="no_episode")
+            return replace(
+                api_request,
+                prompt_requests=tuple(
+                    self._drawn(session, prompt_request, api_request.template)
+                    for prompt_request in api_request.prompt_requests
+                ),
+            )
 
-    def _drawn(self, session: Session, asked: Asked, template: Template | None) -> Asked:
-        if self.max_turns is not None and sum(session.asked.values()) >= self.max_turns:
+    def _drawn(self, session: Session, prompt_request: PromptRequest, template: Template | None) -> PromptRequest:
+        if self.max_turns is not None and sum(session.num_draws.values()) >= self.max_turns:
             session.finish = "turns"
             raise APIError(400, f"The episode has had its {self.max_turns} calls.", code="too_many_turns")
-        asked = replace(asked, prompt=session.continued(asked.prompt, template, self.eos_ids))
-        room = self.max_tokens - session.read(asked.prompt)
+        prompt_request = replace(
+            prompt_request, prompt=session.continued(prompt_request.prompt, template, self.eos_ids)
+        )
+        room = self.max_tokens - session.read(prompt_request.prompt)
         if room < 1:
             session.finish = "length"
-            said = f"The episode has had its {self.max_tokens} tokens (max_completion_length)."
-            raise APIError(400, said, code="context_length_exceeded")
-        self._warn(asked)
-        params = replace(self.params, stop=asked.params.stop, max_tokens=1, seed=None)
-        return replace(asked, params=params, seed=session.seed(asked.prompt), limit=min(asked.limit, room))
+            sentence = f"The episode has had its {self.max_tokens} tokens (max_completion_length)."
+            raise APIError(400, sentence, code="context_length_exceeded")
+        self._warn(prompt_request)
+        params = replace(self.params, stop=prompt_request.params.stop, max_tokens=1, seed=None)
+        return replace(
+            prompt_request,
+            params=params,
+            seed=session.seed(prompt_request.prompt),
+            limit=min(prompt_request.limit, room),
+        )
 
-    def _warn(self, asked: Asked) -> None:
-        plain = replace(asked.params, stop=(), max_tokens=1, seed=None)
-        own = replace(self.params, stop=(), max_tokens=1, seed=None)
-        if self._has_warned or plain in (own, SamplingParams(max_tokens=1)):
+    def _warn(self, prompt_request: PromptRequest) -> None:
+        plain = replace(prompt_request.params, stop=(), max_tokens=1, seed=None)
+        run_params = replace(self.params, stop=(), max_tokens=1, seed=None)
+        if self._has_warned or plain in (run_params, SamplingParams(max_tokens=1)):
             return
         self._has_warned = True
         logger.warning(

@@ -9,10 +9,10 @@ from typing import Any
 def final_text(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str]) -> tuple[str, str | None]:
     """Text of a whole completion without special tokens, cut before the first stop string; and that string, if any."""
     text = tokenizer.decode(list(token_ids), skip_special_tokens=True)
-    found = [(text.index(one), one) for one in stop if one in text]
-    if not found:
+    hits = [(text.index(stop_string), stop_string) for stop_string in stop if stop_string in text]
+    if not hits:
         return text, None
-    at, reason = min(found)
+    at, reason = min(hits)
     return text[:at], reason
 
 
@@ -47,10 +47,10 @@ class TextStream:
         return self._text
 
     def _certain(self) -> int:
-        found = [self._text.index(one) for one in self._stop if one in self._text]
-        if found:
-            return min(found)
-        held = max((_overlap(self._text, one) for one in self._stop), default=0)
+        hits = [self._text.index(stop_string) for stop_string in self._stop if stop_string in self._text]
+        if hits:
+            return min(hits)
+        held = max((_overlap(self._text, stop_string) for stop_string in self._stop), default=0)
         return len(self._text) - held
 
     def _release(self, until: int) -> str:

@@ -1,7 +1,7 @@
 """Traces of agents as OpenTelemetry spans with GenAI attributes, one episode a line, in OTLP's JSON; read back, they are calls.
 
 Each line is an OTLP `TracesData` message: a span `invoke_agent NAME` with a span `chat MODEL` for each call. Token ids, log-probabilities
-and the weights' version stand beside the GenAI attributes under `covey.*`. Sources: OpenTelemetry protocol 1.x, file exporter;
+and the weights' version are added to the GenAI attributes under `covey.*`. Sources: OpenTelemetry protocol 1.x, file exporter;
 semantic conventions for generative AI spans.
 """
 
@@ -45,18 +45,18 @@ def expect_recorded(turns: Sequence[Mapping[str, Any]], calls: Sequence[Call]) -
 
     Raises DataError for a turn that no call has: its text was rendered to tokens again, which are not the ones that were drawn.
     """
-    found = []
+    recorded = []
     for i, turn in enumerate(turns):
-        wanted = [list(turn.get(name) or ()) for name in ("prompt_token_ids", "completion_token_ids")]
-        match = next((one for one in calls for done in one.group.completions if _ids(one, done) == wanted), None)
+        token_ids = [list(turn.get(name) or ()) for name in ("prompt_token_ids", "completion_token_ids")]
+        match = next((call for call in calls for done in call.group.completions if _ids(call, done) == token_ids), None)
         if match is None:
             raise DataError(
                 f"turn {i} of the trace has tokens that this endpoint neither read nor wrote; its text was rendered again. Hand on "
                 "the token ids that the answers carry (return_token_ids), or leave the trace out"
             )
-        if match not in found:
-            found.append(match)
-    return found
+        if match not in recorded:
+            recorded.append(match)
+    return recorded
 
 
 def _ids(call: Call, done: Completion) -> list[list[int]]:
@@ -75,10 +75,10 @@ def read_traces(path: Path | str) -> list[Call]:
     for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
         try:
             spans = json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"]
-            found = [(span, _attributes(span)) for span in spans]
+            pairs = [(span, _attributes(span)) for span in spans]
         except (ValueError, LookupError, TypeError) as error:
             raise DataError(f"{path}, line {number}, is no trace of an agent ({error}).") from error
-        calls += [_call(span, has, f"{path}, line {number}") for span, has in found if "covey.digest" in has]
+        calls += [_call(span, has, f"{path}, line {number}") for span, has in pairs if "covey.digest" in has]
     return calls
 
 
@@ -102,22 +102,22 @@ def _spans(trace: Trace) -> dict[str, Any]:
     spans = [whole]
     for call in trace.calls:
         for i, done in enumerate(call.group.completions):
-            own = _hex(f"{call.id} {i}", 8)
+            span_id = _hex(f"{call.id} {i}", 8)
             name = f"chat {call.model}"
             has = _described(call, done)
-            spans.append(_span(trace_id, own, root, name, _CLIENT, call.created, call.seconds, has))
+            spans.append(_span(trace_id, span_id, root, name, _CLIENT, call.created, call.seconds, has))
     scope = {"scope": {"name": "covey"}, "spans": spans}
     resource = {"attributes": _pairs({"service.name": "covey"})}
     return {"resourceSpans": [{"resource": resource, "scopeSpans": [scope]}]}
 
 
 def _span(
-    trace_id: str, own: str, parent: str, name: str, kind: int, start: float, seconds: float, has: Mapping[str, Any]
+    trace_id: str, span_id: str, parent: str, name: str, kind: int, start: float, seconds: float, has: Mapping[str, Any]
 ) -> dict[str, Any]:
     first = round(start * 1e9)
     return {
         "traceId": trace_id,
-        "spanId": own,
+        "spanId": span_id,
         **({"parentSpanId": parent} if parent else {}),
         "name": name,
         "kind": kind,
@@ -129,7 +129,7 @@ def _span(
 
 def _described(call: Call, done: Completion) -> dict[str, Any]:
     prompt, drawn = call.group.prompt, done.logprobs
-    said = [{"role": "assistant", "parts": [{"type": "text", "content": done.text}], "finish_reason": done.finish}]
+    output = [{"role": "assistant", "parts": [{"type": "text", "content": done.text}], "finish_reason": done.finish}]
     return {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "covey",
@@ -142,14 +142,14 @@ def _described(call: Call, done: Completion) -> dict[str, Any]:
         "gen_ai.usage.output_tokens": done.num_tokens,
         "gen_ai.conversation.id": call.session or "",
         **({} if call.user is None else {"enduser.id": call.user}),
-        "gen_ai.input.messages": json.dumps([_shown(one) for one in prompt.messages or ()], ensure_ascii=False),
-        "gen_ai.output.messages": json.dumps(said, ensure_ascii=False),
+        "gen_ai.input.messages": json.dumps([_shown(message) for message in prompt.messages or ()], ensure_ascii=False),
+        "gen_ai.output.messages": json.dumps(output, ensure_ascii=False),
         "covey.messages": json.dumps(list(prompt.messages or ()), ensure_ascii=False, default=str),
         "covey.weights_version": done.version,
         "covey.seed": call.seed,
         "covey.prompt_token_ids": list(prompt.token_ids),
         "covey.completion_token_ids": done.token_ids.tolist(),
-        "covey.logprobs": [] if drawn is None else [float(one) for one in drawn],
+        "covey.logprobs": [] if drawn is None else [float(logprob) for logprob in drawn],
         "covey.digest": _digest(prompt.token_ids, done.token_ids.tolist()),
     }
 
@@ -179,7 +179,7 @@ def _value(value: Any) -> dict[str, Any]:
     if isinstance(value, float):
         return {"doubleValue": value}
     if isinstance(value, list):
-        return {"arrayValue": {"values": [_value(one) for one in value]}}
+        return {"arrayValue": {"values": [_value(item) for item in value]}}
     return {"stringValue": str(value)}
 
 
@@ -195,13 +195,13 @@ def _digest(prompt: Sequence[int], written: Sequence[int]) -> str:
 
 
 def _attributes(span: Mapping[str, Any]) -> dict[str, Any]:
-    return {one["key"]: _plain(one["value"]) for one in span["attributes"]}
+    return {attribute["key"]: _plain(attribute["value"]) for attribute in span["attributes"]}
 
 
 def _plain(value: Mapping[str, Any]) -> Any:
     ((kind, held),) = value.items()
     if kind == "arrayValue":
-        return [_plain(one) for one in held.get("values", [])]
+        return [_plain(item) for item in held.get("values", [])]
     return int(held) if kind == "intValue" else held
 
 

@@ -36,7 +36,7 @@ class Cleaned:
 
 
 def report_of(output: Path) -> Path:
-    """Path of the report of a cleaned file: `clean.report.jsonl` beside `clean.jsonl`."""
+    """Path of the report of a cleaned file: `clean.report.jsonl` for `clean.jsonl`, in the same folder."""
     return output.with_name(output.name.removesuffix(".jsonl") + ".report.jsonl")
 
 
@@ -89,12 +89,12 @@ def clean(inspection: Inspection, output: Path) -> Cleaned:
 
 
 def _with_faults(inspection: Inspection) -> Iterator[tuple[Record, list[tuple[Kind, int, float]]]]:
-    found = inspection.findings.by_row()
-    row, faults = next(found, (-1, []))
+    faulty_rows = inspection.findings.by_row()
+    row, faults = next(faulty_rows, (-1, []))
     for record in inspection.rows:
         if record.number == row:
             yield record, faults
-            row, faults = next(found, (-1, []))
+            row, faults = next(faulty_rows, (-1, []))
         else:
             yield record, []
 
@@ -120,19 +120,19 @@ def begins(record: Record, inspection: Inspection) -> str:
 
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, str]]:
     """Text around the first change of each changed column, before and after."""
-    found = []
+    differences = []
     for name, old in before.items():
         first, second = (
-            one if isinstance(one, str) else json.dumps(one, ensure_ascii=False, default=str)
-            for one in (old, after[name])
+            value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            for value in (old, after[name])
         )
         if first != second:
             signs = enumerate(zip(first, second, strict=False))
-            place = next((place for place, (one, other) in signs if one != other), min(len(first), len(second)))
+            place = next((place for place, (char, other) in signs if char != other), min(len(first), len(second)))
             start = max(place - _AROUND, 0)
             old_part, new_part = first[start : place + _AROUND], second[start : place + _AROUND]
-            found.append({"column": name, "before": old_part, "after": new_part})
-    return found  # fmt: skip
+            differences.append({"column": name, "before": old_part, "after": new_part})
+    return differences  # fmt: skip
 
 
 def _line(row: Any) -> bytes:
@@ -155,13 +155,15 @@ def _appearing(*paths: Path) -> Iterator[Sequence[IO[bytes]]]:
     partial = [path.with_name(f".{path.name}.{os.getpid()}.partial") for path in paths]
     try:
         with ExitStack() as stack:
-            files = [stack.enter_context(one.open("xb")) for one in partial]
+            files = [stack.enter_context(unfinished.open("xb")) for unfinished in partial]
             yield files
             for file in files:
                 file.flush()
                 os.fsync(file.fileno())
-        for path, one in zip(reversed(paths), reversed(partial), strict=True):  # the rows last: where they are, all is
-            _place(one, path)
+        for path, unfinished in zip(
+            reversed(paths), reversed(partial), strict=True
+        ):  # the rows last: where they are, all is
+            _place(unfinished, path)
     except FileExistsError as error:
         raise ConfigError(
             f"{error.filename2 or error.filename} is there already, and nothing is overwritten."
@@ -169,8 +171,8 @@ def _appearing(*paths: Path) -> Iterator[Sequence[IO[bytes]]]:
     except OSError as error:
         raise StorageError(f"{paths[0]} cannot be written: {error.strerror or error}.") from error
     finally:
-        for one in partial:
-            one.unlink(missing_ok=True)
+        for unfinished in partial:
+            unfinished.unlink(missing_ok=True)
 
 
 def _place(partial: Path, path: Path) -> None:

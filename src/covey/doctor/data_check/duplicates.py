@@ -56,8 +56,8 @@ class Duplicates:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for one in (self._rows, self._places, self._runs, *self._bands):
-            one.close()
+        for store in (self._rows, self._places, self._runs, *self._bands):
+            store.close()
 
     def add(
         self,
@@ -129,8 +129,8 @@ class Duplicates:
         counts = numpy.zeros(_BLOCKS + 1, dtype=numpy.int64)
         for band in self._bands:
             for places, keys in band.by_hash():
-                kept = is_first[places]
-                pairs = (later * size + earlier for earlier, later in _pairs(keys[kept], places[kept]))
+                mask = is_first[places]
+                pairs = (later * size + earlier for earlier, later in _pairs(keys[mask], places[mask]))
                 while len(part := numpy.fromiter(itertools.islice(pairs, spill.AT_ONCE), numpy.uint64)):
                     met.extend(part)
                     counts += numpy.bincount(part // numpy.uint64(size * block), minlength=len(counts))
@@ -154,15 +154,17 @@ class Duplicates:
         count = len(places) - 1
         owners = numpy.repeat(numpy.arange(count), numpy.diff(places))
         if self._instructions is None:
-            known = numpy.unique(runs)
+            unique_runs = numpy.unique(runs)
             self._instructions = (
-                known[common_runs(runs, places, known) > _COMMON * count] if count >= _ENOUGH else known[:0]
+                unique_runs[common_runs(runs, places, unique_runs) > _COMMON * count]
+                if count >= _ENOUGH
+                else unique_runs[:0]
             )
-        is_own = ~numpy.isin(runs, self._instructions)
-        is_bare = numpy.bincount(owners[is_own], minlength=count) == 0
-        kept = is_own | is_bare[owners]
-        counts = numpy.bincount(owners[kept], minlength=count)
-        return runs[kept], numpy.concatenate([[0], numpy.cumsum(counts)])
+        is_distinctive = ~numpy.isin(runs, self._instructions)
+        is_bare = numpy.bincount(owners[is_distinctive], minlength=count) == 0
+        mask = is_distinctive | is_bare[owners]
+        counts = numpy.bincount(owners[mask], minlength=count)
+        return runs[mask], numpy.concatenate([[0], numpy.cumsum(counts)])
 
 
 def jaccard(first: numpy.ndarray, second: numpy.ndarray) -> float:

@@ -54,21 +54,21 @@ def repaired_row(value: Any, mend: Collection[str] = FAULTS.keys()) -> tuple[Any
     if isinstance(value, str):
         text, faults = repaired(value, mend)
         return text, dict.fromkeys(faults)
-    found: dict[str, None] = {}
+    all_faults: dict[str, None] = {}
     if isinstance(value, Mapping):
         row = {}
         for name, item in value.items():
             row[name], its_faults = repaired_row(item, mend)
-            found |= its_faults
-        return row, found
+            all_faults |= its_faults
+        return row, all_faults
     if isinstance(value, list | tuple):
         items = []
         for item in value:
             mended, its_faults = repaired_row(item, mend)
             items.append(mended)
-            found |= its_faults
-        return items, found
-    return value, found
+            all_faults |= its_faults
+        return items, all_faults
+    return value, all_faults
 
 
 def _without_surrogates(text: str) -> str:

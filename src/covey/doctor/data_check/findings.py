@@ -99,23 +99,23 @@ class Findings:
     """Findings by kind, each with its row numbers; all but the last few lie on disk."""
 
     def __init__(self) -> None:
-        self._found: dict[str, Spill] = {}
+        self._by_kind: dict[str, Spill] = {}
         self._most = -1
 
     def add(self, kind: str, row: int, other: int = -1, amount: float = math.nan) -> None:
         """Add a finding for row `row`; `other` and `amount` fill in the kind's sentence."""
-        if kind not in self._found:
-            self._found[KINDS[kind].name] = Spill([("row", "<i8"), ("other", "<i8"), ("amount", "<f8")])
-        self._found[kind].add((row, other, amount))
+        if kind not in self._by_kind:
+            self._by_kind[KINDS[kind].name] = Spill([("row", "<i8"), ("other", "<i8"), ("amount", "<f8")])
+        self._by_kind[kind].add((row, other, amount))
         self._most = max(self._most, row)
 
     def drop(self, kind: str) -> None:
         """Forget a kind."""
-        self._found.pop(kind, None)
+        self._by_kind.pop(kind, None)
 
     def kinds(self) -> list[Kind]:
         """The kinds that were found, in the order of KINDS."""
-        return [kind for name, kind in KINDS.items() if name in self._found]
+        return [kind for name, kind in KINDS.items() if name in self._by_kind]
 
     def rows(self, kind: str) -> list[int]:
         """The numbers of the rows with this fault, in ascending order, all at once."""
@@ -123,19 +123,19 @@ class Findings:
 
     def count(self, kind: str) -> int:
         """Number of rows with this fault."""
-        return len(self._found[kind]) if kind in self._found else 0
+        return len(self._by_kind[kind]) if kind in self._by_kind else 0
 
     def of(self, kind: str) -> Iterator[tuple[int, int, float]]:
         """Row, other row and amount of each finding of a kind, by row."""
-        if kind in self._found:
-            for part in self._found[kind].by_number("row", self._most):
+        if kind in self._by_kind:
+            for part in self._by_kind[kind].by_number("row", self._most):
                 for start in range(0, len(part), _AS_OBJECTS):
                     yield from part[start : start + _AS_OBJECTS].tolist()
 
     def by_row(self) -> Iterator[tuple[int, list[tuple[Kind, int, float]]]]:
         """Each row that has findings, in ascending order, with the kind, other row and amount of each."""
-        merged = heapq.merge(*(self._with_kind(kind) for kind in self.kinds()), key=lambda one: one[0])
-        for row, its in itertools.groupby(merged, key=lambda one: one[0]):
+        merged = heapq.merge(*(self._with_kind(kind) for kind in self.kinds()), key=lambda entry: entry[0])
+        for row, its in itertools.groupby(merged, key=lambda entry: entry[0]):
             yield row, [(kind, other, amount) for _, kind, other, amount in its]
 
     def _with_kind(self, kind: Kind) -> Iterator[tuple[int, Kind, int, float]]:

@@ -1,4 +1,4 @@
-"""The findings as one HTML file that needs nothing beside it, runs no script and fetches nothing."""
+"""The findings as one self-contained HTML file, without scripts."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ code { font-size: .92em; } td.t { overflow-wrap: anywhere; min-width: 16rem; }
 """
 
 
-def as_html(found: Summary) -> str:
+def as_html(summary: Summary) -> str:
     """The whole page; every text in it is escaped."""
     verdict = (
         "Nothing must be mended."
-        if found.is_ok
-        else f"covey data clean would leave out {found.to_drop:,} of {found.num_rows:,} rows and mend {found.to_change:,}."
+        if summary.is_ok
+        else f"covey data clean would leave out {summary.to_drop:,} of {summary.num_rows:,} rows and mend {summary.to_change:,}."
     )
-    notes = "".join(f"<li>{text(note)}</li>" for note in found.notes)
-    details = "".join(_details(entry) for entry in found.entries)
-    body = f"""<h1>{text(found.source)}: {found.num_rows:,} rows</h1>
-<p class="verdict{"" if found.is_ok else " mend"}">{text(verdict)}</p>
+    notes = "".join(f"<li>{text(note)}</li>" for note in summary.notes)
+    details = "".join(_details(entry) for entry in summary.entries)
+    body = f"""<h1>{text(summary.source)}: {summary.num_rows:,} rows</h1>
+<p class="verdict{"" if summary.is_ok else " mend"}">{text(verdict)}</p>
 <ul>{notes}</ul>
 <h2>Findings</h2>
-{_overview(found)}
+{_overview(summary)}
 <h2>Examples</h2>
 {details or "<p>None.</p>"}
 <h2>Lengths</h2>
-{_lengths(found)}
+{_lengths(summary)}
 <h2>Languages</h2>
-{_languages(found)}"""
-    return page_of(f"{found.source}: its faults", _STYLE, body)
+{_languages(summary)}"""
+    return page_of(f"{summary.source}: its faults", _STYLE, body)
 
 
-def _overview(found: Summary) -> str:
+def _overview(summary: Summary) -> str:
     body = "".join(
         f"<tr><td>{text(entry.kind.title)}</td><td><code>{entry.kind.name}</code></td>"
-        f'<td class="n">{entry.count:,}</td><td class="n">{100 * entry.count / found.num_rows:.2f}%</td>'
+        f'<td class="n">{entry.count:,}</td><td class="n">{100 * entry.count / summary.num_rows:.2f}%</td>'
         f"<td>{'mend' if entry.kind.must_be_mended else 'look'}</td>"
         f'<td class="t">{text(entry.kind.fix)}</td></tr>'
-        for entry in found.entries
+        for entry in summary.entries
     )
     head = '<tr><th>what</th><th>kind</th><th class="n">rows</th><th class="n">share</th><th>then</th><th>fix</th></tr>'
     return _table(head, body) if body else "<p>Nothing found.</p>"
@@ -68,8 +68,8 @@ def _details(entry: Entry) -> str:
     )
 
 
-def _lengths(found: Summary) -> str:
-    named = [(name, values) for name, values in found.lengths.items() if values]
+def _lengths(summary: Summary) -> str:
+    named = [(name, values) for name, values in summary.lengths.items() if values]
     body = "".join(
         f"<tr><td>{text(name)}</td>" + "".join(f'<td class="n">{value:,.0f}</td>' for value in values.values()) + "</tr>"
         for name, values in named
@@ -78,8 +78,8 @@ def _lengths(found: Summary) -> str:
     return _table(head, body)
 
 
-def _languages(found: Summary) -> str:
-    body = "".join(f'<tr><td>{text(name)}</td><td class="n">{count:,}</td></tr>' for name, count in found.languages.items())  # fmt: skip
+def _languages(summary: Summary) -> str:
+    body = "".join(f'<tr><td>{text(name)}</td><td class="n">{count:,}</td></tr>' for name, count in summary.languages.items())  # fmt: skip
     return _table('<tr><th>seems to be</th><th class="n">rows</th></tr>', body)
 
 

@@ -51,7 +51,7 @@ class Inspection:
         """Reason for a finding, as the end of "row 7 ..."."""
         name = f"row {other}"
         if kind.name in ("contaminated", "akin"):
-            source, start = max((one for one in self.evaluation if one[1] <= other), key=lambda one: one[1])
+            source, start = max((entry for entry in self.evaluation if entry[1] <= other), key=lambda entry: entry[1])
             name = f"row {other - start} of {source}"
         return kind.reason(name, amount)
 
@@ -62,7 +62,7 @@ def inspect(rows: Rows, settings: Settings) -> Inspection:
     The index of rows lies on disk; memory holds two bytes a row and grows no further. Raises DataError when there are no rows, or no row has the
     prompt's column, or none the answer's column that `settings` names.
     """
-    settings.check_against(rows.source)
+    settings.check_evaluation_sets(rows.source)
     findings, traits, words, notes = Findings(), Traits(), Words(), []
     batches = _batches(iter(rows))
     first = next(batches, [])
@@ -74,15 +74,15 @@ def inspect(rows: Rows, settings: Settings) -> Inspection:
         for batch in itertools.chain([first], batches):
             count += len(batch)
             looked = _look(batch, looker, findings)
-            of_words = [words(one.text) for one in looked]
+            of_words = [words(item.text) for item in looked]
             duplicates.add(
-                [one.row for one in looked],
-                [same_text(one.text) for one in looked],
-                [numbers_in(one.text) for one in looked],
-                [one.answer for one in looked],
+                [item.row for item in looked],
+                [same_text(item.text) for item in looked],
+                [numbers_in(item.text) for item in looked],
+                [item.answer for item in looked],
                 of_words,
             )
-            _hold_against(sets, evaluation, looked, of_words, settings.overlap, findings)
+            _compare_with_evaluation(sets, evaluation, looked, of_words, settings.overlap, findings)
             tell("rows", count, total)
         _compare(duplicates, findings)
     _odd_ones(traits, settings, findings)
@@ -112,7 +112,7 @@ def _answer_column(first: Sequence[Record], settings: Settings, name: str) -> st
     """The column of answers, None when there is none; the columns that were named must be there."""
     if not first:
         raise DataError(f"{name} has no rows.")
-    columns = list(dict.fromkeys(column for one in first for column in one.row or ()))
+    columns = list(dict.fromkeys(column for record in first for column in record.row or ()))
     if not columns:
         raise DataError(f"The first {len(first)} rows of {name} cannot be read: row 0 is {first[0].fault}.")
     for option, column in (("--prompt-column", settings.prompt_column), ("--answer-column", settings.answer_column)):
@@ -159,13 +159,13 @@ def _look(batch: Sequence[Record], looker: Looker, findings: Findings) -> list[L
         if record.row is None:
             findings.add("unreadable", record.number)
             continue
-        one = looker.look(record.number, record.row)
-        if one is not None:
-            looked.append(one)
+        item = looker.look(record.number, record.row)
+        if item is not None:
+            looked.append(item)
     return looked
 
 
-def _hold_against(
+def _compare_with_evaluation(
     sets: Sequence[Overlap],
     evaluation: Sequence[tuple[str, int]],
     looked: Sequence[Looked],
@@ -173,13 +173,13 @@ def _hold_against(
     least: float,
     findings: Findings,
 ) -> None:
-    numbers = [number_list(one.text) for one in looked] if sets else []
-    found: dict[int, tuple[bool, float, int]] = {}
+    numbers = [number_list(item.text) for item in looked] if sets else []
+    best: dict[int, tuple[bool, float, int]] = {}
     for overlap, (_, start) in zip(sets, evaluation, strict=True):
         for seen in overlap.of(of_words, numbers, least):
-            one = (seen.has_numbers, seen.share, start + seen.question)
-            found[seen.place] = max(found.get(seen.place, one), one, key=lambda one: one[:2])
-    for place, (has_numbers, share, question) in sorted(found.items()):
+            candidate = (seen.has_numbers, seen.share, start + seen.question)
+            best[seen.place] = max(best.get(seen.place, candidate), candidate, key=lambda match: match[:2])
+    for place, (has_numbers, share, question) in sorted(best.items()):
         findings.add("contaminated" if has_numbers else "akin", looked[place].row, question, share)
 
 
@@ -193,9 +193,11 @@ def _compare(duplicates: Duplicates, findings: Findings) -> None:
 def _odd_ones(traits: Traits, settings: Settings, findings: Findings) -> None:
     """Rows that are not as nearly all others are."""
     wants_numbers = settings.answers == "number" or (settings.answers == "auto" and _are_numbers(traits))
-    known = Counter({code: count for code, count in traits.languages.items() if code is not None})
-    usual = known.most_common(1)[0] if sum(known.values()) >= _FEWEST else ("", 0)
-    codes = numpy.array([usual[1] >= _MOSTLY * known.total() and code not in (None, usual[0]) for code in traits.codes])
+    languages = Counter({code: count for code, count in traits.languages.items() if code is not None})
+    usual = languages.most_common(1)[0] if sum(languages.values()) >= _FEWEST else ("", 0)
+    codes = numpy.array(
+        [usual[1] >= _MOSTLY * languages.total() and code not in (None, usual[0]) for code in traits.codes]
+    )
     far = _far(traits.characters)
     for _, part in traits.rows.chunks():
         odd = part["answer"] == 0 if wants_numbers else numpy.zeros(len(part), bool)

@@ -17,7 +17,7 @@ _QUOTES = "\u00ab\u00bb\u00b4\u2013\u2014\u2018-\u201f\u2026\u3001\u3002\uff01\u
 _TOKEN = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+|[^\w\s.,;:!?\"'`{_QUOTES}]")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _ODD = numpy.uint64(0x9E3779B97F4A7C15)
-_MOST_KNOWN = 200_000
+_MOST_IDS = 200_000
 
 Hashes = numpy.ndarray[Any, numpy.dtype[numpy.uint64]]
 
@@ -26,21 +26,21 @@ class Words:
     """Words of texts as 64-bit numbers. Remembers the words that it has seen, up to so many, which only saves time."""
 
     def __init__(self) -> None:
-        self._known: dict[str, int] = {}
+        self._ids: dict[str, int] = {}
 
     def __call__(self, text: str) -> list[int]:
         """A number for each word and each sign of a formula; case, width and the signs of sentences do not count."""
-        known = self._known
-        if len(known) > _MOST_KNOWN:
-            known.clear()
+        numbers = self._ids
+        if len(numbers) > _MOST_IDS:
+            numbers.clear()
         plain = text if text.isascii() else unicodedata.normalize("NFKC", text)
-        found = []
+        ids = []
         for word in _TOKEN.findall(plain.casefold()):
-            number = known.get(word)
+            number = numbers.get(word)
             if number is None:
-                number = known[word] = xxhash.xxh3_64_intdigest(word.encode("utf-8", "surrogatepass"))
-            found.append(number)
-        return found
+                number = numbers[word] = xxhash.xxh3_64_intdigest(word.encode("utf-8", "surrogatepass"))
+            ids.append(number)
+        return ids
 
 
 def text_of(prompt: Any) -> str:
@@ -88,17 +88,17 @@ def grams(rows: Sequence[Sequence[int]], size: int) -> tuple[Hashes, numpy.ndarr
     begins = numpy.concatenate([[0], numpy.cumsum(lengths)[:-1]]).astype(numpy.int64)
     places = numpy.concatenate([[0], numpy.cumsum(counts)]).astype(numpy.int64)
     starts = numpy.repeat(begins - places[:-1], counts) + numpy.arange(places[-1])
-    found = numpy.zeros(len(starts), dtype=numpy.uint64)
+    hashes = numpy.zeros(len(starts), dtype=numpy.uint64)
     for step in range(size):
-        found = mixed(found * _ODD + flat[starts + step])
-    return found, places
+        hashes = mixed(hashes * _ODD + flat[starts + step])
+    return hashes, places
 
 
-def common_runs(runs: Hashes, places: numpy.ndarray, known: Hashes) -> numpy.ndarray:
-    """For each of `known` runs (sorted, each once), how many rows have it."""
+def common_runs(runs: Hashes, places: numpy.ndarray, unique_runs: Hashes) -> numpy.ndarray:
+    """Number of rows that hold each of `unique_runs` (sorted, each once)."""
     owners = numpy.repeat(numpy.arange(len(places) - 1, dtype=numpy.uint64), numpy.diff(places))
     once = numpy.unique(numpy.stack([runs, owners], axis=1), axis=0)[:, 0]
-    counts = numpy.searchsorted(once, known, side="right") - numpy.searchsorted(once, known, side="left")
+    counts = numpy.searchsorted(once, unique_runs, side="right") - numpy.searchsorted(once, unique_runs, side="left")
     return counts
 
 

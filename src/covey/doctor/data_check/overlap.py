@@ -53,12 +53,12 @@ class Overlap:
         self._runs, self._firsts, self._counts = numpy.unique(runs[order], return_index=True, return_counts=True)
         self._is_instruction = common_runs(runs, places, self._runs) > max(10, len(rows) / 100)
         where = numpy.searchsorted(self._runs, runs)
-        told = numpy.split(self._is_instruction[where], places[1:-1]) if rows else []
+        masks = numpy.split(self._is_instruction[where], places[1:-1]) if rows else []
         self._lengths = [
-            len(row) - int(_mask(numpy.flatnonzero(one), size, len(row)).sum())
-            for row, one in zip(rows, told, strict=True)
+            len(row) - int(_mask(numpy.flatnonzero(mask), size, len(row)).sum())
+            for row, mask in zip(rows, masks, strict=True)
         ]
-        self._told: Hashes | None = None
+        self._instructions: Hashes | None = None
         """Runs that are instructions of the rows that are asked about; known from the first of them."""
 
     def of(self, rows: Sequence[Sequence[int]], numbers: Sequence[Sequence[str]], least: float) -> list[Seen]:
@@ -66,26 +66,31 @@ class Overlap:
         if not len(self._runs):
             return []
         runs, places = grams(rows, self.size)
-        if self._told is None:
-            known = numpy.unique(runs)
-            self._told = known[common_runs(runs, places, known) > max(20, len(rows) / 10)]
+        if self._instructions is None:
+            unique_runs = numpy.unique(runs)
+            self._instructions = unique_runs[common_runs(runs, places, unique_runs) > max(20, len(rows) / 10)]
         where = numpy.minimum(numpy.searchsorted(self._runs, runs), len(self._runs) - 1)
-        is_known = self._runs[where] == runs
-        is_told = numpy.isin(runs, self._told) | (is_known & self._is_instruction[where])
-        found = []
+        is_match = self._runs[where] == runs
+        is_instruction = numpy.isin(runs, self._instructions) | (is_match & self._is_instruction[where])
+        overlaps = []
         owners = numpy.repeat(numpy.arange(len(rows)), numpy.diff(places))
-        for place in numpy.unique(owners[is_known & ~is_told]).tolist():
+        for place in numpy.unique(owners[is_match & ~is_instruction]).tolist():
             part = slice(places[place], places[place + 1])
             length = len(rows[place])
-            told = _mask(numpy.flatnonzero(is_told[part]), self.size, length)
-            hits = numpy.flatnonzero(is_known[part] & ~is_told[part])
-            best = self._best(hits, where[part][hits], told, Counter(numbers[place]), least)
+            instruction_mask = _mask(numpy.flatnonzero(is_instruction[part]), self.size, length)
+            hits = numpy.flatnonzero(is_match[part] & ~is_instruction[part])
+            best = self._best(hits, where[part][hits], instruction_mask, Counter(numbers[place]), least)
             if best is not None:
-                found.append(Seen(place, *best))
-        return found
+                overlaps.append(Seen(place, *best))
+        return overlaps
 
     def _best(
-        self, hits: numpy.ndarray, where: numpy.ndarray, told: numpy.ndarray, numbers: Counter[str], least: float
+        self,
+        hits: numpy.ndarray,
+        where: numpy.ndarray,
+        instruction_mask: numpy.ndarray,
+        numbers: Counter[str],
+        least: float,
     ) -> tuple[int, float, bool] | None:
         """The question that the row shares most with, one with its numbers first; None where none shares enough."""
         counts = self._counts[where]
@@ -96,8 +101,8 @@ class Overlap:
         best: tuple[bool, float, int] | None = None
         for owner in names[numpy.argsort(-sizes, kind="stable")[:_BEST]].tolist():
             of_owner = owners == owner
-            in_row = _mask(starts[of_owner], self.size, len(told))
-            counted = int((in_row | ~told).sum())
+            in_row = _mask(starts[of_owner], self.size, len(instruction_mask))
+            counted = int((in_row | ~instruction_mask).sum())
             ends = self._positions[entries[of_owner]]
             in_question = _mask(ends, self.size, int(ends.max()) + self.size)
             share = max(in_row.sum() / counted, min(in_question.sum() / max(self._lengths[owner], self.size), 1.0))

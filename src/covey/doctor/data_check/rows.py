@@ -65,9 +65,9 @@ class Rows:
         """The JSON lines files that are read line by line; none for other sources."""
         path = Path(self.source).expanduser()
         is_pattern = glob.has_magic(self.source) and not path.exists()
-        found = [Path(one) for one in sorted(glob.glob(str(path), recursive=True))] if is_pattern else [path]
-        are_lines = all(one.name.lower().removesuffix(".gz").endswith(_LINES) and one.is_file() for one in found)
-        return tuple(found) if are_lines else ()
+        paths = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))] if is_pattern else [path]
+        are_lines = all(path.name.lower().removesuffix(".gz").endswith(_LINES) and path.is_file() for path in paths)
+        return tuple(paths) if are_lines else ()
 
     def _lines(self) -> Iterator[Record]:
         number = 0

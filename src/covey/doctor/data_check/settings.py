@@ -63,7 +63,7 @@ class Settings:
         """The faults of text that are repaired."""
         return [fault for fault in FAULTS if fault not in self.ignore]
 
-    def check_against(self, source: str) -> None:
+    def check_evaluation_sets(self, source: str) -> None:
         """Raise ConfigError when a set is held against itself."""
         for other in self.against:
             are_files = Path(other).exists() and Path(source).exists()

@@ -53,7 +53,7 @@ class Spill:
         self._written += len(records)
 
     def read(self, start: int, stop: int) -> Records:
-        """Records `start` to `stop`; the file takes up no memory beside them."""
+        """Records `start` to `stop`; nothing else of the file is in memory."""
         self._write_out()
         if self._file is None or stop <= start:
             return numpy.zeros(0, self.kind)
@@ -76,15 +76,15 @@ class Spill:
 
     def within(self, low: int, high: int, field: str | None = None) -> tuple[Records, Records]:
         """The places and the records whose number (or `field`) lies from `low` to below `high`, in their order."""
-        places, found = [numpy.zeros(0, numpy.int64)], [numpy.zeros(0, self.kind)]
+        places, records = [numpy.zeros(0, numpy.int64)], [numpy.zeros(0, self.kind)]
         for start, chunk in self.chunks():
             numbers = chunk if field is None else chunk[field]
             is_in = numbers >= numbers.dtype.type(low)
             if high <= numpy.iinfo(numbers.dtype).max:
                 is_in &= numbers < numbers.dtype.type(high)
             places.append(start + numpy.flatnonzero(is_in))
-            found.append(chunk[is_in])
-        return numpy.concatenate(places), numpy.concatenate(found)
+            records.append(chunk[is_in])
+        return numpy.concatenate(places), numpy.concatenate(records)
 
     def by_hash(self, field: str | None = None) -> Iterator[tuple[Records, Records]]:
         """All records with their places, those with equal hashes (64 bits) together: a part of all hashes at a time, ascending."""

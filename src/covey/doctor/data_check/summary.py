@@ -62,7 +62,7 @@ class Summary:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; every finding with all its rows."""
-        found = [
+        findings = [
             {
                 "kind": entry.kind.name,
                 "title": entry.kind.title,
@@ -79,7 +79,7 @@ class Summary:
             "ok": self.is_ok,
             "dataset": self.source,
             "rows": self.num_rows,
-            "findings": found,
+            "findings": findings,
             "would_drop": self.to_drop,
             "would_change": self.to_change,
             "lengths": self.lengths,
@@ -94,7 +94,7 @@ def summary(inspection: Inspection, num_examples: int = 3) -> Summary:
     first = {}
     for kind in findings.kinds():
         first[kind.name] = list(itertools.islice(findings.of(kind.name), num_examples))
-    shown = _records(inspection, {row for found in first.values() for row, _, _ in found})
+    shown = _records(inspection, {row for triples in first.values() for row, _, _ in triples})
     entries = []
     for kind in findings.kinds():
         examples = []
@@ -129,14 +129,14 @@ def summary(inspection: Inspection, num_examples: int = 3) -> Summary:
     )
 
 
-def _records(inspection: Inspection, wanted: set[int]) -> dict[int, Record]:
-    found: dict[int, Record] = {}
-    for record in inspection.rows if wanted else ():
-        if record.number in wanted:
-            found[record.number] = record
-            if len(found) == len(wanted):
+def _records(inspection: Inspection, numbers: set[int]) -> dict[int, Record]:
+    records: dict[int, Record] = {}
+    for record in inspection.rows if numbers else ():
+        if record.number in numbers:
+            records[record.number] = record
+            if len(records) == len(numbers):
                 break
-    return found
+    return records
 
 
 def _quantiles(lengths: Counter[int]) -> dict[str, float]:

@@ -52,8 +52,8 @@ class Repeats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Against:
-    """One reward beside another verifier."""
+class Comparison:
+    """Verdicts of one reward compared with those of another verifier."""
 
     name: str
     other: str
@@ -68,7 +68,7 @@ class Against:
     examples: tuple[tuple[str, str, tuple[float, ...]], ...]
 
     @property
-    def kept(self) -> float:
+    def retained(self) -> float:
         """`1 - p0 - p1`, with `other` as the truth."""
         return 1 - self.paid_wrong.value - self.missed.value
 
@@ -79,17 +79,17 @@ def recorded_groups(run: Path, steps: tuple[int, int | None], sample: int) -> tu
     Raises RunFolderError where there are none.
     """
     folder = run / "rollouts"
-    found = [s for s in rollouts.steps(folder) if s >= steps[0] and (steps[1] is None or s <= steps[1])]
-    if not found:
+    selected = [s for s in rollouts.steps(folder) if s >= steps[0] and (steps[1] is None or s <= steps[1])]
+    if not selected:
         raise RunFolderError(f"{run} has no rollouts of these steps; a run writes them as --rollout-log-steps says.")
     groups, names = list[Group](), list[str]()
-    for step in found:
+    for step in selected:
         rows = rollouts.read(folder / f"step-{step:06d}.parquet")
         names = [name.removeprefix("reward/") for name in rows[0] if name.startswith("reward/")]
         groups += groups_of(rows, names)
-    kept = max(1, sample // max(1, groups[0].size))
-    if len(groups) > kept:
-        groups = [groups[i * len(groups) // kept] for i in range(kept)]
+    count = max(1, sample // max(1, groups[0].size))
+    if len(groups) > count:
+        groups = [groups[i * len(groups) // count] for i in range(count)]
     return groups, names
 
 
@@ -101,46 +101,46 @@ def scores_of(group: Group) -> np.ndarray:
 
 def scored_again(groups: Sequence[Group], rewards: Sequence[Any], times: int, seconds: float) -> list[np.ndarray]:
     """`times` scorings of all groups: each a list of [G, R] arrays, one a group, NaN where there is no score."""
-    found = []
+    scorings = []
     for _ in range(times):
         scorer = Scorer.of(list(rewards), timeout_seconds=seconds)
         try:
-            found.append([scores_of(group) for group in scorer.score(groups)])
+            scorings.append([scores_of(group) for group in scorer.score(groups)])
         finally:
             scorer.close()
-    return [np.concatenate([scores[g][None] for scores in found]) for g in range(len(groups))]  # of [times, G, R]
+    return [np.concatenate([scores[g][None] for scores in scorings]) for g in range(len(groups))]  # of [times, G, R]
 
 
 def repeats_of(name: str, groups: Sequence[Group], scores: Sequence[np.ndarray]) -> Repeats:
     """Consistency of one reward over repeated calls. `scores`: for each group [times, G], recorded scores first where known."""
-    clean = [one[:, ~np.isnan(one).any(0)] for one in scores]
-    used = [one for one in clean if one.shape[1] > 0]
-    differ = [float((np.ptp(one, axis=0) > _SAME).mean()) for one in used]
-    wide = [one for one in used if one.shape[1] > 1]
-    noise = np.array([one.var(axis=0, ddof=1).mean() for one in wide])
-    spread = np.array([one.var(axis=1, ddof=1).mean() for one in wide])
-    tied = [np.ptp(one, axis=1) <= _SAME for one in wide]
+    clean = [group_scores[:, ~np.isnan(group_scores).any(0)] for group_scores in scores]
+    used = [group_scores for group_scores in clean if group_scores.shape[1] > 0]
+    differ = [float((np.ptp(group_scores, axis=0) > _SAME).mean()) for group_scores in used]
+    wide = [group_scores for group_scores in used if group_scores.shape[1] > 1]
+    noise = np.array([group_scores.var(axis=0, ddof=1).mean() for group_scores in wide])
+    spread = np.array([group_scores.var(axis=1, ddof=1).mean() for group_scores in wide])
+    tied = [np.ptp(group_scores, axis=1) <= _SAME for group_scores in wide]
     return Repeats(
         name=name,
         differ=bounded_mean(differ),
         reliability=_ratio(noise, spread),
-        woken=bounded_mean([float(one.any() and not one.all()) for one in tied]),
+        woken=bounded_mean([float(is_tied.any() and not is_tied.all()) for is_tied in tied]),
         unscored=sum(a.shape[1] - b.shape[1] for a, b in zip(scores, clean, strict=True)),
         examples=_furthest(groups, scores),
     )
 
 
-def against(
+def compare(
     name: str, other: str, groups: Sequence[Group], mine: Sequence[np.ndarray], theirs: Sequence[np.ndarray]
-) -> Against:
-    """One scoring [G] a group of the reward beside one of another verifier."""
+) -> Comparison:
+    """Compare one scoring [G] a group of the reward with one of another verifier."""
     pairs = [np.stack([a, b]) for a, b in zip(mine, theirs, strict=True)]
     clean = [pair[:, ~np.isnan(pair).any(0)] for pair in pairs]
     paid = [pair > middles[:, None] for middles in [_middles(clean)] for pair in clean]
     share = lambda of: bounded_mean([float(x.mean()) for x in of if x.size])
     centred = np.concatenate([pair - pair.mean(axis=1, keepdims=True) for pair in clean if pair.size], axis=1)
     norms = np.linalg.norm(centred, axis=1)
-    return Against(
+    return Comparison(
         name=name,
         other=other,
         differ=share([p[0] != p[1] for p in paid]),
@@ -179,8 +179,8 @@ def _furthest(
     for group, of_group in zip(groups, scores, strict=True):
         gaps = np.nan_to_num(np.ptp(of_group, axis=0))
         for i in np.flatnonzero(gaps > _SAME):
-            told = tuple(round(float(x), 6) for x in of_group[:, i])
-            apart.append((float(gaps[i]), group.prompt.text or "", group.completions[i].text, told))
-    apart.sort(key=lambda one: -one[0])
-    once = {one[1:3]: one[1:] for one in reversed(apart)}  # the same answer twice says nothing more
+            rounded = tuple(round(float(x), 6) for x in of_group[:, i])
+            apart.append((float(gaps[i]), group.prompt.text or "", group.completions[i].text, rounded))
+    apart.sort(key=lambda entry: -entry[0])
+    once = {entry[1:3]: entry[1:] for entry in reversed(apart)}  # the same answer twice says nothing more
     return tuple(reversed(once.values()))[:most]

@@ -44,12 +44,12 @@ class Tried:
         return sum(text is not None for text in self.probe.texts)
 
     @property
-    def known(self) -> list[float]:
+    def finite(self) -> list[float]:
         return [score for score in self.scores if not math.isnan(score)]
 
     @property
     def mean(self) -> float:
-        return sum(self.known) / len(self.known) if self.known else math.nan
+        return sum(self.finite) / len(self.finite) if self.finite else math.nan
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Examination:
     rows: list[Row]
     tried: list[Tried]
     wording: str | None = None
-    """The wording of the gold answer that pays most beside a wrong one; `None` without gold answers."""
+    """The wording of the gold answer that scores furthest above a wrong one; `None` without gold answers."""
     reads_gold: bool = False
-    """True if a right answer ever got another score beside another row's prompt and columns."""
+    """True if a right answer ever got another score when paired with another row's prompt and columns."""
     moved: list[str] = field(default_factory=list)
     """Probes whose scores were others the second time."""
     reordered: list[str] = field(default_factory=list)
@@ -77,8 +77,8 @@ class Examination:
 
     def scores(self, kind: str) -> list[float]:
         """A score a row of the gold answer in its best wording, or of the wrong one in the same."""
-        found = self.of(kind, self.wording) if self.wording is not None else []
-        return found[0].scores if found else [math.nan] * len(self.rows)
+        trials = self.of(kind, self.wording) if self.wording is not None else []
+        return trials[0].scores if trials else [math.nan] * len(self.rows)
 
 
 def examine(
@@ -92,21 +92,21 @@ def examine(
     session = _Session(replace(spec, weight=1.0), list(rows), timeout_seconds)
     try:
         session.attempt(Probe("warm-up", "garbage", [""] * len(rows)))  # loads what the first call loads
-        found = [
+        trials = [
             session.attempt(probe) for probe in counted([*gold_probes(rows), *programs(rows)], "calls, right and wrong")
         ]
-        wording = _best_wording(found)
-        reads_gold = wording is not None and _reads_gold(session, found, wording)
-        given = Probe("given completions", "given", [row.given for row in rows])
-        rest = [*([given] if any(row.given for row in rows) else [])]
+        wording = _best_wording(trials)
+        reads_gold = wording is not None and _reads_gold(session, trials, wording)
+        dataset_probe = Probe("given completions", "given", [row.completion for row in rows])
+        rest = [*([dataset_probe] if any(row.completion for row in rows) else [])]
         rest += [probe for probe in garbage(rows) if probe.name not in without]
         rest = [*(hedges(rows, wording) if wording else []), *rest]
-        found += [session.attempt(probe) for probe in counted(rest, "calls, garbage")]
-        moved, reordered = _changes(session, found, wording)
+        trials += [session.attempt(probe) for probe in counted(rest, "calls, garbage")]
+        moved, reordered = _changes(session, trials, wording)
     finally:
         session.close()
         ran_here, wrote_here = _take_marks()
-    return Examination(spec.name, list(rows), found, wording, reads_gold, moved, reordered, ran_here, wrote_here)
+    return Examination(spec.name, list(rows), trials, wording, reads_gold, moved, reordered, ran_here, wrote_here)
 
 
 def _take_marks() -> tuple[bool, bool]:
@@ -118,27 +118,27 @@ def _take_marks() -> tuple[bool, bool]:
     return ran_here, wrote_here
 
 
-def _best_wording(found: Sequence[Tried]) -> str | None:
+def _best_wording(trials: Sequence[Tried]) -> str | None:
     """The wording whose right answers most often beat their wrong twins, then the one with the highest mean."""
-    wrong = {t.probe.name: t.scores for t in found if t.probe.kind == "wrong"}
+    wrong = {t.probe.name: t.scores for t in trials if t.probe.kind == "wrong"}
     ranked: list[tuple[int, float, int, str]] = []
-    for one in (t for t in found if t.probe.kind == "gold"):
-        pairs = zip(one.scores, wrong.get(one.probe.name, []), strict=False)
-        known = [(a, b) for a, b in pairs if not (math.isnan(a) or math.isnan(b))]
-        wins = sum(a > b for a, b in known)
-        ranked.append((wins, -math.inf if math.isnan(one.mean) else one.mean, -len(ranked), one.probe.name))
+    for trial in (t for t in trials if t.probe.kind == "gold"):
+        pairs = zip(trial.scores, wrong.get(trial.probe.name, []), strict=False)
+        scored = [(a, b) for a, b in pairs if not (math.isnan(a) or math.isnan(b))]
+        wins = sum(a > b for a, b in scored)
+        ranked.append((wins, -math.inf if math.isnan(trial.mean) else trial.mean, -len(ranked), trial.probe.name))
     return max(ranked)[3] if ranked else None
 
 
-def _reads_gold(session: _Session, found: Sequence[Tried], wording: str) -> bool:
-    """True if the same right answers get other scores beside the prompts and columns of rows with other answers.
+def _reads_gold(session: _Session, trials: Sequence[Tried], wording: str) -> bool:
+    """True if the same right answers get other scores when paired with the prompts and columns of other rows.
 
     Where every row has the same answer: True if they score other than wrong ones in the same words.
     """
-    gold = next(t for t in found if t.probe.kind == "gold" and t.probe.name == wording)
+    gold = next(t for t in trials if t.probe.kind == "gold" and t.probe.name == wording)
     others = [_partner(session.rows, i) for i in range(len(session.rows))]
     if all(other is None for other in others):
-        wrong = next((t for t in found if t.probe.kind == "wrong" and t.probe.name == wording), gold)
+        wrong = next((t for t in trials if t.probe.kind == "wrong" and t.probe.name == wording), gold)
         return not _equal(gold.scores, wrong.scores)
     texts = [None if other is None else text for text, other in zip(gold.probe.texts, others, strict=True)]
     exchanged = _Session(session.spec, [session.rows[other or 0] for other in others], session.timeout_seconds)
@@ -150,25 +150,25 @@ def _reads_gold(session: _Session, found: Sequence[Tried], wording: str) -> bool
     return not _equal([a for a, _ in pairs], [b for _, b in pairs])
 
 
-def _partner(rows: Sequence[Row], own: int) -> int | None:
+def _partner(rows: Sequence[Row], index: int) -> int | None:
     """The row that the wrong answer of this one comes from."""
-    if rows[own].gold is None or rows[own].other is None:
+    if rows[index].gold is None or rows[index].other is None:
         return None
-    return next((i for i, row in enumerate(rows) if row.gold == rows[own].other), None)
+    return next((i for i, row in enumerate(rows) if row.gold == rows[index].other), None)
 
 
-def _changes(session: _Session, found: Sequence[Tried], wording: str | None) -> tuple[list[str], list[str]]:
+def _changes(session: _Session, trials: Sequence[Tried], wording: str | None) -> tuple[list[str], list[str]]:
     """Names of probes that scored otherwise when repeated, and of those that did so in another order alone."""
     moved, reordered = [], []
-    for one in found:
-        is_main = one.probe.name == wording or one.probe.kind == "given"
-        if not (is_main or one.probe.name in ("a refusal", "the prompt again")) or one.errors:
+    for trial in trials:
+        is_main = trial.probe.name == wording or trial.probe.kind == "given"
+        if not (is_main or trial.probe.name in ("a refusal", "the prompt again")) or trial.errors:
             continue
-        again, backwards = session.attempt(one.probe).scores, session.attempt(one.probe, backwards=True).scores
-        if not _equal(one.scores, again):
-            moved.append(one.probe.name)
-        elif not _equal(one.scores, backwards):
-            reordered.append(one.probe.name)
+        again, backwards = session.attempt(trial.probe).scores, session.attempt(trial.probe, backwards=True).scores
+        if not _equal(trial.scores, again):
+            moved.append(trial.probe.name)
+        elif not _equal(trial.scores, backwards):
+            reordered.append(trial.probe.name)
     return list(dict.fromkeys(moved)), list(dict.fromkeys(reordered))
 
 
@@ -184,17 +184,19 @@ class _Session:
 
     def __init__(self, spec: RewardSpec, rows: list[Row], timeout_seconds: float | None) -> None:
         self.spec, self.rows, self.timeout_seconds = spec, rows, timeout_seconds
-        asked_each_time = replace(spec, call_options=replace(spec.how, pure=False))
-        self.scorer = Scorer([asked_each_time], timeout_seconds=timeout_seconds, error_limit=10**9)
+        uncached = replace(spec, call_options=replace(spec.how, pure=False))
+        self.scorer = Scorer([uncached], timeout_seconds=timeout_seconds, error_limit=10**9)
 
     def attempt(self, probe: Probe, *, backwards: bool = False) -> Tried:
-        """Score one completion a row: alone, or beside a wrong answer for a reward that is called prompt by prompt."""
+        """Score one completion a row: alone, or in a group with a wrong answer for a reward that is called prompt by prompt."""
         held = [i for i, text in enumerate(probe.texts) if text is not None]
         order = held[::-1] if backwards else held
         groups = [Group(prompt=self.rows[i].prompt, completions=self._group(probe.texts[i] or "", i)) for i in order]
         started = time.perf_counter()
         scored = [
-            one for cut in range(0, len(groups), _AT_ONCE) for one in self.scorer.score(groups[cut : cut + _AT_ONCE])
+            group
+            for cut in range(0, len(groups), _AT_ONCE)
+            for group in self.scorer.score(groups[cut : cut + _AT_ONCE])
         ]
         seconds = time.perf_counter() - started
         scores, errors, lost, too_long = [math.nan] * len(self.rows), [], 0, 0

@@ -47,7 +47,7 @@ class Row:
     gold: str | None = None
     other: str | None = None
     """The gold text of a row whose answer is a different one."""
-    given: str | None = None
+    completion: str | None = None
     """A completion that the data set holds."""
 
     @property
@@ -68,8 +68,8 @@ class Probe:
     texts: list[str | None]
 
 
-def rows_of(data: Sequence[dict[str, Any]], gold: str | None, given: str | None = None) -> list[Row]:
-    """Rows ready to be probed; `gold` and `given` name columns. Every value other than the prompt stays a column."""
+def rows_of(data: Sequence[dict[str, Any]], gold: str | None, completion: str | None = None) -> list[Row]:
+    """Rows ready to be probed; `gold` and `completion` name columns. Every value other than the prompt stays a column."""
     golds = [_text(row.get(gold)) if gold else None for row in data]
     rows = []
     for i, row in enumerate(data):
@@ -79,20 +79,20 @@ def rows_of(data: Sequence[dict[str, Any]], gold: str | None, given: str | None 
         prompt = Prompt(
             uid=f"0:{i}", token_ids=(0,), text=raw if chat is None else None, messages=chat, columns=columns
         )
-        rows.append(Row(prompt, golds[i], _other(golds, i), _text(row.get(given)) if given else None))
+        rows.append(Row(prompt, golds[i], _other(golds, i), _text(row.get(completion)) if completion else None))
     return rows
 
 
 def gold_probes(rows: Sequence[Row]) -> list[Probe]:
     """The gold answer in every wording, and each with a wrong answer in its place."""
-    found = [
+    probes = [
         Probe(AS_WRITTEN, "gold", [row.gold for row in rows]),
         Probe(AS_WRITTEN, "wrong", [row.other if row.gold else None for row in rows]),
     ]
     for name, wording in WORDINGS.items():
-        found.append(Probe(name, "gold", [_worded(wording, row.short) for row in rows]))
-        found.append(Probe(name, "wrong", [_worded(wording, row.wrong) if row.gold else None for row in rows]))
-    return [probe for probe in found if any(probe.texts)]
+        probes.append(Probe(name, "gold", [_worded(wording, row.short) for row in rows]))
+        probes.append(Probe(name, "wrong", [_worded(wording, row.wrong) if row.gold else None for row in rows]))
+    return [probe for probe in probes if any(probe.texts)]
 
 
 def hedges(rows: Sequence[Row], wording: str) -> list[Probe]:
@@ -111,11 +111,11 @@ def hedges(rows: Sequence[Row], wording: str) -> list[Probe]:
     if wording == AS_WRITTEN:
         made["right, after 5,000 words"] = lambda row: _filler(5000) + "\n" + (row.gold or "")
     has_both = [row.other is not None and len(row.short) <= _LONGEST_SHORT and not _function(row.gold) for row in rows]
-    found = [
+    probes = [
         Probe(name, "hedge", [make(row) if both else None for row, both in zip(rows, has_both, strict=True)])
         for name, make in made.items()
     ]
-    return [probe for probe in found if any(probe.texts)]
+    return [probe for probe in probes if any(probe.texts)]
 
 
 def programs(rows: Sequence[Row]) -> list[Probe]:
@@ -133,22 +133,23 @@ def programs(rows: Sequence[Row]) -> list[Probe]:
         "ends with success when called": "```python\ndef {name}(*a, **k):\n    raise SystemExit(0)\n```",
         "the function in words": "Define {name} so that it returns the right value for every test.",
     }
-    found = [
-        Probe(name, "garbage", [None if own is None else text.replace("{name}", own) for own in names])
+    probes = [
+        Probe(name, "garbage", [None if function is None else text.replace("{name}", function) for function in names])
         for name, text in made.items()
     ]
-    fenced = [f"```python\n{row.gold}\n```" if own else None for row, own in zip(rows, names, strict=True)]
+    fenced = [f"```python\n{row.gold}\n```" if function else None for row, function in zip(rows, names, strict=True)]
     wrong = [
-        f"```python\n{row.other}\n```" if own and row.other else None for row, own in zip(rows, names, strict=True)
+        f"```python\n{row.other}\n```" if function and row.other else None
+        for row, function in zip(rows, names, strict=True)
     ]
-    found = [Probe("in a code fence", "gold", fenced), Probe("in a code fence", "wrong", wrong), *found]
-    return [probe for probe in found if any(probe.texts)]
+    probes = [Probe("in a code fence", "gold", fenced), Probe("in a code fence", "wrong", wrong), *probes]
+    return [probe for probe in probes if any(probe.texts)]
 
 
 def mark_file() -> Path:
     """File that a probe program writes if its sandbox lets it write on this machine."""
-    own = "".join("abcdefghij"[int(digit)] for digit in str(os.getpid()))  # a digit might be the right answer
-    return Path(tempfile.gettempdir()) / f"covey-reward-test-{own}"
+    letters = "".join("abcdefghij"[int(digit)] for digit in str(os.getpid()))  # a digit might be the right answer
+    return Path(tempfile.gettempdir()) / f"covey-reward-test-{letters}"
 
 
 def marking_program() -> str:
@@ -181,11 +182,11 @@ def garbage(rows: Sequence[Row]) -> list[Probe]:
         "strange Unicode": "\u202eabc\u202c \u200b\ufeff e\u0301\u0301\u0301 \U0001f468\u200d\U0001f469\u200d\U0001f467 \x00\x1b[m",
         "half a character": "answer \ud800 end",
     }
-    found = [Probe(n, "garbage", [None if _holds(text, row) else text for row in rows]) for n, text in same.items()]
-    found.append(Probe("the prompt again", "garbage", [_prompt_text(row.prompt) for row in rows]))
-    found.append(Probe("cut before the answer", "garbage", [_cut(row) for row in rows]))
-    found.append(Probe("gold words, shuffled", "garbage", [_shuffled(row, i) for i, row in enumerate(rows)]))
-    return [probe for probe in found if any(text is not None for text in probe.texts)]
+    probes = [Probe(n, "garbage", [None if _holds(text, row) else text for row in rows]) for n, text in same.items()]
+    probes.append(Probe("the prompt again", "garbage", [_prompt_text(row.prompt) for row in rows]))
+    probes.append(Probe("cut before the answer", "garbage", [_cut(row) for row in rows]))
+    probes.append(Probe("gold words, shuffled", "garbage", [_shuffled(row, i) for i, row in enumerate(rows)]))
+    return [probe for probe in probes if any(text is not None for text in probe.texts)]
 
 
 _INJECTION = (
@@ -203,13 +204,13 @@ def _text(value: Any) -> str | None:
     return None if value is None or not str(value).strip() else str(value)
 
 
-def _other(golds: Sequence[str | None], own: int) -> str | None:
+def _other(golds: Sequence[str | None], index: int) -> str | None:
     """The next row's gold text that says something else; a neighbouring number where all say the same."""
-    if golds[own] is None:
+    if golds[index] is None:
         return None
-    mine = gold_answer(golds[own] or "")
+    mine = gold_answer(golds[index] or "")
     for step in range(1, len(golds)):
-        other = golds[(own + step) % len(golds)]
+        other = golds[(index + step) % len(golds)]
         if other is not None and _differs(gold_answer(other), mine):
             return other
     value = number(mine)

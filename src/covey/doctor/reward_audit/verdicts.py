@@ -28,7 +28,7 @@ class Verdict:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def judge(found: Examination, *, slow_seconds: float = 0.5) -> list[Verdict]:
+def judge(examination: Examination, *, slow_seconds: float = 0.5) -> list[Verdict]:
     """Every verdict on an examination, the worst first; none when nothing was found.
 
     A reward that takes more than `slow_seconds` a completion is slow.
@@ -43,15 +43,15 @@ def judge(found: Examination, *, slow_seconds: float = 0.5) -> list[Verdict]:
         _too_long,
         _repeated,
         _abstains,
-        lambda found: _time(found, slow_seconds),
+        lambda examination: _time(examination, slow_seconds),
         _form,
     ]
-    verdicts = [verdict for check in checks for verdict in check(found)]
+    verdicts = [verdict for check in checks for verdict in check(examination)]
     return sorted(verdicts, key=lambda verdict: ("FAIL", "WARN", "NOTE").index(verdict.level))
 
 
-def _errors(found: Examination) -> Iterator[Verdict]:
-    failed = [tried for tried in found.tried if tried.errors]
+def _errors(examination: Examination) -> Iterator[Verdict]:
+    failed = [tried for tried in examination.tried if tried.errors]
     if not failed:
         return
     on_gold = [tried for tried in failed if tried.probe.kind in ("gold", "given")]
@@ -65,42 +65,42 @@ def _errors(found: Examination) -> Iterator[Verdict]:
     )
 
 
-def _too_long(found: Examination) -> Iterator[Verdict]:
-    unread = [tried.probe.name for tried in found.tried if tried.too_long]
+def _too_long(examination: Examination) -> Iterator[Verdict]:
+    unread = [tried.probe.name for tried in examination.tried if tried.too_long]
     if unread:
-        said = f"does not score texts longer than its model reads ({_listed(unread)}), nor will a run"
-        yield Verdict("NOTE", "too_long", said, {"probes": unread})
+        sentence = f"does not score texts longer than its model reads ({_listed(unread)}), nor will a run"
+        yield Verdict("NOTE", "too_long", sentence, {"probes": unread})
 
 
-def _escapes(found: Examination) -> Iterator[Verdict]:
-    if found.ran_here:
-        said = "ran a program out of a completion in this very process, where it can do anything; use the reward 'code', or a sandbox"
-        yield Verdict("FAIL", "escape", said)
-    elif found.wrote_here:
-        said = "a program out of a completion could write to this machine's temporary files; use the reward 'code', or a sandbox"
-        yield Verdict("FAIL", "escape", said)
+def _escapes(examination: Examination) -> Iterator[Verdict]:
+    if examination.ran_here:
+        sentence = "ran a program out of a completion in this very process, where it can do anything; use the reward 'code', or a sandbox"
+        yield Verdict("FAIL", "escape", sentence)
+    elif examination.wrote_here:
+        sentence = "a program out of a completion could write to this machine's temporary files; use the reward 'code', or a sandbox"
+        yield Verdict("FAIL", "escape", sentence)
 
 
-def _constant(found: Examination) -> Iterator[Verdict]:
-    known = [score for tried in found.tried for score in tried.known]
-    if not known:
+def _constant(examination: Examination) -> Iterator[Verdict]:
+    scores = [score for tried in examination.tried for score in tried.finite]
+    if not scores:
         yield Verdict("FAIL", "constant", "scored nothing at all: it abstained from or failed on every completion")
-    elif max(known) - min(known) < 1e-9:
-        yield Verdict("FAIL", "constant", f"gives {known[0]:.4g} to everything, so nothing can be learnt from it")
+    elif max(scores) - min(scores) < 1e-9:
+        yield Verdict("FAIL", "constant", f"gives {scores[0]:.4g} to everything, so nothing can be learnt from it")
 
 
-def _gold(found: Examination) -> Iterator[Verdict]:
-    if not found.reads_gold:
+def _gold(examination: Examination) -> Iterator[Verdict]:
+    if not examination.reads_gold:
         return
-    gold, wrong = found.scores("gold"), found.scores("wrong")
+    gold, wrong = examination.scores("gold"), examination.scores("wrong")
     pairs = [(i, a, b) for i, (a, b) in enumerate(zip(gold, wrong, strict=True)) if not math.isnan(a)]
     missed = [i for i, a, b in pairs if not math.isnan(b) and a <= b]
     if missed and len(missed) > _MOST_MISSED * len(pairs):
-        shown = "; ".join(f"row {i}: {_brief(found.rows[i].gold or '')}" for i in missed[:_SHOWN])
+        shown = "; ".join(f"row {i}: {_brief(examination.rows[i].gold or '')}" for i in missed[:_SHOWN])
         yield Verdict(
             "FAIL",
             "gold",
-            f"the right answer scores no more than a wrong one in {len(missed)} of {len(pairs)} rows, {found.wording} ({shown})",
+            f"the right answer scores no more than a wrong one in {len(missed)} of {len(pairs)} rows, {examination.wording} ({shown})",
             {"rows": missed},
         )
     elif missed:
@@ -109,86 +109,94 @@ def _gold(found: Examination) -> Iterator[Verdict]:
         )
     deaf = [
         t.probe.name
-        for t in found.of("gold")
-        if t.probe.name != found.wording and t.known and t.mean <= _mean(wrong) + 0.1 * (_mean(gold) - _mean(wrong))
+        for t in examination.of("gold")
+        if t.probe.name != examination.wording
+        and t.finite
+        and t.mean <= _mean(wrong) + 0.1 * (_mean(gold) - _mean(wrong))
     ]
     if deaf:
         yield Verdict(
             "NOTE",
             "wordings",
-            f"a right answer is read {found.wording}, not {_listed(deaf)}; say in the prompt how to answer",
-            {"read": found.wording, "not_read": deaf},
+            f"a right answer is read {examination.wording}, not {_listed(deaf)}; say in the prompt how to answer",
+            {"read": examination.wording, "not_read": deaf},
         )
 
 
-def _garbage(found: Examination) -> Iterator[Verdict]:
-    if not found.reads_gold:
+def _garbage(examination: Examination) -> Iterator[Verdict]:
+    if not examination.reads_gold:
         return
-    for tried in found.of("garbage"):
-        paid = _paid(found, tried)
+    for tried in examination.of("garbage"):
+        paid = _paid(examination, tried)
         by_chance = tried.probe.name in ("the prompt again", "cut before the answer", "gold words, shuffled")
         if len(paid) <= (_MOST_BY_CHANCE if by_chance else _MOST_MISSED) * max(tried.size, 1):
             continue
         if by_chance:
-            said = f"{tried.probe.name!r} earns half a right answer's mark or more in {len(paid)} of {tried.size} rows"
-            yield Verdict("WARN", "garbage", said, {"probe": tried.probe.name, "rows": paid})
+            sentence = (
+                f"{tried.probe.name!r} earns half a right answer's mark or more in {len(paid)} of {tried.size} rows"
+            )
+            yield Verdict("WARN", "garbage", sentence, {"probe": tried.probe.name, "rows": paid})
         else:
-            said = f"garbage earns half a right answer's mark or more: {tried.probe.name!r}, {len(paid)} of {tried.size} rows"
-            yield Verdict("FAIL", "garbage", said, {"probe": tried.probe.name, "rows": paid})
+            sentence = f"garbage earns half a right answer's mark or more: {tried.probe.name!r}, {len(paid)} of {tried.size} rows"
+            yield Verdict("FAIL", "garbage", sentence, {"probe": tried.probe.name, "rows": paid})
 
 
-def _hedges(found: Examination) -> Iterator[Verdict]:
-    if not found.reads_gold:
+def _hedges(examination: Examination) -> Iterator[Verdict]:
+    if not examination.reads_gold:
         return
     cheats = ("right, then wrong", "right or wrong", "a hundred candidates", "candidates in a list")
-    full = [t for t in found.of("hedge") if len(_paid(found, t, share=0.9)) > 0.5 * max(t.size, 1)]
+    full = [t for t in examination.of("hedge") if len(_paid(examination, t, share=0.9)) > 0.5 * max(t.size, 1)]
     bad = [t.probe.name for t in full if t.probe.name in cheats]
     if bad:
         yield Verdict(
             "WARN", "hackable", f"pays a text in full that names wrong answers too: {_listed(bad)}", {"probes": bad}
         )
-    above = [t.probe.name for t in found.of("hedge") if t.known and t.mean > _mean(found.scores("gold")) + 1e-6]
+    above = [
+        t.probe.name for t in examination.of("hedge") if t.finite and t.mean > _mean(examination.scores("gold")) + 1e-6
+    ]
     if above:
         yield Verdict(
             "WARN", "hackable", f"pays more than for the plain right answer: {_listed(above)}", {"probes": above}
         )
     free = [t.probe.name for t in full if t.probe.name not in (*cheats, *above)]
     if free:
-        said = f"does not mind {_listed(free)}; a reward for length, format or repetition beside it would"
-        yield Verdict("NOTE", "length", said, {"probes": free})
+        sentence = f"does not mind {_listed(free)}; a reward for length, format or repetition beside it would"
+        yield Verdict("NOTE", "length", sentence, {"probes": free})
 
 
-def _repeated(found: Examination) -> Iterator[Verdict]:
-    if found.moved:
+def _repeated(examination: Examination) -> Iterator[Verdict]:
+    if examination.moved:
         yield Verdict(
             "FAIL",
             "nondeterministic",
-            f"scored the same completions otherwise when asked again: {_listed(found.moved)}",
+            f"scored the same completions otherwise when asked again: {_listed(examination.moved)}",
         )
-    if found.reordered:
-        said = f"scores depend on the order of the batch: {_listed(found.reordered)}"
-        yield Verdict("WARN", "nondeterministic", said, {"probes": found.reordered})
+    if examination.reordered:
+        sentence = f"scores depend on the order of the batch: {_listed(examination.reordered)}"
+        yield Verdict("WARN", "nondeterministic", sentence, {"probes": examination.reordered})
 
 
-def _abstains(found: Examination) -> Iterator[Verdict]:
-    main = found.of("gold", found.wording) if found.wording else found.of("given")
+def _abstains(examination: Examination) -> Iterator[Verdict]:
+    main = examination.of("gold", examination.wording) if examination.wording else examination.of("given")
     for tried in main:
         texts = zip(tried.probe.texts, tried.scores, strict=True)
         none = [i for i, (text, score) in enumerate(texts) if text is not None and math.isnan(score)]
         if none and not tried.errors and len(none) > _MOST_MISSED * tried.size:
-            said = f"abstains from its own right answers in {len(none)} of {tried.size} rows (such as row {none[0]})"
-            yield Verdict("WARN", "abstains", said, {"rows": none})
-    without = [i for i, row in enumerate(found.rows) if row.gold is None]
-    if found.wording and without:
+            sentence = (
+                f"abstains from its own right answers in {len(none)} of {tried.size} rows (such as row {none[0]})"
+            )
+            yield Verdict("WARN", "abstains", sentence, {"rows": none})
+    without = [i for i, row in enumerate(examination.rows) if row.gold is None]
+    if examination.wording and without:
         yield Verdict(
             "WARN",
             "abstains",
-            f"{len(without)} of {len(found.rows)} rows have no gold answer (such as row {without[0]})",
+            f"{len(without)} of {len(examination.rows)} rows have no gold answer (such as row {without[0]})",
         )
 
 
-def _time(found: Examination, limit: float) -> Iterator[Verdict]:
-    ordinary = [t for t in found.tried if t.probe.kind in ("gold", "wrong", "given") and t.size]
+def _time(examination: Examination, limit: float) -> Iterator[Verdict]:
+    ordinary = [t for t in examination.tried if t.probe.kind in ("gold", "wrong", "given") and t.size]
     if not ordinary:
         return
     usual = sorted(t.seconds / t.size for t in ordinary)[len(ordinary) // 2]
@@ -199,38 +207,38 @@ def _time(found: Examination, limit: float) -> Iterator[Verdict]:
             f"takes {usual:.2g} s a completion; streams=True hides it behind the rollout",
             {"seconds": usual},
         )
-    slow = [t for t in found.tried if t.size and t.seconds / t.size > max(limit, 20 * usual)]
+    slow = [t for t in examination.tried if t.size and t.seconds / t.size > max(limit, 20 * usual)]
     if slow:
         worst = max(slow, key=lambda t: t.seconds / t.size)
-        said = f"{worst.probe.name!r} takes {worst.seconds / worst.size:.2g} s a completion, others {usual:.2g} s"
-        yield Verdict("WARN", "slow", said, {"probe": worst.probe.name, "seconds": worst.seconds / worst.size})
+        sentence = f"{worst.probe.name!r} takes {worst.seconds / worst.size:.2g} s a completion, others {usual:.2g} s"
+        yield Verdict("WARN", "slow", sentence, {"probe": worst.probe.name, "seconds": worst.seconds / worst.size})
 
 
-def _form(found: Examination) -> Iterator[Verdict]:
+def _form(examination: Examination) -> Iterator[Verdict]:
     """Verdicts on a reward that ignores the gold answer: its scores for completions without an answer."""
-    if found.reads_gold:
+    if examination.reads_gold:
         return
-    known = [score for tried in found.tried for score in tried.known]
-    if not known or max(known) - min(known) < 1e-9:
+    scores = [score for tried in examination.tried for score in tried.finite]
+    if not scores or max(scores) - min(scores) < 1e-9:
         return
-    top = max(known)
-    free = [t.probe.name for t in found.of("garbage") if t.known and t.mean >= top - 1e-9]
-    why = "right and wrong answers score alike" if found.wording else "there are no gold answers to compare with"
-    said = f"judges form alone, as far as can be seen: {why}"
+    top = max(scores)
+    free = [t.probe.name for t in examination.of("garbage") if t.finite and t.mean >= top - 1e-9]
+    why = "right and wrong answers score alike" if examination.wording else "there are no gold answers to compare with"
+    sentence = f"judges form alone, as far as can be seen: {why}"
     if free:
-        said += f"; its highest score goes to {_listed(free)} too, so use it beside a reward for being right"
-    yield Verdict("NOTE", "form", said, {"highest_for": free})
+        sentence += f"; its highest score goes to {_listed(free)} too, so use it beside a reward for being right"
+    yield Verdict("NOTE", "form", sentence, {"highest_for": free})
 
 
-def _paid(found: Examination, tried: Tried, share: float = 0.5) -> list[int]:
+def _paid(examination: Examination, tried: Tried, share: float = 0.5) -> list[int]:
     """Rows where a probe earns more than `share` of the way from the wrong answer's score to the right one's."""
-    rows = enumerate(zip(tried.scores, found.scores("gold"), found.scores("wrong"), strict=True))
+    rows = enumerate(zip(tried.scores, examination.scores("gold"), examination.scores("wrong"), strict=True))
     return [i for i, (score, right, wrong) in rows if right > wrong and score >= wrong + share * (right - wrong)]
 
 
 def _mean(scores: list[float]) -> float:
-    known = [score for score in scores if not math.isnan(score)]
-    return sum(known) / len(known) if known else math.nan
+    finite = [score for score in scores if not math.isnan(score)]
+    return sum(finite) / len(finite) if finite else math.nan
 
 
 def _listed(names: list[str]) -> str:

@@ -37,7 +37,7 @@ def rows_that_fit(plan: Estimate) -> int:
     other = max(1, rows // 2) if rows > 1 else 2
     peak, other_peak = (setup.with_rows(count).measure().peak for count in (rows, other))
     slope = (peak - other_peak) / (rows - other)
-    free = setup.gpu.memory - plan.held.learning + plan.found.peak - peak
+    free = setup.gpu.memory - plan.held.learning + plan.measurement.peak - peak
     return max(0, int(rows + free // slope)) if slope > 0 else rows
 
 
@@ -46,18 +46,18 @@ def answers(plan: Estimate, lora: Any) -> Iterator[Answer]:
     setup = plan.setup
     if lora is not None and setup.adapter is None:
         change = "LoRA of rank 16 on frozen weights in bfloat16 (--lora-r 16 --dtype bfloat16)"
-        yield _compared(plan, estimate(replace(_in_bfloat16(setup), adapter=lora)), change)
-    elif setup.adapter is not None and plan.found.dtype == torch.float32 and setup.args.bf16:
-        yield _compared(plan, estimate(_in_bfloat16(setup)), "frozen weights in bfloat16 (--dtype bfloat16)")
+        yield _answer_of(plan, estimate(replace(_in_bfloat16(setup), adapter=lora)), change)
+    elif setup.adapter is not None and plan.measurement.dtype == torch.float32 and setup.args.bf16:
+        yield _answer_of(plan, estimate(_in_bfloat16(setup)), "frozen weights in bfloat16 (--dtype bfloat16)")
     if not setup.is_split and setup.gpus > 1:
         split = estimate(
-            replace(setup, is_split=True), plan.found if plan.fits else None
+            replace(setup, is_split=True), plan.measurement if plan.fits else None
         )  # with room, for longer passes
-        yield _compared(plan, split, "a split model (--fsdp true)")
+        yield _answer_of(plan, split, "a split model (--fsdp true)")
     doubled = _on(setup, 2 * setup.gpus)
     if doubled is not None:
-        more = estimate(doubled, plan.found)
-        yield _compared(plan, more, f"{doubled.gpus} GPUs instead of {setup.gpus}", must=1.6)
+        more = estimate(doubled, plan.measurement)
+        yield _answer_of(plan, more, f"{doubled.gpus} GPUs instead of {setup.gpus}", must=1.6)
     yield asynchrony(plan)
 
 
@@ -69,16 +69,16 @@ def _in_bfloat16(setup: Setup) -> Setup:
     return replace(setup, args=args)
 
 
-def _compared(plan: Estimate, other: Estimate, change: str, must: float = PAYS) -> Answer:
+def _answer_of(plan: Estimate, other: Estimate, change: str, must: float = PAYS) -> Answer:
     peak = other.held.peak
     if not other.fits:
         return Answer(change=change, said=f"{in_gib(peak)} at the peak, which does not fit", pays=False, peak=peak)
     if not plan.fits:
-        said = f"{other.seconds.step:.3g} s a step, {in_gib(peak)} at the peak; it would fit"
-        return Answer(change=change, said=said, pays=True, peak=peak)
+        sentence = f"{other.seconds.step:.3g} s a step, {in_gib(peak)} at the peak; it would fit"
+        return Answer(change=change, said=sentence, pays=True, peak=peak)
     speed = plan.seconds.step / other.seconds.step
-    said = f"{other.seconds.step:.3g} s a step, {speed:.2f} times as fast, {in_gib(peak)} at the peak"
-    return Answer(change=change, said=said, pays=speed >= must, speed=speed, peak=peak)
+    sentence = f"{other.seconds.step:.3g} s a step, {speed:.2f} times as fast, {in_gib(peak)} at the peak"
+    return Answer(change=change, said=sentence, pays=speed >= must, speed=speed, peak=peak)
 
 
 def _on(setup: Setup, gpus: int) -> Setup | None:
@@ -104,8 +104,8 @@ def asynchrony(plan: Estimate) -> Answer:
     if not plan.fits:
         return Answer(change=change, said="asked of a run that fits", pays=False)
     if count < 2:
-        said = "needs a second GPU: on one, writing and learning take turns anyway"
-        return Answer(change=change, said=said, pays=False)
+        sentence = "needs a second GPU: on one, writing and learning take turns anyway"
+        return Answer(change=change, said=sentence, pays=False)
     tokens = plan.completions * setup.mean
     best, at = float("inf"), 0
     for samplers in range(plan.decoding.gpus, count, plan.decoding.gpus):
@@ -117,5 +117,5 @@ def asynchrony(plan: Estimate) -> Answer:
     if not at:
         raise ConfigError("One engine takes all GPUs; lower --vllm-tensor-parallel-size.")
     speed = plan.seconds.step / best
-    said = f"{best:.3g} s a step, {speed:.2f} times as fast, with {at} of {count} GPUs writing"
-    return Answer(change=change, said=said, pays=speed >= PAYS, speed=speed)
+    sentence = f"{best:.3g} s a step, {speed:.2f} times as fast, with {at} of {count} GPUs writing"
+    return Answer(change=change, said=sentence, pays=speed >= PAYS, speed=speed)

@@ -110,7 +110,7 @@ class Estimate:
     """Memory and time of a run on its GPUs."""
 
     setup: Setup
-    found: Measured
+    measurement: Measured
     held: Held
     seconds: Seconds
     decoding: Decoding
@@ -122,21 +122,21 @@ class Estimate:
         return self.held.peak <= self.setup.gpu.memory and self.decoding.room > 0
 
 
-def estimate(setup: Setup, found: Measured | None = None) -> Estimate:
-    """The plan for this setup. Raises ConfigError where its batch does not divide. `found`: of `setup.measure()`, if it is known."""
-    found = found or setup.measure()
+def estimate(setup: Setup, measurement: Measured | None = None) -> Estimate:
+    """The plan for this setup. Raises ConfigError where its batch does not divide. `measurement`: of `setup.measure()`, where it was made before."""
+    measurement = measurement or setup.measure()
     counts = batch_arithmetic(setup.args, setup.gpus, num_prompts=1)
-    held, decoding = _held(setup, found, counts.completions_per_generation)
+    held, decoding = _held(setup, measurement, counts.completions_per_generation)
     steps = counts.optimizer_steps_per_generation
     engines = max(1, setup.gpus // decoding.gpus)
     share = -(-counts.completions_per_generation // engines)
     group = setup.args.num_generations
     rolled = decoding.seconds(share, group, setup.prompt_tokens, setup.mean, setup.args.max_completion_length)
-    scoring, update = _learning(setup, found, counts.completions_per_step)
-    seconds = Seconds(rollout=rolled / steps, scoring=scoring, update=update, sync=_sync(setup, found) / steps)
+    scoring, update = _learning(setup, measurement, counts.completions_per_step)
+    seconds = Seconds(rollout=rolled / steps, scoring=scoring, update=update, sync=_sync(setup, measurement) / steps)
     return Estimate(
         setup=setup,
-        found=found,
+        measurement=measurement,
         held=held,
         seconds=seconds,
         decoding=decoding,
@@ -144,28 +144,28 @@ def estimate(setup: Setup, found: Measured | None = None) -> Estimate:
     )
 
 
-def _held(setup: Setup, found: Measured, completions: int) -> tuple[Held, Decoding]:
+def _held(setup: Setup, measurement: Measured, completions: int) -> tuple[Held, Decoding]:
     args, shards = setup.args, setup.shards
     prompts = -(-completions // args.num_generations // setup.gpus)
     drawn = prompts * (setup.prompt_tokens + args.num_generations * args.max_completion_length)
-    whole = memory_of(found, args, setup.model_config, drawn, Target(on_cpu=False))
+    whole = memory_of(measurement, args, setup.model_config, drawn, Target(on_cpu=False))
     copied = bool(whole.sampler) or args.use_vllm
-    item = 2 if copied else found.dtype.itemsize
+    item = 2 if copied else measurement.dtype.itemsize
     split = args.vllm_tensor_parallel_size if args.use_vllm else 1
-    sampled = (item * found.size // split if copied else 0) + (found.weights if setup.is_split else 0)
-    gathered = _gathered(setup, found) if setup.is_split and setup.gpus > 1 else 0
-    kept = {
+    sampled = (item * measurement.size // split if copied else 0) + (measurement.weights if setup.is_split else 0)
+    gathered = _gathered(setup, measurement) if setup.is_split and setup.gpus > 1 else 0
+    sharded = {
         name: -(-getattr(whole, name) // shards)
         for name in ("weights", "reference", "critic", "gradients", "optimizer")
     }
-    held = Held(**kept, gathered=gathered, activations=whole.activations, sampler=sampled, cache=0)
+    held = Held(**sharded, gathered=gathered, activations=whole.activations, sampler=sampled, cache=0)
     room = setup.gpu.memory - held.stays - held.sampler
     text = setup.model_config.get_text_config()
     decoding = Decoding(
         gpu=setup.gpu,
         gpus=split,
-        weights=item * found.size,
-        parameters=found.size,
+        weights=item * measurement.size,
+        parameters=measurement.size,
         key_bytes=cache_bytes(setup.model_config, 1, item),
         room=max(0, room) * split,
         item_bytes=item,
@@ -177,17 +177,17 @@ def _held(setup: Setup, found: Measured, completions: int) -> tuple[Held, Decodi
     return replace(held, cache=min(whole.cache, max(0, room))), decoding
 
 
-def _gathered(setup: Setup, found: Measured) -> int:
+def _gathered(setup: Setup, measurement: Measured) -> int:
     """Bytes that FSDP2 holds gathered at a time: the embeddings and the head, this layer and the next, and their gradients."""
     text = setup.model_config.get_text_config()
     tables = 1 if text.tie_word_embeddings else 2
-    ends = min(found.weights, tables * text.vocab_size * text.hidden_size * found.dtype.itemsize)
-    layer = (found.weights - ends) // text.num_hidden_layers
-    trained = found.gradients / found.weights
+    ends = min(measurement.weights, tables * text.vocab_size * text.hidden_size * measurement.dtype.itemsize)
+    layer = (measurement.weights - ends) // text.num_hidden_layers
+    trained = measurement.gradients / measurement.weights
     return int(ends * (1 + trained) + layer * (2 + trained))
 
 
-def _learning(setup: Setup, found: Measured, completions: int) -> tuple[float, float]:
+def _learning(setup: Setup, measurement: Measured, completions: int) -> tuple[float, float]:
     """Seconds of scoring and of the update of `completions`, with what has to be moved between devices.
 
     Movement overlaps with arithmetic; whichever is longer counts.
@@ -195,21 +195,21 @@ def _learning(setup: Setup, found: Measured, completions: int) -> tuple[float, f
     args, gpus = setup.args, setup.gpus
     rows = completions / gpus
     real = rows * setup.mean + max(1.0, rows / args.num_generations) * setup.prompt_tokens
-    passes = max(1.0, real / found.tokens)
-    share = min(1.0, real / found.tokens)
-    one_score, one_pass = found.scoring * share, (found.learning - found.updating) * share
-    update = found.updating / setup.shards
+    passes = max(1.0, real / measurement.tokens)
+    share = min(1.0, real / measurement.tokens)
+    one_score, one_pass = measurement.scoring * share, (measurement.learning - measurement.updating) * share
+    update = measurement.updating / setup.shards
     there = (gpus - 1) / gpus / setup.gpu.sends(gpus)
     if setup.is_split:
-        gather, scatter = found.weights * there, found.gradients * there
+        gather, scatter = measurement.weights * there, measurement.gradients * there
         scoring = passes * max(one_score, gather) if one_score else 0.0
         return scoring, passes * max(one_pass, 2 * gather + scatter) + update
-    summed = 2 * found.gradients * there
+    summed = 2 * measurement.gradients * there
     return passes * one_score, (passes - 1) * one_pass + max(one_pass, summed) + update
 
 
-def _sync(setup: Setup, found: Measured) -> float:
+def _sync(setup: Setup, measurement: Measured) -> float:
     """Seconds to bring new weights to the sampler: gathered where they are split, else copied in their memory."""
     if setup.is_split:
-        return found.weights * (setup.gpus - 1) / setup.gpus / setup.gpu.sends(setup.gpus)
-    return (found.weights + 2 * found.size) / setup.gpu.reads
+        return measurement.weights * (setup.gpus - 1) / setup.gpus / setup.gpu.sends(setup.gpus)
+    return (measurement.weights + 2 * measurement.size) / setup.gpu.reads

@@ -84,18 +84,18 @@ GPUS = {
 
 def gpus(text: str) -> tuple[int, Gpu]:
     """The number and kind of GPUs of "8xH100"; a name alone is one. Raises ConfigError with the known names."""
-    found = re.fullmatch(r"\s*(?:(\d+)\s*[xX*]\s*)?([A-Za-z].*?)\s*", text)
+    match = re.fullmatch(r"\s*(?:(\d+)\s*[xX*]\s*)?([A-Za-z].*?)\s*", text)
     by_plain = {_plain(name): gpu for name, gpu in GPUS.items()}
-    gpu = by_plain.get(_plain(found[2])) if found else None
-    if gpu is not None and found is not None and int(found[1] or 1) < 1:
+    gpu = by_plain.get(_plain(match[2])) if match else None
+    if gpu is not None and match is not None and int(match[1] or 1) < 1:
         raise ConfigError(f"--gpus {text!r} asks for no GPU at all; give a number of 1 or more, such as 8x{gpu.name}.")
-    if found is None or gpu is None:
-        near = did_you_mean(found[2], GPUS) if found else ""
+    if match is None or gpu is None:
+        near = did_you_mean(match[2], GPUS) if match else ""
         raise ConfigError(
             f"--gpus {text!r} names no GPU that is known here.{near} Write a number and a name, such as 8xH100; known: "
             f"{', '.join(GPUS)}."
         )
-    return int(found[1] or 1), gpu
+    return int(match[1] or 1), gpu
 
 
 def _plain(name: str) -> str:

@@ -36,20 +36,20 @@ _SHAPES: dict[str, tuple[str, int, bool, tuple[int, ...]]] = {
     "meta-llama/Llama-2-7b-hf": ("llama", 32000, False, (4096, 11008, 32, 32, 32, 128)),
     "mistralai/Mistral-7B-v0.3": ("mistral", 32768, False, (4096, 14336, 32, 32, 8, 128)),
 }
-KNOWN = tuple(_SHAPES)
+MODELS = tuple(_SHAPES)
 _SUFFIXES = ("-Instruct", "-Base", "-Instruct-v0.3")
 
 
-def known_config(model: str) -> Any:
+def config_by_name(model: str) -> Any:
     """The transformers configuration of a known model, by its name with or without its owner; None for any other."""
-    by_name = {name.lower(): name for name in KNOWN} | {name.rpartition("/")[2].lower(): name for name in KNOWN}
+    by_name = {name.lower(): name for name in MODELS} | {name.rpartition("/")[2].lower(): name for name in MODELS}
     plain = model.lower()
-    found = next((by_name[w] for s in ("", *_SUFFIXES) if (w := plain.removesuffix(s.lower())) in by_name), None)
-    if found is None:
+    full_name = next((by_name[w] for s in ("", *_SUFFIXES) if (w := plain.removesuffix(s.lower())) in by_name), None)
+    if full_name is None:
         return None
     from transformers import AutoConfig
 
-    kind, vocabulary, is_tied, shape = _SHAPES[found]
+    kind, vocabulary, is_tied, shape = _SHAPES[full_name]
     entries = dict(zip(_FORM, shape, strict=True)) | {"vocab_size": vocabulary, "tie_word_embeddings": is_tied}
     return AutoConfig.for_model(kind, max_position_embeddings=131072, use_cache=False, **entries)
 
@@ -62,20 +62,20 @@ def config_of(model: str, trust_remote_code: bool, load: Any) -> Any:
     path = Path(model)
     if path.is_file():
         from covey.files.bounded import read_json
-        from covey.models import told_as_model_error
+        from covey.models import as_model_errors
 
         read_json(path, ModelError)
-        with told_as_model_error(model):
+        with as_model_errors(model):
             from transformers import AutoConfig
 
             return AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
-    found = None if path.exists() else known_config(model)
-    if found is not None:
-        return found
+    config = None if path.exists() else config_by_name(model)
+    if config is not None:
+        return config
     try:
         return load(model, trust_remote_code)
     except ModelError as error:
-        near = did_you_mean(model, KNOWN)
+        near = did_you_mean(model, MODELS)
         raise ModelError(
-            f"{error}{near} Without the hub, a folder, its config.json, or one of: {', '.join(KNOWN)}."
+            f"{error}{near} Without the hub, a folder, its config.json, or one of: {', '.join(MODELS)}."
         ) from error

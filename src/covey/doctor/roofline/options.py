@@ -17,23 +17,23 @@ _ELSEWHERE = {
 _NO = ("", "false", "no", "off", "0", "none")
 
 
-def planned(wanted: Mapping[str, Any]) -> tuple[GRPOConfig, bool]:
+def planned(options: Mapping[str, Any]) -> tuple[GRPOConfig, bool]:
     """The configuration on a GPU, in bfloat16 unless `bf16` says otherwise, and True where FSDP splits the model.
 
     Raises ConfigError for options that a plan does not cover.
     """
-    wanted = dict(wanted)
+    options = dict(options)
     for name, instead in _ELSEWHERE.items():
-        if wanted.get(name):
+        if options.get(name):
             raise ConfigError(f"covey doctor plan does not take --{name.replace('_', '-')}: {instead}.")
-    if wanted.get("use_vllm") and wanted.get("vllm_mode", "server") != "colocate":
+    if options.get("use_vllm") and options.get("vllm_mode", "server") != "colocate":
         raise ConfigError(
             "A plan is for GPUs that write and learn in turn; add --vllm-mode colocate, or leave vLLM out."
         )
-    is_split = str(wanted.pop("fsdp", None) or "").lower() not in _NO
-    if is_split and wanted.get("use_vllm"):
+    is_split = str(options.pop("fsdp", None) or "").lower() not in _NO
+    if is_split and options.get("use_vllm"):
         raise ConfigError("fsdp gathers the weights for the native sampler; leave --use-vllm or --fsdp out.")
-    bf16 = wanted.pop("bf16", True)
-    config = GRPOConfig(**wanted)
+    bf16 = options.pop("bf16", True)
+    config = GRPOConfig(**options)
     config.bf16 = bf16
     return config, is_split

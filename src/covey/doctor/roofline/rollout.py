@@ -10,7 +10,7 @@ from covey.doctor.roofline.gpus import Gpu
 _POINTS = 64
 """Places of a completion at which a step is timed."""
 A_KERNEL = 4.9e-6
-"""Seconds of a kernel of a replayed CUDA graph beside the bytes that it reads: the gap before it, its start, and numbers that
+"""Seconds of a kernel of a replayed CUDA graph on top of the bytes that it reads: the gap before it, its start, and numbers that
 come from the cache. Fitted to three rollouts of Qwen2.5 0.5B on one H100 SXM, torch 2.11, 2026-11-26 (a test has them)."""
 LAUNCHED = 40e-6
 """Seconds of the host for an operation outside of a graph: 79,291 launches of a learner's step took 3.9 s (the same H100). The

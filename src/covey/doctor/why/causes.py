@@ -87,15 +87,15 @@ def diagnose(recorded: Recorded) -> Diagnosis:
     remedies = [_remedy(change, troubles, base, replay.effect(change.apply)) for change in changes]
     kinds = ("stale", "slice", "group", "reward", "scale", "reference", "clip", "learning_rate")
     order = {kind: place for place, kind in enumerate(kinds)}
-    ranked = sorted(remedies, key=lambda one: (-round(one.share, 1), order[one.change.kind], -one.share))
-    told = recorded.metrics.get("grad_norm")
+    ranked = sorted(remedies, key=lambda remedy: (-round(remedy.share, 1), order[remedy.change.kind], -remedy.share))
+    recorded_norm = recorded.metrics.get("grad_norm")
     left = (
         ()
         if recorded.can_judge
         else ("rewards off and unscaled advantages: judged again, advantages differ from the recorded ones",)
     )
-    values = tuple((one.said, float(one.measure(base).mean()), one.limit) for one in troubles)
-    return Diagnosis(troubles=values, remedies=tuple(ranked), replayed=(base.grad_norm, told), left_out=left)
+    values = tuple((trouble.said, float(trouble.measure(base).mean()), trouble.limit) for trouble in troubles)
+    return Diagnosis(troubles=values, remedies=tuple(ranked), replayed=(base.grad_norm, recorded_norm), left_out=left)
 
 
 def _troubles(recorded: Recorded, base: Effect) -> Iterator[Trouble]:
@@ -132,11 +132,11 @@ def _troubles(recorded: Recorded, base: Effect) -> Iterator[Trouble]:
 
 
 def _contradicted(against: list[Contradiction]) -> Iterator[Trouble]:
-    for one in against:
+    for contradiction in against:
         yield Trouble(
-            said=f"prompts with {one.said} are paid for the opposite of what similar completions of other prompts are paid for "
-            f"(p = {one.p_value:.1g}; their share of the step's absolute advantages)",
-            measure=partial(_share_of, one),
+            said=f"prompts with {contradiction.said} are paid for the opposite of what similar completions of other prompts are paid for "
+            f"(p = {contradiction.p_value:.1g}; their share of the step's absolute advantages)",
+            measure=partial(_share_of, contradiction),
             limit=0.0,
         )
 
@@ -153,9 +153,9 @@ def _outsized(effect: Effect) -> Any:
     return np.array([loud.max() / np.median(loud) if len(loud) >= FEWEST_GROUPS else 1.0])
 
 
-def _without_slice(one: Contradiction) -> Change:
-    rest = lambda g, a: ([group for i, group in enumerate(g) if i not in one.places], a, 1.0, None)
-    return Change(kind="slice", said=f"the prompts with {one.said} left out", apply=rest)
+def _without_slice(contradiction: Contradiction) -> Change:
+    rest = lambda g, a: ([group for i, group in enumerate(g) if i not in contradiction.places], a, 1.0, None)
+    return Change(kind="slice", said=f"the prompts with {contradiction.said} left out", apply=rest)
 
 
 def _loss_of(effect: Effect, name: str) -> Any:
@@ -176,7 +176,7 @@ def _changes(recorded: Recorded, replay: Replay) -> Iterator[Change]:
     aged = replay.staleness()
     fresh = [(rows <= MOST_STALE).nonzero().flatten().tolist() for rows in aged]
     if sum(map(len, fresh)) < sum(group.size for group in recorded.groups):
-        keep = lambda g, a: ([one.take(i) for one, i in zip(g, fresh, strict=True) if i], a, 1.0, None)
+        keep = lambda g, a: ([group.take(i) for group, i in zip(g, fresh, strict=True) if i], a, 1.0, None)
         yield Change(kind="stale", said="completions drawn by another policy left out", apply=keep)
     weight = [0.0 if g.advantages is None else float(g.advantages.abs().max()) for g in recorded.groups]
     loud = [i for i in range(len(weight)) if weight[i] > 0]
@@ -204,9 +204,9 @@ def _heavy(recorded: Recorded) -> list[int]:
 
 def _without_groups(recorded: Recorded, places: list[int]) -> Change:
     uids = ", ".join(recorded.groups[i].prompt.uid for i in places)
-    said = f"the group of prompt {uids} left out" if len(places) == 1 else f"the groups of prompts {uids} left out"
+    sentence = f"the group of prompt {uids} left out" if len(places) == 1 else f"the groups of prompts {uids} left out"
     rest = lambda g, a: ([group for i, group in enumerate(g) if i not in places], a, 1.0, None)
-    return Change(kind="group", said=said, apply=rest)
+    return Change(kind="group", said=sentence, apply=rest)
 
 
 def _judged_anew(recorded: Recorded) -> Iterator[Change]:

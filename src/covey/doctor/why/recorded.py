@@ -68,17 +68,17 @@ def load(run_dir: Path, step: int) -> Recorded:
     folder = run_dir / f"checkpoint-{step - 1}"
     path = run_dir / "rollouts" / f"step-{step:06d}.parquet"
     if not folder.is_dir() or not path.is_file():
-        last = max((row["step"] for row in _told(run_dir)), default=0)
+        last = max((row["step"] for row in _logged_rows(run_dir)), default=0)
         if step > last:
             raise ConfigError(f"--step {step}: {run_dir} has taken {last} steps so far.")
         have = sorted(
             set(rollouts.steps(run_dir / "rollouts"))
             & {checkpoint.step_of(c) + 1 for c in checkpoint.checkpoints(run_dir)}
         )
-        known = f"It has both for step {', '.join(map(str, have[-5:]))}. " if have else ""
-        lack = [str(one.relative_to(run_dir)) for one in (folder, path) if not one.exists()]
+        hint = f"It has both for step {', '.join(map(str, have[-5:]))}. " if have else ""
+        lack = [str(missing.relative_to(run_dir)) for missing in (folder, path) if not missing.exists()]
         raise RunFolderError(
-            f"{run_dir} lacks {' and '.join(lack)}, which step {step} is made again from. {known}A run resumed from an earlier "
+            f"{run_dir} lacks {' and '.join(lack)}, which step {step} is made again from. {hint}A run resumed from an earlier "
             "checkpoint with --save-steps 1 --rollout-log-steps 1 --save-total-limit 0 takes the same steps and keeps both."
         )
     if wrong := checksums.problems(folder):
@@ -101,8 +101,8 @@ def load(run_dir: Path, step: int) -> Recorded:
     weights = torch.tensor(args.reward_weights or [1.0] * len(names))
     groups = groups_of(rows, names)
     rated, can_judge = _judged(groups, algorithm, weights)
-    told = _told(run_dir)
-    before = [row for row in told if row["step"] < step]
+    logged = _logged_rows(run_dir)
+    before = [row for row in logged if row["step"] < step]
     return Recorded(
         step=step,
         groups=tuple(rated if can_judge else groups),
@@ -112,20 +112,20 @@ def load(run_dir: Path, step: int) -> Recorded:
         learner=_learner(args, algorithm, _policy(folder, described)),
         state=tree,
         can_judge=can_judge,
-        metrics=next((row for row in told if row["step"] == step), {}),
+        metrics=next((row for row in logged if row["step"] == step), {}),
         earlier={"grad_norm": [row["grad_norm"] for row in before if isinstance(row.get("grad_norm"), float)]},
         earlier_groups=tuple(_earlier(run_dir / "rollouts", step, names, _MOST_EARLIER - len(rows))),
     )
 
 
-def _told(run_dir: Path) -> list[dict[str, Any]]:
+def _logged_rows(run_dir: Path) -> list[dict[str, Any]]:
     """Rows of metrics.jsonl that belong to a step."""
     return [row for row in read_metrics(run_dir / "metrics.jsonl") if isinstance(row.get("step"), int)]
 
 
 def _earlier(folder: Path, step: int, names: Sequence[str], room: int) -> Iterator[Group]:
     """Groups of the files before a step, newest first, of `room` completions at most; an older file of another form ends them."""
-    for before in sorted((one for one in rollouts.steps(folder) if one < step), reverse=True):
+    for before in sorted((earlier for earlier in rollouts.steps(folder) if earlier < step), reverse=True):
         rows = rollouts.read(folder / f"step-{before:06d}.parquet")
         if room < len(rows) or any(name not in rows[0] for name in ("prompt_ids", "advantage", *_columns(names))):
             return
@@ -200,12 +200,12 @@ def _judged(groups: list[Group], algorithm: Algorithm, weights: Tensor) -> tuple
 
 
 def _options(described: Mapping[str, Any], run_dir: Path) -> GRPOConfig:
-    kept = {k: v for k, v in (described.get("config") or {}).items() if k in HONOURED and k not in _OF_THE_CALL}
-    if str(kept.get("algorithm")).startswith("Algorithm("):
+    config = {k: v for k, v in (described.get("config") or {}).items() if k in HONOURED and k not in _OF_THE_CALL}
+    if str(config.get("algorithm")).startswith("Algorithm("):
         raise ConfigError(
             f"{run_dir} was trained by an algorithm that a script built; covey why needs one that options name."
         )
-    return GRPOConfig(output_dir=str(run_dir), report_to="none", **kept)
+    return GRPOConfig(output_dir=str(run_dir), report_to="none", **config)
 
 
 def _policy(folder: Path, described: Mapping[str, Any]) -> Any:
@@ -222,7 +222,7 @@ def _learner(args: GRPOConfig, algorithm: Algorithm, policy: Any) -> Learner:
     world = World.of(args)
     loaded = load_for_training(policy, args, world.device)
     scorer: Any = None  # rewards are recorded, none is called
-    given = RunInputs(
+    inputs = RunInputs(
         args=args,
         model=loaded.model,
         tokenizer=loaded.tokenizer,
@@ -233,5 +233,5 @@ def _learner(args: GRPOConfig, algorithm: Algorithm, policy: Any) -> Learner:
         world=world,
     )
     return build_learner(
-        given, args.max_steps if args.max_steps > 0 else 1, (None, None), True, samples_here=samples_here(given)
+        inputs, args.max_steps if args.max_steps > 0 else 1, (None, None), True, samples_here=samples_here(inputs)
     )

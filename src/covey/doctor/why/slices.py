@@ -53,13 +53,15 @@ def contradictions(recorded: Recorded) -> list[Contradiction]:
         return []
     expected = _predicted(_kernel(recorded.learner, groups), [_advantages(group) for group in groups])
     scores = np.array([e @ a / np.linalg.norm(a) for e, a in zip(expected, map(_advantages, groups), strict=True)])
-    found = []
-    for members, said in slices.items():
-        own = list(members)
-        p = _p_value(scores, own) * len(slices)
-        if p < _LIKELY and scores[own].mean() < 0:
-            found.append(Contradiction(said=said, places=tuple(loud[i] for i in own if i < num_now), p_value=p))
-    return sorted(found, key=lambda one: one.p_value)
+    contradicting = []
+    for members, description in slices.items():
+        indices = list(members)
+        p = _p_value(scores, indices) * len(slices)
+        if p < _LIKELY and scores[indices].mean() < 0:
+            contradicting.append(
+                Contradiction(said=description, places=tuple(loud[i] for i in indices if i < num_now), p_value=p)
+            )
+    return sorted(contradicting, key=lambda contradiction: contradiction.p_value)
 
 
 def _slices(groups: Sequence[Group], num_now: int) -> dict[tuple[int, ...], str]:
@@ -69,16 +71,16 @@ def _slices(groups: Sequence[Group], num_now: int) -> dict[tuple[int, ...], str]
         for name, value in group.prompt.columns.items():
             if isinstance(value, str | int):
                 members.setdefault((name, value), []).append(i)
-    fits = lambda own: _FEWEST_GROUPS <= len(own) <= len(groups) / 2 and own[0] < num_now
-    return {tuple(own): f"{name} = {value}" for (name, value), own in members.items() if fits(own)}
+    fits = lambda places: _FEWEST_GROUPS <= len(places) <= len(groups) / 2 and places[0] < num_now
+    return {tuple(places): f"{name} = {value}" for (name, value), places in members.items() if fits(places)}
 
 
 def _predicted(kernel: Array, advantages: Sequence[Array]) -> list[Array]:
     """Leave-one-group-out predictions of ridge regression: a - (M_ii)^-1 (M a)_i with M = (K + l I)^-1."""
     inverse = np.linalg.inv(kernel + _RIDGE * np.trace(kernel) / len(kernel) * np.eye(len(kernel)))
     fitted = inverse @ np.concatenate(advantages)
-    ends = np.cumsum([len(one) for one in advantages])
-    parts = [slice(end - len(one), end) for end, one in zip(ends, advantages, strict=True)]
+    ends = np.cumsum([len(group_advantages) for group_advantages in advantages])
+    parts = [slice(end - len(group_advantages), end) for end, group_advantages in zip(ends, advantages, strict=True)]
     return [a - np.linalg.solve(inverse[i, i], fitted[i]) for a, i in zip(advantages, parts, strict=True)]
 
 
@@ -113,10 +115,10 @@ def _folded(parts: Sequence[Tensor]) -> Tensor:
     return out
 
 
-def _p_value(scores: Array, own: Sequence[int]) -> float:
+def _p_value(scores: Array, indices: Sequence[int]) -> float:
     rng = np.random.default_rng(0)
-    drawn = scores[rng.permuted(np.tile(np.arange(len(scores)), (_DRAWS, 1)), axis=1)[:, : len(own)]].mean(1)
-    return float((1 + (drawn <= scores[list(own)].mean() + 1e-12).sum()) / (1 + _DRAWS))
+    drawn = scores[rng.permuted(np.tile(np.arange(len(scores)), (_DRAWS, 1)), axis=1)[:, : len(indices)]].mean(1)
+    return float((1 + (drawn <= scores[list(indices)].mean() + 1e-12).sum()) / (1 + _DRAWS))
 
 
 def _has_signal(group: Group) -> bool:

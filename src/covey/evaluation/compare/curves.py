@@ -51,13 +51,13 @@ class Curve:
 
 def curves_of(sides: Sequence[Side], results: Sequence[Result]) -> list[Curve]:
     """Held-out curves of every result, then those of training; quantities that a side does not have are left out."""
-    found = [held_out(sides, result) for result in results]
+    curves = [held_out(sides, result) for result in results]
     for name, title in TRAINING.items():
         last = max((row["step"] for side in sides for run in side.runs for row in run.curve), default=0)
         lines = [line_of([training_points(run, name, last) for run in side.runs]) for side in sides]
         if all(line.steps for line in lines):
-            found.append(Curve(name=name, title=title, scale=1.0, lines=lines))
-    return found
+            curves.append(Curve(name=name, title=title, scale=1.0, lines=lines))
+    return curves
 
 
 def line_of(runs: Sequence[Points]) -> Line:
@@ -81,8 +81,8 @@ def _band(values: Sequence[float]) -> tuple[float, float, float]:
     middle = sum(values) / len(values)
     if len(values) < 3:
         return middle, min(values), max(values)
-    found = mean_of_few(values)
-    return found.value, found.low, found.high
+    estimate = mean_of_few(values)
+    return estimate.value, estimate.low, estimate.high
 
 
 def held_out(sides: Sequence[Side], result: Result) -> Curve:
@@ -96,8 +96,8 @@ def _evaluations(run: Run, set_name: str, score: Score) -> Points:
     for step in sorted(run.evaluated[set_name]):
         value = logged_mean(run, set_name, step, score)
         if math.isnan(value):
-            known = [value for value in score.of(run.answers(set_name, step))[0].values() if not math.isnan(value)]
-            value = sum(known) / len(known) if known else math.nan
+            finite = [value for value in score.of(run.answers(set_name, step))[0].values() if not math.isnan(value)]
+            value = sum(finite) / len(finite) if finite else math.nan
         if not math.isnan(value):
             points.append((float(step), value))
     return points

@@ -68,12 +68,12 @@ def effect_of(a: Sequence[Scored], b: Sequence[Scored]) -> Effect:
         return _over_seeds(a, b, is_paired)
     grid_a, grid_b = _grid(a, shared), _grid(b, shared)  # [ka, Q], [kb, Q]
     if seeds == (1, 1):
-        found = paired_difference(grid_a[0].tolist(), grid_b[0].tolist())
-        spread = (found.high - found.value) * quantile(0.975, found.count - 1) / 1.959963984540054
+        difference = paired_difference(grid_a[0].tolist(), grid_b[0].tolist())
+        spread = (difference.high - difference.value) * quantile(0.975, difference.count - 1) / 1.959963984540054
         return Effect(
-            value=found.value, low=found.value - spread, high=found.value + spread, p_value=found.p_value,
-            basis="questions", seeds=seeds, questions=found.count, is_paired=False,
-            detectable=_detectable(spread / quantile(0.975, found.count - 1), found.count - 1),
+            value=difference.value, low=difference.value - spread, high=difference.value + spread, p_value=difference.p_value,
+            basis="questions", seeds=seeds, questions=difference.count, is_paired=False,
+            detectable=_detectable(spread / quantile(0.975, difference.count - 1), difference.count - 1),
         )  # fmt: skip
     variance, freedom = _crossed(grid_b - grid_a) if is_paired else _crossed_apart(grid_a, grid_b)
     value = float(grid_b.mean() - grid_a.mean())
@@ -105,11 +105,11 @@ def _matched(a: Sequence[Scored], b: Sequence[Scored]) -> tuple[list[Scored], li
 
 def _shared_questions(runs: Sequence[Scored]) -> list[str]:
     """Questions that every run answered and had scored, in the order of the first; none if a run has no such scores."""
-    found: list[str] | None = None
+    shared: list[str] | None = None
     for run in runs:
         scored = {key for key, value in (run.questions or {}).items() if not math.isnan(value)}
-        found = [key for key in (found if found is not None else run.questions or {}) if key in scored]
-    return found or []
+        shared = [key for key in (shared if shared is not None else run.questions or {}) if key in scored]
+    return shared or []
 
 
 def _grid(runs: Sequence[Scored], questions: Sequence[str]) -> np.ndarray:
@@ -135,10 +135,10 @@ def _crossed_apart(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
     """The same for runs that are not paired. A side with one run is taken to vary as the other does."""
     questions = float((b.mean(0) - a.mean(0)).var(ddof=1)) / a.shape[1]
     sides = []
-    for own, other in ((a, b), (b, a)):
-        measured = own if len(own) > 1 else other
+    for runs, other in ((a, b), (b, a)):
+        measured = runs if len(runs) > 1 else other
         seeds, _, both = _components(measured)
-        scale = len(measured) / len(own)
+        scale = len(measured) / len(runs)
         sides.append((max(seeds, both) * scale, both * scale, len(measured) - 1))
     (seeds_a, both_a, freedom_a), (seeds_b, both_b, freedom_b) = sides
     seeds = seeds_a + seeds_b

@@ -1,4 +1,4 @@
-"""A comparison as one HTML file that needs nothing beside it, runs no script and fetches nothing."""
+"""A comparison as one self-contained HTML file, without scripts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ figure { margin: 0; } svg { width: 100%; height: auto; }
 """
 
 
-def as_html(found: Comparison) -> str:
+def as_html(comparison: Comparison) -> str:
     """The whole page; every text in it is escaped."""
-    titles = [side.title for side in found.sides]
-    verdicts = "".join(f'<p class="verdict">{text(verdict)}</p>' for verdict in found.verdicts)
-    cautions = "".join(f"<li>{text(caution)}</li>" for caution in found.cautions)
-    tables = "".join(_table(found, table) for table in tables_of(found))
-    curves = "".join(f"<figure>{svg_of(curve, titles)}</figure>" for curve in found.curves)
+    titles = [side.title for side in comparison.sides]
+    verdicts = "".join(f'<p class="verdict">{text(verdict)}</p>' for verdict in comparison.verdicts)
+    cautions = "".join(f"<li>{text(caution)}</li>" for caution in comparison.cautions)
+    tables = "".join(_table(comparison, table) for table in tables_of(comparison))
+    curves = "".join(f"<figure>{svg_of(curve, titles)}</figure>" for curve in comparison.curves)
     body = f"""<h1>Comparison</h1>
 {verdicts}
 <ul>{cautions}</ul>
@@ -38,7 +38,7 @@ def as_html(found: Comparison) -> str:
     return page_of(" and ".join(titles[:4]), _STYLE, body)
 
 
-def _table(found: Comparison, table: Table) -> str:
+def _table(comparison: Comparison, table: Table) -> str:
     head = "".join(f'<th scope="col">{text(cell)}</th>' for cell in table.header)
     body = "".join(
         f'<tr><th scope="row">{text(row[0])}</th>' + "".join(f"<td>{text(cell)}</td>" for cell in row[1:]) + "</tr>"
@@ -47,9 +47,9 @@ def _table(found: Comparison, table: Table) -> str:
     diffs = ""
     if table.title == "what differs":
         diffs = "".join(
-            f"<details><summary>{text(one.name)}</summary><pre>{text(one.diff)}</pre></details>"
-            for one in found.differences
-            if one.diff
+            f"<details><summary>{text(difference.name)}</summary><pre>{text(difference.diff)}</pre></details>"
+            for difference in comparison.differences
+            if difference.diff
         )
     return (
         f'<h2>{text(table.title.capitalize())}</h2><div class="scroll"><table><thead><tr>{head}</tr></thead>'

@@ -40,7 +40,7 @@ class Comparison:
                 }
                 for side in self.sides
             ],
-            "differences": [asdict(one) for one in self.differences],
+            "differences": [asdict(difference) for difference in self.differences],
             "results": [self._result(result) for result in self.results],
             "curves": [
                 {
@@ -106,12 +106,12 @@ def compare(
     results = [
         result_of(sides, name, choose_score(sides, name, column, threshold), step) for name in names
     ]  # fmt: skip
-    found = differences(sides)
+    differing = differences(sides)
     return Comparison(
         sides=sides,
-        differences=found,
+        differences=differing,
         results=results,
         curves=curves_of(sides, results),
         verdicts=sentences(sides, results[0]),
-        cautions=cautions(sides, found, results),
+        cautions=cautions(sides, differing, results),
     )

@@ -52,7 +52,7 @@ class Result:
     runs: Sequence[Sequence[Scored]]
     means: Sequence[Estimate]
     effects: Sequence[Effect]
-    asked: Sequence[int]
+    num_questions: Sequence[int]
     """Questions that were scored in every run of each side; 0 where only means are known."""
 
     @property
@@ -74,7 +74,7 @@ class Result:
         return f"{what} on {self.set_name}{at}"
 
 
-def shared_sets(sides: Sequence[Side], wanted: str | None = None) -> list[str]:
+def shared_sets(sides: Sequence[Side], set_name: str | None = None) -> list[str]:
     """Held-out sets that every run was evaluated on, the main one first. Raises RunFolderError or ConfigError where none is."""
     runs = [run for side in sides for run in side.runs]
     bare = [run for run in runs if not run.evaluated]
@@ -84,16 +84,16 @@ def shared_sets(sides: Sequence[Side], wanted: str | None = None) -> list[str]:
             f"or compare two models with covey eval A --compare-to B."
         )
     every = set.intersection(*(set(run.evaluated) for run in runs))
-    if wanted is not None and wanted not in every:
-        lacking = next(run for run in runs if wanted not in run.evaluated)
+    if set_name is not None and set_name not in every:
+        lacking = next(run for run in runs if set_name not in run.evaluated)
         raise ConfigError(
-            f"{lacking.path} was not evaluated on a set {wanted!r}; it has {', '.join(sorted(lacking.evaluated))}."
+            f"{lacking.path} was not evaluated on a set {set_name!r}; it has {', '.join(sorted(lacking.evaluated))}."
         )
     if not every:
         listed = "; ".join(f"{run.path}: {', '.join(sorted(run.evaluated))}" for run in runs[:4])
         raise RunFolderError(f"no held-out set was evaluated in every run ({listed}).")
-    if wanted is not None:
-        return [wanted]
+    if set_name is not None:
+        return [set_name]
     return sorted(every, key=lambda name: (name != MAIN_SET, name))
 
 
@@ -106,9 +106,9 @@ def result_of(sides: Sequence[Side], set_name: str, score: Score, step: int | No
     ]
     runs = [[scored for scored, _ in side] for side in read]
     is_share = all(is_share for side in read for _, is_share in side)
-    asked = [len(_common(side)) for side in runs]
+    num_questions = [len(_common(side)) for side in runs]
     shared = _common([run for side in runs for run in side])
-    if all(asked) and not shared:
+    if all(num_questions) and not shared:
         raise RunFolderError(
             f"{sides[0].runs[0].path} and the others were evaluated on different questions of {set_name} (none is shared); "
             f"evaluate the models on one set with covey eval A --compare-to B."
@@ -117,7 +117,7 @@ def result_of(sides: Sequence[Side], set_name: str, score: Score, step: int | No
     effects = adjusted([effect_of(runs[0], other) for other in runs[1:]])
     means = [mean_of(side) for side in runs]
     return Result(
-        set_name=set_name, score=score, is_share=is_share, steps=steps, runs=runs, means=means, effects=effects, asked=asked
+        set_name=set_name, score=score, is_share=is_share, steps=steps, runs=runs, means=means, effects=effects, num_questions=num_questions
     )  # fmt: skip
 
 
@@ -130,10 +130,10 @@ def choose_score(sides: Sequence[Side], set_name: str, column: str | None, thres
     columns = [_columns(run, set_name) for run in runs]
     shared = [name for name in columns[0] if all(name in other for other in columns)]
     if column is not None:
-        wanted = column if column == TOTAL or column.startswith(f"{TOTAL}/") else f"{TOTAL}/{column}"
-        if wanted not in shared:
+        qualified = column if column == TOTAL or column.startswith(f"{TOTAL}/") else f"{TOTAL}/{column}"
+        if qualified not in shared:
             raise ConfigError(f"--score {column}: every run has {', '.join(shared) or 'no scores in common'}.")
-        return Score(column=wanted, threshold=threshold)
+        return Score(column=qualified, threshold=threshold)
     if _totals_agree(runs, columns):
         return Score(threshold=threshold)
     alone = [name for name in shared if name != TOTAL]
@@ -158,14 +158,14 @@ def _columns(run: Run, set_name: str) -> list[str]:
     return [TOTAL]
 
 
-def _step(run: Run, set_name: str, wanted: int | None) -> int:
+def _step(run: Run, set_name: str, step: int | None) -> int:
     steps = sorted(run.evaluated[set_name])
-    if wanted is None:
+    if step is None:
         return steps[-1]
-    if wanted not in steps:
-        known = ", ".join(map(str, steps[:12])) + (", ..." if len(steps) > 12 else "")
-        raise ConfigError(f"{run.path} was not evaluated at step {wanted}; it was at {known}.")
-    return wanted
+    if step not in steps:
+        listed = ", ".join(map(str, steps[:12])) + (", ..." if len(steps) > 12 else "")
+        raise ConfigError(f"{run.path} was not evaluated at step {step}; it was at {listed}.")
+    return step
 
 
 def _scored(run: Run, set_name: str, step: int, score: Score) -> tuple[Scored, bool]:
@@ -174,8 +174,8 @@ def _scored(run: Run, set_name: str, step: int, score: Score) -> tuple[Scored, b
     if not rows:
         return Scored(seed=run.seed, mean=logged_mean(run, set_name, step, score)), False
     questions, is_share = score.of(rows)
-    known = [value for value in questions.values() if not math.isnan(value)]
-    mean = sum(known) / len(known) if known else math.nan
+    finite = [value for value in questions.values() if not math.isnan(value)]
+    mean = sum(finite) / len(finite) if finite else math.nan
     return Scored(seed=run.seed, mean=mean, questions=questions), is_share
 
 
@@ -190,8 +190,8 @@ def logged_mean(run: Run, set_name: str, step: int, score: Score) -> float:
 
 
 def _common(runs: Sequence[Scored]) -> set[str]:
-    known = [{key for key, value in (run.questions or {}).items() if not math.isnan(value)} for run in runs]
-    return set.intersection(*known)
+    question_sets = [{key for key, value in (run.questions or {}).items() if not math.isnan(value)} for run in runs]
+    return set.intersection(*question_sets)
 
 
 def _only(run: Scored, shared: set[str]) -> Scored:

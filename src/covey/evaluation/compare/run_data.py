@@ -31,8 +31,8 @@ class Run:
     @property
     def config(self) -> Mapping[str, Any]:
         """The resolved options."""
-        found = self.manifest.get("config")
-        return found if isinstance(found, Mapping) else {}
+        config = self.manifest.get("config")
+        return config if isinstance(config, Mapping) else {}
 
     @property
     def seed(self) -> int | None:
@@ -48,11 +48,11 @@ class Run:
     @cached_property
     def evaluated(self) -> Mapping[str, Mapping[int, Mapping[str, Any]]]:
         """`evaluations.jsonl`: metrics by set and step; of two evaluations at one step the later."""
-        found: dict[str, dict[int, Mapping[str, Any]]] = {}
+        by_set: dict[str, dict[int, Mapping[str, Any]]] = {}
         for row in metrics.iterate(self.path / evaluations.LOG):
             if isinstance(row.get("step"), int) and isinstance(row.get("set"), str):
-                found.setdefault(row["set"], {})[row["step"]] = row
-        return found
+                by_set.setdefault(row["set"], {})[row["step"]] = row
+        return by_set
 
     def mean_at(self, name: str, step: int) -> float:
         """Mean reward of the set `name` at `step`, as the run logged it; NaN where it did not."""
@@ -97,10 +97,10 @@ def _near(folder: Path) -> str:
 
 
 def _read(folder: Path) -> Run:
-    found = manifest.read(folder / manifest.NAME)
-    if found is None:
+    run_json = manifest.read(folder / manifest.NAME)
+    if run_json is None:
         raise RunFolderError(f"{folder / manifest.NAME} was not written by Covey, or is damaged; it is not compared.")
-    return Run(path=folder, manifest={**found, "state": status.state_of(found, folder)})
+    return Run(path=folder, manifest={**run_json, "state": status.state_of(run_json, folder)})
 
 
 def flat(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:

@@ -93,15 +93,15 @@ def as_sides(groups: Sequence[Sequence[Run]]) -> list[Side]:
 
 def differences(sides: Sequence[Side]) -> list[Difference]:
     """All recorded differences between the sides, the most decisive first. Seeds and bookkeeping are left out."""
-    found: list[Difference] = []
+    differing: list[Difference] = []
     for area in (*_DECIDES, *_AROUND):
         leaves = [[_leaves(run, area) for run in side.runs] for side in sides]
         names = dict.fromkeys(name for side in leaves for run in side for name in run)
         for name in names:
             texts = [[_text(run[name]) if name in run else "-" for run in side] for side in leaves]
             if len({tuple(sorted(set(side))) for side in texts}) > 1:
-                found.append(_difference(area, name, texts))
-    return found
+                differing.append(_difference(area, name, texts))
+    return differing
 
 
 def repeats(side: Side) -> list[int]:
@@ -122,14 +122,14 @@ def _difference(area: str, name: str, texts: Sequence[Sequence[str]]) -> Differe
 
 
 def _by_key(runs: Sequence[Run], areas: Sequence[str]) -> dict[str, list[Run]]:
-    found: dict[str, list[Run]] = {}
+    by_key: dict[str, list[Run]] = {}
     for run in runs:
-        found.setdefault(key_of(run, areas), []).append(run)
-    return found
+        by_key.setdefault(key_of(run, areas), []).append(run)
+    return by_key
 
 
 def key_of(run: Run, areas: Sequence[str] = (*_DECIDES, "versions")) -> str:
-    """Text that is the same for runs that differ in nothing but the seed, as far as these parts of `run.json` say."""
+    """Grouping key: these parts of `run.json` as text, without the seed."""
     return json.dumps([sorted((name, _text(value)) for name, value in _leaves(run, area).items()) for area in areas])
 
 
@@ -171,8 +171,10 @@ def _short(text: str, most: int = 90) -> str:
 def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
     """A name for each side: of the runs, or, where these are `seed-0`, `seed-1` on every side, of the folders around them."""
     around = [[run.path.resolve().parent.name for run in group] for group in groups]
-    own = [_common_name([run.name for run in group]) for group in groups]
-    mixed = [name or (folders[0] if len(set(folders)) == 1 else "") for name, folders in zip(own, around, strict=True)]
+    common = [_common_name([run.name for run in group]) for group in groups]
+    mixed = [
+        name or (folders[0] if len(set(folders)) == 1 else "") for name, folders in zip(common, around, strict=True)
+    ]
     for names in (mixed, [_common_name(folders) for folders in around]):
         if all(names) and len(set(names)) == len(names):
             return names

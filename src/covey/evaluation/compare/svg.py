@@ -1,4 +1,4 @@
-"""A learning curve as a picture: SVG that needs nothing beside it, for light and dark pages."""
+"""A learning curve as self-contained SVG, for light and dark pages."""
 
 from __future__ import annotations
 

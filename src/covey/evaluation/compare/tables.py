@@ -20,31 +20,31 @@ class Table:
     rows: Sequence[Sequence[str]]
 
 
-def tables_of(found: Comparison) -> list[Table]:
+def tables_of(comparison: Comparison) -> list[Table]:
     """Tables of sides, of differences (where there are any), and one a held-out set."""
-    tables = [_sides(found)]
-    if found.differences:
-        tables.append(_differences(found))
-    return [*tables, *(_result(found, result) for result in found.results)]
+    tables = [_sides(comparison)]
+    if comparison.differences:
+        tables.append(_differences(comparison))
+    return [*tables, *(_result(comparison, result) for result in comparison.results)]
 
 
-def _sides(found: Comparison) -> Table:
+def _sides(comparison: Comparison) -> Table:
     rows = []
-    for side in found.sides:
+    for side in comparison.sides:
         seeds = ", ".join("-" if run.seed is None else str(run.seed) for run in side.runs)
         folders = ", ".join(str(run.path) for run in side.runs)
         rows.append([side.title, str(len(side.runs)), seeds, folders])
     return Table(title="sides", header=["side", "runs", "seeds", "folders"], rows=rows)
 
 
-def _differences(found: Comparison) -> Table:
-    rows = [[f"{one.area}: {one.name}", *one.values] for one in found.differences]
-    return Table(title="what differs", header=["", *(side.letter for side in found.sides)], rows=rows)
+def _differences(comparison: Comparison) -> Table:
+    rows = [[f"{difference.area}: {difference.name}", *difference.values] for difference in comparison.differences]
+    return Table(title="what differs", header=["", *(side.letter for side in comparison.sides)], rows=rows)
 
 
-def _result(found: Comparison, result: Result) -> Table:
+def _result(comparison: Comparison, result: Result) -> Table:
     rows = []
-    for i, side in enumerate(found.sides):
+    for i, side in enumerate(comparison.sides):
         effect = result.effects[i - 1] if i else None
         runs = "  ".join(_number(result, run.mean) for run in result.runs[i])
         apart, p_value, verdict = "", "", ""
@@ -53,7 +53,7 @@ def _result(found: Comparison, result: Result) -> Table:
             p_value = f"{effect.p_value:.2g}"
             verdict = ("better" if effect.value > 0 else "worse") if effect.is_real else "cannot be told"
         rows.append([side.title, _estimate(result, result.means[i]), runs, apart, p_value, verdict])
-    against = f"against {found.sides[0].letter}"
+    against = f"against {comparison.sides[0].letter}"
     return Table(
         title=f"held-out {result.title}", header=["side", "mean (95%)", "by run", against, "p", "verdict"], rows=rows
     )

@@ -13,22 +13,30 @@ _MARKDOWN = re.compile(r"([\\`*_\[\]<>|#~$!&])")
 _WIDEST = 44
 
 
-def as_text(found: Comparison) -> str:
+def as_text(comparison: Comparison) -> str:
     """For a terminal: tables with aligned columns, source that differs, cautions, and the verdict last."""
-    parts = [_aligned(table) for table in tables_of(found)]
-    parts += [f"{one.area}: {one.name}\n{_indented(one.diff)}" for one in found.differences if one.diff]
-    parts += ["\n".join(f"note: {caution}" for caution in found.cautions)] if found.cautions else []
-    return "\n\n".join([*parts, "\n".join(found.verdicts)])
+    parts = [_aligned(table) for table in tables_of(comparison)]
+    parts += [
+        f"{difference.area}: {difference.name}\n{_indented(difference.diff)}"
+        for difference in comparison.differences
+        if difference.diff
+    ]
+    parts += ["\n".join(f"note: {caution}" for caution in comparison.cautions)] if comparison.cautions else []
+    return "\n\n".join([*parts, "\n".join(comparison.verdicts)])
 
 
-def as_markdown(found: Comparison, pictures: Sequence[tuple[str, str]] = ()) -> str:
+def as_markdown(comparison: Comparison, pictures: Sequence[tuple[str, str]] = ()) -> str:
     """Markdown with the verdict first. `pictures`: titles and paths of the curves, relative to the file."""
-    parts = ["# Comparison", *(f"**{escape_markdown(verdict)}**" for verdict in found.verdicts)]
-    parts += ["\n".join(f"* {escape_markdown(caution)}" for caution in found.cautions)] if found.cautions else []
-    for table in tables_of(found):
+    parts = ["# Comparison", *(f"**{escape_markdown(verdict)}**" for verdict in comparison.verdicts)]
+    parts += (
+        ["\n".join(f"* {escape_markdown(caution)}" for caution in comparison.cautions)] if comparison.cautions else []
+    )
+    for table in tables_of(comparison):
         parts += [f"## {escape_markdown(table.title.capitalize())}", _pipes(table)]
         if table.title == "what differs":
-            parts += [_fenced(one.name, one.diff) for one in found.differences if one.diff]
+            parts += [
+                _fenced(difference.name, difference.diff) for difference in comparison.differences if difference.diff
+            ]
     if pictures:
         parts.append("## Learning curves")
         parts.append(

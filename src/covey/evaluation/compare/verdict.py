@@ -62,53 +62,55 @@ def cautions(sides: Sequence[Side], differences: Sequence[Difference], results: 
 
 
 def _of_seeds(sides: Sequence[Side]) -> list[str]:
-    found = []
+    notes = []
     if any(len(side.runs) == 1 for side in sides):
         alone = ", ".join(side.title for side in sides if len(side.runs) == 1)
-        found.append(
+        notes.append(
             f"one seed alone: {alone}. The interval then holds for new questions put to these very models; another seed may "
             f"say the opposite. Run each side with 3 seeds or more to tell ways to train apart."
         )
     for side in sides:
         if again := repeats(side):
-            found.append(
+            notes.append(
                 f"{side.title} has several runs of seed {', '.join(map(str, again))}; they count as if drawn anew."
             )
-    return found
+    return notes
 
 
 def _of_what_differs(sides: Sequence[Side], differences: Sequence[Difference]) -> list[str]:
-    found = []
+    notes = []
     for i, side in enumerate(sides[1:], start=1):
-        apart = [one for one in differences if one.values[i] != one.values[0] or one.diff]
-        chosen = [one.name for one in apart if one.area in ("config", "model", "dataset")]
+        apart = [
+            difference for difference in differences if difference.values[i] != difference.values[0] or difference.diff
+        ]
+        chosen = [difference.name for difference in apart if difference.area in ("config", "model", "dataset")]
         if len(chosen) > 1:
             listed = ", ".join(chosen[:6]) + (", ..." if len(chosen) > 6 else "")
-            found.append(
+            notes.append(
                 f"{side.title} differs from {sides[0].title} in {len(chosen)} things at once ({listed}); the verdict is about "
                 f"all of them together."
             )
         if not apart:
-            found.append(f"nothing that was recorded differs between {sides[0].title} and {side.title}.")
-    versions = [one.name for one in differences if one.area == "versions"]
+            notes.append(f"nothing that was recorded differs between {sides[0].title} and {side.title}.")
+    versions = [difference.name for difference in differences if difference.area == "versions"]
     if versions and len(versions) < len(differences):
-        found.append(f"versions differ too ({', '.join(versions)}).")
-    if any(one.area == "rewards" for one in differences):
-        found.append("the rewards differ; scores of the same name may mean different things.")
-    if files := [one.name.removesuffix(".source") for one in differences if one.area == "sources"]:
-        found.append(
+        notes.append(f"versions differ too ({', '.join(versions)}).")
+    if any(difference.area == "rewards" for difference in differences):
+        notes.append("the rewards differ; scores of the same name may mean different things.")
+    if files := [difference.name.removesuffix(".source") for difference in differences if difference.area == "sources"]:
+        notes.append(
             f"code of your own differs ({', '.join(files)}); if rewards are in it, their scores may not be the same."
         )
-    return found
+    return notes
 
 
 def _of_runs(sides: Sequence[Side]) -> list[str]:
-    found = []
+    notes = []
     runs = [run for side in sides for run in side.runs]
     for run in runs:
         state = run.manifest.get("state")
         if state != "finished":
-            found.append(f"{run.path} is not finished ({state} at step {run.manifest.get('step')}).")
+            notes.append(f"{run.path} is not finished ({state} at step {run.manifest.get('step')}).")
         changed = [
             name
             for attempt in run.manifest.get("attempts") or ()
@@ -116,23 +118,23 @@ def _of_runs(sides: Sequence[Side]) -> list[str]:
             if not name.startswith("hardware.")
         ]
         if changed:
-            found.append(f"{run.path} went on with something changed: {', '.join(dict.fromkeys(changed[:6]))}.")
-    return found
+            notes.append(f"{run.path} went on with something changed: {', '.join(dict.fromkeys(changed[:6]))}.")
+    return notes
 
 
 def _of_results(sides: Sequence[Side], results: Sequence[Result]) -> list[str]:
-    found = []
+    notes = []
     for result in results:
         steps = sorted({step for side in result.steps for step in side})
         if len(steps) > 1:
-            found.append(
+            notes.append(
                 f"the last evaluations on {result.set_name} are of different steps: {', '.join(map(str, steps))}."
             )
         shared = max((effect.questions for effect in result.effects), default=0)
-        if shared and shared < max(result.asked):
-            found.append(
-                f"only {shared} of {max(result.asked)} questions of {result.set_name} are in every run; the rest is left out."
+        if shared and shared < max(result.num_questions):
+            notes.append(
+                f"only {shared} of {max(result.num_questions)} questions of {result.set_name} are in every run; the rest is left out."
             )
-        if not all(result.asked):
-            found.append(f"not every run kept its answers on {result.set_name}; only the means of runs are compared.")
-    return found
+        if not all(result.num_questions):
+            notes.append(f"not every run kept its answers on {result.set_name}; only the means of runs are compared.")
+    return notes

@@ -80,8 +80,8 @@ def _confusion(figure: Confusion) -> str:
             parts.append(
                 f'<text x="{x + _CELL[0] / 2}" y="{y + _CELL[1] / 2 + 4}" text-anchor="middle">{share:.0%} ({count:,})</text>'
             )
-    said = f"{figure.agreement:.0%} the same, of {total:,}"
-    parts.append(f'<text x="{left}" y="{top + 2 * _CELL[1] + 22}">{said}</text>')
+    label = f"{figure.agreement:.0%} the same, of {total:,}"
+    parts.append(f'<text x="{left}" y="{top + 2 * _CELL[1] + 22}">{label}</text>')
     return _framed(figure.title, "".join(parts))
 
 

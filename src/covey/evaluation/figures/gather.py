@@ -56,25 +56,25 @@ Figure = Curve | Shares | Confusion
 
 
 def figures_of(
-    runs: Sequence[Run], wanted: Sequence[str] = (), *, is_each: bool = False
+    runs: Sequence[Run], metrics: Sequence[str] = (), *, is_each: bool = False
 ) -> tuple[list[str], list[Figure]]:
     """Titles of the sides (runs that differ in the seed alone are one), and the figures.
 
-    Without `wanted` the usual ones: held-out rewards, `TRAINING`, each reward, reward shares, verdicts. `wanted` names metrics
+    Without `metrics` the usual ones: held-out rewards, `TRAINING`, each reward, reward shares, verdicts. `metrics` names some
     of `metrics.jsonl` or `evaluations.jsonl`. Raises ConfigError for a metric that no run has, RunFolderError where nothing is recorded.
     """
     sides = as_sides([[run] for run in runs]) if is_each else grouped(runs)
     alone = len(sides) == 1
     titles = [_title(side, alone=alone) for side in sides]
-    if wanted:
-        return titles, [_named(sides, name) for name in wanted]
-    found: list[Figure] = [*_held_out(sides), *_training(sides)]
+    if metrics:
+        return titles, [_named(sides, name) for name in metrics]
+    figures: list[Figure] = [*_held_out(sides), *_training(sides)]
     for side, title in zip(sides, titles, strict=True):
         about = "" if alone else f", {title}"
-        found += [*_shares(side, about), *_verdicts(side, about)]
-    if not found:
+        figures += [*_shares(side, about), *_verdicts(side, about)]
+    if not figures:
         raise RunFolderError(f"{runs[0].path} has recorded nothing to draw yet: no metrics.jsonl with a finished step.")
-    return titles, found
+    return titles, figures
 
 
 def _title(side: Side, *, alone: bool) -> str:
@@ -87,7 +87,7 @@ def _title(side: Side, *, alone: bool) -> str:
 
 
 def _named(sides: Sequence[Side], name: str) -> Curve:
-    known = {key for side in sides for run in side.runs for row in run.curve for key in row}
+    recorded_names = {key for side in sides for run in side.runs for row in run.curve for key in row}
     sets = {
         key: set_name
         for side in sides
@@ -100,7 +100,7 @@ def _named(sides: Sequence[Side], name: str) -> Curve:
         return Curve(name=name, title=name, scale=1.0, lines=[_held_line(side, sets[name], name) for side in sides])
     lines = [_training_line(side, name) for side in sides]
     if not any(line.steps for line in lines):
-        near = did_you_mean(name, {*known, *sets})
+        near = did_you_mean(name, {*recorded_names, *sets})
         raise ConfigError(
             f"No run has numbers of a metric {name!r}.{near} metrics.jsonl has the names, docs/runs.md what they mean."
         )
@@ -139,8 +139,8 @@ def interval_at(run: Run, set_name: str, step: int) -> tuple[float, float] | Non
     if len(values) < 2:
         return None
     is_share = all(0.0 <= value <= 1.0 for value in values)
-    found = intervals.bounded_mean(values) if is_share else intervals.mean(values)
-    return found.low, found.high
+    estimate = intervals.bounded_mean(values) if is_share else intervals.mean(values)
+    return estimate.low, estimate.high
 
 
 def _training_line(side: Side, name: str) -> Line:
@@ -182,13 +182,13 @@ def _verdicts(side: Side, about: str) -> list[Confusion]:
     """Agreement of rewards that give 0 or 1 in the newest rollouts, and of the first and the last evaluation."""
     rows = [row for run in side.runs for row in recorded(run.path)]
     names = [name for name in (rows[0] if rows else {}) if name.startswith("reward/") and _is_verdict(rows, name)]
-    found = []
+    confusions = []
     for first, second in combinations(names[:_MOST_REWARDS], 2):
         counts = _counted((row.get(first), row.get(second)) for row in rows)
-        one, other = first.partition("/")[2], second.partition("/")[2]
-        title = f"verdicts of {one} and {other}{about}"
-        found.append(Confusion(name=f"{one} {other}", title=title, rows=one, columns=other, counts=counts))
-    return [*found, *_before_and_after(side, about)]
+        label, other = first.partition("/")[2], second.partition("/")[2]
+        title = f"verdicts of {label} and {other}{about}"
+        confusions.append(Confusion(name=f"{label} {other}", title=title, rows=label, columns=other, counts=counts))
+    return [*confusions, *_before_and_after(side, about)]
 
 
 def recorded(run: Path, most: int = _MOST_FILES) -> list[dict[str, Any]]:
@@ -207,7 +207,7 @@ def _is_verdict(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
 
 
 def _before_and_after(side: Side, about: str) -> list[Confusion]:
-    found = []
+    confusions = []
     for name in sorted({name for run in side.runs for name in run.evaluated}):
         pairs: list[tuple[float | None, float | None]] = []
         for run in side.runs:
@@ -218,17 +218,17 @@ def _before_and_after(side: Side, about: str) -> list[Confusion]:
         values = {value for pair in pairs for value in pair}
         if pairs and values <= {0.0, 1.0}:
             title = f"questions of {name}, first and last evaluation{about}"
-            found.append(
+            confusions.append(
                 Confusion(
                     name=f"{name} before and after", title=title, rows="first", columns="last", counts=_counted(pairs)
                 )
             )
-    return found
+    return confusions
 
 
 def _counted(pairs: Any) -> list[list[int]]:
     counts = Counter((first > 0, second > 0) for first, second in pairs if first is not None and second is not None)
-    return [[counts[one, other] for other in (False, True)] for one in (False, True)]
+    return [[counts[row, other] for other in (False, True)] for row in (False, True)]
 
 
 def step_of(run: Run) -> int:
@@ -238,7 +238,7 @@ def step_of(run: Run) -> int:
 
 def last_values(run: Run) -> dict[str, float]:
     """The newest held-out rewards, reward, KL and entropy, where there are numbers."""
-    found = {f"held-out reward ({name})": run.mean_at(name, max(rows)) for name, rows in run.evaluated.items() if rows}
+    values = {f"held-out reward ({name})": run.mean_at(name, max(rows)) for name, rows in run.evaluated.items() if rows}
     row = run.curve[-1] if run.curve else {}
-    found |= {name: row[name] for name in ("reward", "kl", "entropy") if isinstance(row.get(name), int | float)}
-    return {name: value for name, value in found.items() if value == value}
+    values |= {name: row[name] for name in ("reward", "kl", "entropy") if isinstance(row.get(name), int | float)}
+    return {name: value for name, value in values.items() if value == value}

@@ -49,7 +49,7 @@ class Picture:
         return sheet_of(self.figures, self.titles)
 
     def as_html(self) -> str:
-        """A page that needs nothing beside it."""
+        """A self-contained HTML page."""
         name = " and ".join(self.titles[:4])
         return page_of(name, f"<h1>{escape(name)}</h1>{self._repr_html_()}")
 

@@ -75,16 +75,16 @@ def report_of(folder: Path) -> str:
 
 
 def _summary(run: Run, scores: Sequence[Mapping[str, Any]], alerts: Sequence[Mapping[str, Any]]) -> str:
-    said = f"{str(run.manifest.get('state', 'unknown')).capitalize()} at step {step_of(run)}"
+    sentence = f"{str(run.manifest.get('state', 'unknown')).capitalize()} at step {step_of(run)}"
     finals = {score["set"]: score for score in scores}
     for name, score in finals.items():
-        first = next(one for one in scores if one["set"] == name)
-        said += f"; held-out reward on {name} {score['mean']:.3g}{_ends(score)}"
-        said += f", from {first['mean']:.3g} at step {first['step']}" if first["step"] != score["step"] else ""
+        first = next(score for score in scores if score["set"] == name)
+        sentence += f"; held-out reward on {name} {score['mean']:.3g}{_ends(score)}"
+        sentence += f", from {first['mean']:.3g} at step {first['step']}" if first["step"] != score["step"] else ""
     if not finals and (rewards := last_values(run).get("reward")) is not None:
-        said += f"; training reward {rewards:.3g} (no held-out evaluation)"
+        sentence += f"; training reward {rewards:.3g} (no held-out evaluation)"
     serious = sum(alert.get("severity") != "info" for alert in alerts)
-    return f"{said}. {serious or 'No'} warning{'s' if serious != 1 else ''}."
+    return f"{sentence}. {serious or 'No'} warning{'s' if serious != 1 else ''}."
 
 
 def _ends(score: Mapping[str, Any]) -> str:
@@ -92,30 +92,30 @@ def _ends(score: Mapping[str, Any]) -> str:
 
 
 def _facts(run: Run) -> list[tuple[object, ...]]:
-    found = run.manifest
+    run_json = run.manifest
     seconds = sum(float(row["seconds/step"]) for row in run.curve if isinstance(row.get("seconds/step"), int | float))
-    rewards, algorithm, hardware, git = (found.get(name) for name in ("rewards", "algorithm", "hardware", "git"))
+    rewards, algorithm, hardware, git = (run_json.get(name) for name in ("rewards", "algorithm", "hardware", "git"))
     rows: list[tuple[object, Any]] = [
-        ("model", run.config.get("model") or run.config.get("model_name_or_path") or _name(found.get("model"))),
+        ("model", run.config.get("model") or run.config.get("model_name_or_path") or _name(run_json.get("model"))),
         ("algorithm", _algorithm(run, algorithm)),
-        ("rewards", ", ".join(_name(one) for one in rewards) if isinstance(rewards, list) else _name(rewards)),
-        ("data", _brief(found.get("dataset"))),
-        ("began", found.get("created")),
+        ("rewards", ", ".join(_name(reward) for reward in rewards) if isinstance(rewards, list) else _name(rewards)),
+        ("data", _brief(run_json.get("dataset"))),
+        ("began", run_json.get("created")),
         ("time in steps", f"{seconds / 3600:.2f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"),
         ("hardware", _brief(hardware)),
-        ("versions", _brief(found.get("versions"))),
+        ("versions", _brief(run_json.get("versions"))),
         ("commit", git.get("commit") if isinstance(git, Mapping) else None),
     ]
     return [(name, value) for name, value in rows if value]
 
 
-def _algorithm(run: Run, found: Any) -> str:
+def _algorithm(run: Run, algorithm: Any) -> str:
     """The preset that was named; else the parts that decide most."""
     named = run.config.get("algorithm")
     if isinstance(named, str):
         return named
-    told = _name(found)
-    return f"GRPO, loss_type {run.config.get('loss_type')}" if told.endswith(":Algorithm") or not told else told
+    name = _name(algorithm)
+    return f"GRPO, loss_type {run.config.get('loss_type')}" if name.endswith(":Algorithm") or not name else name
 
 
 def _name(value: Any) -> str:
@@ -131,8 +131,8 @@ def _brief(value: Any) -> str:
     """The plain entries of a mapping in one line."""
     if not isinstance(value, Mapping):
         return "" if value is None else str(value)
-    plain = {name: one for name, one in value.items() if isinstance(one, str | int | float) and str(one) != ""}
-    return ", ".join(f"{name} {one}" for name, one in list(plain.items())[:12])
+    plain = {name: item for name, item in value.items() if isinstance(item, str | int | float) and str(item) != ""}
+    return ", ".join(f"{name} {item}" for name, item in list(plain.items())[:12])
 
 
 def _options(run: Run) -> str:
@@ -147,13 +147,13 @@ def _options(run: Run) -> str:
 
 def _scores(run: Run) -> list[dict[str, Any]]:
     """Every evaluation, in order of sets and steps, with its interval over questions where the answers were kept."""
-    found = []
+    scores = []
     for name, rows in sorted(run.evaluated.items()):
         for step in sorted(rows):
             mean = run.mean_at(name, step)
             if mean == mean:
-                found.append({"set": name, "step": step, "mean": mean, "ends": _interval(run, name, step)})
-    return found
+                scores.append({"set": name, "step": step, "mean": mean, "ends": _interval(run, name, step)})
+    return scores
 
 
 def _interval(run: Run, name: str, step: int) -> tuple[float, float] | None:
@@ -169,12 +169,12 @@ def _evaluations(scores: Sequence[Mapping[str, Any]]) -> str:
     shown = [scores[0], *scores[1:-1][-8:], scores[-1]] if len(scores) > 10 else scores
     rows: list[tuple[object, ...]] = [
         (
-            one["set"],
-            one["step"],
-            f"{one['mean']:.4g}",
-            f"{one['ends'][0]:.4g} to {one['ends'][1]:.4g}" if one["ends"] else "not known",
+            score["set"],
+            score["step"],
+            f"{score['mean']:.4g}",
+            f"{score['ends'][0]:.4g} to {score['ends'][1]:.4g}" if score["ends"] else "not known",
         )
-        for one in shown
+        for score in shown
     ]
     left = (
         f"<p class=soft>{len(scores) - len(shown)} evaluations between are left out.</p>"
@@ -197,7 +197,7 @@ def _curves(run: Run) -> str:
 def _alerts(alerts: Sequence[Mapping[str, Any]]) -> str:
     if not alerts:
         return "<h2>Alerts</h2><p>None.</p>"
-    told = []
+    parts = []
     for alert in alerts[-_MOST_ALERTS:]:
         severity = alert.get("severity") if alert.get("severity") in ("error", "warning", "info") else "info"
         advice = alert.get("try_this")
@@ -206,33 +206,33 @@ def _alerts(alerts: Sequence[Mapping[str, Any]]) -> str:
             if isinstance(advice, list) and advice
             else ""
         )
-        told.append(
+        parts.append(
             f'<div class="alert {severity}"><b>step {text(alert.get("step"))}, {text(alert.get("rule"))}</b>: {text(alert.get("said"))}{tries}</div>'
         )
     left = (
         f"<p class=soft>The {len(alerts) - _MOST_ALERTS} before are left out.</p>" if len(alerts) > _MOST_ALERTS else ""
     )
-    return f"<h2>Alerts</h2>{left}{''.join(told)}"
+    return f"<h2>Alerts</h2>{left}{''.join(parts)}"
 
 
 def _samples(run: Run) -> str:
     """The best and the worst completion of three groups, of the first and of the last step that was kept."""
-    kept = rollouts.steps(run.path / "rollouts")
-    if not kept:
+    steps = rollouts.steps(run.path / "rollouts")
+    if not steps:
         return ""
-    told = []
-    for step in dict.fromkeys((kept[0], kept[-1])):
+    parts = []
+    for step in dict.fromkeys((steps[0], steps[-1])):
         try:
             rows = rollouts.read(run.path / "rollouts" / f"step-{step:06d}.parquet")
         except RunFolderError as error:
-            told.append(f"<p>{text(error)}</p>")
+            parts.append(f"<p>{text(error)}</p>")
             continue
         groups: dict[int, list[dict[str, Any]]] = {}
         for row in rows:
             groups.setdefault(row["group"], []).append(row)
         chosen = list(groups.values())[:3]
-        told.append(f"<h3>Step {step}</h3>{''.join(map(_sample, chosen))}")
-    return f'<h2>Samples</h2><p class="soft">The first three groups; of each the best and the worst completion.</p>{"".join(told)}'
+        parts.append(f"<h3>Step {step}</h3>{''.join(map(_sample, chosen))}")
+    return f'<h2>Samples</h2><p class="soft">The first three groups; of each the best and the worst completion.</p>{"".join(parts)}'
 
 
 def _sample(group: Sequence[Mapping[str, Any]]) -> str:
@@ -247,8 +247,10 @@ def _sample(group: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cut(value: Any) -> str:
-    said = "" if value is None else str(value)
-    return text(said[:_LONGEST]) + (f" … ({len(said) - _LONGEST:,} more characters)" if len(said) > _LONGEST else "")
+    content = "" if value is None else str(value)
+    return text(content[:_LONGEST]) + (
+        f" … ({len(content) - _LONGEST:,} more characters)" if len(content) > _LONGEST else ""
+    )
 
 
 def _card(run: Run, scores: Sequence[Mapping[str, Any]]) -> str:
@@ -257,7 +259,9 @@ def _card(run: Run, scores: Sequence[Mapping[str, Any]]) -> str:
         if path.is_file() and not path.is_symlink() and path.stat().st_size < _MOST_CARD:
             return f"<h2>Model card</h2><pre>{text(path.read_text(encoding='utf-8', errors='replace'))}</pre>"
     facts = "\n".join(f"* {name}: {value}" for name, value in _facts(run))
-    held = "\n".join(f"| {one['set']} | {one['step']} | {one['mean']:.4g}{_ends(one)} |" for one in scores[-4:])
+    held = "\n".join(
+        f"| {score['set']} | {score['step']} | {score['mean']:.4g}{_ends(score)} |" for score in scores[-4:]
+    )
     evaluated = f"\n\n## Evaluation\n\n| set | step | mean reward |\n|---|--:|--:|\n{held}" if held else ""
     card = f"# {run.name}\n\nPost-trained with Covey {version('covey')}.\n\n## Training\n\n{facts}{evaluated}\n"
     return f"<h2>Model card</h2><p>Text for a README.md beside the weights; intended use, limits and licence are yours to add.</p><pre>{text(card)}</pre>"

@@ -23,9 +23,9 @@ class Run:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
-        found = run_data.read_runs(str(self.path))
-        if len(found) > 1 or found[0].path != self.path:
-            names = ", ".join(str(run.path) for run in found[:3])
+        runs = run_data.read_runs(str(self.path))
+        if len(runs) > 1 or runs[0].path != self.path:
+            names = ", ".join(str(run.path) for run in runs[:3])
             raise RunFolderError(
                 f"{path} holds runs and is none itself; give one of {names}, or use covey.plot({str(path)!r})."
             )
@@ -108,8 +108,10 @@ class Run:
 
     def __repr__(self) -> str:
         run = self._read()
-        told = ", ".join(f"{name} {value:.3g}" for name, value in last_values(run).items())
-        return f"Run({str(self.path)!r}: {run.manifest.get('state')}, step {step_of(run)}{', ' if told else ''}{told})"
+        values = ", ".join(f"{name} {value:.3g}" for name, value in last_values(run).items())
+        return (
+            f"Run({str(self.path)!r}: {run.manifest.get('state')}, step {step_of(run)}{', ' if values else ''}{values})"
+        )
 
 
 def _brief(steps: Sequence[int]) -> str:

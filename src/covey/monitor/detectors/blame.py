@@ -1,4 +1,4 @@
-"""A learning rate that is too high, named by the alerts of what it broke."""
+"""Names a too high learning rate as the cause in alerts about its consequences."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ LOWER_RATE = (
 )
 
 
-def blamed(seen: History, said: str, advice: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+def blamed(seen: History, sentence: str, advice: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     """Message and advice of an alert, with the learning rate in front where steps of this run were as large as `MOST`."""
     sizes, rates = seen["update/all"], seen["learning_rate"]
-    known, used = [*sizes.first, *sizes.recent], [*rates.first, *rates.recent]
-    if not known or not used or max(known) < MOST:
-        return said, advice
-    cause = f"{said}; a learning_rate of {max(used):.3g} has moved the weights by up to {max(known):.0%} of their size in a step"
-    return cause, (LOWER_RATE, *(one for one in advice if not one.startswith("lower learning_rate")))
+    all_sizes, used = [*sizes.first, *sizes.recent], [*rates.first, *rates.recent]
+    if not all_sizes or not used or max(all_sizes) < MOST:
+        return sentence, advice
+    cause = f"{sentence}; a learning_rate of {max(used):.3g} has moved the weights by up to {max(all_sizes):.0%} of their size in a step"
+    return cause, (LOWER_RATE, *(hint for hint in advice if not hint.startswith("lower learning_rate")))

@@ -29,9 +29,9 @@ class MemberDominates:
             if len(values) < self.window or fmean(values) < self.share:
                 continue
             what = "wrote {:.0%} of what is pushed up" if kind == "share" else "beats {:.0%} of the policy's answers"
-            said = f"ensemble member {name} {what.format(fmean(values))}: the policy imitates it or stands still"
+            sentence = f"ensemble member {name} {what.format(fmean(values))}: the policy imitates it or stands still"
             return seen.alert(
-                "member_dominates", "warning", said,
+                "member_dominates", "warning", sentence,
                 (
                     "lower its samples, or raise num_generations",
                     "easier prompts, of which the policy solves some by itself",
@@ -56,9 +56,9 @@ class MemberIdle:
                 continue
             lost = seen[f"ensemble/{name}/lost"].last(self.window)
             reward = seen[f"ensemble/{name}/reward"].last(self.window)
-            said = f"ensemble member {name} teaches nothing: {fmean(used):.0%} of its completions are used"
+            sentence = f"ensemble member {name} teaches nothing: {fmean(used):.0%} of its completions are used"
             return seen.alert(
-                "member_idle", "warning", said,
+                "member_idle", "warning", sentence,
                 (
                     "lost near 1: its text does not come back equal in the policy's tokens, is too long, or its endpoint fails",
                     "a sibling far from the policy is filtered: raise MemberWeight(drift=...), or make it a rescuer or a baseline",

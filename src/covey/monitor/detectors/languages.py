@@ -24,7 +24,7 @@ class LanguageCollapse:
     window: int = 10
 
     def __call__(self, seen: History) -> Alert | None:
-        fallen = sorted(self._fallen(seen), key=lambda found: found[2] - found[1])
+        fallen = sorted(self._fallen(seen), key=lambda entry: entry[2] - entry[1])
         if not fallen:
             return None
         names = ", ".join(f"{code} ({before:.0%} to {after:.0%})" for code, before, after in fallen)

@@ -29,9 +29,9 @@ class ThroughputDrop:
             for phase in ("rollout", "reward", "learn")
             if seen[f"seconds/{phase}"].count
         }
-        said = f"{median(recent):,.0f} tokens a second, {usual:,.0f} before"
+        sentence = f"{median(recent):,.0f} tokens a second, {usual:,.0f} before"
         return seen.alert(
-            "throughput_drop", "warning", said,
+            "throughput_drop", "warning", sentence,
             (
                 "see which phase takes the time, under seconds/ in metrics.jsonl",
                 "look for other processes on the machine, a hot or throttled device, a slow judge, memory that swaps",
@@ -50,22 +50,22 @@ class DataDrift:
 
     def __call__(self, seen: History) -> Alert | None:
         tests = {name: seen[f"prompts/drift_p/{name}"].last(1) for name in ("length", "text")}
-        found = {name: last[0] for name, last in tests.items() if last and last[0] < self.level}
-        if not found:
+        drifted = {name: last[0] for name, last in tests.items() if last and last[0] < self.level}
+        if not drifted:
             return None
         length = seen["prompts/mean_length"]
         what = {"length": "their lengths", "text": "the tokens they are made of"}
-        told = " and ".join(f"{what[name]} (p = {p:.1g})" for name, p in found.items())
+        reasons = " and ".join(f"{what[name]} (p = {p:.1g})" for name, p in drifted.items())
         now, start = length.last(self.window), length.start(self.window)
         lengths = {"length": [fmean(start), fmean(now)]} if now else {}
         return seen.alert(
-            "data_drift", "info", f"prompts are not like those of the start in {told}",
+            "data_drift", "info", f"prompts are not like those of the start in {reasons}",
             (
                 "expected with a curriculum, a mixture that changes or a live source; otherwise shuffle_dataset=True",
                 "read a change of reward with care: the prompts may have changed, not the policy",
                 "a fixed eval_dataset tells what is forgotten; curriculum='replay:0.25' keeps a live source's earlier prompts in training",
             ),
-            **{f"p_{name}": p for name, p in found.items()}, **lengths,
+            **{f"p_{name}": p for name, p in drifted.items()}, **lengths,
         )  # fmt: skip
 
 
@@ -106,20 +106,20 @@ class Forgetting:
     matters: float = 0.02
 
     def __call__(self, seen: History) -> Alert | None:
-        found = {}
+        losses = {}
         for name, series in seen.named("eval", "_forgetting").items():
             lost, p = series.last(1), seen[f"{name}/p"].last(1)
             if lost and p and p[0] < self.level and lost[0] >= self.matters:
-                found[name.removesuffix("_forgetting")] = (lost[0], p[0])
-        if not found:
+                losses[name.removesuffix("_forgetting")] = (lost[0], p[0])
+        if not losses:
             return None
-        told = ", ".join(f"{name} by {lost:.3g} (p = {p:.1g})" for name, (lost, p) in found.items())
+        shown = ", ".join(f"{name} by {lost:.3g} (p = {p:.1g})" for name, (lost, p) in losses.items())
         return seen.alert(
-            "forgetting", "warning", f"the mean reward on a fixed set fell from its best evaluation: {told}",
+            "forgetting", "warning", f"the mean reward on a fixed set fell from its best evaluation: {shown}",
             (
                 "keep earlier prompts in training: curriculum='replay:0.25', a larger share where it is on, or a mixture with old data",
                 "hold the policy closer to where it was: a higher beta, a lower learning rate",
                 "load_best_model_at_end=True ends with the weights of the best evaluation",
             ),
-            **{name: list(both) for name, both in found.items()},
+            **{name: list(both) for name, both in losses.items()},
         )  # fmt: skip

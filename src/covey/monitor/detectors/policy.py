@@ -45,9 +45,9 @@ class EntropyCollapse:
         has_no_signal = fmean(seen["frac_reward_zero_std"].last(self.window) or [0.0]) >= self.tied
         if is_solved or (may_have_risen(seen) and not (is_alike and has_no_signal)):
             return None
-        said = f"entropy fell from {begun:.3g} to {now:.3g} nats a token; of a group's completions {distinct:.0%} are distinct"
+        sentence = f"entropy fell from {begun:.3g} to {now:.3g} nats a token; of a group's completions {distinct:.0%} are distinct"
         return seen.alert(
-            "entropy_collapse", "warning", said, _FLATTER,
+            "entropy_collapse", "warning", sentence, _FLATTER,
             entropy_start=begun, entropy_now=now, distinct_completions=distinct, **_rewards(seen),
         )  # fmt: skip
 
@@ -74,13 +74,13 @@ class EntropyExplosion:
             return None
         if shift(entropy.start(10), entropy.last(self.window)).z < self.z:
             return None
-        said, advice = blamed(
+        sentence, advice = blamed(
             seen,
             f"entropy rose from {begun:.3g} to {now:.3g} nats a token: completions turn to noise",
             ("lower learning_rate", "lower entropy_coef", "go back to an earlier checkpoint"),
         )
         return seen.alert(
-            "entropy_explosion", "error", said, advice,
+            "entropy_explosion", "error", sentence, advice,
             entropy_start=begun, entropy_now=now, **_rewards(seen),
         )  # fmt: skip
 
@@ -100,9 +100,9 @@ class DiversityLoss:
         is_solved = fmean(seen["groups/all_pass"].last(self.window) or [0.0]) > 0.5
         if moved.after > self.share * moved.before or moved.z > -4 or is_solved or may_have_risen(seen):
             return None
-        said = f"of a group's completions {moved.after:.0%} are distinct, {moved.before:.0%} at the start, and the reward has not risen"
+        sentence = f"of a group's completions {moved.after:.0%} are distinct, {moved.before:.0%} at the start, and the reward has not risen"
         return seen.alert(
-            "diversity_loss", "warning", said, _FLATTER,
+            "diversity_loss", "warning", sentence, _FLATTER,
             distinct_start=moved.before, distinct_now=moved.after, z=moved.z, **_rewards(seen),
         )  # fmt: skip
 
@@ -127,7 +127,7 @@ class KLRunaway:
         before, now = median(earlier), median(series.last(5))
         if now < self.high or now < self.times * before or min(series.last(5)) < max(earlier):
             return None
-        said, advice = blamed(
+        sentence, advice = blamed(
             seen,
             f"the policy runs away from the reference: kl {before:.3g} to {now:.3g} nats a token",
             (
@@ -137,7 +137,7 @@ class KLRunaway:
             ),
         )
         return seen.alert(
-            "kl_runaway", "error", said, advice,
+            "kl_runaway", "error", sentence, advice,
             kl_before=before, kl_now=now, **_rewards(seen),
         )  # fmt: skip
 
@@ -157,15 +157,15 @@ class DeadGroups:
         tied = seen["frac_reward_zero_std"].last(self.window)
         if len(tied) < self.window or fmean(tied) < self.share:
             return None
-        said, evidence = f"{fmean(tied):.0%} of groups have tied rewards and teach nothing", {"tied": fmean(tied)}
+        sentence, evidence = f"{fmean(tied):.0%} of groups have tied rewards and teach nothing", {"tied": fmean(tied)}
         passed = failed = 0.0
         if seen["groups/all_pass"].count:  # only where it is known which scores are right
             passed, failed = (fmean(seen[f"groups/all_{end}"].last(self.window)) for end in ("pass", "fail"))
-            said += f" ({passed:.0%} all right, {failed:.0%} all wrong)"
+            sentence += f" ({passed:.0%} all right, {failed:.0%} all wrong)"
             evidence |= {"all_pass": passed, "all_fail": failed}
         if passed > 0.5 or self._rests_at_its_highest(seen):
             return seen.alert(
-                "dead_groups", "info", said, ("the prompts are solved: take harder ones, or stop here",), **evidence
+                "dead_groups", "info", sentence, ("the prompts are solved: take harder ones, or stop here",), **evidence
             )
         advice: tuple[str, ...]
         if failed > 0.5:
@@ -173,11 +173,11 @@ class DeadGroups:
                 "the prompts are too hard for this model: take easier ones, or more num_generations",
                 "test the reward on a right answer: a parser that never matches looks just like this",
             )
-            said, advice = blamed(seen, said, advice)
-            return seen.alert("dead_groups", "warning", said, advice, **evidence)
+            sentence, advice = blamed(seen, sentence, advice)
+            return seen.alert("dead_groups", "warning", sentence, advice, **evidence)
         advice = ("the reward gives the same value to all: check what it returns", "raise temperature while sampling")
-        said, advice = blamed(seen, said, advice)
-        return seen.alert("dead_groups", "warning", said, advice, **evidence)
+        sentence, advice = blamed(seen, sentence, advice)
+        return seen.alert("dead_groups", "warning", sentence, advice, **evidence)
 
     def _rests_at_its_highest(self, seen: History) -> bool:
         reward, moved = seen["reward"], since_start(seen["reward"], self.window)

@@ -31,9 +31,11 @@ class Plateau:
         late, begun = shift(recent[:half], recent[half:]), shift(reward.start(10), recent)
         if begun.z < 3 or abs(late.z) > 2 or late.change > 0.1 * begun.change:
             return None
-        said = f"the reward has stood at {late.after:.3g} for {self.window} steps, after rising from {begun.before:.3g}"
+        sentence = (
+            f"the reward has stood at {late.after:.3g} for {self.window} steps, after rising from {begun.before:.3g}"
+        )
         return seen.alert(
-            "reward_plateau", "info", said, _what_holds_it(seen),
+            "reward_plateau", "info", sentence, _what_holds_it(seen),
             reward_start=begun.before, reward_now=late.after, change=late.change, z=late.z, **_signal(seen),
         )  # fmt: skip
 
@@ -62,11 +64,11 @@ class SlowConvergence:
         rose, error = rise(reward.last(reward.count))
         if rose + self.z * error > self.matters * spread:
             return None
-        said = (
+        sentence = (
             f"{reward.count} steps have not raised the reward ({begun.before:.3g} at the start, {begun.after:.3g} now)"
         )
         return seen.alert(
-            "slow_convergence", "warning", said, _what_holds_it(seen),
+            "slow_convergence", "warning", sentence, _what_holds_it(seen),
             reward_start=begun.before, reward_now=begun.after, rise=rose, error=error, **_signal(seen),
         )  # fmt: skip
 
@@ -92,7 +94,7 @@ class RewardCollapse:
         error = noise(reward.last(reward.count)) * math.sqrt(2 / self.window)  # of all: the best block is by chance
         if change > -self.z * error:
             return None
-        said, advice = blamed(
+        sentence, advice = blamed(
             seen,
             f"the reward fell from {fmean(best):.3g} to {fmean(now):.3g}",
             (
@@ -102,7 +104,7 @@ class RewardCollapse:
             ),
         )
         return seen.alert(
-            "reward_collapse", "error", said, advice,
+            "reward_collapse", "error", sentence, advice,
             reward_best=fmean(best), reward_now=fmean(now), noise=error, **_signal(seen),
         )  # fmt: skip
 
@@ -124,17 +126,17 @@ class Hacking:
     def __call__(self, seen: History) -> Alert | None:
         for name in self.audits:
             audit = _longest_shift(seen[name])
-            reward = _longest_shift(seen[_trained_beside(name, seen)])
+            reward = _longest_shift(seen[_trained_reward(name, seen)])
             if audit is None or reward is None or audit.z > -self.z * _doubt(seen[name]) or reward.z < self.z:
                 continue
             if audit.change > -self.fall * abs(audit.before):
                 continue
-            said = (
+            sentence = (
                 f"the reward rose from {reward.before:.3g} to {reward.after:.3g} while {name}, which is not trained on, fell "
                 f"from {audit.before:.3g} to {audit.after:.3g}: the policy may be exploiting the reward"
             )
             return seen.alert(
-                "reward_hacking", "error", said,
+                "reward_hacking", "error", sentence,
                 (
                     "read the completions of the highest reward in rollouts/",
                     "close the loophole in the reward function, or give the audit metric a weight",
@@ -165,9 +167,9 @@ class RewardErrors:
         if not failing and lost <= self.share:
             return None
         which = ", ".join(f"{name} fails on {rate:.0%}" for name, rate in failing.items())
-        said = which or f"{lost:.0%} of completions were scored by no reward"
+        sentence = which or f"{lost:.0%} of completions were scored by no reward"
         return seen.alert(
-            "reward_errors", "error" if lost > 0.5 else "warning", f"rewards do not score: {said}",
+            "reward_errors", "error" if lost > 0.5 else "warning", f"rewards do not score: {sentence}",
             (
                 "events.jsonl has each failure with its traceback and the completion",
                 "raise reward_timeout_seconds if it is slow rather than wrong",
@@ -176,7 +178,7 @@ class RewardErrors:
         )  # fmt: skip
 
 
-def _trained_beside(audit: str, seen: History) -> str:
+def _trained_reward(audit: str, seen: History) -> str:
     """Name of the reward that the audit is compared with: the same evaluation's, where there is one, else the training reward."""
     is_evaluation = audit.startswith("eval_")
     return "eval_reward" if is_evaluation and audit != "eval_reward" and seen["eval_reward"].count else "reward"
@@ -219,15 +221,15 @@ def _signal(seen: History) -> dict[str, float]:
 
 def _what_holds_it(seen: History) -> list[str]:
     """Remedies chosen by the other metrics, the likeliest first."""
-    found = _signal(seen)
+    signal = _signal(seen)
     advice = []
-    if found.get("groups/all_fail", 0) > 0.5:
+    if signal.get("groups/all_fail", 0) > 0.5:
         advice.append(
             "most groups have no right answer: take easier prompts, more num_generations, or a reward with partial credit"
         )
-    if found.get("groups/all_pass", 0) > 0.5:
+    if signal.get("groups/all_pass", 0) > 0.5:
         advice.append("most groups are all right: take harder prompts")
-    if found.get("update/all", 1) < 1e-5:
+    if signal.get("update/all", 1) < 1e-5:
         advice.append("steps are tiny: raise learning_rate (LoRA wants ten to a hundred times that of full training)")
     advice.append("try twice or half the learning_rate, and more prompts a step for less noise")
     return advice

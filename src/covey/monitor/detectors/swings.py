@@ -30,21 +30,21 @@ class Swings:
         spread, prompts = seen["reward_std"].last(self.window), seen["num_prompts"].last(self.window)
         if len(reward) < self.window or not spread or not prompts:
             return None
-        allowed = math.sqrt(fmean(one * one for one in spread)) / math.sqrt(max(median(prompts), 1.0))
+        allowed = math.sqrt(fmean(std * std for std in spread)) / math.sqrt(max(median(prompts), 1.0))
         if not allowed > 0:
             return None
-        known = [*seen["reward"].first, *seen["reward"].recent]
-        least = max(self.times * allowed, 0.1 * (max(known) - min(known)), 0.05 * abs(fmean(reward)))
+        rewards = [*seen["reward"].first, *seen["reward"].recent]
+        least = max(self.times * allowed, 0.1 * (max(rewards) - min(rewards)), 0.05 * abs(fmean(reward)))
         ends = turning_points(reward, least)
         if len(ends) < self.turns:
             return None
         swing = median(abs(b - a) for a, b in pairwise(ends))
-        said = (
+        sentence = (
             f"the reward goes up and down: {len(ends)} turns in {self.window} steps, by {swing:.3g} each, where other prompts "
             f"explain about {2 * allowed:.2g}"
         )
         return seen.alert(
-            "reward_swings", "warning", said,
+            "reward_swings", "warning", sentence,
             (
                 "lower learning_rate: the policy itself changes from step to step",
                 "look at the reward function: a judge or sandbox that is up and down does this too",
@@ -56,18 +56,18 @@ class Swings:
 
 def turning_points(values: Sequence[float], least: float) -> list[float]:
     """The highs and lows from which the values came back by `least` or more, in order; where they begin is none of them."""
-    found: list[float] = []
+    turns: list[float] = []
     low = high = values[0]
     way = 0  # up 1, down -1, not known yet 0
     for value in values:
         low, high = min(low, value), max(high, value)
         if way >= 0 and high - value >= least:
-            found += [high] if way else []
+            turns += [high] if way else []
             way, low = -1, value
         elif way <= 0 and value - low >= least:
-            found += [low] if way else []
+            turns += [low] if way else []
             way, high = 1, value
-    return found
+    return turns
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,12 @@ class Conflict:
             fell = self._change(seen[f"rewards/{name}/mean"], up=False)
             if fell is None or not self._matters(fell, weight, gained):
                 continue
-            said = (
+            sentence = (
                 f"the reward {name} fell from {fell[0]:.3g} to {fell[1]:.3g} while the weighted sum rose from {gained[0]:.3g} to "
                 f"{gained[1]:.3g}: the other rewards are bought at its cost"
             )
             return seen.alert(
-                "reward_conflict", "warning", said,
+                "reward_conflict", "warning", sentence,
                 (
                     f"give {name} more weight, or the others less (reward_weights): rewards/<name>/advantage_share says which counts",
                     "bring rewards to one scale (reward_normalization='group') or bound them (reward_clip)",

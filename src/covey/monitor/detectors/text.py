@@ -25,9 +25,9 @@ class LengthExplosion:
         limit = self.times if may_have_risen(seen) else max(1.0, self.times / 2)
         if moved.after < limit * moved.before or moved.z < 4:
             return None
-        said = f"completions have grown from {moved.before:.0f} to {moved.after:.0f} tokens"
+        sentence = f"completions have grown from {moved.before:.0f} to {moved.after:.0f} tokens"
         return seen.alert(
-            "length_explosion", "warning", said,
+            "length_explosion", "warning", sentence,
             (
                 "see whether length itself pays: compare completions/mean_length_right and _wrong",
                 "take a length penalty (soft_overlong, or the reward length), or loss_type='dr_grpo', which does not favour long wrong answers",
@@ -51,9 +51,9 @@ class LengthCollapse:
         share = self.share / 3 if may_have_risen(seen) else self.share
         if moved.after > share * moved.before or moved.z > -4:
             return None
-        said = f"completions have shrunk from {moved.before:.0f} to {moved.after:.1f} tokens"
+        sentence = f"completions have shrunk from {moved.before:.0f} to {moved.after:.1f} tokens"
         return seen.alert(
-            "length_collapse", "warning", said,
+            "length_collapse", "warning", sentence,
             (
                 "test the reward on an empty and on a very short answer: it may pay for them",
                 "lower the weight of a length penalty",
@@ -79,9 +79,9 @@ class Truncation:
         if len(cut) < self.window or fmean(cut) < self.share:
             return None
         is_paid = fmean(begun) < self.share / 2 and has_risen(seen, z=self.z)
-        said = f"{fmean(cut):.0%} of completions are cut at the length limit, before they could end"
+        sentence = f"{fmean(cut):.0%} of completions are cut at the length limit, before they could end"
         return seen.alert(
-            "truncation", "info" if is_paid else "warning", said,
+            "truncation", "info" if is_paid else "warning", sentence,
             (
                 *(["the reward has risen all the same: pay for an end, or for fewer tokens (soft_overlong)"] if is_paid else []),
                 "raise max_completion_length, or mask_truncated_completions=True to leave them out of the loss",
@@ -110,7 +110,7 @@ class RepeatedText:
             return None
         if begun and shift(repeated.start(self.window), repeated.last(self.window)).z < self.z:
             return None
-        said, advice = blamed(
+        sentence, advice = blamed(
             seen,
             f"{now:.0%} of a completion's 4-grams occurred in it before ({begun:.0%} at the start)",
             (
@@ -119,7 +119,7 @@ class RepeatedText:
             ),
         )
         return seen.alert(
-            "repeated_text", "warning", said, advice,
+            "repeated_text", "warning", sentence, advice,
             repetition_start=begun, repetition_now=now, **_latest(seen, "completions/clipped_ratio"),
         )  # fmt: skip
 
@@ -137,12 +137,12 @@ class FormatLoss:
             return None
         recent = formed.last(4 * self.window)
         parts = (formed.start(self.window), recent[: len(recent) // 2])
-        moved = max((shift(part, formed.last(self.window)) for part in parts), key=lambda found: found.before)
+        moved = max((shift(part, formed.last(self.window)) for part in parts), key=lambda candidate: candidate.before)
         if moved.change > -self.drop or moved.z > -4:
             return None
-        said = f"{moved.after:.0%} of completions have the asked-for form, {moved.before:.0%} before"
+        sentence = f"{moved.after:.0%} of completions have the asked-for form, {moved.before:.0%} before"
         return seen.alert(
-            "format_loss", "warning", said,
+            "format_loss", "warning", sentence,
             (
                 "give the form a reward of its own, or raise its weight",
                 "lower learning_rate; set beta above 0 to stay closer to the start",

@@ -34,25 +34,25 @@ class ToolCollapse:
             was_called = sum(calls.start(self.window)) > 0
             if not was_called and calls.count < self.patient:
                 return None
-            said = "tools are no longer called" if was_called else f"no tool was called in {calls.count} steps"
+            sentence = "tools are no longer called" if was_called else f"no tool was called in {calls.count} steps"
             advice: tuple[str, ...] = (
                 "show in the prompt when a tool helps, or teach a few calls first (covey sft); GRPO cannot find what is never drawn",
                 "raise the temperature, or num_generations, so that some completions call a tool",
                 "see whether answers without a tool earn as much",
             )
-            return seen.alert("tool_collapse", "warning", said, advice, **evidence)
+            return seen.alert("tool_collapse", "warning", sentence, advice, **evidence)
         if repeated >= self.loops:
-            said = f"{repeated:.0%} of completions make the same call three times or more"
+            sentence = f"{repeated:.0%} of completions make the same call three times or more"
             advice = (
                 "look at such a conversation in covey view: a tool may answer with nothing new",
                 "bound the calls: max_tool_calling_iterations, or let the reward charge for calls",
             )
-            return seen.alert("tool_collapse", "warning", said, advice, **evidence)
+            return seen.alert("tool_collapse", "warning", sentence, advice, **evidence)
         if failed >= self.failures:
-            said = f"{failed:.0%} of the calls of tools fail"
+            sentence = f"{failed:.0%} of the calls of tools fail"
             advice = (
                 "read the errors in covey view: arguments of another form, or a tool that is down",
                 "say in the tool's docstring what its arguments look like",
             )
-            return seen.alert("tool_collapse", "warning", said, advice, **evidence)
+            return seen.alert("tool_collapse", "warning", sentence, advice, **evidence)
         return None

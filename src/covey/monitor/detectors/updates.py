@@ -35,9 +35,9 @@ class Spike:
         usual, now = median(values[:-1]), values[-1]
         if now < self.times * usual or now < _rare(values[:-1], self.rarity):
             return None
-        said = f"{self.metric} is {now:.3g}, {now / usual:.0f} times its usual {usual:.3g}"
+        sentence = f"{self.metric} is {now:.3g}, {now / usual:.0f} times its usual {usual:.3g}"
         return seen.alert(
-            self.rule, "warning", said,
+            self.rule, "warning", sentence,
             (
                 "look at this step's completions in rollouts/: one odd prompt or reward is the usual cause",
                 "lower max_grad_norm or learning_rate if it comes again; on_spike='skip' leaves such updates out",
@@ -63,9 +63,9 @@ class NonFinite:
         bad = seen["steps/non_finite"].last(self.window)
         if not any(bad):
             return None
-        said = f"the loss or gradient of step {seen.step} is not finite{_at_rate(seen)}; the update was left out"
+        sentence = f"the loss or gradient of step {seen.step} is not finite{_at_rate(seen)}; the update was left out"
         return seen.alert(
-            "non_finite", "error", said,
+            "non_finite", "error", sentence,
             (
                 "lower learning_rate",
                 "look at the batch, which is kept in bad_steps/",
@@ -85,11 +85,11 @@ class LargeUpdates:
         size = _latest(seen, "update/all")
         if size is None or size < self.most:
             return None
-        said = (
+        sentence = (
             f"the step moved the weights by {size:.0%} of their size{_at_rate(seen)}: the model's knowledge may be lost"
         )
         return seen.alert(
-            "large_updates", "error", said, (LOWER_RATE, "go back to a checkpoint from before it"),
+            "large_updates", "error", sentence, (LOWER_RATE, "go back to a checkpoint from before it"),
             update_size=size, learning_rate=_latest(seen, "learning_rate"),
         )  # fmt: skip
 
@@ -116,17 +116,17 @@ class TinyUpdates:
         if size >= self.least and stuck >= self.changed:
             return None
         if stuck < self.changed:
-            said = f"a step changes {stuck:.1%} of the weights; the others round back to what they were"
+            sentence = f"a step changes {stuck:.1%} of the weights; the others round back to what they were"
             advice = (
                 "keep the weights in float32 (model_init_kwargs={'dtype': 'float32'}; bf16=True computes in bfloat16 all the same)",
             )
         else:
-            said = f"a step at the peak learning rate of {peak:.3g} moves the weights by {size:.1g} of their size: hardly at all"
+            sentence = f"a step at the peak learning rate of {peak:.3g} moves the weights by {size:.1g} of their size: hardly at all"
             advice = (
                 "raise learning_rate: LoRA wants 1e-5 to 2e-4, full training about 1e-6 to 3e-6, models below 100 million weights 1e-4 to 1e-3",
             )
         return seen.alert(
-            "tiny_updates", "warning", said, advice, update_size=size, changed_weights=stuck, learning_rate=peak
+            "tiny_updates", "warning", sentence, advice, update_size=size, changed_weights=stuck, learning_rate=peak
         )
 
 
@@ -146,11 +146,11 @@ class Mismatch:
         size = median(sizes) if len(sizes) == self.window else 1.0
         if gap < self.nats and size > self.effective:
             return None
-        said = (
+        sentence = (
             f"sampler and learner differ by {gap:.2g} nats a token; importance weights leave {size:.0%} of the tokens"
         )
         return seen.alert(
-            "sampler_mismatch", "warning", said,
+            "sampler_mismatch", "warning", sentence,
             (
                 "sample in the learner's precision (rollout_dtype='float32') and with its temperature",
                 "truncate importance weights (vllm_importance_sampling_mode='token_truncate')",

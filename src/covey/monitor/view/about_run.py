@@ -25,9 +25,9 @@ _REWARD = re.compile(r"(?:eval_)?rewards/.+/mean")
 _DATASET = re.compile(r"^dataset: *[\"']?([^\"'\n]+?)[\"']? *$", re.MULTILINE)
 
 
-def about(found: Mapping[str, Any], path: Path, names: Iterable[str], column: Column) -> dict[str, Any]:
+def about(run_json: Mapping[str, Any], path: Path, names: Iterable[str], column: Column) -> dict[str, Any]:
     """Values of FIELDS; None where a run does not say."""
-    config = found.get("config")
+    config = run_json.get("config")
     most = config.get("max_steps") if isinstance(config, Mapping) else None
     times = _finite(column("time")[1])
     rewards = _finite(column("reward")[1])
@@ -35,7 +35,7 @@ def about(found: Mapping[str, Any], path: Path, names: Iterable[str], column: Co
     is_finite = np.isfinite(held_out)
     best = int(np.argmax(np.where(is_finite, held_out, -np.inf))) if is_finite.any() else None
     return {
-        "model": _short_name(found.get("model")),
+        "model": _short_name(run_json.get("model")),
         "data": _data_of(path),
         "steps": most if isinstance(most, int) and is_step(most) and most > 0 else None,
         "seconds": float(times[-1] - times[0]) if len(times) > 1 else None,
@@ -46,9 +46,9 @@ def about(found: Mapping[str, Any], path: Path, names: Iterable[str], column: Co
     }
 
 
-def changed_options(found: Mapping[str, Any]) -> dict[str, Any]:
+def changed_options(run_json: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a run that differ from their defaults; options without a known default are left out."""
-    config = found.get("config")
+    config = run_json.get("config")
     if not isinstance(config, Mapping):
         return {}
     defaults = defaults_of(Options)
@@ -84,10 +84,10 @@ def _data_of(path: Path) -> str | None:
     """The data set in the run's `train.yaml`; None for a run of a script."""
     try:
         with (path / "train.yaml").open(encoding="utf-8", errors="replace") as file:
-            found = _DATASET.search(file.read(100_000))
+            match = _DATASET.search(file.read(100_000))
     except OSError:
         return None
-    return found[1][:_LONGEST] if found else None
+    return match[1][:_LONGEST] if match else None
 
 
 def _finite(values: np.ndarray) -> np.ndarray:

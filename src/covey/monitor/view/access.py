@@ -74,8 +74,8 @@ class Guard:
             host = headers.get("host", "")
             name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
             return self.app if name in _LOOPBACK else PlainTextResponse("Not the name of this server.", 400)
-        asked = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-        if self._is_right(asked):
+        token = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        if self._is_right(token):
             reply = RedirectResponse("/", 303)
             reply.set_cookie(_COOKIE, self.token, httponly=True, samesite="strict")
             return reply

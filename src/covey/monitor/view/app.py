@@ -61,19 +61,19 @@ def runs(library: Library, request: Request) -> Any:
 
 def series(library: Library, request: Request) -> Any:
     """Curves of `run` (repeated) times `metric` (repeated), between `from` and `to`, in about `points` points each."""
-    names, wanted = _repeated(request, "run", _MOST_RUNS), _repeated(request, "metric", _MOST_CURVES)
+    names, metrics = _repeated(request, "run", _MOST_RUNS), _repeated(request, "metric", _MOST_CURVES)
     points = whole(request, "points", 600, low=10, high=_MOST_POINTS)
     window = whole(request, "smooth", 1, low=1, high=10**9)
     low, high = number(request, "from"), number(request, "to")
     axis = one_of(request, "x", AXES, AXES[0])
-    asked = [(library.get(name), metric) for metric in wanted for name in names[:_MOST_CURVES]]
+    pairs = [(library.get(name), metric) for metric in metrics for name in names[:_MOST_CURVES]]
     sets = _seeds([library.get(name) for name in names]) if flag(request, "seeds") else []
     joined = {run.name for runs in sets for run in runs}
     curves = chain(
-        (mean_of(runs, metric, points, window, low, high, axis) for metric in wanted for runs in sets),
+        (mean_of(runs, metric, points, window, low, high, axis) for metric in metrics for runs in sets),
         (
             curve_of(run, metric, points, window, low, high, axis)
-            for run, metric in asked[:_MOST_CURVES]
+            for run, metric in pairs[:_MOST_CURVES]
             if run.name not in joined
         ),
     )
@@ -96,8 +96,8 @@ def _seeds(runs: list[RunView]) -> list[list[RunView]]:
 
 def values(library: Library, request: Request) -> Any:
     """Every value of `metric` (repeated) of each `run` (repeated), as CSV."""
-    names, wanted = _repeated(request, "run", _MOST_CURVES), _repeated(request, "metric", _MOST_CURVES)
-    pairs = [(library.get(name), metric) for metric in wanted for name in names][:_MOST_CURVES]
+    names, metrics = _repeated(request, "run", _MOST_CURVES), _repeated(request, "metric", _MOST_CURVES)
+    pairs = [(library.get(name), metric) for metric in metrics for name in names][:_MOST_CURVES]
     text = as_csv({f"{run.name}: {metric}": run.column(metric) for run, metric in pairs})
     return _csv(text, "covey.csv")
 
@@ -123,7 +123,7 @@ def rollouts(library: Library, request: Request) -> Any:
         library.get(text(request, "run")).groups,
         filters,
         sort=one_of(request, "sort", list(SORTS), "newest"),
-        wanted=text(request, "search", ""),
+        text=text(request, "search", ""),
         start=whole(request, "start", 0, low=0, high=2**53),
         most=whole(request, "most", 50, low=1, high=_MOST_ROWS),
     )
@@ -155,11 +155,11 @@ def prompts(library: Library, request: Request) -> Any:
         "sort": one_of(request, "sort", list(ORDERS), "last seen"),
         "threshold": number(request, "threshold"),
     }
-    found = library.get(text(request, "run")).prompts
+    history = library.get(text(request, "run")).prompts
     if flag(request, "csv"):
-        return _csv(found.as_csv(**about), "prompts.csv")
+        return _csv(history.as_csv(**about), "prompts.csv")
     start, most = whole(request, "start", 0, low=0, high=2**53), whole(request, "most", 50, low=1, high=_MOST_ROWS)
-    return found.rows(**about, start=start, most=most) | {"orders": list(ORDERS)}
+    return history.rows(**about, start=start, most=most) | {"orders": list(ORDERS)}
 
 
 def lengths(library: Library, request: Request) -> Any:
@@ -200,10 +200,10 @@ def phases(library: Library, request: Request) -> Any:
 def facts(library: Library, request: Request) -> Any:
     """`run.json`, the options that differ from their defaults, the last events."""
     run = library.get(text(request, "run"))
-    found = run.manifest()
+    run_json = run.manifest()
     return {
-        "manifest": found,
-        "changed": changed_options(found),
+        "manifest": run_json,
+        "changed": changed_options(run_json),
         "events": run.events.rows()[-200:],
         "troubles": run.troubles(),
     }
@@ -246,14 +246,12 @@ class _Page:
         self._files["/"] = self._files["/index.html"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = self._files.get(scope["path"])
-        if found is None:
+        file = self._files.get(scope["path"])
+        if file is None:
             await PlainTextResponse("Not found.", 404)(scope, receive, send)
             return
-        kind = mimetypes.guess_type(found[1])[0] or "text/plain"
-        await Response(found[0], media_type="text/javascript" if found[1].endswith(".js") else kind)(
-            scope, receive, send
-        )
+        kind = mimetypes.guess_type(file[1])[0] or "text/plain"
+        await Response(file[0], media_type="text/javascript" if file[1].endswith(".js") else kind)(scope, receive, send)
 
 
 class _Polite:
@@ -263,7 +261,7 @@ class _Polite:
         self.app, self.library = app, library
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.library.asked()
+        self.library.touch()
         await self.app(scope, receive, send)
 
 
@@ -288,8 +286,8 @@ def _json(call: Callable[[Library, Request], Any], library: Library) -> Callable
 
     def endpoint(request: Request) -> Response:
         try:
-            told = call(library, request)
-            return told if isinstance(told, Response) else _Json(told)
+            result = call(library, request)
+            return result if isinstance(result, Response) else _Json(result)
         except CoveyError as error:
             return _Json({"error": str(error)}, 404)
         except HTTPException:

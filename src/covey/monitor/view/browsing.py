@@ -50,7 +50,7 @@ _HEAD = (
 
 
 def rows(
-    index: GroupIndex, filters: Mapping[str, Any], *, sort: str, wanted: str, start: int, most: int
+    index: GroupIndex, filters: Mapping[str, Any], *, sort: str, text: str, start: int, most: int
 ) -> dict[str, Any]:
     """At most `most` groups from place `start` of the order on, and `next`, where to go on (null: that was all).
 
@@ -58,15 +58,15 @@ def rows(
     """
     table = index.table()
     order = select(table, filters, sort)
-    if wanted:
-        found = search(index, table, order, wanted, start=start, most=most, seconds=_SECONDS[start > 0])
-        places, after = found.places, found.at
+    if text:
+        hits = search(index, table, order, text, start=start, most=most, seconds=_SECONDS[start > 0])
+        places, after = hits.places, hits.at
     else:
         places = order[start : start + most].tolist()
         after = start + len(places)
     texts = prompts_of(index, table, places)
     return {
-        "rows": [_row(table[place]) | said for place, said in zip(places, texts, strict=True)],
+        "rows": [_row(table[place]) | beginning for place, beginning in zip(places, texts, strict=True)],
         "next": after if after < len(order) else None,
         "matching": len(order),
         "groups": len(table),
@@ -85,15 +85,15 @@ def group_of(run: Path, index: GroupIndex, step: int, group: int) -> dict[str, A
     try:
         table = read_columns(path)
         table = table.filter(pc.equal(table["group"], group)).slice(0, _MOST_COMPLETIONS)
-        found = [_sound(row) for row in table.to_pylist()]
-        columns = json.loads(found[0].get("columns") or "{}") if found else {}
-        images = json.loads(found[0].get("images") or "[]") if found else []
+        rows = [_sound(row) for row in table.to_pylist()]
+        columns = json.loads(rows[0].get("columns") or "{}") if rows else {}
+        images = json.loads(rows[0].get("images") or "[]") if rows else []
     except (OSError, ValueError, TypeError, KeyError, RecursionError, pa.ArrowException) as error:
         raise RunFolderError(f"The rollouts of step {step} cannot be read ({error}).") from error
-    if not found:
+    if not rows:
         raise RunFolderError(f"Step {step} has no group {group}.")
     tokenizer = tokenizer_file(run)
-    first = found[0]
+    first = rows[0]
     return {
         "step": step,
         "group": group,
@@ -101,7 +101,7 @@ def group_of(run: Path, index: GroupIndex, step: int, group: int) -> dict[str, A
         "prompt_uid": first.get("prompt_uid"),
         "columns": {name: shown(value) for name, value in columns.items()} if isinstance(columns, dict) else {},
         "images": [name for name in images if isinstance(name, str)][:_MOST_IMAGES] if isinstance(images, list) else [],
-        "completions": [_completion(row, tokenizer) for row in found],
+        "completions": [_completion(row, tokenizer) for row in rows],
         "has_tokenizer": tokenizer is not None,
         "elsewhere": _elsewhere(index, step, group),
     }
@@ -109,9 +109,9 @@ def group_of(run: Path, index: GroupIndex, step: int, group: int) -> dict[str, A
 
 def _sound(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row with texts of bounded length; a list by token holds numbers, or is left out."""
-    found = {name: value[:_LONGEST_TEXT] if isinstance(value, str) else value for name, value in row.items()}
-    plain = {name: value if isinstance(value, list) else shown(value) for name, value in found.items()}
-    plain |= {name: value for name, value in found.items() if isinstance(value, str)}
+    bounded = {name: value[:_LONGEST_TEXT] if isinstance(value, str) else value for name, value in row.items()}
+    plain = {name: value if isinstance(value, list) else shown(value) for name, value in bounded.items()}
+    plain |= {name: value for name, value in bounded.items() if isinstance(value, str)}
     return {name: value for name, value in plain.items() if not isinstance(value, list) or all(map(_is_number, value))}
 
 
@@ -144,16 +144,16 @@ def _pieces(tokenizer: Path | None, ids: Sequence[int]) -> list[str] | None:
 
 def _per_token(lists: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Per-token columns of the file, and differences derived from them."""
-    found = {name.removeprefix("token/"): value for name, value in lists.items()}
-    sampled, learned, reference = (found.get(name) for name in ("logprobs", "old_logp", "ref_logp"))
+    columns = {name.removeprefix("token/"): value for name, value in lists.items()}
+    sampled, learned, reference = (columns.get(name) for name in ("logprobs", "old_logp", "ref_logp"))
     if sampled and learned and len(sampled) == len(learned):
         gap = np.array(learned, float) - np.array(sampled, float)
-        found["learner - sampler"] = gap.tolist()
+        columns["learner - sampler"] = gap.tolist()
     now = learned or sampled
     if now and reference and len(now) == len(reference):
         gaps = np.array(reference, float) - np.array(now, float)
-        found["kl"] = (np.exp(gaps) - gaps - 1).tolist()
-    return found
+        columns["kl"] = (np.exp(gaps) - gaps - 1).tolist()
+    return columns
 
 
 def _elsewhere(index: GroupIndex, step: int, group: int) -> list[dict[str, Any]]:

@@ -15,25 +15,25 @@ def conversation_of(text: Any) -> list[dict[str, Any]] | None:
     if not isinstance(text, str):
         return None
     try:
-        found = json.loads(text)
+        messages = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, list):
+    if not isinstance(messages, list):
         return None
-    return [_message(one) for one in found[:_MOST_MESSAGES] if isinstance(one, Mapping)]
+    return [_message(message) for message in messages[:_MOST_MESSAGES] if isinstance(message, Mapping)]
 
 
-def _message(given: Mapping[str, Any]) -> dict[str, Any]:
-    calls = given.get("tool_calls")
-    known = [one.get("function") for one in calls if isinstance(one, Mapping)] if isinstance(calls, list) else []
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    functions = [call.get("function") for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
     return {
-        "role": _text(given.get("role")),
-        "name": _text(given.get("name")),
-        "content": _text(given.get("content")),
+        "role": _text(message.get("role")),
+        "name": _text(message.get("name")),
+        "content": _text(message.get("content")),
         "calls": [
-            {"name": _text(one.get("name")), "arguments": _text(one.get("arguments"))}
-            for one in known[:_MOST_MESSAGES]
-            if isinstance(one, Mapping)
+            {"name": _text(function.get("name")), "arguments": _text(function.get("arguments"))}
+            for function in functions[:_MOST_MESSAGES]
+            if isinstance(function, Mapping)
         ],
     }
 

@@ -27,22 +27,22 @@ def curve_of(
     `steps` and `values` [k], `x` [k] their places on the axis, `low` and `high` [k] where an interval is known.
     """
     steps, values = run.column(name)
-    found = _drawn(steps, smooth(values, window), points, low, high)
-    del found["places"]
-    ends = [run.held_out.interval(name, int(step)) for step in found["steps"][:_MOST_INTERVALS]] if window == 1 else []
+    curve = _drawn(steps, smooth(values, window), points, low, high)
+    del curve["places"]
+    ends = [run.held_out.interval(name, int(step)) for step in curve["steps"][:_MOST_INTERVALS]] if window == 1 else []
     if any(ends):
-        ends += [None] * (len(found["steps"]) - len(ends))
-        found["low"] = [one and one[0] for one in ends]
-        found["high"] = [one and one[1] for one in ends]
-    return {"run": run.name, "metric": name, "x": _places(run, found["steps"], axis), **found}
+        ends += [None] * (len(curve["steps"]) - len(ends))
+        curve["low"] = [interval and interval[0] for interval in ends]
+        curve["high"] = [interval and interval[1] for interval in ends]
+    return {"run": run.name, "metric": name, "x": _places(run, curve["steps"], axis), **curve}
 
 
 def mean_of(
     runs: Sequence[RunView], name: str, points: int, window: int, low: float | None, high: float | None, axis: str
 ) -> dict[str, Any]:
     """The mean over runs at the steps that all of them have, `low` and `high` the lowest and the highest of them."""
-    found_of = [(run, *run.column(name)) for run in runs]
-    columns = [(run, steps, smooth(values, window)) for run, steps, values in found_of if len(steps)]
+    by_run = [(run, *run.column(name)) for run in runs]
+    columns = [(run, steps, smooth(values, window)) for run, steps, values in by_run if len(steps)]
     label = f"mean of {len(columns)} seeds ({', '.join(run.name for run, *_ in columns)})"
     shared = columns[0][1] if columns else np.zeros(0)
     for _, steps, _ in columns[1:]:
@@ -51,13 +51,13 @@ def mean_of(
     table = np.array(rows).reshape(len(columns), len(shared))
     table = np.where(np.isfinite(table).all(axis=0), table, np.inf)  # one seed without a number: a gap
     mean = table.mean(axis=0) if len(columns) else np.zeros(0)
-    found = _drawn(shared, mean, points, low, high)
-    at = found.pop("places")
+    curve = _drawn(shared, mean, points, low, high)
+    at = curve.pop("places")
     for side, pick in (("low", np.min), ("high", np.max)):
-        found[side] = _plain(pick(table, axis=0)[at]) if len(columns) else []
+        curve[side] = _plain(pick(table, axis=0)[at]) if len(columns) else []
     lead = columns[0][0] if columns else runs[0]
     members = [run.name for run, *_ in columns]
-    return {"run": label, "runs": members, "metric": name, "x": _places(lead, found["steps"], axis), **found}
+    return {"run": label, "runs": members, "metric": name, "x": _places(lead, curve["steps"], axis), **curve}
 
 
 def _drawn(steps: np.ndarray, values: np.ndarray, points: int, low: float | None, high: float | None) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def correlations_of(samples: Mapping[int, Sample], score: str | None) -> dict[st
     names = list(dict.fromkeys(name for sample in samples.values() for name in sample.rewards))
     columns = [_column(samples, name) for name in names]
     columns.append(np.concatenate([np.zeros(0), *(sample.lengths for sample in samples.values())]))
-    table = [[_correlation(one, other) for other in columns] for one in columns]
+    table = [[_correlation(column, other) for other in columns] for column in columns]
     chosen = score if score in names else (names[-1] if names else None)
     by_step = [sample.rewards.get(chosen or "", np.zeros(0)) for sample in samples.values()]
     edges = edges_of(np.concatenate([np.zeros(0), *by_step]))
@@ -57,26 +57,28 @@ def correlations_of(samples: Mapping[int, Sample], score: str | None) -> dict[st
 
 def policy_of(samples: Mapping[int, Sample]) -> dict[str, Any]:
     """By step and bin of token positions the mean entropy and the mean absolute log-ratio of learner to sampler; their histograms."""
-    told: dict[str, Any] = {"steps": list(samples), "positions": [], "by_position": {}, "histograms": {}}
+    result: dict[str, Any] = {"steps": list(samples), "positions": [], "by_position": {}, "histograms": {}}
     used = 0
     for name, edges in (("entropy", ENTROPY_EDGES), ("ratio", RATIO_EDGES)):
         with_it = [sample for sample in samples.values() if name in sample.by_position]
         if not with_it:
             continue
         counts = [sample.by_position[name][1] if name in sample.by_position else None for sample in samples.values()]
-        used = max(used, *(int(np.flatnonzero(one)[-1]) + 1 for one in counts if one is not None and one.any()), 0)
-        told["by_position"][name] = [_means(sample.by_position.get(name)) for sample in samples.values()]
+        used = max(
+            used, *(int(np.flatnonzero(count)[-1]) + 1 for count in counts if count is not None and count.any()), 0
+        )
+        result["by_position"][name] = [_means(sample.by_position.get(name)) for sample in samples.values()]
         total = np.sum([sample.histograms[name] for sample in with_it], axis=0)
-        told["histograms"][name] = {"edges": [None, *edges[1:-1].tolist(), None], "counts": total.tolist()}
-    told["positions"] = POSITIONS[: used + 1].tolist()
-    told["by_position"] = {name: [row and row[:used] for row in rows] for name, rows in told["by_position"].items()}
-    return told
+        result["histograms"][name] = {"edges": [None, *edges[1:-1].tolist(), None], "counts": total.tolist()}
+    result["positions"] = POSITIONS[: used + 1].tolist()
+    result["by_position"] = {name: [row and row[:used] for row in rows] for name, rows in result["by_position"].items()}
+    return result
 
 
-def _means(found: tuple[np.ndarray, np.ndarray] | None) -> list[float | None] | None:
-    if found is None:
+def _means(sums_and_counts: tuple[np.ndarray, np.ndarray] | None) -> list[float | None] | None:
+    if sums_and_counts is None:
         return None
-    return [float(total / count) if count else None for total, count in zip(*found, strict=True)]
+    return [float(total / count) if count else None for total, count in zip(*sums_and_counts, strict=True)]
 
 
 def edges_of(values: np.ndarray, *, is_whole: bool = False) -> np.ndarray:
@@ -99,13 +101,13 @@ def _column(samples: Mapping[int, Sample], name: str) -> np.ndarray:
     return np.concatenate([np.zeros(0), *parts])
 
 
-def _correlation(one: np.ndarray, other: np.ndarray) -> float | None:
-    keep = np.isfinite(one) & np.isfinite(other)
+def _correlation(column: np.ndarray, other: np.ndarray) -> float | None:
+    keep = np.isfinite(column) & np.isfinite(other)
     if keep.sum() < 3:
         return None
-    one, other = one[keep] - one[keep].mean(), other[keep] - other[keep].mean()
-    size = np.sqrt((one**2).sum() * (other**2).sum())
-    return float(np.clip((one * other).sum() / size, -1, 1)) if size > 1e-12 else None
+    column, other = column[keep] - column[keep].mean(), other[keep] - other[keep].mean()
+    size = np.sqrt((column**2).sum() * (other**2).sum())
+    return float(np.clip((column * other).sum() / size, -1, 1)) if size > 1e-12 else None
 
 
 def _mean(values: Sequence[float] | np.ndarray) -> float | None:

@@ -43,9 +43,9 @@ def thin(steps: np.ndarray, values: np.ndarray, points: int) -> Curve:
         _first_where(values == _each(np.maximum, np.where(bad, -np.inf, values), starts), starts),
         _first_where(bad, starts),
     ]
-    kept = np.unique(np.concatenate(chosen))
-    values = np.where(bad[kept], np.nan, values[kept])
-    return Curve(steps[kept], values, len(steps) - len(kept), int(bad.sum()), kept)
+    places = np.unique(np.concatenate(chosen))
+    values = np.where(bad[places], np.nan, values[places])
+    return Curve(steps[places], values, len(steps) - len(places), int(bad.sum()), places)
 
 
 def _each(of: np.ufunc, values: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -53,9 +53,9 @@ def _each(of: np.ufunc, values: np.ndarray, starts: np.ndarray) -> np.ndarray:
     return np.repeat(of.reduceat(values, starts), np.diff(np.append(starts, len(values))))
 
 
-def _first_where(found: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """The first place of each bucket where `found` [n] holds; nothing for a bucket where it does not."""
-    places = np.flatnonzero(found)
+def _first_where(holds: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """The first place of each bucket where `holds` [n] is True; nothing for a bucket without one."""
+    places = np.flatnonzero(holds)
     buckets = np.searchsorted(starts, places, side="right")
     return places[np.flatnonzero(np.diff(buckets, prepend=-1))]
 

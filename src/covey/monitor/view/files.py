@@ -63,13 +63,13 @@ class FilesOnDisk:
         return self._marks
 
     def _all(self) -> dict[int, Mark]:
-        found: dict[int, Mark] = {}
+        marks: dict[int, Mark] = {}
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 match = _FILE.fullmatch(entry.name)
-                if match and len(found) < _MOST_FILES and (mark := _mark_of(entry)) is not None:
-                    found[int(match[1])] = mark
-        return found
+                if match and len(marks) < _MOST_FILES and (mark := _mark_of(entry)) is not None:
+                    marks[int(match[1])] = mark
+        return marks
 
     def _look_again(self) -> None:
         for step in sorted(self._marks, key=lambda step: self._marks[step][1])[-_LAST:]:

@@ -17,7 +17,7 @@ from covey.runs.storage import open_plain
 
 _SCALARS = ("group", "prompt_uid", "finish", "num_tokens", "reward", "advantage")
 _LONGEST_REASON = 300
-_KEPT_SEARCHES = 4
+_CACHED_SEARCHES = 4
 _BATCH = 50
 """Files whose numbers are worked out together."""
 _MOST_ROWS = 200_000
@@ -69,9 +69,9 @@ class GroupIndex:
     def refresh(self, most_files: int | None = None) -> bool:
         """Read up to `most_files` files that are new or replaced (all by default). True if all are indexed now."""
         with self._reading:
-            found = self._files.marks()
-            gone = self._seen.keys() - found.keys()
-            new = sorted((step for step, mark in found.items() if self._seen.get(step) != mark), reverse=True)
+            marks = self._files.marks()
+            gone = self._seen.keys() - marks.keys()
+            new = sorted((step for step, mark in marks.items() if self._seen.get(step) != mark), reverse=True)
             self.trouble = self._files.trouble
             self.pending = len(new)
             self._forget(gone)
@@ -81,7 +81,7 @@ class GroupIndex:
                 rows = self._read(batch)
                 with self._lock:
                     self._stale |= self._seen.keys() & set(batch)
-                    self._seen |= {step: found[step] for step in batch}
+                    self._seen |= {step: marks[step] for step in batch}
                     self._new.append(rows)
                     for by_step in self._matches.values():
                         for step in batch:
@@ -142,8 +142,8 @@ class GroupIndex:
 
     def _joined(self) -> np.ndarray:
         if self._new:
-            known = self._table[~np.isin(self._table["step"], list(self._stale))] if self._stale else self._table
-            joined = np.concatenate([known, *self._new])
+            unchanged = self._table[~np.isin(self._table["step"], list(self._stale))] if self._stale else self._table
+            joined = np.concatenate([unchanged, *self._new])
             if (np.diff(joined["step"]) < 0).any():
                 joined = joined[np.argsort(joined["step"], kind="stable")]
             joined["change"] = _changes(joined)
@@ -153,11 +153,11 @@ class GroupIndex:
     def matches_of(self, text: str) -> dict[int, frozenset[int]]:
         """By step, the groups that contain the text, as far as a search has looked; kept for the last few texts."""
         with self._lock:
-            known = self._matches.pop(text, {})
-            self._matches[text] = known
-            for oldest in list(self._matches)[:-_KEPT_SEARCHES]:
+            matches = self._matches.pop(text, {})
+            self._matches[text] = matches
+            for oldest in list(self._matches)[:-_CACHED_SEARCHES]:
                 del self._matches[oldest]
-            return known
+            return matches
 
     def mark_of(self, step: int) -> Mark | None:
         """Indexed version of a step's file; None where it is not indexed."""
@@ -196,8 +196,8 @@ def read_columns(path: Path, names: Sequence[str] | None = None, *, depth: int =
 
 
 def _reason(error: Exception) -> str:
-    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return said[:_LONGEST_REASON]
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return reason[:_LONGEST_REASON]
 
 
 def summary_of(tables: Mapping[int, pa.Table]) -> np.ndarray:

@@ -25,15 +25,15 @@ class HeldOut:
         self.folder = folder
         self.unreadable: dict[str, str] = {}
         """Files that could not be read, and why."""
-        self._known: dict[tuple[str, int], tuple[tuple[int, int], Mapping[str, intervals.Estimate]]] = {}
+        self._cache: dict[tuple[str, int], tuple[tuple[int, int], Mapping[str, intervals.Estimate]]] = {}
 
     def interval(self, metric: str, step: int) -> tuple[float, float] | None:
         """Ends of the 95% interval of a mean reward over the questions; None where the answers are not there, or too few."""
         match = _METRIC.fullmatch(metric)
         if match is None:
             return None
-        found = self._of(match["set"], step)
-        estimate = found.get("reward" if match["reward"] is None else f"reward/{match['reward']}")
+        estimates = self._of(match["set"], step)
+        estimate = estimates.get("reward" if match["reward"] is None else f"reward/{match['reward']}")
         if estimate is None or not math.isfinite(estimate.low) or not math.isfinite(estimate.high):
             return None
         return estimate.low, estimate.high
@@ -45,22 +45,24 @@ class HeldOut:
         except OSError:
             return {}
         mark = (facts.st_size, facts.st_mtime_ns)
-        known = self._known.get((name, step))
-        if known is None or known[0] != mark:
-            known = (mark, self._read(path))
-            if len(self._known) >= _MOST_STEPS:
-                self._known.clear()
-            self._known[name, step] = known
-        return known[1]
+        cached = self._cache.get((name, step))
+        if cached is None or cached[0] != mark:
+            cached = (mark, self._read(path))
+            if len(self._cache) >= _MOST_STEPS:
+                self._cache.clear()
+            self._cache[name, step] = cached
+        return cached[1]
 
     def _read(self, path: Path) -> Mapping[str, intervals.Estimate]:
         try:
             table = read_columns(path, depth=3)
             rows = table.to_pylist()
             rewards = [column for column in table.column_names if column == "reward" or column.startswith("reward/")]
-            found = {column: intervals.mean(list(evaluations.by_question(rows, column).values())) for column in rewards}
+            estimates = {
+                column: intervals.mean(list(evaluations.by_question(rows, column).values())) for column in rewards
+            }
         except (OSError, ValueError, KeyError, TypeError, OverflowError, pa.ArrowException) as error:
             self.unreadable[f"{path.parent.name}/{path.name}"] = str(error)[:300]
             return {}
         self.unreadable.pop(f"{path.parent.name}/{path.name}", None)
-        return found
+        return estimates

@@ -51,7 +51,7 @@ class PromptIndex:
         self._index = index
         self._lock = threading.Lock()
         self._groups: np.ndarray | None = None
-        self._found: dict[str, np.ndarray] = {}
+        self._rows: dict[str, np.ndarray] = {}
         self._usual = 0.0
         self._orders: dict[str, np.ndarray] = {}
         self._texts: dict[tuple[int, int, int], str] = {}
@@ -68,29 +68,29 @@ class PromptIndex:
         groups = self._index.table()
         with self._lock:
             if self._groups is not groups:
-                self._found, self._usual, self._orders = numbers_of(groups), three_quarters(groups), {}
+                self._rows, self._usual, self._orders = numbers_of(groups), three_quarters(groups), {}
                 self._groups = groups
-            found, limit = self._found, self._usual if threshold is None else threshold
+            records, limit = self._rows, self._usual if threshold is None else threshold
             if sort is not None and sort not in self._orders:
-                self._orders[sort] = _sorted(found, sort)
+                self._orders[sort] = _sorted(records, sort)
             order = {} if sort is None else {"sorted": self._orders[sort]}
-        return found | states_of(found, limit) | order, limit, groups
+        return records | states_of(records, limit) | order, limit, groups
 
     def rows(self, *, state: str, sort: str, threshold: float | None, start: int, most: int) -> dict[str, Any]:
         """A part of the list of prompts, with their texts and last visits, and how many prompts are in each state."""
-        found, limit, groups = self.table(threshold, sort)
-        order = _chosen(found, state)
+        records, limit, groups = self.table(threshold, sort)
+        order = _chosen(records, state)
         part = order[start : start + most]
-        texts = self._texts_of(groups, found["place"][part])
+        texts = self._texts_of(groups, records["place"][part])
         return {
-            "rows": [{**row, "prompt": said, "history": _history(found, groups, at)}
-                     for at, said, row in zip(part.tolist(), texts, _records(found, part).to_pylist(), strict=True)],
+            "rows": [{**row, "prompt": text, "history": _history(records, groups, at)}
+                     for at, text, row in zip(part.tolist(), texts, _records(records, part).to_pylist(), strict=True)],
             "next": start + most if start + most < len(order) else None,
             "matching": len(order),
-            "prompts": len(found["uid"]),
+            "prompts": len(records["uid"]),
             "threshold": limit,
-            "counts": {name: int((found["state"] == at).sum()) for at, name in enumerate(STATES)}
-            | {"forgotten": int(found["forgotten"].sum())},
+            "counts": {name: int((records["state"] == at).sum()) for at, name in enumerate(STATES)}
+            | {"forgotten": int(records["forgotten"].sum())},
             "files_left": self._index.pending,
         }  # fmt: skip
 
@@ -98,35 +98,37 @@ class PromptIndex:
         """The beginning of the prompt of each group; a file is opened only for texts that were not shown yet."""
         if len(self._texts) > _MOST_TEXTS:
             self._texts = {}
-        known = self._texts
+        cached = self._texts
         keys = groups[["uid", "step", "first_row"]][places].tolist()
-        new = [at for at, key in enumerate(keys) if key not in known]
+        new = [at for at, key in enumerate(keys) if key not in cached]
         read = prompts_of(self._index, groups, places[new].tolist(), names={"prompt": "prompt"})
-        known |= {keys[at]: said["prompt"] for at, said in zip(new, read, strict=True) if said["prompt"]}
-        return [known.get(key, "") for key in keys]
+        cached |= {
+            keys[at]: beginning["prompt"] for at, beginning in zip(new, read, strict=True) if beginning["prompt"]
+        }
+        return [cached.get(key, "") for key in keys]
 
     def as_csv(self, *, state: str, sort: str, threshold: float | None) -> str:
         """Every prompt that passes, a line each; `last_step` and `group` say where its text and answers are."""
-        found, _, _ = self.table(threshold, sort)
+        records, _, _ = self.table(threshold, sort)
         out = io.BytesIO()
         plain = write.WriteOptions(include_header=False, quoting_style="none")  # numbers and words
-        write.write_csv(_records(found, _chosen(found, state)), out, plain)
+        write.write_csv(_records(records, _chosen(records, state)), out, plain)
         return ",".join(_COLUMNS) + "\n" + out.getvalue().decode()
 
 
 def three_quarters(groups: np.ndarray) -> float:
     """Three quarters of the way from the lowest reward of the run to the highest: 0.75 where rewards are 0 and 1."""
-    known = groups[np.isfinite(groups["lowest"]) & np.isfinite(groups["highest"])]
-    if not len(known):
+    scored = groups[np.isfinite(groups["lowest"]) & np.isfinite(groups["highest"])]
+    if not len(scored):
         return 0.75
-    low, high = float(known["lowest"].min()), float(known["highest"].max())
+    low, high = float(scored["lowest"].min()), float(scored["highest"].max())
     return round(low + 0.75 * (high - low), 6)
 
 
 def numbers_of(groups: np.ndarray) -> dict[str, np.ndarray]:
     """Record of each prompt [m] from its groups [n], which are in order of steps; groups without a score do not count."""
-    kept = np.flatnonzero(np.isfinite(groups["reward"]))
-    order = kept[np.argsort(groups["uid"][kept], kind="stable")]
+    scored = np.flatnonzero(np.isfinite(groups["reward"]))
+    order = scored[np.argsort(groups["uid"][scored], kind="stable")]
     uid = groups["uid"][order]
     starts = np.flatnonzero(np.append(True, uid[1:] != uid[:-1])) if len(uid) else np.zeros(0, np.int64)
     visits = np.diff(np.append(starts, len(uid)))
@@ -155,35 +157,35 @@ def numbers_of(groups: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-def states_of(found: Mapping[str, np.ndarray], threshold: float) -> dict[str, np.ndarray]:
+def states_of(records: Mapping[str, np.ndarray], threshold: float) -> dict[str, np.ndarray]:
     """`state` [m], places in `STATES` by the newest group, and `forgotten` [m]: unsolved now, the mean of an earlier group was not."""
     limit = threshold - 1e-6
-    state = np.where(found["lowest"] >= limit, 0, np.where(found["highest"] >= limit, 1, 2))
-    return {"state": state, "forgotten": (found["best"] >= limit) & (state == 2)}
+    state = np.where(records["lowest"] >= limit, 0, np.where(records["highest"] >= limit, 1, 2))
+    return {"state": state, "forgotten": (records["best"] >= limit) & (state == 2)}
 
 
-def _sorted(found: Mapping[str, np.ndarray], sort: str) -> np.ndarray:
+def _sorted(records: Mapping[str, np.ndarray], sort: str) -> np.ndarray:
     name, is_descending = ORDERS[sort]
-    keys = found[name].astype(np.float64)
+    keys = records[name].astype(np.float64)
     return np.argsort(-keys if is_descending else keys, kind="stable")
 
 
-def _chosen(found: Mapping[str, np.ndarray], state: str) -> np.ndarray:
+def _chosen(records: Mapping[str, np.ndarray], state: str) -> np.ndarray:
     """Places in `sorted` order of the prompts in a state, or of all."""
-    order = found["sorted"]
+    order = records["sorted"]
     if state == "forgotten":
-        return order[found["forgotten"][order]]
-    return order[found["state"][order] == STATES.index(state)] if state in STATES else order
+        return order[records["forgotten"][order]]
+    return order[records["state"][order] == STATES.index(state)] if state in STATES else order
 
 
-def _records(found: Mapping[str, np.ndarray], places: np.ndarray) -> pa.Table:
+def _records(records: Mapping[str, np.ndarray], places: np.ndarray) -> pa.Table:
     """These prompts as a table of `_COLUMNS`; the hash as text, as it has more digits than JavaScript's numbers."""
-    columns = {name: found[name][places] for name in _COLUMNS}
+    columns = {name: records[name][places] for name in _COLUMNS}
     return pa.table(columns | {"uid": columns["uid"].astype(str), "state": np.array(STATES)[columns["state"]]})
 
 
-def _history(found: Mapping[str, np.ndarray], groups: np.ndarray, at: int) -> list[dict[str, Any]]:
+def _history(records: Mapping[str, np.ndarray], groups: np.ndarray, at: int) -> list[dict[str, Any]]:
     """The newest visits of a prompt, oldest first."""
-    start, visits = int(found["start"][at]), int(found["visits"][at])
-    places = found["order"][start + max(0, visits - _MOST_VISITS) : start + visits]
+    start, visits = int(records["start"][at]), int(records["visits"][at])
+    places = records["order"][start + max(0, visits - _MOST_VISITS) : start + visits]
     return [dict(zip(_VISIT, visit, strict=True)) for visit in groups[_VISIT][places].tolist()]

@@ -26,11 +26,11 @@ def text(request: Request, name: str, default: Any = _MISSING) -> str:
 
 def number(request: Request, name: str) -> float | None:
     """A finite number, or None when nothing was given."""
-    given = request.query_params.get(name)
-    if not given:
+    raw = request.query_params.get(name)
+    if not raw:
         return None
     try:
-        value = float(given)
+        value = float(raw)
     except ValueError as error:
         raise HTTPException(400, f"{name} is not a number.") from error
     if not math.isfinite(value):
@@ -40,12 +40,12 @@ def number(request: Request, name: str) -> float | None:
 
 def whole(request: Request, name: str, default: Any, *, low: int, high: int) -> Any:
     """A whole number between `low` and `high`, or the default when nothing was given."""
-    given = request.query_params.get(name)
-    if not given:
+    raw = request.query_params.get(name)
+    if not raw:
         return default
-    if not given.isascii() or not given.isdigit() or not low <= int(given[:30]) <= high:
+    if not raw.isascii() or not raw.isdigit() or not low <= int(raw[:30]) <= high:
         raise HTTPException(400, f"{name} is not a whole number from {low} to {high}.")
-    return int(given)
+    return int(raw)
 
 
 def flag(request: Request, name: str) -> bool:

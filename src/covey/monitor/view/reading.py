@@ -61,7 +61,7 @@ class RunView:
         """The same for runs that differ in their seed alone; None while that is not known."""
         self._family_of: Any = None
         self._failed: str | None = None
-        self._found: tuple[Any, dict[str, Any], str | None] = (None, {}, None)
+        self._manifest: tuple[Any, dict[str, Any], str | None] = (None, {}, None)
         self._reading = threading.Lock()
 
     def refresh_some(self) -> bool:
@@ -81,9 +81,9 @@ class RunView:
 
     def manifest(self) -> dict[str, Any]:
         """`run.json`, with the state that the run really is in; the state alone where it cannot be read."""
-        found = self._loaded()[1]
-        return found | {
-            "state": status.state_of(found, self.path)[:_LONGEST_NAME] if _has_text(found, "state") else "unknown"
+        run_json = self._loaded()[1]
+        return run_json | {
+            "state": status.state_of(run_json, self.path)[:_LONGEST_NAME] if _has_text(run_json, "state") else "unknown"
         }
 
     def _loaded(self) -> tuple[Any, dict[str, Any], str | None]:
@@ -93,23 +93,23 @@ class RunView:
             try:
                 facts = path.lstat()
                 mark = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
-                if mark != self._found[0]:
-                    self._found = (mark, {}, None)
-                    self._found = (mark, manifest.load(path), None)
+                if mark != self._manifest[0]:
+                    self._manifest = (mark, {}, None)
+                    self._manifest = (mark, manifest.load(path), None)
             except FileNotFoundError:
-                self._found = (None, {}, None)
+                self._manifest = (None, {}, None)
             except (OSError, ValueError) as error:
-                said = error.strerror if isinstance(error, OSError) else str(error)[:200]
-                self._found = (self._found[0], {}, f"run.json cannot be read: {said}.")
-            return self._found
+                reason = error.strerror if isinstance(error, OSError) else str(error)[:200]
+                self._manifest = (self._manifest[0], {}, f"run.json cannot be read: {reason}.")
+            return self._manifest
 
     def _find_family(self) -> None:
-        mark, found, _ = self._loaded()
+        mark, run_json, _ = self._loaded()
         if mark == self._family_of:
             return
         self._family_of = mark
         try:
-            key = sides.key_of(comparison.Run(path=self.path, manifest=found)) if found else None
+            key = sides.key_of(comparison.Run(path=self.path, manifest=run_json)) if run_json else None
         except (TypeError, ValueError, AttributeError, KeyError, RecursionError):  # a foreign shape has no family
             key = None
         self.family = None if key is None else hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:16]
@@ -118,43 +118,43 @@ class RunView:
         """Parts of the run that cannot be read, a sentence each."""
         logs = (self._loaded()[2], self.series.trouble, self.evaluated.trouble, self.groups.trouble)
         files = {**self.groups.unreadable, **self.held_out.unreadable}
-        told = [*logs, self.alerts.trouble, self.events.trouble, self._failed]
-        told += [f"{name} cannot be read: {why.rstrip('.')}." for name, why in list(files.items())[:3]]
+        sentences = [*logs, self.alerts.trouble, self.events.trouble, self._failed]
+        sentences += [f"{name} cannot be read: {why.rstrip('.')}." for name, why in list(files.items())[:3]]
         if len(files) > 3:
-            told.append(f"{len(files) - 3} more files cannot be read.")
-        return [said for said in told if said]
+            sentences.append(f"{len(files) - 3} more files cannot be read.")
+        return [sentence for sentence in sentences if sentence]
 
     def overview(self) -> dict[str, Any]:
         """One row of the table of runs."""
         try:
             return self._overview()
         except Exception as error:  # noqa: BLE001 -- a run that cannot be read must not hide the others
-            said = f"It cannot be shown ({type(error).__name__}: {str(error)[:200]})."
+            sentence = f"It cannot be shown ({type(error).__name__}: {str(error)[:200]})."
             empty = dict.fromkeys(("created", "algorithm", "parent", "family", "id", *about_run.FIELDS))
             indexed = {"bytes": 0, "of": 0, "files_left": 0}
             about = {"name": self.name, "path": str(self.path), "state": "unknown", "step": 0, "alerts": 0, **empty}
-            return {**about, "last": dict.fromkeys(_SHOWN), "metrics": [], "indexed": indexed, "troubles": [said]}
+            return {**about, "last": dict.fromkeys(_SHOWN), "metrics": [], "indexed": indexed, "troubles": [sentence]}
 
     def _overview(self) -> dict[str, Any]:
-        found = self.manifest()
+        run_json = self.manifest()
         alerts = self.alerts.rows()
-        step = found.get("step")
-        parent = found.get("parent")
+        step = run_json.get("step")
+        parent = run_json.get("parent")
         names = sorted({*self.series.names(), *self.evaluated.names()})
         return {
             "name": self.name,
             "path": str(self.path),
-            "state": found["state"],
-            "created": found["created"][:40] if _has_text(found, "created") else None,
+            "state": run_json["state"],
+            "created": run_json["created"][:40] if _has_text(run_json, "created") else None,
             "step": self.series.last_step() or (step if is_step(step) else 0),
-            "algorithm": _name_of(found.get("algorithm")),
+            "algorithm": _name_of(run_json.get("algorithm")),
             "parent": text_of(parent.get("run")) or None if isinstance(parent, Mapping) else None,
             "family": self.family,
             "alerts": len(alerts),
             "last": {name: self.last(name) for name in _SHOWN},
             "metrics": names,
-            "id": text_of(found.get("id")) or None,
-            **about_run.about(found, self.path, names, self.column),
+            "id": text_of(run_json.get("id")) or None,
+            **about_run.about(run_json, self.path, names, self.column),
             "indexed": {"bytes": self.series.done, "of": self.series.size, "files_left": self.groups.pending},
             "troubles": self.troubles(),
         }
@@ -174,8 +174,8 @@ class RunView:
         return steps[is_last], values[is_last]
 
 
-def _has_text(found: Mapping[str, Any], name: str) -> bool:
-    return isinstance(found.get(name), str)
+def _has_text(run_json: Mapping[str, Any], name: str) -> bool:
+    return isinstance(run_json.get(name), str)
 
 
 class Library:
@@ -186,18 +186,18 @@ class Library:
         self._runs: dict[str, RunView] = {}
         self._stop = threading.Event()
         self._finding = threading.Lock()
-        self._asked = 0.0
+        self._last_request = 0.0
         self._thread: threading.Thread | None = None
         self.find()
 
     def find(self) -> list[RunView]:
         """The runs there are now, also those that appeared since."""
-        found = find_runs(self.folders)
+        paths = find_runs(self.folders)
         with self._finding:
-            known = {run.path: run for run in self._runs.values()}
+            by_path = {run.path: run for run in self._runs.values()}
             runs = {}
-            for name, path in found.items():
-                runs[name] = known.get(path) or RunView(name, path)
+            for name, path in paths.items():
+                runs[name] = by_path.get(path) or RunView(name, path)
                 runs[name].name = name
             self._runs = runs
         return list(runs.values())
@@ -208,9 +208,9 @@ class Library:
             raise RunFolderError(f"There is no run {name!r} here.{did_you_mean(name, self._runs)}")
         return self._runs[name]
 
-    def asked(self) -> None:
+    def touch(self) -> None:
         """A reader waits for an answer."""
-        self._asked = time.monotonic()
+        self._last_request = time.monotonic()
 
     def start(self, seconds: float = 1.0) -> None:
         """Index in the background until `stop`; look for new lines every `seconds`."""
@@ -229,7 +229,7 @@ class Library:
             for run in self._runs.values():
                 started = time.monotonic()
                 done.append(run.refresh_some())
-                if not done[-1] and started - self._asked < _POLITE_SECONDS:
+                if not done[-1] and started - self._last_request < _POLITE_SECONDS:
                     self._stop.wait(time.monotonic() - started)
             if all(done):
                 self._stop.wait(seconds)
@@ -243,26 +243,26 @@ class Library:
 
 def differences(runs: Sequence[RunView]) -> list[dict[str, Any]]:
     """Differences between the manifests of the runs: `[{"name": "config.beta", "values": [0, 0.1]}]`; a source is text."""
-    found = [run.manifest() for run in runs]
-    if not found:
+    manifests = [run.manifest() for run in runs]
+    if not manifests:
         return []
-    names = sorted({name for other in found[1:] for name in _changed(found[0], other)})
-    return [{"name": name, "values": [_at(one, name) for one in found]} for name in names]
+    names = sorted({name for other in manifests[1:] for name in _changed(manifests[0], other)})
+    return [{"name": name, "values": [_at(run_json, name) for run_json in manifests]} for name in names]
 
 
 def _changed(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return list(manifest.changes(first, other))
 
 
-def _at(found: Any, name: str) -> Any:
+def _at(tree: Any, name: str) -> Any:
     """The value under a dotted name; a key may hold dots itself."""
     if not name:
-        return found
-    if not isinstance(found, Mapping):
+        return tree
+    if not isinstance(tree, Mapping):
         return None
-    for key in found:
+    for key in tree:
         if name == key or name.startswith(f"{key}."):
-            value = _at(found[key], name[len(key) + 1 :])
+            value = _at(tree[key], name[len(key) + 1 :])
             if value is not None:
                 return value
     return None

@@ -50,17 +50,17 @@ class Records:
     def _read(self, file: Any, size: int) -> list[dict[str, Any]]:
         file.seek(max(0, size - _MOST_BYTES))
         lines = file.read(_MOST_BYTES).splitlines(keepends=True)[size > _MOST_BYTES :]
-        found = [row for line in lines if (row := parse(line)) is not None]
-        shaped = [row for row in map(self._shape, found) if row is not None]
+        rows = [row for line in lines if (row := parse(line)) is not None]
+        shaped = [row for row in map(self._shape, rows) if row is not None]
         is_cut = size > _MOST_BYTES or len(shaped) > _MOST_ROWS
         self.trouble = f"{self.path.name} is long; only its end is shown." if is_cut else None
         return shaped[-_MOST_ROWS:]
 
 
 def alert_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Step, rule, severity, said, evidence, try_this; None for what is no alert."""
-    step, said = row.get("step"), row.get("said")
-    if not is_step(step) or not isinstance(said, str):
+    """Step, rule, severity, said, evidence and try_this of an alert; None for a row that is none."""
+    step, sentence = row.get("step"), row.get("said")
+    if not is_step(step) or not isinstance(sentence, str):
         return None
     severity = row.get("severity")
     evidence, advice = row.get("evidence"), row.get("try_this")
@@ -68,9 +68,9 @@ def alert_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
         "step": step,
         "rule": text_of(row.get("rule")),
         "severity": severity if severity in ("error", "warning", "info") else "info",
-        "said": said[:_LONGEST],
+        "said": sentence[:_LONGEST],
         "evidence": {str(name): shown(value) for name, value in evidence.items()} if isinstance(evidence, dict) else {},
-        "try_this": [one[:_LONGEST] for one in advice if isinstance(one, str)] if isinstance(advice, list) else [],
+        "try_this": [hint[:_LONGEST] for hint in advice if isinstance(hint, str)] if isinstance(advice, list) else [],
     }
 
 

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from covey.monitor.view.groups import GroupIndex, read_columns
 
-_KEPT = 256
+_CACHED = 256
 _SECONDS = 0.1
 """Seconds that one request reads; the page asks again for the rest."""
 _SCALARS = ("num_tokens", "finish", "reward", "advantage")
@@ -60,7 +60,7 @@ class Samples:
     def __init__(self, index: GroupIndex) -> None:
         self._index = index
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[int, bool], tuple[Any, Sample | None]] = OrderedDict()
+        self._cache: OrderedDict[tuple[int, bool], tuple[Any, Sample | None]] = OrderedDict()
 
     def read(
         self, most: int, low: float | None, high: float | None, *, has_tokens: bool = False
@@ -70,17 +70,17 @@ class Samples:
             step for step in self._index.steps() if (low is None or step >= low) and (high is None or step <= high)
         ]
         chosen = spread(steps, most)
-        deadline, found, left = time.monotonic() + _SECONDS, {}, 0
+        deadline, samples, left = time.monotonic() + _SECONDS, {}, 0
         for step in from_the_ends(chosen):
-            is_known, sample = self._look(step, has_tokens)
-            if not is_known and time.monotonic() > deadline:
+            is_cached, sample = self._look(step, has_tokens)
+            if not is_cached and time.monotonic() > deadline:
                 left += 1
                 continue
-            sample = sample if is_known else self._load(step, has_tokens)
+            sample = sample if is_cached else self._load(step, has_tokens)
             if sample is not None:
-                found[step] = sample
-        return dict(sorted(found.items())), {
-            "read": len(found),
+                samples[step] = sample
+        return dict(sorted(samples.items())), {
+            "read": len(samples),
             "left": left,
             "of": len(steps),
             "pending": self._index.pending,
@@ -88,11 +88,11 @@ class Samples:
 
     def _look(self, step: int, has_tokens: bool) -> tuple[bool, Sample | None]:
         with self._lock:
-            known = self._known.get((step, has_tokens))
-            if known is None or known[0] != self._index.mark_of(step):
+            cached = self._cache.get((step, has_tokens))
+            if cached is None or cached[0] != self._index.mark_of(step):
                 return False, None
-            self._known.move_to_end((step, has_tokens))
-            return True, known[1]
+            self._cache.move_to_end((step, has_tokens))
+            return True, cached[1]
 
     def _load(self, step: int, has_tokens: bool) -> Sample | None:
         mark = self._index.mark_of(step)
@@ -102,9 +102,9 @@ class Samples:
             self._index.unreadable[self._index.path_of(step).name] = str(error)[:300]
             sample = None
         with self._lock:
-            self._known[step, has_tokens] = (mark, sample)
-            while len(self._known) > _KEPT:
-                self._known.popitem(last=False)
+            self._cache[step, has_tokens] = (mark, sample)
+            while len(self._cache) > _CACHED:
+                self._cache.popitem(last=False)
         return sample
 
 
@@ -161,12 +161,12 @@ def _tokens(table: pa.Table) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], 
     by_position, histograms = {}, {}
     mask = lists.get("mask")
     sampled, learned, entropy = lists.get("logprobs"), lists.get("old_logp"), lists.get("token/entropy")
-    found: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+    measures: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
     if sampled and learned and len(sampled[0]) == len(learned[0]):
-        found["ratio"] = (learned[0] - sampled[0], learned[1], RATIO_EDGES)
+        measures["ratio"] = (learned[0] - sampled[0], learned[1], RATIO_EDGES)
     if entropy:
-        found["entropy"] = (*entropy, ENTROPY_EDGES)
-    for name, (values, places, edges) in found.items():
+        measures["entropy"] = (*entropy, ENTROPY_EDGES)
+    for name, (values, places, edges) in measures.items():
         keep = np.isfinite(values)
         if mask and len(mask[0]) == len(values):
             keep &= mask[0] > 0  # tokens of a tool's output were not sampled by the policy

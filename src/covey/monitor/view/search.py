@@ -18,7 +18,7 @@ _NAMES = {"prompt_uid": "prompt_uid", "prompt": "prompt", "completion": "first"}
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchHits:
     """Matches of one part of a search."""
 
     places: list[int]
@@ -36,13 +36,13 @@ def search(
     start: int = 0,
     most: int = 50,
     seconds: float = 0.06,
-) -> Found:
+) -> SearchHits:
     """Look through `order` [k] (places in `table`) from `start` for `text` in prompts and completions, case ignored.
 
     Ends once `most` groups are found, or `seconds` have passed and at least one file was looked at. Memory: one file's text.
     """
     deadline = time.monotonic() + seconds
-    found: list[int] = []
+    places: list[int] = []
     looked = 0
     matches = index.matches_of(text)
     for first in range(start, len(order), _CHUNK):
@@ -50,16 +50,16 @@ def search(
         for at in _worth_a_look(table["step"][part], matches):
             place = int(part[at])
             step, group = int(table["step"][place]), int(table["group"][place])
-            if len(found) == most:
-                return Found(found, first + at)
+            if len(places) == most:
+                return SearchHits(places, first + at)
             if step not in matches:
                 if looked and time.monotonic() > deadline:
-                    return Found(found, first + at)
+                    return SearchHits(places, first + at)
                 matches[step] = _groups_with(index.path_of(step), text)
                 looked += 1
             if group in matches[step]:
-                found.append(place)
-    return Found(found, len(order))
+                places.append(place)
+    return SearchHits(places, len(order))
 
 
 def _worth_a_look(steps: np.ndarray, matches: Mapping[int, frozenset[int]]) -> list[int]:
@@ -89,13 +89,13 @@ def prompts_of(
     `names` gives columns of the file their names in the answer; no others are read.
     """
     texts: dict[int, pa.Table | None] = {}
-    said = []
+    beginnings = []
     for place in places:
         step, row = int(table["step"][place]), int(table["first_row"][place])
         if step not in texts:
             texts[step] = _texts(index.path_of(step), names)
-        said.append({new: _beginning(texts[step], old, row, most) for old, new in names.items()})
-    return said
+        beginnings.append({new: _beginning(texts[step], old, row, most) for old, new in names.items()})
+    return beginnings
 
 
 def _texts(path: Path, names: Mapping[str, str]) -> pa.Table | None:

@@ -79,12 +79,12 @@ class SeriesIndex:
                 return self._read_more(file, most_bytes)
 
     def _read_more(self, file: Any, most_bytes: int | None) -> bool:
-        found = os.fstat(file.fileno())
-        self.size = found.st_size
-        if found.st_ino != self._inode or found.st_size < self.done or self._was_rewritten(file):
+        stat = os.fstat(file.fileno())
+        self.size = stat.st_size
+        if stat.st_ino != self._inode or stat.st_size < self.done or self._was_rewritten(file):
             with self._lock:
                 self._clear()
-                self._inode = found.st_ino
+                self._inode = stat.st_ino
                 self.trouble = None
         goal = self.size if most_bytes is None else min(self.size, self.done + most_bytes)
         while self.done < goal:
@@ -174,11 +174,11 @@ def _grown(column: np.ndarray, room: int) -> np.ndarray:
     return new
 
 
-def _columns_of(block: bytes, known: Collection[str]) -> dict[str, np.ndarray]:
-    """The numeric columns of whole lines; `step` is always there. `known`: metrics that earlier lines had."""
+def _columns_of(block: bytes, metrics: Collection[str]) -> dict[str, np.ndarray]:
+    """The numeric columns of whole lines; `step` is always there. `metrics`: those of earlier lines."""
     if block.lstrip().startswith(b"{") and b'"non_finite"' not in block and _is_flat(block):
         with suppress(ValueError):  # a damaged line, one with other metrics, a metric that is now text and now a number
-            return _columns_by_arrow(block, known)
+            return _columns_by_arrow(block, metrics)
     return _columns_line_by_line(block)
 
 
@@ -191,12 +191,12 @@ def _is_flat(block: bytes) -> bool:
     return len(ends) > 0 and int(counts.max()) <= _MOST_BRACKETS
 
 
-def _columns_by_arrow(block: bytes, known: Collection[str]) -> dict[str, np.ndarray]:
+def _columns_by_arrow(block: bytes, metrics: Collection[str]) -> dict[str, np.ndarray]:
     """The same, fast. ValueError for lines that Arrow does not read, or whose metrics a sample of the lines does not name:
     else as many columns as a hostile file has names would be made, each as long as the file."""
     lines = block.splitlines()
     sample = [json.loads(line) for line in lines[:: max(1, len(lines) // _SAMPLED_LINES)] + lines[-1:]]
-    kinds: dict[str, Any] = dict.fromkeys(known, pa.float64())
+    kinds: dict[str, Any] = dict.fromkeys(metrics, pa.float64())
     for row in sample:
         if not isinstance(row, dict):
             raise ValueError("not a row")
@@ -240,8 +240,8 @@ def _row_of(line: bytes) -> dict[str, float] | None:
     if not isinstance(row, dict) or type(row.get("step")) is not int or abs(row["step"]) > 2**53:
         return None
     named = row.pop("non_finite", None)
-    found = {name: _number(value) for name, value in row.items() if type(value) in (int, float)}
+    values = {name: _number(value) for name, value in row.items() if type(value) in (int, float)}
     for name in named if isinstance(named, dict) else ():
         if name in row:
-            found[name] = NOT_FINITE
-    return found
+            values[name] = NOT_FINITE
+    return values

@@ -19,8 +19,8 @@ _BROKEN = "\ufffd"
 
 def tokenizer_file(run: Path) -> Path | None:
     """`tokenizer.json` of the newest checkpoint that has one, else of the model's folder; None when neither is here."""
-    found = sorted(run.glob("checkpoint-*/tokenizer.json"), key=_changed)
-    for path in reversed(found):
+    paths = sorted(run.glob("checkpoint-*/tokenizer.json"), key=_changed)
+    for path in reversed(paths):
         if _is_plain(path):
             return path
     config = (manifest.read(run / manifest.NAME) or {}).get("config")

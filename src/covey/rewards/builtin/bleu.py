@@ -46,7 +46,7 @@ class Bleu:
         self._measure_for("")
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        rows = [several(one) for one in references_of("bleu", columns)]
+        rows = [several(reference) for reference in references_of("bleu", columns)]
         measures = [self._measure_for(references[0] if references else "") for references in rows]
         texts = map(text_of, completions)
         scores = [self._score(*each) if each[2] else None for each in zip(measures, texts, rows, strict=True)]
@@ -58,8 +58,8 @@ class Bleu:
         return measure_of(tokenize, self.max_n, self.smooth_method, self.lowercase)
 
     def _score(self, measure: Any, text: str, references: list[str]) -> float:
-        found = measure.sentence_score(text, references)
-        return as_share(found) / excess(found.sys_len, found.ref_len, self.max_ratio)
+        bleu = measure.sentence_score(text, references)
+        return as_share(bleu) / excess(bleu.sys_len, bleu.ref_len, self.max_ratio)
 
 
 @reward(streams=True)
@@ -82,16 +82,16 @@ class SelfBleu:
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
         texts = [text_of(completion)[:_LONGEST] for completion in completions]
         measures = [measure_of(tokenizer_for(text), self.max_n) for text in texts]
-        scores = [_likeness(measure, texts, own) for own, measure in enumerate(measures)]
+        scores = [_likeness(measure, texts, index) for index, measure in enumerate(measures)]
         forget_texts(measures)
         return [-score for score in scores]
 
 
-def _likeness(measure: Any, texts: list[str], own: int) -> float:
-    others = (texts[:own] + texts[own + 1 :])[:64]
-    if not texts[own].strip():
+def _likeness(measure: Any, texts: list[str], index: int) -> float:
+    others = (texts[:index] + texts[index + 1 :])[:64]
+    if not texts[index].strip():
         return 1.0
-    return as_share(measure.sentence_score(texts[own], others)) if others else 0.0
+    return as_share(measure.sentence_score(texts[index], others)) if others else 0.0
 
 
 def as_share(score: Any) -> float:
@@ -105,8 +105,8 @@ def tokenizer_for(text: str) -> str:
     >>> tokenizer_for("How many are there?"), tokenizer_for("\u4eca\u5929\u5929\u6c14\u5f88\u597d")
     ('13a', 'zh')
     """
-    found = _MECAB.get(language(text) or "")
-    return found or ("zh" if _HAN.search(text) else "13a")  # zh is 13a with every Chinese character a word
+    tokenizer = _MECAB.get(language(text) or "")
+    return tokenizer or ("zh" if _HAN.search(text) else "13a")  # zh is 13a with every Chinese character a word
 
 
 @lru_cache(maxsize=64)
@@ -117,9 +117,9 @@ def measure_of(tokenize: str, max_n: int, smooth_method: str = "exp", lowercase:
     except ImportError as error:
         raise ConfigError("the rewards bleu and self_bleu need sacrebleu: pip install 'covey[rewards]'.") from error
     if tokenize not in BLEU.TOKENIZERS:
-        known = sorted(BLEU.TOKENIZERS)
-        near = did_you_mean(tokenize, known)
-        raise ConfigError(f"bleu(tokenize={tokenize!r}) is not known.{near} sacrebleu has {', '.join(known)}.")
+        tokenizers = sorted(BLEU.TOKENIZERS)
+        near = did_you_mean(tokenize, tokenizers)
+        raise ConfigError(f"bleu(tokenize={tokenize!r}) is not known.{near} sacrebleu has {', '.join(tokenizers)}.")
     options: dict[str, Any] = {"smooth_method": smooth_method, "lowercase": lowercase, "effective_order": True}
     try:
         return BLEU(tokenize=tokenize, max_ngram_order=max_n, **options)
@@ -133,8 +133,8 @@ def measure_of(tokenize: str, max_n: int, smooth_method: str = "exp", lowercase:
 def forget_texts(measures: Sequence[Any]) -> None:
     """Empty the caches of sacrebleu's tokenizers, which keep the last 65,536 texts: gigabytes in a long run."""
     for tokenizer in {measure.tokenizer for measure in measures}:
-        for one in (tokenizer, getattr(tokenizer, "_post_tokenizer", tokenizer)):
-            clear = getattr(type(one).__call__, "cache_clear", None)
+        for part in (tokenizer, getattr(tokenizer, "_post_tokenizer", tokenizer)):
+            clear = getattr(type(part).__call__, "cache_clear", None)
             if clear is not None:
                 clear()
 

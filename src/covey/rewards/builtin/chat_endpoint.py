@@ -41,8 +41,8 @@ class ReplyError(ValueError):
 class _PassingError(ConnectionError):
     """Transient error, worth a retry; `wait` is the server's Retry-After in seconds."""
 
-    def __init__(self, said: str, wait: float = 0.0) -> None:
-        super().__init__(said)
+    def __init__(self, message: str, wait: float = 0.0) -> None:
+        super().__init__(message)
         self.wait = wait
 
 
@@ -154,12 +154,12 @@ class Endpoint:
 
     def _refusal(self, error: urllib.error.HTTPError) -> Exception:
         with contextlib.suppress(OSError, http.client.HTTPException):
-            said = " ".join(error.read(2000).decode(errors="replace").split())[:200]
+            detail = " ".join(error.read(2000).decode(errors="replace").split())[:200]
             if error.code in _PASSING or error.code >= 500:
-                return _PassingError(f"HTTP {error.code} {said}".strip(), _retry_after(error.headers))
+                return _PassingError(f"HTTP {error.code} {detail}".strip(), _retry_after(error.headers))
             key = f" The key is read from ${self.key_env}." if error.code in (401, 403) else ""
             return RewardError(
-                f"The {self.called} at {self.url} refuses model {self.model!r}: HTTP {error.code} {said}.{key}"
+                f"The {self.called} at {self.url} refuses model {self.model!r}: HTTP {error.code} {detail}.{key}"
             )
         return _PassingError(f"HTTP {error.code}, and the connection broke")
 
@@ -194,17 +194,17 @@ def _read(response: Any, until: float, most: int = MOST_BYTES) -> bytes:
 
 def _reply_of(body: bytes) -> Reply:
     try:
-        found = json.loads(body)
-        choice = found["choices"][0]
+        reply = json.loads(body)
+        choice = reply["choices"][0]
         text, finish = choice["message"]["content"], str(choice.get("finish_reason") or "stop")
-        usage = found.get("usage") or {}
-        asked, written = (int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
+        usage = reply.get("usage") or {}
+        num_prompt_tokens, written = (int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         shown = body[:80].decode(errors="replace")
         raise _PassingError(f"its reply is no chat completion ({shown!r})") from error
     if not isinstance(text, str):
         raise _PassingError("its reply holds no text")
-    return Reply(text, asked, written, finish=finish)
+    return Reply(text, num_prompt_tokens, written, finish=finish)
 
 
 def _retry_after(headers: Any) -> float:
@@ -229,22 +229,22 @@ class ReplyCache:
                 f"judge(cache={where!r}) cannot be used as a cache: {error}; give another path."
             ) from error
 
-    def get(self, asked: Mapping[str, Any]) -> str | None:
+    def get(self, request: Mapping[str, Any]) -> str | None:
         with self._lock:
-            row = self._file.execute("SELECT text FROM replies WHERE asked = ?", (_digest(asked),)).fetchone()
+            row = self._file.execute("SELECT text FROM replies WHERE asked = ?", (_digest(request),)).fetchone()
         return None if row is None else str(row[0])
 
-    def put(self, asked: Mapping[str, Any], text: str) -> None:
+    def put(self, request: Mapping[str, Any], text: str) -> None:
         with self._lock:
-            self._file.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (_digest(asked), _storable(text)))
+            self._file.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (_digest(request), _storable(text)))
 
     def close(self) -> None:
         with self._lock:
             self._file.close()
 
 
-def _digest(asked: Mapping[str, Any]) -> bytes:
-    return hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=16).digest()
+def _digest(request: Mapping[str, Any]) -> bytes:
+    return hashlib.blake2b(json.dumps(request, sort_keys=True).encode(), digest_size=16).digest()
 
 
 def _storable(text: str) -> str:
@@ -254,15 +254,15 @@ def _storable(text: str) -> str:
 def all_of(work: Sequence[Callable[[], T]], check_stop: Callable[[], None]) -> list[T]:
     """Results of all pieces of work, `REQUESTS_AT_ONCE` at a time. `check_stop` is called while they are awaited; its error, or one of theirs, ends it."""
     pool = ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="endpoint")
-    asked = [pool.submit(one) for one in work]
+    futures = [pool.submit(call) for call in work]
     try:
-        waiting: set[Future[T]] = set(asked)
+        waiting: set[Future[T]] = set(futures)
         while waiting:
             done, waiting = wait(waiting, timeout=0.2, return_when=FIRST_EXCEPTION)
-            for one in done:
-                one.result()
+            for future in done:
+                future.result()
             check_stop()
-        return [one.result() for one in asked]
+        return [future.result() for future in futures]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -284,11 +284,11 @@ def side_by_side(work: Sequence[Callable[[], Any]], gate: threading.Semaphore, m
                 index = todo.pop()
             try:
                 with gate:
-                    found = work[index]()
+                    result = work[index]()
             except Exception as error:  # noqa: BLE001 - handed to the caller, who raises or counts it
-                found = error
+                result = error
             with lock:
-                results[index] = found
+                results[index] = result
             done.release()
 
     for _ in range(min(most, len(work))):

@@ -59,18 +59,20 @@ class ChoiceLetter:
         marked = marked_answer(text) if tagged is None else tagged
         if marked is not None:
             return self._letter(marked)
-        said = list(re.finditer(rf"\b{_CONNECTED}\b\s*(?:is|:|=|ist|est|es)?\s*:?", text, re.IGNORECASE))
-        return self._letter(text[said[-1].end() :] if said else text)
+        phrases = list(re.finditer(rf"\b{_CONNECTED}\b\s*(?:is|:|=|ist|est|es)?\s*:?", text, re.IGNORECASE))
+        return self._letter(text[phrases[-1].end() :] if phrases else text)
 
     def _letter(self, text: str) -> str | None:
         """The letter at the beginning of `text`, unless another follows it as a choice of its own."""
-        one = rf"[{self.letters}{self.letters.lower()}]"
+        letter = rf"[{self.letters}{self.letters.lower()}]"
         plain = re.sub(r"\\(?:text|mathrm|mathbf|textbf)\{([^{}]*)\}", r"\1", text).strip().lstrip("*_`\"'$ ")
-        first = re.match(rf"(?:\(|\[)?({one})(?:[).\]:,*_`\"'$]|\s|$)", plain)
+        first = re.match(rf"(?:\(|\[)?({letter})(?:[).\]:,*_`\"'$]|\s|$)", plain)
         if first is None or (first[1].islower() and re.match(r"\s+[a-z]", plain[first.end(1) :])):
             return None  # "a book" is no choice of A
         rest = plain[first.end(1) : first.end(1) + 40]
-        others = re.search(rf"^[).\]]?\s*(?:,|/|&|or|and|\+)\s*(?:\(|\[)?{one}(?:[).\]:,]|\s|$)", rest, re.IGNORECASE)
+        others = re.search(
+            rf"^[).\]]?\s*(?:,|/|&|or|and|\+)\s*(?:\(|\[)?{letter}(?:[).\]:,]|\s|$)", rest, re.IGNORECASE
+        )
         return None if others else first[1].upper()
 
     def _gold(self, value: Any) -> str | None:
@@ -156,8 +158,8 @@ def normalized(text: str) -> str:
     'eiffeltower'
     """
     folded = unicodedata.normalize("NFKC", text).casefold()
-    kept = "".join(c for c in folded if c not in string.punctuation and not unicodedata.category(c).startswith("P"))
-    return " ".join(word for word in kept.split() if word not in _ARTICLES)
+    stripped = "".join(c for c in folded if c not in string.punctuation and not unicodedata.category(c).startswith("P"))
+    return " ".join(word for word in stripped.split() if word not in _ARTICLES)
 
 
 @dataclass(frozen=True)
@@ -208,8 +210,8 @@ class Fuzzy:
         **columns: Any,
     ) -> list[float | None]:
         golds = gold_column("fuzzy", answer, solution, reference)
-        found = [best(_ratio, answer_in(c), gold) for c, gold in zip(completions, golds, strict=True)]
-        return [None if score is None else score if score >= self.at_least else 0.0 for score in found]
+        scores = [best(_ratio, answer_in(c), gold) for c, gold in zip(completions, golds, strict=True)]
+        return [None if score is None else score if score >= self.at_least else 0.0 for score in scores]
 
 
 def gold_column(name: str, *columns: Sequence[Any] | None) -> Sequence[Any]:
@@ -230,7 +232,7 @@ def golds_of(gold: Any) -> list[str]:
 
 def best(score: Any, text: str, gold: Any) -> float | None:
     """The highest score of `text` against a row's gold answers; `None` when it has none."""
-    return max((score(text, one) for one in golds_of(gold)), default=None)
+    return max((score(text, reference) for reference in golds_of(gold)), default=None)
 
 
 def answer_in(completion: Any) -> str:
@@ -241,16 +243,16 @@ def answer_in(completion: Any) -> str:
 
 
 def _f1(text: str, gold: str) -> float:
-    said, wanted = Counter(normalized(text).split()), Counter(normalized(gold).split())
-    shared = (said & wanted).total()
-    return 2 * shared / (said.total() + wanted.total()) if shared else 0.0
+    predicted, expected = Counter(normalized(text).split()), Counter(normalized(gold).split())
+    shared = (predicted & expected).total()
+    return 2 * shared / (predicted.total() + expected.total()) if shared else 0.0
 
 
 def _ratio(text: str, gold: str) -> float:
-    said, wanted = normalized(text)[:_LONGEST_COMPARED], normalized(gold)[:_LONGEST_COMPARED]
-    if not said or not wanted:
+    predicted, expected = normalized(text)[:_LONGEST_COMPARED], normalized(gold)[:_LONGEST_COMPARED]
+    if not predicted or not expected:
         return 0.0
-    return 2 * common_length(wanted, said) / (len(wanted) + len(said))
+    return 2 * common_length(expected, predicted) / (len(expected) + len(predicted))
 
 
 def common_length(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:

@@ -30,7 +30,7 @@ class Code:
     for statements stands in `setup`, `test_setup_code` or `test_setup`. `None` for a row without tests.
     `timeout` (seconds) and `memory_mb` (MiB) limit one program. Python with its standard library alone, or
     with `numpy` NumPy too. Tests of functions run in
-    another process, others beside the program; with `strict` all in another (docs/sandbox.md).
+    another process, others in the program's; with `strict` all in another (docs/sandbox.md).
 
     Raises RewardError where the machine cannot isolate a program (`covey env` says why) and `allow_unisolated` is false; tests
     that cannot be run are an error of their row's completions, so they are not scored.

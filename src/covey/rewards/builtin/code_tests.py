@@ -90,7 +90,7 @@ def row_tests(columns: Mapping[str, Any], column: str | None) -> list[Any]:
     if name is None:
         return []
     if column is None and name in _TOGETHER:
-        return [_exact(test) for one in _TOGETHER for test in _tests_in(one, columns)]
+        return [_exact(test) for part in _TOGETHER for test in _tests_in(part, columns)]
     return _tests_in(name, columns)
 
 
@@ -100,24 +100,24 @@ def _exact(test: Any) -> Any:
 
 
 def _tests_in(name: str, columns: Mapping[str, Any]) -> list[Any]:
-    found = columns.get(name)
-    if _is_empty(found):
+    tests = columns.get(name)
+    if _is_empty(tests):
         return []
     if name == "test" and columns.get("entry_point"):
-        return [f"{found}\ncheck({columns['entry_point']})"]
-    if isinstance(found, str) and name in _TOGETHER and not found.lstrip().startswith(("{", "[")):
-        found = _unpacked(found, name)
-    elif isinstance(found, str) and found.lstrip().startswith(("{", "[")):
-        found = _loaded(found)
-    if isinstance(found, Mapping) and {"inputs", "outputs"} <= found.keys():
-        return _of_lists(found)
-    if isinstance(found, str | Mapping):
-        found = [found]
-    if not isinstance(found, Sequence):
+        return [f"{tests}\ncheck({columns['entry_point']})"]
+    if isinstance(tests, str) and name in _TOGETHER and not tests.lstrip().startswith(("{", "[")):
+        tests = _unpacked(tests, name)
+    elif isinstance(tests, str) and tests.lstrip().startswith(("{", "[")):
+        tests = _loaded(tests)
+    if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
+        return _of_lists(tests)
+    if isinstance(tests, str | Mapping):
+        tests = [tests]
+    if not isinstance(tests, Sequence):
         raise RewardError(
-            f"column {name!r} holds {type(found).__name__}, which is no test; use text, a list, or pairs."
+            f"column {name!r} holds {type(tests).__name__}, which is no test; use text, a list, or pairs."
         )
-    return [_of_case(case, columns) for case in found]
+    return [_of_case(case, columns) for case in tests]
 
 
 def for_program(tests: Sequence[Any], program: str) -> tuple[str, list[Any], str]:
@@ -146,21 +146,23 @@ def _defined(body: list[ast.stmt]) -> set[str]:
     return named | {item.id for item in targets if isinstance(item, ast.Name)}
 
 
-def _of_lists(found: Mapping[str, Any]) -> list[Any]:
+def _of_lists(tests: Mapping[str, Any]) -> list[Any]:
     """APPS and TACO: lists of inputs and outputs, for a script or, with `fn_name`, for a function."""
-    inputs, outputs, name = found["inputs"], found["outputs"], found.get("fn_name")
+    inputs, outputs, name = tests["inputs"], tests["outputs"], tests.get("fn_name")
     if len(inputs) != len(outputs):
         raise RewardError(f"{len(inputs)} inputs and {len(outputs)} outputs do not make pairs.")
     if not name:
-        return [_pair(given, expected) for given, expected in zip(inputs, outputs, strict=True)]
+        return [_pair(stdin, expected) for stdin, expected in zip(inputs, outputs, strict=True)]
     calls = []
-    for given, expected in zip(inputs, outputs, strict=True):
-        if not isinstance(given, list | tuple):
+    for arguments, expected in zip(inputs, outputs, strict=True):
+        if not isinstance(arguments, list | tuple):
             raise RewardError(
-                f"fn_name needs each of inputs to be the list of its arguments, not {type(given).__name__}."
+                f"fn_name needs each of inputs to be the list of its arguments, not {type(arguments).__name__}."
             )
         several = [expected, expected[0]] if isinstance(expected, list | tuple) and len(expected) == 1 else [expected]
-        calls.append(_call(name, [_with_numbers(item) for item in given], [_with_numbers(item) for item in several]))
+        calls.append(
+            _call(name, [_with_numbers(item) for item in arguments], [_with_numbers(item) for item in several])
+        )
     return calls
 
 
@@ -176,16 +178,16 @@ def _of_case(case: Any, columns: Mapping[str, Any]) -> Any:
         raise RewardError(
             f"a test of type {kind!r} names no function; give fn_name, or func_name in the column metadata."
         )
-    given, expected = case["input"], case["output"]
-    if isinstance(given, str):
-        given = [_value(line) for line in given.split("\n") if line.strip()]
-    return _call(str(name), list(given), [_value(expected) if isinstance(expected, str) else expected])
+    arguments, expected = case["input"], case["output"]
+    if isinstance(arguments, str):
+        arguments = [_value(line) for line in arguments.split("\n") if line.strip()]
+    return _call(str(name), list(arguments), [_value(expected) if isinstance(expected, str) else expected])
 
 
 def _function_of(columns: Mapping[str, Any]) -> Any:
-    found = columns.get("metadata")
-    found = _loaded(found) if isinstance(found, str) else found
-    return (found.get("func_name") if isinstance(found, Mapping) else None) or columns.get("fn_name")
+    metadata = columns.get("metadata")
+    metadata = _loaded(metadata) if isinstance(metadata, str) else metadata
+    return (metadata.get("func_name") if isinstance(metadata, Mapping) else None) or columns.get("fn_name")
 
 
 def _call(name: Any, arguments: Sequence[Any], expected: Sequence[Any]) -> FunctionCall:
@@ -200,8 +202,8 @@ def _spellings(value: Any) -> list[Any]:
     if not isinstance(value, list):
         return [value]
     inner = [tuple(item) if isinstance(item, list) else item for item in value]
-    found = [value, tuple(value), *([inner, tuple(inner)] if any(isinstance(item, list) for item in value) else [])]
-    return found[:_MOST_SPELLINGS]
+    spellings = [value, tuple(value), *([inner, tuple(inner)] if any(isinstance(item, list) for item in value) else [])]
+    return spellings[:_MOST_SPELLINGS]
 
 
 def _with_numbers(value: Any) -> Any:
@@ -223,16 +225,16 @@ def _literal(value: Any) -> str:
     return repr(value)
 
 
-def _pair(given: Any, expected: Any) -> dict[str, str]:
-    return {"input": _lines(given), "output": _lines(expected)}
+def _pair(stdin: Any, expected: Any) -> dict[str, str]:
+    return {"input": _lines(stdin), "output": _lines(expected)}
 
 
 def _lines(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _is_empty(found: Any) -> bool:
-    return found is None or (isinstance(found, str) and not found.strip())
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value.strip())
 
 
 def _value(text: str) -> Any:

@@ -20,7 +20,7 @@ class Distinct:
 
     The completions of a call are one prompt's. 1 where all is its own, 0 where it is a copy, and 0 for a text shorter than
     an n-gram. Li et al. 2016 ("A Diversity-Promoting Objective Function", distinct-n), credited to single completions.
-    Noise is diverse: use it beside a reward for being right.
+    Noise is diverse: combine it with a reward for being right.
     """
 
     n: int = 2
@@ -32,6 +32,6 @@ class Distinct:
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
         grams = [Counter(ngrams(words_of(text_of(c)), self.n)) for c in completions]
-        holders: Counter[tuple[str, ...]] = Counter(gram for own in grams for gram in own)
-        alone = [sum(holders[gram] == 1 for gram in own) for own in grams]
-        return [count / own.total() if own else 0.0 for count, own in zip(alone, grams, strict=True)]
+        holders: Counter[tuple[str, ...]] = Counter(gram for counts in grams for gram in counts)
+        alone = [sum(holders[gram] == 1 for gram in counts) for counts in grams]
+        return [count / counts.total() if counts else 0.0 for count, counts in zip(alone, grams, strict=True)]

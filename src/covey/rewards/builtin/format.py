@@ -89,11 +89,11 @@ class Tags:
         return not rest.strip()
 
     def _share(self, text: str) -> float:
-        place, found = -1, 0
+        place, count = -1, 0
         for mark in self._marks:
             if text.count(mark) == 1 and text.index(mark) > place:
-                place, found = text.index(mark), found + 1
-        return found / len(self._marks)
+                place, count = text.index(mark), count + 1
+        return count / len(self._marks)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class JsonSchema:
 
     schema: Any = None
     fenced: bool = True
-    _known: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    _validators: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     __name__ = "json_schema"
 
     def __post_init__(self) -> None:
@@ -122,22 +122,22 @@ class JsonSchema:
     def __call__(
         self, completions: Sequence[Any], schema: Sequence[Any] | None = None, **columns: Any
     ) -> list[float | None]:
-        own = [self.schema] * len(completions) if self.schema is not None else schema
-        if own is None:
+        schemas = [self.schema] * len(completions) if self.schema is not None else schema
+        if schemas is None:
             raise RewardError("json_schema needs a schema: json_schema(schema='file.json'), or a column 'schema'.")
-        return [self._score(text_of(c), wanted) for c, wanted in zip(completions, own, strict=True)]
+        return [self._score(text_of(c), row_schema) for c, row_schema in zip(completions, schemas, strict=True)]
 
-    def _score(self, text: str, wanted: Any) -> float | None:
-        if wanted is None:
+    def _score(self, text: str, schema: Any) -> float | None:
+        if schema is None:
             return None
         is_read, value = read_json(_unfenced(text.strip()) if self.fenced else text)
-        return float(is_read and _satisfies(self._validator(wanted), value))
+        return float(is_read and _satisfies(self._validator(schema), value))
 
     def _validator(self, schema: Any) -> Any:
         key = schema if isinstance(schema, str) else json.dumps(schema, sort_keys=True)
-        if key not in self._known:
-            self._known[key] = _validator_of(_schema(schema))
-        return self._known[key]
+        if key not in self._validators:
+            self._validators[key] = _validator_of(_schema(schema))
+        return self._validators[key]
 
 
 def _unfenced(text: str) -> str:
@@ -182,10 +182,10 @@ def _refuse(constant: str) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         raise ValueError("a key occurs twice")
-    return found
+    return result
 
 
 def _schema(schema: Any) -> Any:

@@ -104,7 +104,7 @@ def readable(text: str, variables: AbstractSet[str] | None = None) -> str | None
         tokens.append((match.lastgroup, match[0]))
         place = match.end()
     seen = [token for token in tokens if token[0] != "space"]
-    is_written = _has_known_words(seen, variables) and _has_partners(seen) and _has_operands(seen)
+    is_written = _has_math_words(seen, variables) and _has_partners(seen) and _has_operands(seen)
     return "".join(_exact(*token) for token in tokens) if is_written else None
 
 
@@ -150,7 +150,7 @@ def _num_relations(text: str) -> int:
     return sum(match[0] in _RELATIONS for match in _TOKEN.finditer(text))
 
 
-def _has_known_words(tokens: list[tuple[str, str]], variables: AbstractSet[str] | None) -> bool:
+def _has_math_words(tokens: list[tuple[str, str]], variables: AbstractSet[str] | None) -> bool:
     """Commands are those of the grammar; letters are variables, and a formula is more than letters."""
     for kind, token in tokens:
         if kind == "command" and token not in _COMMANDS:

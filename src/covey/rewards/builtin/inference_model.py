@@ -89,7 +89,7 @@ class Frozen:
     @torch.no_grad()
     def run(self, rows: Sequence[Sequence[int]], read: Callable[[Any, Tensor, Tensor], Tensor]) -> list[Tensor]:
         """Outputs of `read(output, ids [B, L], mask [B, L])`, [B, ...], row by row in the order of `rows`."""
-        found: list[Tensor] = [torch.empty(0)] * len(rows)
+        outputs: list[Tensor] = [torch.empty(0)] * len(rows)
         device = next(self.model.parameters()).device
 
         def forward(held: list[int]) -> Tensor:
@@ -98,8 +98,8 @@ class Frozen:
 
         for held, values in self.portions.run([len(row) for row in rows], forward):
             for i, value in zip(held, values, strict=True):
-                found[i] = value
-        return found
+                outputs[i] = value
+        return outputs
 
     def padded(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """[B, L] ids padded on the right, and their mask."""
@@ -119,8 +119,8 @@ def right_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tenso
 
 def is_float(dtype: str) -> bool:
     """True if torch has a floating-point dtype of this name."""
-    found = getattr(torch, dtype, None)
-    return isinstance(found, torch.dtype) and found.is_floating_point
+    value = getattr(torch, dtype, None)
+    return isinstance(value, torch.dtype) and value.is_floating_point
 
 
 def _load(kind: Kind, source: str, dtype: str) -> Any:
@@ -130,12 +130,12 @@ def _load(kind: Kind, source: str, dtype: str) -> Any:
         raise ModelError(f"dtype={dtype!r} is no type of numbers; use float32, bfloat16 or float16.")
     try:
         with quiet_bars():
-            model, found = getattr(transformers, _CLASSES[kind]).from_pretrained(
+            model, info = getattr(transformers, _CLASSES[kind]).from_pretrained(
                 source, dtype=getattr(torch, dtype), output_loading_info=True
             )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"The model {source!r} cannot be loaded: {' '.join(str(error).split())[:200]}") from error
-    missing = sorted(name for name in found["missing_keys"] if "pooler" not in name)
+    missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
     if missing:
         raise ModelError(f"{source!r} is no {kind} as needed here: it has no weights for {missing[0]}.")
     return model

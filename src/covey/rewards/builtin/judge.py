@@ -64,12 +64,12 @@ class Judge:
         work = [
             lambda key=key, question=question: self._one(key, question, read, until) for key, question in first.items()
         ]
-        found = dict(zip(first, side_by_side(work, self._gate, self.concurrency, until), strict=True))
-        self._remember({key: value for key, value in found.items() if isinstance(value, Exception)})
-        fatal = next((value for value in found.values() if isinstance(value, RewardError)), None)
+        results = dict(zip(first, side_by_side(work, self._gate, self.concurrency, until), strict=True))
+        self._remember({key: value for key, value in results.items() if isinstance(value, Exception)})
+        fatal = next((value for value in results.values() if isinstance(value, RewardError)), None)
         if fatal is not None:
             raise fatal
-        return [found[key] for key in keys]
+        return [results[key] for key in keys]
 
     def _remember(self, failures: Mapping[str, Exception]) -> None:
         now = time.monotonic()
@@ -80,23 +80,23 @@ class Judge:
 
     def _one(self, key: str, question: Sequence[Message], read: Callable[[str], T], until: float) -> T:
         with self._lock:
-            known = self._failed.get(key)
-        if known is not None and time.monotonic() < known[0]:
-            raise known[1]
+            failure = self._failed.get(key)
+        if failure is not None and time.monotonic() < failure[0]:
+            raise failure[1]
         body = self.endpoint.body(question)
         remembered = self.cache.get(body)
         if remembered is not None:
             with self._lock:
                 self.spent.remembered += 1
             return read(remembered)
-        messages, said = list(question), ""
+        messages, problem = list(question), ""
         for _ in range(self.asks):
             reply = self._ask(messages, until)
             try:
                 value = read(reply.text)
             except ReplyError as error:
-                said = str(error)
-                remark = f"Your reply cannot be read: {said}. Reply with the JSON object alone."
+                problem = str(error)
+                remark = f"Your reply cannot be read: {problem}. Reply with the JSON object alone."
                 messages = [
                     *question,
                     {"role": "assistant", "content": reply.text[:2000]},
@@ -105,7 +105,7 @@ class Judge:
                 continue
             self.cache.put(body, reply.text)
             return value
-        raise ReplyError(f"the judge's reply could not be read {self.asks} times: {said}")
+        raise ReplyError(f"the judge's reply could not be read {self.asks} times: {problem}")
 
     def _ask(self, messages: Sequence[Message], until: float) -> Reply:
         if self.spent.cost >= self.max_cost:
@@ -139,7 +139,9 @@ def judge_of(options: Mapping[str, Any]) -> Judge:
             raise ConfigError(
                 f"a judge has no option {name!r}.{did_you_mean(name, [*there, *here])} It has {', '.join([*there, *here])}."
             )
-    own: dict[str, Any] = {name: value for name, value in options.items() if name in here}
-    cache = own.pop("cache", None)
+    judge_options: dict[str, Any] = {name: value for name, value in options.items() if name in here}
+    cache = judge_options.pop("cache", None)
     endpoint = Endpoint(**{name: value for name, value in options.items() if name in there})
-    return Judge(endpoint=endpoint, cache=cache if isinstance(cache, ReplyCache) else ReplyCache(cache), **own)
+    return Judge(
+        endpoint=endpoint, cache=cache if isinstance(cache, ReplyCache) else ReplyCache(cache), **judge_options
+    )

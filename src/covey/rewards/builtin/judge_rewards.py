@@ -74,12 +74,12 @@ class JudgeReward:
     ) -> list[float]:
         texts = [text_of(completion) for completion in completions]
         references = columns.get(self.reference_column) or [None] * len(texts)
-        asked = [i for i, text in enumerate(texts) if text.strip()]
-        questions = [self._question(task_of(prompts[i]), texts[i], references[i]) for i in asked]
+        indices = [i for i, text in enumerate(texts) if text.strip()]
+        questions = [self._question(task_of(prompts[i]), texts[i], references[i]) for i in indices]
         marks = self.judge.all(questions, self._mark)
         self.judge.log(log_metric)
         scores = [0.0] * len(texts)
-        for i, mark in zip(asked, marks, strict=True):
+        for i, mark in zip(indices, marks, strict=True):
             if isinstance(mark, Exception):
                 raise mark  # the scorer repeats the call on halves; cached replies are not asked again
             scores[i] = (mark - self.low) / (self.high - self.low)
@@ -147,8 +147,8 @@ class PairwiseJudgeReward:
         texts = [text_of(completion).strip() for completion in completions]
         tasks = [task_of(prompt) for prompt in prompts]
         players, pairs = self._pairs(tasks, texts, columns)
-        asked = [(i, j) for i, j in pairs if players[i] and players[j] and players[i] != players[j]]
-        results = dict(zip(asked, self._compare(tasks, players, asked, log_metric), strict=True))
+        matches = [(i, j) for i, j in pairs if players[i] and players[j] and players[i] != players[j]]
+        results = dict(zip(matches, self._compare(tasks, players, matches, log_metric), strict=True))
         won: list[list[float]] = [[] for _ in players]
         for i, j in pairs:
             share = results.get((i, j), _unasked(players[i], players[j]))
@@ -161,7 +161,7 @@ class PairwiseJudgeReward:
             raise failures[0]
         if log_metric is not None and results:
             log_metric("judge/lost_comparisons", len(failures) / len(results))
-        return [sum(own) / len(own) if own else None for own in won[: len(texts)]]
+        return [sum(shares) / len(shares) if shares else None for shares in won[: len(texts)]]
 
     def _pairs(
         self, tasks: Sequence[str], texts: list[str], columns: Mapping[str, Any]
@@ -177,13 +177,13 @@ class PairwiseJudgeReward:
         members: dict[str, list[int]] = {}
         for i, task in enumerate(tasks):
             members.setdefault(task, []).append(i)
-        found: dict[frozenset[int], tuple[int, int]] = {}
+        pairs: dict[frozenset[int], tuple[int, int]] = {}
         for group in members.values():
             for step in range(1, min(self.opponents, len(group) - 1) + 1):
                 for place, i in enumerate(group):
                     j = group[(place + step) % len(group)]
-                    found.setdefault(frozenset((i, j)), (i, j))
-        return texts, list(found.values())
+                    pairs.setdefault(frozenset((i, j)), (i, j))
+        return texts, list(pairs.values())
 
     def _compare(
         self, tasks: Sequence[str], players: Sequence[str], pairs: Sequence[tuple[int, int]], log_metric: Metrics | None
@@ -221,10 +221,10 @@ def question(rubric: str, parts: Mapping[str, str], order: str, form: str) -> li
     content = json.dumps(list(parts.items()))
     mark = "material-" + hashlib.sha256(content.encode()).hexdigest()[:12]
     shown = "\n\n".join(f"{name}:\n<{mark}>\n{_clean(text)}\n</{mark}>" for name, text in parts.items())
-    asked = f"{shown}\n\n{order} Reply with one JSON object and nothing else: {form}"
+    request = f"{shown}\n\n{order} Reply with one JSON object and nothing else: {form}"
     return [
         {"role": "system", "content": _SYSTEM.format(mark=mark, rubric=rubric)},
-        {"role": "user", "content": asked},
+        {"role": "user", "content": request},
     ]
 
 
@@ -240,7 +240,7 @@ def read_object(reply: str, key: str) -> Any:
     text = reply.rsplit("</think>", 1)[-1]
     if len(text) > _LONGEST_REPLY:
         raise ReplyError(f"it has {len(text)} characters; a verdict has fewer")
-    decoder, found, start = json.JSONDecoder(object_pairs_hook=_only_once), [], _OPENING.search(text)
+    decoder, values, start = json.JSONDecoder(object_pairs_hook=_only_once), [], _OPENING.search(text)
     while start is not None:
         place = start.start()
         try:
@@ -251,11 +251,11 @@ def read_object(reply: str, key: str) -> Any:
             end = place + 1
         else:
             if isinstance(value, dict) and key in value:
-                found.append(value[key])
+                values.append(value[key])
         start = _OPENING.search(text, end)
-    if len(found) != 1:
-        raise ReplyError(f"it holds {len(found)} JSON objects with {key!r} instead of one")
-    return found[0]
+    if len(values) != 1:
+        raise ReplyError(f"it holds {len(values)} JSON objects with {key!r} instead of one")
+    return values[0]
 
 
 def task_of(prompt: Any) -> str:

@@ -73,24 +73,24 @@ class Language:
     def __call__(
         self, completions: Sequence[Any], language: Sequence[Any] | None = None, **columns: Any
     ) -> list[float | None]:
-        wanted = [self.language] * len(completions) if self.language is not None else language
-        if wanted is None:
+        codes = [self.language] * len(completions) if self.language is not None else language
+        if codes is None:
             raise RewardError("language needs a code: language(language='de'), or a column 'language'.")
-        return [self._share(text_of(c), code) for c, code in zip(completions, wanted, strict=True)]
+        return [self._share(text_of(c), code) for c, code in zip(completions, codes, strict=True)]
 
-    def _share(self, text: str, wanted: Any) -> float | None:
-        if wanted is None:
+    def _share(self, text: str, target: Any) -> float | None:
+        if target is None:
             return None
         if not text.strip():
             return 0.0
-        code = str(wanted)
+        code = str(target)
         _check(code)
         prose = _NOT_PROSE.sub(" ", text[:_LONGEST])
         total = sum(map(str.isalpha, prose))
         if total < self.min_letters:
             return None
-        own = sum(_own_letters(chunk, code) for chunk in _chunks(prose) if _is_in(chunk, code))
-        return own / total
+        matching = sum(_letters_of(chunk, code) for chunk in _chunks(prose) if _is_in(chunk, code))
+        return matching / total
 
 
 def _chunks(text: str) -> list[str]:
@@ -116,7 +116,7 @@ def _is_in(chunk: str, code: str) -> bool:
     return True
 
 
-def _own_letters(chunk: str, code: str) -> int:
+def _letters_of(chunk: str, code: str) -> int:
     scripts = _SCRIPTS.get(code, frozenset({"LATIN"}))
     return sum(c.isalpha() and _script(c) in scripts for c in chunk)
 
@@ -133,8 +133,8 @@ def detected(text: str) -> str:
 
 
 def _check(code: str) -> None:
-    known = _BY_SCRIPT if code in _BY_SCRIPT else _identifier().labels
-    if code not in known:
+    codes = _BY_SCRIPT if code in _BY_SCRIPT else _identifier().labels
+    if code not in codes:
         raise ConfigError(f"language {code!r} is not known; use an ISO 639-1 code such as en, de, zh: {_listed()}.")
 
 

@@ -101,5 +101,5 @@ def reasoning_accuracy_reward(
 
 
 def _after(text: str, ends: Sequence[str]) -> str | None:
-    found = next((end for end in ends if end in text), None)
-    return None if found is None else text.rsplit(found, 1)[1]
+    marker = next((end for end in ends if end in text), None)
+    return None if marker is None else text.rsplit(marker, 1)[1]

@@ -56,14 +56,14 @@ class Rouge:
         return max((self._score(text, reference) for reference in references), default=None)
 
     def _score(self, text: str, reference: str) -> float:
-        said, wanted = words_of(text), words_of(reference)
+        words, reference_words = words_of(text), words_of(reference)
         if str(self.kind) == "L":
-            shared, of_said, of_wanted = common_length(wanted, said), len(said), len(wanted)
+            shared, num_words, num_reference = common_length(reference_words, words), len(words), len(reference_words)
         else:
-            first, second = Counter(ngrams(said, int(self.kind))), Counter(ngrams(wanted, int(self.kind)))
-            shared, of_said, of_wanted = (first & second).total(), first.total(), second.total()
-        score = 2 * shared / (of_said + of_wanted) if shared else 0.0
-        return score / excess(len(said), len(wanted), self.max_ratio)
+            first, second = Counter(ngrams(words, int(self.kind))), Counter(ngrams(reference_words, int(self.kind)))
+            shared, num_words, num_reference = (first & second).total(), first.total(), second.total()
+        score = 2 * shared / (num_words + num_reference) if shared else 0.0
+        return score / excess(len(words), len(reference_words), self.max_ratio)
 
 
 def check_ratio(name: str, max_ratio: float | None) -> None:
@@ -71,20 +71,20 @@ def check_ratio(name: str, max_ratio: float | None) -> None:
         raise ConfigError(f"{name}(max_ratio={max_ratio}) must be at least 1: the reference's own length.")
 
 
-def excess(said: int, wanted: int, max_ratio: float | None) -> float:
-    """Divisor for a text of `said` words where `wanted` are in the reference; 1 up to `max_ratio` times as many."""
-    return 1.0 if max_ratio is None or not wanted else max(1.0, said / (max_ratio * wanted))
+def excess(num_words: int, num_reference: int, max_ratio: float | None) -> float:
+    """Divisor for a text of `num_words` where the reference has `num_reference`; 1 up to `max_ratio` times as many."""
+    return 1.0 if max_ratio is None or not num_reference else max(1.0, num_words / (max_ratio * num_reference))
 
 
 def references_of(name: str, columns: dict[str, Any]) -> Sequence[Any]:
     for column in ("reference", "summary", "solution", "answer"):
         if columns.get(column) is not None:
-            found: Sequence[Any] = columns[column]
-            return found
+            references: Sequence[Any] = columns[column]
+            return references
     raise RewardError(f"{name} needs a column 'reference'; rename yours, as in --columns reference=highlights.")
 
 
 def several(reference: Any) -> list[str]:
     """The references of a row that have a word; one text or a list of texts."""
-    found = reference if isinstance(reference, list | tuple) else [reference]
-    return [str(one) for one in found if one is not None and str(one).strip()]
+    references = reference if isinstance(reference, list | tuple) else [reference]
+    return [str(reference) for reference in references if reference is not None and str(reference).strip()]

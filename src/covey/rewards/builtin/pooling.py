@@ -1,4 +1,4 @@
-"""Pooling of an embedding model, read from the sentence-transformers files beside its weights."""
+"""Pooling of an embedding model, read from the sentence-transformers files in its folder."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def declared_pooling(model: str) -> Pooling | None:
 def _pooling_of(model: str, config: dict[str, Any]) -> Pooling:
     named = config.get("pooling_mode")
     words = named if isinstance(named, list) else [named] if named else []
-    asked = words or [name for name, is_on in config.items() if name.startswith("pooling_mode_") and is_on is True]
-    found = [_WORDS.get(str(name)) or _NAMES.get(str(name)) for name in asked]
-    if len(found) != 1 or found[0] is None:
+    modes = words or [name for name, is_on in config.items() if name.startswith("pooling_mode_") and is_on is True]
+    poolings = [_WORDS.get(str(name)) or _NAMES.get(str(name)) for name in modes]
+    if len(poolings) != 1 or poolings[0] is None:
         raise ConfigError(
-            f"similarity: {model!r} pools by {' and '.join(map(str, asked)) or 'nothing'}, which this reward does not compute; choose "
+            f"similarity: {model!r} pools by {' and '.join(map(str, modes)) or 'nothing'}, which this reward does not compute; choose "
             "another embedding model, or give pooling='mean', 'cls' or 'last'."
         )
-    return found[0]
+    return poolings[0]
 
 
 def _read(model: str, name: str) -> Any:

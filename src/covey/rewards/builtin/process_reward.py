@@ -66,7 +66,7 @@ class ProcessReward:
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
         steps = [self.steps_of(text_of(completion)) for completion in completions]
         scores = self.step_scores(prompts, steps)
-        return [AGGREGATES[self.aggregate](found) if found else 0.0 for found in scores]
+        return [AGGREGATES[self.aggregate](row) if row else 0.0 for row in scores]
 
     def steps_of(self, text: str) -> list[str]:
         """The steps of a completion, without empty ones."""
@@ -74,14 +74,14 @@ class ProcessReward:
 
     def step_scores(self, prompts: Sequence[Any], steps: Sequence[Sequence[str]]) -> list[list[float]]:
         """Probability that each step is right, given those before it. Raises TooLongError for texts longer than the model reads."""
-        held = [i for i, found in enumerate(steps) if found]
+        held = [i for i, row_steps in enumerate(steps) if row_steps]
         rows = [self.encode(prompts[i], steps[i]) for i in held]
         for ids, _ in rows:
             self.frozen.check_length(ids, "the completion")
         read = self.frozen.run([ids for ids, _ in rows], lambda output, ids, mask: output.logits.float().softmax(-1))
         scores: list[list[float]] = [[] for _ in steps]
-        for i, (_, places), found in zip(held, rows, read, strict=True):
-            scores[i] = found[places, _RIGHT].tolist()
+        for i, (_, places), probabilities in zip(held, rows, read, strict=True):
+            scores[i] = probabilities[places, _RIGHT].tolist()
         return scores
 
     def encode(self, prompt: Any, steps: Sequence[str]) -> tuple[list[int], list[int]]:

@@ -89,9 +89,9 @@ def resolve(reward: Any, tokenizer: Any = None, *, device: Any = None, **model_o
     if isinstance(reward, RewardSpec):
         return _placed(reward, device)
     if isinstance(reward, str | Path):
-        found = _named(str(reward))
-        if found is not None:
-            return _placed(found, device)
+        spec = _named(str(reward))
+        if spec is not None:
+            return _placed(spec, device)
     if isinstance(reward, str | Path) and is_token_classifier(reward):
         steps = ProcessReward(str(Path(reward).expanduser()), tokenizer=tokenizer)
         return _placed(RewardSpec(name=steps.frozen.name, call=steps, timeout_seconds=float("inf")), device)
@@ -124,14 +124,14 @@ def _named(text: str) -> RewardSpec | None:
         scale = (0.0, 1.0) if name in _FROM_0_TO_1 else None
         return RewardSpec(name=name, call=_made(BUILTIN[name], arguments, name), scale=scale)
     if ":" in name and not Path(name).exists():
-        found = names.load(name, "reward")
-        return RewardSpec(name=name_of(found), call=_made(found, arguments, name))
+        target = names.load(name, "reward")
+        return RewardSpec(name=name_of(target), call=_made(target, arguments, name))
     if Path(name).expanduser().is_dir() or re.fullmatch(r"[\w.\-]+/[\w.\-]+", name):
         return None
-    known = [*BUILTIN, "demo"]
+    choices = [*BUILTIN, "demo"]
     raise ConfigError(
-        f"{text!r} is no built-in reward, import path or reward model.{did_you_mean(name, known)} Built in: "
-        f"{', '.join(sorted(known))}; your own is 'file.py:function'; a reward model is a folder or 'org/name'."
+        f"{text!r} is no built-in reward, import path or reward model.{did_you_mean(name, choices)} Built in: "
+        f"{', '.join(sorted(choices))}; your own is 'file.py:function'; a reward model is a folder or 'org/name'."
     )
 
 
@@ -149,26 +149,26 @@ def _arguments(text: str, whole: str) -> dict[str, Any]:
         ) from error
 
 
-def _made(found: Any, arguments: dict[str, Any] | None, name: str) -> Any:
+def _made(target: Any, arguments: dict[str, Any] | None, name: str) -> Any:
     """The callable itself, or what a class or a factory makes of the arguments."""
-    if arguments is None and not isinstance(found, type):
-        return found
-    if not callable(found):
-        raise RewardError(f"reward {name!r} is a {type(found).__name__}, which takes no parameters.")
+    if arguments is None and not isinstance(target, type):
+        return target
+    if not callable(target):
+        raise RewardError(f"reward {name!r} is a {type(target).__name__}, which takes no parameters.")
     try:
-        signature = inspect.signature(found)
+        signature = inspect.signature(target)
     except (TypeError, ValueError) as error:
         raise RewardError(
-            f"reward {name!r} is {found!r}, which makes no reward; give a function or an instance."
+            f"reward {name!r} is {target!r}, which makes no reward; give a function or an instance."
         ) from error
     try:
         signature.bind(**(arguments or {}))
     except TypeError as error:
         takes = [p for p in signature.parameters if not p.startswith("_")]
-        known = f"its parameters are {', '.join(takes)}, as in {name}({takes[0]}=...)" if takes else "it takes none"
-        raise ConfigError(f"reward {name!r}: {error}; {known}.") from error
+        hint = f"its parameters are {', '.join(takes)}, as in {name}({takes[0]}=...)" if takes else "it takes none"
+        raise ConfigError(f"reward {name!r}: {error}; {hint}.") from error
     try:
-        made = found(**(arguments or {}))
+        made = target(**(arguments or {}))
     except CoveyError:
         raise
     except Exception as error:

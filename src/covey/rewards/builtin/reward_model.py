@@ -49,7 +49,7 @@ class ModelReward:
         model_init_kwargs: Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> ModelReward:
-        """A reward from a folder, a hub id or a module; the tokenizer defaults to the one beside the model.
+        """A reward from a folder, a hub id or a module; the tokenizer defaults to the one in the model's folder.
 
         Raises ModelError when it cannot be loaded or has no head with a single label.
         """
@@ -147,8 +147,8 @@ def reward_model(
     if dtype is not None and not is_float(dtype):
         raise ModelError(f"reward_model: dtype={dtype!r} is no type of numbers; use float32, bfloat16 or float16.")
     options = {} if dtype is None else {"dtype": getattr(torch, dtype)}
-    found = ModelReward.of(model, device=device, model_init_kwargs=options, chat_template_kwargs=chat_template_kwargs)
-    return replace(found, batch_size=batch_size, is_placed=device is not None)
+    reward = ModelReward.of(model, device=device, model_init_kwargs=options, chat_template_kwargs=chat_template_kwargs)
+    return replace(reward, batch_size=batch_size, is_placed=device is not None)
 
 
 def _round(model: Any, dtype: torch.dtype) -> None:
@@ -160,7 +160,7 @@ def _round(model: Any, dtype: torch.dtype) -> None:
         head = getattr(model, name, None)
         if isinstance(head, torch.nn.Linear):
             head.float()
-            head.register_forward_pre_hook(lambda module, given: (given[0].float(), *given[1:]))
+            head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(), *inputs[1:]))
 
 
 def _load(source: str, options: dict[str, Any]) -> Any:
@@ -168,13 +168,13 @@ def _load(source: str, options: dict[str, Any]) -> Any:
 
     try:
         with quiet_bars():
-            model, found = AutoModelForSequenceClassification.from_pretrained(
+            model, info = AutoModelForSequenceClassification.from_pretrained(
                 source, num_labels=1, output_loading_info=True, **options
             )
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"The reward model {source!r} cannot be loaded: {reason}") from error
-    missing = sorted(found["missing_keys"])
+    missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(
             f"{source!r} is no reward model: it has no weights for {missing[0]}; give a sequence classifier with one label."

@@ -67,8 +67,8 @@ class ClassifierReward:
             return [_plain(prompt) for prompt in prompts]
         if columns.get(self.premise) is None:
             raise RewardError(f"classifier needs a column {self.premise!r}; rename yours to it.")
-        found: Sequence[Any] = columns[self.premise]
-        return found
+        premises: Sequence[Any] = columns[self.premise]
+        return premises
 
     def _ids(self, text: str, premise: str | None) -> list[int]:
         ids = self.frozen.ids(text) if premise is None else self.frozen.ids(premise, text)
@@ -125,22 +125,22 @@ class SimilarityReward:
         targets = [_plain(prompt) for prompt in prompts] if self.target == "prompt" else columns.get(self.target)
         if targets is None:
             raise RewardError(f"similarity needs a column {self.target!r}; rename yours to it.")
-        wanted = ["" if target is None else str(target).strip() for target in targets]
-        known = self._embedded([*texts, *wanted])
+        goals = ["" if target is None else str(target).strip() for target in targets]
+        embeddings = self._embedded([*texts, *goals])
         return [
-            None if not goal else self._score(known[text] @ known[goal]) if text else 0.0
-            for text, goal in zip(texts, wanted, strict=True)
+            None if not goal else self._score(embeddings[text] @ embeddings[goal]) if text else 0.0
+            for text, goal in zip(texts, goals, strict=True)
         ]
 
     def _within(self, texts: Sequence[str]) -> list[float | None]:
-        known = self._embedded(texts)
+        embeddings = self._embedded(texts)
         scores: list[float | None] = []
         for i, text in enumerate(texts):
-            others = [known[other] for j, other in enumerate(texts) if j != i and other]
+            others = [embeddings[other] for j, other in enumerate(texts) if j != i and other]
             if not text:
                 scores.append(0.0)
             else:
-                scores.append(self._score((torch.stack(others) @ known[text]).mean()) if others else None)
+                scores.append(self._score((torch.stack(others) @ embeddings[text]).mean()) if others else None)
         return scores
 
     def _score(self, cosine: Tensor) -> float:
@@ -172,7 +172,7 @@ class FluencyReward:
     """Inverse perplexity of a completion under a language model: 1 / perplexity, the geometric mean of its tokens' probabilities.
 
     `exp(mean log p(token | prompt, tokens before))`; with `enough` above 0 only up to that value, as `min(1, x / enough)`, so
-    that text which is fluent enough need not become blander. Repetition is very probable, so use it beside `repetition`. Texts under
+    that text which is fluent enough need not become blander. Repetition is very probable, so combine it with `repetition`. Texts under
     `min_tokens` tokens score 0. `with_prompt=False` leaves the prompt out.
     """
 
@@ -203,27 +203,30 @@ class FluencyReward:
         parts = [
             self._parts(prompt, text_of(completion)) for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        held = [i for i, (_, own) in enumerate(parts) if len(own) >= self.min_tokens]
+        held = [i for i, (_, completion_ids) in enumerate(parts) if len(completion_ids) >= self.min_tokens]
         rows = [[*parts[i][0], *parts[i][1]] for i in held]
         for row in rows:
             self.frozen.check_length(row, "prompt and completion")
         scores = [0.0] * len(parts)
         for i, logps in zip(held, self.frozen.run(rows, _next_logps), strict=True):
-            before, own = parts[i]
-            start, stop = max(len(before), 1), len(before) + len(own)  # the very first token has no probability
+            before, completion_ids = parts[i]
+            start, stop = (
+                max(len(before), 1),
+                len(before) + len(completion_ids),
+            )  # the very first token has no probability
             probable = math.exp(float(logps[start - 1 : stop - 1].mean()))
             scores[i] = min(1.0, probable / self.enough) if self.enough else probable
         return scores
 
     def _parts(self, prompt: Any, text: str) -> tuple[list[int], list[int]]:
-        own = self.frozen.ids(text, special=False)
+        completion_ids = self.frozen.ids(text, special=False)
         if not self.with_prompt:
             first = self.frozen.tokenizer.bos_token_id
-            return ([] if first is None else [first]), own
+            return ([] if first is None else [first]), completion_ids
         if isinstance(prompt, str) or getattr(self.frozen.tokenizer, "chat_template", None) is None:
-            return self.frozen.ids(_plain(prompt)), own
+            return self.frozen.ids(_plain(prompt)), completion_ids
         shown = self.frozen.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
-        return self.frozen.ids(shown, special=False), own
+        return self.frozen.ids(shown, special=False), completion_ids
 
 
 def _next_logps(output: Any, ids: Tensor, mask: Tensor) -> Tensor:

@@ -50,8 +50,8 @@ class Caller:
         self._lanes = Lanes(spec.name, at_once)
 
     @property
-    def is_beside(self) -> bool:
-        """True when it runs beside the caller's thread rather than on it."""
+    def is_concurrent(self) -> bool:
+        """True when it runs concurrently with the caller's thread rather than on it."""
         return self.is_async or self.pool is not None or self.call_options.in_thread or self.call_options.streams
 
     def submit(self, batch: Batch, trainer_state: Any) -> list[tuple[list[int], Future[Outcome]]]:
@@ -66,16 +66,16 @@ class Caller:
     def score(self, batch: Batch, trainer_state: Any) -> Outcome:
         """Score the batch: cached scores at once, the rest by calls within the time limit."""
         keys = self._keys(batch)
-        known = [None] * len(batch) if keys is None or self.cache is None else self.cache.get(keys)
-        missing = [i for i, value in enumerate(known) if value is None]
-        found: list[tuple[Sequence[int], Outcome]] = []
+        cached = [None] * len(batch) if keys is None or self.cache is None else self.cache.get(keys)
+        missing = [i for i, value in enumerate(cached) if value is None]
+        parts: list[tuple[Sequence[int], Outcome]] = []
         if missing:
             part = batch if len(missing) == len(batch) else batch.take(missing)
-            found.append(
+            parts.append(
                 (missing, self._called(part, None if keys is None else [keys[i] for i in missing], trainer_state))
             )
-        outcome = Outcome.joined(self.spec.name, found, len(batch))
-        for i, value in enumerate(known):
+        outcome = Outcome.joined(self.spec.name, parts, len(batch))
+        for i, value in enumerate(cached):
             if value is not None:
                 outcome.scores[i] = value[0]
         outcome.num_cached = len(batch) - len(missing)
@@ -100,7 +100,7 @@ class Caller:
         )
         self.asks_again = not outcome.is_lost
         outcome.seconds, outcome.num_calls = call.seconds, call.count
-        outcome.told += self.portions.take_events() if self.portions else ()
+        outcome.notices += self.portions.take_events() if self.portions else ()
         self.breaker.note(outcome)
         says_more = outcome.extras or outcome.metrics  # those must come again the next time
         if keys is not None and self.cache is not None and not says_more:
@@ -140,7 +140,9 @@ class _Call:
             return caller.loop.run(lambda: reward(**keywords), limit, caller.spec.name)
         call = functools.partial(_listed, reward, keywords, logged.size)
         returned = (
-            call_within(limit, call) if caller.is_beside else self._guarded(functools.partial(call_within, limit, call))
+            call_within(limit, call)
+            if caller.is_concurrent
+            else self._guarded(functools.partial(call_within, limit, call))
         )
         if inspect.isawaitable(returned):  # a lambda around a coroutine function
             return caller.loop.run(lambda: returned, limit, caller.spec.name)

@@ -73,7 +73,7 @@ def _interrupting(seconds: float, function: Callable[[], T]) -> T:
             finally:
                 active = False
     except _Interrupted as error:
-        raise DeadlineError(_said(seconds)) from error
+        raise DeadlineError(_in_words(seconds)) from error
     finally:
         signal.signal(timer.SIGNAL, _ignore)  # the default action would end the process if one were still on its way
 
@@ -104,7 +104,7 @@ def _abandoning(seconds: float, function: Callable[[], T]) -> T:
                 ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Interrupted)
             )
             thread.join(_GRACE_SECONDS)
-        late = DeadlineError(_said(seconds))
+        late = DeadlineError(_in_words(seconds))
         late.is_running = thread.is_alive()
         raise late from Exception(f"in a thread, at the limit:\n{where}")
     return outcome.result()
@@ -138,7 +138,7 @@ class EventLoop:
                 return task.result()
             task.cancel()
             value, error = await task
-            late = DeadlineError(_said(limit or 0.0)) if isinstance(error, asyncio.CancelledError) else None
+            late = DeadlineError(_in_words(limit or 0.0)) if isinstance(error, asyncio.CancelledError) else None
             if late is not None:
                 late.__cause__ = error
             return value, late or error
@@ -148,7 +148,7 @@ class EventLoop:
             value, error = future.result(None if limit is None else limit + _GRACE_SECONDS)
         except concurrent.futures.TimeoutError:
             self._loop = self._thread = None
-            late = DeadlineError(f"{_said(seconds or 0.0)}, and blocks the event loop")
+            late = DeadlineError(f"{_in_words(seconds or 0.0)}, and blocks the event loop")
             late.is_running = True
             raise late from None
         if error is not None:
@@ -225,5 +225,5 @@ def _end(loop: asyncio.AbstractEventLoop, ends: threading.Event) -> None:
     loop.call_soon_threadsafe(loop.stop)
 
 
-def _said(seconds: float) -> str:
+def _in_words(seconds: float) -> str:
     return f"it did not return within {seconds:g} seconds"

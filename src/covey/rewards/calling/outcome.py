@@ -54,7 +54,7 @@ class Outcome:
     extras: dict[str, list[Any]] = field(default_factory=dict)
     """Columns from `log_extra`, [N] each, None where nothing was logged."""
     metrics: list[tuple[str, float]] = field(default_factory=list)
-    told: list[Event] = field(default_factory=list)
+    notices: list[Event] = field(default_factory=list)
     """Events of the call that cost no completion its score."""
     seconds: float = 0.0
     """Spent inside calls, which may overlap."""
@@ -89,18 +89,18 @@ class Outcome:
         for places, part in parts:
             whole.scores[torch.as_tensor(places, dtype=torch.long)] = part.scores
             for failure in part.failures:  # a part's completions need not be neighbours in the whole
-                own = places[failure.start : failure.stop]
+                indices = places[failure.start : failure.stop]
                 whole.failures += (
-                    [Failure(own[0], own[-1] + 1, failure.error)]
-                    if _is_run(own)
-                    else [Failure(place, place + 1, failure.error) for place in own]
+                    [Failure(indices[0], indices[-1] + 1, failure.error)]
+                    if _is_run(indices)
+                    else [Failure(place, place + 1, failure.error) for place in indices]
                 )
             for column, values in part.extras.items():
                 target = whole.extras.setdefault(column, [None] * size)
                 for place, value in zip(places, values, strict=True):
                     target[place] = value
             whole.metrics += part.metrics
-            whole.told += part.told
+            whole.notices += part.notices
             whole.seconds += part.seconds
             whole.num_calls += part.num_calls
             whole.num_cached += part.num_cached
@@ -108,7 +108,7 @@ class Outcome:
 
     def events(self, batch: Batch) -> list[tuple[int, Event]]:
         """An event for each failure with the index of the completion it concerns; the first few carry everything."""
-        shown = [(0, event) for event in self.told]
+        shown = [(0, event) for event in self.notices]
         shown += [(failure.start, _event(self.name, failure, batch)) for failure in self.failures[:_EVENTS_IN_FULL]]
         hidden: dict[str, list[Failure]] = {}
         for failure in self.failures[_EVENTS_IN_FULL:]:
@@ -116,9 +116,9 @@ class Outcome:
         for kind, failures in hidden.items():
             count = sum(f.stop - f.start for f in failures)
             which = f" with {kind}" if len(hidden) > 1 else ""
-            said = f"Reward {self.name!r} failed on {count} more completions of this batch{which}."
+            sentence = f"Reward {self.name!r} failed on {count} more completions of this batch{which}."
             details = {"reward": self.name, "completions": count, "error": kind}
-            shown.append((failures[0].start, Event(kind="reward_error", said=said, details=details)))
+            shown.append((failures[0].start, Event(kind="reward_error", said=sentence, details=details)))
         return shown
 
 
@@ -155,7 +155,7 @@ def evaluate(
                     lost, todo = [], todo + deque(part.halves())
             elif isolate and part.can_help_again(error) and time.monotonic() < until:
                 lost, todo = [], deque(part.again()) + todo
-            outcome.failures += [Failure(one.start, one.stop, error) for one in lost]
+            outcome.failures += [Failure(piece.start, piece.stop, error) for piece in lost]
             continue
         outcome.keep(part.start, values, logged)
     outcome.failures = _joined_late(outcome.failures)
@@ -192,17 +192,17 @@ class _Part:
 def _joined_late(failures: Sequence[Failure]) -> list[Failure]:
     """In order of their completions, neighbours that were lost to a time limit as one."""
     joined: list[Failure] = []
-    for one in sorted(failures, key=lambda failure: failure.start):
+    for current in sorted(failures, key=lambda failure: failure.start):
         last = joined[-1] if joined else None
         if (
             last
-            and last.stop == one.start
+            and last.stop == current.start
             and isinstance(last.error, DeadlineError)
-            and isinstance(one.error, DeadlineError)
+            and isinstance(current.error, DeadlineError)
         ):
-            joined[-1] = Failure(last.start, one.stop, last.error)
+            joined[-1] = Failure(last.start, current.stop, last.error)
         else:
-            joined.append(one)
+            joined.append(current)
     return joined
 
 

@@ -1,4 +1,4 @@
-"""A kernel timer that sends a signal of its own, beside the one timer that `signal.setitimer` offers.
+"""A kernel timer with a signal of its own, in addition to the one timer of `signal.setitimer`.
 
 `SIGALRM` belongs to rewards that limit their own time (math-verify does), and a Python thread cannot send
 anything while C code keeps the interpreter lock, as regular expressions do. POSIX timers (`timer_create(2)`) have neither

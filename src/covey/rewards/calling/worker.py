@@ -49,13 +49,13 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _load(given: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+def _load(request: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """The reward, with the modules that have no importable name loaded from their files first."""
     try:
-        sys.path[:] = [*given["path"], *(entry for entry in sys.path if entry not in given["path"])]
-        for name, file in given["modules"]:
+        sys.path[:] = [*request["path"], *(entry for entry in sys.path if entry not in request["path"])]
+        for name, file in request["modules"]:
             _import_file(name, file)
-        return {"loaded": True}, pickle.loads(given["reward"])
+        return {"loaded": True}, pickle.loads(request["reward"])
     except BaseException as error:  # noqa: BLE001 - sent to the run, which stops with it
         return _failure(error), None
 
@@ -118,11 +118,11 @@ def _plain(value: Any) -> Any:
 
 def _failure(error: BaseException) -> dict[str, Any]:
     try:
-        said = str(error)[:2000]
+        message = str(error)[:2000]
     except BaseException as again:  # noqa: BLE001 - the user's __str__
-        said = f"its text cannot be shown, for __str__ raises {type(again).__name__}"
-    told = "".join(traceback.format_exception(error))
-    return {"error": type(error).__name__, "said": said, "traceback": told[-8000:]}
+        message = f"its text cannot be shown, for __str__ raises {type(again).__name__}"
+    trace = "".join(traceback.format_exception(error))
+    return {"error": type(error).__name__, "said": message, "traceback": trace[-8000:]}
 
 
 def _read(connection: Any) -> dict[str, Any] | None:

@@ -42,10 +42,10 @@ _LARGEST_REPLY = 256 * 2**20
 class WorkerError(Exception):
     """The reward raised inside its worker; the cause shows the traceback there."""
 
-    def __init__(self, kind: str, said: str, told: str) -> None:
-        super().__init__(said)
+    def __init__(self, kind: str, message: str, trace: str) -> None:
+        super().__init__(message)
         self.kind = kind
-        self.__cause__ = Exception(f"in its worker process:\n{told}")
+        self.__cause__ = Exception(f"in its worker process:\n{trace}")
 
 
 class WorkerDied(Exception):  # noqa: N818 - what happened, not what is wrong
@@ -184,8 +184,8 @@ class _Worker:
         return bytes(parts)
 
     def _where(self) -> Exception:
-        told = os.pread(self.trace.fileno(), 8000, 0).decode(errors="replace")
-        return Exception(f"in its worker process, shortly before the limit:\n{told}")
+        trace = os.pread(self.trace.fileno(), 8000, 0).decode(errors="replace")
+        return Exception(f"in its worker process, shortly before the limit:\n{trace}")
 
     def _end(self) -> str:
         try:
@@ -199,18 +199,18 @@ class _Spawner:
     """Starts processes on a thread that lasts: the kernel ends a worker with the *thread* that started it."""
 
     def __init__(self) -> None:
-        self._wanted: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name="covey-reward-spawner", daemon=True).start()
 
     def run(self, start: Callable[[], _Started]) -> _Started:
         """Result of `start()`, called on that thread."""
         future: Future[_Started] = Future()
-        self._wanted.put((start, future))
+        self._tasks.put((start, future))
         return future.result()
 
     def _serve(self) -> None:
         while True:
-            start, future = self._wanted.get()
+            start, future = self._tasks.get()
             try:
                 future.set_result(start())
             except Exception as error:  # noqa: BLE001 - raised where it was asked for
@@ -262,8 +262,8 @@ def packed(name: str, reward: Any) -> dict[str, Any]:
 
 def light_state(trainer_state: Any) -> SimpleNamespace:
     """The plain numbers and texts of the state, and its log: a worker need not import transformers to read them."""
-    kept = {name: value for name, value in vars(trainer_state or SimpleNamespace()).items() if _is_plain(name, value)}
-    return SimpleNamespace(**kept)
+    plain = {name: value for name, value in vars(trainer_state or SimpleNamespace()).items() if _is_plain(name, value)}
+    return SimpleNamespace(**plain)
 
 
 def _is_plain(name: str, value: Any) -> bool:

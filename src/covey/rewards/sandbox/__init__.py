@@ -2,7 +2,7 @@
 
 A process of its own for each program, without network, without the user's files, environment or processes, within limits on
 time, memory, processes, file size and output. Tests of functions run in another process, which the code cannot reach; others run
-beside the program, and again on mutants of themselves. `isolation()` says what keeps a program in on this machine; where files, network or processes would be open, nothing runs.
+in the program's process, and again on mutants of themselves. `isolation()` says what keeps a program in on this machine; where files, network or processes would be open, nothing runs.
 """
 
 from __future__ import annotations

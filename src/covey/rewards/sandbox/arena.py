@@ -1,6 +1,6 @@
-"""Tests beside the program under test, in one interpreter: for tests that use its classes, exceptions or coroutines.
+"""Tests in the interpreter of the program under test: for tests that use its classes, exceptions or coroutines.
 
-The tests see the program's names beside Python's builtins, saved before the program was loaded. Each line of the verdict is
+The tests see the program's names and Python's builtins, saved before the program was loaded. Each line of the verdict is
 signed with a key that the program does not have. Standard library only.
 """
 
@@ -26,17 +26,17 @@ _module_of: Any = vars(types.ModuleType)["__dict__"].__get__
 
 
 def serve(source: bytes, tests: bytes, verdict: int) -> None:
-    """Load the program, run `{"setup", "tests", "key", "chosen"}` beside it, and write a line to `verdict` for each test."""
+    """Load the program, run `{"setup", "tests", "key", "chosen"}` in its interpreter, and write a line to `verdict` for each test."""
     plan = json.loads(tests)
     say = _lines(verdict, bytes.fromhex(plan["key"]))
     mutation = mutants.Mutation(frozenset(plan["chosen"]))
     try:
         made = suite.Suite(plan["setup"], plan["tests"], mutation.rewrite)
-        known = made.known()
+        library_names = made.library_values()
     except BaseException as error:  # noqa: BLE001 - the border to the tests' code
         return say({"setup": f"{type(error).__name__}: {error}"[:2000]})
     builtin = _Names(builtins.__dict__)
-    builtin.update(known)
+    builtin.update(library_names)
     for name in made.modules:
         with contextlib.suppress(Exception):  # one that the tests import in a function, or only if it is there
             importlib.import_module(name)
@@ -51,8 +51,8 @@ def serve(source: bytes, tests: bytes, verdict: int) -> None:
     failed = _load(source, builtin)
     candidate._flush()
     if failed is not None:
-        kind, said = _told(failed)
-        return say({"code": {"raised": kind, "said": said}})
+        kind, text = _described(failed)
+        return say({"code": {"raised": kind, "said": text}})
     return run.all(count)
 
 
@@ -104,28 +104,28 @@ class _Names(dict[str, Any]):
 class _Locals:
     """The tests' own names; one that the program has too is the program's, also when it is assigned."""
 
-    _own: dict[str, Any]
+    _local: dict[str, Any]
     _program: dict[str, Any]
     _shared: frozenset[str]
 
     @guard.alone
     def __getitem__(self, name: str) -> Any:
-        return self._own[name]
+        return self._local[name]
 
     @guard.alone
     def __setitem__(self, name: str, value: Any) -> None:
-        self._own[name] = value
+        self._local[name] = value
         if name in self._shared and name[:2] != "__":
             self._program[name] = value
 
     @guard.alone
     def __delitem__(self, name: str) -> None:
-        del self._own[name]
+        del self._local[name]
 
 
-def _locals(own: dict[str, Any], program: dict[str, Any]) -> _Locals:
+def _locals(local_names: dict[str, Any], program: dict[str, Any]) -> _Locals:
     names = _Locals()
-    names._own, names._program, names._shared = own, program, frozenset(program) - frozenset(own)
+    names._local, names._program, names._shared = local_names, program, frozenset(program) - frozenset(local_names)
     return names
 
 
@@ -141,8 +141,8 @@ class _Run:
         self._before.restore()
         error = _attempt(lambda: exec(self._made.setup, space, names))
         if error is not None:
-            kind, said = _told(error)
-            return self._say({"code": {"raised": kind, "said": said}})
+            kind, text = _described(error)
+            return self._say({"code": {"raised": kind, "said": text}})
         for number in range(count):
             error = _attempt(lambda number=number: self._made.run(number, space, names))  # type: ignore[misc]
             candidate._flush()
@@ -175,9 +175,9 @@ def _attempt(action: Callable[[], Any]) -> BaseException | None:
 def _outcome(error: BaseException | None) -> dict[str, Any]:
     if error is None:
         return {"outcome": "passed"}
-    kind, said = _told(error)
+    kind, text = _described(error)
     is_wrong = kind in ("AssertionError", "Failed")
-    return {"outcome": "wrong" if is_wrong else "raised", "kind": kind, "said": f"{kind}: {said}" if said else kind}
+    return {"outcome": "wrong" if is_wrong else "raised", "kind": kind, "said": f"{kind}: {text}" if text else kind}
 
 
 def _map(function: Any, *inputs: Any) -> Any:
@@ -196,7 +196,7 @@ _trace_of = BaseException.__dict__["__traceback__"].__get__
 _name_of = type.__dict__["__name__"].__get__
 
 
-def _told(error: BaseException) -> tuple[str, str]:
+def _described(error: BaseException) -> tuple[str, str]:
     """Kind and text of an exception; its place, where that is in the program, goes to the error output."""
     kind = type(error)
     name = str(_name_of(kind))
@@ -208,6 +208,6 @@ def _told(error: BaseException) -> tuple[str, str]:
         if file == candidate.FILE:
             lines.append(f'  File "{file}", line {trace.tb_lineno}, in {function}')
         trace = trace.tb_next
-    said = "\n".join([*(["Traceback (most recent call last):", *lines] if lines else []), f"{name}: {text}"])
-    os.write(2, f"{said}\n".encode(errors="replace")[-8000:])
+    report = "\n".join([*(["Traceback (most recent call last):", *lines] if lines else []), f"{name}: {text}"])
+    os.write(2, f"{report}\n".encode(errors="replace")[-8000:])
     return name, text

@@ -49,14 +49,14 @@ def serve(source: bytes, connection: socket.socket) -> None:
     except BaseException as error:  # noqa: BLE001 - the border to foreign code
         _print_traceback()
         reply, module = _raised(error), types.ModuleType("__candidate__")
-    desk = _Desk(connection, module)
+    table = _ObjectTable(connection, module)
     while True:
         _flush()
         wire.send(connection, reply)
-        reply = desk.answer(wire.receive(connection))
+        reply = table.answer(wire.receive(connection))
 
 
-class _Desk:
+class _ObjectTable:
     """Objects kept here, by number, and the judge's operations on them."""
 
     def __init__(self, connection: socket.socket, module: types.ModuleType) -> None:
@@ -70,11 +70,11 @@ class _Desk:
                 return self._named(request["name"])
             arguments = [wire.decode(item, self._object) for item in request["arguments"]]
             keywords = {name: wire.decode(item, self._object) for name, item in request.get("keywords", {}).items()}
-            given = [item if _is_mutable(item) else None for item in (*arguments, *keywords.values())]
+            mutable = [item if _is_mutable(item) else None for item in (*arguments, *keywords.values())]
             value = _FUNCTIONS[request["do"]](*arguments, **keywords)
             reply = {"value": self._encode(value)}
-            if any(item is not None for item in given):
-                reply["given"] = [None if item is None else self._encode(item) for item in given]
+            if any(item is not None for item in mutable):
+                reply["given"] = [None if item is None else self._encode(item) for item in mutable]
             return reply
         except BaseException as error:  # noqa: BLE001 - the border to foreign code
             if not isinstance(error, StopIteration):
@@ -148,13 +148,13 @@ def _is_mutable(item: Any) -> bool:
 def _raised(error: BaseException) -> dict[str, Any]:
     """Name, text and arguments of an exception, and the first of its classes that is Python's."""
     base = next(kind for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind)
-    told = {"raised": type(error).__name__, "base": base.__name__, "said": _text(error), "arguments": None}
+    reply = {"raised": type(error).__name__, "base": base.__name__, "said": _text(error), "arguments": None}
     if base is type(error):
         try:
-            told["arguments"] = wire.encode(list(error.args), _no_data)
+            reply["arguments"] = wire.encode(list(error.args), _no_data)
         except (TypeError, RecursionError):  # an object of its own among them: the text has to do
-            return told
-    return told
+            return reply
+    return reply
 
 
 def _no_data(value: Any) -> list[Any]:
@@ -169,8 +169,8 @@ def _text(error: BaseException) -> str:
 
 
 def _exception(name: str) -> type[Exception]:
-    found = getattr(builtins, name, None)
-    return found if isinstance(found, type) and issubclass(found, Exception) else Exception
+    kind = getattr(builtins, name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, Exception) else Exception
 
 
 def _exit_code(code: Any) -> int:
@@ -184,8 +184,8 @@ def _print_traceback() -> None:
     kind, error, trace = sys.exc_info()
     while trace is not None and trace.tb_frame.f_code.co_filename != FILE:
         trace = trace.tb_next
-    told = "".join(traceback.format_exception(kind, error, trace, limit=50))
-    os.write(2, told[-8000:].encode(errors="replace"))
+    text = "".join(traceback.format_exception(kind, error, trace, limit=50))
+    os.write(2, text[-8000:].encode(errors="replace"))
 
 
 def _flush() -> None:

@@ -17,7 +17,7 @@ from covey.rewards.sandbox import kernel, seccomp
 LAYERS = ("namespaces", "landlock", "seccomp")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _NOBODY = 65534
-_OWN_USERS = 1_879_000_000
+_FIRST_USER = 1_879_000_000
 """Root's programs run as users above this number, which no account has: limits on processes do not count for root."""
 _OPEN_FILES, _PROCESSES = 256, 64
 
@@ -37,7 +37,7 @@ def library() -> str:
 
 
 def new_namespaces(slot: int) -> None:
-    """Go on as the first process of namespaces of its own (user, mount, process, network, IPC, host name), in a root directory
+    """Fork into new namespaces as PID 1 (user, mount, process, network, IPC, host name), in a root directory
     that holds the standard library, four devices and an empty /tmp.
 
     The caller is left behind as this process's parent and ends with it. Raises OSError when the kernel refuses.
@@ -55,11 +55,11 @@ def new_namespaces(slot: int) -> None:
     if child:
         os.close(here[1])
         os.close(there[0])
-        _stay_behind(child, process, here[0], there[1], _OWN_USERS + slot if privileged else None)
+        _stay_behind(child, process, here[0], there[1], _FIRST_USER + slot if privileged else None)
     for descriptor in (process, here[0], there[1]):
         os.close(descriptor)
     if privileged:
-        become(_OWN_USERS + slot)
+        become(_FIRST_USER + slot)
         kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
     os.write(here[1], b".")
     if os.read(there[0], 1) != b".":
@@ -148,7 +148,7 @@ def confine(layers: tuple[str, ...], limits: Limits) -> None:
         options = f"size={limits.file_mb}m,nr_inodes=1024,mode=777"
         kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
         os.chdir("/tmp")
-    _limit(limits, "namespaces" in layers or os.getuid() > _OWN_USERS)
+    _limit(limits, "namespaces" in layers or os.getuid() > _FIRST_USER)
     if sys.platform != "linux" or not layers:
         return
     kernel.drop_capabilities()
@@ -162,15 +162,15 @@ def confine(layers: tuple[str, ...], limits: Limits) -> None:
         seccomp.restrict()
 
 
-def _landlock(own_root: bool) -> None:
+def _landlock(has_root: bool) -> None:
     devices = [device for device in _DEVICES if os.path.exists(device)]
-    kernel.landlock([library(), *(["/"] if own_root else [])], [*devices, *(["/tmp"] if own_root else [])])
+    kernel.landlock([library(), *(["/"] if has_root else [])], [*devices, *(["/tmp"] if has_root else [])])
 
 
-def _limit(limits: Limits, own_user: bool) -> None:
+def _limit(limits: Limits, has_user: bool) -> None:
     mebibyte = 2**20
     memory = _virtual_memory() + limits.memory_mb * mebibyte
-    wanted = {
+    values = {
         "RLIMIT_AS": memory,
         "RLIMIT_CPU": limits.cpu_seconds,
         "RLIMIT_FSIZE": limits.file_mb * mebibyte,
@@ -181,13 +181,13 @@ def _limit(limits: Limits, own_user: bool) -> None:
         "RLIMIT_MSGQUEUE": 0,
         "RLIMIT_SIGPENDING": 256,
     }
-    for name, value in wanted.items():
+    for name, value in values.items():
         number = getattr(resource, name, {"RLIMIT_SIGPENDING": 11}.get(name) if sys.platform == "linux" else None)
         if number is None:
             continue
         hard = resource.getrlimit(number)[1]
         limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        if name != "RLIMIT_NPROC" or own_user:  # it counts a user's processes: the run's own too
+        if name != "RLIMIT_NPROC" or has_user:  # it counts a user's processes: the run's own too
             resource.setrlimit(number, (limit, limit))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # too large a file is an OSError, not the end
 

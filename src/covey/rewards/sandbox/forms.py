@@ -1,4 +1,4 @@
-"""Form of tests: whether they only call functions of the program and look at data, so that they need not run beside it.
+"""Form of tests: whether they only call functions of the program and look at data, so that they can run in another process.
 
 Decided by the tests' text alone, which no program can change. In doubt the answer is no.
 """
@@ -136,12 +136,12 @@ class _Look:
         """Called, handed over or given another name; with a name such as classes do not have."""
         above = self._parents[id(node)]
         if not (node.id == _SOLUTION or node.id.lstrip("_")[:1].islower()):
-            return isinstance(above, ast.Call) and node is above.func and self._is_asked_for_data(above)
+            return isinstance(above, ast.Call) and node is above.func and self._is_compared_with_data(above)
         if isinstance(above, ast.Call):
             return node is above.func or node in above.args
         return isinstance(above, ast.keyword | ast.Assign | ast.Tuple | ast.List)
 
-    def _is_asked_for_data(self, call: ast.Call) -> bool:
+    def _is_compared_with_data(self, call: ast.Call) -> bool:
         """`Name(data) == data`, as of a function: objects of a class are asked for more."""
         above = self._parents[id(call)]
         if not isinstance(above, ast.Compare) or isinstance(self._parents[id(above)], ast.Compare):
@@ -169,20 +169,20 @@ class _Look:
     def _assigned(self, of: object) -> set[str]:
         """Names that are assigned a value for which `of` is true."""
         assert callable(of)
-        found = set()
+        names = set()
         for node in self._nodes:
             if isinstance(node, ast.Assign) and of(node.value):
                 for target in node.targets:
-                    found |= {item.id for item in ast.walk(target) if isinstance(item, ast.Name)}
-        return found
+                    names |= {item.id for item in ast.walk(target) if isinstance(item, ast.Name)}
+        return names
 
     def _shares(self) -> bool:
         """True if the tests change a value that they have from the program, or have handed to it: it may still hold it."""
         calls = [node for node in self._nodes if isinstance(node, ast.Call) and self._root(node) in self._program]
-        given = {item.id for call in calls for item in call.args if isinstance(item, ast.Name)}
+        passed = {item.id for call in calls for item in call.args if isinstance(item, ast.Name)}
         numbers = set(map(id, calls))
         taken = self._assigned(lambda value: any(id(inner) in numbers for inner in ast.walk(value)))
-        return bool((given | taken) & set(map(self._changed, self._nodes)))
+        return bool((passed | taken) & set(map(self._changed, self._nodes)))
 
     def _changed(self, node: ast.AST) -> str | None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGING:

@@ -1,4 +1,4 @@
-"""Guards that keep a program from the tests that run beside it in one interpreter.
+"""Guards that keep a program from the tests that run in its interpreter.
 
 An audit hook refuses the ways to the tests' frames, to memory and to objects that were not handed over. Standard library only.
 """
@@ -37,15 +37,15 @@ class Denied(AttributeError, ValueError):  # noqa: N818 - what happened
     """A program asked for what could lead it to the tests. The library takes either kind for "not to be had"."""
 
 
-_KEPT: list[set[types.CodeType]] = []
+_ALIVE: list[set[types.CodeType]] = []
 
 
-def _codes(*found: Any) -> frozenset[int]:
+def _codes(*functions: Any) -> frozenset[int]:
     """The code of functions, and of the functions within them, by number (a program can make code that equals another's).
 
     Functions that this Python version lacks are left out.
     """
-    return codes_of([getattr(inspect.unwrap(item), "__code__", None) for item in found if item is not None])
+    return codes_of([getattr(inspect.unwrap(item), "__code__", None) for item in functions if item is not None])
 
 
 def codes_of(waiting: list[Any]) -> frozenset[int]:
@@ -57,13 +57,13 @@ def codes_of(waiting: list[Any]) -> frozenset[int]:
         if code is not None and code not in codes:
             codes.add(code)
             waiting += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
-    _KEPT.append(codes)
+    _ALIVE.append(codes)
     return frozenset(map(id, codes))
 
 
 def _part(owner: Any, name: str) -> Any:
-    found = inspect.getattr_static(owner, name, None)
-    return getattr(found, "__func__", found)
+    value = inspect.getattr_static(owner, name, None)
+    return getattr(value, "__func__", value)
 
 
 def place(trace: types.TracebackType) -> tuple[str, str]:
@@ -93,15 +93,15 @@ def _shown(frame: Any) -> types.SimpleNamespace:
     ):
         chain.append(chain[-1].f_back)
     above = None
-    for one in reversed(chain):
-        is_own = _is_shown(one)
+    for caller in reversed(chain):
+        is_visible = _is_shown(caller)
         above = types.SimpleNamespace(
-            f_code=one.f_code if is_own else _NO_CODE,
-            f_lineno=one.f_lineno,
-            f_lasti=one.f_lasti,
+            f_code=caller.f_code if is_visible else _NO_CODE,
+            f_lineno=caller.f_lineno,
+            f_lasti=caller.f_lasti,
             f_trace=None,
-            f_globals=one.f_globals if is_own else {"__name__": one.f_globals.get("__name__")},
-            f_locals=dict(one.f_locals) if is_own else {},
+            f_globals=caller.f_globals if is_visible else {"__name__": caller.f_globals.get("__name__")},
+            f_locals=dict(caller.f_locals) if is_visible else {},
             f_builtins={},
             f_back=above,
         )
@@ -153,11 +153,11 @@ def unclassed(thing: Any) -> Any:
     return box
 
 
-def strip(kept: tuple[type, ...]) -> None:
-    """Take the functions out of all classes of these modules: each would lead to the module's names. `kept` have none."""
+def strip(exempt: tuple[type, ...]) -> None:
+    """Take the functions out of all classes of these modules: each would lead to the module's names. `exempt` have none."""
     for module in family:
         for kind in [value for value in vars(module).values() if isinstance(value, type)]:
-            if kind.__module__.startswith("covey.") and kind not in kept:
+            if kind.__module__.startswith("covey.") and kind not in exempt:
                 for name in [name for name, value in vars(kind).items() if isinstance(value, _LEADING)]:
                     type.__delattr__(kind, name)
 
@@ -197,8 +197,8 @@ def install() -> None:
     sys.addaudithook(_hook(raw, busy))
 
 
-def _refuse(wanted: Any) -> None:
-    if wanted:
+def _refuse(tracer: Any) -> None:
+    if tracer:
         raise Denied("the tests' run cannot be traced")
 
 

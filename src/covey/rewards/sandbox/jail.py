@@ -94,7 +94,7 @@ jail.main(*words)
 """
 
 
-def main(control: socket.socket, wanted: list[str], slot: int, allow_unisolated: bool, numpy_at: str | None) -> None:
+def main(control: socket.socket, requested: list[str], slot: int, allow_unisolated: bool, numpy_at: str | None) -> None:
     """Lock this process in, then serve `control` until it is closed. `numpy_at`: the folder that NumPy is imported from before."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's to handle
     os.environ.clear()
@@ -108,7 +108,7 @@ def main(control: socket.socket, wanted: list[str], slot: int, allow_unisolated:
     if numpy_at is not None:
         _import_numpy(numpy_at)
     guard.family += [module for name, module in sys.modules.items() if name.startswith("covey.rewards.sandbox.")]
-    layers, missing = _enter(wanted, slot)
+    layers, missing = _enter(requested, slot)
     uncovered = [what for what, by in _COVERED.items() if not set(by) & set(layers)]
     wire.send(
         control, {"layers": layers, "missing": missing, "uncovered": uncovered, "scratch": "namespaces" in layers}
@@ -135,14 +135,14 @@ def _import_numpy(folder: str) -> None:
     importlib.import_module("numpy._core._internal").ctypes = None  # type: ignore[attr-defined]
 
 
-def _enter(wanted: list[str], slot: int) -> tuple[list[str], dict[str, str]]:
+def _enter(requested: list[str], slot: int) -> tuple[list[str], dict[str, str]]:
     """The layers in force from here on, and for each of the others the reason why not."""
     layers: list[str] = []
-    missing: dict[str, str] = {name: "switched off" for name in confine.LAYERS if name not in wanted}
+    missing: dict[str, str] = {name: "switched off" for name in confine.LAYERS if name not in requested}
     if sys.platform == "linux":
         kernel.die_with_parent()
     confine.measured = confine._virtual_memory()
-    if "namespaces" in wanted:
+    if "namespaces" in requested:
         reason = _tried(lambda: confine.new_namespaces(slot))
         if reason is None:
             confine.new_namespaces(slot)
@@ -150,11 +150,11 @@ def _enter(wanted: list[str], slot: int) -> tuple[list[str], dict[str, str]]:
         else:
             missing["namespaces"] = reason
     if "namespaces" not in layers and os.getuid() == 0 and _tried(lambda: _read_as(slot)) is None:
-        confine.become(confine._OWN_USERS + slot)
+        confine.become(confine._FIRST_USER + slot)
         if sys.platform == "linux":
             kernel.die_with_parent()  # a change of user takes it back
     for layer in ("landlock", "seccomp"):
-        if layer in wanted:
+        if layer in requested:
             reason = _tried(lambda layer=layer: confine.confine((*layers, layer), confine.Limits()))  # type: ignore[misc]
             if reason is None:
                 layers.append(layer)
@@ -165,7 +165,7 @@ def _enter(wanted: list[str], slot: int) -> tuple[list[str], dict[str, str]]:
 
 def _tried(action: Callable[[], None]) -> str | None:
     """Error of `action`, tried in a child process; `None` when it succeeds."""
-    told, tell = os.pipe()
+    read_end, tell = os.pipe()
     child = os.fork()
     if not child:
         try:
@@ -176,14 +176,14 @@ def _tried(action: Callable[[], None]) -> str | None:
         finally:
             os._exit(0)
     os.close(tell)
-    with os.fdopen(told, "rb") as file:
+    with os.fdopen(read_end, "rb") as file:
         reason = file.read(500)
     os.waitpid(child, 0)
     return None if reason == b"\0" else reason.decode(errors="replace") or "its process was killed"
 
 
 def _read_as(slot: int) -> None:
-    confine.become(confine._OWN_USERS + slot)
+    confine.become(confine._FIRST_USER + slot)
     with open(os.__file__, "rb"):
         os.listdir(confine.library())
 
@@ -217,21 +217,21 @@ class _Child:
 
 def _start(request: dict[str, Any], descriptors: list[int], layers: tuple[str, ...]) -> dict[str, _Child]:
     """Fork the program and, where its tests run apart from it, their judge: neither gets a descriptor of the other's."""
-    given = dict(zip(request["descriptors"], descriptors, strict=True))
+    by_name = dict(zip(request["descriptors"], descriptors, strict=True))
     limits = confine.Limits(**request["limits"])
     ours, theirs = socket.socketpair()
-    streams = [given[name] for name in ("stdin", "stdout", "stderr")]
-    kept: list[int] = [given["code"]]
+    streams = [by_name[name] for name in ("stdin", "stdout", "stderr")]
+    passed: list[int] = [by_name["code"]]
     run: Callable[[list[int]], int] = _script
     if request["tests"] == "beside":
-        kept += [given["tests"], given["verdict"]]
+        passed += [by_name["tests"], by_name["verdict"]]
         run = _arena
     elif request["tests"] == "apart":
-        kept, run = [*kept, theirs.fileno()], _candidate
-    children = {"candidate": _fork(layers, limits, streams, kept, run)}
+        passed, run = [*passed, theirs.fileno()], _candidate
+    children = {"candidate": _fork(layers, limits, streams, passed, run)}
     if request["tests"] == "apart":
-        kept = [given["tests"], ours.fileno(), given["verdict"]]
-        children["judge"] = _fork(layers, limits, [0, 1, 1], kept, _judge)  # prints nothing
+        passed = [by_name["tests"], ours.fileno(), by_name["verdict"]]
+        children["judge"] = _fork(layers, limits, [0, 1, 1], passed, _judge)  # prints nothing
     ours.close()
     theirs.close()
     for descriptor in descriptors:
@@ -243,18 +243,18 @@ def _fork(
     layers: tuple[str, ...],
     limits: confine.Limits,
     streams: list[int],
-    kept: list[int],
+    passed: list[int],
     body: Callable[[list[int]], int],
 ) -> _Child:
-    told, tell = os.pipe()
+    read_end, tell = os.pipe()
     child = os.fork()
     if child:
         os.close(tell)
-        return _Child(child, told)
+        return _Child(child, read_end)
     code = CANNOT
     try:
         high = 200  # above every other descriptor, so that what is kept can be moved below
-        moved = [os.dup2(descriptor, high + place) for place, descriptor in enumerate([*streams, *kept, tell])]
+        moved = [os.dup2(descriptor, high + place) for place, descriptor in enumerate([*streams, *passed, tell])]
         for place in range(3):
             os.dup2(moved[min(place, len(streams) - 1)], place)
         final = [os.dup2(descriptor, 3 + place) for place, descriptor in enumerate(moved[len(streams) :])]
@@ -347,19 +347,19 @@ def _end(children: dict[str, _Child], seconds: float = 0.0) -> dict[str, Any]:
 
 def _has_locked(child: _Child) -> bool:
     """True if the child had locked itself in; it reports so before it reads a program."""
-    said = os.read(child.locked, 1)
+    reply = os.read(child.locked, 1)
     os.close(child.locked)
-    return said == b"."
+    return reply == b"."
 
 
 def _reaped(children: dict[str, _Child], options: int, ended: dict[str, int]) -> dict[str, int]:
-    found = {}
+    codes = {}
     for name, child in children.items():
         if name not in ended:
             done, status = os.waitpid(child.process, options)
             if done:
-                found[name] = os.waitstatus_to_exitcode(status)
-    return found
+                codes[name] = os.waitstatus_to_exitcode(status)
+    return codes
 
 
 def _kill(how: Callable[[int, int], None], target: int) -> None:

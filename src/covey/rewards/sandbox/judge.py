@@ -25,7 +25,7 @@ def judge(tests: bytes, connection: socket.socket, verdict: int) -> None:
     try:
         made = suite.Suite(plan["setup"], plan["tests"])
     except BaseException as error:  # noqa: BLE001 - the border to the tests' code
-        return _write(verdict, {"setup": _said(error)})
+        return _write(verdict, {"setup": _message(error)})
     link = _Link(connection)
     try:
         reply = wire.receive(connection)
@@ -47,21 +47,21 @@ def judge(tests: bytes, connection: socket.socket, verdict: int) -> None:
 def _outcome(link: _Link, made: suite.Suite, number: int, test: str, space: dict[str, Any]) -> dict[str, Any]:
     try:
         made.run(number, space, space)
-        found: dict[str, Any] = {"outcome": "passed"}
+        outcome: dict[str, Any] = {"outcome": "passed"}
     except AssertionError as error:
-        found = {"outcome": "raised" if link.raised is error else "wrong", **_raised(error)}
-        if found["said"] == "AssertionError":
-            found["said"] = f"AssertionError: {_line(error, test)}"[:300]
+        outcome = {"outcome": "raised" if link.raised is error else "wrong", **_raised(error)}
+        if outcome["said"] == "AssertionError":
+            outcome["said"] = f"AssertionError: {_line(error, test)}"[:300]
     except BaseException as error:  # noqa: BLE001 - the border to the tests' code
-        found = {"outcome": "raised", **_raised(error)}
-    return link.trouble() or found
+        outcome = {"outcome": "raised", **_raised(error)}
+    return link.trouble() or outcome
 
 
 def _namespace(link: _Link, made: suite.Suite) -> dict[str, Any]:
     """The tests' globals: Python's and the library's names, then the values that the program gives to those that are free."""
-    known = made.known()
-    space: dict[str, Any] = {"__name__": "__main__", **known}
-    for name in sorted(made.free - known.keys()):
+    library_names = made.library_values()
+    space: dict[str, Any] = {"__name__": "__main__", **library_names}
+    for name in sorted(made.free - library_names.keys()):
         if name == made.subject or not hasattr(builtins, name):
             value = link.name(name)
             if value is not _MISSING:
@@ -70,7 +70,7 @@ def _namespace(link: _Link, made: suite.Suite) -> dict[str, Any]:
     return space
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     text = str(error)
     return (f"{type(error).__name__}: {text}" if text else type(error).__name__)[:2000]
 
@@ -84,8 +84,8 @@ def _line(error: BaseException, test: str) -> str:
 
 def _raised(error: BaseException) -> dict[str, str]:
     kind = error.kind if isinstance(error, _Raised | _Left) else type(error).__name__
-    said = f"{kind}: {error}" if isinstance(error, _Raised | _Left) else _said(error)
-    return {"raised": kind, "kind": kind, "said": said}
+    message = f"{kind}: {error}" if isinstance(error, _Raised | _Left) else _message(error)
+    return {"raised": kind, "kind": kind, "said": message}
 
 
 def _write(verdict: int, line: Mapping[str, Any]) -> None:
@@ -97,16 +97,16 @@ def _write(verdict: int, line: Mapping[str, Any]) -> None:
 class _Raised(Exception):  # noqa: N818 - what happened there
     """The code under test raised an exception whose class the tests' process lacks."""
 
-    def __init__(self, kind: str, said: str) -> None:
-        super().__init__(said)
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
         self.kind = kind
 
 
 class _Left(BaseException):
     """The code under test raised what `except Exception` lets through, has gone, or was to be handed what is no data."""
 
-    def __init__(self, kind: str, said: str = "") -> None:
-        super().__init__(said)
+    def __init__(self, kind: str, message: str = "") -> None:
+        super().__init__(message)
         self.kind = kind
 
 
@@ -201,18 +201,18 @@ class _Link:
 
 def _exception(reply: dict[str, Any], arguments: Any, *, is_next: bool) -> BaseException:
     """The exception that the code raised, as the nearest of its classes that Python has."""
-    name, base, said = str(reply["raised"]), str(reply["base"]), str(reply["said"])
-    found = getattr(builtins, base, None)
-    if not (isinstance(found, type) and issubclass(found, Exception)):
-        return _Left(name, said)
+    name, base, message = str(reply["raised"]), str(reply["base"]), str(reply["said"])
+    kind = getattr(builtins, base, None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return _Left(name, message)
     if base in ("StopIteration", "StopAsyncIteration") and not is_next:
-        return _Raised(name, said)  # it would end a loop of the tests' as though all had been seen
-    if found is Exception and name != "Exception":
-        return _Raised(name, said)
+        return _Raised(name, message)  # it would end a loop of the tests' as though all had been seen
+    if kind is Exception and name != "Exception":
+        return _Raised(name, message)
     try:
-        return found(*arguments) if isinstance(arguments, list) else found(said)
+        return kind(*arguments) if isinstance(arguments, list) else kind(message)
     except TypeError:  # a UnicodeError, an ExceptionGroup: they are made of more than a text
-        return _Raised(name, said)
+        return _Raised(name, message)
 
 
 def _become(item: Any, now: Any) -> None:

@@ -66,8 +66,8 @@ def unmount(target: str) -> None:
 def bind_read_only(source: str, target: str) -> None:
     """Show `source` at `target`, where nothing can be written, no device opened and no set-uid bit counts."""
     mount(source, target, None, MS_BIND | MS_REC)
-    kept = os.statvfs(target).f_flag & 0x7FFF & ~MS_REMOUNT  # flags that an outer namespace has locked must stay
-    locked = kept & (MS_NOSUID | MS_NODEV | 8 | 1024 | 2048)  # 8 noexec, 1024 noatime, 2048 nodiratime
+    flags = os.statvfs(target).f_flag & 0x7FFF & ~MS_REMOUNT  # flags that an outer namespace has locked must stay
+    locked = flags & (MS_NOSUID | MS_NODEV | 8 | 1024 | 2048)  # 8 noexec, 1024 noatime, 2048 nodiratime
     mount("none", target, None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV | locked)
 
 

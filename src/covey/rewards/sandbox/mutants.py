@@ -1,4 +1,4 @@
-"""Mutants of tests that run beside a program: comparisons with values that look alike instead of those that the tests expect.
+"""Mutants of tests that run in a program's process: comparisons with values that look alike instead of those that the tests expect.
 
 A pass counts only if it depends on what the tests say. So after a pass the tests run again, in new processes, with other values in
 half of the comparisons that held, then in the other half, drawn with a key that the program cannot know. An honest program's
@@ -104,7 +104,7 @@ class Record:
         """`constants` are the tests' own, `codes` and `classes`, by number, what is no program's."""
         self._constants, self._codes, self._classes = list(constants.values()), codes, classes
         self._met: dict[int, Any] = {}
-        self._said: dict[int, list[int]] = {}
+        self._answers: dict[int, list[int]] = {}
         self._true: dict[int, bool] = {}
         self._held: dict[int, bool] = {}
 
@@ -125,27 +125,27 @@ class Record:
             is_strange = kind.__flags__ & _HEAP and id(kind) not in self._classes and id(item) not in self._met
             if is_strange and not self._is_tests(kind):
                 self._met[id(item)] = item  # kept alive, so that no other object can get its number
-                said = self._said.setdefault(id(kind), [0, 0])
-                said[1] += 1
-                said[0] += any(_is_like(item, look_alike(values[_below(len(values))])) for values in self._constants)
+                counts = self._answers.setdefault(id(kind), [0, 0])
+                counts[1] += 1
+                counts[0] += any(_is_like(item, look_alike(values[_below(len(values))])) for values in self._constants)
         return value
 
     def _is_tests(self, kind: type) -> bool:
         """True if the tests define how objects of this class compare."""
-        found = [_names(parent)["__eq__"] for parent in _mro(kind) if "__eq__" in _names(parent)]
-        return id(getattr(found[0], "__code__", None)) in self._codes
+        equals = [_names(parent)["__eq__"] for parent in _mro(kind) if "__eq__" in _names(parent)]
+        return id(getattr(equals[0], "__code__", None)) in self._codes
 
     def taken(self) -> dict[str, list[int]]:
         """The numbers of the comparisons that were always true, and of those that held with other values; then anew."""
-        found = {
+        numbers = {
             "true": [number for number, value in self._true.items() if value],
             "held": [number for number, value in self._held.items() if value],
         }
-        if any(2 * yes >= count for yes, count in self._said.values()):
-            found["held"].append(PROBE)
-        for kept in (self._true, self._held, self._said, self._met):
-            kept.clear()
-        return found
+        if any(2 * yes >= count for yes, count in self._answers.values()):
+            numbers["held"].append(PROBE)
+        for store in (self._true, self._held, self._answers, self._met):
+            store.clear()
+        return numbers
 
 
 _HEAP = 1 << 9
@@ -169,10 +169,10 @@ def _is_like(item: Any, other: Any) -> bool:
     """True if `item` passes for the value `other` in one of the ways that tests compare."""
     for says in (lambda: item == other, lambda: abs(item - other) < 1e-6, lambda: item <= other and item >= other):
         try:
-            said = says()
+            answer = says()
         except Exception:  # noqa: BLE001 - foreign code
             continue
-        if said is True or (any("__bool__" in _names(parent) for parent in _mro(type(said))) and _is_true(said)):
+        if answer is True or (any("__bool__" in _names(parent) for parent in _mro(type(answer))) and _is_true(answer)):
             return True  # an expression, such as a query is made of, is no yes
     return False
 
@@ -233,10 +233,10 @@ def _number(value: Any, kind: Any) -> Any:
     ]
     digits += [point, *(str(1 + _below(9)) if len(part) > 1 else letter for letter in part)]
     try:
-        found = kind("".join(digits) + mark + tail)
+        result = kind("".join(digits) + mark + tail)
     except (ValueError, ArithmeticError):  # no digits at all: an infinity
         return kind(_below(100))
-    return found if abs(found - value) * 20 > abs(value) else value
+    return result if abs(result - value) * 20 > abs(value) else value
 
 
 def _text(value: str) -> str:
@@ -245,10 +245,10 @@ def _text(value: str) -> str:
     if not value:
         return "e"
     place = _below(len(value))
-    found = list(value)
-    choices = letters if len(letters) > 2 and found[place].isalpha() else list("etaoinsrhld")
-    found[place] = str(_below(10)) if found[place].isdigit() else choices[_below(len(choices))]
-    text = "".join(found)
+    characters = list(value)
+    choices = letters if len(letters) > 2 and characters[place].isalpha() else list("etaoinsrhld")
+    characters[place] = str(_below(10)) if characters[place].isdigit() else choices[_below(len(choices))]
+    text = "".join(characters)
     return text if text.casefold() != value.casefold() else value
 
 
@@ -266,8 +266,8 @@ def _other(node: ast.expr) -> ast.expr:
 
 
 def _parts(node: ast.AST, name: str) -> list[ast.AST]:
-    found = getattr(node, name, None)
-    return found if isinstance(found, list) else [found] if isinstance(found, ast.AST) else []
+    value = getattr(node, name, None)
+    return value if isinstance(value, list) else [value] if isinstance(value, ast.AST) else []
 
 
 def _call(name: str, *arguments: Any) -> ast.Call:

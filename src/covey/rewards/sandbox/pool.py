@@ -94,7 +94,7 @@ class Sandbox:
         `tests` are statements such as `assert f(2) == 4`, one text each (or one text for all), which see the names that `code`
         defines, after `setup`; or `{"input": ..., "output": ...}` pairs, for programs that read and print: compared line by line
         without trailing blanks, numbers with a tolerance unless the pair has `"exact": true`. `None`: the code only has to come to its end.
-        Statements that only call functions run in another process, others beside the program and again on mutants of themselves;
+        Statements that only call functions run in another process, others in the program's process and again on mutants of themselves;
         with `strict` all in another process (docs/sandbox.md). `timeout` is in seconds of wall time for one run of all
         statements, and for all pairs together; `memory_mb` is in MiB beyond the interpreter's own; more than `max_output` bytes
         of output end the program. Only the standard library can be imported, and NumPy with `numpy`. Raises RewardError for bad
@@ -140,11 +140,11 @@ class Sandbox:
             if is_apart:
                 result, lines = verdicts.of_tests(watch(tests=plan.payload(), where="apart"), plan)
             if not is_apart or (not strict and any("beside" in line for line in lines)):
-                result = _beside(lambda **words: start(until=time.monotonic() + timeout, **words), plan)
+                result = _in_one_process(lambda **words: start(until=time.monotonic() + timeout, **words), plan)
             return result
         seen = []
-        for given, _, _ in plan.pairs or ():
-            seen.append(watch(stdin=given.encode("utf-8", errors="replace")))
+        for text, _, _ in plan.pairs or ():
+            seen.append(watch(stdin=text.encode("utf-8", errors="replace")))
             if seen[-1].late:
                 break
         return verdicts.of_pairs(seen, plan)
@@ -176,8 +176,8 @@ class Sandbox:
             self._all.discard(jail)
 
 
-def _beside(watch: Callable[..., ProcessOutput], plan: verdicts.Plan) -> Result:
-    """The verdict of tests that run beside the program: a pass, which counts if it depends on what the tests say."""
+def _in_one_process(watch: Callable[..., ProcessOutput], plan: verdicts.Plan) -> Result:
+    """The verdict of tests that run in the program's process: a pass counts only if mutants of the tests fail."""
 
     def run(chosen: Sequence[int]) -> tuple[Result, list[dict[str, Any]]]:
         key = secrets.token_bytes(32)
@@ -204,10 +204,10 @@ _TIMES = 3
 
 def _held(lines: list[dict[str, Any]], result: Result) -> set[tuple[int, int]]:
     """Tests that passed, and numbers of their comparisons that hold with other values; all of a test that did not end again."""
-    found = {(line["test"], number) for line in lines for number in line.get("held", ())}
+    pairs = {(line["test"], number) for line in lines for number in line.get("held", ())}
     ended = {line["test"] for line in lines if "test" in line}
     missing = {(test, mutants.PROBE) for test in range(len(result.tests)) if test not in ended}
-    return {(test, number) for test, number in found | missing if result.tests[test]}
+    return {(test, number) for test, number in pairs | missing if result.tests[test]}
 
 
 class _Jail:
@@ -242,11 +242,11 @@ class _Jail:
         self._control.settimeout(_START_SECONDS)
         try:
             wire.send(self._control, self._settings)
-            said = wire.receive(self._control)
+            reply = wire.receive(self._control)
         except wire.Broken as error:
-            told = os.pread(self._trace.fileno(), 4000, 0).decode(errors="replace").strip()
-            raise RewardError(f"the sandbox could not start a worker: {error}. {told}") from error
-        self.isolation = Isolation(tuple(said["layers"]), dict(said["missing"]), tuple(said["uncovered"]))
+            trace = os.pread(self._trace.fileno(), 4000, 0).decode(errors="replace").strip()
+            raise RewardError(f"the sandbox could not start a worker: {error}. {trace}") from error
+        self.isolation = Isolation(tuple(reply["layers"]), dict(reply["missing"]), tuple(reply["uncovered"]))
         if not self.isolation.safe and not self._allowed:
             raise RewardError(
                 f"code cannot be run safely on this machine: {self.isolation}. Allow unprivileged user namespaces (in a "
@@ -265,20 +265,20 @@ class _Jail:
         tests: bytes | None = None,
         where: str = "",
     ) -> ProcessOutput:
-        """Run one program to its verdict or its end, or until the time `until`; `where`: its tests run `apart` or `beside` it."""
+        """Run one program to its verdict or its end, or until the time `until`; `where`: its tests run `apart`, or in its process ("beside")."""
         watched = ProcessOutput()
         pipes = {name: os.pipe() for name in ("stdout", "stderr", *(["verdict"] if tests is not None else []))}
         files = {"code": _file(source), "stdin": _file(stdin), **({"tests": _file(tests)} if tests is not None else {})}
         try:
-            given = {**files, **{name: ends[1] for name, ends in pipes.items()}}
-            request = {"do": "start", "descriptors": list(given), "limits": asdict(limits), "tests": where}
+            passed = {**files, **{name: ends[1] for name, ends in pipes.items()}}
+            request = {"do": "start", "descriptors": list(passed), "limits": asdict(limits), "tests": where}
             self._control.settimeout(_GRACE_SECONDS)
-            socket.send_fds(self._control, [json.dumps(request).encode()], list(given.values()))
+            socket.send_fds(self._control, [json.dumps(request).encode()], list(passed.values()))
             for _, end in pipes.values():
                 os.close(end)
             _drain({name: ends[0] for name, ends in pipes.items()}, watched, until, max_output)
-            said = self._end(0.0 if watched.late or watched.loud else min(max(until - time.monotonic(), 0.0), 5.0))
-            watched.ended, watched.is_open = dict(said["ended"]), bool(said["open"])
+            reply = self._end(0.0 if watched.late or watched.loud else min(max(until - time.monotonic(), 0.0), 5.0))
+            watched.ended, watched.is_open = dict(reply["ended"]), bool(reply["open"])
         finally:
             for descriptor in (*files.values(), *(ends[0] for ends in pipes.values())):
                 os.close(descriptor)
@@ -345,10 +345,10 @@ def _file(data: bytes) -> int:
 
 def _numpy() -> str:
     """The folder that NumPy is in; found, not imported, for programs alone need it."""
-    found = importlib.util.find_spec("numpy")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("numpy")
+    if spec is None or spec.origin is None:
         raise RewardError("the sandbox was asked for NumPy, which is not installed: pip install numpy.")
-    return str(Path(found.origin).resolve().parents[1])
+    return str(Path(spec.origin).resolve().parents[1])
 
 
 def _interpreter() -> str:

@@ -97,8 +97,8 @@ def _program(calls: dict[str, int], audit: int) -> list[bytes]:
     for name, number in calls.items():
         if name not in _CONDITIONAL:
             code += [_do(_EQUAL, number, 0, 1), _do(_RETURN, _ALLOW)]
-    own = os.getpid()
-    first = {"socketpair": (1,), "prctl": (PR_SET_NAME, 16), "kill": (own,), "tgkill": (own,), "prlimit64": (0,)}
+    pid = os.getpid()
+    first = {"socketpair": (1,), "prctl": (PR_SET_NAME, 16), "kill": (pid,), "tgkill": (pid,), "prlimit64": (0,)}
     for name, allowed in first.items():
         code += _if(calls[name], _FIRST_ARGUMENT, allowed)
     code += _if(calls["ioctl"], _SECOND_ARGUMENT, _TERMINAL_QUERIES)

@@ -76,11 +76,11 @@ class Snapshot:
         waiting = ["builtins", *names]
         while waiting:
             name = waiting.pop()
-            found = take(name) if name not in self._modules else None
-            if found is not None:
-                self._modules[name] = found.module
-                waiting += found.uses
-                parts.update({id(part.owner or found.module): part for part in found.parts})
+            record = take(name) if name not in self._modules else None
+            if record is not None:
+                self._modules[name] = record.module
+                waiting += record.uses
+                parts.update({id(part.owner or record.module): part for part in record.parts})
         self._parts = [part for part in parts.values() if part.module.partition(".")[0] not in others | _LEFT_OUT]
 
     def restore(self) -> None:
@@ -107,18 +107,18 @@ class Snapshot:
     def _differences(self) -> list[tuple[Any, Any, str, Any]]:
         """Owners, names and former values of what differs; `_NEW` for what hides a name of Python's, or of a class."""
         modules = sys.modules
-        found: list[tuple[Any, Any, str, Any]] = [
+        differences: list[tuple[Any, Any, str, Any]] = [
             (None, modules, n, value) for n, value in self._modules.items() if modules.get(n) is not value
         ]
         for part in self._parts:
             now = part.now
             if not all(map(_is, map(now.get, part.names), part.values)):
                 pairs = zip(part.names, part.values)  # noqa: B905
-                found += [(part.owner, now, n, value) for n, value in pairs if now.get(n) is not value]
+                differences += [(part.owner, now, n, value) for n, value in pairs if now.get(n) is not value]
             if len(now) > len(part.all):
                 new = [n for n in now if n not in part.all and n not in _FREE]
-                found += [(part.owner, now, n, _NEW) for n in new if self._hides(part, n)]
-        return found
+                differences += [(part.owner, now, n, _NEW) for n in new if self._hides(part, n)]
+        return differences
 
     def _hides(self, part: _Part, name: str) -> bool:
         if part.owner is None:

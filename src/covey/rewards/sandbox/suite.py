@@ -70,11 +70,13 @@ class Suite:
         self._cases, self._load, self._suite = unittest.TestCase, unittest.TestLoader(), unittest.TestSuite
         self._outcome, self._has_run = unittest.TestResult, [False]
 
-    def known(self) -> dict[str, Any]:
+    def library_values(self) -> dict[str, Any]:
         """Names of the library's that the tests use without an import of their own, and their values."""
-        found = {name: library_name(name) for name in self.free if name != self.subject and not hasattr(builtins, name)}
-        self.modules += [of[0] for of in found.values() if of is not None]
-        modules = {name: (importlib.import_module(of[0]), of[1]) for name, of in found.items() if of is not None}
+        origins = {
+            name: library_name(name) for name in self.free if name != self.subject and not hasattr(builtins, name)
+        }
+        self.modules += [of[0] for of in origins.values() if of is not None]
+        modules = {name: (importlib.import_module(of[0]), of[1]) for name, of in origins.items() if of is not None}
         return {name: getattr(module, part) if part else module for name, (module, part) in modules.items()}
 
     def run(self, number: int, space: dict[str, Any], names: Any) -> None:
@@ -178,7 +180,7 @@ def library_name(name: str) -> tuple[str, str] | None:
 
 
 def _import(trees: list[ast.Module]) -> None:
-    """Import what the tests do at their top, so that what is missing here is known to be no fault of the program's."""
+    """Import what the tests do at their top, so that a missing module is blamed on the tests, not on the program."""
     for tree in trees:
         for node in tree.body:
             if isinstance(node, ast.Import | ast.ImportFrom) and not _is_optional(node):
@@ -198,17 +200,17 @@ def _is_optional(node: ast.Import | ast.ImportFrom) -> bool:
 
 def _waiting_functions(trees: list[ast.Module], used: frozenset[str]) -> list[str]:
     """`def test_...():` that the tests do not call themselves: pytest would."""
-    found = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
-    waiting = [node for node in found if node.name.startswith("test") and not node.args.args]
+    functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
+    waiting = [node for node in functions if node.name.startswith("test") and not node.args.args]
     return [node.name for node in waiting if node.name not in used]
 
 
 def _changed(nodes: list[ast.AST]) -> frozenset[str]:
     """Modules that the tests themselves change, by assignment or by name in a text (`patch("time.sleep")`)."""
-    found = set()
+    modules = set()
     for node in nodes:
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
-            found.add(ast.unparse(node.value).partition(".")[0])
+            modules.add(ast.unparse(node.value).partition(".")[0])
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "." in node.value:
-            found.add(node.value.partition(".")[0])
-    return frozenset(name for name in found if name in sys.modules)
+            modules.add(node.value.partition(".")[0])
+    return frozenset(name for name in modules if name in sys.modules)

@@ -87,8 +87,8 @@ def of_tests(seen: ProcessOutput, plan: Plan, key: bytes = b"") -> tuple[Result,
     tests = tuple(outcomes.get(number, {}).get("outcome") == "passed" for number in range(plan.count))
     changed = next((line["changed"] for line in lines if line.get("changed")), "")
     if changed and any(tests):
-        said = f"the code changed {changed}, which the tests lean on"
-        return _result(seen, "wrong", said, (False,) * plan.count), lines
+        sentence = f"the code changed {changed}, which the tests lean on"
+        return _result(seen, "wrong", sentence, (False,) * plan.count), lines
     reason, detail = _why(seen, lines, outcomes, tests)
     return _result(seen, reason, detail, tests), lines
 
@@ -113,8 +113,8 @@ def _why(
         if "setup" in line:
             return "tests", f"the tests cannot be run: {line['setup']}"
         if "code" in line:
-            said = f"{line['code']['raised']}: {line['code'].get('said', '')}"
-            return _kind(str(line["code"]["raised"])), f"the code does not load: {said}"
+            sentence = f"{line['code']['raised']}: {line['code'].get('said', '')}"
+            return _kind(str(line["code"]["raised"])), f"the code does not load: {sentence}"
         if "gone" in line:
             return _left(seen, "before its tests")
     outcome = outcomes.get(first or 0)
@@ -130,9 +130,9 @@ def of_pairs(seen: list[ProcessOutput], plan: Plan) -> Result:
     """The verdict of programs that read and print: each must come to its end, and print what is expected."""
     tests, why = [], None
     for (_, expected, is_exact), watched in zip(plan.pairs or (), seen, strict=False):
-        found = _of_pair(watched, expected, is_exact)
-        tests.append(found is None)
-        why = why or found
+        problem = _of_pair(watched, expected, is_exact)
+        tests.append(problem is None)
+        why = why or problem
     tests += [False] * (plan.count - len(tests))
     reason, detail = why or ("passed", "")
     last = seen[-1] if why is None or len(seen) == 1 else seen[tests.index(False)]
@@ -160,17 +160,19 @@ def _is_printed(text: str, expected: str, is_exact: bool) -> bool:
     """True if all lines are equal without trailing blanks, or have the same words but for numbers that are near enough."""
     if text.rstrip() == expected.rstrip():
         return True
-    found, wanted = (part.rstrip().split("\n") for part in (text, expected))
-    return len(found) == len(wanted) and all(map(_is_line, found, wanted, repeat(is_exact)))
+    printed, expected_lines = (part.rstrip().split("\n") for part in (text, expected))
+    return len(printed) == len(expected_lines) and all(map(_is_line, printed, expected_lines, repeat(is_exact)))
 
 
 def _is_line(line: str, expected: str, is_exact: bool) -> bool:
     if line.rstrip() == expected.rstrip():
         return True
-    found, wanted = line.split(), expected.split()
-    if len(found) != len(wanted) or not all(map(_is_word, found, wanted, repeat(is_exact))):
+    words, expected_words = line.split(), expected.split()
+    if len(words) != len(expected_words) or not all(map(_is_word, words, expected_words, repeat(is_exact))):
         return False
-    return all(map(_is_number, wanted)) or re.sub(r"\S+", "", line.rstrip()) == re.sub(r"\S+", "", expected.rstrip())
+    return all(map(_is_number, expected_words)) or re.sub(r"\S+", "", line.rstrip()) == re.sub(
+        r"\S+", "", expected.rstrip()
+    )
 
 
 def _is_number(word: str) -> bool:
@@ -188,20 +190,20 @@ def _is_word(word: str, expected: str, is_exact: bool) -> bool:
     """
     if word == expected:
         return True
-    found, wanted = word.strip(_AROUND), expected.strip(_AROUND)
-    if word.replace(found, "", 1) != expected.replace(wanted, "", 1):
+    core, expected_core = word.strip(_AROUND), expected.strip(_AROUND)
+    if word.replace(core, "", 1) != expected.replace(expected_core, "", 1):
         return False
     try:
-        number, other = Decimal(found), Decimal(wanted)
+        number, other = Decimal(core), Decimal(expected_core)
     except ArithmeticError:
         return False
     if not (number.is_finite() and other.is_finite()):
         return False
     if number == other:
         return True
-    if is_exact or not (_is_fraction(found) or _is_fraction(wanted)):
+    if is_exact or not (_is_fraction(core) or _is_fraction(expected_core)):
         return False
-    relative, absolute = ("1e-5", "1e-8") if _is_fraction(wanted) else ("1e-9", "1e-9")
+    relative, absolute = ("1e-5", "1e-8") if _is_fraction(expected_core) else ("1e-9", "1e-9")
     try:
         return abs(number - other) <= Decimal(absolute) + Decimal(relative) * abs(other)
     except ArithmeticError:  # an exponent beyond all measure
@@ -228,8 +230,11 @@ def _limit_met(seen: ProcessOutput) -> tuple[Reason, str] | None:
 def _left(seen: ProcessOutput, when: str) -> tuple[Reason, str]:
     code = seen.ended.get("candidate", 0)
     if code < 0:
-        known = -code in {item.value for item in signal.Signals}
-        return "crashed", f"the code was ended by {signal.Signals(-code).name if known else f'signal {-code}'} {when}"
+        is_named = -code in {item.value for item in signal.Signals}
+        return (
+            "crashed",
+            f"the code was ended by {signal.Signals(-code).name if is_named else f'signal {-code}'} {when}",
+        )
     return "exited", f"the code ended its process (exit code {code}) {when}"
 
 
@@ -241,14 +246,14 @@ def _kind(error: str) -> Reason:
 
 def _lines(verdict: bytearray, key: bytes) -> list[dict[str, Any]]:
     """The complete lines. With a key they come from the program's process: the first that is not signed ends them."""
-    found: list[dict[str, Any]] = []
+    accepted: list[dict[str, Any]] = []
     for number, line in enumerate(bytes(verdict).split(b"\n")[:-1]):
         if key:
             signed, _, line = line.partition(b" ")
             if not compare_digest(signed, signature(line, key, number)):
-                return found
-        found.append(json.loads(line))
-    return found
+                return accepted
+        accepted.append(json.loads(line))
+    return accepted
 
 
 def signature(body: bytes, key: bytes, number: int) -> bytes:

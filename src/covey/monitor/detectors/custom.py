@@ -11,9 +11,11 @@ from covey.names import load, rule_of
 from covey.types import Alert
 
 
-def own_detectors(given: Sequence[Any]) -> tuple[Callable[[History], Alert | None], ...]:
+def custom_detectors(detectors: Sequence[Any]) -> tuple[Callable[[History], Alert | None], ...]:
     """Callables, and those that import paths such as "my_alerts.py:too_polite" lead to. ConfigError where one does not."""
-    return tuple(_Guarded(load(one, "alert detector") if isinstance(one, str) else one) for one in given)
+    return tuple(
+        _Guarded(load(detector, "alert detector") if isinstance(detector, str) else detector) for detector in detectors
+    )
 
 
 class _Guarded:
@@ -24,16 +26,16 @@ class _Guarded:
 
     def __call__(self, seen: History) -> Alert | None:
         try:
-            found = self.detector(seen)
+            result = self.detector(seen)
         except Exception as error:  # noqa: BLE001 - the user's code; reported with its place
             where = traceback.extract_tb(error.__traceback__)[-1]
             return self._failed(seen, f"raised {type(error).__name__}: {error}", f"{where.filename}:{where.lineno}")
-        if found is None or isinstance(found, Alert):
-            return found
-        return self._failed(seen, f"returned a {type(found).__name__}, which is no alert", "")
+        if result is None or isinstance(result, Alert):
+            return result
+        return self._failed(seen, f"returned a {type(result).__name__}, which is no alert", "")
 
-    def _failed(self, seen: History, said: str, where: str) -> Alert:
+    def _failed(self, seen: History, sentence: str, where: str) -> Alert:
         advice = ("return history.alert(...) or None; history[name].last(10) may be empty",)
         return seen.alert(
-            "detector_failed", "warning", f"the detector {self.name} {said}", advice, detector=self.name, at=where
+            "detector_failed", "warning", f"the detector {self.name} {sentence}", advice, detector=self.name, at=where
         )
