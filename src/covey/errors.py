@@ -78,8 +78,8 @@ class RewardError(CoveyError, ValueError):
 
     exit_code = 3
 
-    def __init__(self, said: str = "", events: Iterable[Any] = ()) -> None:
-        super().__init__(said)
+    def __init__(self, message: str = "", events: Iterable[Any] = ()) -> None:
+        super().__init__(message)
         self.events = tuple(events)
 
 
@@ -137,7 +137,7 @@ _LONGEST_NAME = 200
 """Characters of a word that is compared with names; a longer one is no misspelling, and comparing takes their square."""
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, names: Iterable[str]) -> str:
     """A sentence with the nearest known name, or an empty string.
 
     >>> did_you_mean("epsilon_hihg", ["epsilon", "epsilon_high"])
@@ -145,7 +145,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """
     if len(word) > _LONGEST_NAME:
         return ""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)
     return f" Did you mean {near[0]}?" if near else ""
 
 

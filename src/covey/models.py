@@ -58,9 +58,9 @@ def load_model(
             adapted = with_saved_adapter(base, source, is_trainable=is_trainable)
         return _finite(adapted, source)
     with quiet_bars(), as_model_errors(model, kwargs):
-        given: Any = auto_class(source, trust_remote_code).from_pretrained(source, **kwargs, output_loading_info=True)
-        loaded, found = given
-    if missing := sorted(found.get("missing_keys") or ()):
+        pair: Any = auto_class(source, trust_remote_code).from_pretrained(source, **kwargs, output_loading_info=True)
+        loaded, info = pair
+    if missing := sorted(info.get("missing_keys") or ()):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(
             f"The model {str(model)!r} has no weights for {missing[0]}{more}, which would be random numbers; its files are "
@@ -140,11 +140,11 @@ class SharedBase:
 def auto_class(source: str, trust_remote_code: bool = False) -> Any:
     """transformers' class that loads this model: `AutoModelForImageTextToText` for one that reads images, as its config says."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as KNOWN
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT_MODELS
 
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    named = KNOWN.get(getattr(config, "model_type", ""), ())
-    is_named = any(one in named for one in config.architectures or ())
+    named = IMAGE_TEXT_MODELS.get(getattr(config, "model_type", ""), ())
+    is_named = any(architecture in named for architecture in config.architectures or ())
     return AutoModelForImageTextToText if is_named and hasattr(config, "vision_config") else AutoModelForCausalLM
 
 
@@ -180,7 +180,7 @@ def _unloadable(name: Any, error: Exception, options: Sequence[str], *, is_reach
 
 
 def load_tokenizer(model: Any, source: str | Path | None = None, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer at `source`, or the one beside the model that was loaded; an adapter's folder without one has its base's.
+    """The tokenizer at `source`, or the one in the folder of the loaded model; an adapter's folder without one has its base's.
 
     Raises ModelError when there is none.
     """
@@ -239,24 +239,26 @@ def _check_folder(source: str, needs: Sequence[str], what: str) -> None:
     if not weights:
         missing.append("model.safetensors")
     if missing:
-        found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-        raise ModelError(f"The {what} folder {source!r} lacks {' and '.join(missing)}; it holds {found}.")
+        content = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+        raise ModelError(f"The {what} folder {source!r} lacks {' and '.join(missing)}; it holds {content}.")
     for name in ("config.json", "adapter_config.json"):
         if (folder / name).is_file() and not isinstance(read_json(folder / name, ModelError), dict):
             raise ModelError(f"{folder / name} holds no options of a model: it must be one JSON object.")
 
 
-def dtype_of(given: Any) -> Any:
+def dtype_of(value: Any) -> Any:
     """The type of a model's weights from `model_init_kwargs["dtype"]`: float32 by default, "auto" for the dtype of its files."""
-    if given is None:
+    if value is None:
         return torch.float32
-    if given == "auto" or not isinstance(given, str):
-        return given
-    name = given
+    if value == "auto" or not isinstance(value, str):
+        return value
+    name = value
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        known = ["auto", "float32", "bfloat16", "float16"]
-        raise ConfigError(f"dtype {name!r} is not known.{did_you_mean(name, known)} Use one of {', '.join(known)}.")
+        accepted = ["auto", "float32", "bfloat16", "float16"]
+        raise ConfigError(
+            f"dtype {name!r} is not known.{did_you_mean(name, accepted)} Use one of {', '.join(accepted)}."
+        )
     return dtype
 
 
@@ -295,10 +297,10 @@ def unwrapped(model: Any) -> Any:
 def decoder_of(model: Any) -> Any:
     """The decoder inside the causal LM, which gives hidden states; the model itself where it names none."""
     inner = unwrapped(model)
-    found = inner.get_decoder() if hasattr(inner, "get_decoder") else inner
-    if found is inner:  # Llama 4 says so of itself
-        found = getattr(inner, "model", inner)
-    return found if isinstance(found, nn.Module) else inner
+    decoder = inner.get_decoder() if hasattr(inner, "get_decoder") else inner
+    if decoder is inner:  # Llama 4 says so of itself
+        decoder = getattr(inner, "model", inner)
+    return decoder if isinstance(decoder, nn.Module) else inner
 
 
 def encoder_of(model: Any) -> Any:
@@ -323,7 +325,7 @@ def float32_stream(model: Any) -> Iterator[None]:
         yield
         return
     inner = unwrapped(model)
-    hook = inner.get_input_embeddings().register_forward_hook(lambda module, given, found: found.float())
+    hook = inner.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output.float())
     try:
         # autocast's weight cache has nothing to do, and a captured step must not fill it
         with torch.autocast(next(inner.parameters()).device.type, torch.bfloat16, cache_enabled=False):
@@ -354,8 +356,8 @@ def _runs_widened(model: Any, weight: torch.Tensor) -> bool:
         with evaluating(model), float32_stream(model):
             decoder_of(model)(input_ids=ids, use_cache=False)
     except (RuntimeError, TypeError, ValueError) as error:
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        logger.warning("%s keeps its residual stream in bfloat16: %s.", type(model).__name__, said[0][:200])
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        logger.warning("%s keeps its residual stream in bfloat16: %s.", type(model).__name__, lines[0][:200])
         return False
     return True
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from covey.errors import ConfigError, did_you_mean
 
-_OWN_FILE = re.compile(r"\bcovey_user_(\w+)_[0-9a-f]{12}:")
+_USER_MODULE = re.compile(r"\bcovey_user_(\w+)_[0-9a-f]{12}:")
 """Module of a file that the user named, as `_load_file` calls it."""
 
 
-def find(name: str, known: Mapping[str, Any], kind: str) -> Any:
+def find(name: str, built_in: Mapping[str, Any], kind: str) -> Any:
     """The built-in called `name`, or the object at an import path.
 
     `kind` is the word for the error message, such as "algorithm". Importing a path runs the user's code.
@@ -27,20 +27,20 @@ def find(name: str, known: Mapping[str, Any], kind: str) -> Any:
     """
     if ":" in name:
         return load(name, kind)
-    if name in known:
-        return known[name]
+    if name in built_in:
+        return built_in[name]
     raise ConfigError(
-        f"{name!r} is not a built-in {kind}.{did_you_mean(name, known)} Known: {', '.join(sorted(known))}; "
+        f"{name!r} is not a built-in {kind}.{did_you_mean(name, built_in)} Known: {', '.join(sorted(built_in))}; "
         "or give your own as 'package.module:function' or 'file.py:function'."
     )
 
 
 def rule_of(detector: Any) -> str:
     """The name of the alert that a detector of the user's own reports: its `rule`, or its function's name."""
-    found = load(detector, "alert detector") if isinstance(detector, str) else detector
-    if not callable(found):
-        raise ConfigError(f"alert_detectors has {found!r}, which cannot be called; give a function of a history.")
-    return str(getattr(found, "rule", None) or getattr(found, "__name__", type(found).__name__))
+    target = load(detector, "alert detector") if isinstance(detector, str) else detector
+    if not callable(target):
+        raise ConfigError(f"alert_detectors has {target!r}, which cannot be called; give a function of a history.")
+    return str(getattr(target, "rule", None) or getattr(target, "__name__", type(target).__name__))
 
 
 def load(path: str, kind: str) -> Any:
@@ -60,7 +60,7 @@ def load(path: str, kind: str) -> Any:
 
 def as_written(name: str) -> str:
     """The name as the user wrote it: `reward.py:right`, where the module of a loaded file is called otherwise."""
-    return _OWN_FILE.sub(r"\1.py:", name)
+    return _USER_MODULE.sub(r"\1.py:", name)
 
 
 def _load_file(file: Path, kind: str) -> Any:
@@ -105,9 +105,9 @@ _YES_OR_NO = ("bool", "bool | None", str(bool))  # annotations are text here, an
 
 def refuse_text_for_yes(config: Any) -> None:
     """Raise ConfigError for text in a field of True or False, of a dataclass: "no" would count as yes."""
-    said: dict[str, Any] = {}  # not `field.type`, which transformers' HfArgumentParser changes in place
+    declared: dict[str, Any] = {}  # not `field.type`, which transformers' HfArgumentParser changes in place
     for kind in reversed(type(config).__mro__):
-        said |= inspect.get_annotations(kind)
+        declared |= inspect.get_annotations(kind)
     for name in (field.name for field in fields(config)):
-        if str(said.get(name)) in _YES_OR_NO and isinstance(getattr(config, name), str):
+        if str(declared.get(name)) in _YES_OR_NO and isinstance(getattr(config, name), str):
             raise ConfigError(f"{name}={getattr(config, name)!r} must be True or False, not text.")

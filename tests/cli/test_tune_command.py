@@ -262,7 +262,7 @@ def attempts(place, study, search, hopeless=()):
     for number in range(len(search)):
         trial = study.ask({"learning_rate": optuna.distributions.FloatDistribution(1e-5, 1e-1)})
         watch = Watch(place / f"{number}", "eval_reward", trial)
-        watch.has_given_up = number in hopeless
+        watch.is_pruned = number in hopeless
         yield Attempt(trial=trial, place=place / f"{number}", watch=watch)
 
 

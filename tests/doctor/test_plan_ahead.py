@@ -11,7 +11,7 @@ from covey.doctor.layers import shortened
 from covey.doctor.roofline.answers import answers
 from covey.doctor.roofline.estimate import Setup, estimate
 from covey.doctor.roofline.gpus import GPUS, LINKS, NETWORK, PRODUCTS, READS, gpus
-from covey.doctor.roofline.known_models import KNOWN, config_by_name
+from covey.doctor.roofline.known_models import MODELS, config_by_name
 from covey.doctor.roofline.operations import TimedBytes
 from covey.doctor.roofline.options import planned
 from covey.doctor.roofline.rollout import A_KERNEL, LAUNCHED, Decoding, kernels_of, rate_of
@@ -144,7 +144,7 @@ def test_a_known_model_has_as_many_parameters_as_published(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in KNOWN if name not in PUBLISHED])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in PUBLISHED])
 def test_the_size_in_a_models_name_is_its_own(name):
     size = float(name.rpartition("-")[2].removesuffix("B"))
     assert parameters_of(name) / 1e9 == pytest.approx(size, rel=0.11)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from covey.cli import main
-from covey.doctor.reward_audit.consistency import against, repeats_of
+from covey.doctor.reward_audit.consistency import compare, repeats_of
 from covey.runs import rollouts
 from kit import group
 
@@ -64,7 +64,7 @@ def test_false_verdicts_shrink_the_advantages_by_their_two_rates():
     rng = np.random.default_rng(5)
     truth = [(rng.random(16) < 0.5).astype(float) for _ in range(500)]
     mine = [np.where(rng.random(16) < np.where(one > 0, 0.1, 0.3), 1 - one, one) for one in truth]
-    found = against("r", "truth", [group(["x"] * 16)] * 500, mine, truth)
+    found = compare("r", "truth", [group(["x"] * 16)] * 500, mine, truth)
     assert found.paid_wrong.value == pytest.approx(0.3, abs=0.02)
     assert found.missed.value == pytest.approx(0.1, abs=0.02)
     assert found.retained == pytest.approx(0.6, abs=0.03)

@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from covey.cli import main
 from covey.errors import CoveyError, StorageError
 from covey.runs import checkpoint, checksums
-from covey.runs.kept import kept, told_of_the_disk, write_whole
+from covey.runs.disk import as_disk_errors, describe_newest, write_whole
 from kit import rest_nightly
 
 
@@ -192,25 +192,25 @@ def test_every_library_s_own_error_of_the_disk_is_understood(number: int, kind: 
 
     with (
         pytest.raises(StorageError, match=f"{REFUSED[number]}.*No checkpoint of this run is in"),
-        told_of_the_disk("The model", tmp_path / "final", tmp_path),
+        as_disk_errors("The model", tmp_path / "final", tmp_path),
     ):
         fail()
 
 
 def test_an_error_that_is_not_the_disk_s_stays_what_it_is(tmp_path: Path) -> None:
     for error in (KeyError("x"), OSError(errno.ENOENT, "none"), StorageError("mine")):
-        with pytest.raises(type(error)) as caught, told_of_the_disk("The model", tmp_path, tmp_path):
+        with pytest.raises(type(error)) as caught, as_disk_errors("The model", tmp_path, tmp_path):
             raise error
         assert caught.value is error
 
 
 def test_what_is_kept_is_the_newest_checkpoint_that_verifies(tmp_path: Path) -> None:
-    assert kept(tmp_path) == f"No checkpoint of this run is in {tmp_path}."
+    assert describe_newest(tmp_path) == f"No checkpoint of this run is in {tmp_path}."
     for step in (1, 2):
         checkpoint.save(tmp_path, step, lambda folder: (folder / "a").write_text("a"), {})
-    assert kept(tmp_path) == f"checkpoint-2 is whole, in {tmp_path}."
+    assert describe_newest(tmp_path) == f"checkpoint-2 is whole, in {tmp_path}."
     (tmp_path / "checkpoint-2" / "a").write_text("b")
-    assert kept(tmp_path) == f"checkpoint-1 is whole, in {tmp_path}."
+    assert describe_newest(tmp_path) == f"checkpoint-1 is whole, in {tmp_path}."
 
 
 def test_a_model_that_is_written_whole_replaces_its_own_files_only(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_stop_of_one_is_heard_by_the_other_in_this_run_alone(both: list[Heartb
 
 def test_a_stop_is_heard_while_the_one_that_was_asked_waits_for_the_other(both: list[Heartbeat]) -> None:
     asked, meets = threading.Event(), threading.Event()
-    both[1].is_asked_to_stop = asked.is_set
+    both[1].is_stop_requested = asked.is_set
     both[1].patience = WAIT
     waiting = threading.Thread(target=lambda: both[1].collective(meets.wait))
     waiting.start()

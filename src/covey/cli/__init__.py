@@ -104,7 +104,7 @@ def _run(words: list[str]) -> int:
 
 def _disk_refuses(error: Exception) -> str | None:
     """Sentence for an OSError of a full, read-only or failing disk at an unforeseen place; None for any other error."""
-    from covey.runs.kept import DISK
+    from covey.runs.disk import DISK
     from covey.runs.storage import why_refused
 
     reason = why_refused(error, DISK)

@@ -89,7 +89,7 @@ def _adapter(folder: Path, out: Path, args: Args) -> None:
 def _gguf(folder: Path, out: Path, args: Args) -> None:
     from covey.exporting.gguf import expect_exportable, load_gguf, write_gguf
     from covey.models import load_model, load_tokenizer
-    from covey.runs.storage import temporary_beside
+    from covey.runs.storage import temporary_sibling
 
     load_gguf()
     outtype = args.get("outtype") or "f16"
@@ -102,7 +102,7 @@ def _gguf(folder: Path, out: Path, args: Args) -> None:
         model = load_model(str(folder), {"dtype": "auto"}, trust_remote_code=_trusts(args))
     expect_exportable(model.config.get_text_config(), outtype)
     tokenizer = load_tokenizer(model, folder, trust_remote_code=_trusts(args))
-    unfinished = temporary_beside(out)
+    unfinished = temporary_sibling(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         done = write_gguf(unfinished, model, tokenizer, name=out.stem, outtype=outtype)

@@ -47,7 +47,7 @@ def merge(folders: Sequence[Path], out: Path, args: Args, dtype: Any) -> None:
     refuse_idle(args, ("method", "weights", "dtype", *_acting(method, args)), f"a merge by {method}")
     chosen = {name: args[name] for name in ("density", "scale", "normalize", "seed") if args.get(name) is not None}
     recipe = Recipe(method=method, weights=tuple(args.get("weights") or ()), **chosen)
-    how: dict[str, Any] = {"base": base, "dtype": dtype, "told": output.say}
+    how: dict[str, Any] = {"base": base, "dtype": dtype, "report": output.say}
     report: dict[str, Any] = {}
     if args.get("choose"):
         if args.get("weights"):
@@ -117,7 +117,7 @@ def _chosen(folders: Sequence[Path], recipe: Recipe, args: Args, how: dict[str, 
         )
     best_parent = max(range(len(parents)), key=lambda i: _mean(parents[i], 0, half))
     tried: list[tuple[float, Recipe, Assessment]] = []
-    quietly = {**how, "told": lambda text: None}  # only the merge that is written reports
+    quietly = {**how, "report": lambda text: None}  # only the merge that is written reports
     with tempfile.TemporaryDirectory() as place:
         for i, candidate in enumerate(candidates(recipe, len(folders), is_dense=args.get("density") is not None)):
             folder = Path(place) / str(i)

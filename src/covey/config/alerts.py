@@ -24,13 +24,13 @@ ALERT_ACTIONS = ("log", "off", "lower_learning_rate", "roll_back", "stop")
 
 def refuse_bad_alerts(config: Any) -> None:
     """Raise for an alert that nothing can report, an action that is none, and an address that cannot be posted to."""
-    known = (*ALERT_RULES, *map(rule_of, config.alert_detectors or ()), "info", "warning", "error", "all")
+    allowed = (*ALERT_RULES, *map(rule_of, config.alert_detectors or ()), "info", "warning", "error", "all")
     actions = config.alert_actions or {}
     if not isinstance(actions, Mapping):
         raise ConfigError(f'alert_actions={actions!r} is not a mapping; write it as {{"all": "stop"}}.')
     for rule, action in actions.items():
-        if rule not in known:
-            hint = did_you_mean(rule, known) or f" Alerts are {', '.join(ALERT_RULES)}."
+        if rule not in allowed:
+            hint = did_you_mean(rule, allowed) or f" Alerts are {', '.join(ALERT_RULES)}."
             raise ConfigError(f"alert_actions names {rule!r}, which is no alert.{hint}")
         if action not in ALERT_ACTIONS:
             hint = did_you_mean(str(action), ALERT_ACTIONS) or f" It is one of {', '.join(ALERT_ACTIONS)}."

@@ -26,31 +26,31 @@ _EVERY: Mapping[str, str] = {
 """Options that count steps, and the strategy under which they act."""
 
 
-def refuse_unsupported(given: Mapping[str, Any]) -> None:
+def refuse_unsupported(changed: Mapping[str, Any]) -> None:
     """Raise for the first option that differs from its default and cannot be honoured."""
-    for name, value in given.items():
+    for name, value in changed.items():
         if name in REFUSED:
             raise ConfigError(f"{name}={value!r} cannot be honoured: {REFUSED[name]}.")
-    if _of_accelerator(given.get("accelerator_config"), "split_batches"):
+    if _of_accelerator(changed.get("accelerator_config"), "split_batches"):
         raise ConfigError(
             "accelerator_config has split_batches=True, which cannot be honoured: per_device_train_batch_size counts the completions "
             "of one process; divide it by their number."
         )
 
 
-def _of_accelerator(given: Any, name: str) -> Any:
-    return given.get(name) if isinstance(given, Mapping) else getattr(given, name, None)
+def _of_accelerator(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
-def is_default_accelerator(given: Any) -> bool:
+def is_default_accelerator(accelerator_config: Any) -> bool:
     """True if an AcceleratorConfig equals the default one."""
     plain = lambda config: {**vars(config), "use_configured_state": None}
-    return bool(plain(given) == plain(type(given)()))
+    return bool(plain(accelerator_config) == plain(type(accelerator_config)()))
 
 
-def warn_inert(given: Mapping[str, Any]) -> None:
+def warn_inert(changed: Mapping[str, Any]) -> None:
     """Name each option that was set and has no effect, once."""
-    for name, value in given.items():
+    for name, value in changed.items():
         declared = DECLARED.get(name)
         if declared is not None and declared.inert and not declared.is_silent:
             logger.warning("%s=%r changes nothing here: %s.", name, value, declared.inert)
@@ -71,9 +71,9 @@ def normalize(config: Any) -> None:
         config.activation_checkpointing_kwargs = config.gradient_checkpointing_kwargs
 
 
-def _max_new_tokens(given: Any) -> int:
+def _max_new_tokens(generation_kwargs: Any) -> int:
     """The limit that stands in for `max_completion_length=None`. Raises ConfigError without one."""
-    limit = given.get("max_new_tokens") if isinstance(given, Mapping) else None
+    limit = generation_kwargs.get("max_new_tokens") if isinstance(generation_kwargs, Mapping) else None
     if limit is None:
         raise ConfigError(
             "max_completion_length=None sets no limit, and a completion that never ends would take all memory: give the number of "
@@ -84,19 +84,23 @@ def _max_new_tokens(given: Any) -> int:
 
 def misfit(values: Mapping[str, Any], types: Mapping[str, Any], error: Exception) -> str:
     """The sentence for an error that some value caused: the options whose values are not of their types, or the error's own."""
-    found = [
+    misfits = [
         f"{name}={str(values[name])[:60]}" for name in types if name in values and not _fits(values[name], types[name])
     ]
-    if not found or isinstance(error, ValueError):
+    if not misfits or isinstance(error, ValueError):
         return str(error) or type(error).__name__
-    return f"{', '.join(found[:3])} cannot be read: {'these are' if len(found) > 1 else 'this is'} of another type ({error})."
+    return f"{', '.join(misfits[:3])} cannot be read: {'these are' if len(misfits) > 1 else 'this is'} of another type ({error})."
 
 
 def _fits(value: Any, kind: Any) -> bool:
     """True if a value fits this annotation, judged by its outermost type."""
-    kinds = [get_origin(one) or one for one in get_args(kind)] if get_origin(kind) in (Union, UnionType) else [kind]
-    kinds = [get_origin(one) or one for one in kinds]
-    plain = tuple(one for one in kinds if isinstance(one, type) and one is not Any)
+    kinds = (
+        [get_origin(member) or member for member in get_args(kind)]
+        if get_origin(kind) in (Union, UnionType)
+        else [kind]
+    )
+    kinds = [get_origin(member) or member for member in kinds]
+    plain = tuple(member for member in kinds if isinstance(member, type) and member is not Any)
     return len(plain) < len(kinds) or isinstance(value, plain) or (float in plain and isinstance(value, int))
 
 
@@ -109,19 +113,23 @@ def refuse_bad_values(config: Any) -> None:
     _refuse_bad_accelerator(config.accelerator_config)
 
 
-def _refuse_bad_accelerator(given: Any) -> None:
+def _refuse_bad_accelerator(accelerator_config: Any) -> None:
     """transformers would open a number as a file descriptor, and wait for what standard input says."""
-    if not (given is None or isinstance(given, str | os.PathLike | Mapping) or hasattr(given, "split_batches")):
+    if not (
+        accelerator_config is None
+        or isinstance(accelerator_config, str | os.PathLike | Mapping)
+        or hasattr(accelerator_config, "split_batches")
+    ):
         raise ConfigError(
-            f"accelerator_config={given!r} is no mapping, no path of a JSON file and no AcceleratorConfig."
+            f"accelerator_config={accelerator_config!r} is no mapping, no path of a JSON file and no AcceleratorConfig."
         )
-    if isinstance(given, Mapping):
+    if isinstance(accelerator_config, Mapping):
         from transformers.trainer_pt_utils import AcceleratorConfig
 
-        known = [field.name for field in fields(AcceleratorConfig)]
-        for name in (name for name in given if name not in known):
+        names = [field.name for field in fields(AcceleratorConfig)]
+        for name in (name for name in accelerator_config if name not in names):
             raise ArgumentTypeError(
-                f"accelerator_config has {name!r}, which is not known.{did_you_mean(str(name), known)} It knows {', '.join(known)}."
+                f"accelerator_config has {name!r}, which is not known.{did_you_mean(str(name), names)} It knows {', '.join(names)}."
             )
 
 
@@ -159,9 +167,9 @@ def refuse_bad_factories(config: Any) -> None:
 
     for name, enum in (("optim", OptimizerNames), ("lr_scheduler_type", SchedulerType)):
         value = getattr(config, name)
-        value, known = str(getattr(value, "value", value)), [item.value for item in enum]
-        if value not in known:
-            hint = did_you_mean(value, known) or f" It is one of {', '.join(known)}."
+        value, allowed = str(getattr(value, "value", value)), [item.value for item in enum]
+        if value not in allowed:
+            hint = did_you_mean(value, allowed) or f" It is one of {', '.join(allowed)}."
             raise ConfigError(f"{name}={value!r} is not known to transformers.{hint}")
     scheduler = str(getattr(config.lr_scheduler_type, "value", config.lr_scheduler_type))
     if scheduler in ("reduce_lr_on_plateau", "greedy"):
@@ -177,18 +185,18 @@ def refuse_bad_factories(config: Any) -> None:
         )
 
 
-def refuse_contradictions(config: Any, given: Mapping[str, Any]) -> None:
+def refuse_contradictions(config: Any, changed: Mapping[str, Any]) -> None:
     """Raise for options that are each fine but not together."""
-    both = [name for name in ALGORITHM_OPTIONS if name in given]
+    both = [name for name in ALGORITHM_OPTIONS if name in changed]
     if config.algorithm is not None and both:
         raise ConfigError(
-            f"algorithm={config.algorithm!r} and {both[0]}={given[both[0]]!r} both say what the loss is: leave one out, "
+            f"algorithm={config.algorithm!r} and {both[0]}={changed[both[0]]!r} both say what the loss is: leave one out, "
             "or change the algorithm with .replace(...)."
         )
     for name in ("rollout_cache_fraction", "cuda_graphs", "attention"):
-        if config.rollout_backend == "transformers" and name in given:
+        if config.rollout_backend == "transformers" and name in changed:
             raise ConfigError(
-                f"{name}={given[name]!r} is the native engine's; rollout_backend='transformers' does without: leave it out."
+                f"{name}={changed[name]!r} is the native engine's; rollout_backend='transformers' does without: leave it out."
             )
     if config.num_generations < 2 and config.algorithm is None:
         raise ConfigError(
@@ -304,7 +312,7 @@ def _arm_has_bfloat16() -> bool:
         return " bf16" in file.read()
 
 
-def settle_sampler(config: Any, given: Mapping[str, Any]) -> None:
+def settle_sampler(config: Any, changed: Mapping[str, Any]) -> None:
     """Resolves `use_vllm`, TRL's name for `rollout_backend="vllm"`; warns of options that only vLLM honours when it is off."""
     if config.use_vllm and config.rollout_backend not in ("auto", "vllm"):
         raise ConfigError(f"use_vllm=True and rollout_backend={config.rollout_backend!r} contradict each other.")
@@ -317,11 +325,11 @@ def settle_sampler(config: Any, given: Mapping[str, Any]) -> None:
             "or score the format with a reward."
         )
     for name in ("vllm_mode", *_WITH_SERVER, *_COLOCATED):
-        if name in given and not is_vllm:
-            logger.warning("%s=%r changes nothing here: it acts with use_vllm=True.", name, given[name])
-        elif name in given and name != "vllm_mode" and is_server != (name in _WITH_SERVER):
+        if name in changed and not is_vllm:
+            logger.warning("%s=%r changes nothing here: it acts with use_vllm=True.", name, changed[name])
+        elif name in changed and name != "vllm_mode" and is_server != (name in _WITH_SERVER):
             why = "the server was started with its own" if is_server else "it acts with vllm_mode='server'"
-            logger.warning("%s=%r changes nothing here: %s.", name, given[name], why)
+            logger.warning("%s=%r changes nothing here: %s.", name, changed[name], why)
 
 
 _WITH_SERVER = (
@@ -340,12 +348,12 @@ _ASYNCHRONOUS = (
 )
 
 
-def settle_asynchrony(config: Any, given: Mapping[str, Any]) -> None:
+def settle_asynchrony(config: Any, changed: Mapping[str, Any]) -> None:
     """Refuse options that asynchronous rollouts cannot honour; warn of those that act only there, and of uncorrected staleness."""
     if not config.async_rollouts:
         for name in _ASYNCHRONOUS:
-            if name in given:
-                logger.warning("%s=%r changes nothing here: it acts with async_rollouts=True.", name, given[name])
+            if name in changed:
+                logger.warning("%s=%r changes nothing here: it acts with async_rollouts=True.", name, changed[name])
         return
     if config.rollout_backend == "vllm" and config.vllm_mode == "server":
         for name in ("rollout_workers", "rollout_device", "rollout_placement"):

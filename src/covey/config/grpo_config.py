@@ -41,13 +41,13 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
         "transformers_continuous_batching_config",
     ]
 
-    def __new__(cls, *args: Any, **given: Any) -> GRPOConfig:
+    def __new__(cls, *args: Any, **kwargs: Any) -> GRPOConfig:
         """Refuse names that are not options before dataclass machinery sees them."""
-        known = {item.name for item in fields(cls)}
-        for name in given:
-            if name not in known:
+        names = {item.name for item in fields(cls)}
+        for name in kwargs:
+            if name not in names:
                 renamed = options.RENAMED.get(name)
-                hint = f" {renamed}" if renamed else did_you_mean(name, known)
+                hint = f" {renamed}" if renamed else did_you_mean(name, names)
                 raise ArgumentTypeError(f"{name} is not an option of GRPOConfig.{hint}")
         return super().__new__(cls)
 
@@ -66,16 +66,16 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
     def _settle(self) -> None:
         """Check all options, and fill in derived ones."""
         _take_former_names(self)
-        given = self._changed()
-        checks.refuse_unsupported(given)
+        changed = self._changed()
+        checks.refuse_unsupported(changed)
         checks.refuse_bad_factories(self)
         checks.normalize(self)
         refuse_text_for_yes(self)
         checks.refuse_bad_values(self)
-        checks.refuse_contradictions(self, given)
+        checks.refuse_contradictions(self, changed)
         checks.warn_of_levels(self)
         checks.settle_precision(self)
-        checks.settle_sampler(self, given)
+        checks.settle_sampler(self, changed)
         self.sharding = settle_sharding(self)
         """Sharding of the model over ranks; None: each holds all of it."""
         self.use_cpu = self.use_cpu or is_on_cpu_with_others()
@@ -84,11 +84,11 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
             self._settle_as_transformers()
         checks.refuse_unsupported({"accelerator_config": self.accelerator_config})  # which may have been a file
         if checks.is_default_accelerator(self.accelerator_config):
-            given.pop("accelerator_config", None)
+            changed.pop("accelerator_config", None)
         alerts.refuse_bad_alerts(self)
-        checks.settle_asynchrony(self, given)
+        checks.settle_asynchrony(self, changed)
         checks.settle_batches(self)
-        checks.warn_inert(given)
+        checks.warn_inert(changed)
 
     def _settle_as_transformers(self) -> None:
         """Settle the inherited options, and create the process group if there are several processes."""

@@ -181,7 +181,11 @@ _REFUSED: Mapping[str, str] = {
 }
 
 INHERITED: Mapping[str, Option] = {
-    **{name: replace(one, group=group) for group, found in _ACTING.items() for name, one in found.items()},
+    **{
+        name: replace(option, group=group)
+        for group, group_options in _ACTING.items()
+        for name, option in group_options.items()
+    },
     **{name: Option(inert=why, is_silent=name in _SILENT) for why, names in _INERT.items() for name in names},
     **{name: Option(refused=why) for name, why in _REFUSED.items()},
 }

@@ -31,7 +31,7 @@ class Option:
     is_optional: bool = False
     """None is a value. Both follow from the type where the option is a field of `Options`."""
     also: tuple[Any, ...] = ()
-    """Values beside the words or the numbers."""
+    """Values in addition to the words or the numbers."""
     why: str = ""
     """A second sentence for a number out of range."""
     inert: str = ""
@@ -44,7 +44,9 @@ class Option:
     def check(self, name: str, value: Any) -> None:
         """Raise ConfigError, in one sentence, for a value that is none of the words or outside of the range."""
         value = getattr(value, "value", value)  # of an enumeration
-        if any(type(value) is type(one) and value == one for one in self.also) or (value is None and self.is_optional):
+        if any(type(value) is type(word) and value == word for word in self.also) or (
+            value is None and self.is_optional
+        ):
             return
         if self.words and value not in self.words:
             hint = did_you_mean(str(value), self.words) or f" It is one of {', '.join(self.words)}."
@@ -54,8 +56,8 @@ class Option:
 
     def _check_number(self, name: str, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-            more = [str(one) for one in self.also] + (["null"] if self.also and self.is_optional else [])
-            raise ConfigError(f"{name}={value!r} must be a number{''.join(f' or {one}' for one in more)}.")
+            more = [str(word) for word in self.also] + (["null"] if self.also and self.is_optional else [])
+            raise ConfigError(f"{name}={value!r} must be a number{''.join(f' or {word}' for word in more)}.")
         if math.isinf(value) and (self.is_whole or not self.may_be_infinite) and value > 0:
             raise ConfigError(f"{name}={value!r} must be finite.")
         if self.is_whole and value % 1:

@@ -15,7 +15,7 @@ TYPES: Mapping[str, str] = {item.name: str(item.type) for item in fields(Options
 
 DECLARED: Mapping[str, Option] = {
     **INHERITED,
-    **{item.name: one for item in fields(Options) if (one := declaration_of(item)) is not None},
+    **{item.name: option for item in fields(Options) if (option := declaration_of(item)) is not None},
 }
 """The declaration of every option, TrainingArguments' options first."""
 
@@ -25,13 +25,13 @@ GROUP_NAMES = (
     "several processes",
 )  # fmt: skip
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    group: tuple(name for name, one in DECLARED.items() if one.group == group) for group in GROUP_NAMES
+    group: tuple(name for name, option in DECLARED.items() if option.group == group) for group in GROUP_NAMES
 }
 """Options that have an effect, as the command line's help shows them."""
 
 HONOURED = frozenset(name for names in GROUPS.values() for name in names)
-INERT: Mapping[str, str] = {name: one.inert for name, one in DECLARED.items() if one.inert}
-REFUSED: Mapping[str, str] = {name: one.refused for name, one in DECLARED.items() if one.refused}
+INERT: Mapping[str, str] = {name: option.inert for name, option in DECLARED.items() if option.inert}
+REFUSED: Mapping[str, str] = {name: option.refused for name, option in DECLARED.items() if option.refused}
 
 RECIPE = "train.yaml"
 """File in a run's folder with every option of the command that started it, as `--config` reads them."""
@@ -60,7 +60,7 @@ ALGORITHM_OPTIONS = (
     *(name for name in (*GROUPS["loss"], *GROUPS["reference model"]) if name != "algorithm"),
     *("scale_rewards", "multi_objective_aggregation", "advantage_slices"),
 )
-"""Options that compose an algorithm; they cannot be given beside one."""
+"""Options that compose an algorithm; they cannot be combined with `algorithm`."""
 
 
 def defaults_of(config_class: Any) -> dict[str, Any]:

@@ -91,8 +91,8 @@ def settle_sharding(config: Any) -> Sharding | None:
     fsdp = _of_fsdp(config)
     if zero is not None and fsdp is not None:
         raise ConfigError("fsdp and deepspeed both say how the model is split; keep one of them.")
-    found = fsdp if zero is None else zero
-    if found is None:
+    sharding = fsdp if zero is None else zero
+    if sharding is None:
         return None
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         logger.warning(
@@ -114,7 +114,7 @@ def settle_sharding(config: Any) -> Sharding | None:
         raise ConfigError(
             "ema_decay and soup_steps average a model that each process holds whole; leave them out, or leave fsdp out."
         )
-    return found
+    return sharding
 
 
 def _refuse_vllm(config: Any) -> None:
@@ -134,54 +134,54 @@ def _refuse_vllm(config: Any) -> None:
 
 
 def _of_fsdp(config: Any) -> Sharding | None:
-    given = _options(config)
-    if given is None:
+    options = _options(config)
+    if options is None:
         return None
-    _expect_known(given)
-    if str(given.get("version", 2)) != "2":
+    _refuse_unknown(options)
+    if str(options.get("version", 2)) != "2":
         raise ConfigError(
-            f"fsdp_config has version {given['version']!r}, and FSDP1 is not supported; set fsdp_version: 2 "
+            f"fsdp_config has version {options['version']!r}, and FSDP1 is not supported; set fsdp_version: 2 "
             "(accelerate to-fsdp2 converts a config file)."
         )
-    inert = {name: value for name, value in given.items() if name in _INERT}
+    inert = {name: value for name, value in options.items() if name in _INERT}
     for name in inert:
         logger.warning("fsdp_config's %s=%r changes nothing here: %s.", name, inert[name], _INERT[name])
-    if _is_yes(given.get("activation_checkpointing", False), "activation_checkpointing"):
+    if _is_yes(options.get("activation_checkpointing", False), "activation_checkpointing"):
         config.gradient_checkpointing = True
-    wraps = str(given.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP"))
+    wraps = str(options.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP"))
     if wraps not in ("TRANSFORMER_BASED_WRAP", "NO_WRAP"):
         raise ConfigError(
             f"fsdp_config has auto_wrap_policy {wraps!r}, which cannot be honoured; use TRANSFORMER_BASED_WRAP (block by block) "
             "or NO_WRAP (the whole model at once)."
         )
-    classes = given.get("transformer_layer_cls_to_wrap")
-    classes = [one.strip() for one in classes.split(",")] if isinstance(classes, str) else classes
+    classes = options.get("transformer_layer_cls_to_wrap")
+    classes = [name.strip() for name in classes.split(",")] if isinstance(classes, str) else classes
     if classes and not isinstance(classes, (list, tuple)):
         raise ConfigError(f"fsdp_config's transformer_layer_cls_to_wrap={classes!r} is no list of class names.")
     blocks = () if wraps == "NO_WRAP" else tuple(classes) if classes else None
-    return Sharding(_is_yes(given.get("reshard_after_forward", True), "reshard_after_forward"), blocks)
+    return Sharding(_is_yes(options.get("reshard_after_forward", True), "reshard_after_forward"), blocks)
 
 
 def _options(config: Any) -> dict[str, Any] | None:
     """The options of FSDP by their names without `fsdp_`, those of the run before the launcher's; None where it is not asked for."""
     from_launcher = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes")
-    own = _dict_of(config.fsdp_config, "fsdp_config")
+    configured = _dict_of(config.fsdp_config, "fsdp_config")
     if not config.fsdp:
-        if own:
+        if configured:
             raise ConfigError("fsdp_config is given without fsdp; set fsdp=True, or leave it out.")
         if not from_launcher:
             return None
-    told = {name: os.environ[key] for key, name in _LAUNCHER.items() if key in os.environ} if from_launcher else {}
-    own = {name.removeprefix("fsdp_"): value for name, value in own.items() if value is not None}
-    return {**_plain(told), **_of_words(config.fsdp), **own}
+    launched = {name: os.environ[key] for key, name in _LAUNCHER.items() if key in os.environ} if from_launcher else {}
+    configured = {name.removeprefix("fsdp_"): value for name, value in configured.items() if value is not None}
+    return {**_plain(launched), **_of_words(config.fsdp), **configured}
 
 
-def _plain(told: Mapping[str, str]) -> dict[str, Any]:
+def _plain(variables: Mapping[str, str]) -> dict[str, Any]:
     """Effective launcher variables: the launcher sets every one, also the size for a policy that is off."""
     means = lambda name, value: (
         name in _READ or (name in _REFUSED and name not in ("min_num_params", "sharding_strategy") and _is_set(value))
     )
-    return {name: value for name, value in told.items() if means(name, value)}
+    return {name: value for name, value in variables.items() if means(name, value)}
 
 
 def _of_words(fsdp: Any) -> dict[str, Any]:
@@ -191,22 +191,22 @@ def _of_words(fsdp: Any) -> dict[str, Any]:
             f"fsdp={fsdp!r} cannot be honoured; it is True or False, and its options go into fsdp_config."
         )
     words = fsdp.split() if isinstance(fsdp, str) else fsdp if isinstance(fsdp, (list, tuple)) else []
-    found: dict[str, Any] = {}
-    for word in (str(getattr(one, "value", one)).lower() for one in words):
+    options: dict[str, Any] = {}
+    for word in (str(getattr(item, "value", item)).lower() for item in words):
         if word in ("full_shard", "shard_grad_op"):
-            found["reshard_after_forward"] = word == "full_shard"
+            options["reshard_after_forward"] = word == "full_shard"
         elif word == "offload":
-            found["cpu_offload"] = True
+            options["cpu_offload"] = True
         elif word not in ("auto_wrap", "true", "1", "yes"):
-            known = ("full_shard", "shard_grad_op", "auto_wrap")
+            accepted = ("full_shard", "shard_grad_op", "auto_wrap")
             raise ConfigError(
-                f"fsdp={fsdp!r} cannot be honoured: {word!r} is none of {', '.join(known)}; fsdp=True shards fully."
+                f"fsdp={fsdp!r} cannot be honoured: {word!r} is none of {', '.join(accepted)}; fsdp=True shards fully."
             )
-    return found
+    return options
 
 
-def _expect_known(given: Mapping[str, Any]) -> None:
-    for name, value in given.items():
+def _refuse_unknown(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
         if name in _REFUSED and _is_set(value):
             raise ConfigError(f"fsdp_config's {name}={value!r} cannot be honoured: {_REFUSED[name]}.")
         if name not in _READ and name not in _INERT and name not in _REFUSED:
@@ -240,11 +240,11 @@ def _of_deepspeed(config: Any) -> Sharding | None:
         )
     if not config.deepspeed:
         return None
-    given = _dict_of(config.deepspeed, "deepspeed")
-    zero = given.get("zero_optimization") or {}
+    deepspeed = _dict_of(config.deepspeed, "deepspeed")
+    zero = deepspeed.get("zero_optimization") or {}
     if not zero:
         raise ConfigError(
-            f"deepspeed has no zero_optimization, only {', '.join(map(repr, given))}; give {{'zero_optimization': {{'stage': 3}}}} or 2, "
+            f"deepspeed has no zero_optimization, only {', '.join(map(repr, deepspeed))}; give {{'zero_optimization': {{'stage': 3}}}} or 2, "
             "or leave deepspeed out."
         )
     if not isinstance(zero, Mapping):
@@ -264,7 +264,7 @@ def _of_deepspeed(config: Any) -> Sharding | None:
             )
         if name != "stage" and name not in _ZERO_INERT and not name.startswith(_ZERO_REFUSED):
             raise ConfigError(f"deepspeed's zero_optimization.{name} is not known here; leave it out.")
-    _expect_agrees(config, given)
+    _expect_agrees(config, deepspeed)
     tuned = [name for name in zero if name in _ZERO_INERT]
     logger.warning(
         "deepspeed: ZeRO stage %d is done by PyTorch's FSDP2, which splits the same things; the package is not used%s.",
@@ -278,14 +278,14 @@ def _is_offload(value: Any) -> bool:
     return _is_set(value.get("device") if isinstance(value, Mapping) else value)
 
 
-def _expect_agrees(config: Any, given: Mapping[str, Any]) -> None:
+def _expect_agrees(config: Any, deepspeed: Mapping[str, Any]) -> None:
     """Raise where the file says of the batch, the clipping or the precision what the run's options do not."""
     for name in ("fp16", "bf16"):
-        if not isinstance(given.get(name) or {}, Mapping):
+        if not isinstance(deepspeed.get(name) or {}, Mapping):
             raise ConfigError(
-                f"deepspeed has {name}={given[name]!r}; write {{'enabled': true}}, or \"auto\" inside it."
+                f"deepspeed has {name}={deepspeed[name]!r}; write {{'enabled': true}}, or \"auto\" inside it."
             )
-    enabled: Callable[[str], Any] = lambda name: (given.get(name) or {}).get("enabled", False)
+    enabled: Callable[[str], Any] = lambda name: (deepspeed.get(name) or {}).get("enabled", False)
     rows = config.per_device_train_batch_size * int(os.environ.get("WORLD_SIZE", "1"))
     options = {
         "train_micro_batch_size_per_gpu": config.per_device_train_batch_size,
@@ -293,15 +293,15 @@ def _expect_agrees(config: Any, given: Mapping[str, Any]) -> None:
         "gradient_clipping": config.max_grad_norm,
         "train_batch_size": rows * config.gradient_accumulation_steps,
     }
-    for name, value in given.items():
+    for name, value in deepspeed.items():
         if name in options:
             if value not in ("auto", options[name]):
                 raise ConfigError(
                     f'deepspeed has {name}={value!r} where the run has {options[name]!r}; write "auto" there.'
                 )
         elif name in ("fp16", "bf16"):
-            wanted, has = enabled(name), bool(getattr(config, name))
-            if wanted != "auto" and bool(wanted) and not has:
+            setting, has = enabled(name), bool(getattr(config, name))
+            if setting != "auto" and bool(setting) and not has:
                 raise ConfigError(
                     f'deepspeed enables {name}, and the run does not; set {name}=True, or write "auto" there.'
                 )
@@ -310,17 +310,17 @@ def _expect_agrees(config: Any, given: Mapping[str, Any]) -> None:
             raise ConfigError(f"deepspeed's {name} cannot be honoured{instead}; leave it out.")
 
 
-def _dict_of(given: Any, name: str) -> dict[str, Any]:
+def _dict_of(value: Any, name: str) -> dict[str, Any]:
     """A dict, JSON text, or the path of a JSON file, as transformers takes them."""
-    if not given:
+    if not value:
         return {}
-    if isinstance(given, Mapping):
-        return dict(given)
-    text = str(given)
+    if isinstance(value, Mapping):
+        return dict(value)
+    text = str(value)
     try:
-        found = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
+        options = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name}={text[:80]!r} is neither JSON nor the path of a JSON file ({error}).") from error
-    if not isinstance(found, dict):
+    if not isinstance(options, dict):
         raise ConfigError(f"{name}={text[:80]!r} holds no options; it must be one JSON object.")
-    return found
+    return options

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from covey.data.order import Outcome
     from covey.data.rendering import chat_ids
     from covey.data.stream import PromptStream
-    from covey.data.tokenizer import eos_ids, expect_known_ids, num_embeddings, prepare_tokenizer, vocabulary_size
+    from covey.data.tokenizer import eos_ids, expect_ids_below, num_embeddings, prepare_tokenizer, vocabulary_size
 
 _WHERE = {
     "Outcome": "order",
@@ -21,7 +21,7 @@ _WHERE = {
     "check_dataset": "checks",
     "eos_ids": "tokenizer",
     "chat_ids": "rendering",
-    "expect_known_ids": "tokenizer",
+    "expect_ids_below": "tokenizer",
     "follow": "live",
     "load": "loading",
     "mix": "mixing",
@@ -35,7 +35,7 @@ __all__ = [
     "chat_ids",
     "check_dataset",
     "eos_ids",
-    "expect_known_ids",
+    "expect_ids_below",
     "follow",
     "load",
     "mix",

@@ -128,10 +128,16 @@ class Frontier:
     def state_dict(self) -> dict[str, Any]:
         """The position, and of every row that was drawn: its draws, signal and score."""
         rows = self._drawn.nonzero()[:, 0]
-        kept = {name: getattr(self, name)[rows].tolist() for name in ("_drawn", "_signal", "_score")}
+        columns = {name: getattr(self, name)[rows].tolist() for name in ("_drawn", "_signal", "_score")}
         position = {"rounds": self._rounds, "position": self._position, "is_old": self._is_old}
-        signal = [None if value != value else value for value in kept["_signal"]]  # JSON has no NaN
-        return {**position, "rows": rows.tolist(), "drawn": kept["_drawn"], "signal": signal, "score": kept["_score"]}
+        signal = [None if value != value else value for value in columns["_signal"]]  # JSON has no NaN
+        return {
+            **position,
+            "rows": rows.tolist(),
+            "drawn": columns["_drawn"],
+            "signal": signal,
+            "score": columns["_score"],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         rows = torch.tensor(state["rows"], dtype=torch.long)

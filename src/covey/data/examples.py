@@ -27,15 +27,17 @@ def load_examples(
     Raises DataError, in one sentence, for what cannot be read or has neither form.
     """
     name = shown(source) if isinstance(source, str) else "the examples"
-    found = opened(*parted(source, None), False, None) if not hasattr(source, "column_names") else source
-    have = list(found.column_names or [])
+    dataset = opened(*parted(source, None), False, None) if not hasattr(source, "column_names") else source
+    have = list(dataset.column_names or [])
     renames = {"prompt": prompt_column, "completion": completion_column}
     for new, old in renames.items():
         if old != new and old not in have:
             raise DataError(f"{name} has no column {old!r}; it has {', '.join(have)}.")
-    wanted = {old: new for new, old in renames.items() if old != new}
-    found = found.rename_columns(wanted) if wanted else found
-    return check_dataset(_as_examples(found, name) if limit is None else _as_examples(_first(found, limit), name), name)
+    changes = {old: new for new, old in renames.items() if old != new}
+    dataset = dataset.rename_columns(changes) if changes else dataset
+    return check_dataset(
+        _as_examples(dataset, name) if limit is None else _as_examples(_first(dataset, limit), name), name
+    )
 
 
 def _first(dataset: Any, limit: int) -> Any:
@@ -57,12 +59,12 @@ def _as_examples(dataset: Any, name: str) -> Any:
     for index, messages in enumerate(dataset["messages"]):
         if not messages or len(messages) < 2 or messages[-1].get("role") != "assistant":
             raise DataError(f"{row_of(index, name)} does not end with a message of the assistant after another one.")
-        rows.append({"prompt": [clean(one) for one in messages[:-1]], "completion": [clean(messages[-1])]})
+        rows.append({"prompt": [clean(message) for message in messages[:-1]], "completion": [clean(messages[-1])]})
     return datasets.Dataset.from_list(rows)
 
 
 def encode_example(
-    prompt: Prompt, wanted: Any, tokenizer: Any, eos_ids: Sequence[int], template: Mapping[str, Any]
+    prompt: Prompt, completion: Any, tokenizer: Any, eos_ids: Sequence[int], template: Mapping[str, Any]
 ) -> Completion:
     """The wanted completion in the tokens that would follow the prompt's, with the one that ends it.
 
@@ -70,16 +72,16 @@ def encode_example(
     assistant, or where the chat template writes the conversation in another way than the prompt alone.
     """
     where = f"example {prompt.uid}"
-    if isinstance(wanted, str) and prompt.messages is None:
-        ids = list(tokenizer(text=wanted, add_special_tokens=False)["input_ids"])
-        text = wanted
+    if isinstance(completion, str) and prompt.messages is None:
+        ids = list(tokenizer(text=completion, add_special_tokens=False)["input_ids"])
+        text = completion
     else:
-        message = _message_of(wanted, where)
+        message = _message_of(completion, where)
         if prompt.messages is None:
             raise DataError(f"{where} has a text as its prompt and a message as its completion; give both in one form.")
         text = str(message.get("content") or "")
         ids = _after_prompt(prompt, message, where, tokenizer, template)
-    ends = [place for place, one in enumerate(ids) if one in eos_ids]
+    ends = [place for place, token in enumerate(ids) if token in eos_ids]
     if prompt.messages is not None and ends:
         ids = ids[: ends[-1] + 1]  # templates write a line break behind the token at which the model stops
     elif not ends or ends[-1] != len(ids) - 1:
@@ -87,19 +89,19 @@ def encode_example(
     return Completion(token_ids=torch.tensor(ids, dtype=torch.int64), text=text, finish="stop", source="data")
 
 
-def _message_of(wanted: Any, where: str) -> Message:
-    if isinstance(wanted, str):
-        return {"role": "assistant", "content": wanted}
-    if isinstance(wanted, Sequence) and len(wanted) == 1 and wanted[0].get("role") == "assistant":
-        return clean(wanted[0])
+def _message_of(completion: Any, where: str) -> Message:
+    if isinstance(completion, str):
+        return {"role": "assistant", "content": completion}
+    if isinstance(completion, Sequence) and len(completion) == 1 and completion[0].get("role") == "assistant":
+        return clean(completion[0])
     raise DataError(f"{where} has a completion that is neither text nor one message of the assistant.")
 
 
 def _after_prompt(
     prompt: Prompt, message: Message, where: str, tokenizer: Any, template: Mapping[str, Any]
 ) -> list[int]:
-    own = prompt.columns.get("chat_template_kwargs") or {}
-    how = {**template, **own, "continue_final_message": False}
+    row_template = prompt.columns.get("chat_template_kwargs") or {}
+    how = {**template, **row_template, "continue_final_message": False}
     whole = encode_chat([*(prompt.messages or ()), message], where, tokenizer, how)
     start = len(prompt.token_ids)
     if whole[:start] != prompt.token_ids:

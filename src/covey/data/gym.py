@@ -14,7 +14,7 @@ from covey.errors import ConfigError, DataError, did_you_mean
 COLUMN = "gym"
 """The column that holds a row's task, seed and place, as JSON."""
 DEFAULT_ROWS = 1000
-_WANTED = re.compile(r"(?P<task>\w+)(\[(?P<start>\d*):(?P<stop>\d*)\])?")
+_SELECTION = re.compile(r"(?P<task>\w+)(\[(?P<start>\d*):(?P<stop>\d*)\])?")
 
 _LITERALS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 """Tasks whose grader gives the answer to Python's `eval` when it is not in the form that was asked for."""
@@ -30,18 +30,18 @@ _LONGEST_ANSWER = 5000
 _LARGEST_POWER = 100
 
 
-def rows(wanted: str, seed: int = 0) -> list[dict[str, Any]]:
+def rows(selection: str, seed: int = 0) -> list[dict[str, Any]]:
     """The rows of `task`, `task[:500]` or `task[500:600]`: `prompt`, `answer` and the column that the reward `gym` reads.
 
     A row depends on the seed and its place alone. Raises DataError for a task that is not there, ConfigError without the
     library.
     """
-    match = _WANTED.fullmatch(wanted)
+    match = _SELECTION.fullmatch(selection)
     if match is None:
-        raise DataError(f"gym:{wanted} cannot be read; write gym:leg_counting or gym:leg_counting[:500].")
+        raise DataError(f"gym:{selection} cannot be read; write gym:leg_counting or gym:leg_counting[:500].")
     start, stop = int(match["start"] or 0), int(match["stop"] or DEFAULT_ROWS)
     if stop <= start:
-        raise DataError(f"gym:{wanted} has no rows; the second number must be above the first.")
+        raise DataError(f"gym:{selection} has no rows; the second number must be above the first.")
     made = task(match["task"], seed, stop)
     entries = [made[i] for i in range(start, stop)]
     where = [json.dumps({"task": match["task"], "seed": seed, "place": i, "size": stop}) for i in range(start, stop)]
@@ -53,9 +53,9 @@ def rows(wanted: str, seed: int = 0) -> list[dict[str, Any]]:
 
 def score(answer: str, where: str) -> float:
     """Score of an answer by the task's own grader, from 0 to 1; 0 for an answer that the grader would run as a program."""
-    found = json.loads(where)
-    made, entry = _entry(found["task"], found["seed"], found["place"], found["size"])
-    if len(answer) > _LONGEST_ANSWER or not is_harmless(found["task"], answer):
+    location = json.loads(where)
+    made, entry = _entry(location["task"], location["seed"], location["place"], location["size"])
+    if len(answer) > _LONGEST_ANSWER or not is_harmless(location["task"], answer):
         return 0.0
     return float(made.score_answer(answer, entry))
 

@@ -69,32 +69,32 @@ def images_prompt(
     `{"type": "image"}`; without any, the images of the column come before the text of the first user message, as in TRL.
     Raises DataError with `where` in the sentence.
     """
-    given = _column_images(row, where)
+    column_images = _column_images(row, where)
     value = row["prompt"]
     if isinstance(value, str):
-        ids, images = _processed(value, given, where, processor, is_rendered=False)
+        ids, images = _processed(value, column_images, where, processor, is_rendered=False)
         return Prompt(uid=uid, text=value, token_ids=ids, images=images, columns=columns)
-    shown, found = with_places([_clean(message) for message in value], given, where)
+    shown, ordered = with_places([_clean(message) for message in value], column_images, where)
     text = _rendered(shown, where, processor, template)
-    ids, images = _processed(text, found, where, processor, is_rendered=True)
+    ids, images = _processed(text, ordered, where, processor, is_rendered=True)
     return Prompt(uid=uid, messages=tuple(shown), token_ids=ids, images=images, columns=columns)
 
 
 def _column_images(row: Mapping[str, Any], where: str) -> list[Any]:
     """The images of the row's column, in order. The two columns exclude each other."""
-    one, many = row.get("image"), row.get("images")
-    if one is not None and many is not None:
+    single, many = row.get("image"), row.get("images")
+    if single is not None and many is not None:
         raise DataError(f"{where} has both 'image' and 'images'; keep one of the two columns.")
     if many is not None and not (isinstance(many, Sequence) and not isinstance(many, str | bytes)):
         raise DataError(f"{where} has 'images' of type {type(many).__name__}; give a list, or name the column 'image'.")
-    return [one] if one is not None else list(many or ())
+    return [single] if single is not None else list(many or ())
 
 
 def with_places(messages: Sequence[Message], images: Sequence[Any], where: str) -> tuple[list[Message], list[Any]]:
     """The messages with every content a list of parts, image parts without their image, and the images in the order of the parts."""
     refuse_other_media(messages, where)
     has_places = any(part.get("type") == "image" for part in _parts(messages))
-    waiting, out, found = list(images), list[Message](), list[Any]()
+    waiting, out, ordered = list(images), list[Message](), list[Any]()
     to_place = 0 if has_places else len(waiting)
     for message in messages:
         content = message.get("content")
@@ -106,10 +106,10 @@ def with_places(messages: Sequence[Message], images: Sequence[Any], where: str) 
             if not isinstance(part, Mapping) or part.get("type") != "image":
                 shown.append(_clean(part) if isinstance(part, Mapping) else part)
                 continue
-            own = next((part[key] for key in _SOURCES if part.get(key) is not None), None)
-            if own is None and not waiting:
+            inline = next((part[key] for key in _SOURCES if part.get(key) is not None), None)
+            if inline is None and not waiting:
                 raise DataError(f"{where} has more image parts than images; give one image for each part.")
-            found.append(waiting.pop(0) if own is None else own)
+            ordered.append(waiting.pop(0) if inline is None else inline)
             shown.append({"type": "image"})
         out.append({**message, "content": shown} if content is not None or shown else message)
     if to_place:
@@ -118,7 +118,7 @@ def with_places(messages: Sequence[Message], images: Sequence[Any], where: str) 
         raise DataError(
             f"{where} has {len(images)} images but {len(images) - len(waiting)} image parts for them; give one part for each image."
         )
-    return out, found
+    return out, ordered
 
 
 def _clean(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,7 +134,9 @@ def _rendered(messages: Sequence[Message], where: str, processor: Any, template:
         processor if getattr(processor, "chat_template", None) or template.get("chat_template") else processor.tokenizer
     )
     try:
-        text: str = shown.apply_chat_template([dict(one) for one in messages], tokenize=False, **{**how, **template})
+        text: str = shown.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, **{**how, **template}
+        )
     except Exception as error:  # a template is a program and may raise anything
         reason = " ".join(str(error).split())[:300]
         raise DataError(
@@ -144,15 +146,15 @@ def _rendered(messages: Sequence[Message], where: str, processor: Any, template:
 
 
 def _processed(
-    text: str, given: Sequence[Any], where: str, processor: Any, *, is_rendered: bool
+    text: str, sources: Sequence[Any], where: str, processor: Any, *, is_rendered: bool
 ) -> tuple[tuple[int, ...], PromptImages | None]:
     """[L] ids with every image's tokens, expanded once, and the images' tensors."""
-    expect_places(text, len(given), where, processor)
+    expect_places(text, len(sources), where, processor)
     bos = getattr(processor.tokenizer, "bos_token", None)
     options = {"add_special_tokens": False} if is_rendered and bos and text.startswith(bos) else {}
-    if not given:
+    if not sources:
         return tuple(processor.tokenizer(text, **options)["input_ids"]), None
-    pictures = [opened(one, f"{where}: image {i}") for i, one in enumerate(given)]
+    pictures = [opened(source, f"{where}: image {i}") for i, source in enumerate(sources)]
     try:
         made = processor(text=[text], images=pictures, return_tensors="pt", **options)
     except Exception as error:  # processors may raise anything on images they cannot read
@@ -173,18 +175,18 @@ def expect_places(text: str, count: int, where: str, processor: Any) -> None:
     place = getattr(processor, "boi_token", place)  # Gemma 3 expands this one
     if place is None:
         return
-    found = text.count(place)
+    num_places = text.count(place)
     inner = getattr(processor.tokenizer, "image_token", place)
-    is_expanded = found > max(count, 1) or (inner != place and inner in text)
-    if found == count and not is_expanded:
+    is_expanded = num_places > max(count, 1) or (inner != place and inner in text)
+    if num_places == count and not is_expanded:
         return
     if is_expanded and count:
         raise DataError(
-            f"{where} holds {max(found, text.count(inner))} image tokens for {count} image{'s' * (count != 1)}; the processor "
+            f"{where} holds {max(num_places, text.count(inner))} image tokens for {count} image{'s' * (count != 1)}; the processor "
             f"expands {place!r} itself, so write it once for each image."
         )
     raise DataError(
-        f"{where} holds {place!r} {found} times, but has {count} images; write it once for each image, or give chat messages "
+        f"{where} holds {place!r} {num_places} times, but has {count} images; write it once for each image, or give chat messages "
         "with a part {'type': 'image'} for each."
     )
 
@@ -270,7 +272,7 @@ def with_paths(dataset: Any, source: Any) -> Any:
 
     def resolved(value: Any) -> Any:
         if isinstance(value, list):
-            return [resolved(one) for one in value]
+            return [resolved(item) for item in value]
         is_path = isinstance(value, str) and not value.startswith(("data:", "http://", "https://"))
         return str(folder / value) if is_path else value
 

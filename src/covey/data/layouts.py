@@ -36,28 +36,30 @@ def with_prompts(dataset: Any, name: str, chosen: Mapping[str, str]) -> Any:
     `chosen`: columns that the user renames, new name to old; those are the user's. The log says once where the columns come from.
     """
     have = list(getattr(dataset, "column_names", None) or ())
-    has_prompt, asked = "prompt" in have or "prompt" in chosen, chosen.get("prompt", "prompt")
+    has_prompt, prompt_column = "prompt" in have or "prompt" in chosen, chosen.get("prompt", "prompt")
     new: list[tuple[Change, str, str | None]] = []
     first = _first_row(dataset) if have else {}
-    if has_prompt and _is_sharegpt(first.get(asked)):
-        new.append(_parted(first, asked, name))
+    if has_prompt and _is_sharegpt(first.get(prompt_column)):
+        new.append(_parted(first, prompt_column, name))
     elif not has_prompt:
-        new += _known_prompt(have, first, name)
+        new += _prompt_layout(have, first, name)
     if "ground_truth" in (first.get("reward_model") or {}) if isinstance(first.get("reward_model"), Mapping) else False:
         new.append((_ground_truth, f"{name}: the column 'answer' is reward_model.ground_truth.", None))
-    taken = {*have, *(one for one in chosen if one != "prompt")} - {asked if has_prompt else ""}
-    for change, said, gone in new:
+    taken = {*have, *(column for column in chosen if column != "prompt")} - {prompt_column if has_prompt else ""}
+    for change, sentence, gone in new:
         drops = (
-            [gone] if gone is not None and gone not in {old for one, old in chosen.items() if one != "prompt"} else []
+            [gone]
+            if gone is not None and gone not in {old for new_name, old in chosen.items() if new_name != "prompt"}
+            else []
         )
         dataset = _changed(dataset, change, taken, drops)
-        _say(said)
+        _say(sentence)
     return dataset
 
 
-def _known_prompt(have: Collection[str], first: Mapping[str, Any], name: str) -> list[tuple[Change, str, str | None]]:
+def _prompt_layout(have: Collection[str], first: Mapping[str, Any], name: str) -> list[tuple[Change, str, str | None]]:
     """The layout of a data set without prompts: how its columns are made, the sentence about it, and the column that goes; or none."""
-    chat = next((one for one in _CHATS if _is_chat(first.get(one))), None)
+    chat = next((column for column in _CHATS if _is_chat(first.get(column))), None)
     if {"problem", "answer"} <= set(have) or {"problem", "solution"} <= set(have):
         return [(lambda row: {"prompt": row["problem"]}, f"{name}: the column 'prompt' is 'problem'.", None)]
     if {"question", "input_output"} <= set(have):
@@ -74,17 +76,17 @@ def _known_prompt(have: Collection[str], first: Mapping[str, Any], name: str) ->
 
 
 def _parted(first: Mapping[str, Any], column: str, name: str) -> tuple[Change, str, str | None]:
-    said = _TAKEN if turns(first, column)[1] else "{name}: the column 'prompt' is the conversation in {column!r}."
-    return _Parted(column), said.format(name=name, column=column), column
+    sentence = _TAKEN if turns(first, column)[1] else "{name}: the column 'prompt' is the conversation in {column!r}."
+    return _Parted(column), sentence.format(name=name, column=column), column
 
 
 def turns(row: Mapping[str, Any], column: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Messages of a conversation before the assistant's last turn, and that turn; a turn may be several messages."""
-    messages = [_message(one) for one in row[column] or ()]
+    messages = [_message(message) for message in row[column] or ()]
     if (
         isinstance(row.get("system"), str)
         and row["system"].strip()
-        and not any(one["role"] == "system" for one in messages)
+        and not any(message["role"] == "system" for message in messages)
     ):
         messages.insert(0, {"role": "system", "content": row["system"]})
     end = len(messages)
@@ -108,11 +110,15 @@ class _Parted:
         return new
 
 
-def _message(one: Any) -> dict[str, Any]:
+def _message(message: Any) -> dict[str, Any]:
     """A message of OpenAI's form; of ShareGPT's `from` and `value` with their roles by OpenAI's names."""
-    if isinstance(one, Mapping) and "from" in one and "role" not in one:
-        return {"role": _SHAREGPT.get(str(one["from"]), str(one["from"])), "content": one.get("value")}
-    return dict(clean(one)) if isinstance(one, Mapping) and "role" in one else {"role": "", "content": str(one)}
+    if isinstance(message, Mapping) and "from" in message and "role" not in message:
+        return {"role": _SHAREGPT.get(str(message["from"]), str(message["from"])), "content": message.get("value")}
+    return (
+        dict(clean(message))
+        if isinstance(message, Mapping) and "role" in message
+        else {"role": "", "content": str(message)}
+    )
 
 
 def _alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,7 +145,9 @@ def _ground_truth(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_chat(value: Any) -> bool:
     is_list = isinstance(value, Sequence) and not isinstance(value, str) and bool(value)
-    return is_list and all(isinstance(one, Mapping) and ("role" in one or "from" in one) for one in value)
+    return is_list and all(
+        isinstance(message, Mapping) and ("role" in message or "from" in message) for message in value
+    )
 
 
 def _is_sharegpt(value: Any) -> bool:
@@ -165,10 +173,10 @@ def _changed(dataset: Any, change: Change, taken: Collection[str], drops: Sequen
         for name, value in change(row).items():
             if name not in taken:
                 columns.setdefault(name, [None] * len(dataset))[number] = value
-    kept = dataset.remove_columns([one for one in {*drops, *columns} if one in dataset.column_names])
-    return datasets.concatenate_datasets([kept, column_set(columns)], axis=1) if columns else dataset
+    rest = dataset.remove_columns([column for column in {*drops, *columns} if column in dataset.column_names])
+    return datasets.concatenate_datasets([rest, column_set(columns)], axis=1) if columns else dataset
 
 
 @lru_cache(maxsize=256)
-def _say(said: str) -> None:
-    logger.warning(said)
+def _say(sentence: str) -> None:
+    logger.warning(sentence)

@@ -58,5 +58,5 @@ def longest_prompt(dataset: Any, tokenizer: Any, template: Mapping[str, Any], na
 def _sizes(prompt: Any) -> tuple[int, int]:
     """Bytes of a prompt, and those that are no ASCII letters, which have most tokens."""
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, default=str, ensure_ascii=False)
-    found = text.encode(errors="replace")
-    return len(found), len(found.translate(None, _LETTERS))
+    encoded = text.encode(errors="replace")
+    return len(encoded), len(encoded.translate(None, _LETTERS))

@@ -33,7 +33,7 @@ def load(
     config_name: str | None = None,
     live: bool = False,
 ) -> AnyDataset:
-    """The prompts of `source`, with a column `prompt` and all others beside it for the rewards.
+    """The prompts of `source`, with a column `prompt` and all others, which rewards receive.
 
     `source` is a JSONL, JSON, CSV, TSV or Parquet file, a list or glob of them, a folder of them, a folder that
     `Dataset.save_to_disk` wrote, a hub id, or `demo`; `:split` may follow (`org/name:test`, `data/:train[:100]`). Without a
@@ -53,7 +53,7 @@ def load(
     if weights is None:
         dataset = _checked(source, split, renames, streaming, config_name)
     else:
-        sets = {one: _checked(one, split, renames, streaming, config_name, is_mixed=True) for one in weights}
+        sets = {name: _checked(name, split, renames, streaming, config_name, is_mixed=True) for name in weights}
         dataset = mix(sets, weights)
     if limit is not None:
         dataset = _first(dataset, limit)
@@ -80,8 +80,8 @@ def _checked(
     have = dataset.column_names or []
     if renames.get("prompt") in before and renames["prompt"] not in have:  # it became the prompt
         renames = {new: old for new, old in renames.items() if new != "prompt"}
-    wanted = {new: old for new, old in renames.items() if not (is_mixed and new in have and old not in have)}
-    return with_paths(check_dataset(_renamed(dataset, wanted, name), name), source)
+    applied = {new: old for new, old in renames.items() if not (is_mixed and new in have and old not in have)}
+    return with_paths(check_dataset(_renamed(dataset, applied, name), name), source)
 
 
 def _followed(source: str, split: str | None, renames: Mapping[str, str], is_mixed: bool) -> LiveDataset:
@@ -89,9 +89,9 @@ def _followed(source: str, split: str | None, renames: Mapping[str, str], is_mix
     if is_mixed or split is not None:
         raise DataError(f"{source} is a live source: it has no splits and cannot be mixed; give it alone.")
     dataset = follow(source)
-    wanted = {old: new for new, old in renames.items() if new != old}
-    found: LiveDataset = check_dataset(dataset.rename_columns(wanted) if wanted else dataset, source)
-    return found
+    changes = {old: new for new, old in renames.items() if new != old}
+    renamed: LiveDataset = check_dataset(dataset.rename_columns(changes) if changes else dataset, source)
+    return renamed
 
 
 def parted(source: Any, split: str | None) -> tuple[Any, str | None]:

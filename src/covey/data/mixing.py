@@ -63,8 +63,10 @@ def mix(sets: Mapping[str, AnyDataset], weights: Mapping[str, float] | None = No
 
 
 def _labelled(dataset: datasets.Dataset, name: str, weight: float) -> datasets.Dataset:
-    kept = dataset.remove_columns([column for column in (NAME_COLUMN, WEIGHT_COLUMN) if column in dataset.column_names])
-    return kept.add_column(NAME_COLUMN, [name] * len(kept)).add_column(WEIGHT_COLUMN, [weight] * len(kept))
+    table = dataset.remove_columns(
+        [column for column in (NAME_COLUMN, WEIGHT_COLUMN) if column in dataset.column_names]
+    )
+    return table.add_column(NAME_COLUMN, [name] * len(table)).add_column(WEIGHT_COLUMN, [weight] * len(table))
 
 
 class _Named:

@@ -100,7 +100,7 @@ class BlockOrder:
         self._source: Iterator[Row] | None = None
         self._before: Any = None
         """The source's state before the block; None at the start of an epoch."""
-        self._is_before_known = False
+        self._has_before = False
         self._rows: list[Row] = []
         self._order = torch.arange(0)
 
@@ -168,7 +168,7 @@ class BlockOrder:
         if state is not None:
             self.dataset.load_state_dict(state)
         self._source = iter(self.dataset)
-        self._before, self._is_before_known = state, True
+        self._before, self._has_before = state, True
 
     def _digest(self) -> str:
         return hashlib.sha256(repr(self._rows).encode("utf-8", "surrogatepass")).hexdigest()[:16]
@@ -180,9 +180,9 @@ class BlockOrder:
     def _read(self) -> None:
         """Read the next block; the state before it is what a checkpoint needs."""
         assert self._source is not None
-        if not self._is_before_known:
+        if not self._has_before:
             self._before = copy.deepcopy(self.dataset.state_dict()) if hasattr(self.dataset, "state_dict") else None
-        self._is_before_known = False
+        self._has_before = False
         self._rows = list(itertools.islice(self._source, self.block_size))
         size = len(self._rows)
         self._order = permutation(size, self.seed, self._epoch, self._block) if self.shuffle else torch.arange(size)

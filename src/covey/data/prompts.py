@@ -61,7 +61,7 @@ def to_prompt(
     check_prompt(value, where)
     columns = {name: column for name, column in row.items() if name != "prompt"}
     if processor is not None:
-        return images_prompt(row, uid, where, processor, {**template, **_own_template(row, where)}, columns)
+        return images_prompt(row, uid, where, processor, {**template, **_template_of_row(row, where)}, columns)
     if has_images(row):
         raise DataError(
             f"{where} has images, but the model or its processor takes text alone; give a vision-language model with its "
@@ -80,22 +80,22 @@ def to_prompt(
             "Prompts end with a message of the assistant, which the model continues. If that is the answer, take it off: "
             "leave prompt_column out for a column 'messages', whose last turn then becomes the column 'answer'."
         )
-    ids = encode_chat(messages, where, tokenizer, {**template, **_own_template(row, where)})
+    ids = encode_chat(messages, where, tokenizer, {**template, **_template_of_row(row, where)})
     return Prompt(uid=uid, messages=messages, token_ids=ids, columns=columns)
 
 
-def _own_template(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    own = row.get("chat_template_kwargs") or {}
-    if not isinstance(own, Mapping):
+def _template_of_row(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    template = row.get("chat_template_kwargs") or {}
+    if not isinstance(template, Mapping):
         raise DataError(
-            f"{where} has chat_template_kwargs of type {type(own).__name__}; give a mapping, or leave it out."
+            f"{where} has chat_template_kwargs of type {type(template).__name__}; give a mapping, or leave it out."
         )
-    return own
+    return template
 
 
 @lru_cache(maxsize=256)
-def _say_once(said: str) -> None:
-    logger.warning(said)
+def _say_once(sentence: str) -> None:
+    logger.warning(sentence)
 
 
 def clean(message: Mapping[str, Any]) -> Message:

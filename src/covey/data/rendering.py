@@ -25,7 +25,7 @@ def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: A
         return list(encoded["input_ids"])
     pattern = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
     places = {mark: f"{_OPENS}{i}{_CLOSES}" for i, mark in enumerate(marks)}
-    hide = lambda text: pattern.sub(lambda found: places[found[0]], text)
+    hide = lambda text: pattern.sub(lambda match: places[match[0]], text)
     hidden, shown = _rewritten([list(messages), shown], hide)
     template = {"chat_template": options["chat_template"]} if "chat_template" in options else {}
     rendered = tokenizer.apply_chat_template(hidden, tokenize=False, **template, **shown)

@@ -40,7 +40,7 @@ def shown(source: Any) -> str:
     """The source as error messages call it."""
     if isinstance(source, str | Path):
         return str(source)
-    names = [str(one) for one in source]
+    names = [str(item) for item in source]
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
@@ -48,11 +48,11 @@ def _opened(source: Any, split: str | None, streaming: bool, config_name: str | 
     if source == "demo" and not Path("demo").exists():
         return _demo(split, streaming)
     if source == "gym" and split is not None and not Path("gym").exists():
-        found = datasets.Dataset.from_list(gym.rows(split))  # the task stands in the split's place
-        return found.to_iterable_dataset() if streaming else found
+        dataset = datasets.Dataset.from_list(gym.rows(split))  # the task stands in the split's place
+        return dataset.to_iterable_dataset() if streaming else dataset
     if _is_of_verifiers(source, split):
-        found = _of_verifiers(str(source), str(split or "train"))
-        return found.to_iterable_dataset() if streaming else found
+        dataset = _of_verifiers(str(source), str(split or "train"))
+        return dataset.to_iterable_dataset() if streaming else dataset
     files = _files(source)
     if files:
         return _from_files(files, shown(source), split, streaming)
@@ -65,14 +65,14 @@ def _opened(source: Any, split: str | None, streaming: bool, config_name: str | 
 def _files(source: Any) -> list[Path]:
     """The files that `source` names, [] when it is a folder or a hub id. Raises DataError for one that is not there."""
     if not isinstance(source, str | Path):
-        return [file for one in source for file in (_files(one) or [_missing(one)])]
+        return [file for item in source for file in (_files(item) or [_missing(item)])]
     text = str(Path(source).expanduser()) if str(source).startswith("~") else str(source)
     path = Path(text)
     if path.is_file():
         return [path]
     if glob.has_magic(text):
-        found = sorted(Path(one) for one in glob.glob(text, recursive=True) if Path(one).is_file())
-        return found or [_missing(source)]
+        paths = sorted(Path(name) for name in glob.glob(text, recursive=True) if Path(name).is_file())
+        return paths or [_missing(source)]
     if looks_local(text) and not path.is_dir():
         _missing(source)
     return []
@@ -80,9 +80,9 @@ def _files(source: Any) -> list[Path]:
 
 def _missing(source: Any) -> Path:
     path = Path(str(source)).expanduser()
-    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
     where = "" if path.parent.is_dir() else f" There is no folder {str(path.parent)!r} either."
-    raise DataError(f"The data set {str(source)!r} does not exist.{did_you_mean(path.name, beside)}{where}")
+    raise DataError(f"The data set {str(source)!r} does not exist.{did_you_mean(path.name, siblings)}{where}")
 
 
 _MALFORMED = (ValueError, OverflowError, TypeError, LookupError, RecursionError)
@@ -190,10 +190,10 @@ def _from_folder(folder: Path, split: str | None, streaming: bool, config_name: 
         raise DataError(
             f"The folder {str(folder)!r} holds no data set: no {', '.join(FORMATS)} file, and none saved by datasets."
         )
-    wanted, bracket, part = (split or _default_split(list(splits), str(folder))).partition("[")
-    if wanted not in splits:
-        raise DataError(_no_split(str(folder), wanted, list(splits)))
-    return _from_files(splits[wanted], f"{folder}:{wanted}", f"train{bracket}{part}", streaming)
+    split_name, bracket, part = (split or _default_split(list(splits), str(folder))).partition("[")
+    if split_name not in splits:
+        raise DataError(_no_split(str(folder), split_name, list(splits)))
+    return _from_files(splits[split_name], f"{folder}:{split_name}", f"train{bracket}{part}", streaming)
 
 
 def _splits_of(folder: Path) -> dict[str, list[Path]]:
@@ -220,14 +220,14 @@ def _from_saved(folder: Path, split: str | None, streaming: bool) -> AnyDataset:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"The folder {str(folder)!r} holds no data set that datasets saved: {error}") from error
     if isinstance(saved, datasets.DatasetDict):
-        wanted, _, part = (split or _default_split(list(saved), str(folder))).partition("[")
-        if wanted not in saved:
-            raise DataError(_no_split(str(folder), wanted, list(saved)))
-        saved = saved[wanted]
+        split_name, _, part = (split or _default_split(list(saved), str(folder))).partition("[")
+        if split_name not in saved:
+            raise DataError(_no_split(str(folder), split_name, list(saved)))
+        saved = saved[split_name]
     else:
-        wanted, _, part = (split or "train").partition("[")
+        split_name, _, part = (split or "train").partition("[")
     if part:
-        saved = _part(saved, f"{wanted}[{part}")
+        saved = _part(saved, f"{split_name}[{part}")
     return saved.to_iterable_dataset() if streaming else saved
 
 
@@ -249,8 +249,8 @@ def _load_named(name: str, config_name: str | None, split: str | None, streaming
     """A folder of files or a hub id, by `datasets`; its own words are kept where it refuses."""
     try:
         if split is None:
-            found = datasets.load_dataset(name, config_name, streaming=streaming)
-            return found[_default_split(list(found), name)]
+            loaded = datasets.load_dataset(name, config_name, streaming=streaming)
+            return loaded[_default_split(list(loaded), name)]
         return datasets.load_dataset(name, config_name, split=split, streaming=streaming)
     except CoveyError:
         raise
@@ -282,17 +282,17 @@ def _default_split(splits: Sequence[str], name: str) -> str:
     raise DataError(f"{name} has the splits {', '.join(splits)}; say which, as in {name}:{splits[0]}.")
 
 
-def _no_split(name: str, wanted: str, splits: Sequence[str]) -> str:
-    return f"{name} has no split {wanted!r}; it has {', '.join(splits)}.{did_you_mean(wanted, splits)}"
+def _no_split(name: str, split: str, splits: Sequence[str]) -> str:
+    return f"{name} has no split {split!r}; it has {', '.join(splits)}.{did_you_mean(split, splits)}"
 
 
 def _demo(split: str | None, streaming: bool) -> AnyDataset:
     from covey.demo import rows
 
-    wanted = (split or "train").partition("[")[0]
-    if wanted not in ("train", "test"):
-        raise DataError(_no_split("demo", wanted, ("train", "test")))
-    dataset = _part(datasets.Dataset.from_list(rows("test" if wanted == "test" else "train")), split or wanted)
+    split_name = (split or "train").partition("[")[0]
+    if split_name not in ("train", "test"):
+        raise DataError(_no_split("demo", split_name, ("train", "test")))
+    dataset = _part(datasets.Dataset.from_list(rows("test" if split_name == "test" else "train")), split or split_name)
     return dataset.to_iterable_dataset() if streaming else dataset
 
 

@@ -15,7 +15,7 @@ from covey.data.live.dataset import LiveDataset
 from covey.data.order import Order, Outcome
 from covey.data.prompts import to_prompt
 from covey.data.together import Together, question_of
-from covey.data.tokenizer import expect_known_ids, tokens_beyond
+from covey.data.tokenizer import expect_ids_below, tokens_beyond
 from covey.errors import DataError
 from covey.types import Prompt
 
@@ -157,7 +157,7 @@ class PromptStream:
         length, limit = len(prompt.token_ids), self.max_prompt_length
         if not length:
             raise DataError(f"{where} has a prompt without a single token; remove the row.")
-        expect_known_ids(prompt.token_ids, self.num_embeddings, f"{where}: its prompt")
+        expect_ids_below(prompt.token_ids, self.num_embeddings, f"{where}: its prompt")
         if limit is None or length <= limit:
             return prompt
         if self.on_too_long == "error":
@@ -198,12 +198,12 @@ class PromptStream:
         rows = self.num_rows
         if isinstance(self._dataset, LiveDataset):  # its rows and columns are still to come
             return hashlib.sha256(self._dataset.name.encode()).hexdigest()[:16]
-        told = [str(rows), str(sorted(getattr(self._dataset, "column_names", None) or []))]
+        texts = [str(rows), str(sorted(getattr(self._dataset, "column_names", None) or []))]
         for index in sorted({rows * part // 16 for part in range(16)} if rows else ()):
             row = row_at(self._dataset, index, self.name)
-            told.append(str(row.get("prompt")))
-            told += [image_digest(row[name]) for name in IMAGE_COLUMNS if row.get(name) is not None]
-        return hashlib.sha256("\0".join(told).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+            texts.append(str(row.get("prompt")))
+            texts += [image_digest(row[name]) for name in IMAGE_COLUMNS if row.get(name) is not None]
+        return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def _most_tokens(value: Any) -> int:

@@ -118,7 +118,7 @@ def _columns_in(whole: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         isinstance(value, list) and value and len(value) == len(values[0]) for value in values
     )
     if not (are_lists and are_numbered) or any(
-        isinstance(one, Mapping) and {"role", "from"} & set(one) for one in values[0]
+        isinstance(cell, Mapping) and {"role", "from"} & set(cell) for cell in values[0]
     ):
         return None
     return [dict(zip(whole, row, strict=True)) for row in zip(*values, strict=True)]
@@ -190,22 +190,22 @@ def kind_of(value: Any) -> Any:
         return "float64"
     if isinstance(value, list):
         kind: Any = None
-        for one in value:
-            kind = joined(kind, kind_of(one))
+        for item in value:
+            kind = joined(kind, kind_of(item))
         return (kind,)
-    return {name: kind_of(one) for name, one in value.items()} if isinstance(value, Mapping) else None
+    return {name: kind_of(item) for name, item in value.items()} if isinstance(value, Mapping) else None
 
 
-def joined(one: Any, other: Any) -> Any:
+def joined(kind: Any, other: Any) -> Any:
     """Type of a column with values of both types: "mixed" where they differ."""
-    if one is None or other is None or one == other:
-        return other if one is None else one
-    if {"string", "date"} == {one, other} if isinstance(one, str) and isinstance(other, str) else False:
+    if kind is None or other is None or kind == other:
+        return other if kind is None else kind
+    if {"string", "date"} == {kind, other} if isinstance(kind, str) and isinstance(other, str) else False:
         return "date"
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return (joined(one[0], other[0]),)
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        return {name: joined(one[name], other[name]) for name in one}
+    if isinstance(kind, tuple) and isinstance(other, tuple):
+        return (joined(kind[0], other[0]),)
+    if isinstance(kind, dict) and isinstance(other, dict) and kind.keys() == other.keys():
+        return {name: joined(kind[name], other[name]) for name in kind}
     return "mixed"
 
 
@@ -248,17 +248,23 @@ def kind_of_cell(text: str | None) -> str | None:
     return "float64" if repr(float(text)) == text else "string"
 
 
-def joined_cells(one: str | None, other: str | None) -> str | None:
+def joined_cells(kind: str | None, other: str | None) -> str | None:
     """Type of a CSV column with cells of both types: text if any is, "mixed" of integers and other numbers."""
-    if "string" in (one, other):
+    if "string" in (kind, other):
         return "string"
-    return joined(one, other)
+    return joined(kind, other)
 
 
 def _value(cell: str | None, kind: str) -> Any:
     """A cell of a column: its text if the column is text, else its number."""
-    own = kind_of_cell(cell)
-    return cell if cell is None or kind == "string" or own == "string" else int(cell) if own == "int64" else float(cell)
+    cell_kind = kind_of_cell(cell)
+    return (
+        cell
+        if cell is None or kind == "string" or cell_kind == "string"
+        else int(cell)
+        if cell_kind == "int64"
+        else float(cell)
+    )
 
 
 def as_dataset(files: Sequence[Path], reader: str, kinds: Mapping[str, Any], streaming: bool) -> Any:
@@ -266,11 +272,11 @@ def as_dataset(files: Sequence[Path], reader: str, kinds: Mapping[str, Any], str
     features = {name: AsWritten() if streaming and kind != "string" else _feature(kind) for name, kind in kinds.items()}
     stamps = tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
     columns = tuple((name, kind if isinstance(kind, str) else "mixed") for name, kind in kinds.items())
-    given = {"stamps": stamps, "reader": reader, "columns": columns}
+    arguments = {"stamps": stamps, "reader": reader, "columns": columns}
     if streaming:
-        return datasets.IterableDataset.from_generator(_generated, datasets.Features(features), gen_kwargs=given)
+        return datasets.IterableDataset.from_generator(_generated, datasets.Features(features), gen_kwargs=arguments)
     cache = str(datasets.config.HF_DATASETS_CACHE)
-    return datasets.Dataset.from_generator(_generated, datasets.Features(features), cache, gen_kwargs=given)
+    return datasets.Dataset.from_generator(_generated, datasets.Features(features), cache, gen_kwargs=arguments)
 
 
 def column_set(columns: Mapping[str, Sequence[Any]]) -> Any:
@@ -291,7 +297,7 @@ def _feature(kind: Any) -> Any:
         return datasets.Value(kind) if kind in ("bool", "int64", "float64") else AsWritten()
     if isinstance(kind, tuple):
         return datasets.List(_feature(kind[0]))
-    return {name: _feature(one) for name, one in kind.items()}
+    return {name: _feature(inner) for name, inner in kind.items()}
 
 
 def _generated(stamps: Any, reader: str, columns: Any) -> Rows:

@@ -28,17 +28,17 @@ def columns_of(columns: Collection[str], languages: Sequence[str]) -> list[str]:
 def in_language(row: Row, language: str, languages: Sequence[str]) -> Row:
     """The row with `prompt_de` as `prompt`, `answer_de` as `answer` and so on, and without other languages' columns."""
     plain = {name: value for name, value in row.items() if _plain(name, languages) == name}
-    own = {_plain(name, languages): value for name, value in row.items() if name.endswith(f"_{language}")}
-    return {**plain, **own, LANGUAGE: language}
+    translated = {_plain(name, languages): value for name, value in row.items() if name.endswith(f"_{language}")}
+    return {**plain, **translated, LANGUAGE: language}
 
 
 def refuse_missing_languages(columns: Collection[str] | None, languages: Sequence[str]) -> None:
     """Raise DataError unless each language has its column; one of them may be `prompt` itself. `columns` None: not told."""
-    missing = [one for one in languages if f"prompt_{one}" not in (columns or ())]
+    missing = [code for code in languages if f"prompt_{code}" not in (columns or ())]
     if columns is not None and len(missing) > 1:
         raise DataError(
             f"group_languages={list(languages)} needs a column of prompts for each language, but one at most (column prompt); "
-            f"{', '.join(f'prompt_{one}' for one in missing)} are missing among {', '.join(columns)}."
+            f"{', '.join(f'prompt_{code}' for code in missing)} are missing among {', '.join(columns)}."
         )
 
 
@@ -55,7 +55,7 @@ class Together:
         self._before: Mapping[str, Any] = base.state_dict()
         """The base order's state before the row that is being asked."""
         self._current: tuple[str, Row] | None = None
-        self._asked = 0
+        self._next = 0
 
     @property
     def num_rows(self) -> int | None:
@@ -69,11 +69,11 @@ class Together:
         """The uid and the row in the next language."""
         if self._current is None:
             self._before = self.base.state_dict()
-            self._current, self._asked = self.base.next(), 0
+            self._current, self._next = self.base.next(), 0
         uid, row = self._current
-        language = self.languages[self._asked]
-        self._asked += 1
-        if self._asked == len(self.languages):
+        language = self.languages[self._next]
+        self._next += 1
+        if self._next == len(self.languages):
             self._current = None
         return f"{uid}/{language}", in_language(row, language, self.languages)
 
@@ -91,7 +91,7 @@ class Together:
         is_between = self._current is None
         return {
             "base": self.base.state_dict() if is_between else self._before,
-            "asked": 0 if is_between else self._asked,
+            "asked": 0 if is_between else self._next,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -44,29 +44,29 @@ def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
         ids = getattr(config, "eos_token_id", None)
         named += list(ids) if isinstance(ids, list | tuple) else [ids]
-    found = tuple(dict.fromkeys(int(one) for one in named if one is not None))
-    if not found:
+    end_ids = tuple(dict.fromkeys(int(token_id) for token_id in named if token_id is not None))
+    if not end_ids:
         raise ModelError(
             "Neither the tokenizer nor the model's generation config names an end-of-text token, so no completion could ever end; "
             "set tokenizer.eos_token (such as '<|im_end|>') before training."
         )
-    return found
+    return end_ids
 
 
 def _check_vocabulary(tokenizer: Any, model: Any) -> None:
     rows = num_embeddings(model)
     if rows is None:
         return
-    beyond = sorted((one, token) for token, one in tokenizer.get_vocab().items() if one >= rows)
+    beyond = sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items() if token_id >= rows)
     if not beyond:
         return
     highest = beyond[-1][0]
     used = [("padding token", tokenizer.pad_token_id), ("end-of-text token", tokenizer.eos_token_id)]
-    used += [("chat template's token", one) for one in _template_ids(tokenizer)]
-    for what, one in used:
-        if one is not None and one >= rows:
+    used += [("chat template's token", token_id) for token_id in _template_ids(tokenizer)]
+    for what, token_id in used:
+        if token_id is not None and token_id >= rows:
             raise ModelError(
-                f"The tokenizer's {what} {tokenizer.convert_ids_to_tokens(one)!r} has id {one}, but the model has only {rows} "
+                f"The tokenizer's {what} {tokenizer.convert_ids_to_tokens(token_id)!r} has id {token_id}, but the model has only {rows} "
                 f"embeddings; use the model's own tokenizer, or call model.resize_token_embeddings({highest + 1})."
             )
     _warn_once(
@@ -88,7 +88,7 @@ def vocabulary_size(model: Any) -> int:
     return num_embeddings(model) or int(model.config.get_text_config().vocab_size)
 
 
-def expect_known_ids(token_ids: Sequence[int], limit: int | None, where: str) -> None:
+def expect_ids_below(token_ids: Sequence[int], limit: int | None, where: str) -> None:
     """Raise DataError when one of `token_ids` is not below `limit`, the model's embeddings; `where` names the prompt."""
     highest = max(token_ids, default=0)
     if limit is not None and highest >= limit:
@@ -100,7 +100,7 @@ def expect_known_ids(token_ids: Sequence[int], limit: int | None, where: str) ->
 
 def tokens_beyond(tokenizer: Any, limit: int | None) -> list[str]:
     """Tokens whose ids are `limit` or more: a text that holds none of them encodes to ids below it."""
-    return [] if limit is None else [token for token, one in tokenizer.get_vocab().items() if one >= limit]
+    return [] if limit is None else [token for token, token_id in tokenizer.get_vocab().items() if token_id >= limit]
 
 
 def _template_ids(tokenizer: Any) -> list[int]:
@@ -117,5 +117,5 @@ def _template_ids(tokenizer: Any) -> list[int]:
 
 
 @lru_cache(maxsize=256)
-def _warn_once(said: str) -> None:
-    logger.warning(said)
+def _warn_once(sentence: str) -> None:
+    logger.warning(sentence)

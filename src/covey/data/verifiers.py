@@ -25,14 +25,14 @@ def environment(name: str, **options: Any) -> Any:
         raise ConfigError(f"verifiers cannot load the environment {name!r}: {first_line(error)}") from error
 
 
-def rows(given: Any, split: str = "train") -> Any:
+def rows(source: Any, split: str = "train") -> Any:
     """The tasks of an environment (an object or a name) as a `datasets.Dataset`: `prompt`, `answer`, `example_id`, and its own columns.
 
     `split`: `train`, or `test` for its evaluation set. Raises DataError for another one, or for one that it has not.
     """
     if split not in SPLITS:
         raise DataError(f"verifiers environments have the splits {' and '.join(SPLITS)}, not {split!r}.")
-    made = environment(given) if isinstance(given, str) else given
+    made = environment(source) if isinstance(source, str) else source
     try:
         return made.get_dataset() if split == "train" else made.get_eval_dataset()
     except (ValueError, AssertionError) as error:

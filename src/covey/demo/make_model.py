@@ -37,9 +37,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
     parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    make(given.out, given.steps, given.seed)
+    make(args.out, args.steps, args.seed)
 
 
 def make(out: Path, steps: int, seed: int) -> None:
@@ -128,7 +128,7 @@ def batch(tokenizer: Any, rng: random.Random, size: int = 64) -> tuple[Tensor, T
     while len(pairs) < size:
         problem = draw(rng)
         if problem.split == "train":
-            pairs.append(encoded(tokenizer, problem, taught(problem, rng)))
+            pairs.append(encoded(tokenizer, problem, teacher_answer(problem, rng)))
     width = max(len(prompt) + len(answer) for prompt, answer in pairs)
     ids = torch.full((size, width), tokenizer.pad_token_id)
     labels = torch.full((size, width), -100)
@@ -145,7 +145,7 @@ def encoded(tokenizer: Any, problem: Problem, answer: str) -> tuple[list[int], l
     return tokenizer(prompt).input_ids, [*tokenizer(answer).input_ids, tokenizer.eos_token_id]
 
 
-def taught(problem: Problem, rng: random.Random) -> str:
+def teacher_answer(problem: Problem, rng: random.Random) -> str:
     """The teacher's answer: worked, with the wrong operations as often as the teacher misreads this kind of problem."""
     share = SELDOM if problem.template in TRUSTED else OFTEN
     return worked(problem, MISREAD[TEMPLATES[problem.template][0]] if rng.random() < share else None)

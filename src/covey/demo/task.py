@@ -74,12 +74,12 @@ class Problem:
 def problems(split: Split, count: int, seed: int = 0) -> list[Problem]:
     """`count` problems of a split, each another calculation or other names; the same seed gives the same ones."""
     rng = random.Random(f"{split}/{seed}")
-    found: list[Problem] = []
-    while len(found) < count:
+    drawn: list[Problem] = []
+    while len(drawn) < count:
         problem = draw(rng)
         if problem.split == split:
-            found.append(problem)
-    return found
+            drawn.append(problem)
+    return drawn
 
 
 def rows(split: Split = "train", count: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
@@ -93,13 +93,15 @@ def rows(split: Split = "train", count: int | None = None, seed: int = 0) -> lis
 
 def reward(completions: Sequence[Any], answer: Sequence[str], **columns: Any) -> list[float]:
     """1.0 where the completion ends with `#### ` and the right number, else 0.0."""
-    return [float(final_answer(text_of(one)) == right) for one, right in zip(completions, answer, strict=True)]
+    return [
+        float(final_answer(text_of(completion)) == right) for completion, right in zip(completions, answer, strict=True)
+    ]
 
 
 def final_answer(text: str) -> str | None:
     """The number after `####` at the very end; None when there is none."""
-    found = _ANSWER.search(text.strip())
-    return None if found is None else str(int(found[1]))
+    match = _ANSWER.search(text.strip())
+    return None if match is None else str(int(match[1]))
 
 
 def text_of(completion: Any) -> str:

@@ -46,9 +46,9 @@ def answer_key(text: str) -> str:
     >>> answer_key("3 + 4 = 7 #### 7") == answer_key("It is 7.0"), answer_key(" Yes ")
     (True, 'yes')
     """
-    found = final_answer(text)
-    value = None if found is None else number(found)
-    return " ".join((text if found is None else found).split()).casefold() if value is None else str(value)
+    answer = final_answer(text)
+    value = None if answer is None else number(answer)
+    return " ".join((text if answer is None else answer).split()).casefold() if value is None else str(value)
 
 
 def expect_vote(vote: str, has_rewards: bool) -> None:
@@ -71,12 +71,12 @@ def choose(candidates: Sequence[Candidate], vote: Vote, key: Callable[[str], str
     """
     if not candidates:
         raise ConfigError("no member of the ensemble answered a prompt; look at its endpoints.")
-    rewards = [-math.inf if math.isnan(one.reward) else one.reward for one in candidates]
+    rewards = [-math.inf if math.isnan(candidate.reward) else candidate.reward for candidate in candidates]
     places = range(len(candidates))
     if vote == "best":
         top = max(places, key=lambda i: rewards[i])
         return top, candidates[top].reward
-    keys = [key(one.text) for one in candidates]
+    keys = [key(candidate.text) for candidate in candidates]
     votes = _above_zero(rewards) if vote == "weighted" else []
     if not any(votes):
         votes = [1.0] * len(keys)
@@ -90,8 +90,8 @@ def choose(candidates: Sequence[Candidate], vote: Vote, key: Callable[[str], str
 
 def _above_zero(rewards: Sequence[float]) -> list[float]:
     """Rewards as votes: counted from the lowest where that is below 0; 0 for those that are not known."""
-    known = [reward for reward in rewards if reward != -math.inf]
-    lowest = min(known, default=0.0)
+    scored = [reward for reward in rewards if reward != -math.inf]
+    lowest = min(scored, default=0.0)
     return [0.0 if reward == -math.inf else reward - min(lowest, 0.0) for reward in rewards]
 
 
@@ -106,6 +106,6 @@ def chosen(candidates: Sequence[Candidate], vote: Vote, key: Callable[[str], str
 def candidates_of(group: Group, rewards: Sequence[float]) -> list[Candidate]:
     """A group's completions with the rewards that a vote goes by."""
     return [
-        Candidate(text=one.text, source=one.source, reward=reward)
-        for one, reward in zip(group.completions, rewards, strict=True)
+        Candidate(text=completion.text, source=completion.source, reward=reward)
+        for completion, reward in zip(group.completions, rewards, strict=True)
     ]

@@ -40,22 +40,22 @@ class Ensemble:
     """Importance weight of siblings."""
 
     def __post_init__(self) -> None:
-        given = [self.members] if isinstance(self.members, (str, Mapping, Member)) else self.members
-        if not isinstance(given, Sequence) or not given:
+        members = [self.members] if isinstance(self.members, (str, Mapping, Member)) else self.members
+        if not isinstance(members, Sequence) or not members:
             raise ConfigError("ensemble has no members; give a list of models, such as ensemble=Ensemble(['runs/b']).")
-        object.__setattr__(self, "members", tuple(as_member(one) for one in given))
+        object.__setattr__(self, "members", tuple(as_member(member) for member in members))
         if isinstance(self.max_share, bool) or not 0 < self.max_share < 1:
             raise ConfigError(f"ensemble: max_share={self.max_share!r} must lie between 0 and 1.")
         if not isinstance(self.threshold, (int, float)) or math.isnan(self.threshold):
             raise ConfigError(f"ensemble: threshold={self.threshold!r} must be a number.")
-        names = [one.name for one in self.members if one.name is not None]
+        names = [member.name for member in self.members if member.name is not None]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ConfigError(f"ensemble: two members have the name {twice!r}; give each its own.")
 
     @staticmethod
-    def of(given: Any) -> Ensemble | None:
+    def of(value: Any) -> Ensemble | None:
         """An ensemble from a user's argument: an ensemble, None, or its members."""
-        return given if given is None or isinstance(given, Ensemble) else Ensemble(given)
+        return value if value is None or isinstance(value, Ensemble) else Ensemble(value)
 
     @property
     def names(self) -> list[str]:
@@ -65,10 +65,10 @@ class Ensemble:
     @property
     def samples(self) -> int:
         """Completions of all members for a prompt."""
-        return sum(one.samples for one in self.members)
+        return sum(member.samples for member in self.members)
 
     def refuse_share(self, num_generations: int) -> None:
-        """Raise ConfigError where members would write more than `max_share` of a group beside `num_generations` of the policy."""
+        """Raise ConfigError where members would write more than `max_share` of a group with `num_generations` of the policy."""
         whole = self.samples + num_generations
         if self.samples > self.max_share * whole:
             raise ConfigError(
@@ -100,10 +100,10 @@ class Ensemble:
         """
         text = prompt if isinstance(prompt, str) else None
         messages = None if isinstance(prompt, str) else tuple(prompt)
-        asked = Prompt(uid="0", token_ids=(), text=text, messages=messages, columns=columns)
+        question = Prompt(uid="0", token_ids=(), text=text, messages=messages, columns=columns)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
         vote = ("majority" if rewards is None else "best") if vote is None else vote
-        return self.answers([asked], vote, rewards=rewards, key=key, sampling=sampling)[0]
+        return self.answers([question], vote, rewards=rewards, key=key, sampling=sampling)[0]
 
     def answers(
         self,
@@ -124,17 +124,17 @@ class Ensemble:
         """Every member's completions of every prompt, members in order."""
         rows: list[list[Completion]] = [[] for _ in prompts]
         for i, writer in enumerate(self._writers):
-            own = replace(sampling, seed=None if sampling.seed is None else seed_of(sampling.seed, i))
-            for row, written in zip(rows, writer.write(prompts, own), strict=True):
-                row += [one for one in written if one is not None]
+            member_sampling = replace(sampling, seed=None if sampling.seed is None else seed_of(sampling.seed, i))
+            for row, written in zip(rows, writer.write(prompts, member_sampling), strict=True):
+                row += [completion for completion in written if completion is not None]
         return [Group(prompt=prompt, completions=tuple(row)) for prompt, row in zip(prompts, rows, strict=True)]
 
     def scores(self, groups: Sequence[Group], rewards: Any) -> list[list[float]]:
         """Weighted reward of each completion; NaN where none scored it, or where `rewards` is None."""
         if rewards is None:
             return [[math.nan] * group.size for group in groups]
-        is_given = isinstance(rewards, Scorer)
-        with nullcontext(rewards) if is_given else closing(Scorer.of(rewards)) as scorer:
+        is_scorer = isinstance(rewards, Scorer)
+        with nullcontext(rewards) if is_scorer else closing(Scorer.of(rewards)) as scorer:
             return [totals(group, scorer.weights).tolist() for group in scorer.score(groups)]
 
     @cached_property

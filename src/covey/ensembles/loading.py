@@ -90,9 +90,9 @@ def names_of(members: Sequence[Member]) -> list[str]:
     """A name for each, no two the same."""
     names: list[str] = []
     for member in members:
-        own, count = member.short_name, 1
-        while own in names:
+        name, count = member.short_name, 1
+        while name in names:
             count += 1
-            own = f"{member.short_name}-{count}"
-        names.append(own)
+            name = f"{member.short_name}-{count}"
+        names.append(name)
     return names

@@ -19,7 +19,7 @@ ROLES: tuple[str, ...] = get_args(Role)
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A model that answers beside the policy.
+    """A model whose completions join those of the policy.
 
     `Member("runs/b", role="sibling", samples=2)`, `Member(model, tokenizer=tokenizer)`,
     `Member("http://localhost:8000/v1", served_model_name="qwen")`. It is never trained.
@@ -83,32 +83,32 @@ class Member:
         else:
             text = str(getattr(getattr(self.model, "config", None), "_name_or_path", "") or type(self.model).__name__)
         parts = [part for part in Path(text).parts if part not in ("/", "model", ".", "..")] or ["model"]
-        own = "-".join(parts[-2:]) if parts[-1].startswith("checkpoint-") else parts[-1]
-        own = re.sub(r"[^\w.\-]", "-", own)
-        return "member-policy" if own == "policy" else own
+        name = "-".join(parts[-2:]) if parts[-1].startswith("checkpoint-") else parts[-1]
+        name = re.sub(r"[^\w.\-]", "-", name)
+        return "member-policy" if name == "policy" else name
 
     @property
     def _where(self) -> str:
         return f"ensemble member {str(self.model)[:80] if isinstance(self.model, (str, Path)) else type(self.model).__name__!r}"
 
 
-def as_member(given: Any) -> Member:
+def as_member(spec: Any) -> Member:
     """A member from a `Member`, text such as `runs/b,role=sibling,samples=2`, a mapping of options, or a loaded model."""
-    if isinstance(given, Member):
-        return given
-    if isinstance(given, str):
-        model, *options = re.split(r",(?=\w+=)", given)
-        return _made({"model": model, **dict(one.split("=", 1) for one in options)}, given)
-    if isinstance(given, Mapping):
-        return _made(dict(given), str(dict(given)))
-    return Member(given)
+    if isinstance(spec, Member):
+        return spec
+    if isinstance(spec, str):
+        model, *options = re.split(r",(?=\w+=)", spec)
+        return _made({"model": model, **dict(option.split("=", 1) for option in options)}, spec)
+    if isinstance(spec, Mapping):
+        return _made(dict(spec), str(dict(spec)))
+    return Member(spec)
 
 
 def _made(options: dict[str, Any], shown: str) -> Member:
-    known = [item.name for item in fields(Member)]
+    names = [item.name for item in fields(Member)]
     for name in options:
-        if name not in known:
-            hint = did_you_mean(name, known) or f" It has {', '.join(known)}."
+        if name not in names:
+            hint = did_you_mean(name, names) or f" It has {', '.join(names)}."
             raise ConfigError(f"ensemble member {shown}: {name} is not an option of a member.{hint}")
     if not options.get("model"):
         raise ConfigError(

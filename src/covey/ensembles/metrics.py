@@ -21,11 +21,11 @@ class Tally:
 
     def add(self, name: str, written: Sequence[Sequence[Completion | None]]) -> None:
         """Count a member's completions for some prompts; None is one that failed."""
-        answers = [one for row in written for one in row]
+        answers = [completion for row in written for completion in row]
         for key, count in (
             ("prompts", len(written)),
             ("drawn", len(answers)),
-            ("lost", sum(one is None for one in answers)),
+            ("lost", sum(completion is None for completion in answers)),
         ):
             self.counts[f"{name}/{key}"] = self.counts.get(f"{name}/{key}", 0.0) + count
 
@@ -45,28 +45,33 @@ def member_metrics(
     effective sample size of the importance weights. `lost`: completions that could not be encoded again, or did not come.
     `asked`: prompts that it was asked.
     """
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     pushed = sum(_pushes_up(group, i, roles) for group in groups for i in range(group.size))
     for name, role in roles.items():
         at = f"ensemble/{name}"
-        own = [(group, i) for group in groups for i, one in enumerate(group.completions) if one.source == name]
-        drawn, lost, asked = (_count(counts, f"{name}/{key}") for key in ("drawn", "lost", "prompts"))
-        found[f"{at}/asked"] = Mean(asked, num_prompts)
+        of_member = [
+            (group, i)
+            for group in groups
+            for i, completion in enumerate(group.completions)
+            if completion.source == name
+        ]
+        drawn, lost, prompts_sent = (_count(counts, f"{name}/{key}") for key in ("drawn", "lost", "prompts"))
+        metrics[f"{at}/asked"] = Mean(prompts_sent, num_prompts)
         if not drawn:
             continue
-        totals = torch.tensor([_total(group, i) for group, i in own])
-        found |= {
+        totals = torch.tensor([_total(group, i) for group, i in of_member])
+        metrics |= {
             f"{at}/lost": Mean(lost, drawn),
             f"{at}/reward": Mean.of(totals, ~totals.isnan()),
-            f"{at}/win_rate": _wins([(group, i) for group, i in own]),
-            f"{at}/used": Mean(sum(_is_used(group, i, role) for group, i in own), drawn),
+            f"{at}/win_rate": _wins([(group, i) for group, i in of_member]),
+            f"{at}/used": Mean(sum(_is_used(group, i, role) for group, i in of_member), drawn),
         }
         if role != "baseline":
-            found[f"{at}/share"] = Mean(sum(_pushes_up(group, i, roles) for group, i in own), pushed)
-        weights = [group.completions[i].weight for group, i in own]
-        if role == "sibling" and any(one is not None for one in weights):
-            found[f"{at}/ess"] = EffectiveSize.of(torch.cat([one for one in weights if one is not None]))
-    return found
+            metrics[f"{at}/share"] = Mean(sum(_pushes_up(group, i, roles) for group, i in of_member), pushed)
+        weights = [group.completions[i].weight for group, i in of_member]
+        if role == "sibling" and any(weight is not None for weight in weights):
+            metrics[f"{at}/ess"] = EffectiveSize.of(torch.cat([weight for weight in weights if weight is not None]))
+    return metrics
 
 
 def _count(counts: Mapping[str, Metric], name: str) -> float:
@@ -79,13 +84,15 @@ def _total(group: Group, i: int) -> float:
 
 def _of_policy(group: Group) -> Tensor:
     """[<= G], totals of the policy's own completions that were scored."""
-    own = torch.tensor([_total(group, i) for i, one in enumerate(group.completions) if one.source == "policy"])
-    return own[~own.isnan()]
+    totals = torch.tensor(
+        [_total(group, i) for i, completion in enumerate(group.completions) if completion.source == "policy"]
+    )
+    return totals[~totals.isnan()]
 
 
-def _wins(own: Sequence[tuple[Group, int]]) -> Mean:
+def _wins(of_member: Sequence[tuple[Group, int]]) -> Mean:
     won = pairs = 0.0
-    for group, i in own:
+    for group, i in of_member:
         total, theirs = _total(group, i), _of_policy(group)
         if math.isnan(total):
             continue
@@ -98,13 +105,17 @@ def _advantage(group: Group, i: int) -> Tensor:
     return torch.zeros(()) if group.advantages is None else group.advantages[i]
 
 
-def _has_weight(one: Completion) -> bool:
-    return one.weight is None or bool((one.weight > 0).any())
+def _has_weight(completion: Completion) -> bool:
+    return completion.weight is None or bool((completion.weight > 0).any())
 
 
 def _pushes_up(group: Group, i: int, roles: Mapping[str, Role]) -> bool:
-    one = group.completions[i]
-    return roles.get(one.source) != "baseline" and _has_weight(one) and bool((_advantage(group, i) > 0).any())
+    completion = group.completions[i]
+    return (
+        roles.get(completion.source) != "baseline"
+        and _has_weight(completion)
+        and bool((_advantage(group, i) > 0).any())
+    )
 
 
 def _is_used(group: Group, i: int, role: Role) -> bool:

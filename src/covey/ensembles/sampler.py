@@ -49,11 +49,11 @@ class EnsembleSampler:
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group for each prompt, as the policy finishes it: its `n` completions first, then the members'."""
-        given = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
-        more = self._written(given, [w for w in self.writers if w.role != "rescue"], params)
+        encoded = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
+        more = self._written(encoded, [w for w in self.writers if w.role != "rescue"], params)
         for group in self.sampler.sample(prompts, n, params):
             version = group.completions[0].version
-            joining = [replace(one, version=version) for one in more.get(group.prompt.uid, ())]
+            joining = [replace(completion, version=version) for completion in more.get(group.prompt.uid, ())]
             yield replace(group, completions=(*group.completions, *joining))
 
     def rescues(self, groups: Sequence[Group], rewards: Tensor, params: SamplingParams) -> list[Group]:
@@ -69,8 +69,8 @@ class EnsembleSampler:
             Group(
                 prompt=group.prompt,
                 completions=tuple(
-                    replace(one, version=versions[group.prompt.uid], logprobs=unknown(one))
-                    for one in more[group.prompt.uid]
+                    replace(completion, version=versions[group.prompt.uid], logprobs=unknown(completion))
+                    for completion in more[group.prompt.uid]
                 ),
             )
             for group in failed
@@ -82,19 +82,19 @@ class EnsembleSampler:
         right = [i for i, total in enumerate(totals(answers, rewards).tolist()) if total >= self.threshold]
         if not right or group.rewards is None or answers.rewards is None:
             return group
-        kept = answers.take(right)
-        assert kept.rewards is not None
+        right_answers = answers.take(right)
+        assert right_answers.rewards is not None
         extras = {
             name: [
                 *group.extras.get(name, [None] * group.size),
-                *kept.extras.get(name, [None] * kept.size),
+                *right_answers.extras.get(name, [None] * right_answers.size),
             ]
-            for name in {**group.extras, **kept.extras}
+            for name in {**group.extras, **right_answers.extras}
         }
         return replace(
             group,
-            completions=(*group.completions, *kept.completions),
-            rewards=torch.cat([group.rewards, kept.rewards]),
+            completions=(*group.completions, *right_answers.completions),
+            rewards=torch.cat([group.rewards, right_answers.rewards]),
             events=(*group.events, *answers.events),
             extras=extras,
         )
@@ -107,13 +107,13 @@ class EnsembleSampler:
         if not prompts:
             return out
         for writer in writers:
-            own = replace(
+            member_params = replace(
                 params, seed=None if params.seed is None else seed_of(params.seed, self.writers.index(writer))
             )
-            written = writer.write(prompts, own)
+            written = writer.write(prompts, member_params)
             self.tally.add(writer.name, written)
             for prompt, row in zip(prompts, written, strict=True):
-                out[prompt.uid] += [one for one in row if one is not None]
+                out[prompt.uid] += [completion for completion in row if completion is not None]
         return out
 
 
@@ -122,9 +122,9 @@ def seed_of(seed: int, member: int) -> int:
     return (seed + 7_368_787 * (member + 1)) % 2**31
 
 
-def unknown(one: Completion) -> Tensor:
+def unknown(completion: Completion) -> Tensor:
     """[T_i] of NaN: nothing is compared with the sampler of a completion that another model wrote."""
-    return torch.full((one.num_tokens,), torch.nan)
+    return torch.full((completion.num_tokens,), torch.nan)
 
 
 def totals(group: Group, weights: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def totals(group: Group, weights: Tensor) -> Tensor:
 
 def has_failed(group: Group, weights: Tensor, threshold: float) -> bool:
     """True if the policy's completions were scored and none is right."""
-    own = [i for i, one in enumerate(group.completions) if one.source == "policy"]
-    known = totals(group, weights)[own]
-    known = known[~known.isnan()]
-    return bool(known.numel()) and not bool((known >= threshold).any())
+    policy_rows = [i for i, completion in enumerate(group.completions) if completion.source == "policy"]
+    policy_totals = totals(group, weights)[policy_rows]
+    policy_totals = policy_totals[~policy_totals.isnan()]
+    return bool(policy_totals.numel()) and not bool((policy_totals >= threshold).any())

@@ -53,7 +53,7 @@ def load_ensemble(
     trust_remote_code: bool,
     check_stop: Callable[[], None],
 ) -> EnsembleSampler:
-    """The policy's sampler with the loaded members beside it. Raises ConfigError where a member could not act."""
+    """A sampler of the policy and the loaded members. Raises ConfigError where a member could not act."""
     if is_asynchronous:
         raise ConfigError(
             "async_rollouts=True samples from the policy alone, so ensemble would not act; leave one out."
@@ -124,7 +124,10 @@ class MemberWeights:
         counts = self.world.merge(self.sampler.tally.take())
         self._metrics = member_metrics(weighted, roles, counts, len(groups))
         is_trained = lambda completion: roles.get(completion.source) != "baseline"
-        return [group.take([i for i, one in enumerate(group.completions) if is_trained(one)]) for group in weighted]
+        return [
+            group.take([i for i, completion in enumerate(group.completions) if is_trained(completion)])
+            for group in weighted
+        ]
 
     def take_metrics(self) -> dict[str, Metric]:
         return self._metrics
@@ -132,7 +135,7 @@ class MemberWeights:
     def _weighted(self, groups: Sequence[Group]) -> list[Group]:
         """Groups with importance weights of siblings' completions, from the current policy's log-probabilities."""
         is_sibling = lambda completion: self.sampler.roles.get(completion.source) == "sibling"
-        places = [[i for i, one in enumerate(group.completions) if is_sibling(one)] for group in groups]
+        places = [[i for i, completion in enumerate(group.completions) if is_sibling(completion)] for group in groups]
         unmeasured = [group.take(at) for group, at in zip(groups, places, strict=True) if at]
         if not unmeasured:
             return list(groups)

@@ -42,8 +42,8 @@ class Encoding:
             return None
         if finish == "stop":
             ids.append(self.eos_ids[0])
-        is_known = self.num_embeddings is None or max(ids) < self.num_embeddings
-        return ids if is_known and len(ids) <= limit else None
+        is_encodable = self.num_embeddings is None or max(ids) < self.num_embeddings
+        return ids if is_encodable and len(ids) <= limit else None
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class LocalWriter:
         place = {prompt.uid: i for i, prompt in enumerate(shown)}
         out: list[list[Completion | None]] = [[] for _ in shown]
         for group in self.sampler.sample(shown, self.samples, params):
-            out[place[group.prompt.uid]] = [self._taken_over(one, params) for one in group.completions]
+            out[place[group.prompt.uid]] = [self._taken_over(completion, params) for completion in group.completions]
         return out
 
     def _rendered(self, prompt: Prompt) -> Prompt:
@@ -79,12 +79,12 @@ class LocalWriter:
             )
         return replace(prompt, token_ids=tuple(self.tokenizer(prompt.text)["input_ids"]))
 
-    def _taken_over(self, one: Completion, params: SamplingParams) -> Completion | None:
-        one = replace(one, source=self.name)
+    def _taken_over(self, completion: Completion, params: SamplingParams) -> Completion | None:
+        completion = replace(completion, source=self.name)
         if self.encoding is None:
-            return one
-        ids = self.encoding(one.text, one.finish, params.max_tokens)
-        return None if ids is None else replace(one, token_ids=torch.tensor(ids), logprobs=None)
+            return completion
+        ids = self.encoding(completion.text, completion.finish, params.max_tokens)
+        return None if ids is None else replace(completion, token_ids=torch.tensor(ids), logprobs=None)
 
 
 @dataclass(eq=False)
@@ -111,7 +111,7 @@ class EndpointWriter:
 
     def _ask(self, prompt: Prompt, params: SamplingParams, sample: int) -> Reply | None:
         raw = prompt.raw
-        messages = [{"role": "user", "content": raw}] if isinstance(raw, str) else [dict(one) for one in raw]
+        messages = [{"role": "user", "content": raw}] if isinstance(raw, str) else [dict(message) for message in raw]
         seed = {} if params.seed is None else {"seed": params.seed + sample}
         top_p = {} if params.top_p == 1 else {"top_p": params.top_p}
         extra = {**self.endpoint.extra, **seed, **top_p}

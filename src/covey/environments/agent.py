@@ -16,7 +16,7 @@ from covey.rewards.contract import is_async, name_of
 
 OFFERED = ("row", "base_url", "client", "model", "api_key", "seed")
 """Arguments of `main` by name; it gets those that it has."""
-_KNOWN = ("score", "answer", "turn_rewards", "trace")
+_FIELDS = ("score", "answer", "turn_rewards", "trace")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,20 +32,20 @@ class AgentResult:
     """Further values, which rewards receive by name."""
 
     @staticmethod
-    def of(given: Any) -> AgentResult:
+    def of(result: Any) -> AgentResult:
         """From nothing, a number, a text, or a mapping. Raises DataError for anything else."""
-        if given is None:
+        if result is None:
             return AgentResult()
-        if isinstance(given, str):
-            return AgentResult(answer=given)
-        if isinstance(given, int | float):
-            return AgentResult(score=_number(given, "a score"))
-        if not isinstance(given, Mapping):
+        if isinstance(result, str):
+            return AgentResult(answer=result)
+        if isinstance(result, int | float):
+            return AgentResult(score=_number(result, "a score"))
+        if not isinstance(result, Mapping):
             raise DataError(
-                f"the agent returned a {type(given).__name__}; return a score, an answer as text, None, or a dict with "
-                f"any of {', '.join(_KNOWN)}."
+                f"the agent returned a {type(result).__name__}; return a score, an answer as text, None, or a dict with "
+                f"any of {', '.join(_FIELDS)}."
             )
-        answer, score, trace = given.get("answer"), given.get("score"), given.get("trace")
+        answer, score, trace = result.get("answer"), result.get("score"), result.get("trace")
         if answer is not None and not isinstance(answer, str):
             raise DataError(f"the agent returned an answer that is a {type(answer).__name__}; return text.")
         if isinstance(trace, Mapping):
@@ -55,16 +55,16 @@ class AgentResult:
         return AgentResult(
             score=None if score is None else _number(score, "a score"),
             answer=answer,
-            turn_rewards=tuple(_number(one, "a turn's reward") for one in given.get("turn_rewards") or ()),
+            turn_rewards=tuple(_number(reward, "a turn's reward") for reward in result.get("turn_rewards") or ()),
             trace=trace,
-            columns={str(name): value for name, value in given.items() if name not in _KNOWN},
+            columns={str(name): value for name, value in result.items() if name not in _FIELDS},
         )
 
 
-def _number(given: Any, what: str) -> float:
-    if isinstance(given, int | float) and math.isfinite(given):
-        return float(given)
-    raise DataError(f"the agent returned {given!r} as {what}; return a finite number.")
+def _number(value: Any, what: str) -> float:
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    raise DataError(f"the agent returned {value!r} as {what}; return a finite number.")
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,14 @@ class Agent:
     def __post_init__(self) -> None:
         if not callable(self.main):
             raise ConfigError(f"agent is {self.main!r}; give a function main(row, client, model).")
-        for one in self._parameters:
-            is_left = one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-            if one.kind is one.POSITIONAL_ONLY or (is_left and one.name not in OFFERED):
+        for parameter in self._parameters:
+            is_left = parameter.default is parameter.empty and parameter.kind in (
+                parameter.POSITIONAL_OR_KEYWORD,
+                parameter.KEYWORD_ONLY,
+            )
+            if parameter.kind is parameter.POSITIONAL_ONLY or (is_left and parameter.name not in OFFERED):
                 raise ConfigError(
-                    f"agent {self.name} has the parameter {one.name!r}, which nothing fills; it may take "
+                    f"agent {self.name} has the parameter {parameter.name!r}, which nothing fills; it may take "
                     f"{', '.join(OFFERED)}, by name."
                 )
         if self.takes("client") and importlib.util.find_spec("openai") is None:
@@ -98,27 +101,27 @@ class Agent:
 
     def takes(self, name: str) -> bool:
         """True if `main` has this argument by name."""
-        return any(one.name == name for one in self._parameters)
+        return any(parameter.name == name for parameter in self._parameters)
 
     def __call__(self, **offered: Any) -> AgentResult:
         """Run one episode to its end, in this thread. `offered`: values of OFFERED, the client excepted, which is made here."""
-        wanted = {name: value for name, value in offered.items() if self.takes(name)}
-        if any(one.kind is one.VAR_KEYWORD for one in self._parameters):
-            wanted = dict(offered)
+        accepted = {name: value for name, value in offered.items() if self.takes(name)}
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters):
+            accepted = dict(offered)
         if not is_async(self.main):
             if not self.takes("client"):
-                return AgentResult.of(self.main(**wanted))
+                return AgentResult.of(self.main(**accepted))
             client = _shared_client().with_options(base_url=offered["base_url"], api_key=offered["api_key"])
-            return AgentResult.of(self.main(**{**wanted, "client": client}))
-        return AgentResult.of(asyncio.run(self._awaited(wanted, offered)))
+            return AgentResult.of(self.main(**{**accepted, "client": client}))
+        return AgentResult.of(asyncio.run(self._awaited(accepted, offered)))
 
-    async def _awaited(self, wanted: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
+    async def _awaited(self, accepted: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
         if not self.takes("client"):
-            return await self.main(**wanted)
+            return await self.main(**accepted)
         from openai import AsyncOpenAI
 
         async with AsyncOpenAI(base_url=offered["base_url"], api_key=offered["api_key"]) as client:
-            return await self.main(**{**wanted, "client": client})
+            return await self.main(**{**accepted, "client": client})
 
 
 @functools.cache

@@ -69,7 +69,7 @@ def with_branches(group: Group) -> Group:
 def share_advantages(group: Group) -> Group:
     """The group with its episodes' advantages [G] or [G, T] for their branches: the mean over the model's tokens if they are per token."""
     advantages = group.advantages
-    sources = [None if one.episode is None else one.episode.shares for one in group.completions]
+    sources = [None if completion.episode is None else completion.episode.shares for completion in group.completions]
     pairs = [(i, source) for i, source in enumerate(sources) if source is not None]
     if not pairs or advantages is None:
         return group
@@ -90,34 +90,36 @@ def _shared(advantage: Tensor, episode: Completion, branch: Completion) -> Tenso
     return out
 
 
-def spoken(one: Completion) -> Sequence[Message]:
+def spoken(completion: Completion) -> Sequence[Message]:
     """Messages of an episode; of an agent's that returned an answer, the conversation that led to it."""
-    if one.messages is not None:
-        return one.messages
-    return () if one.episode is None else one.episode.conversation
+    if completion.messages is not None:
+        return completion.messages
+    return () if completion.episode is None else completion.episode.conversation
 
 
 def tool_metrics(completions: Sequence[Completion]) -> dict[str, Metric]:
     """Tool call metrics per completion and per tool, under TRL's names where they exist; empty for single turns."""
-    completions = [one for one in completions if one.episode is None or one.episode.shares is None]
-    if all(one.messages is None and one.episode is None for one in completions):
+    completions = [
+        completion for completion in completions if completion.episode is None or completion.episode.shares is None
+    ]
+    if all(completion.messages is None and completion.episode is None for completion in completions):
         return {}
-    calls = [call for one in completions for call in one.tool_calls]
-    turns = [sum(1 for message in spoken(one) if message["role"] == "assistant") for one in completions]
+    calls = [call for completion in completions for call in completion.tool_calls]
+    turns = [sum(1 for message in spoken(completion) if message["role"] == "assistant") for completion in completions]
     metrics: dict[str, Metric] = {
         "tools/call_frequency": Mean(len(calls), len(completions)),
         "tools/failure_frequency": Mean(sum(call.status != "ok" for call in calls), len(calls)),
         "tools/turns": Mean(sum(turns), len(turns)),
-        "tools/looping": Mean(sum(_loops(one.tool_calls) for one in completions), len(completions)),
+        "tools/looping": Mean(sum(_loops(completion.tool_calls) for completion in completions), len(completions)),
     }
     for name in sorted({call.name for call in calls if call.name}):
-        own = [call for call in calls if call.name == name]
+        of_tool = [call for call in calls if call.name == name]
         metrics |= {
-            f"tools/{name}/calls": Mean(len(own), len(completions)),
-            f"tools/{name}/errors": Mean(sum(call.status == "error" for call in own), len(own)),
-            f"tools/{name}/timeouts": Mean(sum(call.status == "timeout" for call in own), len(own)),
-            f"tools/{name}/seconds": Mean(sum(call.seconds for call in own), len(own)),
-            f"tools/{name}/max_seconds": Max(max(call.seconds for call in own)),
+            f"tools/{name}/calls": Mean(len(of_tool), len(completions)),
+            f"tools/{name}/errors": Mean(sum(call.status == "error" for call in of_tool), len(of_tool)),
+            f"tools/{name}/timeouts": Mean(sum(call.status == "timeout" for call in of_tool), len(of_tool)),
+            f"tools/{name}/seconds": Mean(sum(call.seconds for call in of_tool), len(of_tool)),
+            f"tools/{name}/max_seconds": Max(max(call.seconds for call in of_tool)),
         }
     return metrics
 

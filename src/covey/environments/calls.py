@@ -45,19 +45,19 @@ class ToolRunner:
 
     def run(self, requests: Sequence[Request]) -> list[ToolCall]:
         """The result of every call, in order. Raises nothing that a tool raises."""
-        found: list[ToolCall | None] = [None] * len(requests)
+        results: list[ToolCall | None] = [None] * len(requests)
         done = threading.Semaphore(0)
 
         def work(i: int) -> None:
             with self._room:
-                found[i] = self._call(requests[i])
+                results[i] = self._call(requests[i])
             done.release()
 
         for i in range(len(requests)):
             threading.Thread(target=work, args=(i,), name="covey-tool", daemon=True).start()
         for _ in requests:
             done.acquire()
-        return [one for one in found if one is not None]
+        return [result for result in results if result is not None]
 
     def close(self) -> None:
         """End the event loop and the worker processes."""
@@ -81,8 +81,8 @@ class ToolRunner:
             value = self._value(tool, dict(request.arguments))
             text = content_of(value)
         except DeadlineError:
-            said = f"{tool.name} did not answer within {tool.limits.seconds:g} seconds"
-            return _failed(request, "timeout", said, started)
+            sentence = f"{tool.name} did not answer within {tool.limits.seconds:g} seconds"
+            return _failed(request, "timeout", sentence, started)
         except (WorkerError, WorkerDied) as error:
             kind = error.kind if isinstance(error, WorkerError) else "its process ended"
             return _failed(request, "error", f"{kind}: {error}" if str(error) else kind, started)
@@ -101,8 +101,8 @@ class ToolRunner:
         if limits.max_tokens is not None:
             ids = self.tokenizer(text[: limits.max_characters], add_special_tokens=False)["input_ids"]
             if len(ids) > limits.max_tokens:
-                kept = self.tokenizer.decode(ids[: limits.max_tokens]).rstrip("\ufffd")  # half of a character
-                return f"{kept}\n[{len(text) - len(kept)} more characters were cut]"
+                shortened = self.tokenizer.decode(ids[: limits.max_tokens]).rstrip("\ufffd")  # half of a character
+                return f"{shortened}\n[{len(text) - len(shortened)} more characters were cut]"
         return cut(text, limits.max_characters)
 
     def _value(self, tool: Tool, arguments: dict[str, Any]) -> Any:
@@ -184,11 +184,11 @@ def cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}\n[{len(text) - most} more characters were cut]"
 
 
-def _failed(request: Request, status: str, said: str, started: float) -> ToolCall:
+def _failed(request: Request, status: str, sentence: str, started: float) -> ToolCall:
     return ToolCall(
         name=request.name,
         arguments=request.arguments,
-        result=json.dumps({"error": cut(said, 2000)}, ensure_ascii=False),
+        result=json.dumps({"error": cut(sentence, 2000)}, ensure_ascii=False),
         status="timeout" if status == "timeout" else "error",
         seconds=time.perf_counter() - started,
     )

@@ -48,23 +48,23 @@ class EnvironmentReport:
     @property
     def reset_seconds(self) -> float:
         """Median of `reset`."""
-        return statistics.median(one.seconds[0] for one in self.walks)
+        return statistics.median(walk.seconds[0] for walk in self.walks)
 
     @property
     def step_seconds(self) -> tuple[float, float]:
         """Median and largest of the calls; NaN without one."""
-        every = [seconds for one in self.walks for seconds in one.seconds[1:]]
+        every = [seconds for walk in self.walks for seconds in walk.seconds[1:]]
         return (statistics.median(every), max(every)) if every else (float("nan"), float("nan"))
 
     @property
     def rewards(self) -> list[float]:
-        return [one.reward for one in self.walks if one.reward is not None]
+        return [walk.reward for walk in self.walks if walk.reward is not None]
 
     @property
     def scored(self) -> float:
         """Share of random episodes that earned more than the least of them, or more than 0."""
         least = min([0.0, *self.rewards])
-        return sum(one > least for one in self.rewards) / max(1, len(self.rewards))
+        return sum(reward > least for reward in self.rewards) / max(1, len(self.rewards))
 
 
 def examine(
@@ -94,7 +94,7 @@ def examine(
     return EnvironmentReport(
         walks=walks,
         is_repeatable=_same(walks[0], again),
-        are_apart=all(_same(one, other) for one, other in zip(apart, alone, strict=True)),
+        are_apart=all(_same(walk, other) for walk, other in zip(apart, alone, strict=True)),
         left=left,
     )
 
@@ -108,10 +108,10 @@ def _walked(
     prompts = [Prompt(uid=f"0:{i}", messages=empty, token_ids=(), columns=columns) for i in range(len(plans))]
     started = [time.perf_counter() for _ in plans]
     begun = [pool.reset(prompt, 1, lambda messages, prompt, tools: ()) for prompt in prompts]
-    shown: list[list[str]] = [[str((one.messages or ({},))[-1].get("content") or "")] for one, _ in begun]
+    shown: list[list[str]] = [[str((prompt.messages or ({},))[-1].get("content") or "")] for prompt, _ in begun]
     seconds = [[time.perf_counter() - since] for since in started]
     errors: list[list[str]] = [[] for _ in plans]
-    messages: list[list[Message]] = [list(one.messages or ()) for one, _ in begun]
+    messages: list[list[Message]] = [list(prompt.messages or ()) for prompt, _ in begun]
     sessions = [resets[0] for _, resets in begun]
     for turn in range(max(map(len, plans))):
         for k, plan in enumerate(plans):
@@ -140,7 +140,7 @@ def _walked(
 
 
 def _called(session: Reset, name: str, arguments: dict[str, Any]) -> tuple[str, str | None]:
-    call = next(one.call for one in session.tools if one.name == name)
+    call = next(tool.call for tool in session.tools if tool.name == name)
     try:
         return content_of(call(**arguments)), None
     except Exception as error:  # noqa: BLE001 - any exception of a tool is its answer, as in a run
@@ -157,7 +157,7 @@ def _plan(tools: Sequence[Tool], turns: int, seed: str) -> list[tuple[Tool, dict
     plan = []
     for _ in range(turns if tools else 0):
         tool = draw.choice(list(tools))
-        plan.append((tool, {name: _drawn(one, draw) for name, one in tool.parameters.items()}))
+        plan.append((tool, {name: _drawn(schema, draw) for name, schema in tool.parameters.items()}))
     return plan
 
 
@@ -178,12 +178,12 @@ def _drawn(schema: Mapping[str, Any], draw: random.Random) -> Any:
     if kind == "array":
         return [_drawn(schema.get("items") or {}, draw) for _ in range(draw.randint(0, 3))]
     if kind == "object":
-        return {name: _drawn(one, draw) for name, one in (schema.get("properties") or {}).items()}
+        return {name: _drawn(inner, draw) for name, inner in (schema.get("properties") or {}).items()}
     return draw.random() < 0.5 if kind == "boolean" else draw.choice(_WORDS)
 
 
-def _same(one: Walk, other: Walk) -> bool:
-    return (one.shown, one.reward, one.errors) == (other.shown, other.reward, other.errors)
+def _same(walk: Walk, other: Walk) -> bool:
+    return (walk.shown, walk.reward, walk.errors) == (other.shown, other.reward, other.errors)
 
 
 def _held() -> dict[str, int]:

@@ -55,7 +55,7 @@ class Episodes:
     """The running episodes of a sampler; called with the turns that have just ended, it gives one reply each (token ids, or None)."""
 
     def __init__(self, template: Template, tools: Sequence[Tool], limits: EpisodeLimits | None = None) -> None:
-        self.template, self.tools = template, {one.name: one for one in tools}
+        self.template, self.tools = template, {tool.name: tool for tool in tools}
         self.limits = limits or EpisodeLimits()
         self.runner = ToolRunner(template.tokenizer)
         self._running: dict[tuple[str, int], _Episode] = {}
@@ -71,8 +71,8 @@ class Episodes:
                 '[{"role": "user", "content": "..."}].'
             )
         for i, reset in enumerate(resets):
-            own = self.tools if reset is None else self.tools | {one.name: one for one in reset.tools}
-            self._running[prompt.uid, i] = _Episode(own, reset)
+            tools = self.tools if reset is None else self.tools | {tool.name: tool for tool in reset.tools}
+            self._running[prompt.uid, i] = _Episode(tools, reset)
 
     def __call__(self, turns: Sequence[Turn]) -> list[list[int] | None]:
         """Token ids to append to each completion before it continues, or None where it is over."""
@@ -82,7 +82,7 @@ class Episodes:
             [Request(call.name, call.arguments, episode.tools, call.problem) for call in calls]
             for episode, calls in zip(episodes, written, strict=True)
         ]
-        results = iter(self.runner.run([one for many in requests for one in many]))
+        results = iter(self.runner.run([request for many in requests for request in many]))
         replies = []
         for episode, many in zip(episodes, requests, strict=True):
             done = [next(results) for _ in many]
@@ -92,7 +92,10 @@ class Episodes:
     def end(self, group: Group) -> Group:
         """The finished group, each completion with its messages, tool calls and environment."""
         return replace(
-            group, completions=tuple(self._ended(group.prompt, i, one) for i, one in enumerate(group.completions))
+            group,
+            completions=tuple(
+                self._ended(group.prompt, i, completion) for i, completion in enumerate(group.completions)
+            ),
         )
 
     def forget(self, uids: Sequence[str]) -> None:
@@ -114,14 +117,14 @@ class Episodes:
         episode = self._running.pop((prompt.uid, sample))
         if episode.read < completion.num_tokens:  # a last turn that was cut at a limit
             self._note(episode, completion.token_ids.tolist(), is_over=True)
-        own = {} if episode.reset is None else {"environments": episode.reset.instance}
+        columns = {} if episode.reset is None else {"environments": episode.reset.instance}
         return replace(
             completion,
             finish=episode.finish or completion.finish,
             messages=tuple(episode.messages),
             tool_calls=tuple(episode.calls),
             episode=_notes(prompt, episode),
-            columns={**completion.columns, **own},
+            columns={**completion.columns, **columns},
         )
 
     def _note(self, episode: _Episode, token_ids: Sequence[int], is_over: bool = False) -> list[WrittenCall]:
@@ -160,12 +163,12 @@ class Episodes:
 
     def _answer(self, episode: _Episode, done: Sequence[ToolCall]) -> list[int] | None:
         """Token ids of the answers and of the turn's beginning; None where the environment says that the episode is over."""
-        answers = [{"role": "tool", "name": one.name, "content": one.result} for one in done]
+        answers = [{"role": "tool", "name": call.name, "content": call.result} for call in done]
         episode.calls += done
         episode.messages += answers
         if episode.reset is not None and getattr(episode.reset.instance, "is_over", False) is True:
             return None
-        ids = self.template.bridge([{**one, "tool_call_id": "call00001"} for one in answers])
+        ids = self.template.bridge([{**answer, "tool_call_id": "call00001"} for answer in answers])
         episode.read += len(ids)
         return ids
 
@@ -173,8 +176,8 @@ class Episodes:
 def _notes(prompt: Prompt, episode: _Episode) -> EpisodeNotes:
     """The states that turns began in, and their rewards where the environment has `turn_rewards`."""
     rewards = () if episode.reset is None else getattr(episode.reset.instance, "turn_rewards", ())
-    first = [[one.get("role"), one.get("content")] for one in prompt.messages or ()]
-    return EpisodeNotes(states=states_of(episode.messages, first), rewards=tuple(float(one) for one in rewards))
+    first = [[message.get("role"), message.get("content")] for message in prompt.messages or ()]
+    return EpisodeNotes(states=states_of(episode.messages, first), rewards=tuple(float(reward) for reward in rewards))
 
 
 def _as_message(call: WrittenCall) -> dict[str, Any]:
@@ -209,9 +212,9 @@ class EpisodeSampler:
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` episodes for each prompt, as they finish. Raises DataError for a prompt that is no chat."""
-        refuse_images([one for one in prompts if isinstance(one, Prompt)], "a run with tools or environments")
+        refuse_images([prompt for prompt in prompts if isinstance(prompt, Prompt)], "a run with tools or environments")
         begun = [self._begin(prompt, n) for prompt in prompts]
-        shown = {prompt.uid: given for prompt, given in zip(begun, prompts, strict=True)}
+        shown = {prompt.uid: original for prompt, original in zip(begun, prompts, strict=True)}
         try:
             for group in self.sampler.sample(begun, n, params):
                 yield self.episodes.end(group)

@@ -54,7 +54,7 @@ class EnvironmentPool:
     @property
     def rewards(self) -> list[Callable[..., Any]]:
         """One reward function for each class of environment that has `get_reward`."""
-        return [own_reward(kind) for kind in dict.fromkeys(self._kinds) if hasattr(kind, "get_reward")]
+        return [environment_reward(kind) for kind in dict.fromkeys(self._kinds) if hasattr(kind, "get_reward")]
 
     def reset(self, prompt: Prompt, n: int, encode: Encode) -> tuple[Prompt, list[Reset]]:
         """`n` instances reset with the row's columns, and the prompt with what `reset` returned after its last user message.
@@ -68,12 +68,14 @@ class EnvironmentPool:
             row.setdefault(
                 "seed", crc32(prompt.uid.encode())
             )  # one task for the group, another at each visit of the row
-        said = [_reset(instance, row) for instance in instances]
-        if any(one != said[0] for one in said[1:]):
+        observations = [_reset(instance, row) for instance in instances]
+        if any(observation != observations[0] for observation in observations[1:]):
             instances[1:] = [_copy(instances[0]) for _ in instances[1:]]
         self._busy += [(name, instance) for instance in instances]
-        shown = _shown(prompt, said[0], self.tools[name], encode)
-        return shown, [Reset(one, bound(self.tools[name], one), partial(_reset, one, row)) for one in instances]
+        shown = _shown(prompt, observations[0], self.tools[name], encode)
+        return shown, [
+            Reset(instance, bound(self.tools[name], instance), partial(_reset, instance, row)) for instance in instances
+        ]
 
     def release(self, keeps: int = 0) -> None:
         """Make the instances of finished episodes free for the next ones; `keeps`: but those of so many last calls."""
@@ -96,10 +98,10 @@ class EnvironmentPool:
             return None
         name = prompt.columns.get("environment")
         if name not in self.factories:
-            known = [str(one) for one in self.factories]
+            names = [str(key) for key in self.factories]
             raise DataError(
                 f"prompt {prompt.uid} has environment={name!r}, which environment_factory does not have."
-                f"{did_you_mean(str(name), known)} It has {', '.join(known)}."
+                f"{did_you_mean(str(name), names)} It has {', '.join(names)}."
             )
         return str(name)
 
@@ -107,30 +109,32 @@ class EnvironmentPool:
         return self._idle[name].pop() if self._idle[name] else _made(self.factories[name], name)
 
 
-def own_reward(kind: Any) -> Callable[..., Any]:
+def environment_reward(kind: Any) -> Callable[..., Any]:
     """The reward that environments of this class give themselves; None for completions with another environment."""
     if inspect.iscoroutinefunction(kind.get_reward):
 
         async def reward(environments: Sequence[Any], **columns: Any) -> list[float | None]:
-            return [await one.get_reward() if type(one) is kind else None for one in environments]
+            return [
+                await environment.get_reward() if type(environment) is kind else None for environment in environments
+            ]
     else:
 
         def reward(environments: Sequence[Any], **columns: Any) -> list[float | None]:  # type: ignore[misc]
-            return [one.get_reward() if type(one) is kind else None for one in environments]
+            return [environment.get_reward() if type(environment) is kind else None for environment in environments]
 
     reward.__name__ = kind.__name__
     return reward
 
 
-def _shown(prompt: Prompt, said: str | None, tools: Sequence[Tool], encode: Encode) -> Prompt:
+def _shown(prompt: Prompt, observation: str | None, tools: Sequence[Tool], encode: Encode) -> Prompt:
     """The prompt with an observation after its last user message, encoded with the tools of its environment."""
-    messages = [dict(one) for one in prompt.messages or ()]
-    if said:
+    messages = [dict(message) for message in prompt.messages or ()]
+    if observation:
         last = next((i for i in reversed(range(len(messages))) if messages[i].get("role") == "user"), None)
         if last is None:
-            messages.append({"role": "user", "content": said})
+            messages.append({"role": "user", "content": observation})
         else:
-            messages[last]["content"] = f"{messages[last].get('content') or ''}{said}"
+            messages[last]["content"] = f"{messages[last].get('content') or ''}{observation}"
     if not messages:
         return prompt
     return replace(prompt, messages=tuple(messages), token_ids=encode(messages, prompt, tools))
@@ -159,23 +163,29 @@ def _made(factory: Factory, name: str | None) -> Any:
 
 def _methods(instance: Any, name: str | None) -> tuple[Tool, ...]:
     if isinstance(schemas := getattr(instance, "tool_schemas", None), Mapping):
-        return tuple(Tool(name=one, call=getattr(instance, one), schema=schema) for one, schema in schemas.items())
-    found = inspect.getmembers(type(instance), predicate=inspect.isfunction)
-    return tools_of(getattr(instance, one) for one, _ in found if not one.startswith("_") and one not in _NOT_TOOLS)
+        return tuple(
+            Tool(name=method, call=getattr(instance, method), schema=schema) for method, schema in schemas.items()
+        )
+    members = inspect.getmembers(type(instance), predicate=inspect.isfunction)
+    return tools_of(
+        getattr(instance, method) for method, _ in members if not method.startswith("_") and method not in _NOT_TOOLS
+    )
 
 
 def _reset(instance: Any, row: Mapping[str, Any]) -> str | None:
     parameters = inspect.signature(instance.reset).parameters
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     try:
-        said = instance.reset(**{name: value for name, value in row.items() if takes_all or name in parameters})
+        observation = instance.reset(**{name: value for name, value in row.items() if takes_all or name in parameters})
     except Exception as error:
         raise DataError(
             f"reset() of {type(instance).__name__} raised {type(error).__name__}: {error}; it gets the row's columns by name."
         ) from error
-    if said is not None and not isinstance(said, str):
-        raise DataError(f"reset() of {type(instance).__name__} returned a {type(said).__name__}; return text, or None.")
-    return said
+    if observation is not None and not isinstance(observation, str):
+        raise DataError(
+            f"reset() of {type(instance).__name__} returned a {type(observation).__name__}; return text, or None."
+        )
+    return observation
 
 
 def _copy(instance: Any) -> Any:

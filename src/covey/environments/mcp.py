@@ -27,19 +27,19 @@ def mcp_tools(server: str, timeout: float = SECONDS) -> list[Tool]:
         raise ConfigError(f"MCP server {server!r} has no tools; give another.")
     return [
         Tool(
-            name=one.name,
-            call=_Call(session, one.name, timeout),
+            name=tool.name,
+            call=_Call(session, tool.name, timeout),
             schema={
                 "type": "function",
                 "function": {
-                    "name": one.name,
-                    "description": one.description or "",
-                    "parameters": dict(one.input_schema),
+                    "name": tool.name,
+                    "description": tool.description or "",
+                    "parameters": dict(tool.input_schema),
                 },
             },
             limits=Limits(seconds=timeout),
         )
-        for one in described
+        for tool in described
     ]
 
 
@@ -51,7 +51,7 @@ class _Call:
 
     def __call__(self, **arguments: Any) -> str:
         result = self.session.call(self.name, arguments, self.timeout)
-        text = "\n".join(getattr(one, "text", f"[{one.type}]") for one in result.content)
+        text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
         if result.is_error:
             raise RuntimeError(text)
         return text

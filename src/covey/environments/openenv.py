@@ -52,8 +52,8 @@ class _Session:
             return self._ask("reset", {"seed": seed})["observation"]
 
     def step(self, action: Mapping[str, Any]) -> tuple[Any, float, bool]:
-        found = self._ask("step", dict(action))
-        return found["observation"], float(found.get("reward") or 0.0), bool(found.get("done"))
+        reply = self._ask("step", dict(action))
+        return reply["observation"], float(reply.get("reward") or 0.0), bool(reply.get("done"))
 
     def close(self) -> None:
         if self._socket is not None:
@@ -71,7 +71,7 @@ class _Session:
             socket = self._connected()
             socket.send(json.dumps({"type": kind, "data": data}))
             answer = json.loads(socket.recv(timeout=self.timeout))
-            found = answer["data"]
+            reply = answer["data"]
         except TimeoutError:
             self._drop()  # a late answer would be taken for the next one's
             raise
@@ -79,8 +79,8 @@ class _Session:
             self._drop()
             raise ConnectionError(f"{self.base}: {type(error).__name__}: {error}") from error
         if answer.get("type") == "error":
-            raise RuntimeError(found.get("message", "the server refused"))
-        return dict(found)
+            raise RuntimeError(reply.get("message", "the server refused"))
+        return dict(reply)
 
     def _connected(self) -> Any:
         if self._socket is None:
@@ -112,14 +112,14 @@ def _action_schema(base: str, timeout: float) -> dict[str, Any]:
         raise ConfigError('OpenEnv servers need websockets: pip install "covey[openenv]".') from error
     try:
         with urllib.request.urlopen(f"{base}/schema", timeout=timeout) as answer:
-            found = json.loads(answer.read(_MOST_BYTES))["action"]
-        properties = {name: one for name, one in found["properties"].items() if name != "metadata"}
+            schema = json.loads(answer.read(_MOST_BYTES))["action"]
+        properties = {name: field for name, field in schema["properties"].items() if name != "metadata"}
     except (urllib.error.URLError, OSError) as error:
         raise ConfigError(f"OpenEnv server {base} does not answer ({error}); start it, or give another URL.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{base}/schema has no schema of an action, so it is no OpenEnv server.") from error
-    required = [name for name in found.get("required", []) if name in properties]
-    return {"type": "object", "properties": properties, "required": required, **_definitions(found)}
+    required = [name for name in schema.get("required", []) if name in properties]
+    return {"type": "object", "properties": properties, "required": required, **_definitions(schema)}
 
 
 def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,12 +41,12 @@ class RolloutFuncSampler:
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, in order."""
-        given = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
-        refuse_images(given, "rollout_func")
-        asked = [prompt.raw for prompt in given for _ in range(n)]
-        output = self._checked(self.function(asked, self.trainer), len(asked))
+        encoded = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
+        refuse_images(encoded, "rollout_func")
+        raw_prompts = [prompt.raw for prompt in encoded for _ in range(n)]
+        output = self._checked(self.function(raw_prompts, self.trainer), len(raw_prompts))
         extra = {name: values for name, values in output.items() if name not in (*_NEEDED, "env_mask")}
-        for p, prompt in enumerate(given):
+        for p, prompt in enumerate(encoded):
             rows = range(p * n, (p + 1) * n)
             ids = tuple(output["prompt_ids"][rows[0]])
             if any(tuple(output["prompt_ids"][i]) != ids for i in rows):

@@ -15,7 +15,7 @@ def states_of(messages: Sequence[Message], first: Any = ()) -> tuple[str, ...]:
     keys, seen = [], [first]
     for message in messages:
         if message["role"] != "assistant":
-            seen.append(_said(message))
+            seen.append(_role_and_content(message))
             continue
         keys.append(digest(seen))
         seen = []
@@ -24,9 +24,9 @@ def states_of(messages: Sequence[Message], first: Any = ()) -> tuple[str, ...]:
 
 def state_before(messages: Sequence[Message]) -> str:
     """Key of the messages behind the assistant's last one."""
-    said = [one["role"] == "assistant" for one in messages]
-    new = messages[len(said) - said[::-1].index(True) :] if any(said) else messages
-    return digest([_said(one) for one in new])
+    is_answer = [message["role"] == "assistant" for message in messages]
+    new = messages[len(is_answer) - is_answer[::-1].index(True) :] if any(is_answer) else messages
+    return digest([_role_and_content(message) for message in new])
 
 
 def digest(value: Any) -> str:
@@ -34,5 +34,5 @@ def digest(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
 
-def _said(message: Message) -> list[Any]:
+def _role_and_content(message: Message) -> list[Any]:
     return [message.get("role"), message.get("content")]

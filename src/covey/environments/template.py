@@ -91,7 +91,7 @@ class Template:
 
         Raises ModelError where the template writes what came before the model's turn otherwise once it is answered.
         """
-        names = [str(one.get("name") or _NAME) for one in answers if one["role"] == "tool"]
+        names = [str(answer.get("name") or _NAME) for answer in answers if answer["role"] == "tool"]
         turn = self._assistant(names, {}) if names else {"role": "assistant", "content": "qx"}
         before = self._render([_ASK], tokenize=True)
         alone = self._render([_ASK, turn], tokenize=True)
@@ -131,9 +131,11 @@ class Template:
         """The parser for calls as this template writes them."""
         body = self._body()
         learnt = [] if body is None else [make(body) for make in (json_form, name_and_json_form, tagged_form)]
-        form = next((one for one in learnt if one is not None and _reads_back(one, body or "")), None)
-        has_own = getattr(self.tokenizer, "response_template", None) or getattr(self.tokenizer, "response_schema", None)
-        if form is None and not has_own:
+        form = next((parser for parser in learnt if parser is not None and _reads_back(parser, body or "")), None)
+        has_response_form = getattr(self.tokenizer, "response_template", None) or getattr(
+            self.tokenizer, "response_schema", None
+        )
+        if form is None and not has_response_form:
             raise ModelError(
                 "the tokenizer's chat template does not write tool calls, so the model cannot make any; use an instruct model "
                 "that was trained with tools, set tokenizer.chat_template, or set tokenizer.response_template."
@@ -170,11 +172,11 @@ def _reads_back(form: Callable[[str], tuple[str, list[WrittenCall]]], body: str)
 def json_form(body: str) -> Callable[[str], tuple[str, list[WrittenCall]]] | None:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, or a JSON list of such objects behind a word."""
     for start, value, stop in _json_values(body):
-        one = value[0] if isinstance(value, list) and value else value
-        if not isinstance(one, Mapping) or _NAME not in one.values():
+        call = value[0] if isinstance(value, list) and value else value
+        if not isinstance(call, Mapping) or _NAME not in call.values():
             continue
-        name_key = next(key for key, held in one.items() if held == _NAME)
-        arguments_key = next((key for key, held in one.items() if _KEYS[0] in str(held)), None)
+        name_key = next(key for key, held in call.items() if held == _NAME)
+        arguments_key = next((key for key, held in call.items() if _KEYS[0] in str(held)), None)
         if arguments_key is not None:
             return _JsonCalls(last_word(body[:start]), last_word(body[stop:], first=True), name_key, arguments_key)
     return None
@@ -220,8 +222,8 @@ def last_word(text: str, *, first: bool = False) -> str:
     """The last tag or word before a call (`first`: the first one after it), which marks it. Empty where there is none."""
     text = text.strip()
     if first:
-        found = re.match(r"<[^<>]*>|\[[^\[\]]*\]|\S+", text)
-        return found.group() if found else ""
+        match = re.match(r"<[^<>]*>|\[[^\[\]]*\]|\S+", text)
+        return match.group() if match else ""
     if "<" in text:
         return text[text.rfind("<") :]
     return text.split()[-1] if text else ""
@@ -229,7 +231,7 @@ def last_word(text: str, *, first: bool = False) -> str:
 
 def _json_values(text: str) -> list[tuple[int, Any, int]]:
     """Every JSON object or list in a text, outermost first: start, value, stop."""
-    decoder, found, at = json.JSONDecoder(), [], 0
+    decoder, values, at = json.JSONDecoder(), [], 0
     while at < len(text):
         if text[at] not in "{[":
             at += 1
@@ -239,9 +241,9 @@ def _json_values(text: str) -> list[tuple[int, Any, int]]:
         except ValueError:
             at += 1
             continue
-        found.append((at, value, stop))
+        values.append((at, value, stop))
         at = stop
-    return found
+    return values
 
 
 def _read_json(text: str, at: int) -> tuple[Any, int, str | None]:
@@ -289,13 +291,13 @@ class _JsonCalls:
         return "", self._calls(value)
 
     def _calls(self, value: Any) -> list[WrittenCall]:
-        found = []
-        for one in value if isinstance(value, list) else [value]:
-            if not isinstance(one, Mapping) or not isinstance(one.get(self.name_key), str):
-                found.append(WrittenCall("", value, f"a call is a JSON object with {self.name_key!r}; write it again"))
+        calls = []
+        for call in value if isinstance(value, list) else [value]:
+            if not isinstance(call, Mapping) or not isinstance(call.get(self.name_key), str):
+                calls.append(WrittenCall("", value, f"a call is a JSON object with {self.name_key!r}; write it again"))
                 continue
-            found.append(WrittenCall(one[self.name_key], _as_mapping(one.get(self.arguments_key, {}))))
-        return found
+            calls.append(WrittenCall(call[self.name_key], _as_mapping(call.get(self.arguments_key, {}))))
+        return calls
 
 
 @dataclass(frozen=True)
@@ -308,12 +310,12 @@ class _NameThenJson:
     def __call__(self, text: str) -> tuple[str, list[WrittenCall]]:
         calls, at, first = list[WrittenCall](), 0, len(text)
         name = re.compile(re.escape(self.opener) + r"\s*([\w.\-]+)")
-        while found := name.search(text, at):
-            first = min(first, found.start())
-            start = text.find(self.before_json, found.end()) if self.before_json else found.end()
-            value, at, problem = _read_json(text, max(start, found.end()) + len(self.before_json) * (start >= 0))
-            at = max(at, found.end())
-            calls.append(WrittenCall(found.group(1), value if problem is None else "", problem))
+        while match := name.search(text, at):
+            first = min(first, match.start())
+            start = text.find(self.before_json, match.end()) if self.before_json else match.end()
+            value, at, problem = _read_json(text, max(start, match.end()) + len(self.before_json) * (start >= 0))
+            at = max(at, match.end())
+            calls.append(WrittenCall(match.group(1), value if problem is None else "", problem))
         return text[:first].rstrip().removesuffix(self.wrapper).strip(), calls
 
 
@@ -337,12 +339,12 @@ class _TaggedCalls:
             re.DOTALL,
         )
         starts = list(name.finditer(text))
-        for i, found in enumerate(starts):
-            first = min(first, found.start())
+        for i, match in enumerate(starts):
+            first = min(first, match.start())
             stop = starts[i + 1].start() if i + 1 < len(starts) else len(text)
-            end = text.find(self.closer, found.end(), stop) if self.closer else -1
-            inside = text[found.end() : stop if end < 0 else end]
-            calls.append(WrittenCall(found.group(1), dict(pair.findall(inside))))
+            end = text.find(self.closer, match.end(), stop) if self.closer else -1
+            inside = text[match.end() : stop if end < 0 else end]
+            calls.append(WrittenCall(match.group(1), dict(pair.findall(inside))))
         return _before_tag(text[:first]), calls
 
 

@@ -53,18 +53,18 @@ class Tool:
     @property
     def parameters(self) -> Mapping[str, Any]:
         """JSON schema of each parameter, by name."""
-        found: Mapping[str, Any] = self.schema["function"].get("parameters", {}).get("properties", {})
-        return found
+        properties: Mapping[str, Any] = self.schema["function"].get("parameters", {}).get("properties", {})
+        return properties
 
     def problem_with(self, arguments: Any) -> str | None:
         """A sentence for the model where `arguments` do not fit the signature; None where they do."""
         if not isinstance(arguments, Mapping):
             return f"the arguments of {self.name} must be a JSON object, not {type(arguments).__name__}"
-        known = list(self.parameters)
+        names = list(self.parameters)
         takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(self.call).parameters.values())
-        unknown = [name for name in arguments if name not in known and not takes_any]
+        unknown = [name for name in arguments if name not in names and not takes_any]
         if unknown:
-            return f"{self.name} has no parameter {unknown[0]!r}; it takes {', '.join(known) or 'none'}"
+            return f"{self.name} has no parameter {unknown[0]!r}; it takes {', '.join(names) or 'none'}"
         required = self.schema["function"].get("parameters", {}).get("required", [])
         missing = [name for name in required if name not in arguments]
         return f"{self.name} needs {', '.join(missing)}" if missing else None
@@ -111,13 +111,15 @@ def tool(
     return mark
 
 
-def _refuse_bad_memory(given: Any, isolated: bool) -> None:
-    if not isinstance(given, int) or given < 1:
-        raise ConfigError(f"tool(max_memory={given!r}) must be a whole number of bytes, such as 2**28.")
+def _refuse_bad_memory(max_memory: Any, isolated: bool) -> None:
+    if not isinstance(max_memory, int) or max_memory < 1:
+        raise ConfigError(f"tool(max_memory={max_memory!r}) must be a whole number of bytes, such as 2**28.")
     if not isolated:
-        raise ConfigError(f"tool(max_memory={given}) needs isolated=True: the memory of a thread cannot be limited.")
+        raise ConfigError(
+            f"tool(max_memory={max_memory}) needs isolated=True: the memory of a thread cannot be limited."
+        )
     if not sys.platform.startswith("linux"):
-        raise ConfigError(f"tool(max_memory={given}) can be kept on Linux only; leave it out here.")
+        raise ConfigError(f"tool(max_memory={max_memory}) can be kept on Linux only; leave it out here.")
 
 
 def tools_of(functions: Iterable[Any]) -> tuple[Tool, ...]:
@@ -127,8 +129,8 @@ def tools_of(functions: Iterable[Any]) -> tuple[Tool, ...]:
     """
     if isinstance(functions, str | Mapping) or not isinstance(functions, Iterable):
         raise ConfigError(f"tools is a {type(functions).__name__}; give a list of functions.")
-    tools = tuple(one if isinstance(one, Tool) else _tool_of(one) for one in functions)
-    names = [one.name for one in tools]
+    tools = tuple(function if isinstance(function, Tool) else _tool_of(function) for function in functions)
+    names = [tool.name for tool in tools]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"two tools have the name {name!r}; the model could not tell them apart. Rename one.")
@@ -155,10 +157,10 @@ def _tool_of(function: Any) -> Tool:
 
 def bound(tools: Sequence[Tool], instance: Any) -> tuple[Tool, ...]:
     """The same tools as methods of `instance`."""
-    return tuple(replace(one, call=getattr(instance, one.name)) for one in tools)
+    return tuple(replace(tool, call=getattr(instance, tool.name)) for tool in tools)
 
 
 def unknown_tool(name: str, tools: Iterable[Tool]) -> str:
     """A sentence for the model that called a tool that does not exist."""
-    names = [one.name for one in tools]
+    names = [tool.name for tool in tools]
     return f"there is no tool {name!r}.{did_you_mean(name, names)} Tools: {', '.join(names)}"

@@ -41,15 +41,15 @@ class Watch:
         self._path = place / "evaluations.jsonl"
         self._metric, self._trial = metric, trial
         self._seen = set(trial.study.trials[trial.number].intermediate_values)
-        self.has_given_up = False
+        self.is_pruned = False
         self.last = math.nan
 
     def is_hopeless(self) -> bool:
         """Report every new evaluation; True once the pruner says that the trial is not worth going on with."""
         from covey.runs.metrics import read
 
-        if self.has_given_up or not self._path.is_file():
-            return self.has_given_up
+        if self.is_pruned or not self._path.is_file():
+            return self.is_pruned
         for row in read(self._path):
             value, step = number_of(row.get(self._metric)), row.get("step")
             if not isinstance(step, int) or step in self._seen or not math.isfinite(value):
@@ -57,8 +57,8 @@ class Watch:
             self._seen.add(step)
             self._trial.report(value, step)
             self.last = value
-            self.has_given_up = self.has_given_up or bool(self._trial.should_prune())
-        return self.has_given_up
+            self.is_pruned = self.is_pruned or bool(self._trial.should_prune())
+        return self.is_pruned
 
 
 def number_of(value: Any) -> float:

@@ -48,11 +48,11 @@ def train(
         # a session of its own: Ctrl-C would reach it twice, once from the terminal and once from here
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=file, stderr=errors, start_new_session=True)
         try:
-            is_told = False
+            is_signalled = False
             while process.poll() is None:
-                if not is_told and (stop.signal is not None or is_over()):
+                if not is_signalled and (stop.signal is not None or is_over()):
                     process.send_signal(stop.signal or _TERMINATE)
-                    is_told = True
+                    is_signalled = True
                 time.sleep(_LOOK_SECONDS)
         except BaseException:
             process.terminate()
@@ -69,10 +69,10 @@ def _last_object(log: Path, start: int) -> dict[str, Any]:
     for line in reversed(log.read_bytes()[start:].decode(errors="replace").splitlines()):
         if line.startswith('{"run"'):
             try:
-                found = json.loads(line)
+                result = json.loads(line)
             except ValueError:  # a reward printed something that looks like it
                 continue
-            return dict(found)
+            return dict(result)
     return {}
 
 
@@ -89,7 +89,7 @@ def options_file(text: str) -> Iterator[str]:
 
 
 def refuse_launcher(flag: str) -> None:
-    """Raise ConfigError in a process that a launcher started beside others: each would start every run."""
+    """Raise ConfigError in one of several processes of a launcher: each would start every run."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             f"{flag} starts runs of its own, one process each; start it without accelerate launch or torchrun."

@@ -28,14 +28,14 @@ def importances(study: Any) -> dict[str, float]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=_BEST)
-        found = optuna.importance.get_param_importances(study, evaluator=evaluator)
-    return {name: float(share) for name, share in found.items()}
+        importance = optuna.importance.get_param_importances(study, evaluator=evaluator)
+    return {name: float(share) for name, share in importance.items()}
 
 
 def in_words(shares: dict[str, float], trials: int) -> list[str]:
     """Lines for the table of a search."""
     if not shares:
         return []
-    told = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    listed = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
     hint = "" if trials >= PLENTY else f"; a hint, from {trials} completed trials"
-    return [f"importance: {told}{hint}"]
+    return [f"importance: {listed}{hint}"]

@@ -59,27 +59,27 @@ def choices(words: Sequence[str], kinds: Mapping[str, str], flag: str) -> dict[s
 
     Raises ConfigError naming the word after `flag`.
     """
-    found: dict[str, tuple[Any, ...]] = {}
+    values_by_name: dict[str, tuple[Any, ...]] = {}
     for word in words:
         name, values = _named(word, kinds, flag, "name=a,b,c")
-        if name in found:
+        if name in values_by_name:
             raise ConfigError(f"{flag} names {name} twice; keep one.")
-        found[name] = _choices(name, values).choices
-    return found
+        values_by_name[name] = _choices(name, values).choices
+    return values_by_name
 
 
 def dimensions(words: Sequence[str], kinds: Mapping[str, str]) -> list[Dimension]:
     """One for each word. Raises ConfigError naming the word and how it is written."""
-    found = [_dimension(word, kinds) for word in words]
-    names = [one.name for one in found]
+    parsed = [_dimension(word, kinds) for word in words]
+    names = [dimension.name for dimension in parsed]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"--search names {name} twice; keep one.")
-    if not found:
+    if not parsed:
         raise ConfigError(
             "--search is missing: name the values to try, such as learning_rate=1e-6:1e-4:log or num_generations=4,8."
         )
-    return found
+    return parsed
 
 
 def _named(word: str, kinds: Mapping[str, str], flag: str, forms: str) -> tuple[str, str]:

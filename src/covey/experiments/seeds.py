@@ -22,8 +22,8 @@ def begin(folder: Path, options: Mapping[str, Any]) -> Results:
     """Claim the folder for these options. Returns earlier results. Raises RunFolderError when it holds something else."""
     series.claim(folder, options, "seeds")
     path = folder / RESULTS
-    found = json.loads(path.read_text()) if path.is_file() else {}
-    return {int(number): result for number, result in found.items()}
+    results = json.loads(path.read_text()) if path.is_file() else {}
+    return {int(number): result for number, result in results.items()}
 
 
 def write(folder: Path, results: Results) -> None:

@@ -23,12 +23,12 @@ def claim(folder: Path, options: Mapping[str, Any], what: str) -> None:
 
     if (folder / "run.json").is_file():
         raise RunFolderError(f"{folder} holds a single run; choose another --output-dir for several.")
-    wanted = mask(dict(options))
+    masked = mask(dict(options))
     before = folder / RECIPE
     if before.is_file():
         recorded = yaml_of(read_text(before), str(before))[1] or {}
         changed = sorted(
-            name for name in {*recorded, *wanted} if recorded.get(name) != wanted.get(name) and name not in RETIRED
+            name for name in {*recorded, *masked} if recorded.get(name) != masked.get(name) and name not in RETIRED
         )
         if changed:
             raise RunFolderError(
@@ -36,7 +36,7 @@ def claim(folder: Path, options: Mapping[str, Any], what: str) -> None:
                 "give the same options."
             )
     folder.mkdir(parents=True, exist_ok=True)
-    before.write_text(yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True))
+    before.write_text(yaml.safe_dump(masked, sort_keys=False, allow_unicode=True))
 
 
 def make_way(place: Path) -> None:

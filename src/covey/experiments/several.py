@@ -56,8 +56,8 @@ class Book:
         self.failed: dict[str, int] = {}
         """Exit code by run."""
         path = folder / (seeds.RESULTS if is_seeds else RESULTS)
-        found = json.loads(path.read_text()) if path.is_file() else {}
-        self.results: Results = {f"seed-{name}" if is_seeds else name: result for name, result in found.items()}
+        recorded = json.loads(path.read_text()) if path.is_file() else {}
+        self.results: Results = {f"seed-{name}" if is_seeds else name: result for name, result in recorded.items()}
 
     def ended(self, member: Any) -> None:
         """Write down how this `Member` has ended; one that was stopped is not over."""

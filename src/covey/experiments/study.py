@@ -71,7 +71,7 @@ def open_study(tuning: Tuning) -> Any:
     # the seed moves on with the study, or a resumed search would draw the first values again
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        # constant_liar: trials that still run count as bad ones, so that those beside them differ
+        # constant_liar: trials that still run count as bad ones, so that concurrent trials differ
         study.sampler = optuna.samplers.TPESampler(seed=tuning.seed + len(study.trials), constant_liar=tuning.jobs > 1)
     if not study.trials and tuning.start:
         study.enqueue_trial(dict(tuning.start))
@@ -117,18 +117,18 @@ class Search:
         tuning, study, watch = self._tuning, self._study, attempt.watch
         value = number_of(ended.result.get("metrics", {}).get(tuning.metric))
         has_failed = False
-        if watch.has_given_up and not ended.result:
+        if watch.is_pruned and not ended.result:
             study.tell(attempt.trial, state=state_of("PRUNED"))
-            said = f"ended early at {watch.last:.4g}"
+            outcome = f"ended early at {watch.last:.4g}"
         elif ended.code or not math.isfinite(value):
             has_failed = True
             study.tell(attempt.trial, state=state_of("FAIL"))
-            said = f"failed with exit code {ended.code}, see {attempt.log}"
+            outcome = f"failed with exit code {ended.code}, see {attempt.log}"
         else:
             study.tell(attempt.trial, value)
-            said = f"{value:.4g}"
+            outcome = f"{value:.4g}"
         seconds = time.perf_counter() - attempt.started
-        self._say(f"  trial {attempt.number}: {tuning.metric} {said} ({seconds:.0f} s)")
+        self._say(f"  trial {attempt.number}: {tuning.metric} {outcome} ({seconds:.0f} s)")
         self._failed = [*self._failed, ended.code or 1] if has_failed else []
         if self.code:
             self._say(f"{len(self._failed)} trials failed in a row; the last one's log is {attempt.log}")
@@ -155,7 +155,7 @@ def next_trial(tuning: Tuning, study: Any, say: Callable[[str], None], running: 
         if frozen.state == optuna.trial.TrialState.RUNNING and frozen.number not in running:
             say(f"trial {frozen.number} goes on where it was interrupted")
             return optuna.trial.Trial(study, frozen._trial_id)
-    return study.ask({one.name: one.distribution() for one in tuning.search})
+    return study.ask({dimension.name: dimension.distribution() for dimension in tuning.search})
 
 
 def state_of(name: str) -> Any:

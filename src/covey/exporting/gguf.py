@@ -25,7 +25,7 @@ _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8
 _MOST_ROUNDING = {"f32": 0.0, "f16": 2.0**-11, "bf16": 2.0**-8, "q8_0": 0.5 / 127 + 2.0**-11}
 """Largest error of a weight: of itself for f16 and bf16, of the largest in its block of 32 for q8_0."""
 _LEAST_STEP = {"f32": 0.0, "f16": 2.0**-25, "bf16": 0.0, "q8_0": 127 * 2.0**-25}
-"""Largest error, beside, of numbers or scales so small that float16 rounds them to a multiple of 2**-24."""
+"""Largest additional error, of numbers or scales so small that float16 rounds them to a multiple of 2**-24."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +85,12 @@ def write_gguf(path: Path, model: Any, tokenizer: Any, *, name: str, outtype: st
     _add_header(gguf, writer, config, name, outtype, len(vocabulary.tokens))
     _add_vocabulary(writer, vocabulary)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    for own, weight in _weights(model):
-        stem, _, ending = own.rpartition(".")
+    for parameter, weight in _weights(model):
+        stem, _, ending = parameter.rpartition(".")
         theirs = names.get_name(stem)
         if theirs is None:
             raise ModelError(
-                f"{own} has no place in a GGUF file of this family; the model has parts that llama.cpp does not."
+                f"{parameter} has no place in a GGUF file of this family; the model has parts that llama.cpp does not."
             )
         data, raw = _encoded(gguf, weight, outtype)
         writer.add_tensor(f"{theirs}.{ending}", data, raw_dtype=raw)
@@ -100,7 +100,7 @@ def write_gguf(path: Path, model: Any, tokenizer: Any, *, name: str, outtype: st
         writer.write_tensors_to_file()
     finally:
         writer.close()
-    return _compared(gguf, path, model, names, outtype)
+    return _verified(gguf, path, model, names, outtype)
 
 
 def _add_header(gguf: Any, writer: Any, config: Any, name: str, outtype: str, size: int) -> None:
@@ -182,16 +182,16 @@ def _encoded(gguf: Any, weight: Tensor, outtype: str) -> tuple[np.ndarray[Any, A
     return gguf.quantize(values, kind), kind
 
 
-def _compared(gguf: Any, path: Path, model: Any, names: Any, outtype: str) -> Written:
+def _verified(gguf: Any, path: Path, model: Any, names: Any, outtype: str) -> Written:
     """Every tensor of the file against the model's. Raises ModelError where one differs by more than its type rounds."""
     reader = gguf.GGUFReader(path)
-    found = {tensor.name: tensor for tensor in reader.tensors}
+    by_name = {tensor.name: tensor for tensor in reader.tensors}
     largest, count = 0.0, 0
-    for own, weight in _weights(model):
-        stem, _, ending = own.rpartition(".")
-        tensor = found.get(f"{names.get_name(stem)}.{ending}")
+    for parameter, weight in _weights(model):
+        stem, _, ending = parameter.rpartition(".")
+        tensor = by_name.get(f"{names.get_name(stem)}.{ending}")
         if tensor is None:
-            raise ModelError(f"{path} was written but lacks {own}.")
+            raise ModelError(f"{path} was written but lacks {parameter}.")
         kind = tensor.tensor_type.name.lower()
         back = torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
         back = back.reshape(weight.shape)
@@ -199,9 +199,9 @@ def _compared(gguf: Any, path: Path, model: Any, names: Any, outtype: str) -> Wr
         apart = (back - weight).abs()
         allowed = scale * _MOST_ROUNDING[kind] + _LEAST_STEP[kind]
         if not bool((apart.reshape(scale.shape[0], -1) <= allowed * 1.001).all()):
-            raise ModelError(f"{path} was written but {own} reads back unlike it was; not kept.")
+            raise ModelError(f"{path} was written but {parameter} reads back unlike it was; not kept.")
         largest = max(largest, float(apart.max() / weight.abs().max().clamp_min(1e-30)))
         count += 1
-    if count != len(found):
-        raise ModelError(f"{path} was written but holds {len(found)} tensors instead of {count}; not kept.")
+    if count != len(by_name):
+        raise ModelError(f"{path} was written but holds {len(by_name)} tensors instead of {count}; not kept.")
     return Written(path=path, num_tensors=count, size=path.stat().st_size, largest_error=largest)

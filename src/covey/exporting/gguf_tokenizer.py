@@ -55,7 +55,7 @@ def vocabulary_of(tokenizer: Any, size: int) -> Vocabulary:
             f"The tokenizer has token {max(words)} and the model {size} embeddings; they do not belong together."
         )
     kinds = {index: 3 if is_special else 4 for index, is_special in special}
-    merges = [one if isinstance(one, str) else " ".join(one) for one in model["merges"]]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     return Vocabulary(
         tokens=tuple(words.get(i, f"[PAD{i}]") for i in range(size)),
         types=tuple(kinds.get(i, 1) if i in words else 5 for i in range(size)),
@@ -74,18 +74,23 @@ def _pre(described: Any, normalizer: Any, ignores_merges: bool) -> str:
     steps = (described or {}).get("pretokenizers") or [described or {}]
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
-        found: str | None = "gpt-2"
+        pre_tokenizer: str | None = "gpt-2"
     elif kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits") and steps[1].get("use_regex", True):
-        found = _DIGITS_FIRST
+        pre_tokenizer = _DIGITS_FIRST
     elif kinds == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
-        found = _BY_PATTERN.get((steps[0].get("pattern") or {}).get("Regex", ""))
+        pre_tokenizer = _BY_PATTERN.get((steps[0].get("pattern") or {}).get("Regex", ""))
     else:
-        found = None
-    normal = {"type": "NFC"} if found == "qwen2" else None
+        pre_tokenizer = None
+    normal = {"type": "NFC"} if pre_tokenizer == "qwen2" else None
     spaced = any(step.get("add_prefix_space") for step in steps)
-    if found is None or spaced or normalizer not in (None, normal) or ignores_merges != (found == "llama-bpe"):
+    if (
+        pre_tokenizer is None
+        or spaced
+        or normalizer not in (None, normal)
+        or ignores_merges != (pre_tokenizer == "llama-bpe")
+    ):
         raise ModelError(
             "llama.cpp would cut text into other words than this tokenizer does, so the model would read other tokens; convert it with "
             "llama.cpp's own script, which knows more tokenizers."
         )
-    return found
+    return pre_tokenizer

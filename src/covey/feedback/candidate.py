@@ -44,7 +44,7 @@ def train_candidate(
     args = arguments(conversations, settings, output)
     world = World.of(args)
     algorithm = alg.reinforce_pp(kl=settings.beta or None)
-    given = RunInputs(
+    inputs = RunInputs(
         args=args,
         model=model.to(world.device),
         tokenizer=tokenizer,
@@ -55,12 +55,12 @@ def train_candidate(
         world=world,
     )
     batches = split(conversations, settings)
-    learner = build_learner(given, len(batches), (None, None), is_off_policy=True)
+    learner = build_learner(inputs, len(batches), (None, None), is_off_policy=True)
     torch.manual_seed(settings.seed)
     algorithm = algorithm.resolve(algorithm.initial_controllers())
     parts = []
     for step, batch in enumerate(batches, 1):
-        groups = learner.annotate([one.group() for one in batch], algorithm)
+        groups = learner.annotate([conversation.group() for conversation in batch], algorithm)
         groups = with_advantages(groups, algorithm, torch.ones(1))
         report = learner.step(groups, algorithm, step)
         parts.append(report.metrics)
@@ -94,7 +94,7 @@ def arguments(conversations: Sequence[Conversation], settings: Settings, output:
         lr_scheduler_type="constant",
         per_device_train_batch_size=settings.batch_size,
         num_generations=settings.batch_size,
-        max_completion_length=max(len(one.token_ids) for one in conversations),
+        max_completion_length=max(len(conversation.token_ids) for conversation in conversations),
         gradient_checkpointing=False,
         bf16=False,
         use_cpu=settings.use_cpu,

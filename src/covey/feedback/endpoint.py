@@ -140,10 +140,10 @@ class LearningEndpoint:
 
     def _refusal(self, call: Call) -> str | None:
         """Reason why answers of this call are not trained on."""
-        params, model, known = call.params, self._learner(call), self.versions.models
+        params, model, models = call.params, self._learner(call), self.versions.models
         if self.settings.users and model == self.name:
             return "it was not asked by a user of their own model"
-        if model != self.name and model not in known and len(known) >= self.settings.max_users:
+        if model != self.name and model not in models and len(models) >= self.settings.max_users:
             return "as many users have an adapter as may have one"
         if params.temperature <= 0:
             return "it was drawn greedily"
@@ -157,20 +157,22 @@ class LearningEndpoint:
         """Model that learns from this call: the shared one, or the user's own."""
         if not self.settings.users or call.user is None:
             return self.name
-        own = self._of_user(call.user)
-        return own if call.model in (self.name, own) else self.name
+        user_model = self._of_user(call.user)
+        return user_model if call.model in (self.name, user_model) else self.name
 
     def _of_user(self, user: str) -> str:
         return f"{self.name}@{user}"
 
-    def _model_for(self, wanted: APIRequest) -> str:
+    def _model_for(self, api_request: APIRequest) -> str:
         """The user's own model once it has learnt something. Raises APIError for a `user` that cannot be part of a name."""
-        if not self.settings.users or wanted.user is None:
-            return wanted.model
-        if not _USER.fullmatch(wanted.user):
+        if not self.settings.users or api_request.user is None:
+            return api_request.model
+        if not _USER.fullmatch(api_request.user):
             raise bad("user must be 1 to 64 letters, digits, dots, hyphens or underscores here.", "user")
-        own = self._of_user(wanted.user)
-        return own if wanted.model == self.name and own in self.endpoint.samplers else wanted.model
+        user_model = self._of_user(api_request.user)
+        return (
+            user_model if api_request.model == self.name and user_model in self.endpoint.samplers else api_request.model
+        )
 
     def _feedback(self, body: Any) -> dict[str, Any]:
         fields = Fields(body)
@@ -257,7 +259,7 @@ class LearningEndpoint:
         order = Order(
             conversations=tuple(conversations),
             start=self.versions.adapter(model, served),
-            against=tuple(self.versions.adapter(model, one) for one in rivals),
+            against=tuple(self.versions.adapter(model, rival) for rival in rivals),
             output=output,
         )
         made = self._learning.make(order)
@@ -286,8 +288,8 @@ class LearningEndpoint:
 
     def _add(self, model: str, version: int) -> None:
         """Serve a version of a model that nothing runs yet: before the endpoint is open, or a user's first."""
-        own = self.endpoint.samplers[self.name]
-        sampler = own if model == self.name else copy.copy(own)
+        base_sampler = self.endpoint.samplers[self.name]
+        sampler = base_sampler if model == self.name else copy.copy(base_sampler)
         sampler.load(self._weights(model, version), version)
         if model != self.name:
             self.endpoint.add(model, sampler)
@@ -303,8 +305,8 @@ class LearningEndpoint:
         name = (
             f"{entry['model']} version {entry['version']}" if "version" in entry else f"a candidate of {entry['model']}"
         )
-        said = "; ".join(verdict.said for verdict in made.verdicts)
-        logger.warning("%s was %s after %d scores: %s.", name, entry["outcome"], entry["conversations"], said)
+        sentence = "; ".join(verdict.said for verdict in made.verdicts)
+        logger.warning("%s was %s after %d scores: %s.", name, entry["outcome"], entry["conversations"], sentence)
 
     @property
     def _log_path(self) -> Path:
@@ -324,7 +326,7 @@ class LearningEndpoint:
 
 
 def _summary(made: Made, rivals: tuple[int, ...]) -> dict[str, Any]:
-    verdicts = {str(rival): one.summary() for rival, one in zip(rivals, made.verdicts, strict=True)}
+    verdicts = {str(rival): verdict.summary() for rival, verdict in zip(rivals, made.verdicts, strict=True)}
     return {"verdicts": verdicts, "metrics": made.metrics, "seconds": round(made.seconds, 3)}
 
 

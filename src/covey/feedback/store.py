@@ -124,10 +124,10 @@ class Store:
                 self._forget_oldest()
 
     def _unscored_bytes(self) -> int:
-        found = self._file.execute(
+        cursor = self._file.execute(
             f"SELECT SUM({_ROW_BYTES} + LENGTH(prompt) + LENGTH(tokens) + COALESCE(LENGTH(logprobs), 0)) FROM answers WHERE score IS NULL"
         )
-        return int(found.fetchone()[0] or 0)
+        return int(cursor.fetchone()[0] or 0)
 
     def _forget_oldest(self) -> None:
         """Delete the oldest answers without a score, until a tenth of the room is free."""
@@ -141,21 +141,21 @@ class Store:
     def score(self, id: str, choice: int, score: float, comment: str | None) -> Taken:
         """Give an answer its score. Raises FeedbackError for an unknown one, a second score, or one that comes too late."""
         with self._lock:
-            found = self._file.execute(
+            row = self._file.execute(
                 "SELECT model, version, refused, score, created FROM answers WHERE id = ? AND choice = ?", (id, choice)
             ).fetchone()
-            if found is None:
+            if row is None:
                 raise FeedbackError(
                     404, "unknown", f"No answer {id!r} with index {choice} is waiting for a score here."
                 )
-            model, version, refused, former, created = found
+            model, version, refused, former, created = row
             if former is not None:
-                said = f"Answer {id!r} has the score {former:g} already; one score is taken."
-                raise FeedbackError(409, "second", said)
+                sentence = f"Answer {id!r} has the score {former:g} already; one score is taken."
+                raise FeedbackError(409, "second", sentence)
             age = time.time() - created
             if age > self.max_age_seconds:
-                said = f"Answer {id!r} is {age:.0f} s old; scores are taken for {self.max_age_seconds:.0f} s."
-                raise FeedbackError(410, "late", said)
+                sentence = f"Answer {id!r} is {age:.0f} s old; scores are taken for {self.max_age_seconds:.0f} s."
+                raise FeedbackError(410, "late", sentence)
             self._file.execute(
                 "UPDATE answers SET score = ?, scored = ?, comment = ? WHERE id = ? AND choice = ?",
                 (score, time.time(), comment, id, choice),
@@ -165,11 +165,11 @@ class Store:
     def due(self, least: int) -> str | None:
         """Model with at least so many conversations to train on, the one that has waited longest; None where there is none."""
         with self._lock:
-            found = self._file.execute(
+            row = self._file.execute(
                 f"SELECT model FROM answers WHERE {_WAITING} GROUP BY model HAVING COUNT(*) >= ? ORDER BY MIN(scored) LIMIT 1",
                 (least,),
             ).fetchone()
-        return None if found is None else str(found[0])
+        return None if row is None else str(row[0])
 
     def waiting(self) -> dict[str, int]:
         """Conversations to train on, by model."""
@@ -200,7 +200,7 @@ class Store:
 
     def used(self, conversations: Sequence[Conversation], candidate: int) -> None:
         """Mark conversations as used by a candidate: they are not taken again, and their tokens are deleted."""
-        keys = [(candidate, one.id, one.choice) for one in conversations]
+        keys = [(candidate, conversation.id, conversation.choice) for conversation in conversations]
         with self._lock:
             self._file.execute("BEGIN")
             self._file.executemany(

@@ -15,17 +15,17 @@ _DROPPED = frozenset({"Cc", "Cs", "Co", "Cn"})
 def cleaned(text: str) -> str:
     """The text in Unicode's form NFC without control characters, lone surrogates and unassigned characters; line ends as `\\n`."""
     lines = unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n"))
-    return "".join(one for one in lines if one in "\n\t" or unicodedata.category(one) not in _DROPPED).strip()
+    return "".join(char for char in lines if char in "\n\t" or unicodedata.category(char) not in _DROPPED).strip()
 
 
 def marks(prompt: Prompt) -> set[str]:
     """Hashes that identify a prompt: of its token ids, and of its text or last user message without spaces at the ends, in any case."""
-    found = {_hash(list(prompt.token_ids))}
-    said = [str(one.get("content", "")) for one in prompt.messages or () if one.get("role") == "user"]
-    text = said[-1] if said else prompt.text
+    hashes = {_hash(list(prompt.token_ids))}
+    user_texts = [str(message.get("content", "")) for message in prompt.messages or () if message.get("role") == "user"]
+    text = user_texts[-1] if user_texts else prompt.text
     if text is not None and text.strip():
-        found.add(_hash(" ".join(unicodedata.normalize("NFKC", text).casefold().split())))
-    return found
+        hashes.add(_hash(" ".join(unicodedata.normalize("NFKC", text).casefold().split())))
+    return hashes
 
 
 def marks_of(prompts: Iterable[Prompt]) -> frozenset[str]:

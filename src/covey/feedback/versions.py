@@ -15,7 +15,7 @@ from urllib.parse import quote
 from covey.errors import RunFolderError
 from covey.runs.storage import read_plain
 
-_KEPT = 5
+_MOST_VERSIONS = 5
 """Versions of a model that stay on the disk, besides the served one, its parent and the best."""
 _LARGEST = 16 * 2**20
 
@@ -35,10 +35,10 @@ class Versions:
         if self._path.exists():
             try:
                 self._state = json.loads(read_plain(self._path, _LARGEST))
-                known = self._state["base"]
+                base = self._state["base"]
             except (ValueError, KeyError) as error:
                 raise RunFolderError(f"{self._path} cannot be read ({error}); give another --learn-folder.") from error
-            if known != fingerprint:
+            if base != fingerprint:
                 raise RunFolderError(
                     f"{folder} holds what was learnt with another model; give the model of then, or another --learn-folder."
                 )
@@ -59,15 +59,15 @@ class Versions:
 
     def best(self, model: str) -> int:
         """Version with the highest mean reward on the fixed set among those that were not withdrawn."""
-        known = [one for one in self._of(model)["versions"] if not one["withdrawn"]]
-        means = {0: self._of(model)["base_reward"]} | {one["version"]: one["reward"] for one in known}
+        usable = [entry for entry in self._of(model)["versions"] if not entry["withdrawn"]]
+        means = {0: self._of(model)["base_reward"]} | {entry["version"]: entry["reward"] for entry in usable}
         return max(means, key=lambda version: (-float("inf") if means[version] is None else means[version], version))
 
     def promote(self, model: str, parent: int, candidate: Path, verdict: Mapping[str, Any]) -> int:
         """Make a candidate the served version. Returns its number."""
         with self._lock:
             state = self._of(model)
-            version = max([0, *(one["version"] for one in state["versions"])], default=0) + 1
+            version = max([0, *(entry["version"] for entry in state["versions"])], default=0) + 1
             target = self.adapter(model, version)
             assert target is not None
             shutil.rmtree(target, ignore_errors=True)  # of a process that ended before it was promoted
@@ -91,7 +91,7 @@ class Versions:
             state = self._of(model)
             if state["served"] == 0:
                 raise LookupError(f"{model} is served as it was given; there is nothing to roll back.")
-            entry = next(one for one in state["versions"] if one["version"] == state["served"])
+            entry = next(entry for entry in state["versions"] if entry["version"] == state["served"])
             parent = self.adapter(model, entry["parent"])
             if parent is not None and not parent.is_dir():
                 raise LookupError(f"version {entry['parent']} of {model} is not on the disk any more.")
@@ -117,13 +117,13 @@ class Versions:
 
     def _prune(self, model: str) -> None:
         state = self._of(model)
-        known = [one["version"] for one in state["versions"]]
-        parents = {one["version"]: one["parent"] for one in state["versions"]}
-        keep, line = {self.best(model), *known[-_KEPT:]}, state["served"]
-        for _ in range(_KEPT):
+        numbers = [entry["version"] for entry in state["versions"]]
+        parents = {entry["version"]: entry["parent"] for entry in state["versions"]}
+        keep, line = {self.best(model), *numbers[-_MOST_VERSIONS:]}, state["served"]
+        for _ in range(_MOST_VERSIONS):
             keep.add(line)
             line = parents.get(line, 0)
-        for version in set(known) - keep:
+        for version in set(numbers) - keep:
             folder = self.adapter(model, version)
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -108,14 +108,16 @@ class Bench:
             self.settings,
             order.output,
         )
-        own = self.scores(order.output)
-        verdicts = tuple(judged(self.scores(one), own, self.settings.tolerance) for one in order.against)
+        candidate_scores = self.scores(order.output)
+        verdicts = tuple(
+            judged(self.scores(rival), candidate_scores, self.settings.tolerance) for rival in order.against
+        )
         return Made(verdicts=verdicts, metrics=metrics, seconds=time.monotonic() - started)
 
 
 def _mean(rewards: Sequence[float]) -> float:
-    known = [reward for reward in rewards if not math.isnan(reward)]
-    return sum(known) / len(known) if known else math.nan
+    finite = [reward for reward in rewards if not math.isnan(reward)]
+    return sum(finite) / len(finite) if finite else math.nan
 
 
 def fixed_prompts(settings: Settings, tokenizer: Any) -> list[Any]:
@@ -146,8 +148,8 @@ def work(connection: Connection) -> None:
 
 
 def _failure(error: BaseException) -> tuple[str, str, str, str]:
-    said = str(error) if isinstance(error, CoveyError) else f"{type(error).__name__}: {first_line(error)}"
-    return "failed", type(error).__name__, said, "".join(traceback.format_exception(error))
+    message = str(error) if isinstance(error, CoveyError) else f"{type(error).__name__}: {first_line(error)}"
+    return "failed", type(error).__name__, message, "".join(traceback.format_exception(error))
 
 
 def _end_with_parent() -> None:

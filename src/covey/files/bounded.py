@@ -119,16 +119,16 @@ def _refuse_deep_yaml(text: str, source: str) -> None:
             raise ConfigError(f"{source}, line {line} is nested more than {MOST_DEPTH} deep.")
 
 
-def _size(node: Any, known: dict[int, float]) -> float:
+def _size(node: Any, sizes: dict[int, float]) -> float:
     """Values below a node, those that an alias repeats counted each time; infinite where it holds itself."""
-    if id(node) in known:
-        return known[id(node)]
+    if id(node) in sizes:
+        return sizes[id(node)]
     if not isinstance(node.value, list):
         return 1
-    known[id(node)] = float("inf")
+    sizes[id(node)] = float("inf")
     parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
-    known[id(node)] = 1 + sum(_size(part, known) for part in parts)
-    return known[id(node)]
+    sizes[id(node)] = 1 + sum(_size(part, sizes) for part in parts)
+    return sizes[id(node)]
 
 
 def read_json(path: str | Path, error: type[CoveyError] = ConfigError) -> Any:
@@ -147,8 +147,8 @@ def json_depth(content: bytes) -> int:
     if content.count(b"[") + content.count(b"{") <= MOST_DEPTH:
         return 0
     depth = deepest = 0
-    for found in _JSON_TOKEN.finditer(content):
-        mark = found[0]
+    for match in _JSON_TOKEN.finditer(content):
+        mark = match[0]
         depth += (mark in b"[{") - (mark in b"]}") if len(mark) == 1 else 0
         deepest = max(deepest, depth)
     return deepest

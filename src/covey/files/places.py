@@ -62,9 +62,9 @@ def refuse_missing(name: str, what: str) -> None:
     if not looks_local(text) or _exists(text):
         return
     path = Path(text).expanduser()
-    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
     where = "" if path.parent.is_dir() else f" There is no folder {str(path.parent)!r} either."
-    hint = f"{did_you_mean(path.name, beside)}{where}"
+    hint = f"{did_you_mean(path.name, siblings)}{where}"
     kind = DataError if is_data else ModelError
     raise kind(f"The {what} {name!r} does not exist.{hint}")
 

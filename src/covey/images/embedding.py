@@ -19,7 +19,15 @@ from covey.images.inputs import image_inputs
 from covey.models import decoder_of, encoder_of, evaluating, unwrapped
 from covey.types import Prompt
 
-_KNOWN = ("inputs_embeds", "position_ids", "attention_mask", "past_key_values", "use_cache", "return_dict", "input_ids")
+_ARGUMENTS = (
+    "inputs_embeds",
+    "position_ids",
+    "attention_mask",
+    "past_key_values",
+    "use_cache",
+    "return_dict",
+    "input_ids",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,9 +59,9 @@ class Placed:
 class _CaughtError(Exception):
     """Carries the arguments of the language model out of the forward around it."""
 
-    def __init__(self, given: dict[str, Any]) -> None:
+    def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__("caught")
-        self.given = given
+        self.arguments = arguments
 
 
 def _caught(model: Any, prompt: Prompt) -> dict[str, Any]:
@@ -67,7 +75,7 @@ def _caught(model: Any, prompt: Prompt) -> dict[str, Any]:
     try:
         base(**_whole(model, prompt))
     except _CaughtError as caught:
-        return caught.given
+        return caught.arguments
     finally:
         hook.remove()
         _forget_positions(model)
@@ -105,8 +113,8 @@ def _forget_positions(model: Any) -> None:
 
 def embed(model: Any, prompt: Prompt) -> Embedded:
     """The prompt's embeddings and positions by the model itself: its images computed, among its text. Differentiable."""
-    given = _caught(model, prompt)
-    embeds, positions = given["inputs_embeds"][0], given.get("position_ids")
+    arguments = _caught(model, prompt)
+    embeds, positions = arguments["inputs_embeds"][0], arguments.get("position_ids")
     if positions is None:
         positions = torch.arange(embeds.shape[0], device=embeds.device)
     elif positions.ndim == 3:  # [3, 1, L], or [4, 1, L] with plain positions for the mask in front
@@ -126,8 +134,10 @@ def reason_against(model: Any, prompt: Prompt) -> str | None:
     with evaluating(model):
         if any(bool(kinds.any()) for name, kinds in prompt.images.token_types.items() if name == "token_type_ids"):
             return "tokens of an image attend to each other in both directions"
-        given = _caught(model, prompt)
-        more = sorted(name for name, value in given.items() if name not in _KNOWN and isinstance(value, Tensor | list))
+        arguments = _caught(model, prompt)
+        more = sorted(
+            name for name, value in arguments.items() if name not in _ARGUMENTS and isinstance(value, Tensor | list)
+        )
         if more:
             return f"its language model gets {', '.join(more)} beside the embeddings"
         read = embed(model, prompt)
@@ -152,17 +162,17 @@ def placed_inputs(
     embeds = unwrapped(model).get_input_embeddings()(input_ids).flatten(0, 1)  # [B * S, D]
     if position_ids is None:
         position_ids = torch.arange(shape[1], device=input_ids.device).expand(shape)
-    reads = [embed(model, one.prompt) for one in placed]
+    reads = [embed(model, entry.prompt) for entry in placed]
     axes = max(read.positions.ndim for read in reads)
     positions = position_ids.flatten().expand(3, -1).clone() if axes == 2 else position_ids.flatten().clone()
     index, values = [], []
-    for one, read in zip(placed, reads, strict=True):
+    for entry, read in zip(placed, reads, strict=True):
         steps = torch.arange(read.embeds.shape[0], device=input_ids.device)
-        for start in one.starts:
+        for start in entry.starts:
             index.append(start + steps)
             values.append(read.embeds.to(embeds.dtype))
             positions[..., start : start + len(steps)] = read.positions
-        for begin, count in one.follows:
+        for begin, count in entry.follows:
             positions[..., begin : begin + count] = read.next_position + torch.arange(count, device=input_ids.device)
     embeds = embeds.index_put((torch.cat(index),), torch.cat(values))
     return {

@@ -24,8 +24,8 @@ def banned_ids(model: Any) -> tuple[int, ...]:
     text = config.get_text_config()
     if text is config:
         return ()
-    found = {getattr(config, name, None) for name in _PLACEHOLDERS}
-    return tuple(sorted(one for one in found if isinstance(one, int) and 0 <= one < text.vocab_size))
+    ids = {getattr(config, name, None) for name in _PLACEHOLDERS}
+    return tuple(sorted(token_id for token_id in ids if isinstance(token_id, int) and 0 <= token_id < text.vocab_size))
 
 
 def refuse_images(prompts: Sequence[Prompt], who: str) -> None:
@@ -62,7 +62,7 @@ def image_inputs(model: Any, prompts: Sequence[Prompt], width: int, starts: Sequ
         return {}
     out: dict[str, Tensor] = {}
     for name in images[0].tensors:
-        out[name] = _joined([one.tensors[name] for one in images])
+        out[name] = _joined([item.tensors[name] for item in images])
     for name in _token_types(model, prompts):
         kinds = torch.zeros(len(prompts), width, dtype=torch.long)
         for row, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
@@ -83,16 +83,16 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _token_types(model: Any, prompts: Sequence[Prompt]) -> list[str]:
-    known = {name for prompt in prompts if prompt.images is not None for name in prompt.images.token_types}
-    return sorted(name for name in known | {"mm_token_type_ids"} if accepts(model, name))
+    names = {name for prompt in prompts if prompt.images is not None for name in prompt.images.token_types}
+    return sorted(name for name in names | {"mm_token_type_ids"} if accepts(model, name))
 
 
 def _kinds(model: Any, prompt: Prompt, name: str) -> Tensor:
     """[L] of one prompt; where the processor did not say, 1 at the tokens of images."""
     assert prompt.images is not None
-    known = prompt.images.token_types.get(name)
-    if known is not None:
-        return known
+    kinds = prompt.images.token_types.get(name)
+    if kinds is not None:
+        return kinds
     config = unwrapped(model).config
     place = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
-    return torch.tensor([one == place for one in prompt.token_ids], dtype=torch.long)
+    return torch.tensor([token == place for token in prompt.token_ids], dtype=torch.long)

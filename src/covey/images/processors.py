@@ -13,7 +13,7 @@ _CONFIGS = ("processor_config.json", "preprocessor_config.json")
 
 
 def load_processing(model: Any, source: str | Path | None = None, *, trust_remote_code: bool = False) -> Any:
-    """The processor of a vision-language model, or the tokenizer of any other, at `source` or beside the model.
+    """The processor of a vision-language model, or the tokenizer of any other, at `source` or in the model's folder.
 
     The tokenizer alone for a local folder that holds no processor. Raises ModelError when there is neither.
     """
@@ -41,10 +41,10 @@ def _without_video(model: Any, where: str) -> Any:
     """The processor without the part for videos, the only one that needs torchvision."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    known: Any = PROCESSOR_MAPPING
+    mapping: Any = PROCESSOR_MAPPING
     try:
         with bounded_hub(where):
-            return without_video(known[type(model.config)]).from_pretrained(where)
+            return without_video(mapping[type(model.config)]).from_pretrained(where)
     except CoveyError:
         raise
     except Exception as error:

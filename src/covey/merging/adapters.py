@@ -40,7 +40,7 @@ def merge_adapters(folders: Sequence[Path], out: Path, weights: Sequence[float] 
         raise ConfigError(
             f"{len(shares)} weights were given for {len(folders)} adapters; give one for each, not adding up to 0."
         )
-    shares = [one / sum(shares) for one in shares]
+    shares = [weight / sum(shares) for weight in shares]
     configs = [_config(folder) for folder in folders]
     for folder, config in zip(folders[1:], configs[1:], strict=True):
         for name in _SAME:
@@ -55,10 +55,10 @@ def merge_adapters(folders: Sequence[Path], out: Path, weights: Sequence[float] 
     merged: dict[str, Tensor] = {}
     ranks, worst = set(), 0.0
     for layer in layers:
-        down = [one[f"{layer}.lora_A.weight"].float() for one in loaded]
+        down = [tensors[f"{layer}.lora_A.weight"].float() for tensors in loaded]
         up = [
-            one[f"{layer}.lora_B.weight"].float() * share * _scaling(config, layer)
-            for one, share, config in zip(loaded, shares, configs, strict=True)
+            tensors[f"{layer}.lora_B.weight"].float() * share * _scaling(config, layer)
+            for tensors, share, config in zip(loaded, shares, configs, strict=True)
         ]
         a, b = torch.cat(down), torch.cat(up, dim=1)
         if rank is not None:
@@ -91,12 +91,12 @@ def _to_rank(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
     qb, rb = torch.linalg.qr(b)
     qa, ra = torch.linalg.qr(a.T)
     u, s, vt = torch.linalg.svd(rb @ ra.T)
-    kept = min(rank, len(s))
+    used_rank = min(rank, len(s))
     total = float(s.square().sum().sqrt())
-    error = float(s[kept:].square().sum().sqrt()) / total if total else 0.0
-    root = s[:kept].sqrt()
-    low_b, low_a = qb @ u[:, :kept] * root, root[:, None] * vt[:kept] @ qa.T
-    pad = rank - kept
+    error = float(s[used_rank:].square().sum().sqrt()) / total if total else 0.0
+    root = s[:used_rank].sqrt()
+    low_b, low_a = qb @ u[:, :used_rank] * root, root[:, None] * vt[:used_rank] @ qa.T
+    pad = rank - used_rank
     return torch.nn.functional.pad(low_a, (0, 0, 0, pad)), torch.nn.functional.pad(low_b, (0, pad)), error
 
 
@@ -106,15 +106,15 @@ def _scaling(config: dict[str, Any], layer: str) -> float:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    found = read_json(folder / "adapter_config.json", ModelError)
-    if not isinstance(found, dict) or found.get("peft_type") != "LORA":
+    config = read_json(folder / "adapter_config.json", ModelError)
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ConfigError(f"{folder} is no LoRA adapter; merging adapters takes LoRA alone.")
     for name in ("rank_pattern", "alpha_pattern", "use_dora", "modules_to_save"):
-        if found.get(name):
+        if config.get(name):
             raise ConfigError(
                 f"{folder} uses {name}, which merging adapters does not know; merge it into its base first."
             )
-    return found
+    return config
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class WeightAverage:
-    """Average of a model's trained weights, in float32, beside the weights themselves.
+    """Average of a model's trained weights, a float32 copy.
 
     `decay`: exponential moving average, `avg <- d avg + (1 - d) w` after each step, with `d = min(decay, (1 + n) / (10 + n))` at the
     n-th, so that the start is soon forgotten (TensorFlow's `num_updates`). `every` instead: the mean of the weights after every
@@ -58,14 +58,14 @@ class WeightAverage:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Context manager that swaps in the averaged weights; the model's own are restored afterwards, bit for bit."""
-        own = {name: weight.detach().clone() for name, weight in self._trained()}
+        originals = {name: weight.detach().clone() for name, weight in self._trained()}
         self.put()
         try:
             yield
         finally:
             with torch.no_grad():
                 for name, weight in self._trained():
-                    weight.copy_(own[name])
+                    weight.copy_(originals[name])
 
     def restart(self) -> None:
         """Restart the average from the model's current weights."""

@@ -63,7 +63,7 @@ class Recipe:
 
     def __call__(self, tensors: Sequence[Tensor], base: Tensor | None, name: str = "") -> Tensor:
         """The merged tensor. `name` seeds DARE's dropout, so that a tensor's result does not depend on the others."""
-        work = [one.to(torch.promote_types(one.dtype, torch.float32)) for one in tensors]
+        work = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
         held = None if base is None else base.to(work[0].dtype)
         return METHODS[self.method].call(self, work, held, name)
 
@@ -80,7 +80,7 @@ class Method:
 def linear(recipe: Recipe, tensors: Sequence[Tensor], base: Tensor | None, name: str) -> Tensor:
     """Weighted mean: model soups (Wortsman et al. 2022, <https://arxiv.org/abs/2203.05482>)."""
     merged = sum(
-        (weight * one for weight, one in zip(recipe.weights, tensors, strict=True)), torch.zeros_like(tensors[0])
+        (weight * tensor for weight, tensor in zip(recipe.weights, tensors, strict=True)), torch.zeros_like(tensors[0])
     )
     return merged / sum(recipe.weights) if recipe.normalize else merged
 
@@ -100,21 +100,22 @@ def task_arithmetic(recipe: Recipe, tensors: Sequence[Tensor], base: Tensor | No
     """Base plus weighted task vectors (Ilharco et al. 2023, <https://arxiv.org/abs/2212.04089>)."""
     assert base is not None
     return base + recipe.scale * sum(
-        (weight * (one - base) for weight, one in zip(recipe.weights, tensors, strict=True)), torch.zeros_like(base)
+        (weight * (tensor - base) for weight, tensor in zip(recipe.weights, tensors, strict=True)),
+        torch.zeros_like(base),
     )
 
 
 def ties(recipe: Recipe, tensors: Sequence[Tensor], base: Tensor | None, name: str) -> Tensor:
     """Trimmed task vectors whose signs agree with the elected one (Yadav et al. 2023, <https://arxiv.org/abs/2306.01708>)."""
     assert base is not None
-    return base + recipe.scale * _elected(recipe, [_largest(one - base, recipe.density) for one in tensors])
+    return base + recipe.scale * _elected(recipe, [_largest(tensor - base, recipe.density) for tensor in tensors])
 
 
 def dare_linear(recipe: Recipe, tensors: Sequence[Tensor], base: Tensor | None, name: str) -> Tensor:
     """Task vectors with entries dropped at random and the rest rescaled (Yu et al. 2024, <https://arxiv.org/abs/2311.03099>)."""
     assert base is not None
-    kept = _dropped(recipe, tensors, base, name)
-    merged = sum((weight * one for weight, one in zip(recipe.weights, kept, strict=True)), torch.zeros_like(base))
+    deltas = _dropped(recipe, tensors, base, name)
+    merged = sum((weight * delta for weight, delta in zip(recipe.weights, deltas, strict=True)), torch.zeros_like(base))
     return base + recipe.scale * (merged / sum(recipe.weights) if recipe.normalize else merged)
 
 
@@ -126,7 +127,7 @@ def dare_ties(recipe: Recipe, tensors: Sequence[Tensor], base: Tensor | None, na
 
 def _elected(recipe: Recipe, deltas: Sequence[Tensor]) -> Tensor:
     """Weighted mean, entry by entry, of the task vectors whose sign is that of their weighted sum."""
-    weighted = torch.stack([weight * one for weight, one in zip(recipe.weights, deltas, strict=True)])
+    weighted = torch.stack([weight * delta for weight, delta in zip(recipe.weights, deltas, strict=True)])
     elected = torch.where(weighted.sum(0) >= 0, 1.0, -1.0).to(weighted.dtype)
     agrees = weighted.sign() == elected
     merged = (weighted * agrees).sum(0)
@@ -141,19 +142,19 @@ def _largest(delta: Tensor, density: float) -> Tensor:
     """The share `density` of entries with the largest magnitude, zero elsewhere."""
     if density >= 1 or not delta.numel():
         return delta
-    kept = torch.topk(delta.abs().flatten(), max(1, int(density * delta.numel())), sorted=False).indices
+    largest = torch.topk(delta.abs().flatten(), max(1, int(density * delta.numel())), sorted=False).indices
     mask = torch.zeros(delta.numel(), dtype=delta.dtype)
-    mask[kept] = 1
+    mask[largest] = 1
     return delta * mask.view_as(delta)
 
 
 def _dropped(recipe: Recipe, tensors: Sequence[Tensor], base: Tensor, name: str) -> list[Tensor]:
     out = []
-    for k, one in enumerate(tensors):
+    for k, tensor in enumerate(tensors):
         digest = hashlib.blake2b(f"{recipe.seed} {k} {name}".encode(), digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
         keep = torch.rand(base.shape, generator=generator) < recipe.density
-        out.append((one - base) * keep / recipe.density)
+        out.append((tensor - base) * keep / recipe.density)
     return out
 
 

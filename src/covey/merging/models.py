@@ -30,7 +30,7 @@ def merge_models(
     *,
     base: Path | None = None,
     dtype: torch.dtype | None = None,
-    told: Callable[[str], None] = lambda said: None,
+    report: Callable[[str], None] = lambda text: None,
 ) -> Recipe:
     """Write the merge of the models in `folders` to the new folder `out`; the recipe with its weights filled in.
 
@@ -40,7 +40,7 @@ def merge_models(
     recipe = recipe.check(len(folders), base is not None)
     every = [*folders, *([] if base is None else [base])]
     _check_configs(every)
-    _check_tokenizers(every, told)
+    _check_tokenizers(every, report)
     weights = [Weights(folder) for folder in every]
     names = _common_names(every, weights)
     first = weights[0]
@@ -51,7 +51,7 @@ def merge_models(
             out, described, _merged(recipe, names, weights[: len(folders)], weights[-1] if base is not None else None)
         )
         _copy_rest(folders[0], out, dtype)
-        lineage = {"method": recipe.method, "weights": recipe.weights, "models": [str(one) for one in folders]}
+        lineage = {"method": recipe.method, "weights": recipe.weights, "models": [str(folder) for folder in folders]}
         (out / "merge.json").write_text(json.dumps({**lineage, "base": base and str(base)}, indent=2) + "\n")
     except BaseException:
         shutil.rmtree(out, ignore_errors=True)
@@ -61,26 +61,26 @@ def merge_models(
 
 def _merged(recipe: Recipe, names: Sequence[str], weights: Sequence[Weights], base: Weights | None) -> Iterator[Tensor]:
     for name in names:
-        tensors = [one[name] for one in weights]
+        tensors = [source[name] for source in weights]
         if tensors[0].is_floating_point():
             merged = recipe(tensors, None if base is None else base[name], name)
             if not bool(torch.isfinite(merged).all()):
                 raise ModelError(f"{name} is not finite after the merge; one of the models holds NaN or infinity.")
             yield merged
             continue
-        if any(not torch.equal(one, tensors[0]) for one in tensors[1:]):
+        if any(not torch.equal(tensor, tensors[0]) for tensor in tensors[1:]):
             raise ModelError(f"{name} holds {tensors[0].dtype} and differs between the models, so it cannot be merged.")
         yield tensors[0]
 
 
 def _check_configs(folders: Sequence[Path]) -> None:
-    found = [_config(folder) for folder in folders]
-    for folder, config in zip(folders[1:], found[1:], strict=True):
-        for name in sorted({*found[0], *config} - _FREE):
-            if name.endswith("_token_id") or found[0].get(name) == config.get(name):
+    configs = [_config(folder) for folder in folders]
+    for folder, config in zip(folders[1:], configs[1:], strict=True):
+        for name in sorted({*configs[0], *config} - _FREE):
+            if name.endswith("_token_id") or configs[0].get(name) == config.get(name):
                 continue
             raise ConfigError(
-                f"{folders[0]} and {folder} are not of one architecture: {name} is {found[0].get(name)!r} and "
+                f"{folders[0]} and {folder} are not of one architecture: {name} is {configs[0].get(name)!r} and "
                 f"{config.get(name)!r}. Models that are merged come from one base."
             )
 
@@ -88,31 +88,31 @@ def _check_configs(folders: Sequence[Path]) -> None:
 def _config(folder: Path) -> dict[str, Any]:
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(f"{folder} is an adapter and other models are not; give whole models, or adapters alone.")
-    found = read_json(folder / "config.json", ModelError)
-    if not isinstance(found, dict):
+    config = read_json(folder / "config.json", ModelError)
+    if not isinstance(config, dict):
         raise ModelError(f"{folder / 'config.json'} holds no object.")
-    return found
+    return config
 
 
-def _check_tokenizers(folders: Sequence[Path], told: Callable[[str], None]) -> None:
+def _check_tokenizers(folders: Sequence[Path], report: Callable[[str], None]) -> None:
     """Raise where two tokenizers give a word different ids. Raises ConfigError."""
-    known: list[tuple[Path, dict[str, Any]]] = []
+    tokenizers: list[tuple[Path, dict[str, Any]]] = []
     for folder in folders:
         file = folder / "tokenizer.json"
         if file.is_file():
-            known.append((folder, json.loads(file.read_bytes())))
+            tokenizers.append((folder, json.loads(file.read_bytes())))
         else:
-            told(f"{folder} has no tokenizer.json, so its vocabulary is not compared.")
-    for folder, tokenizer in known[1:]:
-        if not _agree(_ids(known[0][1]), _ids(tokenizer)):
+            report(f"{folder} has no tokenizer.json, so its vocabulary is not compared.")
+    for folder, tokenizer in tokenizers[1:]:
+        if not _agree(_ids(tokenizers[0][1]), _ids(tokenizer)):
             raise ConfigError(
-                f"{known[0][0]} and {folder} have different vocabularies, so their embeddings do not match row by row; merge "
+                f"{tokenizers[0][0]} and {folder} have different vocabularies, so their embeddings do not match row by row; merge "
                 "models with one tokenizer."
             )
-        more = sorted(_ids(known[0][1]).keys() ^ _ids(tokenizer).keys())
+        more = sorted(_ids(tokenizers[0][1]).keys() ^ _ids(tokenizer).keys())
         if more:
-            told(
-                f"{more[0]!r} is a word of {known[0][0]} or {folder} alone ({len(more)} such); its embedding is merged all the same."
+            report(
+                f"{more[0]!r} is a word of {tokenizers[0][0]} or {folder} alone ({len(more)} such); its embedding is merged all the same."
             )
 
 
@@ -120,7 +120,7 @@ def _ids(tokenizer: dict[str, Any]) -> dict[str, int]:
     """Id of each word of a `tokenizer.json`, added ones too."""
     vocab = tokenizer.get("model", {}).get("vocab") or {}
     words = dict(vocab) if isinstance(vocab, dict) else {entry[0]: place for place, entry in enumerate(vocab)}
-    return words | {one["content"]: one["id"] for one in tokenizer.get("added_tokens") or ()}
+    return words | {added["content"]: added["id"] for added in tokenizer.get("added_tokens") or ()}
 
 
 def _agree(first: Mapping[str, int], second: Mapping[str, int]) -> bool:
@@ -146,8 +146,8 @@ def _common_names(folders: Sequence[Path], weights: Sequence[Weights]) -> list[s
     return names
 
 
-def _stored(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    return own if asked is None or not own.is_floating_point else asked
+def _stored(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    return stored if dtype is None or not stored.is_floating_point else dtype
 
 
 def _copy_rest(source: Path, out: Path, dtype: torch.dtype | None) -> None:

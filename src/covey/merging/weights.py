@@ -28,7 +28,7 @@ class Weights:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        files = sorted(folder.glob("model*.safetensors"))  # a checkpoint holds the optimizer's state beside them
+        files = sorted(folder.glob("model*.safetensors"))  # a checkpoint holds the optimizer's state too
         if not files:
             raise ModelError(f"{folder} has no model*.safetensors; save the model with transformers' save_pretrained.")
         self._place: dict[str, tuple[Path, tuple[int, ...], torch.dtype]] = {}
@@ -67,8 +67,8 @@ class Weights:
     def __getitem__(self, name: str) -> Tensor:
         # opened for each tensor: an open file is a memory mapping, whose pages stay in memory once they were read
         with safe_open(str(self._place[name][0]), framework="pt", device="cpu") as opened:
-            found: Tensor = opened.get_tensor(name)
-        return found
+            tensor: Tensor = opened.get_tensor(name)
+        return tensor
 
 
 def write(folder: Path, described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[Tensor]) -> int:
@@ -78,11 +78,11 @@ def write(folder: Path, described: Mapping[str, tuple[torch.dtype, tuple[int, ..
     """
     shards = _shards(described)
     index: dict[str, str] = {}
-    given = iter(tensors)
+    remaining = iter(tensors)
     for number, names in enumerate(shards):
         single = len(shards) == 1
         file = "model.safetensors" if single else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(folder / file, {name: described[name] for name in names}, given)
+        _write_file(folder / file, {name: described[name] for name in names}, remaining)
         index |= dict.fromkeys(names, file)
     total = sum(map(_bytes, described.values()))
     if len(shards) > 1:
@@ -94,12 +94,12 @@ def write(folder: Path, described: Mapping[str, tuple[torch.dtype, tuple[int, ..
 def _shards(described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     size = 0
-    for name, one in described.items():
-        if shards[-1] and size + _bytes(one) > SHARD_BYTES:
+    for name, spec in described.items():
+        if shards[-1] and size + _bytes(spec) > SHARD_BYTES:
             shards.append([])
             size = 0
         shards[-1].append(name)
-        size += _bytes(one)
+        size += _bytes(spec)
     return shards
 
 
@@ -112,9 +112,9 @@ def _write_file(file: Path, described: Mapping[str, tuple[torch.dtype, tuple[int
     """One safetensors file: 8 bytes of length, a JSON header, the tensors' bytes (<https://github.com/huggingface/safetensors>)."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for name, one in described.items():
-        header[name] = {"dtype": _DTYPES[one[0]], "shape": list(one[1]), "data_offsets": [at, at + _bytes(one)]}
-        at += _bytes(one)
+    for name, spec in described.items():
+        header[name] = {"dtype": _DTYPES[spec[0]], "shape": list(spec[1]), "data_offsets": [at, at + _bytes(spec)]}
+        at += _bytes(spec)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with file.open("wb") as out:

@@ -20,13 +20,13 @@ NICENESS = "RAY_worker_niceness"
 _CONNECT_SECONDS = 10.0
 
 
-def connected(wanted_by: str, instead: str) -> Any:
+def connected(feature: str, instead: str) -> Any:
     """Ray, connected to the cluster of RAY_ADDRESS or to a new one on this machine. Raises ConfigError without Ray."""
-    expect_cluster(wanted_by, instead)
+    expect_cluster(feature, instead)
     import ray
 
     if not ray.is_initialized():
-        with _signals_kept(), _plain_priority():
+        with _signals_preserved(), _plain_priority():
             try:
                 ray.init(log_to_driver=False, include_dashboard=False)
             except Exception as error:  # of many kinds: ports, files, memory, versions
@@ -38,12 +38,12 @@ def connected(wanted_by: str, instead: str) -> Any:
     return ray
 
 
-def expect_cluster(wanted_by: str, instead: str) -> None:
+def expect_cluster(feature: str, instead: str) -> None:
     """Raise ConfigError without Ray, or if this process is to connect to a RAY_ADDRESS where nothing listens: Ray tries for minutes."""
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError(f"{wanted_by} needs Ray: pip install 'covey[ray]', or {instead}.")
-    given = os.environ.get("RAY_ADDRESS", "")
-    host, _, port = given.removeprefix("ray://").rpartition(":")
+        raise ConfigError(f"{feature} needs Ray: pip install 'covey[ray]', or {instead}.")
+    address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.removeprefix("ray://").rpartition(":")
     is_connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
     if is_connected or not (host and port.isdigit()):  # no port: "auto", "local"
         return
@@ -51,13 +51,13 @@ def expect_cluster(wanted_by: str, instead: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"No Ray cluster answers at RAY_ADDRESS={given} ({error}); start one there (ray start --head --port {port}), or unset "
+            f"No Ray cluster answers at RAY_ADDRESS={address} ({error}); start one there (ray start --head --port {port}), or unset "
             "RAY_ADDRESS for one on this machine."
         ) from error
 
 
 @contextmanager
-def _signals_kept() -> Iterator[None]:
+def _signals_preserved() -> Iterator[None]:
     """Context that keeps this process's signal handlers: Ray replaces that of SIGTERM when it starts."""
     before = signal.getsignal(signal.SIGTERM)
     yield
@@ -67,7 +67,7 @@ def _signals_kept() -> Iterator[None]:
 
 @contextmanager
 def _plain_priority() -> Iterator[None]:
-    """Context in which a new cluster's workers get the priority of this process. Ray's default is nice 15, so that beside a busy
+    """Context in which a new cluster's workers get the priority of this process. Ray's default is nice 15, so that next to a busy
     learner, or anything else on the machine, an actor gets next to no processor time. A value of the user's is kept.
     """
     if NICENESS in os.environ:

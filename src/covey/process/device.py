@@ -28,22 +28,24 @@ def expect_supported(device: torch.device) -> torch.device:
     return device
 
 
-def choose_device(asked: str | None = None) -> torch.device:
-    """`asked` (such as "cpu" or "cuda:1"), or this machine's accelerator, else the CPU.
+def choose_device(name: str | None = None) -> torch.device:
+    """`name` (such as "cpu" or "cuda:1"), or this machine's accelerator, else the CPU.
 
     Raises ConfigError for a device that does not exist, is absent or is not supported.
     """
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if asked is None:
-        return expect_supported(found or torch.device("cpu"))
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name is None:
+        return expect_supported(accelerator or torch.device("cpu"))
     try:
-        device = torch.device(asked)
+        device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device {asked!r} is not known; give cpu, cuda, cuda:1, mps or xpu.") from error
-    count = torch.accelerator.device_count() if found is not None and found.type == device.type else 0
+        raise ConfigError(f"device {name!r} is not known; give cpu, cuda, cuda:1, mps or xpu.") from error
+    count = torch.accelerator.device_count() if accelerator is not None and accelerator.type == device.type else 0
     if expect_supported(device).type != "cpu" and (device.index or 0) >= count:
-        there = "cpu" if found is None else f"cpu and {torch.accelerator.device_count()} of type {found.type}"
-        raise ConfigError(f"device {asked!r} is not there: this machine has {there}.")
+        there = (
+            "cpu" if accelerator is None else f"cpu and {torch.accelerator.device_count()} of type {accelerator.type}"
+        )
+        raise ConfigError(f"device {name!r} is not there: this machine has {there}.")
     return device
 
 
@@ -75,8 +77,8 @@ def free_on(device: torch.device) -> int:
     """Bytes that can still be allocated; on an accelerator, unused memory in torch's caching allocator counts as free."""
     if device.type in ("cuda", "xpu"):
         module = getattr(torch, device.type)
-        kept = module.memory_reserved(device) - module.memory_allocated(device)
-        return int(module.mem_get_info(device)[0]) + int(kept)
+        cached = module.memory_reserved(device) - module.memory_allocated(device)
+        return int(module.mem_get_info(device)[0]) + int(cached)
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory()) - int(torch.mps.current_allocated_memory())
     return int(free_memory() or psutil.virtual_memory().available)
@@ -115,11 +117,11 @@ class PeakBytes:
         index = self._index()
         if index is None:
             return
-        found = int(torch.cuda.max_memory_allocated(index))
+        peak = int(torch.cuda.max_memory_allocated(index))
         torch.cuda.reset_peak_memory_stats(index)
         for reader in self._readers:
             if reader._index() == index:
-                reader._highest = max(reader._highest, found)
+                reader._highest = max(reader._highest, peak)
 
     def _index(self) -> int | None:
         if not torch.cuda.is_available() or (self._device is not None and self._device.type != "cuda"):

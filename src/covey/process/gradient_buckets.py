@@ -121,15 +121,15 @@ class GradientBuckets:
 
 def _buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
     """Buckets of parameters from the last to the first, the order of the backward pass; one dtype and device per bucket."""
-    found: list[_Bucket] = []
+    buckets: list[_Bucket] = []
     sizes: list[int] = []
     open_: dict[tuple[torch.dtype, torch.device], int] = {}
     for parameter in reversed(parameters):
         kind = parameter.dtype, parameter.device
         if kind not in open_ or sizes[open_[kind]] + parameter.nbytes > bucket_bytes:
-            open_[kind] = len(found)
-            found.append(_Bucket([]))
+            open_[kind] = len(buckets)
+            buckets.append(_Bucket([]))
             sizes.append(0)
-        found[open_[kind]].parameters.append(parameter)
+        buckets[open_[kind]].parameters.append(parameter)
         sizes[open_[kind]] += parameter.nbytes
-    return found
+    return buckets

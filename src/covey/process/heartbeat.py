@@ -66,8 +66,10 @@ class HeartbeatState:
 
     @staticmethod
     def parse(text: bytes) -> HeartbeatState:
-        found = json.loads(text)
-        return HeartbeatState(**{item.name: found[item.name] for item in fields(HeartbeatState) if item.name in found})
+        content = json.loads(text)
+        return HeartbeatState(
+            **{item.name: content[item.name] for item in fields(HeartbeatState) if item.name in content}
+        )
 
 
 class Heartbeat:
@@ -88,13 +90,13 @@ class Heartbeat:
         self.heard: dict[int, float] = dict.fromkeys((r for r in range(size) if r != rank), time.monotonic())
         self.is_abandoned = False
         """True if a collective was abandoned that may never end: the process must not join its threads."""
-        self.is_asked_to_stop: Callable[[], bool] = lambda: False
+        self.is_stop_requested: Callable[[], bool] = lambda: False
         """Read at each beat, so that others hear of a stop while this process waits in a collective."""
         self._mine = HeartbeatState(process=f"process {os.getpid()} on {_HOST}")
         self._waits_since: float | None = None
         self._main = threading.main_thread().ident
         self._lock = threading.Lock()
-        self._stop, self._wake, self._told = threading.Event(), threading.Event(), threading.Event()
+        self._stop, self._wake, self._published = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="covey-heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -126,12 +128,12 @@ class Heartbeat:
     def _apart(self, call: Callable[[], R]) -> R:
         """Result of `call` in a separate thread, so that this one can stop waiting."""
         done = threading.Event()
-        found: list[R] = []
+        results: list[R] = []
         failed: list[BaseException] = []
 
         def work() -> None:
             try:
-                found.append(call())
+                results.append(call())
             except BaseException as error:  # noqa: BLE001 - raised again on the calling thread
                 failed.append(error)
             done.set()
@@ -144,24 +146,26 @@ class Heartbeat:
                 raise RankError(why)
         if failed:
             raise failed[0]
-        return found[0]
+        return results[0]
 
     def fails_together(self, error: BaseException) -> bool:
         """Publish an exception that ends this run. Returns True if every process has one at this same point.
 
         If so, collectives for a last checkpoint are still possible. If not, this process is published as ended.
         """
-        said = f"{type(error).__name__}: {error}"
-        self._tell(error=said)
+        sentence = f"{type(error).__name__}: {error}"
+        self._tell(error=sentence)
         deadline = time.monotonic() + BROKEN_SECONDS
         while time.monotonic() < deadline and not isinstance(error, RankError):
             states = [self.others.get(r, HeartbeatState()) for r in self.heard]
-            if all(one.error and one.collectives == self._mine.collectives for one in states):
+            if all(state.error and state.collectives == self._mine.collectives for state in states):
                 return True
-            if any(one.ended or (one.collective and one.collectives > self._mine.collectives) for one in states):
+            if any(
+                state.ended or (state.collective and state.collectives > self._mine.collectives) for state in states
+            ):
                 break
             time.sleep(_LOOK_SECONDS)
-        self.end(f"failed with {said}")
+        self.end(f"failed with {sentence}")
         return False
 
     def end(self, why: str) -> None:
@@ -170,14 +174,16 @@ class Heartbeat:
 
     def begin(self) -> None:
         """Reset the published end and error for another run in the same process."""
-        self.is_asked_to_stop = lambda: False
+        self.is_stop_requested = lambda: False
         self._tell(ended="", error="", is_stopping=False, runs=self._mine.runs + 1)
 
-    def hears_stop(self, is_asked: bool) -> bool:
-        """True once this process (`is_asked`) or another was asked to stop this run; known to all within a few heartbeats."""
-        if is_asked and not self._mine.is_stopping:
+    def hears_stop(self, is_requested: bool) -> bool:
+        """True once this process (`is_requested`) or another was asked to stop this run; known to all within a few heartbeats."""
+        if is_requested and not self._mine.is_stopping:
             self._now(is_stopping=True)
-        return is_asked or any(one.is_stopping and one.runs == self._mine.runs for one in list(self.others.values()))
+        return is_requested or any(
+            state.is_stopping and state.runs == self._mine.runs for state in list(self.others.values())
+        )
 
     def stop(self) -> None:
         """Stop the heartbeat thread."""
@@ -259,9 +265,9 @@ class Heartbeat:
     def _tell(self, **changed: Any) -> None:
         """Publish a heartbeat now; wait two intervals at most for a store that does not answer."""
         self._now(**changed)
-        self._told.clear()
+        self._published.clear()
         self._wake.set()
-        self._told.wait(2 * BEAT_SECONDS)
+        self._published.wait(2 * BEAT_SECONDS)
 
     def _run(self) -> None:
         last = time.monotonic()
@@ -282,17 +288,17 @@ class Heartbeat:
     def _beat(self) -> None:
         self._now(beat=self._mine.beat + 1, place=_place(sys._current_frames().get(self._main or 0)))
         mine = self._mine  # before the question, which `begin` resets first: no answer is of an earlier run
-        is_stopping = mine.is_stopping or self.is_asked_to_stop()
+        is_stopping = mine.is_stopping or self.is_stop_requested()
         self.store.set(_key(self.rank), json.dumps(asdict(replace(mine, is_stopping=is_stopping))))
-        self._told.set()
+        self._published.set()
 
     def _listen(self) -> None:
         ranks = [rank for rank in self.heard if rank in self.others or self.store.check([_key(rank)])]
         if not ranks:
             return
-        said = self.store.multi_get([_key(rank) for rank in ranks])  # one request for all ranks
-        for rank, one in zip(ranks, said, strict=True):
-            beat = HeartbeatState.parse(one)
+        replies = self.store.multi_get([_key(rank) for rank in ranks])  # one request for all ranks
+        for rank, reply in zip(ranks, replies, strict=True):
+            beat = HeartbeatState.parse(reply)
             if beat != self.others.get(rank):
                 self.others[rank] = beat
                 self.heard[rank] = time.monotonic()

@@ -38,13 +38,13 @@ def on_main(world: World, work: Callable[[], T], otherwise: Exception) -> T | No
 
 @dataclass
 class Interruption:
-    """Callable that raises StopNow once `is_asked()`, but only inside `armed()`; called where work can be aborted.
+    """Callable that raises StopNow once `is_requested()`, but only inside `armed()`; called where work can be aborted.
 
     With several processes, one that stopped alone would leave the others waiting in their next collective. There it raises inside
     `together()` only, and all processes stop where one has.
     """
 
-    is_asked: Callable[[], bool] = lambda: False
+    is_requested: Callable[[], bool] = lambda: False
     agree: Callable[[bool], bool] | None = None
     """Collective logical or over processes; None: a single process."""
     is_armed: bool = False
@@ -58,14 +58,14 @@ class Interruption:
         if not self.is_armed:
             return
         if self._is_in_step and self.agree is not None:
-            if self.agree(self.is_asked()):
+            if self.agree(self.is_requested()):
                 raise StopNow
-        elif (self.agree is None or self._is_apart) and self.is_asked():
+        elif (self.agree is None or self._is_apart) and self.is_requested():
             raise StopNow
 
     def while_waiting(self) -> None:
         """Like a call, but raises inside `evaluating()` too; for waits that end on all processes together, such as for a lost server."""
-        if self._is_in_evaluation and self.is_asked():
+        if self._is_in_evaluation and self.is_requested():
             raise StopNow
         self()
 

@@ -23,8 +23,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """True for a failed allocation on any device."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    said = str(error).lower()
-    return isinstance(error, RuntimeError) and any(sign in said for sign in _SIGNS)
+    message = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in message for sign in _SIGNS)
 
 
 class Keeper(Protocol):
@@ -62,9 +62,9 @@ def until_it_fits(work: Callable[[], T], shrink: Callable[[str], None]) -> T:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            said = first_line(error)
+            message = first_line(error)
         release()  # only now: the error's traceback kept the tensors of the attempt alive
-        shrink(said)
+        shrink(message)
 
 
 @contextmanager
@@ -91,10 +91,10 @@ _IMMORTAL = 10_000
 
 def free_memory() -> int | None:
     """Available memory of the host or the container in bytes; None if unknown (not Linux)."""
-    told = _numbers(Path("/proc/meminfo")).get("MemAvailable:")
-    if told is None:
+    kibibytes = _numbers(Path("/proc/meminfo")).get("MemAvailable:")
+    if kibibytes is None:
         return None
-    free = 1024 * told
+    free = 1024 * kibibytes
     group = Path("/sys/fs/cgroup")
     limit, used = _number(group / "memory.max"), _number(group / "memory.current")
     if limit is None or used is None:

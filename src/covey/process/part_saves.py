@@ -1,4 +1,4 @@
-"""Sharded tensors written to disk beside training: serialized in memory together, then each process writes its files alone.
+"""Sharded tensors written to disk while training goes on: serialized in memory together, then each process writes its files alone.
 
 No collective runs after the start, so that the disk's work can be done on a thread while the main one trains. The processes tell
 each other through the heartbeat's store.
@@ -49,10 +49,10 @@ class PartSave:
         refused = self._written(folder / FOLDER)
         for rank in range(1, self.world.size):  # all of them: none may be writing when the folder is removed
             try:
-                said = self.world.await_post(f"{self.key}/{rank}", rank)
+                reply = self.world.await_post(f"{self.key}/{rank}", rank)
             except RankError as error:
                 raise StorageError(f"{folder.name.partition('.')[0]} is not whole: {error}") from error
-            refused = refused or (OSError(*json.loads(said)) if said else None)
+            refused = refused or (OSError(*json.loads(reply)) if reply else None)
         if refused is not None:
             raise refused
 
@@ -101,7 +101,7 @@ def _serialized(tensors: Mapping[str, Tensor]) -> dict[str, io.BytesIO]:
     return memory.files
 
 
-class _Kept(io.BytesIO):
+class _OpenBuffer(io.BytesIO):
     """A file in memory that outlives its `close`."""
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class _Memory(FileSystemBase):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
-        self.files[str(path)] = _Kept()
+        self.files[str(path)] = _OpenBuffer()
         yield self.files[str(path)]
 
     def concat_path(self, path: Any, suffix: str) -> str:

@@ -21,19 +21,19 @@ _MARK = "covey_sharded"
 
 def taken_out(tree: Any) -> tuple[Any, dict[str, Tensor]]:
     """The tree with a placeholder for each sharded tensor, and these tensors by name."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
 
     def visit(value: Any, place: str) -> Any:
         if is_sharded(value):
-            found[place] = value
+            tensors[place] = value
             return {_MARK: place, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
         if isinstance(value, Mapping):
-            return {key: visit(one, f"{place}.{key}") for key, one in value.items()}
+            return {key: visit(item, f"{place}.{key}") for key, item in value.items()}
         if type(value) in (list, tuple):
-            return type(value)(visit(one, f"{place}.{i}") for i, one in enumerate(value))
+            return type(value)(visit(item, f"{place}.{i}") for i, item in enumerate(value))
         return value
 
-    return visit(tree, "state"), found
+    return visit(tree, "state"), tensors
 
 
 def put_back(tree: Any, folder: Path, world: World, *, is_split: bool) -> Any:
@@ -41,29 +41,29 @@ def put_back(tree: Any, folder: Path, world: World, *, is_split: bool) -> Any:
 
     Every process must call it. Raises CheckpointError when the files are missing or damaged.
     """
-    wanted: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
 
     def visit(value: Any, use: Callable[[dict[str, Any]], Any]) -> Any:
         if isinstance(value, Mapping):
-            return use(dict(value)) if _MARK in value else {key: visit(one, use) for key, one in value.items()}
+            return use(dict(value)) if _MARK in value else {key: visit(item, use) for key, item in value.items()}
         if type(value) in (list, tuple):
-            return type(value)(visit(one, use) for one in value)
+            return type(value)(visit(item, use) for item in value)
         return value
 
     def prepare(note: dict[str, Any]) -> None:
-        wanted[note[_MARK]] = _empty(note["shape"], getattr(torch, note["dtype"]), world if is_split else None)
+        tensors[note[_MARK]] = _empty(note["shape"], getattr(torch, note["dtype"]), world if is_split else None)
 
     visit(tree, prepare)
-    if not wanted:
+    if not tensors:
         return tree
     try:
-        load_shards(wanted, folder / FOLDER, alone=not is_split)
+        load_shards(tensors, folder / FOLDER, alone=not is_split)
     except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
-            f"{folder / FOLDER} does not hold the split state that {folder.name} names ({said}); resume from another checkpoint."
+            f"{folder / FOLDER} does not hold the split state that {folder.name} names ({reason}); resume from another checkpoint."
         ) from error
-    return visit(tree, lambda note: wanted[note[_MARK]])
+    return visit(tree, lambda note: tensors[note[_MARK]])
 
 
 def _empty(shape: list[int], dtype: torch.dtype, world: World | None) -> Tensor:
@@ -71,8 +71,8 @@ def _empty(shape: list[int], dtype: torch.dtype, world: World | None) -> Tensor:
         return torch.empty(shape, dtype=dtype)
     from torch.distributed.tensor import Shard, zeros
 
-    found: Tensor = zeros(shape, dtype=dtype, device_mesh=mesh_of(world), placements=[Shard(0)])
-    return found
+    sharded: Tensor = zeros(shape, dtype=dtype, device_mesh=mesh_of(world), placements=[Shard(0)])
+    return sharded
 
 
 def shards_refused(tensors: Mapping[str, Tensor], folder: Path) -> OSError | None:

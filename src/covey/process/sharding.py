@@ -59,11 +59,11 @@ class Shards:
     def run(self, work: Callable[[], T]) -> T:
         """Result of `work()` (a tensor or a tuple of tensors), with the weights outside of the blocks gathered."""
         with self.world.passes():
-            found: T = self.root(work)
+            result: T = self.root(work)
         if not torch.is_grad_enabled():  # otherwise the backward pass still needs them
             for part in self._parts():
                 part.reshard()
-        return found
+        return result
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
@@ -128,8 +128,8 @@ class _Root(nn.Module):
 
     def forward(self, work: Callable[[], T]) -> T:
         owned = lambda x: x.clone() if isinstance(x, Tensor) and x._is_view() else x  # FSDP hooks the outputs
-        found: T = tree_map(owned, work())
-        return found
+        outputs: T = tree_map(owned, work())
+        return outputs
 
 
 def mesh_of(world: World) -> Any:
@@ -144,16 +144,16 @@ def _mesh(device: str, size: int) -> Any:
     return init_device_mesh(device, (size,))  # explicit: `fully_shard` would pick an accelerator for a model on the CPU
 
 
-def _blocks(module: nn.Module, wanted: Sequence[str] | None) -> list[nn.Module]:
-    named = wanted if wanted is not None else _no_split(module)
-    found = [part for part in module.modules() if type(part).__name__ in named]
-    if named and not found:
+def _blocks(module: nn.Module, class_names: Sequence[str] | None) -> list[nn.Module]:
+    named = class_names if class_names is not None else _no_split(module)
+    blocks = [part for part in module.modules() if type(part).__name__ in named]
+    if named and not blocks:
         raise ModelError(
             f"{type(module).__name__} has no module of the class {', '.join(sorted(named))} to split; name the class of its layers "
             "in fsdp_config={'transformer_layer_cls_to_wrap': [...]}, or set 'auto_wrap_policy': 'NO_WRAP'."
         )
-    inner = {id(below) for part in found for below in part.modules() if below is not part}
-    return [part for part in found if id(part) not in inner]
+    inner = {id(below) for part in blocks for below in part.modules() if below is not part}
+    return [part for part in blocks if id(part) not in inner]
 
 
 def _no_split(module: nn.Module) -> list[str]:
@@ -169,11 +169,11 @@ def _no_split(module: nn.Module) -> list[str]:
 
 def _alias(module: nn.Module) -> nn.Module:
     """A copy of the module whose parameters share the memory of the module's own."""
-    shared = {id(p): nn.Parameter(_own(p.data), requires_grad=p.requires_grad) for p in module.parameters()}
+    shared = {id(p): nn.Parameter(_owning(p.data), requires_grad=p.requires_grad) for p in module.parameters()}
     return copy.deepcopy(module, dict[int, Any](shared))
 
 
-def _own(value: Tensor) -> Tensor:
+def _owning(value: Tensor) -> Tensor:
     """The tensor, or a copy if it shares storage with others, so that it can be freed alone."""
     return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
@@ -255,8 +255,8 @@ def _rows(value: Tensor, rank: int, size: int) -> Tensor:
 
 def total_norm(tensors: Iterable[Tensor], world: World) -> float:
     """L2 norm of all tensors together, sharded ones in full; 0 without any. Collective."""
-    given = list(tensors)
-    split, plain = [x for x in given if is_sharded(x)], [x for x in given if not is_sharded(x)]
+    items = list(tensors)
+    split, plain = [x for x in items if is_sharded(x)], [x for x in items if not is_sharded(x)]
     norm = lambda values: (
         torch.nn.utils.get_total_norm(values).double().square() if values else torch.zeros(()).double()
     )
@@ -272,25 +272,25 @@ def whole_state(module: nn.Module, *, trained_only: bool = False, keeps: bool = 
     `trained_only`: without frozen parameters. `keeps` False: this process only takes part, and gets an empty dict.
     """
     frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    known: dict[int, Tensor] = {}
-    found: dict[str, Tensor] = {}
+    copies: dict[int, Tensor] = {}
+    state: dict[str, Tensor] = {}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name, value in module.state_dict().items():
         if trained_only and name in frozen:
             continue
         key = id(parameters.get(name, value))
-        if key not in known:
+        if key not in copies:
             full = whole(value)
             part = full if keeps else full[:0] if full.dim() else full
-            known[key] = part.cpu() if is_sharded(value) else part.detach().to("cpu", copy=True)
+            copies[key] = part.cpu() if is_sharded(value) else part.detach().to("cpu", copy=True)
         if keeps:
-            found[name] = known[key]
-    return found
+            state[name] = copies[key]
+    return state
 
 
-def load_whole_state(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Copy a full `state_dict` into `own`, that of a sharded module. Raises ModelError if their names differ."""
-    if odd := sorted(set(own) ^ set(state)):
+def load_whole_state(sharded: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Copy a full `state_dict` into `sharded`, that of a sharded module. Raises ModelError if their names differ."""
+    if odd := sorted(set(sharded) ^ set(state)):
         raise ModelError(f"The weights do not fit the model: {odd[0]} is in one of them only.")
-    for name, target in own.items():
+    for name, target in sharded.items():
         copy_into(target, state[name])

@@ -22,33 +22,33 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
         self.end = 0
-        self._known: dict[int, tuple[int, torch.dtype, tuple[int, ...]]] = {}
+        self._read: dict[int, tuple[int, torch.dtype, tuple[int, ...]]] = {}
 
     def persistent_id(self, obj: Any) -> Any:
         if type(obj) is not Tensor or obj.layout != torch.strided or obj.is_quantized or obj.requires_grad:
             return None  # pickled as torch does it
-        if id(obj) not in self._known:
-            self._known[id(obj)] = (self.end, obj.dtype, tuple(obj.shape))
+        if id(obj) not in self._read:
+            self._read[id(obj)] = (self.end, obj.dtype, tuple(obj.shape))
             self.tensors.append(obj)  # the reference also keeps its id from being reused
             self.end += _aligned(obj.nbytes)
-        return self._known[id(obj)]
+        return self._read[id(obj)]
 
 
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, data: Tensor) -> None:
         super().__init__(file)
         self.data = data
-        self._known: dict[int, Tensor] = {}
+        self._read: dict[int, Tensor] = {}
 
     def persistent_load(self, pid: Any) -> Tensor:
         start, dtype, shape = pid
         count = torch.Size(shape).numel() * dtype.itemsize
         if not count:
             return torch.empty(shape, dtype=dtype)
-        if start not in self._known:
-            found = self.data[start : start + count].clone()  # a view would keep the whole buffer alive
-            self._known[start] = found.view(dtype).view(shape)
-        return self._known[start]
+        if start not in self._read:
+            content = self.data[start : start + count].clone()  # a view would keep the whole buffer alive
+            self._read[start] = content.view(dtype).view(shape)
+        return self._read[start]
 
 
 def to_bytes(items: Any) -> Tensor:
@@ -56,11 +56,11 @@ def to_bytes(items: Any) -> Tensor:
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(items)
-    said = file.getbuffer()
-    first = _aligned(_SIZE + len(said))
+    pickled = file.getbuffer()
+    first = _aligned(_SIZE + len(pickled))
     out = torch.zeros(first + pickler.end, dtype=torch.uint8)
-    out[:_SIZE].view(torch.int64).fill_(len(said))
-    out[_SIZE : _SIZE + len(said)] = torch.frombuffer(said, dtype=torch.uint8)
+    out[:_SIZE].view(torch.int64).fill_(len(pickled))
+    out[_SIZE : _SIZE + len(pickled)] = torch.frombuffer(pickled, dtype=torch.uint8)
     for tensor in pickler.tensors:
         content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
         out[first : first + content.numel()] = content
@@ -71,8 +71,8 @@ def to_bytes(items: Any) -> Tensor:
 def from_bytes(data: Tensor) -> Any:
     """The objects of `to_bytes`; [n] uint8 on the CPU, possibly padded at the end. Tensors are on the CPU."""
     size = int(data[:_SIZE].view(torch.int64))
-    said = io.BytesIO(data[_SIZE : _SIZE + size].numpy().tobytes())
-    return _Unpickler(said, data[_aligned(_SIZE + size) :]).load()
+    pickled = io.BytesIO(data[_SIZE : _SIZE + size].numpy().tobytes())
+    return _Unpickler(pickled, data[_aligned(_SIZE + size) :]).load()
 
 
 def _aligned(size: int) -> int:

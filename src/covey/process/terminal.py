@@ -11,7 +11,7 @@ _SEQUENCE = re.compile(
     r"|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x90\x98\x9c-\x9f]*(?:\x07|\x1b\\|\x9c)"
     r"|\x1b[ -/]*[0-~]"
 )
-_KEPT = "\n\t"
+_ALLOWED = "\n\t"
 
 
 def safe(text: str, *, keep_lines: bool = True) -> str:
@@ -24,7 +24,7 @@ def safe(text: str, *, keep_lines: bool = True) -> str:
     'aredb␀'
     """
     text = _SEQUENCE.sub("", text.replace("\r\n", "\n"))
-    text = "".join(character if character in _KEPT else _visible(character) for character in text)
+    text = "".join(character if character in _ALLOWED else _visible(character) for character in text)
     return text if keep_lines else " ".join(text.split())
 
 

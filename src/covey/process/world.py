@@ -63,15 +63,15 @@ class World:
         """Items of each process, in the order of ranks, on every process. Tensors in them keep their dtype and arrive on the CPU."""
         if self.size == 1:
             return [list(items)]
-        own = to_bytes(list(items))
+        packed = to_bytes(list(items))
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
-        size = torch.tensor([own.numel()], device=self.device)
+        size = torch.tensor([packed.numel()], device=self.device)
         self._meet(lambda: dist.all_gather(sizes, size))
-        longest = max(int(one) for one in sizes)
-        sent = torch.nn.functional.pad(own, (0, longest - own.numel())).to(self.device)
+        longest = max(int(num_bytes) for num_bytes in sizes)
+        sent = torch.nn.functional.pad(packed, (0, longest - packed.numel())).to(self.device)
         everyone = [torch.empty_like(sent) for _ in range(self.size)]
         self._meet(lambda: dist.all_gather(everyone, sent))
-        return [from_bytes(one.cpu()) for one in everyone]
+        return [from_bytes(part.cpu()) for part in everyone]
 
     def interleave(self, items: Sequence[T]) -> list[T]:
         """Undo `share`: the items of all processes in their first order."""
@@ -129,7 +129,7 @@ class World:
         """Raise DataError on every process if a fact differs between processes, which would cause a deadlock later."""
         everyone = [part[0] for part in self.gather([dict(facts)])]
         for name in facts:
-            values = [one.get(name) for one in everyone]
+            values = [rank_facts.get(name) for rank_facts in everyone]
             for rank, value in enumerate(values):
                 if value != values[0]:
                     raise DataError(
@@ -166,14 +166,14 @@ class World:
                 raise
             raise RankError(_no_store(error)) from error
 
-    def publish_stop(self, is_asked: Callable[[], bool]) -> None:
-        """Let the other processes hear of a stop within seconds of `is_asked()`, also while this one waits for them."""
+    def publish_stop(self, is_requested: Callable[[], bool]) -> None:
+        """Let the other processes hear of a stop within seconds of `is_requested()`, also while this one waits for them."""
         if self.heartbeat is not None:
-            self.heartbeat.is_asked_to_stop = is_asked
+            self.heartbeat.is_stop_requested = is_requested
 
-    def hears_stop(self, is_asked: bool) -> bool:
-        """True if this process (`is_asked`) or another was asked to stop. Not collective: known to all within seconds."""
-        return is_asked if self.heartbeat is None else self.heartbeat.hears_stop(is_asked)
+    def hears_stop(self, is_requested: bool) -> bool:
+        """True if this process (`is_requested`) or another was asked to stop. Not collective: known to all within seconds."""
+        return is_requested if self.heartbeat is None else self.heartbeat.hears_stop(is_requested)
 
     def fails_together(self, error: BaseException) -> bool:
         """Publish an error that ends the run here. Returns True if all processes have one, so that collectives are still possible."""
@@ -242,9 +242,11 @@ def join(*, cpu: bool, backend: str | None, seconds: float) -> None:
 
     timeout = timedelta(seconds=seconds)
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
-    own = dist.PrefixStore(f"covey/{agree(store, rank, size, seconds)}", store)
+    prefixed = dist.PrefixStore(f"covey/{agree(store, rank, size, seconds)}", store)
     cpu = cpu or parse_flag_from_env("ACCELERATE_USE_CPU")  # as in transformers
-    PartialState(cpu=cpu, backend=backend, timeout=timeout, store=own, rank=rank, world_size=size)  # picks the backend
+    PartialState(
+        cpu=cpu, backend=backend, timeout=timeout, store=prefixed, rank=rank, world_size=size
+    )  # picks the backend
 
 
 def _heartbeat_of(rank: int, size: int, patience: float) -> Heartbeat | None:

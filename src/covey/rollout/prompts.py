@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from covey.data import chat_ids, expect_known_ids
+from covey.data import chat_ids, expect_ids_below
 from covey.errors import DataError
 from covey.types import Message, Prompt
 
@@ -32,7 +32,7 @@ def as_prompts(
     for prompt in encoded:
         if not prompt.token_ids:
             raise DataError(f"prompt {prompt.uid} has no tokens; a completion needs at least one to start from.")
-        expect_known_ids(prompt.token_ids, vocabulary, f"prompt {prompt.uid}")
+        expect_ids_below(prompt.token_ids, vocabulary, f"prompt {prompt.uid}")
         if context is not None and len(prompt.token_ids) >= context:
             raise DataError(
                 f"prompt {prompt.uid} has {len(prompt.token_ids)} tokens and the model's context {context}, which leaves "

@@ -1,4 +1,4 @@
-"""Background work on a thread beside training, one task at a time; its exception is raised by `finish`."""
+"""Background work on a thread during training, one task at a time; its exception is raised by `finish`."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ def save(
 ) -> Path:
     """Save `checkpoint-<step>` and return its path; it has been read back and every byte found right.
 
-    `write(folder)` puts in the model, the tokenizer and other files that tools expect; `state` (a tree as in `serial`) goes
-    beside them. `keep` is `save_total_limit`: older checkpoints beyond that number are deleted, never `best` (a name or
+    `write(folder)` puts in the model, the tokenizer and other files that tools expect; `state` (a tree as in `serial`) is written
+    with them. `keep` is `save_total_limit`: older checkpoints beyond that number are deleted, never `best` (a name or
     path) and never before the new one is verified. Raises StorageError when the disk refuses: nothing is left behind then,
     and the earlier checkpoints are as they were.
     """
@@ -110,10 +110,10 @@ def resolve(resume: Resume, run_dir: Path) -> Path | None:
     if resume is not True and resume != "auto":
         return _named(Path(resume))
     clear_leftovers(run_dir)
-    found = latest(run_dir, quarantine=True)
-    if found is None and resume is True:
+    newest = latest(run_dir, quarantine=True)
+    if newest is None and resume is True:
         raise CheckpointError(f"There is no checkpoint in {run_dir} to resume from; resume 'auto' starts afresh then.")
-    return found
+    return newest
 
 
 def latest(run_dir: Path, *, quarantine: bool = False) -> Path | None:
@@ -209,9 +209,9 @@ def _named(path: Path) -> Path:
             raise CheckpointError(
                 f"{path} holds no checkpoint that Covey wrote; to start from its weights give it as the model instead."
             )
-        found = latest(path)
-        assert found is not None  # it has checkpoints, so latest returns one or raises
-        return found
+        newest = latest(path)
+        assert newest is not None  # it has checkpoints, so latest returns one or raises
+        return newest
     if wrong := problems(path):
         raise CheckpointError(f"{path} is damaged: {'; '.join(wrong)}. Resume from another checkpoint, or with 'auto'.")
     return path

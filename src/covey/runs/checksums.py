@@ -60,11 +60,11 @@ def problems(folder: Path) -> list[str]:
         manifest = read(folder)
     except CheckpointError as error:
         return [str(error)]
-    found = [wrong for name, entry in manifest["files"].items() if (wrong := problem(folder, name, entry))]
+    faults = [wrong for name, entry in manifest["files"].items() if (wrong := problem(folder, name, entry))]
     named = re.fullmatch(r"checkpoint-(\d+)", folder.name)
     if named and int(named[1]) != manifest["step"]:
-        found.append(f"{NAME} is of step {manifest['step']}, not {named[1]}")
-    return found
+        faults.append(f"{NAME} is of step {manifest['step']}, not {named[1]}")
+    return faults
 
 
 def is_complete(folder: Path) -> bool:

@@ -45,7 +45,7 @@ def table_of(step: int, groups: Sequence[Group], reward_names: Sequence[str]) ->
     extras = sorted({name for group in groups for name in group.extras})
     columns: dict[str, Any] = {
         "step": [step] * len(members),
-        "prompt": [_told(group.prompt.raw) for group, _ in members],
+        "prompt": [_plain(group.prompt.raw) for group, _ in members],
         "completion": [_answer(group, g) for group, g in members],
     }
     for r, name in enumerate(reward_names):
@@ -64,15 +64,15 @@ def _answer(group: Group, g: int) -> Any:
     done = group.completions[g]
     if group.prompt.messages is None:
         return done.text
-    return _told([{"role": "assistant", "content": done.text}] if done.messages is None else done.messages)
+    return _plain([{"role": "assistant", "content": done.text}] if done.messages is None else done.messages)
 
 
-def _told(prompt: str | Sequence[Mapping[str, Any]]) -> Any:
+def _plain(prompt: str | Sequence[Mapping[str, Any]]) -> Any:
     """Text as it is; of messages the role and the text, other content as JSON."""
     if isinstance(prompt, str):
         return prompt
     text = lambda content: content if isinstance(content, str) else json.dumps(to_json(content))
-    return [{"role": str(one.get("role")), "content": text(one.get("content", ""))} for one in prompt]
+    return [{"role": str(message.get("role")), "content": text(message.get("content", ""))} for message in prompt]
 
 
 def _alike(values: list[Any]) -> list[Any]:

@@ -88,8 +88,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 def steps(folder: Path, name: str = "eval") -> list[int]:
     """Steps at which the set `name` was evaluated, in order; `folder` is the run's `evaluations`."""
     place = folder / name
-    found = [match for path in place.iterdir() if (match := _FILE.fullmatch(path.name))] if place.is_dir() else []
-    return sorted(int(match[1]) for match in found)
+    matches = [match for path in place.iterdir() if (match := _FILE.fullmatch(path.name))] if place.is_dir() else []
+    return sorted(int(match[1]) for match in matches)
 
 
 def sets(folder: Path) -> list[str]:

@@ -42,7 +42,7 @@ _RECORDS = (
 )
 _CHECKPOINT = re.compile(r"checkpoint-\d+(\..*)?")
 _HARMLESS = re.compile(r"\..*|previous-\d+|.*\.(log|out|err)")
-"""Files that may lie beside a run: hidden files, earlier runs, logs of a scheduler."""
+"""Foreign files that may be in a run's folder: hidden files, earlier runs, logs of a scheduler."""
 
 
 class RunFolder:
@@ -111,22 +111,24 @@ class RunFolder:
         After a resume, the run keeps its identity, and the new attempt says what changed (options, versions, source).
         """
         config = args.to_dict() if hasattr(args, "to_dict") else dict(args)
-        found = manifest.describe(
+        run_json = manifest.describe(
             config=config, algorithm=algorithm, rewards=rewards, dataset=dataset, folder=self.path, model=model
         )
         before = manifest.read(self.path / manifest.NAME)
         attempt: dict[str, Any] = {"started": manifest.now(), "from_step": self._step, "process": os.getpid()}
         attempt["process_mark"] = status.mark_of(os.getpid())
-        attempt |= {"host": found["hardware"]["host"], "command": found["command"]}
+        attempt |= {"host": run_json["hardware"]["host"], "command": run_json["command"]}
         if before is not None:
-            attempt["changed"] = manifest.changes(before, found)
-            found |= {key: before[key] for key in ("id", "created", "parent") if key in before}
-        found["parent"] = found.get("parent") or self._parent()
-        earlier = [{"state": "died", **one} for one in (before or {}).get("attempts", [])]  # who ended well said so
-        found["attempts"] = [*earlier, attempt]
-        found |= {"state": "running", "step": self._step}
-        self._try("run.json", lambda: manifest.write(self.path / manifest.NAME, found))
-        return found
+            attempt["changed"] = manifest.changes(before, run_json)
+            run_json |= {key: before[key] for key in ("id", "created", "parent") if key in before}
+        run_json["parent"] = run_json.get("parent") or self._parent()
+        earlier = [
+            {"state": "died", **earlier_attempt} for earlier_attempt in (before or {}).get("attempts", [])
+        ]  # who ended well said so
+        run_json["attempts"] = [*earlier, attempt]
+        run_json |= {"state": "running", "step": self._step}
+        self._try("run.json", lambda: manifest.write(self.path / manifest.NAME, run_json))
+        return run_json
 
     def append_metrics(self, step: int, logs: Mapping[str, Any], seconds: Mapping[str, float] | None = None) -> None:
         """One line of `metrics.jsonl`: the step, the time, the metrics, and `seconds/<phase>`."""
@@ -187,11 +189,11 @@ class RunFolder:
         """Say in `run.json` how it ended, and let the folder go. May be called twice."""
         for log in (self.metrics, self.events, self.alerts, self.evaluations):
             log.sync()
-        found = manifest.read(self.path / manifest.NAME)
-        if found is not None and found.get("attempts"):
-            found["attempts"][-1] |= {"ended": manifest.now(), "to_step": self._step, "state": outcome}
-            found |= {"state": outcome, "step": self._step}
-            self._try("run.json", lambda: manifest.write(self.path / manifest.NAME, found))
+        run_json = manifest.read(self.path / manifest.NAME)
+        if run_json is not None and run_json.get("attempts"):
+            run_json["attempts"][-1] |= {"ended": manifest.now(), "to_step": self._step, "state": outcome}
+            run_json |= {"state": outcome, "step": self._step}
+            self._try("run.json", lambda: manifest.write(self.path / manifest.NAME, run_json))
         self._lock.release()
 
     def _parent(self) -> dict[str, Any] | None:
@@ -223,8 +225,8 @@ class RunFolder:
                 f"{self.path} goes on from step {step}; {len(later)} later checkpoint(s) are now in {target.name}/.",
                 stacklevel=3,
             )
-        told = () if keep_events else (self.events, self.alerts)
-        for log in (self.metrics, *told):
+        event_logs = () if keep_events else (self.events, self.alerts)
+        for log in (self.metrics, *event_logs):
             log.truncate_to(step)
         rollouts.truncate_to(self.path / "rollouts", step)
         completions.truncate_to(self.path / completions.FOLDER, step)
@@ -241,11 +243,11 @@ class RunFolder:
         try:
             write()
         except (OSError, SafetensorError) as error:
-            said = refusal(error, what, self.path)
-            if said is None:
+            sentence = refusal(error, what, self.path)
+            if sentence is None:
                 raise
             if what not in self._refused:
-                warnings.warn(f"{said} Training goes on without this record.", stacklevel=3)
+                warnings.warn(f"{sentence} Training goes on without this record.", stacklevel=3)
             self._refused.add(what)
         else:
             self._refused.discard(what)

@@ -36,7 +36,7 @@ def describe(
     """Manifest of a run as JSON, secrets masked: resolved config, algorithm and rewards with the source text
     and sha256 of every part of the user's own, versions, git, hardware, seeds, data set."""
     parts = [algorithm, list(rewards)]
-    found: dict[str, Any] = mask(
+    run_json: dict[str, Any] = mask(
         {
             "format": FORMAT,
             "schema": SCHEMA,
@@ -49,7 +49,7 @@ def describe(
             "model": provenance.model_facts(model),
             "algorithm": provenance.component(algorithm),
             "rewards": provenance.component(list(rewards)),
-            "sources": provenance.own_files(parts),
+            "sources": provenance.user_files(parts),
             "versions": provenance.package_versions(),
             "git": provenance.git_facts(Path.cwd()),
             "hardware": provenance.hardware(),
@@ -57,7 +57,7 @@ def describe(
             "dataset": provenance.dataset_facts(dataset),
         }
     )
-    return found
+    return run_json
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:

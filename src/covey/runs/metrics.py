@@ -50,10 +50,10 @@ class JsonLines:
     def truncate_to(self, step: int) -> int:
         """Drop every line of a later step, before a run resumes from `step`; how many were dropped."""
         lines = self._content().splitlines(keepends=True)
-        kept = [line for line in lines if not _is_after(line, step)]
-        if len(kept) < len(lines):
-            write_atomically(self.path, b"".join(kept))
-        return len(lines) - len(kept)
+        remaining = [line for line in lines if not _is_after(line, step)]
+        if len(remaining) < len(lines):
+            write_atomically(self.path, b"".join(remaining))
+        return len(lines) - len(remaining)
 
     def sync(self) -> None:
         """Bring the file to the disk, so that a checkpoint is never ahead of its metrics after a power failure."""
@@ -92,8 +92,8 @@ class JsonLines:
         if lost > 0:
             del self._waiting[:lost]
         if not self._is_refused:
-            said = refusal(error, "A line", self.path) or error
-            warnings.warn(f"{said} Training goes on; lines wait in memory until there is room.", stacklevel=3)
+            sentence = refusal(error, "A line", self.path) or error
+            warnings.warn(f"{sentence} Training goes on; lines wait in memory until there is room.", stacklevel=3)
         self._is_refused = True
 
     def _mend(self) -> None:
@@ -142,23 +142,23 @@ def iterate(path: Path) -> Iterator[dict[str, Any]]:
 
 def line_of(row: Mapping[str, Any]) -> bytes:
     """The JSON of a row, with its NaN and infinite values (also nested ones) as null and named under `non_finite`."""
-    found: dict[str, str] = {}
-    plain = {str(key): _plain(value, str(key), found) for key, value in row.items()}
-    if found:
-        plain[NON_FINITE] = found
+    non_finite: dict[str, str] = {}
+    plain = {str(key): _plain(value, str(key), non_finite) for key, value in row.items()}
+    if non_finite:
+        plain[NON_FINITE] = non_finite
     return json.dumps(plain, allow_nan=False, separators=(", ", ": ")).encode() + b"\n"
 
 
-def _plain(value: Any, where: str, found: dict[str, str]) -> Any:
+def _plain(value: Any, where: str, non_finite: dict[str, str]) -> Any:
     if hasattr(value, "item") and not isinstance(value, Mapping):
         value = value.item()  # a 0-d tensor or a NumPy number
     if isinstance(value, float) and not math.isfinite(value):
-        found[where] = str(float(value))
+        non_finite[where] = str(float(value))
         return None
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, f"{where}.{key}", found) for key, item in value.items()}
+        return {str(key): _plain(item, f"{where}.{key}", non_finite) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, f"{where}.{i}", found) for i, item in enumerate(value)]
+        return [_plain(item, f"{where}.{i}", non_finite) for i, item in enumerate(value)]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"{where} is a {type(value).__name__}; a line of metrics holds numbers, text, lists and mappings.")

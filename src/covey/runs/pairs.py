@@ -54,20 +54,20 @@ def preference_pairs(run: Path, options: PairOptions) -> Pairs:
         raise RunFolderError(
             f"{run} has no rollouts; give the folder of a run, such as runs/train-1, trained with --rollout-log-steps."
         )
-    found = [s for s in written if s >= options.first_step and s <= (options.last_step or s)]
-    if not found:
+    in_range = [s for s in written if s >= options.first_step and s <= (options.last_step or s)]
+    if not in_range:
         raise RunFolderError(
             f"{run} has no rollouts of these steps; --steps must meet one from {written[0]} to {written[-1]}."
         )
     made, num_groups, num_level = list[dict[str, Any]](), 0, 0
-    for step in found:
+    for step in in_range:
         for members in _groups(rollouts.read(folder / f"step-{step:06d}.parquet")):
             num_groups += 1
             pair = _pair(members, options)
             num_level += pair is None
             made += [] if pair is None else [pair]
-    kept = _once(made, options.max_per_prompt)
-    return Pairs(kept, num_groups, num_level, len(made) - len(kept))
+    unique = _once(made, options.max_per_prompt)
+    return Pairs(unique, num_groups, num_level, len(made) - len(unique))
 
 
 def _groups(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
@@ -80,9 +80,9 @@ def _groups(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any
 def _pair(members: Sequence[Mapping[str, Any]], options: PairOptions) -> dict[str, Any] | None:
     column = "reward" if options.reward is None else f"reward/{options.reward}"
     if column not in members[0]:
-        known = [name.removeprefix("reward/") for name in members[0] if name.startswith("reward/")]
+        names = [name.removeprefix("reward/") for name in members[0] if name.startswith("reward/")]
         raise ConfigError(
-            f"The run has no reward {options.reward!r}; it has {', '.join(known)}.{did_you_mean(str(options.reward), known)}"
+            f"The run has no reward {options.reward!r}; it has {', '.join(names)}.{did_you_mean(str(options.reward), names)}"
         )
     scored = [row for row in members if row[column] is not None]
     if options.finished_only:
@@ -95,11 +95,11 @@ def _pair(members: Sequence[Mapping[str, Any]], options: PairOptions) -> dict[st
     if not margin > 0 or margin < options.min_margin or best["completion"] == worst["completion"]:
         return None
     messages = json.loads(best["messages"]) if best.get("messages") else None
-    said = (lambda text: text) if messages is None else lambda text: [{"role": "assistant", "content": text}]
+    wrap = (lambda text: text) if messages is None else lambda text: [{"role": "assistant", "content": text}]
     return {
         "prompt": best["prompt"] if messages is None else messages,
-        "chosen": said(best["completion"]),
-        "rejected": said(worst["completion"]),
+        "chosen": wrap(best["completion"]),
+        "rejected": wrap(worst["completion"]),
         "score_chosen": best[column],
         "score_rejected": worst[column],
         "step": best["step"],
@@ -110,15 +110,15 @@ def _once(pairs: Sequence[dict[str, Any]], max_per_prompt: int | None) -> list[d
     """Without repetitions, and of each prompt those of the widest margin, in their order."""
     key = lambda pair, *names: json.dumps([pair[name] for name in names], sort_keys=True)
     first = {key(pair, "prompt", "chosen", "rejected"): pair for pair in reversed(pairs)}
-    kept = [pair for pair in pairs if first[key(pair, "prompt", "chosen", "rejected")] is pair]
+    unique = [pair for pair in pairs if first[key(pair, "prompt", "chosen", "rejected")] is pair]
     if max_per_prompt is None:
-        return kept
+        return unique
     by_prompt: dict[str, list[dict[str, Any]]] = {}
-    for pair in kept:
+    for pair in unique:
         by_prompt.setdefault(key(pair, "prompt"), []).append(pair)
     widest = {
         id(pair)
         for several in by_prompt.values()
-        for pair in sorted(several, key=lambda one: one["score_rejected"] - one["score_chosen"])[:max_per_prompt]
+        for pair in sorted(several, key=lambda item: item["score_rejected"] - item["score_chosen"])[:max_per_prompt]
     }
-    return [pair for pair in kept if id(pair) in widest]
+    return [pair for pair in unique if id(pair) in widest]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from covey.errors import RunFolderError
-from covey.runs.storage import read_plain, refuse_link, temporary_beside
+from covey.runs.storage import read_plain, refuse_link, temporary_sibling
 
 if TYPE_CHECKING:  # the dashboard reads pictures, and starts without torch
     from covey.types import Group
@@ -35,7 +35,7 @@ def write(rollouts: Path, groups: Sequence[Group]) -> None:
         for name, content in zip(images.names, images.previews, strict=True):
             if name in there or len(there) >= MOST_FILES or len(content) > _MOST_BYTES:
                 continue
-            temporary = temporary_beside(folder / name)
+            temporary = temporary_sibling(folder / name)
             temporary.write_bytes(content)
             os.replace(temporary, folder / name)
             there.add(name)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_KNOWN_PACKAGES = ("covey", "torch", "transformers", "builtins", "functools")
+_NOT_THE_USERS = ("covey", "torch", "transformers", "builtins", "functools")
 _VERSIONS = (
     *("covey", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "peft"),
     *("pyarrow", "vllm", "bitsandbytes", "triton"),
@@ -32,7 +32,7 @@ def component(value: Any) -> Any:
     return _component(value, depth=0)
 
 
-def own_files(value: Any) -> dict[str, dict[str, Any]]:
+def user_files(value: Any) -> dict[str, dict[str, Any]]:
     """Text and sha256 of every file of the user's own in which parts of `value` are defined, by path."""
     files: dict[str, dict[str, Any]] = {}
     for name in _files_of(component(value)):
@@ -42,14 +42,14 @@ def own_files(value: Any) -> dict[str, dict[str, Any]]:
 
 
 def file_digest(file: Path) -> str:
-    """The sha256 that `own_files` records of a file, now. Raises OSError where it cannot be read."""
+    """The sha256 that `user_files` records of a file, now. Raises OSError where it cannot be read."""
     return _sha256(file.read_text(encoding="utf-8", errors="replace"))
 
 
 def package_versions() -> dict[str, str]:
     """Versions of Python and of packages that affect the numbers; packages that are not installed are left out."""
-    found = {name: _version(name) for name in _VERSIONS}
-    return {"python": platform.python_version()} | {name: version for name, version in found.items() if version}
+    versions = {name: _version(name) for name in _VERSIONS}
+    return {"python": platform.python_version()} | {name: version for name, version in versions.items() if version}
 
 
 @functools.cache
@@ -174,18 +174,18 @@ def _component(value: Any, depth: int) -> Any:
 def _code(value: Any) -> dict[str, Any]:
     """Import path; for code of the user's own also file, line, source and sha256."""
     module, name = getattr(value, "__module__", None) or "builtins", getattr(value, "__qualname__", repr(value))
-    found: dict[str, Any] = {"name": f"{module}:{name}"}
-    if module.partition(".")[0] in _KNOWN_PACKAGES:
-        return found
+    facts: dict[str, Any] = {"name": f"{module}:{name}"}
+    if module.partition(".")[0] in _NOT_THE_USERS:
+        return facts
     try:
         lines, number = inspect.getsourcelines(value)
     except (OSError, TypeError):  # typed at a prompt, or written in C
         code = getattr(value, "__code__", None)
         digest = hashlib.sha256(code.co_code + repr(code.co_consts).encode()).hexdigest() if code else None
-        return found | {"file": None, "source": None, "sha256": digest}
+        return facts | {"file": None, "source": None, "sha256": digest}
     source = "".join(lines)
     file = inspect.getsourcefile(value)
-    return found | {"file": file, "line": number, "source": source[:MAX_TEXT], "sha256": _sha256(source)}
+    return facts | {"file": file, "line": number, "source": source[:MAX_TEXT], "sha256": _sha256(source)}
 
 
 def _closure(value: Any, inner: Any) -> dict[str, Any]:
@@ -207,12 +207,12 @@ def _files_of(described: Any) -> set[str]:
         return set().union(*map(_files_of, described)) if described else set()
     if not isinstance(described, dict):
         return set()
-    own = (
+    files = (
         {described["file"]}
         if isinstance(described.get("file"), str) and "site-packages" not in described["file"]
         else set()
     )
-    return own.union(*map(_files_of, described.values()))
+    return files.union(*map(_files_of, described.values()))
 
 
 def _sha256(text: str) -> str:

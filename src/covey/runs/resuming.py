@@ -98,21 +98,21 @@ def differences(
 
 def _other_parts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Rewards, the adapter and the system prompt where they are others than they were."""
-    said = []
+    changes = []
     if now["rewards"] is not None and before.get("rewards") is not None and before["rewards"] != now["rewards"]:
         former, are = _names(before["rewards"]), _names(now["rewards"])
-        said.append(f"rewards {former} -> {are}" if former != are else f"the source or options of the rewards {are}")
-    was, now_is = ((one.get("model") or {}).get("adapter") or {} for one in (before, now))
-    said += [f"{name} {was[name]} -> {now_is[name]}" for name in was if _differs(was, now_is, name)]
-    was, now_is = (one.get("dataset") or {} for one in (before, now))
+        changes.append(f"rewards {former} -> {are}" if former != are else f"the source or options of the rewards {are}")
+    was, now_is = ((facts.get("model") or {}).get("adapter") or {} for facts in (before, now))
+    changes += [f"{name} {was[name]} -> {now_is[name]}" for name in was if _differs(was, now_is, name)]
+    was, now_is = (facts.get("dataset") or {} for facts in (before, now))
     if _differs(was, now_is, "system_prompt"):
-        said.append(f"system prompt {_short(was['system_prompt'])} -> {_short(now_is['system_prompt'])}")
-    return said
+        changes.append(f"system prompt {_short(was['system_prompt'])} -> {_short(now_is['system_prompt'])}")
+    return changes
 
 
 def _names(rewards: Any) -> str:
-    found = [str(one.get("name", one)) if isinstance(one, Mapping) else str(one) for one in rewards]
-    return ", ".join(name.rpartition(":")[2] for name in found)
+    names = [str(reward.get("name", reward)) if isinstance(reward, Mapping) else str(reward) for reward in rewards]
+    return ", ".join(name.rpartition(":")[2] for name in names)
 
 
 def _short(text: Any) -> str:
@@ -126,8 +126,11 @@ def _differs(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bo
 
 def _rows_for(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Completions of a device that make the former batch on as many processes as there are now; "" where none do."""
-    asked, name = before["generation_batch_size"] * now["per_device_train_batch_size"], "per_device_train_batch_size"
-    rows, rest = divmod(asked, now["generation_batch_size"])
+    completions, name = (
+        before["generation_batch_size"] * now["per_device_train_batch_size"],
+        "per_device_train_batch_size",
+    )
+    rows, rest = divmod(completions, now["generation_batch_size"])
     return "" if rest or rows == now[name] else f" ({name}={rows} on the processes that there are now)"
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from covey.errors import RunFolderError
 from covey.runs.manifest import to_json
-from covey.runs.storage import refuse_link, sync_folder, temporary_beside
+from covey.runs.storage import refuse_link, sync_folder, temporary_sibling
 from covey.types import Completion, Group, Prompt, TokenNumbers
 
 _FILE = re.compile(r"step-(\d+)\.parquet")
@@ -51,7 +51,7 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:06d}.parquet"
     table = table_of(step, groups, reward_names, weights=weights, render=render, per_token=per_token)
-    temporary = temporary_beside(path)
+    temporary = temporary_sibling(path)
     try:
         pq.write_table(table, temporary, compression="zstd")
         with open(temporary, "rb") as file:
@@ -137,8 +137,8 @@ def thin(folder: Path, limit: int) -> None:
 
     The newest are all there; the further back, the sparser. A run of any length keeps at most `limit` files.
     """
-    while len(found := steps(folder)) > limit:
-        for step in found[1 : max(3, len(found) // 2) : 2]:
+    while len(present := steps(folder)) > limit:
+        for step in present[1 : max(3, len(present) // 2) : 2]:
             (folder / f"step-{step:06d}.parquet").unlink(missing_ok=True)
 
 
@@ -171,7 +171,7 @@ def _images(groups: Sequence[Group]) -> dict[str, pa.Array]:
     names = [
         list(group.prompt.images.names) if group.prompt.images else [] for group in groups for _ in group.completions
     ]
-    return {"images": _texts(json.dumps(one) for one in names)}
+    return {"images": _texts(json.dumps(row_names) for row_names in names)}
 
 
 def _rewards(groups: Sequence[Group], names: Sequence[str], weights: Sequence[float] | None) -> dict[str, pa.Array]:
@@ -180,9 +180,9 @@ def _rewards(groups: Sequence[Group], names: Sequence[str], weights: Sequence[fl
     for group in groups:
         unscored = [[math.nan] * len(names)] * group.size
         rows += unscored if group.rewards is None else group.rewards.double().tolist()
-    known = [total for group in groups for total in (group.totals.tolist() if group.totals is not None else ())]
-    is_known = len(known) == len(rows)
-    totals = [_or_null(total) for total in known] if is_known else [_total(row, weights) for row in rows]
+    recorded = [total for group in groups for total in (group.totals.tolist() if group.totals is not None else ())]
+    is_recorded = len(recorded) == len(rows)
+    totals = [_or_null(total) for total in recorded] if is_recorded else [_total(row, weights) for row in rows]
     columns = {"reward": pa.array(totals, pa.float64())}
     for r, name in enumerate(names):
         name = f"reward/{name}" if f"reward/{name}" not in columns else f"reward/{name}#{r}"
@@ -212,10 +212,14 @@ def _advantages(groups: Sequence[Group]) -> dict[str, pa.Array]:
 
 def _messages(groups: Sequence[Group]) -> dict[str, pa.Array]:
     """The prompt's chat messages as JSON, where a prompt is a conversation; else no column."""
-    given = [group.prompt.messages for group in groups for _ in group.completions]
-    if all(messages is None for messages in given):
+    conversations = [group.prompt.messages for group in groups for _ in group.completions]
+    if all(messages is None for messages in conversations):
         return {}
-    return {"messages": _texts(None if one is None else json.dumps(to_json(list(one))) for one in given)}
+    return {
+        "messages": _texts(
+            None if messages is None else json.dumps(to_json(list(messages))) for messages in conversations
+        )
+    }
 
 
 def _episodes(groups: Sequence[Group]) -> dict[str, pa.Array]:
@@ -223,9 +227,11 @@ def _episodes(groups: Sequence[Group]) -> dict[str, pa.Array]:
     members = [(group.prompt, done) for group in groups for done in group.completions]
     if all(done.messages is None and done.episode is None for _, done in members):
         return {}
-    said = [_conversation(prompt, done) for prompt, done in members]
+    conversations = [_conversation(prompt, done) for prompt, done in members]
     shares = [None if done.episode is None else done.episode.shares for _, done in members]
-    texts = _texts(None if one is None else json.dumps(to_json(one)) for one in said)
+    texts = _texts(
+        None if conversation is None else json.dumps(to_json(conversation)) for conversation in conversations
+    )
     return {"conversation": texts, "branch_of": pa.array(shares, pa.int32())}
 
 

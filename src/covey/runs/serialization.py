@@ -184,9 +184,9 @@ class _Encoder:
             return repr(value)[:1000]
         return value
 
-    def _warn_once(self, where: str, said: str) -> None:
+    def _warn_once(self, where: str, sentence: str) -> None:
         if where not in self._warned:
-            warnings.warn(f"{said} It is kept as text in this checkpoint; training is not affected.", stacklevel=2)
+            warnings.warn(f"{sentence} It is kept as text in this checkpoint; training is not affected.", stacklevel=2)
         self._warned.add(where)
 
     def _tensor(self, value: Tensor, where: str) -> Any:

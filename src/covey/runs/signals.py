@@ -81,8 +81,8 @@ class StopRequest:
 
     def adopt(self, names: Iterable[Sequence[str | None]]) -> None:
         """Where this process received none, take over the first signal of those that the processes of the run received."""
-        found = [name for part in names for name in part if name is not None]
-        self.signal = self.signal or (signal.Signals[found[0]] if found else None)
+        received = [name for part in names for name in part if name is not None]
+        self.signal = self.signal or (signal.Signals[received[0]] if received else None)
 
     def leave(self) -> None:
         """End a script as it was asked to: KeyboardInterrupt for Ctrl-C, SystemExit for the others, nothing without a signal."""

@@ -20,15 +20,15 @@ def state_of(manifest: Mapping[str, Any], folder: Path) -> str:
     `died`: the process that wrote it ran on this machine and is gone, or another has its number now. `silent`: it ran on
     another machine, and no record has grown for six hours. `unknown` where nothing is said.
     """
-    said = str(manifest.get("state", "unknown"))
+    state = str(manifest.get("state", "unknown"))
     attempts = manifest.get("attempts")
     last = attempts[-1] if isinstance(attempts, list) and attempts else {}
-    if said != "running" or not isinstance(last, Mapping) or not isinstance(last.get("process"), int):
-        return said
+    if state != "running" or not isinstance(last, Mapping) or not isinstance(last.get("process"), int):
+        return state
     if last.get("host") == platform.node():
         mark = last.get("process_mark")
-        return said if is_alive(last["process"], mark if isinstance(mark, str) else None) else "died"
-    return said if time.time() - _last_written(folder) < SILENT_SECONDS else "silent"
+        return state if is_alive(last["process"], mark if isinstance(mark, str) else None) else "died"
+    return state if time.time() - _last_written(folder) < SILENT_SECONDS else "silent"
 
 
 def is_alive(process: int, mark: str | None = None) -> bool:

@@ -98,8 +98,8 @@ def _expect_file(path: Path, facts: os.stat_result, flags: int) -> None:
         _refuse(path, "it has a second name (a hard link), and a write would change that file too")
 
 
-def _refuse(path: Path, said: str) -> NoReturn:
-    raise NotPlainError(errno.EINVAL, said, str(path))
+def _refuse(path: Path, reason: str) -> NoReturn:
+    raise NotPlainError(errno.EINVAL, reason, str(path))
 
 
 def refusal(error: BaseException, what: str, path: Path) -> StorageError | None:
@@ -110,8 +110,8 @@ def refusal(error: BaseException, what: str, path: Path) -> StorageError | None:
     reason = why_refused(error)
     if reason is None:
         strange = next((link for link in _chain(error) if isinstance(link, NotPlainError)), None)
-        said = strange and f"{what} was not written to {strange.filename}: {strange.strerror}."
-        return StorageError(said) if said else None
+        sentence = strange and f"{what} was not written to {strange.filename}: {strange.strerror}."
+        return StorageError(sentence) if sentence else None
     return StorageError(
         f"{what} could not be written to {path}: {reason} ({_free(path)} free). Earlier saves are intact; "
         "free some space, lower save_total_limit, or choose another output_dir."
@@ -120,13 +120,13 @@ def refusal(error: BaseException, what: str, path: Path) -> StorageError | None:
 
 def why_refused(error: BaseException, numbers: Collection[int] = tuple(REFUSALS)) -> str | None:
     """The reason in words, where the error or one of its causes is an OSError with one of these `errno` values."""
-    known = {REFUSALS[number] for number in numbers} | {_TORN}
-    return next((reason for link in _chain(error) if (reason := _reason(link)) in known), None)
+    reasons = {REFUSALS[number] for number in numbers} | {_TORN}
+    return next((reason for link in _chain(error) if (reason := _reason(link)) in reasons), None)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace the file: after a crash it holds the old content or the new, never a part. OSError when the disk refuses."""
-    temporary = temporary_beside(path)
+    temporary = temporary_sibling(path)
     try:
         with open(temporary, "wb") as file:
             file.write(content)
@@ -139,7 +139,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
-def temporary_beside(path: Path) -> Path:
+def temporary_sibling(path: Path) -> Path:
     """A name in the same folder that no one else uses; a reader never takes it for a finished file."""
     return path.with_name(f".{path.name}.tmp-{os.getpid()}-{uuid.uuid4().hex[:8]}")
 
@@ -170,7 +170,7 @@ def checksum(path: Path, *, flush: bool = False) -> str:
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """A folder to write in that becomes `path`, new or empty until then, where nothing was raised, and else leaves nothing."""
-    unfinished = temporary_beside(path)
+    unfinished = temporary_sibling(path)
     try:
         yield unfinished
         if path.exists():
@@ -198,8 +198,8 @@ def _reason(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno in REFUSALS:
         return REFUSALS[error.errno]
     text = str(error)
-    if found := _OS_ERROR.search(text):
-        return REFUSALS.get(int(found[1] or found[2]))
+    if match := _OS_ERROR.search(text):
+        return REFUSALS.get(int(match[1] or match[2]))
     return _TORN if _TORN_WRITER.search(text) else None
 
 

@@ -23,29 +23,29 @@ def refuse(folder: Path) -> None:
 
     The folder may itself be reached through a link, and foreign names (`latest -> checkpoint-10`) are ignored.
     """
-    for path, found, wanted in _found(folder):
-        if found != wanted:
+    for path, kind, expected in _kinds_of(folder):
+        if kind != expected:
             raise RunFolderError(
-                f"{path} is {found}, and a run writes {wanted} there, never outside its folder; remove it, "
+                f"{path} is {kind}, and a run writes {expected} there, never outside its folder; remove it, "
                 "or choose another output_dir."
             )
 
 
-def _found(folder: Path) -> Iterator[tuple[Path, str, str]]:
+def _kinds_of(folder: Path) -> Iterator[tuple[Path, str, str]]:
     """(path, kind found, kind expected) of every path that a run may write to."""
-    for path, found in _entries(folder):
+    for path, kind in _entries(folder):
         if path.name in _FOLDERS or path.name == "runs" or _CHECKPOINT.fullmatch(path.name):
-            yield path, found, "a folder"
-            if path.name in _FOLDERS and found == "a folder":
+            yield path, kind, "a folder"
+            if path.name in _FOLDERS and kind == "a folder":
                 yield from _links_below(path)
         elif _FILES.fullmatch(path.name):
-            yield path, found, "a file"
+            yield path, kind, "a file"
 
 
 def _links_below(folder: Path) -> Iterator[tuple[Path, str, str]]:
-    for path, found in _entries(folder):
-        yield path, found, "a folder" if found == "a folder" else "a file"
-        if found == "a folder":
+    for path, kind in _entries(folder):
+        yield path, kind, "a folder" if kind == "a folder" else "a file"
+        if kind == "a folder":
             yield from _links_below(path)
 
 
@@ -53,15 +53,15 @@ def _entries(folder: Path) -> list[tuple[Path, str]]:
     """Entries of a folder with the kind of each; empty if there is no folder."""
     if not os.path.isdir(folder):
         return []
-    found = []
+    kinds = []
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):  # another process has just renamed it
-                    found.append((Path(entry.path), _kind(entry.stat(follow_symlinks=False))))
+                    kinds.append((Path(entry.path), _kind(entry.stat(follow_symlinks=False))))
     except OSError as error:
         raise RunFolderError(f"{folder} cannot be read ({error.strerror}); choose another output_dir.") from error
-    return found
+    return kinds
 
 
 def _kind(facts: os.stat_result) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from covey.errors import CheckpointError, RunFolderError
 from covey.runs import checkpoint, checksums
 from covey.runs.lock import FolderLock
-from covey.runs.storage import checksum, temporary_beside
+from covey.runs.storage import checksum, temporary_sibling
 
 _CORRUPT = re.compile(r"(checkpoint-\d+)\.corrupt(-\d+)?")
 
@@ -51,30 +51,30 @@ def held(run_dir: Path) -> list[Held]:
     """Every `checkpoint-N` of a run, oldest first. Raises RunFolderError for what is no folder."""
     expect_folder(run_dir)
     best = best_of(run_dir)
-    found = []
+    checkpoints = []
     for path in checkpoint.checkpoints(run_dir):
         sealed = path / checksums.NAME
-        found.append(
+        checkpoints.append(
             Held(
                 path=path,
                 step=checkpoint.step_of(path),
                 saved=sealed.stat().st_mtime if sealed.is_file() else None,
-                size=sum(one.stat().st_size for one in path.rglob("*") if one.is_file() and not one.is_symlink()),
+                size=sum(file.stat().st_size for file in path.rglob("*") if file.is_file() and not file.is_symlink()),
                 kind=_kind(path),
                 is_best=best == path.name,
             )
         )
-    return found
+    return checkpoints
 
 
 def best_of(run_dir: Path) -> str | None:
     """The name of the checkpoint with the best evaluation, as the newest `trainer_state.json` that can be read says."""
     for path in reversed(checkpoint.checkpoints(run_dir)):
         try:
-            told = json.loads((path / "trainer_state.json").read_text())
+            state = json.loads((path / "trainer_state.json").read_text())
         except (OSError, ValueError):
             continue
-        named = told.get("best_model_checkpoint") if isinstance(told, dict) else None
+        named = state.get("best_model_checkpoint") if isinstance(state, dict) else None
         if named:
             return Path(str(named)).name
     return None
@@ -145,14 +145,14 @@ def _kind(path: Path) -> str:
 
 def _wrong(path: Path) -> list[str]:
     """Faults of a checkpoint, whichever name it has now."""
-    return [one for one in checksums.problems(path) if not one.startswith(f"{checksums.NAME} is of step")]
+    return [fault for fault in checksums.problems(path) if not fault.startswith(f"{checksums.NAME} is of step")]
 
 
 def _candidates(run_dir: Path) -> list[Path]:
     """Checkpoints that Covey wrote, and those that were set aside; links are left alone."""
     aside = sorted(path for path in run_dir.iterdir() if path.is_dir() and _CORRUPT.fullmatch(path.name))
-    found = [*checkpoint.checkpoints(run_dir), *aside]
-    return [path for path in found if checksums.is_ours(path) and not path.is_symlink()]
+    folders = [*checkpoint.checkpoints(run_dir), *aside]
+    return [path for path in folders if checksums.is_ours(path) and not path.is_symlink()]
 
 
 def _mend(path: Path, others: list[Path]) -> list[str]:
@@ -161,20 +161,20 @@ def _mend(path: Path, others: list[Path]) -> list[str]:
         entries = checksums.read(path)["files"]
     except CheckpointError:
         return []  # no manifest lists its files
-    said = []
+    repaired = []
     for name, entry in entries.items():
         if checksums.is_as_written(path, name, entry):
             continue
         source = next((other for other in others if checksums.is_as_written(other, name, entry)), None)
         if source is not None:
             _copy(source / name, path / name)
-            said.append(f"{path.name}/{name} from {source.name}")
-    return said
+            repaired.append(f"{path.name}/{name} from {source.name}")
+    return repaired
 
 
 def _copy(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_beside(target)
+    temporary = temporary_sibling(target)
     try:
         shutil.copyfile(source, temporary, follow_symlinks=False)
         checksum(temporary, flush=True)

@@ -250,7 +250,7 @@ def build_supply(
         max_staleness=args.max_staleness,
         depth=args.pipeline_depth,
         sampling_for=sampling,
-        is_stopping=interruption.is_asked,
+        is_stopping=interruption.is_requested,
         **sizes,
     )
 

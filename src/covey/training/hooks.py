@@ -14,7 +14,7 @@ from covey.errors import ArgumentTypeError, ConfigError, DataError, MissingKeyEr
 from covey.monitor.trackers import Trackers
 from covey.process import lean
 from covey.process.world import World
-from covey.runs.kept import told_of_the_disk
+from covey.runs.disk import as_disk_errors
 from covey.runs.storage import REFUSALS
 from covey.training.build import checked_eval
 from covey.training.datasets import eval_loader, train_loader
@@ -208,7 +208,7 @@ class TransformersInterface:
         """Write `<split>_results.json` to `output_dir`, and with `combined` add to `all_results.json`."""
         if not self.world.is_main:
             return
-        with told_of_the_disk(f"{split}_results.json", self.output_dir, self.output_dir, REFUSALS):
+        with as_disk_errors(f"{split}_results.json", self.output_dir, self.output_dir, REFUSALS):
             self.output_dir.mkdir(parents=True, exist_ok=True)
             self._write_json(f"{split}_results.json", metrics)
             everything = self.output_dir / "all_results.json"

@@ -91,7 +91,7 @@ class Session:
     """First receiver of logs, such as a trainer's `log`, which calls this session's `log`; None: this session's `log`."""
     agree: Callable[[bool], bool] = lambda flag: flag
     """Logical or over processes: a signal reaches processes at different moments, or only some."""
-    is_asked_to_stop: bool = False
+    is_stop_requested: bool = False
     """True if a signal had reached any process by the end of the last step."""
     is_told_to_stop: bool = False
     """True if an alert on this process ends the run after this step."""
@@ -110,7 +110,7 @@ class Session:
 
     @property
     def should_stop(self) -> bool:
-        return bool(self.is_asked_to_stop or self.control.should_training_stop)
+        return bool(self.is_stop_requested or self.control.should_training_stop)
 
     def ask_roll_back(self, why: str) -> None:
         """Request a rollback after this step to the newest good checkpoint, with a lower learning rate; for callbacks and alerts."""
@@ -183,7 +183,7 @@ class Session:
 
     def _end(self, state: TrainState) -> dict[str, float]:
         self._hear_signals()
-        if self.is_asked_to_stop and state.step > self.last_saved and self.args.save_strategy != "no":
+        if self.is_stop_requested and state.step > self.last_saved and self.args.save_strategy != "no":
             self._save(replace(state, is_evaluation_due=self.latest.is_evaluation_due))
         self.finish_saving()
         seconds = time.perf_counter() - self.started
@@ -199,7 +199,7 @@ class Session:
         self._announce(summary)
         self.finish_uploads()
         self._call("on_train_end")
-        self.recorder.close("stopped" if self.is_asked_to_stop else "finished")
+        self.recorder.close("stopped" if self.is_stop_requested else "finished")
         self.display.close()
         return summary
 
@@ -251,7 +251,7 @@ class Session:
         self.trainer_state.total_flos = self.flos_per_token * state.num_tokens
 
     def _hear_signals(self) -> None:
-        self.is_asked_to_stop = self.agree(self.stop.requested or self.is_told_to_stop)
+        self.is_stop_requested = self.agree(self.stop.requested or self.is_told_to_stop)
 
     def _act_on(self, alerts: Sequence[Alert], state: TrainState) -> None:
         """Run the configured actions of these alerts, after agreement between processes, whose timings differ."""

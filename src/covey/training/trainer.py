@@ -27,7 +27,7 @@ from covey.process.world import World
 from covey.rollout.joint import Steps
 from covey.runs import RunFolder, StopRequest, checkpoint
 from covey.runs.console import lasting_output
-from covey.runs.kept import tell_stopped, told_of_the_disk
+from covey.runs.disk import as_disk_errors, tell_stopped
 from covey.runs.resuming import expect_resumable
 from covey.training import loop
 from covey.training.agents import Agents, with_own_rewards, with_prompts
@@ -155,7 +155,7 @@ class GRPOTrainer(TRLInterface):
         start = self.world.broadcast(found)
         rewards = [spec.call for spec in self.scorer.rewards]
         expect_resumable(start, self.args, self.train_dataset, self.model, rewards=rewards, tells=self.world.is_main)
-        told = told_of_the_disk("A file of the run", self.output_dir, self.output_dir)
+        told = as_disk_errors("A file of the run", self.output_dir, self.output_dir)
         with lasting_output(), told, StopRequest() as stop, closing(self.scorer), closing(self.trackers):
             parts = self._build_parts(stop, start)
             self._parts = parts
@@ -166,7 +166,7 @@ class GRPOTrainer(TRLInterface):
             self.world.expect_same(rows)
             state = yield from self._run(parts, state)
             summary = parts.session.end(state)
-            if parts.session.is_asked_to_stop:
+            if parts.session.is_stop_requested:
                 stop.adopt(self.world.gather([stop.name]))
         load_best(self.model, self.args, self.state, self.world)
         end_with_average(parts, self.args, self.state, is_whole=stop.name is None)
@@ -326,7 +326,7 @@ class GRPOTrainer(TRLInterface):
             described = folder.describe(
                 args=args, algorithm=self.algorithm, rewards=rewards, dataset=self.train_dataset, model=self.model
             )
-            self.trackers.follow(described["id"], lambda: session.is_asked_to_stop)
+            self.trackers.follow(described["id"], lambda: session.is_stop_requested)
         return session
 
     def _record(self, event: Event) -> None:

@@ -27,7 +27,7 @@ from covey.process.world import World
 from covey.rewards import Scorer
 from covey.rewards.builtin.reward_model import ModelReward
 from covey.rollout.joint import Steps, to_the_end
-from covey.runs.kept import told_of_the_disk, write_whole
+from covey.runs.disk import as_disk_errors, write_whole
 from covey.runs.storage import REFUSALS
 from covey.training.agents import Agents
 from covey.training.hooks import TransformersInterface, refuse_set_hook
@@ -285,14 +285,14 @@ class TRLInterface(TransformersInterface):
         weights = weights_to_write(self.model, self.world)
         if not self.world.is_main:
             return []
-        with told_of_the_disk("The trained model", folder, self.output_dir, REFUSALS):
+        with as_disk_errors("The trained model", folder, self.output_dir, REFUSALS):
             write = partial(write_model, model=self.model, tokenizer=self.processing_class, weights=weights)
             return write_whole(folder, write)
 
     def save_state(self) -> None:
         """Write `trainer_state.json` to `output_dir`."""
         if self.world.is_main:
-            with told_of_the_disk("trainer_state.json", self.output_dir, self.output_dir, REFUSALS):
+            with as_disk_errors("trainer_state.json", self.output_dir, self.output_dir, REFUSALS):
                 self.output_dir.mkdir(parents=True, exist_ok=True)
                 self.state.save_to_json(str(self.output_dir / "trainer_state.json"))
 
@@ -308,7 +308,7 @@ class TRLInterface(TransformersInterface):
         if not self.world.is_main:
             return
         card = self._card(model_name, dataset_name, tags, language, license)
-        with told_of_the_disk("The model card", self.output_dir, self.output_dir, REFUSALS):
+        with as_disk_errors("The model card", self.output_dir, self.output_dir, REFUSALS):
             self.output_dir.mkdir(parents=True, exist_ok=True)
             (self.output_dir / CARD).write_text(card.text(), encoding="utf-8")
 

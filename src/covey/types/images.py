@@ -30,7 +30,8 @@ class PromptImages:
     def names(self) -> tuple[str, ...]:
         """File names of the previews, by their content."""
         return tuple(
-            f"{hashlib.sha256(one).hexdigest()[:24]}.{'png' if one[:4] == PNG else 'jpg'}" for one in self.previews
+            f"{hashlib.sha256(preview).hexdigest()[:24]}.{'png' if preview[:4] == PNG else 'jpg'}"
+            for preview in self.previews
         )
 
 

@@ -179,14 +179,14 @@ class Bound:
     @staticmethod
     def both(sums: Iterable[tuple[float, float]], *, is_share: bool) -> tuple[Bound, Bound]:
         """Lower and upper end, from the sum and the count of each group; groups without samples are left out."""
-        kept = [(s, n) for s, n in sums if n]
+        counted = [(s, n) for s, n in sums if n]
         totals = (
-            float(len(kept)),
-            float(sum(s for s, _ in kept)),
-            float(sum(n for _, n in kept)),
-            float(sum(s * s for s, _ in kept)),
-            float(sum(s * n for s, n in kept)),
-            float(sum(n * n for _, n in kept)),
+            float(len(counted)),
+            float(sum(s for s, _ in counted)),
+            float(sum(n for _, n in counted)),
+            float(sum(s * s for s, _ in counted)),
+            float(sum(s * n for s, n in counted)),
+            float(sum(n * n for _, n in counted)),
         )
         return Bound(False, is_share, *totals), Bound(True, is_share, *totals)
 

@@ -102,7 +102,7 @@ class Completion:
     episode: EpisodeNotes | None = None
     """Turns with their rewards and states, the whole conversation, other paths of an agent's calls. None: nothing is known of them."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """Values of this completion that rewards receive beside the data set's columns; dropped once it is scored."""
+    """Values of this completion that rewards receive as further columns; dropped once it is scored."""
 
     @property
     def num_tokens(self) -> int:
@@ -248,13 +248,15 @@ class Scores:
 
 def episodes_in(groups: Sequence[Group]) -> tuple[tuple[EpisodeNotes | None, ...], ...] | None:
     """[P][G], what is known of the turns of each completion; None where nothing is."""
-    found = tuple(tuple(one.episode for one in group.completions) for group in groups)
-    return found if any(one is not None for row in found for one in row) else None
+    episodes = tuple(tuple(completion.episode for completion in group.completions) for group in groups)
+    return episodes if any(episode is not None for row in episodes for episode in row) else None
 
 
 def of_policy(groups: Sequence[Group]) -> list[Group]:
     """Groups with the policy's completions only, without those of ensemble members; completions of a data set count as the policy's."""
-    places = lambda group: [i for i, one in enumerate(group.completions) if one.source in ("policy", "data")]
+    places = lambda group: [
+        i for i, completion in enumerate(group.completions) if completion.source in ("policy", "data")
+    ]
     return [group if len(at := places(group)) == group.size else group.take(at) for group in groups]
 
 

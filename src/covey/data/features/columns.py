@@ -14,7 +14,7 @@ from covey.data.features.text import prompt_text, readability
 from covey.errors import DataError, did_you_mean
 from covey.process.counting import counted
 
-KNOWN: Mapping[str, str] = {
+FEATURES: Mapping[str, str] = {
     "length": "tokens of the prompt (characters without a tokenizer)",
     "readability": "Flesch's reading ease of the prompt: 90 easy, 30 hard; English",
     "language": "ISO 639-1 code of the prompt's language, or none",
@@ -38,7 +38,7 @@ def add_features(
     answer_column: str = "answer",
     overwrite: bool = False,
 ) -> datasets.Dataset:
-    """`dataset` with a column for each of `names`; see `KNOWN`. Rows and their order stay as they are.
+    """`dataset` with a column for each of `names`; see `FEATURES`. Rows and their order stay as they are.
 
     `embedding` and `relevance` need `embedder`, `pass_rate` and `difficulty` need `pass_rates` (see `covey.evaluation.difficulty`).
     Raises DataError for an unknown name, for a column that is there already (unless `overwrite`), and for what is missing.
@@ -64,10 +64,10 @@ def add_features(
         rates = [None if math.isnan(rate) else rate for rate in pass_rates(dataset)]
         made["pass_rate"] = rates
         made["difficulty"] = [None if rate is None else 1.0 - rate for rate in rates]
-    kept = dataset.remove_columns([name for name in names if name in dataset.column_names])
+    table = dataset.remove_columns([name for name in names if name in dataset.column_names])
     for name in names:
-        kept = kept.add_column(name, made[name])
-    return kept
+        table = table.add_column(name, made[name])
+    return table
 
 
 def _check(
@@ -75,8 +75,8 @@ def _check(
 ) -> None:
     have = dataset.column_names
     for name in names:
-        if name not in KNOWN:
-            raise DataError(f"{name!r} is no feature; there are {', '.join(KNOWN)}.{did_you_mean(name, KNOWN)}")
+        if name not in FEATURES:
+            raise DataError(f"{name!r} is no feature; there are {', '.join(FEATURES)}.{did_you_mean(name, FEATURES)}")
         if name in have and not overwrite:
             raise DataError(
                 f"The data set has a column {name!r} already; rename it, or let it be replaced with overwrite."

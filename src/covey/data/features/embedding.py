@@ -39,7 +39,7 @@ class Embedder:
     @torch.no_grad()
     def __call__(self, texts: Sequence[str], batch_size: int = 32) -> Tensor:
         """[N, H] float32, rows of length 1; zeros for an empty text."""
-        found = []
+        vectors = []
         for start in range(0, len(texts), batch_size):
             part = [text or " " for text in texts[start : start + batch_size]]
             batch = self.tokenizer(part, return_tensors="pt", padding=True, truncation=True, max_length=self.max_tokens)
@@ -48,8 +48,8 @@ class Embedder:
             mask = batch["attention_mask"].unsqueeze(-1)
             mean = (hidden * mask).sum(1) / mask.sum(1).clamp_min(1)
             empty = torch.tensor([not text for text in texts[start : start + batch_size]], device=mean.device)
-            found.append(torch.nn.functional.normalize(mean, dim=-1).masked_fill(empty[:, None], 0.0).cpu())
-        return torch.cat(found) if found else torch.empty(0, 0)
+            vectors.append(torch.nn.functional.normalize(mean, dim=-1).masked_fill(empty[:, None], 0.0).cpu())
+        return torch.cat(vectors) if vectors else torch.empty(0, 0)
 
 
 def relevance(prompts: Tensor, answers: Tensor) -> list[float]:

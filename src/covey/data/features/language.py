@@ -35,7 +35,7 @@ _LANGUAGES = {
     for name, words in _SMALL_WORDS.items()
 }
 _OF_WORD = {
-    word: tuple(name for name, known in _LANGUAGES.items() if word in known)
+    word: tuple(name for name, words in _LANGUAGES.items() if word in words)
     for word in frozenset[str]().union(*_LANGUAGES.values())
 }
 LANGUAGES = frozenset(_SCRIPTS) | frozenset(_SMALL_WORDS)

@@ -21,7 +21,7 @@ def prompt_text(prompt: Any) -> str:
 
 def messages_of(prompt: Any) -> Sequence[Mapping[str, Any]]:
     """The messages of a conversation, none for what is no list of them."""
-    return [one for one in prompt if isinstance(one, Mapping)] if isinstance(prompt, list | tuple) else []
+    return [message for message in prompt if isinstance(message, Mapping)] if isinstance(prompt, list | tuple) else []
 
 
 def readability(text: str) -> float | None:

@@ -76,8 +76,8 @@ class LiveDataset:
         return self.map(lambda row: {renames.get(name, name): value for name, value in row.items()})
 
     def select_columns(self, columns: Iterable[str]) -> LiveDataset:
-        kept = tuple(columns)
-        return self.map(lambda row: {name: row[name] for name in kept if name in row})
+        names = tuple(columns)
+        return self.map(lambda row: {name: row[name] for name in names if name in row})
 
 
 def follow(source: str | Path | Iterable[Any] | Source, **options: Any) -> LiveDataset:
@@ -109,16 +109,16 @@ def _named(name: str) -> Source:
     module = name.rpartition(":")[0]
     if module and not path.exists():
         return _imported(name, module)
-    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
     if path.suffix not in _FILES:
-        there = "" if path.exists() else f" There is nothing of that name here.{did_you_mean(path.name, beside)}"
+        there = "" if path.exists() else f" There is nothing of that name here.{did_you_mean(path.name, siblings)}"
         raise DataError(f"follow:{name} is no JSON Lines file (.jsonl), folder, http address or file.py:source.{there}")
     if not path.parent.is_dir():
         raise DataError(
             f"follow:{name}: there is no folder {str(path.parent)!r}; make it first, the file may come later."
         )
     if not path.exists():
-        hint = did_you_mean(path.name, beside)
+        hint = did_you_mean(path.name, siblings)
         logger.warning("follow:%s does not exist yet; training waits until it is there.%s", name, hint)
     return FollowFile(path)
 
@@ -127,6 +127,6 @@ def _imported(name: str, module: str) -> Source:
     """A source, or an iterable as one, by its import path."""
     if module.endswith(_FILES):
         raise DataError(f"follow:{name}: a live source has no splits; write follow:{module}.")
-    found = names.load(name, "source")
-    made = found() if isinstance(found, type) or not hasattr(found, "poll") else found
+    target = names.load(name, "source")
+    made = target() if isinstance(target, type) or not hasattr(target, "poll") else target
     return FollowIterable(made) if not hasattr(made, "poll") and isinstance(made, Iterable) else made

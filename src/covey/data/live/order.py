@@ -134,14 +134,14 @@ class LiveOrder:
         """Wait for rows. Raises DataError when none comes in time, or when none will come any more."""
         started, pause = time.monotonic(), _FIRST_PAUSE
         while True:
-            kind, found = self.dataset.share(self._poll() if self.dataset.is_main else None)
-            if kind == "rows" and found:
+            kind, content = self.dataset.share(self._poll() if self.dataset.is_main else None)
+            if kind == "rows" and content:
                 self._tell_of_return()
-                self._waiting.extend(found)
-                self._read = found[-1][0]
+                self._waiting.extend(content)
+                self._read = content[-1][0]
                 return
             if kind == "error":
-                raise DataError(found)
+                raise DataError(content)
             limit, waited = self.dataset.timeout_seconds, time.monotonic() - started
             if limit is not None and waited > limit:
                 raise DataError(
@@ -149,7 +149,7 @@ class LiveOrder:
                     "whether its writer is alive, then go on with --resume auto."
                 )
             if kind == "away":
-                self._tell_of_absence(found)
+                self._tell_of_absence(content)
             else:
                 self._tell_of_return()
             self._pause(pause if kind == "away" else self.dataset.poll_seconds)

@@ -25,7 +25,7 @@ Items = Sequence[tuple[Position, "Mapping[str, Any] | DataError"]]
 
 _HTTP_SECONDS = 30.0
 _LARGEST_ANSWER = 64 * 2**20
-_KEPT = 100_000
+_MOST_UNREAD = 100_000
 
 
 class Source(Protocol):
@@ -78,16 +78,16 @@ class FollowFolder:
         places = {str(name): int(end) for name, end in dict(after or {}).items()}
         if not self.folder.is_dir():
             raise FileNotFoundError(f"there is no folder {self.folder}")
-        found: list[tuple[Position, Mapping[str, Any] | DataError]] = []
+        items: list[tuple[Position, Mapping[str, Any] | DataError]] = []
         for file in sorted(self.folder.glob("*.jsonl")):
             start = places.get(file.name, 0)
             start = 0 if file.stat().st_size < start else start
-            for end, row in _lines(file, start, limit - len(found)):
+            for end, row in _lines(file, start, limit - len(items)):
                 places = {**places, file.name: end}
-                found.append((places, row))
-            if len(found) >= limit:
+                items.append((places, row))
+            if len(items) >= limit:
                 break
-        return found
+        return items
 
     def commit(self, position: Position) -> None:
         """A folder needs no word of it."""
@@ -104,9 +104,9 @@ class HttpQueue:
         self.url, self.seconds = url, seconds
 
     def poll(self, after: Position | None, limit: int) -> Items:
-        asked = {"limit": str(limit), **({} if after is None else {"after": json.dumps(after)})}
+        query = {"limit": str(limit), **({} if after is None else {"after": json.dumps(after)})}
         joint = "&" if urllib.parse.urlsplit(self.url).query else "?"
-        answer = self._ask(urllib.request.Request(f"{self.url}{joint}{urllib.parse.urlencode(asked)}"))
+        answer = self._ask(urllib.request.Request(f"{self.url}{joint}{urllib.parse.urlencode(query)}"))
         try:
             items = json.loads(answer)
             return [(item["position"], _as_row(item["row"], f"{self.url}, {item['position']}")) for item in items]
@@ -114,8 +114,8 @@ class HttpQueue:
             raise ConnectionError(f"its answer is no list of positions and rows ({error})") from error
 
     def commit(self, position: Position) -> None:
-        said = json.dumps({"commit": position}).encode()
-        self._ask(urllib.request.Request(self.url, said, {"Content-Type": "application/json"}))
+        body = json.dumps({"commit": position}).encode()
+        self._ask(urllib.request.Request(self.url, body, {"Content-Type": "application/json"}))
 
     def _ask(self, request: urllib.request.Request) -> bytes:
         try:
@@ -141,37 +141,37 @@ class FollowIterable:
         self._rows = rows
         self._iterator: Iterator[Any] | None = None
         self._read = 0
-        self._kept: deque[tuple[int, Any]] = deque(maxlen=_KEPT)
+        self._unread: deque[tuple[int, Any]] = deque(maxlen=_MOST_UNREAD)
 
     def poll(self, after: Position | None, limit: int) -> Items:
         place = int(after or 0)
-        first = self._kept[0][0] if self._kept else self._read + 1
+        first = self._unread[0][0] if self._unread else self._read + 1
         if self._iterator is None or place + 1 < first:
             self._iterator, self._read = iter(self._rows), 0
-            self._kept.clear()
+            self._unread.clear()
         if self._read < place:
             self._read += sum(1 for _ in itertools.islice(self._iterator, place - self._read))
-        again = [item for item in self._kept if item[0] > place][:limit]
+        again = [item for item in self._unread if item[0] > place][:limit]
         if not again:
             row = next(self._iterator, None)  # one at a time, since it may wait for each
             if row is None:
                 raise EOFError("the iterable has ended")
             self._read += 1
             again = [(self._read, row)]
-            self._kept.extend(again)
+            self._unread.extend(again)
         return [(place, _as_row(row, f"row {place}")) for place, row in again]
 
     def commit(self, position: Position) -> None:
-        while self._kept and self._kept[0][0] <= int(position):
-            self._kept.popleft()
+        while self._unread and self._unread[0][0] <= int(position):
+            self._unread.popleft()
 
 
 def _lines(path: Path, start: int, limit: int) -> Iterator[tuple[int, Mapping[str, Any] | DataError]]:
     """Up to `limit` whole lines from byte `start`, blank ones left out, each with the byte behind it."""
     with path.open("rb") as file:
         file.seek(start)
-        given = 0
-        while given < limit:
+        count = 0
+        while count < limit:
             line = file.readline(LONGEST_LINE + 1)
             if len(line) > LONGEST_LINE:
                 raise DataError(f"{path} has a line of more than {LONGEST_LINE} bytes from byte {start} on; split it.")
@@ -179,7 +179,7 @@ def _lines(path: Path, start: int, limit: int) -> Iterator[tuple[int, Mapping[st
                 return
             where, start = f"{path}, byte {start}", file.tell()
             if line.strip():
-                given += 1
+                count += 1
                 yield start, _parsed(line, where)
 
 

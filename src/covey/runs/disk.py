@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE)
 
 
-def kept(run_dir: Path) -> str:
+def describe_newest(run_dir: Path) -> str:
     """A sentence: the newest checkpoint of the run of which every byte is right, or that there is none."""
     for path in reversed(checkpoint.checkpoints(run_dir)):
         if not checksums.problems(path):
@@ -30,14 +30,16 @@ def kept(run_dir: Path) -> str:
 def tell_stopped(name: str, step: int, run_dir: Path, *, saves: bool, tells: bool) -> None:
     """Log the checkpoint saved after the stop signal `name`. Raises StorageError where the disk did not take the checkpoint of `step`."""
     if saves and not (run_dir / f"checkpoint-{step}").is_dir():
-        raise StorageError(f"Stopped by {name}, but step {step} could not be saved to {run_dir}. {kept(run_dir)}")
+        raise StorageError(
+            f"Stopped by {name}, but step {step} could not be saved to {run_dir}. {describe_newest(run_dir)}"
+        )
     if tells:
         how = " Go on with trainer.train(resume_from_checkpoint=True)." if checkpoint.checkpoints(run_dir) else ""
-        logger.warning("Stopped by %s after step %s. %s%s", name, step, kept(run_dir), how)
+        logger.warning("Stopped by %s after step %s. %s%s", name, step, describe_newest(run_dir), how)
 
 
 @contextmanager
-def told_of_the_disk(what: str, path: Path, run_dir: Path, numbers: Collection[int] = DISK) -> Iterator[None]:
+def as_disk_errors(what: str, path: Path, run_dir: Path, numbers: Collection[int] = DISK) -> Iterator[None]:
     """Turn errors of a full, read-only or failing disk into a StorageError that names the checkpoints kept.
 
     `numbers`: `errno` values to convert; by default those that no change of permissions fixes.
@@ -52,7 +54,7 @@ def told_of_the_disk(what: str, path: Path, run_dir: Path, numbers: Collection[i
             raise
         place = getattr(error, "filename", None) or path
         raise StorageError(
-            f"{what} could not be written to {place}: {reason}. {kept(run_dir)} Free some space, or make the disk writable again, "
+            f"{what} could not be written to {place}: {reason}. {describe_newest(run_dir)} Free some space, or make the disk writable again, "
             "and go on with --resume auto (resume_from_checkpoint=True in a script)."
         ) from error
 
