@@ -116,7 +116,7 @@ def test_gfpo_keeps_the_shortest_and_compares_them_alone():
 def test_gfpo_by_efficiency_keeps_most_reward_a_token_and_never_an_unscored_completion():
     part = alg.GroupFiltered(keep=2, by="efficiency")
     scores = scores_of([[1.0, 4.0, NAN, 2.0]], lengths=[[1, 8, 1, 8]])  # 1, 0.5, -, 0.25 a token
-    assert part.kept(scores).tolist() == [[True, True, False, False]]
+    assert part.retained(scores).tolist() == [[True, True, False, False]]
     with pytest.raises(ConfigError, match="at least 2"):
         alg.GroupFiltered(keep=1)
 

@@ -90,7 +90,7 @@ def test_large_buffers_are_kept_where_the_learner_has_shown_that_it_fits_beside(
     model.lm_head.bias.data[2] = -1e4  # no completion ends early, so the sizes come back
     sampler = keeping_sampler(model, tokenizer, lambda step: taken.append(1) or record(step))
     monkeypatch.setattr(kept_memory, "device_memory", lambda device: 1_000_000)
-    monkeypatch.setattr(kept_memory, "KEPT_SHARE", 0.001)
+    monkeypatch.setattr(kept_memory, "IDLE_SHARE", 0.001)
     monkeypatch.setattr(kept_memory, "free_on", lambda device: 600_000 + free_after_learning)
     monkeypatch.setattr(kept_memory.PeakBytes, "read", lambda peak: 600_000)
     counts, places = [], []
@@ -211,4 +211,4 @@ def test_captures_of_shapes_that_never_come_back_are_bounded(monkeypatch):
     steps = Captured(record)
     for key in range(20):
         steps.run(key, 0, lambda: None)
-        assert len(steps.known) <= 5
+        assert len(steps.replays) <= 5

@@ -65,7 +65,7 @@ def _count(x: Tensor) -> Tensor:
     return (~x.isnan()).sum(-1, keepdim=True)
 
 
-def _known(x: Tensor) -> Tensor:
+def _or_zero(x: Tensor) -> Tensor:
     """NaN in, 0 out."""
     return x.nan_to_num(0.0)
 
@@ -89,7 +89,7 @@ class GroupNormalized:
         rewards = sequence_rewards(scores)
         apart = centred(rewards, self.singleton)
         if self.scale == "none":
-            return _known(apart)
+            return _or_zero(apart)
         spread = nan_std(rewards if self.scale == "group" else rewards.reshape(1, -1))
         if self.scale == "group":
             spread = torch.where(
@@ -97,7 +97,7 @@ class GroupNormalized:
             )  # verl's unit for a group of one
         if self.variance_floor is not None:
             spread = spread.square().clamp(min=self.variance_floor).sqrt()
-        return _known(apart / (spread + self.epsilon))
+        return _or_zero(apart / (spread + self.epsilon))
 
 
 @dataclass(frozen=True)
@@ -114,14 +114,14 @@ class NormalizeThenSum:
 
     def __call__(self, scores: Scores) -> Tensor:
         rewards = scores.per_function.transpose(-1, -2)  # [P, R, G]
-        standard = _known(centred(rewards) / (nan_std(rewards) + self.epsilon))
+        standard = _or_zero(centred(rewards) / (nan_std(rewards) + self.epsilon))
         total = (standard * scores.weights.to(standard.dtype).unsqueeze(-1)).sum(1)  # [P, G]
         if scores.kl is not None:
             total = total - (scores.kl * scores.mask).sum(-1)
         total = torch.where(scores.total.isnan(), torch.full_like(total, torch.nan), total)
         everyone = total.reshape(1, -1)
         apart = torch.where(is_tied(everyone), torch.zeros_like(total), total - nan_mean(everyone))
-        return _known(apart / (nan_std(everyone) + self.epsilon)).masked_fill(total.isnan(), 0.0)
+        return _or_zero(apart / (nan_std(everyone) + self.epsilon)).masked_fill(total.isnan(), 0.0)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class LeaveOneOut:
             apart = torch.where(count > 1, apart, torch.nan)  # a lone completion moves no statistic of the others
             everyone = apart.reshape(1, -1)
             apart = (apart - nan_mean(everyone)) / (nan_std(everyone) + 1e-4)
-        return _known(apart)
+        return _or_zero(apart)
 
 
 @dataclass(frozen=True)
@@ -190,11 +190,11 @@ class OPO:
     def __call__(self, scores: Scores) -> Tensor:
         rewards = sequence_rewards(scores)
         lengths = scores.lengths.to(rewards.dtype) * ~rewards.isnan()
-        baseline = (lengths * _known(rewards)).sum(-1, keepdim=True) / lengths.sum(-1, keepdim=True).clamp(min=1)
+        baseline = (lengths * _or_zero(rewards)).sum(-1, keepdim=True) / lengths.sum(-1, keepdim=True).clamp(min=1)
         apart = torch.where(is_tied(rewards), torch.zeros_like(rewards), rewards - baseline)
         if self.singleton == "keep":
             apart = torch.where(_count(rewards) == 1, rewards, apart)
-        return _known(torch.where(rewards.isnan(), rewards, apart))
+        return _or_zero(torch.where(rewards.isnan(), rewards, apart))
 
 
 @dataclass(frozen=True)
@@ -209,8 +209,8 @@ class GPG:
     def __call__(self, scores: Scores) -> Tensor:
         rewards = sequence_rewards(scores)
         scored = (~rewards.isnan()).sum()
-        factor = scored / (_known(rewards) != 0).sum().clamp(min=1)
-        return _known(centred(rewards, self.singleton) * factor)
+        factor = scored / (_or_zero(rewards) != 0).sum().clamp(min=1)
+        return _or_zero(centred(rewards, self.singleton) * factor)
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class MaxRL:
 
     def __call__(self, scores: Scores) -> Tensor:
         rewards = sequence_rewards(scores)
-        return _known(centred(rewards) / (nan_mean(rewards) + self.epsilon))
+        return _or_zero(centred(rewards) / (nan_mean(rewards) + self.epsilon))
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,9 @@ class Critic:
     model: Literal["head", "separate"] = "head"
 
     def __post_init__(self) -> None:
-        known = ("head", "separate")
-        if self.model not in known:
-            hint = did_you_mean(str(self.model), known) or " It is one of head, separate."
+        kinds = ("head", "separate")
+        if self.model not in kinds:
+            hint = did_you_mean(str(self.model), kinds) or " It is one of head, separate."
             raise ConfigError(f"The critic's model={self.model!r} is not known.{hint}")
 
     def loss(self, tokens: TokenBatch, totals: Totals) -> Tensor:

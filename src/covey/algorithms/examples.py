@@ -1,4 +1,4 @@
-"""Supervised examples beside the reward: the negative log-likelihood of right answers as a term of the loss."""
+"""Supervised examples in addition to the reward: the negative log-likelihood of right answers as a term of the loss."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from covey.types import Scores, TokenBatch
 
 @dataclass(frozen=True)
 class SFT:
-    """`weight x` the mean `-log p` of a completion token over `batch_size` examples a step, beside the policy's own completions.
+    """`weight x` the mean `-log p` of a completion token over `batch_size` examples a step, added to the loss of the policy's completions.
 
     `dataset` is what `--dataset` takes, or a loaded set, with `prompt` and `completion`, or with `messages` that end with the
     assistant. The learner draws and computes its rows: the same ones for the same step and seed. Log-probabilities are those of
-    temperature 1. As the pre-training loss beside PPO in Ouyang et al. 2022, "InstructGPT", eq. 2.
+    temperature 1. As the pre-training loss added to PPO in Ouyang et al. 2022, "InstructGPT", eq. 2.
     """
 
     dataset: Any

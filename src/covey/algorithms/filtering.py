@@ -41,13 +41,13 @@ class GroupFiltered(Wrapping):
         return max(self.keep, getattr(self.advantage, "least_group", 1))
 
     def __call__(self, scores: Scores) -> Tensor:
-        rejected = ~self.kept(scores)
+        rejected = ~self.retained(scores)
         judged = self.advantage(
             replace(scores, per_function=scores.per_function.masked_fill(rejected.unsqueeze(-1), torch.nan))
         )
         return zeroed(judged, rejected)
 
-    def kept(self, scores: Scores) -> Tensor:
+    def retained(self, scores: Scores) -> Tensor:
         """[P, G] bool, the completions that are trained on; never an unscored one."""
         rewards = sequence_rewards(scores)
         lengths = scores.lengths.to(rewards.dtype)

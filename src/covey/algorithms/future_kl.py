@@ -78,7 +78,7 @@ def discounted_future(x: Tensor, gamma: float) -> Tensor:
     for start in reversed(range(0, width, _BLOCK)):
         block = x[:, start : start + _BLOCK]
         size = block.shape[-1]
-        found = block @ decay[:size, :size] + later * gamma ** (size - place[:size])
-        later = found[:, :1]
-        sums.append(found)
+        block_sums = block @ decay[:size, :size] + later * gamma ** (size - place[:size])
+        later = block_sums[:, :1]
+        sums.append(block_sums)
     return torch.cat(sums[::-1], -1) if sums else x

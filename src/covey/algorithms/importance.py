@@ -28,8 +28,8 @@ def mismatch(tokens: TokenBatch, against: Literal["old", "current"] = "old", dra
         return torch.zeros_like(tokens.old_logp)
     drawn = tokens.sampler_logp if drawn is None else drawn
     ours = tokens.old_logp if against == "old" else tokens.logp.detach()
-    known = tokens.mask & ~drawn.isnan()
-    return torch.where(known, ours - drawn.nan_to_num(0.0), torch.zeros_like(ours))
+    has_logp = tokens.mask & ~drawn.isnan()
+    return torch.where(has_logp, ours - drawn.nan_to_num(0.0), torch.zeros_like(ours))
 
 
 def drawn_logp(tokens: TokenBatch) -> Tensor:
@@ -206,7 +206,7 @@ def mismatch_metrics(tokens: TokenBatch) -> dict[str, Metric]:
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
     """Share of samples that importance weights leave, in (0, 1]: `1 / mean((w / mean w)^2)` where `mask`. Kong 1992."""
-    kept = precise(weights.detach().expand_as(mask)[mask])
-    if not kept.numel():
+    selected = precise(weights.detach().expand_as(mask)[mask])
+    if not selected.numel():
         return math.nan
-    return 1.0 / (kept / kept.mean()).square().mean().item()
+    return 1.0 / (selected / selected.mean()).square().mean().item()

@@ -45,5 +45,5 @@ def in_reward(kl: KLOption) -> KLOption:
 
 
 def level_of(kl: KLOption) -> Any:
-    """An unbiased KL beside a sequence-level objective takes the sequence's ratio, as TRL."""
+    """Give an unbiased KL the sequence's ratio where the objective is sequence-level, as TRL."""
     return replace(kl, level="sequence") if isinstance(kl, KL) and kl.unbiased else kl

@@ -125,8 +125,8 @@ class GSPOToken:
         return clip_metrics(low, (ratio > 1 + self.high) & (tokens.advantages > 0), tokens)
 
     def _ratio(self, tokens: TokenBatch) -> Tensor:
-        own = tokens.logp - tokens.logp.detach()  # 0 in value; each token's own gradient
-        return (own + log_ratio_of(tokens, "sequence").detach()).clamp(max=self.limit).exp()
+        token_ratio = tokens.logp - tokens.logp.detach()  # 0 in value; each token's own gradient
+        return (token_ratio + log_ratio_of(tokens, "sequence").detach()).clamp(max=self.limit).exp()
 
 
 @dataclass(frozen=True)

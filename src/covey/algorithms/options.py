@@ -80,7 +80,7 @@ def from_options(
         aggregate=_aggregate(loss_type, max_completion_length),
         kl=KL(k3, beta, unbiased=use_bias_correction_kl, level=level) if beta else None,
         regularizers=(EntropyBonus(coefficient, top_entropy, token_mean),) if coefficient else (),
-        weights=_given(off_policy, top_entropy, None if loss_type == "vespo" else correction),
+        weights=_present(off_policy, top_entropy, None if loss_type == "vespo" else correction),
         reference=Every(ref_model_sync_steps, ref_model_mixup_alpha) if sync_ref_model else keep,
     )
 
@@ -124,7 +124,7 @@ def _aggregate(loss_type: str, max_completion_length: int | None) -> Aggregate:
     return batch_token_mean if loss_type == "bnpo" else token_mean
 
 
-def _given(*weights: Weight | None) -> tuple[Weight, ...]:
+def _present(*weights: Weight | None) -> tuple[Weight, ...]:
     return tuple(weight for weight in weights if weight is not None)
 
 

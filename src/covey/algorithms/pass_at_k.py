@@ -44,10 +44,10 @@ class PKPO:
         rewards = torch.where(is_tied(rewards) & ~rewards.isnan(), torch.zeros_like(rewards), rewards)
         out = torch.zeros_like(rewards)
         for p, row in enumerate(rewards):
-            known = (~row.isnan()).nonzero().squeeze(-1)
-            if len(known) > 1:
-                ordered, places = row[known].sort()
-                out[p, known[places]] = self._of_sorted(ordered)
+            scored = (~row.isnan()).nonzero().squeeze(-1)
+            if len(scored) > 1:
+                ordered, places = row[scored].sort()
+                out[p, scored[places]] = self._of_sorted(ordered)
         return out
 
     def _of_sorted(self, ordered: Tensor) -> Tensor:

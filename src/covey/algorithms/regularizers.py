@@ -1,4 +1,4 @@
-"""Terms beside the objective: an entropy bonus, fixed or adaptive, and the choice of tokens by their entropy."""
+"""Terms added to the objective: an entropy bonus, fixed or adaptive, and the choice of tokens by their entropy."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class SampleRouted(Wrapping):
     """An advantage, 0 for the failed completions of groups in which one is right: a distillation corrects these.
 
     A completion is right from a reward of `threshold` on. Failed ones count in the group's mean and deviation. For
-    `distill("policy", feedback="best", threshold=...)` beside it. Li et al. 2026, section 3.1, <https://arxiv.org/abs/2604.02288>.
+    `distill("policy", feedback="best", threshold=...)` with it. Li et al. 2026, section 3.1, <https://arxiv.org/abs/2604.02288>.
     """
 
     advantage: Advantage = field(default_factory=GroupNormalized)

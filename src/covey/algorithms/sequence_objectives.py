@@ -31,8 +31,8 @@ class GMPO:
     def __call__(self, tokens: TokenBatch) -> Tensor:
         advantage = tokens.advantages
         raised, lowered = tokens.log_ratio.clamp(max=self._high), tokens.log_ratio.clamp(min=-self.low)
-        kept = torch.where(advantage > 0, raised, torch.where(advantage < 0, lowered, torch.zeros_like(raised)))
-        log_mean = self._mean(kept, tokens, self.only)
+        clipped = torch.where(advantage > 0, raised, torch.where(advantage < 0, lowered, torch.zeros_like(raised)))
+        log_mean = self._mean(clipped, tokens, self.only)
         if self.correction is not None:
             weight = self.correction(tokens).detach().expand_as(tokens.mask)
             log_mean = log_mean + self._mean((weight + 1e-10).log(), tokens)

@@ -34,7 +34,7 @@ class SliceNormalized:
 def slice_spread(rewards: Tensor, slices: tuple[str, ...], min_slice: int) -> Tensor:
     """[P, 1], the deviation of each prompt's slice; `rewards` [P, G], NaN where unscored, `slices` [P]."""
     scored = (~rewards.isnan()).sum(-1)  # [P]
-    members = {name: [p for p, one in enumerate(slices) if one == name] for name in dict.fromkeys(slices)}
+    members = {name: [p for p, slice_name in enumerate(slices) if slice_name == name] for name in dict.fromkeys(slices)}
     small = [p for rows in members.values() if int(scored[rows].sum()) < min_slice for p in rows]
     large = [rows for rows in members.values() if int(scored[rows].sum()) >= min_slice]
     spread = rewards.new_zeros(len(slices), 1)

@@ -58,12 +58,12 @@ class TargetPolicy:
     def prepare(self, tokens: TokenBatch, totals: Totals) -> TargetPolicy:
         """The objective with the sums of every group of the whole step."""
         now, target = self._scores(tokens)
-        found = {
+        groups = {
             int(group): Normalizers(now[rows].logsumexp(0).item(), target[rows].logsumexp(0).item(), int(rows.sum()))
             for group in tokens.group.unique()
             for rows in (tokens.group == group,)
         }
-        return replace(self, groups=found)
+        return replace(self, groups=groups)
 
     def pull(self, tokens: TokenBatch) -> Tensor:
         """[N, 1], `p_i - q_i` of each completion times the size of its group, without gradient."""
@@ -71,7 +71,7 @@ class TargetPolicy:
         assert groups is not None  # prepare sets it
         now, target = self._scores(tokens)
         mine = [groups[group] for group in tokens.group.tolist()]
-        sums = now.new_tensor([[one.now, one.target, one.size] for one in mine]).reshape(-1, 3)
+        sums = now.new_tensor([[item.now, item.target, item.size] for item in mine]).reshape(-1, 3)
         return (sums[:, 2] * ((now - sums[:, 0]).exp() - (target - sums[:, 1]).exp()))[:, None]
 
     def _scores(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:

@@ -70,13 +70,13 @@ def whiten(x: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
 
     The sample variance; fewer than two tokens, or all equal, give 0.
     """
-    kept = x[mask]
-    if kept.numel() < 2:
+    values = x[mask]
+    if values.numel() < 2:
         return torch.zeros_like(x)
-    apart = torch.where(mask, x - kept.mean(), torch.zeros_like(x))
-    if not (kept.amax() - kept.amin() > 4 * torch.finfo(x.dtype).eps * kept.abs().amax()):
+    apart = torch.where(mask, x - values.mean(), torch.zeros_like(x))
+    if not (values.amax() - values.amin() > 4 * torch.finfo(x.dtype).eps * values.abs().amax()):
         return torch.zeros_like(x)
-    return apart / (kept.var() + epsilon).sqrt()
+    return apart / (values.var() + epsilon).sqrt()
 
 
 def _scored(scores: Scores) -> Tensor:

@@ -52,14 +52,14 @@ class GiGPO:
             count = min(len(note.states), int(turns_of(mask[g]).amax()) + 1 if mask.shape[-1] else 0)
             for turn, value in enumerate(returns_of(note.rewards[:count], float(rewards[g]), count, self.gamma)):
                 states[note.states[turn]].append(((g, turn), value))
-        found = dict[tuple[int, int], float]()
+        steps = dict[tuple[int, int], float]()
         for members in states.values():
             values = torch.tensor([[value for _, value in members]], dtype=rewards.dtype)
             apart = torch.zeros_like(values) if bool(is_tied(values)) else values - values.mean()
             if self.scale == "group":
                 apart = apart / (nan_std(values) + self.epsilon)
-            found.update(zip((place for place, _ in members), apart[0].tolist(), strict=True))
-        return found
+            steps.update(zip((place for place, _ in members), apart[0].tolist(), strict=True))
+        return steps
 
 
 def turns_of(mask: Tensor) -> Tensor:
@@ -71,9 +71,9 @@ def turns_of(mask: Tensor) -> Tensor:
 def returns_of(rewards: Sequence[float], total: float, count: int, gamma: float) -> list[float]:
     """Discounted return of each of `count` turns: `R_t = r_t + gamma R_(t+1)`; the last has what `total` has beyond `rewards`."""
     each = [*rewards, *([0.0] * (count - len(rewards)))]
-    later, found = 0.0, list[float]()
+    later, returns = 0.0, list[float]()
     for turn in reversed(range(count)):
         rest = total - sum(each) if turn == count - 1 else 0.0
         later = each[turn] + rest + gamma * later
-        found.append(later)
-    return found[::-1]
+        returns.append(later)
+    return returns[::-1]

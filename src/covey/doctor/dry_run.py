@@ -197,7 +197,7 @@ def _counted(learner: Learner, args: GRPOConfig, live: FakeBytes, prompt_tokens:
         peak=peak,
         tokens=tokens,
         saved=float(saves.saved_a_token * layers * tokens),
-        saved_products=float(len(live.products) * saves.kept_a_product),
+        saved_products=float(len(live.products) * saves.saved_per_product),
         widest=max(parameter.numel() for parameter in trained),
         scoring=seconds[0],
         learning=seconds[1],

@@ -62,8 +62,8 @@ def load(source: Path, defines: tuple[str, ...], doing: str) -> ctypes.CDLL | No
     try:
         return ctypes.CDLL(str(built(source, defines)))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home folder
-        said = (str(getattr(error, "stderr", None) or error).strip().splitlines() or ["it failed"])[0]
-        log_fallback(doing, said, logging.INFO)
+        message = (str(getattr(error, "stderr", None) or error).strip().splitlines() or ["it failed"])[0]
+        log_fallback(doing, message, logging.INFO)
     return None
 
 
@@ -86,10 +86,10 @@ def load_verified(
 
     None otherwise; the log gives the reason, and names the work (`doing`) that PyTorch does instead. `what` names the compared results.
     """
-    found = load(source, defines, doing)
-    if found is None:
+    library = load(source, defines, doing)
+    if library is None:
         return None
-    made = make(found)
+    made = make(library)
     # the first request may come from inside torch.device("meta") or autocast
     with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
         far = gap(made)
@@ -99,9 +99,9 @@ def load_verified(
     return None
 
 
-def largest_gap(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def largest_gap(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Largest absolute error of any pair, relative to the largest expected number of that pair."""
-    gaps = [(one.float() - two).abs().max() / two.abs().max() for one, two in zip(found, expected, strict=True)]
+    gaps = [(result.float() - two).abs().max() / two.abs().max() for result, two in zip(results, expected, strict=True)]
     return float(torch.stack(gaps).max())
 
 
@@ -112,12 +112,12 @@ def log_fallback(doing: str, reason: object, level: int = logging.WARNING) -> No
 
 def unavailable_reason() -> str | None:
     """Reason why C++ kernels cannot run here; None if they can. Raises ConfigError unless `COVEY_CPU_KERNELS` is 0 or 1."""
-    said = os.environ.get(SWITCH, "").strip()
-    if said not in ("", "0", "1"):
+    setting = os.environ.get(SWITCH, "").strip()
+    if setting not in ("", "0", "1"):
         raise ConfigError(
-            f"{SWITCH} is {said!r}; give 0 to compute without compiled kernels, 1 or nothing to compute with them."
+            f"{SWITCH} is {setting!r}; give 0 to compute without compiled kernels, 1 or nothing to compute with them."
         )
-    if said == "0":
+    if setting == "0":
         return f"{SWITCH} is 0"
     if platform.machine() not in ("x86_64", "AMD64") or platform.system() != "Linux":
         return f"they are written for Linux on x86-64, and this is {platform.system()} on {platform.machine()}"
@@ -144,9 +144,9 @@ def _compiler() -> list[str] | None:
     """The C++ compiler's command: `CXX`, else g++, else clang++."""
     named = shlex.split(os.environ.get("CXX", ""))
     for command in [named] if named else [["g++"], ["clang++"]]:
-        found = shutil.which(command[0])
-        if found is not None:
-            return [found, *command[1:]]
+        path = shutil.which(command[0])
+        if path is not None:
+            return [path, *command[1:]]
     return None
 
 
@@ -180,8 +180,8 @@ def cache_folder() -> Path:
     """`~/.cache/covey`, writable by this user only. Raises OSError if others may write to it."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "covey"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.stat()
-    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise OSError(f"others may write to {folder}, so nothing is loaded from it")
     return folder
 
@@ -190,7 +190,7 @@ def _fingerprint(source: Path, compiler: Sequence[str], flags: Sequence[str]) ->
     """Hash of everything the library depends on: sources, flags, compiler, processor."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = [line for line in lines if line.startswith(("flags", "model name"))][:2]  # of the first core
-    known = [
+    inputs = [
         source.read_text(),
         *(header.read_text() for header in sorted(HEADERS.glob("*.h"))),
         *flags,
@@ -199,4 +199,4 @@ def _fingerprint(source: Path, compiler: Sequence[str], flags: Sequence[str]) ->
         str(os.stat(compiler[0]).st_mtime_ns),
         *cpu,
     ]
-    return hashlib.sha256("\0".join(known).encode()).hexdigest()[:16]
+    return hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]

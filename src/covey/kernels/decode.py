@@ -103,7 +103,7 @@ class _Layer(ctypes.Structure):
     @classmethod
     def of(cls, block: Block) -> _Layer:
         qkv, *others = map(_Linear.each, block.products)
-        return cls(*map(_address, block.norms), *qkv, *[_Linear()] * (3 - len(qkv)), *(one for (one,) in others))
+        return cls(*map(_address, block.norms), *qkv, *[_Linear()] * (3 - len(qkv)), *(linear for (linear,) in others))
 
 
 class _Decoder(ctypes.Structure):
@@ -148,8 +148,10 @@ class DecodeWeights:
         used = [*(linear for block in blocks for linear in block.products), head]
         if all(isinstance(linear, Bf16PairLinear) for linear in used):
             share, transpose = head.kernels.function_pointer, None
-        elif all(isinstance(linear, InPlaceLinear) and linear.is_plain for linear in used) and (found := fp32_matmul()):
-            share, transpose = found.function_pointer, found.transpose_pointer
+        elif all(isinstance(linear, InPlaceLinear) and linear.is_plain for linear in used) and (
+            matmul := fp32_matmul()
+        ):
+            share, transpose = matmul.function_pointer, matmul.transpose_pointer
         else:
             return None
         sizes = {tuple((linear.in_features, linear.out_features) for linear in block.products) for block in blocks}
@@ -242,8 +244,8 @@ def decode_kernels(device: torch.device, dtype: torch.dtype, width: int) -> Deco
     """The kernels for heads of this width; None where they do not run."""
     if device.type != "cpu" or dtype not in NUMBERS or width not in WIDTHS:
         return None
-    found = load(SOURCE, defines(dtype, width), "Decoding")
-    return None if found is None else DecodeKernels(found, dtype)
+    library = load(SOURCE, defines(dtype, width), "Decoding")
+    return None if library is None else DecodeKernels(library, dtype)
 
 
 def defines(dtype: torch.dtype, width: int) -> tuple[str, ...]:

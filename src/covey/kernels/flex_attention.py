@@ -51,47 +51,47 @@ def padded(tokens: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _KeyRanges:
-    """Key ranges of each of S tokens: from `own` to itself, and of its prompt from `first` to before `last`."""
+    """Key ranges of each of S tokens: from `part_start` to itself, and of its prompt from `first` to before `last`."""
 
-    own: Tensor
+    part_start: Tensor
     first: Tensor
     last: Tensor
 
     @staticmethod
     def of(layouts: Sequence[Layout], window: Window | None = None) -> _KeyRanges:
         """Key ranges of adjacent parts, on the CPU. `window` moves the first keys towards the token."""
-        own, first, last, counts = [], [], [], []
+        part_starts, first, last, counts = [], [], [], []
         for layout in layouts:
             begin = layout.start
             for part, count in enumerate((layout.length, *layout.counts)):
                 span = (layout.start, layout.start + layout.length) if part else (0, 0)
-                own.append(begin)
+                part_starts.append(begin)
                 first.append(span[0])
                 last.append(span[1])
                 counts.append(count)
                 begin += count
         wide = lambda values: torch.repeat_interleave(torch.tensor(values), torch.tensor(counts))
-        seen = _KeyRanges(wide(own), wide(first), wide(last))
+        seen = _KeyRanges(wide(part_starts), wide(first), wide(last))
         return seen if window is None else seen._within(window)
 
     def _within(self, window: Window) -> _KeyRanges:
-        place = torch.arange(len(self.own))
+        place = torch.arange(len(self.part_start))
         length = self.last - self.first  # length of the prompt before a token; 0 for the prompt's own tokens
-        earliest = window.first(length + place - self.own)  # a position, counted from the prompt's first token
-        own = torch.maximum(self.own, self.own + earliest - length)
-        return _KeyRanges(own, torch.minimum(self.first + earliest.clamp(min=0), self.last), self.last)
+        earliest = window.first(length + place - self.part_start)  # a position, counted from the prompt's first token
+        part_start = torch.maximum(self.part_start, self.part_start + earliest - length)
+        return _KeyRanges(part_start, torch.minimum(self.first + earliest.clamp(min=0), self.last), self.last)
 
     def to(self, device: torch.device) -> _KeyRanges:
         move = lambda x: x.to(device, torch.int32)
-        return _KeyRanges(move(self.own), move(self.first), move(self.last))
+        return _KeyRanges(move(self.part_start), move(self.first), move(self.last))
 
     def allows(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """FlexAttention's mask: (batch, head, query, key) -> bool."""
-        own, first, last = self.own, self.first, self.last
+        part_start, first, last = self.part_start, self.first, self.last
 
         def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             in_prompt = (key >= first[query]) & (key < last[query])
-            return in_prompt | ((key >= own[query]) & (key <= query))
+            return in_prompt | ((key >= part_start[query]) & (key <= query))
 
         return mask
 
@@ -99,10 +99,10 @@ class _KeyRanges:
 def mask_of(layouts: Sequence[Layout], device: torch.device, window: Window | None = None) -> BlockMask:
     """Block mask of a packed row whose length is a multiple of `BLOCK`, from its parts: no [S, S] tensor is built."""
     seen = _KeyRanges.of(layouts, window)
-    size = seen.own.shape[0]
+    size = seen.part_start.shape[0]
     assert size % BLOCK == 0
     place = torch.arange(size)
-    spans = ((seen.own, place + 1), (seen.first, seen.last))
+    spans = ((seen.part_start, place + 1), (seen.first, seen.last))
     touched, whole = (_blocks(place, spans, is_whole) for is_whole in (False, True))
     is_full = whole == BLOCK
     counts, order = _ordered((touched > 0) & ~is_full, device)
@@ -141,8 +141,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: fl
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     run = _compiled() if device == "cuda" else flex_attention
     with torch.autocast(device, enabled=False):
-        given = [x.to(dtype) for x in (query, key, value)]
-        out = run(*given, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+        inputs = [x.to(dtype) for x in (query, key, value)]
+        out = run(*inputs, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
     assert isinstance(out, Tensor)
     return out.transpose(1, 2)
 
@@ -175,8 +175,8 @@ def tried(heads: AttentionHeads) -> str | None:
         except Exception as error:  # a compiler fails in many ways; SDPA is the fallback
             if is_out_of_memory(error):
                 raise
-            said = (str(error).strip().splitlines() or [""])[0]
-            return f"it does not compile or run here ({type(error).__name__}: {said[:200]})"
+            message = (str(error).strip().splitlines() or [""])[0]
+            return f"it does not compile or run here ({type(error).__name__}: {message[:200]})"
         most = {torch.float64: 1e-9, torch.float32: 1e-2}.get(heads.dtype, 3e-2)  # float32 products may be TF32's
         if not gap < most:
             return f"its values differ from SDPA's by {gap:.1g}"
@@ -202,11 +202,13 @@ def _gap(heads: AttentionHeads, layout: Layout) -> float:
         is_grouped = heads.query != heads.key
         return F.scaled_dot_product_attention(query, key, value, seen, enable_gqa=is_grouped).transpose(1, 2)
 
-    found = []
+    results = []
     with torch.enable_grad(), torch.autocast(heads.device.type, enabled=False):
         for run in (by_flex, by_sdpa):
-            given = [leaf.clone().requires_grad_() for leaf in leaves]
-            out = run(*given)
-            found.append([out.detach(), *torch.autograd.grad((out * sign).sum(), given)])
-    gaps = [(one.double() - other.double()).norm() / other.double().norm() for one, other in zip(*found, strict=True)]
+            inputs = [leaf.clone().requires_grad_() for leaf in leaves]
+            out = run(*inputs)
+            results.append([out.detach(), *torch.autograd.grad((out * sign).sum(), inputs)])
+    gaps = [
+        (mine.double() - other.double()).norm() / other.double().norm() for mine, other in zip(*results, strict=True)
+    ]
     return max(gap.item() for gap in gaps)

@@ -19,7 +19,7 @@ class Footprint:
 
     saved_a_token: int
     """Bytes per layer and token that fused kernels do not save for the backward."""
-    kept_a_product: int
+    saved_per_product: int
     """Bytes of compiled code that oneDNN keeps for each matmul shape, if it is used."""
 
 
@@ -31,11 +31,11 @@ def footprint(model: Any, dtype: torch.dtype) -> Footprint:
     """
     is_narrow = dtype in (torch.bfloat16, torch.float16)
     in_kernels = is_narrow and unavailable_reason() is None and is_for_this_processor()
-    kept = ONEDNN_BYTES_PER_SHAPE if is_onednn_faster() or (is_narrow and not in_kernels) else 0
+    onednn_bytes = ONEDNN_BYTES_PER_SHAPE if is_onednn_faster() or (is_narrow and not in_kernels) else 0
     if dtype not in NUMBERS or not would_fuse(model):  # no kernels for float64 and float16
-        return Footprint(0, kept)
+        return Footprint(0, onednn_bytes)
     text = model.config.get_text_config()
     width, inner = text.hidden_size, text.intermediate_size
     if hasattr(model, "peft_config"):
-        return Footprint(2 * inner if is_narrow else 4 * inner, kept)
-    return Footprint(14 * width + 4 * inner if is_narrow else 8 * inner, kept)
+        return Footprint(2 * inner if is_narrow else 4 * inner, onednn_bytes)
+    return Footprint(14 * width + 4 * inner if is_narrow else 8 * inner, onednn_bytes)

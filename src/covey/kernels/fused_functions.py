@@ -39,8 +39,8 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 def epsilon_of(norm: Any) -> float | None:
-    found = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
-    return found if isinstance(found, float) else None
+    epsilon = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
+    return epsilon if isinstance(epsilon, float) else None
 
 
 def normed(norm: Any, original: Forward, x: Tensor) -> Any:
@@ -129,10 +129,10 @@ class _GatedDown(torch.autograd.Function):
     def forward(
         ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, kernels: LayerKernels
     ) -> Tensor:
-        known = weight if matmul.bf16_for(gate, weight) else weight.to(gate.dtype)
-        ctx.save_for_backward(gate, up, known)
+        narrow = weight if matmul.bf16_for(gate, weight) else weight.to(gate.dtype)
+        ctx.save_for_backward(gate, up, narrow)
         ctx.kernels, ctx.dtype, ctx.bias = kernels, weight.dtype, None if bias is None else bias.dtype
-        return matmul.linear_forward(kernels.gate(gate, up), known, bias)
+        return matmul.linear_forward(kernels.gate(gate, up), narrow, bias)
 
     @staticmethod
     @once_differentiable

@@ -110,19 +110,19 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """`strictly_compiled`; the function itself from the first shape on that the compiler fails for, with the reason in the log."""
     kernel, is_plain = strictly_compiled(function), False
 
-    def run(*given: Any) -> Any:
+    def run(*args: Any) -> Any:
         nonlocal is_plain
         if is_plain:
-            return function(*given)
+            return function(*args)
         try:
-            return kernel(*given)
+            return kernel(*args)
         except Exception as error:  # a compiler fails in many ways
             if is_out_of_memory(error):
                 raise
             is_plain = True
-            said = (str(error).strip().splitlines() or [""])[0]
-            logger.warning("%s is computed by PyTorch's operations from now on: %s", function.__name__, said[:200])
-            return function(*given)
+            message = (str(error).strip().splitlines() or [""])[0]
+            logger.warning("%s is computed by PyTorch's operations from now on: %s", function.__name__, message[:200])
+            return function(*args)
 
     return run
 
@@ -134,8 +134,8 @@ class _Fused(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, formula: Callable[..., Any], compiled: Compile, count: int, *given: Any) -> Any:
-        tensors, rest = given[:count], given[count:]
+    def forward(ctx: Any, formula: Callable[..., Any], compiled: Compile, count: int, *args: Any) -> Any:
+        tensors, rest = args[:count], args[count:]
         ctx.save_for_backward(*tensors)
         ctx.kernel, ctx.rest = (formula, compiled), rest
         with torch.autocast(tensors[0].device.type, enabled=False):
@@ -147,8 +147,8 @@ class _Fused(torch.autograd.Function):
         formula, compiled = ctx.kernel
         tensors = [*gradients, *(x.detach() for x in ctx.saved_tensors)]
         with torch.autocast(tensors[0].device.type, enabled=False):
-            found = compiled(_BACKWARD[formula])(*_of_any_length(*tensors), *ctx.rest)
-        return None, None, None, *found, *(None for _ in ctx.rest)
+            results = compiled(_BACKWARD[formula])(*_of_any_length(*tensors), *ctx.rest)
+        return None, None, None, *results, *(None for _ in ctx.rest)
 
 
 def _of_any_length(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -207,8 +207,8 @@ def _norm_forward(norm: Any, compiled: Compile, feeds_products: bool, x: Tensor)
         plain: Tensor = type(norm).forward(norm, x)
         return plain
     flat, made = x.reshape(-1, x.shape[-1]), dtype if feeds_products else x.dtype
-    found: Tensor = _Fused.apply(rms_norm, compiled, 2, flat, norm.weight, _epsilon_of(norm), made)
-    return found.view(x.shape)
+    output: Tensor = _Fused.apply(rms_norm, compiled, 2, flat, norm.weight, _epsilon_of(norm), made)
+    return output.view(x.shape)
 
 
 def _mlp_forward(mlp: Any, compiled: Compile, x: Tensor) -> Any:
@@ -287,18 +287,18 @@ def _is_rotation(function: Callable[..., Any]) -> bool:
     """True if it rotates the halves of queries and keys."""
     query, key, cosines, sines = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), *torch.randn(2, 1, 3, 8)
     try:
-        found = function(query, key, cosines, sines)
+        outputs = function(query, key, cosines, sines)
         want = rotated(query, key, cosines, sines, query.dtype)
     except (RuntimeError, TypeError, ValueError):
         return False
-    return all(_agree(mine, theirs) for mine, theirs in zip(found, want, strict=True))
+    return all(_agree(mine, theirs) for mine, theirs in zip(outputs, want, strict=True))
 
 
-def _agree(one: Tensor, two: Tensor) -> bool:
+def _agree(mine: Tensor, two: Tensor) -> bool:
     """True if equal up to rounding, relative to the largest number; all zeros prove nothing."""
     top = float(two.abs().max())
-    slack = 1e-4 if one.dtype == torch.float32 else 3e-2
-    return one.shape == two.shape and top > 0 and float((one.float() - two.float()).abs().max()) < slack * top
+    slack = 1e-4 if mine.dtype == torch.float32 else 3e-2
+    return mine.shape == two.shape and top > 0 and float((mine.float() - two.float()).abs().max()) < slack * top
 
 
 # -- is there a compiler? -----------------------------------------------------------------------------------------------
@@ -338,8 +338,8 @@ def tried(device: torch.device, dtype: torch.dtype, compiled: Compile = strictly
         except Exception as error:  # a compiler fails in many ways; PyTorch's operations do the same work
             if is_out_of_memory(error):
                 raise
-            said = (str(error).strip().splitlines() or [""])[0]
-            return f"{formula.__name__} does not compile or run here ({type(error).__name__}: {said[:200]})"
+            message = (str(error).strip().splitlines() or [""])[0]
+            return f"{formula.__name__} does not compile or run here ({type(error).__name__}: {message[:200]})"
         if not gap < 3e-2:
             return f"{formula.__name__} differs from PyTorch's operations by {gap:.1g}"
     return None
@@ -348,13 +348,13 @@ def tried(device: torch.device, dtype: torch.dtype, compiled: Compile = strictly
 def _gap(formula: Callable[..., Any], compiled: Compile, tensors: list[Tensor], rest: tuple[Any, ...]) -> float:
     """Largest relative difference of outputs and gradients, those of the formula by autograd."""
     fused = lambda *leaves: _Fused.apply(formula, compiled, len(leaves), *leaves, *rest)
-    found = []
+    results = []
     with torch.enable_grad(), torch.autocast(tensors[0].device.type, enabled=False):
         for function in (lambda *leaves: formula(*leaves, *rest), fused):
             leaves = [x.clone().requires_grad_(i < 2) for i, x in enumerate(tensors)]
             out = function(*leaves)
             parts = out if isinstance(out, tuple) else (out,)
             total = torch.stack([(x.float() * torch.arange(x.shape[-1], device=x.device)).sum() for x in parts]).sum()
-            found.append([*(part.detach() for part in parts), *torch.autograd.grad(total, leaves[:2])])
-    pairs = zip(*found, strict=True)
+            results.append([*(part.detach() for part in parts), *torch.autograd.grad(total, leaves[:2])])
+    pairs = zip(*results, strict=True)
     return max(float((mine.double() - other.double()).norm() / other.double().norm()) for other, mine in pairs)

@@ -82,20 +82,20 @@ class LogitKernels:
 
     def statistics(self, product: Tensor, targets: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
         """As the formula."""
-        found: tuple[Tensor, Tensor, Tensor] = self._compile(statistics)(*_of_any_size(product, targets), shape)
-        return found
+        result: tuple[Tensor, Tensor, Tensor] = self._compile(statistics)(*_of_any_size(product, targets), shape)
+        return result
 
     def slopes(
         self,
         product: Tensor,
         place: Tensor,
-        known: tuple[Tensor, Tensor],
+        saved: tuple[Tensor, Tensor],
         of: tuple[Tensor, Tensor | None],
         shape: Shape,
     ) -> Tensor:
-        """As the formula; `known` are normalizer and entropy, `of` the gradients of log-probability and entropy."""
-        found: Tensor = self._compile(slopes)(*_of_any_size(product, place, *known, *of), shape)
-        return found
+        """As the formula; `saved` are normalizer and entropy, `of` the gradients of log-probability and entropy."""
+        result: Tensor = self._compile(slopes)(*_of_any_size(product, place, *saved, *of), shape)
+        return result
 
     def tried(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Trial of both kernels against the formulas: None, or the reason of its failure."""
@@ -107,22 +107,22 @@ class LogitKernels:
         try:
             mine = self.statistics(product, targets, shape)
             theirs = statistics(product, targets, shape)
-            known = theirs[1], theirs[2]
+            saved = theirs[1], theirs[2]
             pairs = [*zip(mine, theirs, strict=True)]
             for of in ((other[0], None), (other[0], other[1])):
-                expected = slopes(product, targets, known[0], known[1], of[0], of[1], shape)
-                pairs.append((self.slopes(product, targets, known, of, shape), expected))
+                expected = slopes(product, targets, saved[0], saved[1], of[0], of[1], shape)
+                pairs.append((self.slopes(product, targets, saved, of, shape), expected))
         except Exception as error:  # a compiler fails in many ways; PyTorch's operations do the same work
             if is_out_of_memory(error):
                 raise
-            said = (str(error).strip().splitlines() or [""])[0]
-            return f"their kernels do not compile or run here ({type(error).__name__}: {said[:200]})"
+            message = (str(error).strip().splitlines() or [""])[0]
+            return f"their kernels do not compile or run here ({type(error).__name__}: {message[:200]})"
         gap = max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
         return None if gap < 1e-2 else f"their kernels differ from PyTorch's operations by {gap:.1g}"
 
 
-def _of_any_size(*given: Tensor | None) -> tuple[Tensor | None, ...]:
-    for x in given:
+def _of_any_size(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    for x in tensors:
         for dimension in range(0 if x is None else x.ndim):
             torch._dynamo.maybe_mark_dynamic(x, dimension)
-    return given
+    return tensors

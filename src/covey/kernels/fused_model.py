@@ -95,7 +95,7 @@ def learning(model: nn.Module) -> AbstractContextManager[Any]:
 
 def _recomputes_inside(model: nn.Module) -> bool:
     """True if every block with activation checkpointing recomputes inside `learning`."""
-    return all(isinstance(found, Recomputing) for found in _contexts_of_recomputing(model))
+    return all(isinstance(context, Recomputing) for context in _contexts_of_recomputing(model))
 
 
 class _Learning:
@@ -186,8 +186,8 @@ def _layers(decoder: nn.Module) -> Iterator[Any]:
 
 def _norms_of_heads(attention: nn.Module) -> list[nn.Module]:
     """Norms of queries and keys before rotation, if any."""
-    found = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-    return [norm for norm in found if norm is not None]
+    norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    return [norm for norm in norms if norm is not None]
 
 
 def _is_norm(norm: Any) -> bool:
@@ -239,14 +239,16 @@ def _is_rotation(function: Forward) -> bool:
     query, key, cosines, sines = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), *torch.randn(2, 1, 3, 8)
     rotate_half = lambda x: torch.cat([-x[..., 4:], x[..., :4]], -1)
     try:
-        found = function(query, key, cosines, sines)
+        outputs = function(query, key, cosines, sines)
     except (RuntimeError, TypeError, ValueError):
         return False
-    return all(_agree(one, x * cosines + rotate_half(x) * sines) for one, x in zip(found, (query, key), strict=True))
+    return all(
+        _agree(output, x * cosines + rotate_half(x) * sines) for output, x in zip(outputs, (query, key), strict=True)
+    )
 
 
-def _agree(one: Tensor, two: Tensor) -> bool:
+def _agree(mine: Tensor, two: Tensor) -> bool:
     """True if equal up to rounding, relative to the largest number; all zeros prove nothing."""
     top = float(two.abs().max())
-    slack = 1e-4 if one.dtype == torch.float32 else 3e-2
-    return one.shape == two.shape and top > 0 and float((one.float() - two.float()).abs().max()) < slack * top
+    slack = 1e-4 if mine.dtype == torch.float32 else 3e-2
+    return mine.shape == two.shape and top > 0 and float((mine.float() - two.float()).abs().max()) < slack * top

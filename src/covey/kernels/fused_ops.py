@@ -31,7 +31,7 @@ class _Heads(ctypes.Structure):
 class LayerKernels:
     """Functions for a residual stream in one dtype and matmuls in the same or another. Tensors are contiguous unless stated."""
 
-    def __init__(self, found: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL) -> None:
         pointer, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
         kinds = {
             "norm": [pointer] * 4 + [size, size, real, size],
@@ -40,7 +40,7 @@ class LayerKernels:
             "gate_backward": [pointer] * 5 + [size] * 3,
             "rotate": [pointer] * 4 + [size] * 4,
         }
-        self._call = {name: getattr(found, f"covey_{name}") for name in kinds}
+        self._call = {name: getattr(library, f"covey_{name}") for name in kinds}
         for name, function in self._call.items():
             function.argtypes, function.restype = kinds[name], None
 
@@ -100,8 +100,8 @@ class LayerKernels:
 
 def layer_kernels(stream: torch.dtype, products: torch.dtype) -> LayerKernels | None:
     """The kernels for these dtypes; None if there are none. The first call compiles and verifies them."""
-    known = stream in NUMBERS and products in NUMBERS and (stream == torch.float32 or stream == products)
-    return _verified(stream, products) if known else None
+    is_supported = stream in NUMBERS and products in NUMBERS and (stream == torch.float32 or stream == products)
+    return _verified(stream, products) if is_supported else None
 
 
 @functools.cache
@@ -139,7 +139,7 @@ def _gap(kernels: LayerKernels, stream: torch.dtype, products: torch.dtype) -> f
     half = lambda y: y.to(products)
     out, taken = kernels.norm(x.to(stream), weight, 1e-6, products)
     heads = lambda y: half(y).view(1, 5, 1, 32).transpose(1, 2)
-    found = [
+    results = [
         out,
         *kernels.norm_backward(half(gradient), x.to(stream), weight, taken),
         kernels.gate(half(gate), half(up)),
@@ -147,4 +147,4 @@ def _gap(kernels: LayerKernels, stream: torch.dtype, products: torch.dtype) -> f
         kernels.rotate(heads(gate), cosines, sines)[0, 0],
         kernels.rotate(heads(gradient), cosines, sines, back=True)[0, 0],
     ]
-    return largest_gap(found, expected)
+    return largest_gap(results, expected)

@@ -96,9 +96,9 @@ class HalfWeights:
 
     def _copy_of(self, linear: nn.Linear) -> _Copy:
         """The sampler's memory where it fits, the memory of before, or new memory."""
-        for found in (_samplers.get(linear), self.copies.get(linear)):
-            if found is not None and all(map(self._fits, found, (linear.weight, linear.bias))):
-                return found
+        for candidate in (_samplers.get(linear), self.copies.get(linear)):
+            if candidate is not None and all(map(self._fits, candidate, (linear.weight, linear.bias))):
+                return candidate
         bias = None if linear.bias is None else torch.empty_like(linear.bias, dtype=self.dtype)
         return torch.empty_like(linear.weight, dtype=self.dtype), bias
 
@@ -117,10 +117,10 @@ def products_of(x: Tensor, *linears: nn.Module) -> list[Tensor]:
     copies = [None if half is None else half.copy_for(linear, x) for half, linear in zip(halves, linears, strict=True)]
     if halves[0] is None or any(copy is None for copy in copies):
         return [linear(x) for linear in linears]
-    given = [
+    tensors = [
         (linear.weight, linear.bias, *copy) for linear, copy in zip(linears, copies, strict=True) if copy is not None
     ]
-    return list(_Linears.apply(x.to(halves[0].dtype), *(part for parts in given for part in parts)))
+    return list(_Linears.apply(x.to(halves[0].dtype), *(part for parts in tensors for part in parts)))
 
 
 def _half_of(linear: nn.Module) -> HalfWeights | None:
@@ -151,21 +151,21 @@ class _Linears(torch.autograd.Function):
         flat = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
         wants_x, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[1:]
         of_x: Tensor | None = None
-        found: list[Tensor | None] = []
+        results: list[Tensor | None] = []
         with torch.autocast(flat[0].device.type, enabled=False):
             for i, (gradient, weight) in enumerate(zip(flat, narrow, strict=True)):
                 if wants_x:
                     of_x = gradient @ weight if of_x is None else torch.addmm(of_x, gradient, weight)
                 of_weight = wide_product(gradient.t(), x.reshape(-1, x.shape[-1])) if wants[4 * i] else None
                 of_bias = gradient.sum(0, dtype=torch.float32) if wants[4 * i + 1] else None
-                found += [of_weight, of_bias, None, None]
+                results += [of_weight, of_bias, None, None]
         shape = (*gradients[0].shape[:-1], narrow[0].shape[1])
-        return None if of_x is None else of_x.view(shape), *found
+        return None if of_x is None else of_x.view(shape), *results
 
 
-def wide_product(one: Tensor, other: Tensor) -> Tensor:
-    """`one @ other` in float32 from 16-bit matrices, without rounding the sums on a GPU."""
-    if one.device.type == "cuda" and torch.version.hip is None:
-        product: Tensor = torch.mm(one, other, out_dtype=torch.float32)
+def wide_product(left: Tensor, other: Tensor) -> Tensor:
+    """`left @ other` in float32 from 16-bit matrices, without rounding the sums on a GPU."""
+    if left.device.type == "cuda" and torch.version.hip is None:
+        product: Tensor = torch.mm(left, other, out_dtype=torch.float32)
         return product
-    return (one @ other).float()
+    return (left @ other).float()

@@ -122,11 +122,11 @@ def fits_bf16(in_features: int, out_features: int) -> bool:
 
 def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`x @ weight.T + bias` [.., N] in the type of `x`; `weight` [N, K] and `bias` may have another. No gradient."""
-    found = bf16_for(x, weight)
-    if found is None:
+    kernels = bf16_for(x, weight)
+    if kernels is None:
         return plain_linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
-    return found.multiply(out, x.contiguous(), found.pair_columns(weight), float32_bias(bias, weight.shape[0]))
+    return kernels.multiply(out, x.contiguous(), kernels.pair_columns(weight), float32_bias(bias, weight.shape[0]))
 
 
 def float32_bias(bias: Tensor | None, size: int) -> Tensor | None:
@@ -136,18 +136,18 @@ def float32_bias(bias: Tensor | None, size: int) -> Tensor | None:
 
 def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
     """`gradient @ weight` [.., K] from `gradient` [.., N], in its type."""
-    found = _bf16_for(gradient, weight, gradient.dtype)
-    if found is None:
+    kernels = _bf16_for(gradient, weight, gradient.dtype)
+    if kernels is None:
         return plain_linear(gradient, weight.to(gradient.dtype).t(), None)
     out = gradient.new_empty(*gradient.shape[:-1], weight.shape[1])
-    return found.multiply(out, gradient.contiguous(), found.pair_rows(weight, weight.shape[0]))
+    return kernels.multiply(out, gradient.contiguous(), kernels.pair_rows(weight, weight.shape[0]))
 
 
 def weight_gradient(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """`gradient.T @ x` in the type of `weight`, from `gradient` [M, N] and `x` [M, K]; bfloat16 kernels sum in float32."""
-    found = bf16_for(x, weight)
-    if found is not None:
-        return found.weight_gradient(gradient.contiguous(), x.contiguous()).to(weight.dtype)
+    kernels = bf16_for(x, weight)
+    if kernels is not None:
+        return kernels.weight_gradient(gradient.contiguous(), x.contiguous()).to(weight.dtype)
     sums = onednn_weight_gradient(gradient, x) if uses_onednn(gradient.t(), x.t()) else gradient.t() @ x
     return sums.to(weight.dtype)
 

@@ -33,17 +33,17 @@ class Epilogue(IntEnum):
 class Bf16Matmul:
     """Functions of `cpp/matmul_bf16.cpp`. All tensors are contiguous; a weight in VNNI pairs is [N / 16, K / 2, 16, 2] bfloat16."""
 
-    def __init__(self, found: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
-        self._multiply, self._transpose = found.covey_matmul_bf16, found.covey_transpose_bf16
-        self._pair_rows, self._pair_columns = found.covey_pair_rows, found.covey_pair_columns
+        self._multiply, self._transpose = library.covey_matmul_bf16, library.covey_transpose_bf16
+        self._pair_rows, self._pair_columns = library.covey_pair_rows, library.covey_pair_columns
         self._multiply.argtypes = [pointer, *[size] * 3, *[pointer] * 4, size, size]
         self._transpose.argtypes = [pointer, *[size] * 3, pointer, size]
         self._pair_rows.argtypes = [pointer, *[size] * 4, pointer, size]
         self._pair_columns.argtypes = [pointer, *[size] * 3, pointer, size]
         for function in (self._multiply, self._transpose, self._pair_rows, self._pair_columns):
             function.restype = None
-        self.function_pointer = ctypes.cast(found.covey_matmul_bf16_share, pointer).value
+        self.function_pointer = ctypes.cast(library.covey_matmul_bf16_share, pointer).value
         """Address of the function that one thread of a parallel region calls, for the decode kernels."""
 
     def multiply(
@@ -120,15 +120,15 @@ def bf16_matmul() -> Bf16Matmul | None:
     return load_verified(SOURCE, (), "Multiplying", Bf16Matmul, _gap, 1e-2, "products differ")
 
 
-def _gap(found: Bf16Matmul) -> float:
+def _gap(matmul: Bf16Matmul) -> float:
     """Largest error of output and gradients against float32, relative to the largest number."""
     generator = torch.Generator().manual_seed(0)
     x, weight, gradient = (torch.randn(size, generator=generator) for size in ((9, 64), (112, 64), (9, 112)))
     x, weight, gradient = x.bfloat16(), weight.bfloat16().float(), gradient.bfloat16()
     mine = [
-        found.multiply(gradient.new_empty(9, 112), x, found.pair_columns(weight), epilogue=Epilogue.SILU),
-        found.multiply(x.new_empty(9, 64), gradient, found.pair_rows(weight, 112)),
-        found.weight_gradient(gradient, x),
+        matmul.multiply(gradient.new_empty(9, 112), x, matmul.pair_columns(weight), epilogue=Epilogue.SILU),
+        matmul.multiply(x.new_empty(9, 64), gradient, matmul.pair_rows(weight, 112)),
+        matmul.weight_gradient(gradient, x),
     ]
     wide, grown = x.float(), gradient.float()
     return largest_gap(mine, [F.silu(wide @ weight.t()), grown @ weight, grown.t() @ wide])

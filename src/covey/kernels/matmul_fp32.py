@@ -21,12 +21,12 @@ PANEL = 16
 class Fp32Matmul:
     """Functions of `cpp/matmul_fp32.cpp`. All tensors are float32 and contiguous."""
 
-    def __init__(self, found: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
-        self._multiply = found.covey_matmul_fp32
+        self._multiply = library.covey_matmul_fp32
         self._multiply.argtypes, self._multiply.restype = [pointer, *[size] * 3, *[pointer] * 5, size, size], None
-        self.function_pointer = ctypes.cast(found.covey_matmul_fp32_share, pointer).value
-        self.transpose_pointer = ctypes.cast(found.covey_transpose_fp32, pointer).value
+        self.function_pointer = ctypes.cast(library.covey_matmul_fp32_share, pointer).value
+        self.transpose_pointer = ctypes.cast(library.covey_transpose_fp32, pointer).value
         """Addresses of the functions that one thread of a parallel region calls, for the decode kernels."""
 
     def multiply(
@@ -70,7 +70,7 @@ def fp32_matmul() -> Fp32Matmul | None:
     return load_verified(SOURCE, (), "Multiplying while sampling", Fp32Matmul, _gap, 1e-5, "products differ")
 
 
-def _gap(found: Fp32Matmul) -> float:
+def _gap(matmul: Fp32Matmul) -> float:
     """Largest error against PyTorch, relative to the largest number, with whole and partial panels."""
     generator = torch.Generator().manual_seed(0)
     x, weight, bias, factor = (
@@ -78,8 +78,8 @@ def _gap(found: Fp32Matmul) -> float:
     )
     plain = F.linear(x, weight, bias)
     mine = [
-        found.multiply(x, weight, bias, epilogue=Epilogue.SILU),
-        found.multiply(x, weight, bias, factor, Epilogue.MUL),
-        found.multiply(x[:3].contiguous(), weight, bias),
+        matmul.multiply(x, weight, bias, epilogue=Epilogue.SILU),
+        matmul.multiply(x, weight, bias, factor, Epilogue.MUL),
+        matmul.multiply(x[:3].contiguous(), weight, bias),
     ]
     return largest_gap(mine, [F.silu(plain), plain * factor, plain[:3]])

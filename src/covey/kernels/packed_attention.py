@@ -50,10 +50,10 @@ class _Packed(ctypes.Structure):
 class PackedAttention:
     """Attention kernels for packed rows in one dtype; one call computes a whole row."""
 
-    def __init__(self, found: ctypes.CDLL) -> None:
-        self._scratch_size = found.covey_shared_scratch
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._scratch_size = library.covey_shared_scratch
         self._scratch_size.argtypes, self._scratch_size.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
-        self._forward, self._backward = found.covey_shared_forward, found.covey_shared_backward
+        self._forward, self._backward = library.covey_shared_forward, library.covey_shared_backward
         self._forward.argtypes, self._backward.argtypes = [ctypes.c_void_p] * 6, [ctypes.c_void_p] * 10
         self._forward.restype = self._backward.restype = None
 
@@ -75,8 +75,8 @@ class PackedAttention:
         self, gradient: Tensor, saved: Sequence[Tensor], layouts: Sequence[Layout], scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value. `saved`: those three, the output and the log-sum-exp of `forward`."""
-        *given, normalizer = saved
-        gradient, query, key, value, out = map(_in_rows, (gradient, *given))
+        *inputs, normalizer = saved
+        gradient, query, key, value, out = map(_in_rows, (gradient, *inputs))
         gradients = empty_like(query), empty_like(key), empty_like(value)
         self._backward(
             ctypes.byref(self._with_scratch(_packed(layouts, query, key, scale), True)),
@@ -180,5 +180,5 @@ def _gap(kernels: PackedAttention, dtype: torch.dtype) -> float:
     expected = [weights @ value, slopes @ key, summed(slopes.mT @ query), summed(weights.mT @ gradient)]
     query, key, value, gradient = (x.to(dtype) for x in (query, key, value, gradient))
     out, normalizer = kernels.forward(query, key, value, [layout], 0.25)
-    found = [out, *kernels.backward(gradient, (query, key, value, out, normalizer), [layout], 0.25)]
-    return largest_gap(found, expected)
+    results = [out, *kernels.backward(gradient, (query, key, value, out, normalizer), [layout], 0.25)]
+    return largest_gap(results, expected)

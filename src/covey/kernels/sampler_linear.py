@@ -208,12 +208,12 @@ class Bf16PairLinear(SamplerLinear):
         weights: Sequence[Tensor], biases: Sequence[Tensor] | None, into: SamplerLinear | None = None
     ) -> Bf16PairLinear | OneDnnLinear:
         """Of several [N, K] and [N], in the memory of `into` where it fits."""
-        weight, found = stacked(weights, torch.bfloat16), bf16_matmul()
-        if found is None or weight.shape[1] % 2 or weight.shape[0] % PANEL:
+        weight, kernels = stacked(weights, torch.bfloat16), bf16_matmul()
+        if kernels is None or weight.shape[1] % 2 or weight.shape[0] % PANEL:
             return OneDnnLinear.from_bfloat16(weight, biases)
         before = into.tensors if isinstance(into, Bf16PairLinear) else (None, None)
         bias = None if biases is None else stacked(biases, torch.float32, before[1])
-        return Bf16PairLinear(found.pair_columns(weight, before[0]), bias, found)
+        return Bf16PairLinear(kernels.pair_columns(weight, before[0]), bias, kernels)
 
     @property
     def in_features(self) -> int:

@@ -41,10 +41,10 @@ class SharedAttention(torch.autograd.Function):
             if place.start == place.stop:
                 continue
             part, log_sum = _whole(query[:, place], key[:, layout.prompt], value[:, layout.prompt], scale)
-            own = normalizer[:, place]
-            weight = torch.sigmoid(log_sum - own)[..., None].to(part.dtype)
+            causal_lse = normalizer[:, place]
+            weight = torch.sigmoid(log_sum - causal_lse)[..., None].to(part.dtype)
             out[:, place] = torch.lerp(out[:, place], part, weight)
-            normalizer[:, place] = torch.logaddexp(log_sum, own)
+            normalizer[:, place] = torch.logaddexp(log_sum, causal_lse)
         ctx.save_for_backward(query, key, value, out, normalizer)
         return out
 
@@ -56,8 +56,8 @@ class SharedAttention(torch.autograd.Function):
         dq, dk, dv = empty_like(query), empty_like(key), empty_like(value)
         for layout in ctx.layouts:
             for place in (layout.prompt, *layout.each_answer()):
-                given = [x[:, place] for x in (gradient, query, key, value, out, normalizer)]
-                parts = _causal_backward(given, ctx.scale)
+                tensors = [x[:, place] for x in (gradient, query, key, value, out, normalizer)]
+                parts = _causal_backward(tensors, ctx.scale)
                 dq[:, place], dk[:, place], dv[:, place] = parts
             place, seen = layout.answers, layout.prompt
             if place.start == place.stop:
@@ -104,13 +104,13 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Te
     return out[0], log_sum[0]
 
 
-def _causal_backward(given: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value. `given`: output gradient, query, key, value, output, log-sum-exp."""
-    gradient, query, key, value, out = map(_widened, given[:5])
-    normalizer, repeats = given[5], query.shape[0] // key.shape[0]
+def _causal_backward(tensors: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value. `tensors`: output gradient, query, key, value, output, log-sum-exp."""
+    gradient, query, key, value, out = map(_widened, tensors[:5])
+    normalizer, repeats = tensors[5], query.shape[0] // key.shape[0]
     dq, dk, dv = _backward(
         gradient[None], query[None], _repeated(key, repeats), _repeated(value, repeats), out[None],
-        _as_given(normalizer), 0.0, True, scale=scale,
+        _contiguous(normalizer), 0.0, True, scale=scale,
     )  # fmt: skip
     return dq[0], _summed(dk, repeats), _summed(dv, repeats)
 
@@ -133,19 +133,19 @@ def _whole_backward(
     if key.shape[1] < FEW and key.dtype == torch.bfloat16:
         gradient, query, key, value, out = (x.float() for x in (gradient, query, key, value, out))
     stacked = [_stacked(x, groups) for x in (gradient, query, out)]
-    normalizer = _as_given(_stacked(normalizer, groups)[0])
+    normalizer = _contiguous(_stacked(normalizer, groups)[0])
     dq, dk, dv = _backward(
         stacked[0], stacked[1], key[None], value[None], stacked[2], normalizer, 0.0, False, scale=scale
     )
     return dq[0].reshape(query.shape), dk[0], dv[0]
 
 
-def _as_given(normalizer: Tensor) -> Tensor:
+def _contiguous(normalizer: Tensor) -> Tensor:
     """[H, T] -> [1, H, T] in the memory layout of the forward, tokens outermost, which the backward assumes."""
     return normalizer.t().contiguous().t()[None]
 
 
 def runs_here(query: Tensor, value: Tensor, dropout: float) -> bool:
     """True if `SharedAttention` can compute it: on a CPU, without dropout, with a supported dtype and shape."""
-    is_known = query.dtype in (torch.float32, torch.bfloat16, torch.float64) and query.shape[-1] == value.shape[-1]
-    return query.device.type == "cpu" and dropout == 0.0 and is_known
+    is_supported = query.dtype in (torch.float32, torch.bfloat16, torch.float64) and query.shape[-1] == value.shape[-1]
+    return query.device.type == "cpu" and dropout == 0.0 and is_supported

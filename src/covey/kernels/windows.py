@@ -44,7 +44,7 @@ def attention_windows(model: Any) -> dict[int, Window | None]:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    found: dict[int, Window | None] = {}
+    windows: dict[int, Window | None] = {}
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ()
 
@@ -54,8 +54,8 @@ def attention_windows(model: Any) -> dict[int, Window | None]:
         index = getattr(module, "layer_idx", None)
         if index is not None:
             size = options.get("sliding_window")
-            found[index] = getattr(attention_mask, "covey_window", None if size is None else Window(int(size)))
-            if found[index] is None and index < len(kinds) and kinds[index] in LOCAL_LAYERS:
+            windows[index] = getattr(attention_mask, "covey_window", None if size is None else Window(int(size)))
+            if windows[index] is None and index < len(kinds) and kinds[index] in LOCAL_LAYERS:
                 raise Unsupported(f"layer {index} has {kinds[index]}, but its mask shows no window")
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
@@ -70,10 +70,10 @@ def attention_windows(model: Any) -> dict[int, Window | None]:
             )
     finally:
         config._attn_implementation = before
-    return found
+    return windows
 
 
-def _probe_mask(*given: Any, **options: Any) -> Tensor:
+def _probe_mask(*args: Any, **options: Any) -> Tensor:
     """A mask with its window as an attribute."""
     device = options.get("device") or "cpu"
     mask = torch.zeros(1, 1, 1, 1, device=device)
@@ -87,12 +87,12 @@ def _window_of(sees: Any, size: int | None, device: Any) -> Window | None:
     places = torch.tensor(sorted(edge for edge in edges if edge >= 0), device=device)
     query, key = places[:, None], places[None]
     zero = torch.zeros((), dtype=torch.int64, device=device)
-    found = sees(zero, zero, query, key)
+    seen = sees(zero, zero, query, key)
     windows = [None] if size is None else [Window(int(size)), Window(int(size), is_chunked=True), None]
     for window in windows:
-        wanted = key <= query
+        expected = key <= query
         if window is not None:
-            wanted = wanted & (key >= window.first(query))
-        if torch.equal(found.expand_as(wanted), wanted):
+            expected = expected & (key >= window.first(query))
+        if torch.equal(seen.expand_as(expected), expected):
             return window
     raise Unsupported("a layer's mask is neither causal nor a window of that")

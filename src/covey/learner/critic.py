@@ -99,8 +99,8 @@ class ValueModel(nn.Module):
 
         def work() -> Tensor:
             with self.policy.autocast(), learning(self.decoder):
-                found: Tensor = self.decoder(input_ids=rows.input_ids, use_cache=False).last_hidden_state  # [N, S, D]
-            return found
+                hidden: Tensor = self.decoder(input_ids=rows.input_ids, use_cache=False).last_hidden_state  # [N, S, D]
+            return hidden
 
         hidden = work() if self.shards is None else self.shards.run(work)
         return rows.spread(_read(self.linear, pick_rows(hidden, rows.source)))

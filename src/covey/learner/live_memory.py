@@ -82,10 +82,10 @@ class FakeBytes(LiveBytes):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if func in _READ and any(isinstance(given, FakeTensor) for given in args):
+        if func in _READ and any(isinstance(arg, FakeTensor) for arg in args):
             return _READ[func](args[0])
         if func in _PRODUCTS:
-            self.products.add(tuple(tuple(given.shape) for given in args if isinstance(given, Tensor)))
+            self.products.add(tuple(tuple(arg.shape) for arg in args if isinstance(arg, Tensor)))
         if func in _INDEXED:
             args = (args[0], _places(args[1]), *args[2:])
         return func(*args, **kwargs)
@@ -112,15 +112,15 @@ _INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 
 def _places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Indices with every mask replaced by index tensors: the number of selected elements of a fake mask is unknown."""
-    found: list[Tensor | None] = []
+    expanded: list[Tensor | None] = []
     for index in indices:
         if index is None or index.dtype != torch.bool:
-            found.append(index)
+            expanded.append(index)
         elif isinstance(index, FakeTensor):
-            found += [index.new_zeros(math.prod(index.shape), dtype=torch.long)] * index.ndim
+            expanded += [index.new_zeros(math.prod(index.shape), dtype=torch.long)] * index.ndim
         else:
-            found += index.nonzero().unbind(-1)
-    return found
+            expanded += index.nonzero().unbind(-1)
+    return expanded
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:

@@ -105,29 +105,29 @@ class Workspace:
 
     def product(self, rows: Tensor) -> Tensor:
         """`rows @ weight.T + bias` [m, V], float32 or wider: a log-softmax in bf16 is off by 1e-2 at large V."""
-        found = self.narrow_product(rows)
-        return found if self.narrow is None else self.logits[: rows.shape[0]].copy_(found)
+        product = self.narrow_product(rows)
+        return product if self.narrow is None else self.logits[: rows.shape[0]].copy_(product)
 
     def gradient(
         self,
         rows: Tensor,
         shape: LogitTransform,
-        known: tuple[Tensor, Tensor, Tensor],
+        saved: tuple[Tensor, Tensor, Tensor],
         slopes: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:
-        """Gradient [m, V] of the matmul's output, in its dtype. `known`: targets, normalizers, entropies, each [m].
+        """Gradient [m, V] of the matmul's output, in its dtype. `saved`: targets, normalizers, entropies, each [m].
 
         `slopes` are the gradients of log-probability and entropy, each [m] or None.
         """
-        found = _gradient(shape.logits_(self.product(rows)), self.other[: rows.shape[0]], shape, known, slopes)
-        return found if self.narrow is None else self.narrow[: rows.shape[0]].copy_(found)
+        result = _gradient(shape.logits_(self.product(rows)), self.other[: rows.shape[0]], shape, saved, slopes)
+        return result if self.narrow is None else self.narrow[: rows.shape[0]].copy_(result)
 
 
 def _gradient(
     logits: Tensor,
     gradient: Tensor,
     shape: LogitTransform,
-    known: tuple[Tensor, Tensor, Tensor],
+    saved: tuple[Tensor, Tensor, Tensor],
     slopes: tuple[Tensor | None, Tensor | None],
     inside: Tensor | None = None,
 ) -> Tensor:
@@ -135,7 +135,7 @@ def _gradient(
 
     `inside` [m] bool: tokens whose target is among these columns; None: all.
     """
-    targets, normalizer, entropy = known
+    targets, normalizer, entropy = saved
     of_logp, of_entropy = slopes
     torch.sub(logits, normalizer[:, None], out=gradient).exp_()  # probabilities
     if of_entropy is not None:
@@ -175,8 +175,8 @@ def elements_at_a_time(device: torch.device | None) -> int:
 
 def elements_of(total: int) -> int:
     """Elements of a logits chunk on an accelerator with `total` bytes."""
-    wanted = min(MOST_ELEMENTS, total // DEVICE_SHARE // BYTES_AN_ELEMENT)
-    return max(CPU_ELEMENTS, 1 << max(0, wanted.bit_length() - 1))
+    elements = min(MOST_ELEMENTS, total // DEVICE_SHARE // BYTES_AN_ELEMENT)
+    return max(CPU_ELEMENTS, 1 << max(0, elements.bit_length() - 1))
 
 
 class LinearLogProbability(torch.autograd.Function):
@@ -204,10 +204,10 @@ class LinearLogProbability(torch.autograd.Function):
             part = slice(start, start + shape.chunk)
             rows = hidden[part]
             if shape.kernels is not None:
-                found = shape.kernels.statistics(space.narrow_product(rows), targets[part], shape.constants)
-                logp[part], normalizer[part] = found[:2]
+                stats = shape.kernels.statistics(space.narrow_product(rows), targets[part], shape.constants)
+                logp[part], normalizer[part] = stats[:2]
                 if with_entropy:
-                    entropy[part] = found[2]
+                    entropy[part] = stats[2]
                 continue
             logits, weights = shape.logits_(space.product(rows)), space.other[: rows.shape[0]]
             top = logits.amax(-1, keepdim=True)
@@ -229,10 +229,10 @@ class LinearLogProbability(torch.autograd.Function):
         shape: LogitTransform = ctx.shape
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         if shape.by_vocabulary:
-            known = targets, normalizer, entropy
+            saved = targets, normalizer, entropy
             slopes = _slopes(logp_gradient, entropy_gradient if ctx.with_entropy else None, slice(None))
             return (
-                *by_vocabulary(hidden, weight, bias, shape, known, slopes, ctx.needs_input_grad[:3]),
+                *by_vocabulary(hidden, weight, bias, shape, saved, slopes, ctx.needs_input_grad[:3]),
                 None,
                 None,
                 None,
@@ -245,9 +245,9 @@ class LinearLogProbability(torch.autograd.Function):
         for start in range(0, hidden.shape[0], shape.chunk):
             part = slice(start, start + shape.chunk)
             rows = hidden[part]
-            known = targets[part], normalizer[part], entropy[part]
+            saved = targets[part], normalizer[part], entropy[part]
             slopes = _slopes(logp_gradient, entropy_gradient if ctx.with_entropy else None, part)
-            gradient = space.gradient(rows, shape, known, slopes)
+            gradient = space.gradient(rows, shape, saved, slopes)
             if bias_gradient is not None:
                 bias_gradient += gradient.sum(0, dtype=wide)
             if hidden_gradient is not None:
@@ -270,17 +270,17 @@ def by_vocabulary(
     weight: Tensor,
     bias: Tensor | None,
     shape: LogitTransform,
-    known: tuple[Tensor, Tensor, Tensor],
+    saved: tuple[Tensor, Tensor, Tensor],
     slopes: tuple[Tensor | None, Tensor | None],
     wants: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Requested gradients of hidden [M, D], weight [V, D] and bias [V], a block of the vocabulary at a time.
 
-    `known`: targets, normalizers and entropies of all tokens, each [M]. Only `hidden`'s gradient [M, D] is summed over blocks, in
+    `saved`: targets, normalizers and entropies of all tokens, each [M]. Only `hidden`'s gradient [M, D] is summed over blocks, in
     float32 or wider; the weight's gradient is one matmul per block, rounded once. So a micro-batch moves `blocks x M x D`
     numbers through memory where chunks of tokens move `chunks x V x D`, at the same number of parts.
     """
-    (targets, normalizer, entropy), (tokens, vocabulary) = known, (hidden.shape[0], weight.shape[0])
+    (targets, normalizer, entropy), (tokens, vocabulary) = saved, (hidden.shape[0], weight.shape[0])
     wide = torch.promote_types(hidden.dtype, torch.float32)
     total = torch.zeros_like(hidden, dtype=wide) if wants[0] else None
     of_weight = torch.empty_like(weight) if wants[1] else None

@@ -72,11 +72,11 @@ def cache_bytes(config: Any, tokens: int, value_bytes: int) -> int:
 
 
 _LIBRARIES = 36 * 2**20
-"""Bytes left by sampling beside the weights and their copies; measured with 10 and 60 million parameters: 36 to 45 MiB."""
+"""Bytes left by sampling, without the weights and their copies; measured with 10 and 60 million parameters: 36 to 45 MiB."""
 
 
 def allocator_bytes(activations: int, code: int, *, is_checkpointed: bool, is_adapted: bool) -> int:
-    """Bytes that a CPU's libraries keep beside tensors, by formula: fake tensors use no allocator (measured with glibc on Linux).
+    """Bytes that a CPU's libraries keep in addition to tensors, by formula: fake tensors use no allocator (measured with glibc on Linux).
 
     Freed blocks stay in the heap, a share of the activations: most with adapters, whose small tensors lie between large ones, none
     with recomputation alone, where large blocks are returned at once. `code` is oneDNN's compiled code for the matmuls of a step.
@@ -102,7 +102,7 @@ _ADAM_BYTES = 8
 
 
 def starting_tokens(
-    asked: int | str | None,
+    max_tokens: int | str | None,
     policy: Policy,
     *,
     on_cpu: bool,
@@ -117,8 +117,8 @@ def starting_tokens(
     `GPU_TOKENS`, so that a resumed run splits its steps alike. `bytes_each` and `room` give the bytes of a token and the free bytes
     of a device that is not here; `shards` is the number of devices that will share the model.
     """
-    if asked != "auto":
-        return None if asked is None else int(asked)
+    if max_tokens != "auto":
+        return None if max_tokens is None else int(max_tokens)
     each = bytes_each() if bytes_each else bytes_a_token(policy)
     if on_cpu:
         free = free_memory() or psutil.virtual_memory().available
@@ -133,17 +133,17 @@ def update_bytes(policy: Policy) -> int:
     return sum(parameter.nbytes + _ADAM_BYTES * parameter.numel() for parameter in policy.parameters())
 
 
-def enough_tokens(asked: int | str | None, *, on_cpu: bool) -> int | None:
+def enough_tokens(max_tokens: int | str | None, *, on_cpu: bool) -> int | None:
     """Tokens of a micro-batch beyond which "auto" joins no more groups; None: no limit."""
-    return (CPU_ENOUGH if on_cpu else GPU_ENOUGH) if asked == "auto" else None
+    return (CPU_ENOUGH if on_cpu else GPU_ENOUGH) if max_tokens == "auto" else None
 
 
-def starting_rows(asked: int | str | None, batch: int, step: int, *, on_cpu: bool) -> int:
+def starting_rows(max_tokens: int | str | None, batch: int, step: int, *, on_cpu: bool) -> int:
     """Initial row limit of a micro-batch, from the completions of a batch and of a step of this process.
 
-    On an accelerator tokens alone limit a micro-batch, so the row limit is the whole step, unless tokens have no limit (`asked` is None).
+    On an accelerator tokens alone limit a micro-batch, so the row limit is the whole step, unless tokens have no limit (`max_tokens` is None).
     """
-    return batch if on_cpu or asked is None else max(batch, step)
+    return batch if on_cpu or max_tokens is None else max(batch, step)
 
 
 _TRIED = (32, 32, 96)
@@ -163,7 +163,7 @@ def bytes_a_token(policy: Policy, *, is_warm: bool = False) -> float:
         ids = (torch.arange(count) % vocabulary_size(policy.model))[None].to(policy.device)
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), LiveBytes() as live, policy.autocast():
             start = embedding(ids).detach().requires_grad_()  # no gradient of the weights is computed
-            found = decoder(inputs_embeds=start, use_cache=False)[0].float().sum()
-            torch.autograd.grad(found, start)
+            total = decoder(inputs_embeds=start, use_cache=False)[0].float().sum()
+            torch.autograd.grad(total, start)
         peaks.append(live.peak)
     return max(1.0, (peaks[-1] - peaks[-2]) / (_TRIED[-1] - _TRIED[-2]))

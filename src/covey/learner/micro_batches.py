@@ -92,27 +92,27 @@ class MicroBatcher:
 
         With a sharded model, empty batches follow until all processes have the same number.
         """
-        found = self.batches(rows, factor)
-        found += [[]] * (0 if self.agree is None else self.agree(len(found)) - len(found))
-        for place, batch in enumerate(found, 1):
-            self._current, self.is_last = batch, place == len(found)
+        batches = self.batches(rows, factor)
+        batches += [[]] * (0 if self.agree is None else self.agree(len(batches)) - len(batches))
+        for place, batch in enumerate(batches, 1):
+            self._current, self.is_last = batch, place == len(batches)
             yield batch
         self._current = ()
 
     def batches(self, rows: Sequence[Row], factor: int = 1) -> list[list[Row]]:
         """Micro-batches of the rows; `factor` multiplies the row limit of passes without backward."""
         is_shared = self.shares_prompts()
-        kept = self.left_out.without(rows)
-        found = microbatches(
-            kept,
+        remaining = self.left_out.without(rows)
+        batches = microbatches(
+            remaining,
             max_rows=factor * self.max_rows,
             max_tokens=self.max_tokens,
             enough_tokens=self.enough_tokens,
             shares_prompts=is_shared,
         )
-        for batch in found:
+        for batch in batches:
             self.largest = max(self.largest, (len(batch), tokens_in(batch, is_shared)))
-        return found
+        return batches
 
     def attempt(self, work: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
         """Result of `work()`; when memory runs out, `undo()` and retry with half the micro-batch size, which is then kept.
@@ -121,50 +121,51 @@ class MicroBatcher:
         fit than may be left out.
         """
 
-        def shrink(said: str) -> None:
+        def shrink(reason: str) -> None:
             undo()
-            self._halve(said)
+            self._halve(reason)
             self.largest, self._current = (0, 0), ()
 
         self.largest, self._current = (0, 0), ()
         return until_it_fits(work, shrink if self.agree is None else self._refuse)
 
-    def _refuse(self, said: str) -> None:
+    def _refuse(self, reason: str) -> None:
         """Raise MemoryLimitError for a sharded model: the other processes wait in the collectives of the pass that failed here."""
         rows, tokens = len(self._current), tokens_in(self._current, self.shares_prompts())
         raise MemoryLimitError(
             f"Memory ran out on a micro-batch of {rows} completions ({tokens} tokens), and a model that is split over processes "
-            f"cannot take a pass again on one of them ({said}); set max_tokens_per_microbatch below {max(1, tokens)}, "
+            f"cannot take a pass again on one of them ({reason}); set max_tokens_per_microbatch below {max(1, tokens)}, "
             "per_device_train_batch_size lower, or gradient_checkpointing=True, and resume."
         )
 
-    def _halve(self, said: str) -> None:
+    def _halve(self, reason: str) -> None:
         current = self._current
         rows, tokens = (len(current), tokens_in(current, self.shares_prompts())) if current else self.largest
         if rows <= 1 and self.enable_recomputation():
             self.is_last_resort = True
             self._tell(
-                f"Memory ran out on one completion ({tokens} tokens); activations are computed again from now on.", said
+                f"Memory ran out on one completion ({tokens} tokens); activations are computed again from now on.",
+                reason,
             )
             return
         if rows <= 1 and current and self.left_out.take(current[0]):
-            self._tell(_sentence(current[0]), said, kind="completion_left_out")
+            self._tell(_sentence(current[0]), reason, kind="completion_left_out")
             return
         if rows <= 1:
             raise MemoryLimitError(
-                f"One completion of {tokens} tokens with its prompt does not fit in memory ({said}); lower max_completion_length, "
+                f"One completion of {tokens} tokens with its prompt does not fit in memory ({reason}); lower max_completion_length, "
                 "set gradient_checkpointing=True, train an adapter (peft_config), or choose a smaller model."
             )
         self.max_rows, self.max_tokens = max(1, rows // 2), max(1, tokens // 2)
-        told = (
+        sentence = (
             f"Memory ran out on a micro-batch of {rows} completions ({tokens} tokens); from now on at most {self.max_rows} and "
             f"{self.max_tokens} tokens, with the same gradient."
         )
-        self._tell(told, said)
+        self._tell(sentence, reason)
 
-    def _tell(self, told: str, error: str, kind: str = "out_of_memory") -> None:
-        logger.warning("%s", told)
-        self.events.append(Event(kind=kind, said=told, details={"error": error}))
+    def _tell(self, sentence: str, error: str, kind: str = "out_of_memory") -> None:
+        logger.warning("%s", sentence)
+        self.events.append(Event(kind=kind, said=sentence, details={"error": error}))
 
     def take_events(self) -> tuple[Event, ...]:
         """Events since the last call."""
@@ -187,5 +188,5 @@ class MicroBatcher:
         if state.get("is_last_resort") and not self.is_last_resort:
             self.is_last_resort = self.enable_recomputation()
         self.max_rows = min(self.max_rows, state["max_rows"])
-        known = [limit for limit in (self.max_tokens, state["max_tokens"]) if limit is not None]
-        self.max_tokens = min(known, default=None)
+        limits = [limit for limit in (self.max_tokens, state["max_tokens"]) if limit is not None]
+        self.max_tokens = min(limits, default=None)

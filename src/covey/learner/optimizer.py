@@ -69,9 +69,9 @@ def make_scheduler(args: Any, optimizer: torch.optim.Optimizer, total_steps: int
             scheduler_specific_kwargs=args.lr_scheduler_kwargs,
         )
     except (TypeError, ValueError, ZeroDivisionError, LookupError, AttributeError) as error:
-        given = f"lr_scheduler_type={str(getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type))!r}"
+        schedule = f"lr_scheduler_type={str(getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type))!r}"
         raise ConfigError(
-            f"{given} cannot be made with lr_scheduler_kwargs={args.lr_scheduler_kwargs!r}: {first_line(error)}"
+            f"{schedule} cannot be made with lr_scheduler_kwargs={args.lr_scheduler_kwargs!r}: {first_line(error)}"
         ) from error
 
 
@@ -84,7 +84,7 @@ def check_room(optimizer: torch.optim.Optimizer) -> None:
     states = _STATES.get(type(optimizer))
     if states is None or optimizer.state:
         return
-    kept = sum(parameter.nbytes for parameter in _trained(optimizer)) * states
+    state_bytes = sum(parameter.nbytes for parameter in _trained(optimizer)) * states
     if _fits(optimizer, states, with_space=True):
         return
     if _fits(optimizer, states, with_space=False):
@@ -92,7 +92,7 @@ def check_room(optimizer: torch.optim.Optimizer) -> None:
             group["foreach"] = group["fused"] = False
         return
     raise MemoryLimitError(
-        f"The state of {type(optimizer).__name__} ({kept / 2**20:,.0f} MiB) does not fit in memory; use an 8-bit optimizer "
+        f"The state of {type(optimizer).__name__} ({state_bytes / 2**20:,.0f} MiB) does not fit in memory; use an 8-bit optimizer "
         "(optim='adamw_bnb_8bit'), train an adapter (peft_config), or choose a smaller model."
     )
 

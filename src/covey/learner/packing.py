@@ -55,7 +55,7 @@ def rows_of(
     for index, group in enumerate(groups):
         if group.advantages is None:
             raise ValueError("rows_of needs groups with advantages; call the algorithm's advantage first.")
-        told = None if hints is None else hints(group)
+        feedback = None if hints is None else hints(group)
         for g, completion in enumerate(group.completions):
             counts = completion.written
             if mask_truncated and completion.is_truncated:
@@ -71,7 +71,7 @@ def rows_of(
                     counts=counts,
                     returns=returns,
                     index=len(rows),
-                    hint=None if told is None else told[g],
+                    hint=None if feedback is None else feedback[g],
                 )
             )
     return rows
@@ -144,9 +144,9 @@ def microbatches(
             batches.append([row])
             tokens, widest = tokens_in([row], shares_prompts), row.num_tokens
     for count in range(1, len(batches) + 1) if shares_prompts else ():
-        found = _of_whole_groups(members, whole, count, fits)
-        if found is not None:
-            return found
+        whole_groups = _of_whole_groups(members, whole, count, fits)
+        if whole_groups is not None:
+            return whole_groups
     return batches
 
 
@@ -169,8 +169,8 @@ def limit_of(group_tokens: int, max_tokens: int | None, enough_tokens: int | Non
     """Token limit of a batch that begins with a group of `group_tokens`: `enough_tokens` or the whole group, at most `max_tokens`."""
     if enough_tokens is None:
         return max_tokens
-    wanted = max(enough_tokens, group_tokens)
-    return wanted if max_tokens is None else min(wanted, max_tokens)
+    limit = max(enough_tokens, group_tokens)
+    return limit if max_tokens is None else min(limit, max_tokens)
 
 
 def tokens_in(rows: Sequence[Row], shares_prompts: bool) -> int:
@@ -252,10 +252,10 @@ def _placed(rows: Sequence[Row], width: int) -> tuple[Placed, ...]:
     for i, row in enumerate(rows):
         if row.prompt.images is not None:
             members.setdefault(row.group, []).append(i)
-    found = []
+    placed = []
     for indices in members.values():
         prompt = rows[indices[0]].prompt
         length = len(prompt.token_ids)
         starts = tuple(i * width for i in indices)
-        found.append(Placed(prompt, starts, tuple((start + length, width - length) for start in starts)))
-    return tuple(found)
+        placed.append(Placed(prompt, starts, tuple((start + length, width - length) for start in starts)))
+    return tuple(placed)

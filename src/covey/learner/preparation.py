@@ -34,12 +34,12 @@ def checkpoint_activations(model: Any, kwargs: Mapping[str, Any] | None = None) 
     """Enable activation checkpointing: each block saves its input only and recomputes the rest in the backward pass."""
     inner = unwrapped(model)
     word = "activation" if hasattr(inner, "activation_checkpointing_enable") else "gradient"
-    given = {"use_reentrant": False, **(kwargs or {})}
+    options = {"use_reentrant": False, **(kwargs or {})}
     if next(inner.parameters()).device.type == "cpu":
         training_heap(returns_blocks=True)
-        if not given["use_reentrant"] and not given.get("debug"):  # torch refuses the combination
-            given.setdefault("context_fn", Recomputing(inner))
-    getattr(inner, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": given})
+        if not options["use_reentrant"] and not options.get("debug"):  # torch refuses the combination
+            options.setdefault("context_fn", Recomputing(inner))
+    getattr(inner, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": options})
     if inner is not model:
         inner.enable_input_require_grads()  # frozen embeddings would cut the graph at the first block
 
@@ -51,8 +51,8 @@ def on_accelerator(policy: Policy, *, is_split: bool) -> Policy:
     """
     if policy.device.type != "cuda":
         return policy
-    own = next(policy.model.parameters()).dtype
-    dtype = policy.compute_dtype or own
+    weight_dtype = next(policy.model.parameters()).dtype
+    dtype = policy.compute_dtype or weight_dtype
     if dtype == torch.float32:
         return policy  # nothing to cast, and products take most of the time
     reason = fusing_unavailable_reason(policy.device, dtype)

@@ -85,47 +85,47 @@ def _each(
     optimizer: torch.optim.Optimizer, state: Mapping[str, Any], change: Callable[[dict[str, Any], Tensor], Any]
 ) -> dict[Any, Any]:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {place: change(own, parameters[place]) for place, own in state["state"].items()}
+    return {place: change(entry, parameters[place]) for place, entry in state["state"].items()}
 
 
-def _sharded(own: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    return {name: shard_like(value, parameter) if isinstance(value, Tensor) else value for name, value in own.items()}
+def _sharded(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    return {name: shard_like(value, parameter) if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
-def _flat(own: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter's state without the inner dict in which bitsandbytes hides tensors from FSDP1."""
-    return {**{name: value for name, value in own.items() if name != _NESTED}, **own.get(_NESTED, {})}
+    return {**{name: value for name, value in state.items() if name != _NESTED}, **state.get(_NESTED, {})}
 
 
-def _to_save(own: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    found = _flat(own)
+def _to_save(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    result = _flat(state)
     if not is_sharded(parameter):
-        return found
+        return result
     for name, (scales, _) in _STATES.items():
-        if name in found:
-            found[name] = shard_as(found[name], parameter)
-        if scales in found:
+        if name in result:
+            result[name] = shard_as(result[name], parameter)
+        if scales in result:
             processes = parameter.device_mesh.size()  # type: ignore[attr-defined]
-            found[scales] = row_of_each(found[scales], _blocks(shard_size(parameter, processes)), parameter)
-    return found
+            result[scales] = row_of_each(result[scales], _blocks(shard_size(parameter, processes)), parameter)
+    return result
 
 
-def _as_now(own: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    found = _flat(own)
+def _as_now(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    result = _flat(state)
     for name, (scales, table) in _STATES.items():
-        if name not in found or found[name].shape != parameter.shape:  # AdEMAMix's first state is two moments
+        if name not in result or result[name].shape != parameter.shape:  # AdEMAMix's first state is two moments
             continue
-        codes = local(shard_like(found[name], parameter))
-        if scales in found:
-            saved = whole(found[scales])
+        codes = local(shard_like(result[name], parameter))
+        if scales in result:
+            saved = whole(result[scales])
             saved = saved[None] if saved.dim() == 1 else saved
             of_each = shard_size(parameter, len(saved))
-            flat, found[scales] = _reblocked(
-                codes.flatten(), saved.to(codes.device), found[table].to(codes.device), of_each, shard_start(parameter)
+            flat, result[scales] = _reblocked(
+                codes.flatten(), saved.to(codes.device), result[table].to(codes.device), of_each, shard_start(parameter)
             )
             codes = flat.view(codes.shape)
-        found[name] = codes
-    return found
+        result[name] = codes
+    return result
 
 
 def _blocks(elements: int) -> int:
@@ -141,15 +141,15 @@ def _reblocked(codes: Tensor, scales: Tensor, table: Tensor, of_each: int, start
     end = start + codes.numel()
     elements = start + torch.arange(_blocks(codes.numel()), device=codes.device)[:, None] * _BLOCK
     is_mixed = (place(elements) != place((elements + _BLOCK - 1).clamp(max=end - 1))).flatten()
-    found = scales.flatten()[place(elements).flatten()]
+    block_scales = scales.flatten()[place(elements).flatten()]
     if not is_mixed.any():
-        return codes, found
-    filled = codes.new_zeros(len(found), _BLOCK)
+        return codes, block_scales
+    filled = codes.new_zeros(len(block_scales), _BLOCK)
     filled.view(-1)[: codes.numel()] = codes
     elements = elements[is_mixed] + torch.arange(_BLOCK, device=codes.device)
     values = table[filled[is_mixed].long()] * scales.flatten()[place(elements.clamp(max=end - 1))]
-    filled[is_mixed], found[is_mixed] = _quantized(values.where(elements < end, 0.0), table)
-    return filled.view(-1)[: codes.numel()].clone(), found
+    filled[is_mixed], block_scales[is_mixed] = _quantized(values.where(elements < end, 0.0), table)
+    return filled.view(-1)[: codes.numel()].clone(), block_scales
 
 
 def _quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:

@@ -63,13 +63,13 @@ class Segment:
 
     def _masked(self, before: int, count: int, window: Window | None) -> Tensor:
         """[count, before + count] bool of the tokens from position `before` on; cached for later layers."""
-        known = self._masks.get((before, window))
-        if known is None:
+        mask = self._masks.get((before, window))
+        if mask is None:
             key = torch.arange(before + count, device=self.device)
             query = key[before:, None]
-            known = key <= query if window is None else (key <= query) & (key >= window.first(query))
-            self._masks[before, window] = known
-        return known
+            mask = key <= query if window is None else (key <= query) & (key >= window.first(query))
+            self._masks[before, window] = mask
+        return mask
 
     @functools.cached_property
     def _masks(self) -> dict[tuple[int, Window | None], Tensor]:
@@ -306,15 +306,15 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, segment: Segment, window: Window | None, product: _Product
 ) -> list[Tensor]:
     """[length, H, D] of the prompt's tokens and [sum T_i, H, D] of the completions', from [H, S, D]."""
-    own = lambda x: x[:, segment.layout.prompt][None]  # [1, H, length, D]
-    prompt = product(own(query), own(key), own(value), segment.prompt_mask(window))
+    prompt_of = lambda x: x[:, segment.layout.prompt][None]  # [1, H, length, D]
+    prompt = product(prompt_of(query), prompt_of(key), prompt_of(value), segment.prompt_mask(window))
     count, longest = segment.index.shape
     if not segment.index.numel():
         return [prompt[0].transpose(0, 1)]
     flat = segment.index.flatten()
     pick = lambda x: x[:, flat].view(x.shape[0], count, longest, x.shape[2]).transpose(0, 1)  # [G, H, T, D]
-    keys = torch.cat([own(key).expand(count, -1, -1, -1), pick(key)], dim=2)
-    values = torch.cat([own(value).expand(count, -1, -1, -1), pick(value)], dim=2)
+    keys = torch.cat([prompt_of(key).expand(count, -1, -1, -1), pick(key)], dim=2)
+    values = torch.cat([prompt_of(value).expand(count, -1, -1, -1), pick(value)], dim=2)
     answers = product(pick(query), keys, values, segment.mask(window))
     return [prompt[0].transpose(0, 1), answers.transpose(1, 2).flatten(0, 1)[segment.written]]
 
@@ -349,8 +349,8 @@ _before: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 def drops(model: Any) -> bool:
     """True if the model has attention dropout in training mode."""
     names = ("attention_dropout", "attn_dropout")
-    found = [getattr(module, name, 0.0) for module in model.modules() for name in names]
-    return any((one.p if isinstance(one, torch.nn.Dropout) else one) for one in found if one is not None)
+    rates = [getattr(module, name, 0.0) for module in model.modules() for name in names]
+    return any((rate.p if isinstance(rate, torch.nn.Dropout) else rate) for rate in rates if rate is not None)
 
 
 def reason_against(model: Any) -> str | None:
@@ -373,7 +373,7 @@ def reason_against(model: Any) -> str | None:
 def forward_kwargs(rows: SharedRows, model: Any) -> dict[str, Any]:
     """Keywords of the decoder's forward. The four-dimensional mask is never read; it keeps transformers from building one."""
     unread = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=rows.input_ids.device)
-    given: dict[str, Any] = {"input_ids": rows.input_ids, "position_ids": rows.position_ids}
+    kwargs: dict[str, Any] = {"input_ids": rows.input_ids, "position_ids": rows.position_ids}
     if rows.placed:
-        given = placed_inputs(model, rows.input_ids, rows.position_ids, rows.placed)
-    return {**given, "attention_mask": unread, "covey_rows": rows}
+        kwargs = placed_inputs(model, rows.input_ids, rows.position_ids, rows.placed)
+    return {**kwargs, "attention_mask": unread, "covey_rows": rows}

@@ -30,7 +30,7 @@ class Supervised:
     def rows(self, step: int) -> list[Row]:
         """The examples of this step, counted from 1, as rows without advantage."""
         places = range((step - 1) * self.batch_size, step * self.batch_size)
-        found = [self.example(self._order(place // self.count)[place % self.count]) for place in places]
+        examples = [self.example(self._order(place // self.count)[place % self.count]) for place in places]
         return [
             Row(
                 prompt=prompt,
@@ -40,7 +40,7 @@ class Supervised:
                 counts=completion.written,
                 index=i,
             )
-            for i, (prompt, completion) in enumerate(found)
+            for i, (prompt, completion) in enumerate(examples)
         ]
 
     def loss(self, batch: Sequence[Row], num_tokens: int) -> tuple[Tensor, dict[str, Metric]]:

@@ -21,11 +21,11 @@ def sampler_mismatch(tokens: TokenBatch) -> dict[str, Metric]:
     """Differences of the sampler's and the learner's log-probabilities: 0 for the same weights in the same arithmetic."""
     if tokens.sampler_logp is None:
         return {}
-    known = tokens.mask & ~tokens.sampler_logp.isnan()
+    compared = tokens.mask & ~tokens.sampler_logp.isnan()
     gap = (tokens.old_logp - tokens.sampler_logp.nan_to_num(0.0)).abs()
-    largest = gap[known].max().item() if bool(known.any()) else math.nan
+    largest = gap[compared].max().item() if bool(compared.any()) else math.nan
     return {
-        "sampling/sampling_logp_difference/mean": Mean.of(gap, known),
+        "sampling/sampling_logp_difference/mean": Mean.of(gap, compared),
         "sampling/sampling_logp_difference/max": Max(largest),
     }
 
@@ -33,21 +33,21 @@ def sampler_mismatch(tokens: TokenBatch) -> dict[str, Metric]:
 def effective_size(tokens: TokenBatch) -> dict[str, Metric]:
     """Effective sample size of the tokens under importance weights (current over sampling policy), as a fraction: 1 on-policy."""
     drawn = tokens.old_logp if tokens.sampler_logp is None else tokens.sampler_logp
-    known = tokens.mask & ~drawn.isnan()
-    ratio = (tokens.logp.detach() - drawn)[known].clamp(-20.0, 20.0).exp()
+    compared = tokens.mask & ~drawn.isnan()
+    ratio = (tokens.logp.detach() - drawn)[compared].clamp(-20.0, 20.0).exp()
     return {"sampling/effective_sample_size": EffectiveSize.of(ratio)}
 
 
 class TokenEntropies:
     """Token entropies of a step, on the CPU, from the forward pass of the gradient; kept only for logged steps."""
 
-    def __init__(self, is_wanted: Callable[[int], bool] = lambda step: False) -> None:
-        """`is_wanted(step)` must return the same on every process."""
-        self.is_wanted = is_wanted
+    def __init__(self, is_due: Callable[[int], bool] = lambda step: False) -> None:
+        """`is_due(step)` must return the same on every process."""
+        self.is_due = is_due
         self._rows: dict[int, Tensor] | None = None
 
     def begin(self, step: int) -> None:
-        self._rows = {} if self.is_wanted(step) else None
+        self._rows = {} if self.is_due(step) else None
 
     def take(self, batch: Sequence[Row], entropy: Tensor) -> None:
         """Store `entropy` [N, T] of a micro-batch, in nats; a repeated step overwrites."""
@@ -59,11 +59,11 @@ class TokenEntropies:
         """Entropies of all processes. Completions without gradient may lack them: their forward pass is often skipped."""
         if self._rows is None:
             return {}
-        found = {index: row for part in world.gather([self._rows]) for rows in part for index, row in rows.items()}
+        by_row = {index: row for part in world.gather([self._rows]) for rows in part for index, row in rows.items()}
         self._rows = None
         ends = [sum(group.size for group in groups[: p + 1]) for p in range(len(groups))]
         places = [range(end - group.size, end) for end, group in zip(ends, groups, strict=True)]
-        return {"entropy": [[found.get(index) for index in place] for place in places]}
+        return {"entropy": [[by_row.get(index) for index in place] for place in places]}
 
 
 @dataclass(frozen=True, eq=False)

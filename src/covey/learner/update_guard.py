@@ -91,9 +91,9 @@ class UpdateGuard:
             return "go_on"
         is_bad = "non_finite_step" in kinds
         action = self.policy.on_bad_numbers if is_bad else self.policy.on_spike
-        said = next(event.said for event in events if event.kind in SKIPS | {"spike"})
+        sentence = next(event.said for event in events if event.kind in SKIPS | {"spike"})
         if action == "stop":
-            raise NumericsError(f"{said} {'on_bad_numbers' if is_bad else 'on_spike'}='stop' ends the run here.")
+            raise NumericsError(f"{sentence} {'on_bad_numbers' if is_bad else 'on_spike'}='stop' ends the run here.")
         if bad_steps < self.policy.bad_steps_limit:
             return "go_on"
         if action == "roll_back" and roll_backs < self.policy.roll_backs_limit:
@@ -104,7 +104,7 @@ class UpdateGuard:
         raise NumericsError(
             f"{bad_steps} updates in a row were left out at step {step}"
             + (f", after {roll_backs} returns to a checkpoint" if roll_backs else "")
-            + f"; the last: {said} Lower learning_rate, look at bad_steps/ in the run folder, or start from an earlier checkpoint."
+            + f"; the last: {sentence} Lower learning_rate, look at bad_steps/ in the run folder, or start from an earlier checkpoint."
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,33 +117,33 @@ class UpdateGuard:
     def _left_out(self, step: int, bad: list[str], has_loss: bool, loss_scale: float | None) -> Verdict:
         if loss_scale is not None and loss_scale > 1.0 and has_loss:
             self.overflows += 1
-            said = f"step {step}: float16 overflowed at a loss scale of {loss_scale:g}, which is halved; the update was left out."
-            return Verdict(is_left_out=True, events=(Event(kind="float16_overflow", said=said),))
-        said = f"step {step}: {' and '.join(bad)}; the update was left out."
-        return Verdict(is_left_out=True, events=(Event(kind="non_finite_step", said=said),))
+            sentence = f"step {step}: float16 overflowed at a loss scale of {loss_scale:g}, which is halved; the update was left out."
+            return Verdict(is_left_out=True, events=(Event(kind="float16_overflow", said=sentence),))
+        sentence = f"step {step}: {' and '.join(bad)}; the update was left out."
+        return Verdict(is_left_out=True, events=(Event(kind="non_finite_step", said=sentence),))
 
     def _on_spike(self, step: int, spikes: list[str], values: Mapping[str, float]) -> Verdict:
         usual = {name: math.exp(median(self.seen[name])) for name in spikes}
-        told = " and ".join(f"{name} {values[name]:.3g} where {usual[name]:.3g} is usual" for name in spikes)
+        text = " and ".join(f"{name} {values[name]:.3g} where {usual[name]:.3g} is usual" for name in spikes)
         details = {"spikes": {name: [values[name], usual[name]] for name in spikes}}
         action = self.policy.on_spike
         if action in ("skip", "roll_back", "stop"):
-            event = Event(kind="spike_skipped", said=f"step {step}: {told}; the update was left out.", details=details)
+            event = Event(kind="spike_skipped", said=f"step {step}: {text}; the update was left out.", details=details)
             return Verdict(is_left_out=True, events=(event,))
         done, limit = "", math.inf
         if action == "clip" and "grad_norm" in spikes:
             limit = usual["grad_norm"]
             done = f"; the gradient was clipped to {limit:.3g}"
         return Verdict(
-            max_norm=limit, events=(Event(kind="spike", said=f"step {step}: {told}{done}.", details=details),)
+            max_norm=limit, events=(Event(kind="spike", said=f"step {step}: {text}{done}.", details=details),)
         )
 
     def _is_spike(self, name: str, value: float) -> bool:
-        known = self.seen.get(name, ())
-        if len(known) < _ENOUGH or not value > 0 or (name == "kl" and value < _SMALLEST_KL):
+        history = self.seen.get(name, ())
+        if len(history) < _ENOUGH or not value > 0 or (name == "kl" and value < _SMALLEST_KL):
             return False
-        middle = median(known)
-        deviation = max(1.4826 * median(abs(x - middle) for x in known), _SMALLEST_DEVIATION)
+        middle = median(history)
+        deviation = max(1.4826 * median(abs(x - middle) for x in history), _SMALLEST_DEVIATION)
         return math.log(value) - middle > self.policy.spike_threshold * deviation
 
     def _remember(self, name: str, value: float) -> None:

@@ -52,12 +52,12 @@ def groups_of(count: int, prompt_tokens: int, completion_tokens: int, size: int,
     draw = torch.Generator().manual_seed(0)
     drawn = lambda length: torch.randint(vocabulary, (length,), generator=draw)
     answer = lambda: Completion(token_ids=drawn(completion_tokens), text="", finish="length")
-    found: list[Group] = []
+    groups: list[Group] = []
     for start in range(0, count, size):
         answers: Sequence[Completion] = [answer() for _ in range(min(size, count - start))]
         prompt = Prompt(uid=f"longest:{start}", token_ids=tuple(drawn(max(1, prompt_tokens)).tolist()))
         returns = torch.zeros(len(answers), completion_tokens)  # for a critic
-        found.append(
+        groups.append(
             Group(prompt=prompt, completions=tuple(answers), advantages=torch.ones(len(answers)), returns=returns)
         )
-    return found
+    return groups

@@ -48,12 +48,16 @@ def reason_against(sampler: Sampler, model: Any) -> str | None:
     except RAW_ERRORS as error:
         return raw_reason(error)
     sampler_metrics(sampler)  # of no rollout
-    drawn = [one for group in groups for one in group.completions]
-    if any(one.logprobs is None for one in drawn):
+    drawn = [completion for group in groups for completion in group.completions]
+    if any(completion.logprobs is None for completion in drawn):
         return None
     precision: SamplerPrecision | None = getattr(sampler, "dtype", None)
     mine = plain_logprobs(model, groups, precision or "auto")
-    gaps = [(one.logprobs.cpu() - own).abs() for one, own in zip(drawn, mine, strict=True) if one.logprobs is not None]
+    gaps = [
+        (completion.logprobs.cpu() - plain).abs()
+        for completion, plain in zip(drawn, mine, strict=True)
+        if completion.logprobs is not None
+    ]
     computes_in = getattr(getattr(sampler, "forward", None), "dtype", torch.float32)
     has_float32 = precision in ("auto", "float32") and computes_in == torch.float32
     if has_float32 and is_exact(model):  # one token that is off tells as much as all
@@ -87,17 +91,17 @@ def short_prompts(model: Any) -> list[Prompt]:
 @torch.no_grad()
 def plain_logprobs(model: Any, groups: Sequence[Group], precision: SamplerPrecision = "auto") -> list[Tensor]:
     """Log-probabilities [T_i] of each completion, on the host, by a forward pass of its own, without cache and padding."""
-    device, found = next(model.parameters()).device, []
+    device, logprobs = next(model.parameters()).device, []
     barred = torch.tensor(banned_ids(model), dtype=torch.int64, device=device)
     extra = {"use_cache": False} if accepts(model, "use_cache") else {}
     with evaluating(model), in_precision(model, precision):
         for group in groups:
-            for one in group.completions:
-                ids = torch.tensor([[*group.prompt.token_ids, *one.token_ids.tolist()]], device=device)
+            for completion in group.completions:
+                ids = torch.tensor([[*group.prompt.token_ids, *completion.token_ids.tolist()]], device=device)
                 logits = model(input_ids=ids, **extra).logits[0, len(group.prompt.token_ids) - 1 : -1]
                 logp = torch.log_softmax(logits.float().index_fill(-1, barred, -torch.inf), -1)
-                found.append(logp.gather(-1, one.token_ids.to(device)[:, None]).squeeze(-1).cpu())
-    return found
+                logprobs.append(logp.gather(-1, completion.token_ids.to(device)[:, None]).squeeze(-1).cpu())
+    return logprobs
 
 
 def is_exact(model: Any) -> bool:

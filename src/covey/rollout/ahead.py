@@ -153,7 +153,7 @@ class ReleaseStage:
 
 def staleness(batch: Sequence[Group], step: int) -> dict[str, Metric]:
     """Staleness metrics: optimizer updates between sampling and training, over the tokens of a batch."""
-    ages = [step - one.token_versions[one.written] for group in batch for one in group.completions]
+    ages = [step - completion.token_versions[completion.written] for group in batch for completion in group.completions]
     flat = torch.cat([torch.zeros(0, dtype=torch.int64), *ages])
     if not flat.numel():
         return {}

@@ -23,10 +23,10 @@ def expect_precision(model: Any, dtype: str) -> SamplerPrecision:
     """`dtype`, checked. Raises ConfigError if this model cannot be sampled in it."""
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype {dtype!r} is not known to the sampler; take auto, float32, bfloat16 or float16.")
-    own = _dtype_of(model)
-    if dtype == "float32" and own != torch.float32:
+    weights_dtype = _dtype_of(model)
+    if dtype == "float32" and weights_dtype != torch.float32:
         raise ConfigError(
-            f"The sampler is to compute in float32, but the weights are in {str(own).removeprefix('torch.')}: leave rollout_dtype "
+            f"The sampler is to compute in float32, but the weights are in {str(weights_dtype).removeprefix('torch.')}: leave rollout_dtype "
             "out, or load the model in float32."
         )
     return cast(SamplerPrecision, dtype)
@@ -40,8 +40,8 @@ def in_precision(model: Any, dtype: SamplerPrecision) -> AbstractContextManager[
 
 
 def _dtype_of(model: Any) -> torch.dtype:
-    found: torch.dtype = next(unwrapped(model).parameters()).dtype
-    return found
+    dtype: torch.dtype = next(unwrapped(model).parameters()).dtype
+    return dtype
 
 
 class AutocastForward(ModulesForward):
@@ -70,9 +70,9 @@ class AutocastForward(ModulesForward):
                 mine.copy_(live)
         return True
 
-    def _run(self, *given: Any) -> Any:
+    def _run(self, *args: Any) -> Any:
         with self._autocast():
-            return super()._run(*given)
+            return super()._run(*args)
 
     def _layers(self) -> tuple[LayerShape, ...]:
         with self._autocast():

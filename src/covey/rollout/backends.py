@@ -56,7 +56,7 @@ class SplitSampler(NativeSampler):
             )
         self._other.load(self.model, self.version)
         yield from self._other.sample(seen, n, params)
-        rest = [prompt for prompt in prompts if not any(prompt is one for one in seen)]
+        rest = [prompt for prompt in prompts if not any(prompt is image_prompt for image_prompt in seen)]
         if rest:
             yield from super().sample(rest, n, params)
 
@@ -86,17 +86,17 @@ def choose_sampler(
     except Unsupported as reason:
         if backend == "native":
             raise
-        kept: dict[str, Any] = {
+        supported: dict[str, Any] = {
             name: options[name] for name in ("max_rows", "check_stop", "float32_head", "dtype") if name in options
         }
-        lost = sorted(name for name in options.keys() - {*kept, "environment", "cache_fraction"})
+        lost = sorted(name for name in options.keys() - {*supported, "environment", "cache_fraction"})
         warnings.warn(
             f"Completions are written by plain transformers, which is slower: {reason}."
             + (f" Without effect there: {', '.join(lost)}." if lost else ""),
             UserWarning,
             stacklevel=2,
         )
-        plain = _by_transformers(model, tokenizer, eos_ids, **kept)
+        plain = _by_transformers(model, tokenizer, eos_ids, **supported)
         return with_turns(plain, options.get("environment"), tokenizer, model)
 
 

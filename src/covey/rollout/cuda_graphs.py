@@ -43,7 +43,7 @@ class Captured:
         self.reason: str | None = None
         """Reason why steps are no longer captured; None while they are."""
         self.epoch: Hashable = None
-        self.known: dict[Hashable, Callable[[], Any] | None] = {}
+        self.replays: dict[Hashable, Callable[[], Any] | None] = {}
         self.num_captured = self.num_replayed = 0
 
     @property
@@ -55,13 +55,13 @@ class Captured:
         """The result of `step`, whose tensors keep their addresses within an epoch and whose kernels depend on `key` alone."""
         if self.reason is not None:
             return step()
-        if epoch != self.epoch or len(self.known) > MOST:
-            self.known = {}
+        if epoch != self.epoch or len(self.replays) > MOST:
+            self.replays = {}
         self.epoch = epoch  # also if it is equal: tuples of the same objects compare fast
-        if key not in self.known:
-            self.known[key] = None
+        if key not in self.replays:
+            self.replays[key] = None
             return step()
-        replay = self.known[key] or self._captured(key, step)
+        replay = self.replays[key] or self._captured(key, step)
         if replay is None:
             return step()
         self.num_replayed += 1
@@ -73,11 +73,11 @@ class Captured:
             replay = self.capture(step)
         except RuntimeError as error:  # also out of memory: the eager step has just fitted
             self.reason = first_line(error)
-            self.known = {}
+            self.replays = {}
             self.refused()
             logger.warning("Decoding goes on without CUDA graphs: the step cannot be captured (%s).", self.reason)
             return None
-        self.known[key] = replay
+        self.replays[key] = replay
         self.num_captured += 1
         return replay
 

@@ -43,16 +43,18 @@ BFLOAT16_FROM = 4_000_000
 def best_forward(model: Any, dtype: SamplerPrecision, float32_head: bool = False) -> Forward:
     """The fastest way to compute this model in this precision; see `NativeSampler`. Raises Unsupported with the reason."""
     live = next(unwrapped(model).parameters())
-    wanted = live.dtype if dtype == "auto" else getattr(torch, dtype)
+    compute_dtype = live.dtype if dtype == "auto" else getattr(torch, dtype)
     is_large = sum(parameter.numel() for parameter in unwrapped(model).parameters()) >= BFLOAT16_FROM
     if dtype == "auto" and live.dtype == torch.float32 and SamplerLinear.has_bfloat16(live.device) and is_large:
-        wanted = torch.bfloat16
+        compute_dtype = torch.bfloat16
     try:
-        return DecoderForward(model, wanted, float32_head)
+        return DecoderForward(model, compute_dtype, float32_head)
     except Unsupported as reason:
-        in_float32 = float32_head and wanted != torch.float32
+        in_float32 = float32_head and compute_dtype != torch.float32
         plain = (
-            ModulesForward(model, in_float32) if wanted == live.dtype else AutocastForward(model, wanted, in_float32)
+            ModulesForward(model, in_float32)
+            if compute_dtype == live.dtype
+            else AutocastForward(model, compute_dtype, in_float32)
         )
         logger.warning("Completions are computed by the model's own modules, which takes longer: %s.", reason)
         return plain
@@ -182,11 +184,11 @@ class NativeSampler:
         if n < 1:
             raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
         context = context_of(unwrapped(self.model))
-        known = as_prompts(prompts, self.tokenizer, context, num_embeddings(self.model))
-        self._expect_readable(known)
+        encoded = as_prompts(prompts, self.tokenizer, context, num_embeddings(self.model))
+        self._expect_readable(encoded)
         seed = fresh_seed(params)
         requests: deque[GroupRequest] = deque()
-        for prompt, occurrence in zip(known, occurrences(known), strict=True):
+        for prompt, occurrence in zip(encoded, occurrences(encoded), strict=True):
             room = params.max_tokens if context is None else min(params.max_tokens, context - len(prompt.token_ids))
             keys = tuple(sequence_key(seed, prompt.uid, occurrence, sample) for sample in range(n))
             requests.append(GroupRequest(prompt, keys, room))
@@ -255,11 +257,11 @@ class NativeSampler:
         """Free the buffers and captured steps of the last call, and keep none from now on: memory has run out."""
         self._kept, self._may_keep = None, False
 
-    def _halve(self, n: int, rows: int, held: int, said: str) -> None:
+    def _halve(self, n: int, rows: int, held: int, reason: str) -> None:
         """Halve the number of rows decoded at once. Each completion has its own seed, so none of them changes."""
         if rows <= n:
             raise MemoryLimitError(
-                f"One group of {n} completions does not fit in memory while it is sampled ({said.splitlines()[0]}); lower "
+                f"One group of {n} completions does not fit in memory while it is sampled ({reason.splitlines()[0]}); lower "
                 "max_completion_length or num_generations."
             )
         self.max_rows, self.cache_bytes = max(n, rows // 2), held // 2
@@ -297,8 +299,8 @@ class NativeSampler:
     def _static_state(self) -> StaticState:
         """Buffers and captured steps left by the last call, else new ones: a call that begins while another one runs has its own."""
         self._between.begin_call(self.version)
-        kept, self._kept = self._kept, None
-        return kept or StaticState(StaticBuffers(self.forward.device), self._new_steps())
+        state, self._kept = self._kept, None
+        return state or StaticState(StaticBuffers(self.forward.device), self._new_steps())
 
     def _new_steps(self) -> Eager | Captured:
         return Captured(self.new_capture(), self._refuse_graphs) if self.cuda_graphs else Eager()
@@ -324,5 +326,5 @@ class NativeSampler:
         """Upper bound of the KV cache in bytes. Kept buffers count as free; the memory pool of captured steps does not."""
         if self.cache_bytes is not None:
             return self.cache_bytes
-        kept = 0 if self._kept is None else self._kept.buffers.nbytes - self._kept.steps.nbytes
-        return int(self.cache_fraction * max(0, free_on(self.forward.device) + kept))
+        reusable = 0 if self._kept is None else self._kept.buffers.nbytes - self._kept.steps.nbytes
+        return int(self.cache_fraction * max(0, free_on(self.forward.device) + reusable))

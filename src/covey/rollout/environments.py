@@ -39,12 +39,12 @@ Example, with ChatML: `lambda turns: [f"\\n<|im_start|>tool\\n{run(t.text)}<|im_
 
 def replies(environment: Environment, turns: Sequence[Turn], tokenizer: Any) -> list[list[int] | None]:
     """The environment's replies as token ids. Raises DataError unless there is one for each turn."""
-    given = list(environment(turns))
-    if len(given) != len(turns):
+    outputs = list(environment(turns))
+    if len(outputs) != len(turns):
         raise DataError(
-            f"the environment gave {len(given)} replies to {len(turns)} turns; return one for each, None to end it."
+            f"the environment gave {len(outputs)} replies to {len(turns)} turns; return one for each, None to end it."
         )
-    return [_encoded(reply, tokenizer) for reply in given]
+    return [_encoded(reply, tokenizer) for reply in outputs]
 
 
 def _encoded(reply: Reply, tokenizer: Any) -> list[int] | None:

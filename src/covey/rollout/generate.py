@@ -57,8 +57,10 @@ class GenerateSampler:
                 "tools; leave one of them out."
             )
         self.tokenizer, self.options = tokenizer, dict(generate)
-        own = self.options.pop("eos_token_id", None)
-        eos_ids = eos_ids if own is None else own if isinstance(own, (list, tuple)) else [own]
+        eos_option = self.options.pop("eos_token_id", None)
+        eos_ids = (
+            eos_ids if eos_option is None else eos_option if isinstance(eos_option, (list, tuple)) else [eos_option]
+        )
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
         self.max_rows, self.check_stop, self.float32_head = max_rows or DEFAULT_ROWS, check_stop, float32_head
         self.dtype = expect_precision(model, dtype)
@@ -72,8 +74,8 @@ class GenerateSampler:
         """One group of `n` completions for each prompt, in the order of the prompts."""
         if n < 1:
             raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
-        known = as_prompts(prompts, self.tokenizer, context_of(unwrapped(self.model)), num_embeddings(self.model))
-        return self._groups(known, n, params, fresh_seed(params))
+        encoded = as_prompts(prompts, self.tokenizer, context_of(unwrapped(self.model)), num_embeddings(self.model))
+        return self._groups(encoded, n, params, fresh_seed(params))
 
     def _groups(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, seed: int) -> Iterator[Group]:
         size = max(1, self.max_rows // n)
@@ -132,7 +134,7 @@ class GenerateSampler:
             config |= {} if params.min_p is None else {"min_p": params.min_p}
         return config | ({"stop_strings": list(params.stop)} if params.stop else {})
 
-    def _interrupted(self, ids: Tensor, scores: Any, **given: Any) -> Tensor:
+    def _interrupted(self, ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """A stopping criterion that is always False; it calls `check_stop` between tokens."""
         self.check_stop()
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)

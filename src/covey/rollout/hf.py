@@ -89,15 +89,15 @@ class TransformersSampler:
         """One group of `n` completions for each prompt, in the order of the prompts."""
         if n < 1:
             raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
-        known = as_prompts(prompts, self.tokenizer, context_of(unwrapped(self.model)), num_embeddings(self.model))
-        refuse_loose_places(known, self.banned)
+        encoded = as_prompts(prompts, self.tokenizer, context_of(unwrapped(self.model)), num_embeddings(self.model))
+        refuse_loose_places(encoded, self.banned)
         seed = fresh_seed(params)
         rows = [
             _Row(group, prompt, sequence_key(seed, prompt.uid, occurrence, sample))
-            for group, (prompt, occurrence) in enumerate(zip(known, occurrences(known), strict=True))
+            for group, (prompt, occurrence) in enumerate(zip(encoded, occurrences(encoded), strict=True))
             for sample in range(n)
         ]
-        return self._groups(known, rows, n, params)
+        return self._groups(encoded, rows, n, params)
 
     def _groups(self, prompts: list[Prompt], rows: list[_Row], n: int, params: SamplingParams) -> Iterator[Group]:
         size = max(self.max_rows // n * n, min(n, self.max_rows))
@@ -189,16 +189,16 @@ class _Batch:
         self.stopped[self.alive[ends & stops]] = True
 
     def _completes_stop_string(self, tokens: Tensor, t: int) -> Tensor:
-        found = self.stop.enders.to(self.device)[tokens]
-        for b in found.nonzero().squeeze(-1).tolist():
-            found[b] = self.stop.is_reached(self.tokens[self.alive[b], : t + 1].tolist())
-        return found
+        is_end = self.stop.enders.to(self.device)[tokens]
+        for b in is_end.nonzero().squeeze(-1).tolist():
+            is_end[b] = self.stop.is_reached(self.tokens[self.alive[b], : t + 1].tolist())
+        return is_end
 
     def _completions(self) -> list[Completion]:
         tokens, logprobs = self.tokens.cpu(), self.logprobs.cpu()
         # Finished rows stay in the batch for a while.
-        is_own = torch.arange(logprobs.shape[1]) < self.ended.cpu()[:, None]
-        check_finite(logprobs[is_own])
+        is_written = torch.arange(logprobs.shape[1]) < self.ended.cpu()[:, None]
+        check_finite(logprobs[is_written])
         ends = zip(self.ended.tolist(), self.stopped.tolist(), strict=True)
         return [
             completion(
@@ -317,7 +317,7 @@ class _StatefulBatch(_Batch):
         tokens = self._draw(scores, ids.shape[1] - self.start)
         return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
 
-    def _is_done(self, ids: Tensor, scores: Any, **given: Any) -> Tensor:
+    def _is_done(self, ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """A stopping criterion: [B] the completions that have ended."""
         return self.ended > 0
 

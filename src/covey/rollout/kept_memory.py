@@ -8,10 +8,10 @@ from covey.process.device import PeakBytes, free_on, held_by_this_process
 from covey.process.memory import device_memory
 from covey.rollout.static_buffers import StaticState
 
-KEPT_SHARE = 1 / 16
+IDLE_SHARE = 1 / 16
 """Share of a device's memory up to which buffers and captured steps are always kept."""
 SPARE_SHARE = 1 / 10
-"""Share of memory that larger ones must leave free beside the learner's peak after an earlier call."""
+"""Share of memory that larger ones must leave free on top of the learner's peak after an earlier call."""
 
 
 class MemoryBetweenCalls:
@@ -41,7 +41,7 @@ class MemoryBetweenCalls:
     def has_room_for(self, static: StaticState) -> bool:
         """True if a call's buffers and captured steps of this size may be kept until the next call."""
         memory = device_memory(self.device)
-        if not memory or static.nbytes <= KEPT_SHARE * memory:
+        if not memory or static.nbytes <= IDLE_SHARE * memory:
             return True
         if self._taken is None:
             return False

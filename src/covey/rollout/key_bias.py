@@ -35,10 +35,10 @@ class KeyBias:
         return _by_head(self.wide_suffix, self.suffix, heads)
 
 
-def _by_head(known: dict[int, Tensor], bias: Tensor, heads: int) -> Tensor:
-    if heads not in known:
-        known[heads] = wide(bias, heads)
-    return known[heads]
+def _by_head(cache: dict[int, Tensor], bias: Tensor, heads: int) -> Tensor:
+    if heads not in cache:
+        cache[heads] = wide(bias, heads)
+    return cache[heads]
 
 
 def _hidden_before(bias: Tensor, first: Tensor) -> Tensor:

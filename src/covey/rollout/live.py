@@ -128,13 +128,13 @@ class LiveScheduler(Scheduler):
         """Remove a request from the queue, or its rows from the batch; its listener gets no further calls."""
         if request in self.requests:
             self.requests.remove(request)
-            self.unfinished = [one for one in self.unfinished if one is not request]
+            self.unfinished = [other for other in self.unfinished if other is not request]
             self.stop_strings.pop(request, None)
             return
         mine = torch.tensor([row.request is request for row in self.running], dtype=torch.bool)
         if bool(mine.any()):
             super()._retire(mine.to(self.rows.device), torch.zeros_like(mine))
-            self.finished = [one for one in self.finished if one[0] is not request]
+            self.finished = [entry for entry in self.finished if entry[0] is not request]
 
     # -- one token --------------------------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class LiveScheduler(Scheduler):
 
     def _reports(self, logits: Tensor, seen: Tensor | None) -> dict[int, Tensor]:
         """Log-probabilities [V] by row, for rows whose request asks for them."""
-        found = {}
+        by_row = {}
         for i, row in enumerate(self.running):
             request = row.request
             if request.num_top is None or request.listener is None:
@@ -176,8 +176,8 @@ class LiveScheduler(Scheduler):
             scores = logits[i : i + 1].float()
             if request.logprobs == "processed_logprobs":
                 scores = processed(scores, request.drawn_with, None if seen is None else seen[i : i + 1])
-            found[i] = scores.log_softmax(-1)[0]
-        return found
+            by_row[i] = scores.log_softmax(-1)[0]
+        return by_row
 
     def _tell(self, drawn: Draw, reports: dict[int, Tensor]) -> None:
         if all(row.request.listener is None for row in self.running):

@@ -22,7 +22,7 @@ from covey.rollout.worker_process import Tell, trained
 
 logger = logging.getLogger(__name__)
 
-ASKED = ("rollout_placement='ray'", "leave it out for a process")
+RAY_OPTION = ("rollout_placement='ray'", "leave it out for a process")
 """Option that asks for Ray, and its alternative, for errors."""
 _LOOK_SECONDS = 0.002
 _SLOW_SECONDS = 60.0
@@ -61,9 +61,9 @@ class Actor:
 
     def _newest(self) -> tuple[int, Mapping[str, Tensor]] | None:
         with contextlib.suppress(IndexError):  # `put` runs in another thread
-            found = self.waiting.popleft()
-            self.took.append(found[0])
-            return found
+            newest = self.waiting.popleft()
+            self.took.append(newest[0])
+            return newest
         return None
 
 
@@ -75,7 +75,7 @@ class RayWorker:
 
         In the cluster of RAY_ADDRESS, or in one on this machine. Raises ConfigError without Ray.
         """
-        ray = connected(*ASKED)
+        ray = connected(*RAY_OPTION)
         self.ray, self.model, self.tell, self.is_closed = ray, model, tell, False
         self.process_id: int | None = None
         """Process of the actor; None: it has not started."""
@@ -105,8 +105,8 @@ class RayWorker:
             self._await_start()
             while (order := self.orders.get()) is not None:
                 for reference in self.actor.write.options(num_returns="streaming").remote(order):
-                    said = pickle.loads(self.ray.get(reference))  # trusted: from an actor that this run started
-                    self._say(order.number, said)
+                    message = pickle.loads(self.ray.get(reference))  # trusted: from an actor that this run started
+                    self._say(order.number, message)
         except self.ray.exceptions.RayTaskError as error:
             self._end("failed", _plain(error))
         except self.ray.exceptions.RayError as error:
@@ -116,18 +116,18 @@ class RayWorker:
                 self._end("gone", f"the actor that samples ended ({first_line(error)})")
 
     def _await_start(self) -> None:
-        found = self.actor.process_id.remote()
-        if not self.ray.wait([found], timeout=_SLOW_SECONDS)[0] and not self.is_closed:
+        reference = self.actor.process_id.remote()
+        if not self.ray.wait([reference], timeout=_SLOW_SECONDS)[0] and not self.is_closed:
             logger.warning(_not_started(self.needs, self.ray.available_resources()))
-        self.process_id = self.ray.get(found)
+        self.process_id = self.ray.get(reference)
 
     def _end(self, kind: str, why: CoveyError | str) -> None:
         if not self.is_closed:
             self.tell((kind, why))
 
-    def _say(self, number: int, said: tuple[Any, ...]) -> None:
+    def _say(self, number: int, message: tuple[Any, ...]) -> None:
         now = time.monotonic()  # clocks of other machines are not comparable
-        match said:
+        match message:
             case ("group", group):
                 self.tell(("group", number, group))
             case ("took", version):

@@ -41,9 +41,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._check_types()
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        for is_right, said in self._checks():
+        for is_right, sentence in self._checks():
             if not is_right:
-                raise ConfigError(said)
+                raise ConfigError(sentence)
 
     def _check_types(self) -> None:
         for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"):
@@ -54,7 +54,9 @@ class SamplingParams:
             if isinstance(value, bool) or not isinstance(value, int if is_whole else (int, float)):
                 raise ConfigError(f"{name} is {value!r}; give a {'whole ' if is_whole else ''}number.")
         stop = self.stop
-        if not isinstance(stop, str) and not (isinstance(stop, Sequence) and all(isinstance(one, str) for one in stop)):
+        if not isinstance(stop, str) and not (
+            isinstance(stop, Sequence) and all(isinstance(text, str) for text in stop)
+        ):
             raise ConfigError(f"stop is {stop!r}; give a text, or a list of texts.")
 
     def _checks(self) -> list[tuple[bool, str]]:

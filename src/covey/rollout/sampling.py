@@ -116,15 +116,15 @@ def _nucleus_threshold(scores: Tensor, top_p: float) -> Tensor:
     log_total = scores.logsumexp(-1, keepdim=True)
     size = scores.shape[-1]
     best = scores.topk(min(HEAD, size), dim=-1).values  # [B, HEAD], falling
-    threshold, reached = _last_kept(best, log_total, top_p)
+    threshold, reached = _nucleus_bounds(best, log_total, top_p)
     if size > HEAD and not bool(reached.all()):
         rest = ~reached
         best = scores[rest].sort(dim=-1, descending=True).values
-        threshold[rest] = _last_kept(best, log_total[rest], top_p)[0]
+        threshold[rest] = _nucleus_bounds(best, log_total[rest], top_p)[0]
     return threshold
 
 
-def _last_kept(best: Tensor, log_total: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+def _nucleus_bounds(best: Tensor, log_total: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     """[B, 1] logit of the last kept token among `best` [B, K] (falling), and [B] whether they reach the mass at all."""
     mass = (best - log_total).exp().cumsum(-1)
     last = (mass < top_p).sum(-1, keepdim=True)

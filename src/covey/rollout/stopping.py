@@ -18,8 +18,8 @@ def eos_ids_of(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """EOS ids of the generation config and of the tokenizer; () where neither has one."""
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = [named] if isinstance(named, int) else list(named or [])
-    own = getattr(tokenizer, "eos_token_id", None)
-    return tuple(dict.fromkeys([*ids, *([] if own is None else [own])]))
+    eos = getattr(tokenizer, "eos_token_id", None)
+    return tuple(dict.fromkeys([*ids, *([] if eos is None else [eos])]))
 
 
 def context_of(model: Any) -> int | None:
@@ -48,8 +48,8 @@ class StopStrings:
             enders = torch.ones(vocab_size, dtype=torch.bool)
         else:
             texts = _texts_of(tokenizer, min(len(tokenizer), vocab_size))
-            found = [any(character in text for character in last) for text in texts]
-            enders = torch.tensor(found + [False] * (vocab_size - len(found)))
+            flags = [any(character in text for character in last) for text in texts]
+            enders = torch.tensor(flags + [False] * (vocab_size - len(flags)))
         return StopStrings(tuple(stop), tokenizer, enders)
 
     def is_reached(self, token_ids: Sequence[int]) -> bool:

@@ -50,7 +50,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Setup:
-    """Setup of a worker, beside the model."""
+    """Setup of a worker, without the model."""
 
     options: Mapping[str, Any]
     """Keyword arguments of `choose_sampler`."""
@@ -82,8 +82,8 @@ class Writer:
 
     def take_newest(self) -> None:
         """Sample with the newest weights from now on; not to be called during a forward pass."""
-        if (found := self.newest()) is not None:
-            self._put(*found)
+        if (weights := self.newest()) is not None:
+            self._put(*weights)
             self.sampler.load(self.model, self.version)
 
     def write(self, order: Order) -> Iterator[Group]:
@@ -94,9 +94,9 @@ class Writer:
 
     def _between_tokens(self) -> None:
         can_change = self.in_flight and isinstance(self.sampler, NativeSampler) and self.sampler.is_running
-        found = self.newest() if can_change else None
-        if found is not None and isinstance(self.sampler, NativeSampler):
-            self._put(*found)
+        weights = self.newest() if can_change else None
+        if weights is not None and isinstance(self.sampler, NativeSampler):
+            self._put(*weights)
             self.sampler.change_weights(self.version)
 
     @torch.no_grad()
@@ -146,13 +146,13 @@ def unpacked(sent: bytes, device: str) -> tuple[Any, Any]:
     from transformers.dynamic_module_utils import init_hf_modules
 
     init_hf_modules()  # makes remote code of a model importable by its name
-    found = torch.load(io.BytesIO(sent), map_location=device, weights_only=False)  # trusted: written by this run
-    model = found["model"].requires_grad_(False).eval()
+    content = torch.load(io.BytesIO(sent), map_location=device, weights_only=False)  # trusted: written by this run
+    model = content["model"].requires_grad_(False).eval()
     for module in model.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             for key in [key for key, hook in hooks.items() if hook is _left_out]:
                 del hooks[key]
-    return model, found["tokenizer"]
+    return model, content["tokenizer"]
 
 
 def layout(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> tuple[dict[str, int], int]:
@@ -240,9 +240,15 @@ def main() -> None:
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)  # the training process has ended
     except BaseException as error:  # noqa: BLE001 - sent to the training process, which raises it
-        said = error if isinstance(error, CoveyError) else None
+        covey_error = error if isinstance(error, CoveyError) else None
         connection.send(
-            ("failed", type(error).__name__, str(error), type(said) if said else None, traceback.format_exc())
+            (
+                "failed",
+                type(error).__name__,
+                str(error),
+                type(covey_error) if covey_error else None,
+                traceback.format_exc(),
+            )
         )
         os._exit(1)
 

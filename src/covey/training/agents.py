@@ -68,9 +68,9 @@ class Agents:
     @staticmethod
     def of(tools: Any, environment_factory: Any, rollout_func: Any, agent: Any = None) -> Agents:
         """Agents from TRL's arguments; each function may be an import path. Raises ConfigError for unusable ones."""
-        tools = [own for one in tools for own in _tools(one)] if isinstance(tools, (list, tuple)) else tools
+        tools = [tool for spec in tools for tool in _tools(spec)] if isinstance(tools, (list, tuple)) else tools
         if isinstance(environment_factory, dict):
-            environment_factory = {name: environment(one) for name, one in environment_factory.items()}
+            environment_factory = {name: environment(spec) for name, spec in environment_factory.items()}
         environment_factory = environment(environment_factory)
         rollout_func = _loaded(rollout_func, "rollout function")
         if rollout_func is not None and (tools or environment_factory):
@@ -91,23 +91,23 @@ class Agents:
 
     @property
     def are_used(self) -> bool:
-        given = (self.environments, self.rollout_func, self.agent)
-        return bool(self.tools) or any(one is not None for one in given)
+        sources = (self.environments, self.rollout_func, self.agent)
+        return bool(self.tools) or any(source is not None for source in sources)
 
     @property
     def rewards(self) -> list[Callable[..., Any]]:
         """Reward functions of environments that score their own episodes."""
         return [] if self.environments is None else self.environments.rewards
 
-    def own_rewards(self, is_alone: bool) -> list[Callable[..., Any]]:
+    def environment_rewards(self, is_alone: bool) -> list[Callable[..., Any]]:
         """Rewards of environments and the scores of an agent; `is_alone`: no other reward is given."""
         return self.rewards if self.agent is None else [agent_reward(self.agent, is_alone)]
 
-    def columns(self, own: Sequence[str] | None) -> list[str] | None:
-        """Columns that rewards receive, including those of the data set (`own`); None if not known yet."""
-        if own is None or self.rollout_func is not None or self.agent is not None:
+    def columns(self, dataset_columns: Sequence[str] | None) -> list[str] | None:
+        """Columns that rewards receive, including `dataset_columns`; None while these are unknown."""
+        if dataset_columns is None or self.rollout_func is not None or self.agent is not None:
             return None
-        return [*own, *(["environments"] if self.environments is not None else [])]
+        return [*dataset_columns, *(["environments"] if self.environments is not None else [])]
 
     def template_options(self, chat_template_kwargs: Any) -> dict[str, Any]:
         """Keyword arguments of the chat template: those of the run, and the schemas of tools for every prompt."""
@@ -115,7 +115,7 @@ class Agents:
         shown = list(self.tools)
         if self.environments is not None and None in self.environments.tools:
             shown += self.environments.tools[None]
-        return {**chosen, **({"tools": [one.schema for one in shown]} if shown else {})}
+        return {**chosen, **({"tools": [tool.schema for tool in shown]} if shown else {})}
 
     def sampler(
         self,
@@ -141,9 +141,9 @@ class Agents:
         episodes = Episodes(Template(tokenizer, eos_ids, template), self.tools, limits)
 
         def encode(messages: Sequence[Message], prompt: Prompt, tools: Sequence[Tool]) -> tuple[int, ...]:
-            shown = [one.schema for one in (*self.tools, *tools)]
-            own = prompt.columns.get("chat_template_kwargs") or {}
-            how = {**template, **own, **({"tools": shown} if shown else {})}
+            shown = [tool.schema for tool in (*self.tools, *tools)]
+            row_template = prompt.columns.get("chat_template_kwargs") or {}
+            how = {**template, **row_template, **({"tools": shown} if shown else {})}
             return encode_chat(messages, f"prompt {prompt.uid}", tokenizer, how)
 
         keeps = num_ahead + 1 if num_ahead else 0
@@ -168,30 +168,30 @@ def agent_sampler(sampler: Sampler, agent: Agent, options: AgentOptions) -> Samp
     )
 
 
-def environment(given: Any) -> Any:
+def environment(spec: Any) -> Any:
     """An environment factory, unchanged or loaded from text: `file.py:Class`, `openenv:URL`, `gymnasium:ID`."""
-    kind, _, rest = given.partition(":") if isinstance(given, str) else ("", "", "")
+    kind, _, rest = spec.partition(":") if isinstance(spec, str) else ("", "", "")
     if kind == "openenv":
         return openenv_environment(rest)
-    return gymnasium_environment(rest) if kind == "gymnasium" else _loaded(given, "environment")
+    return gymnasium_environment(rest) if kind == "gymnasium" else _loaded(spec, "environment")
 
 
-def _agent(given: Any) -> Any:
+def _agent(spec: Any) -> Any:
     """A user's loop, unchanged or loaded from text: `file.py:main`, `verifiers:NAME`."""
-    if isinstance(given, str) and given.startswith("verifiers:"):
-        return verifiers_agent(given.removeprefix("verifiers:"))
-    return _loaded(given, "agent")
+    if isinstance(spec, str) and spec.startswith("verifiers:"):
+        return verifiers_agent(spec.removeprefix("verifiers:"))
+    return _loaded(spec, "agent")
 
 
-def _tools(given: Any) -> list[Any]:
+def _tools(spec: Any) -> list[Any]:
     """Tools: a function unchanged, or from text: `file.py:function`, or all tools of an MCP server as `mcp:COMMAND` or `mcp:URL`."""
-    if isinstance(given, str) and given.startswith("mcp:"):
-        return list(mcp_tools(given.removeprefix("mcp:")))
-    return [_loaded(given, "tool")]
+    if isinstance(spec, str) and spec.startswith("mcp:"):
+        return list(mcp_tools(spec.removeprefix("mcp:")))
+    return [_loaded(spec, "tool")]
 
 
-def _loaded(given: Any, kind: str) -> Any:
-    return load(given, kind) if isinstance(given, str) else given
+def _loaded(spec: Any, kind: str) -> Any:
+    return load(spec, kind) if isinstance(spec, str) else spec
 
 
 def with_prompts(dataset: Any, agents: Agents, *, max_steps: int, num_rows: int) -> Any:
@@ -218,10 +218,10 @@ def with_prompts(dataset: Any, agents: Agents, *, max_steps: int, num_rows: int)
     return Dataset.from_list([{"prompt": empty} for _ in range(num_rows)])
 
 
-def with_own_rewards(reward_funcs: Any, processing_classes: Any, agents: Agents) -> tuple[Any, Any]:
+def with_environment_rewards(reward_funcs: Any, processing_classes: Any, agents: Agents) -> tuple[Any, Any]:
     """Rewards and their tokenizers, followed by the environments' own rewards with weight 1 each."""
-    own = agents.own_rewards(reward_funcs is None or reward_funcs == [])
-    if not own:
+    environment_rewards = agents.environment_rewards(reward_funcs is None or reward_funcs == [])
+    if not environment_rewards:
         return reward_funcs, processing_classes
     many = (
         []
@@ -232,4 +232,4 @@ def with_own_rewards(reward_funcs: Any, processing_classes: Any, agents: Agents)
     )
     if not isinstance(processing_classes, (list, tuple)):
         processing_classes = [processing_classes] * len(many)
-    return [*many, *own], [*processing_classes, *([None] * len(own))]
+    return [*many, *environment_rewards], [*processing_classes, *([None] * len(environment_rewards))]

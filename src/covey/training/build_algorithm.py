@@ -14,23 +14,23 @@ from covey.errors import ConfigError
 from covey.monitor import refuse_unknown_columns
 
 
-def build_algorithm(args: GRPOConfig, given: Any = None) -> Algorithm:
-    """The algorithm named by `given` or `args.algorithm`, else composed from TRL's loss options; with `args.target_kl`.
+def build_algorithm(args: GRPOConfig, algorithm: Any = None) -> Algorithm:
+    """The algorithm named by `algorithm` or `args.algorithm`, else composed from TRL's loss options; with `args.target_kl`.
 
     Takes a name, an import path, a preset function or an Algorithm. Raises ConfigError for anything else.
     """
-    found = _chosen(args, given)
+    built = _chosen(args, algorithm)
     if args.target_kl is None:
-        return found
-    if found.target_kl is not None:
+        return built
+    if built.target_kl is not None:
         raise ConfigError(
-            f"target_kl is {args.target_kl:g} in the options and {found.target_kl:g} in the algorithm; leave one out."
+            f"target_kl is {args.target_kl:g} in the options and {built.target_kl:g} in the algorithm; leave one out."
         )
-    return found.replace(target_kl=args.target_kl)
+    return built.replace(target_kl=args.target_kl)
 
 
-def _chosen(args: GRPOConfig, given: Any) -> Algorithm:
-    chosen = args.algorithm if given is None else given
+def _chosen(args: GRPOConfig, algorithm: Any) -> Algorithm:
+    chosen = args.algorithm if algorithm is None else algorithm
     if isinstance(chosen, str):
         chosen = alg.from_name(chosen)
     if callable(chosen) and not isinstance(chosen, Algorithm):
@@ -42,11 +42,11 @@ def _chosen(args: GRPOConfig, given: Any) -> Algorithm:
         raise ConfigError(
             f"algorithm={chosen!r} is neither a name, nor an import path, nor a covey.algorithms.Algorithm."
         )
-    wanted = inspect.signature(alg.from_options).parameters
-    return alg.from_options(**{name: getattr(args, name) for name in wanted if hasattr(args, name)})
+    parameters = inspect.signature(alg.from_options).parameters
+    return alg.from_options(**{name: getattr(args, name) for name in parameters if hasattr(args, name)})
 
 
-def given_algorithm(args: GRPOConfig, algorithm: Any) -> Algorithm:
+def choose_algorithm(args: GRPOConfig, algorithm: Any) -> Algorithm:
     """The constructor's `algorithm`, under the rules of the option of that name; None: the algorithm of the options."""
     if algorithm is None:
         return build_algorithm(args)
@@ -96,12 +96,12 @@ def languages_of(args: Any, algorithm: Any) -> tuple[str, ...]:
         raise ConfigError(
             f"num_generations={args.num_generations} completions do not share out among {count} languages; take {near} or {near + count}."
         )
-    for name, is_given in (
+    for name, is_set in (
         ("dynamic_sampling", args.dynamic_sampling),
         ("advantage_slices", args.advantage_slices),
         ("an algorithm that needs a greedy answer", algorithm.needs.greedy),
     ):
-        if is_given:
+        if is_set:
             raise ConfigError(
                 f"group_languages judges a question over its languages, which {name} does not; leave one out."
             )

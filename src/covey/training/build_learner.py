@@ -32,7 +32,7 @@ from covey.rewards import Scorer
 from covey.runs import rollouts
 from covey.training.agents import Agents
 from covey.training.build_algorithm import build_algorithm as build_algorithm
-from covey.training.build_algorithm import given_algorithm as given_algorithm
+from covey.training.build_algorithm import choose_algorithm as choose_algorithm
 from covey.training.build_sampler import as_dict, sampling_params
 from covey.training.teaching import build_supervised, build_teacher
 

@@ -28,8 +28,8 @@ def with_advantages(
     column = getattr(algorithm.advantage, "column", None)
     units = questions(groups)  # each group alone, except for one question in several languages
     judging = [joined([(scaled or groups)[place] for place in places]) for places in units]
-    own = judging if scaled is None else [joined([groups[place] for place in places]) for places in units]
-    scores = Scores.of(judging, weights, kl=reward_kl(own, algorithm), slice_column=column)
+    recorded = judging if scaled is None else [joined([groups[place] for place in places]) for places in units]
+    scores = Scores.of(judging, weights, kl=reward_kl(recorded, algorithm), slice_column=column)
     judged, returns = algorithm.judge(scores)  # [P, G] or [P, G, T], and [P, G, T] or None
     out = list(groups)
     for p, places in enumerate(units):
@@ -37,9 +37,9 @@ def with_advantages(
         for place in places:
             group = groups[place]
             rows = slice(start, start + group.size)
-            own_returns = None if returns is None else returns[p, rows]
+            group_returns = None if returns is None else returns[p, rows]
             totals = scores.total[p, rows]
-            out[place] = replace(group, advantages=judged[p, rows], totals=totals, returns=own_returns)
+            out[place] = replace(group, advantages=judged[p, rows], totals=totals, returns=group_returns)
             start += group.size
     return out
 

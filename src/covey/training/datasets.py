@@ -28,7 +28,7 @@ def refuse_no_data(train_dataset: Any, eval_dataset: Any, args: GRPOConfig) -> N
     if isinstance(train_dataset, IterableDataset) and not hasattr(train_dataset, "__len__") and args.max_steps <= 0:
         raise ConfigError("train_dataset is a stream, which has no length: set max_steps.")
     held_out = eval_dataset.values() if isinstance(eval_dataset, Mapping) else (eval_dataset,)
-    has_stream = any(isinstance(one, IterableDataset) for one in (train_dataset, *held_out))
+    has_stream = any(isinstance(dataset, IterableDataset) for dataset in (train_dataset, *held_out))
     if has_stream and getattr(args.accelerator_config, "dispatch_batches", None):
         raise ConfigError(
             "accelerator_config has dispatch_batches=True, where one process reads for all; of a stream every process reads its own "
@@ -50,23 +50,23 @@ def finite(dataset: Any) -> Any:
     return Dataset.from_list([dict(row) for row in rows])
 
 
-def attach(given: Any, check_stop: Callable[[], None]) -> None:
+def attach(inputs: Any, check_stop: Callable[[], None]) -> None:
     """Give the live data set of a run (`RunInputs`) its process group, stop signal, time limit and evaluation prompts."""
-    dataset = given.train_dataset
+    dataset = inputs.train_dataset
     if not isinstance(dataset, LiveDataset):
         return
     dataset.check_stop = check_stop
-    dataset.timeout_seconds = given.args.live_timeout_seconds
-    dataset.is_main, dataset.share = given.world.is_main, given.world.broadcast
-    held_out = getattr(given.trainer, "eval_dataset", None)
+    dataset.timeout_seconds = inputs.args.live_timeout_seconds
+    dataset.is_main, dataset.share = inputs.world.is_main, inputs.world.broadcast
+    held_out = getattr(inputs.trainer, "eval_dataset", None)
     dataset.held_out = frozenset(digest(prompt) for prompt in _prompts(held_out))
 
 
 def _prompts(dataset: Any) -> Iterator[Any]:
     sets = dataset.values() if isinstance(dataset, Mapping) else [dataset]
-    for one in sets:
-        if one is not None and hasattr(one, "__len__"):
-            yield from one["prompt"]
+    for subset in sets:
+        if subset is not None and hasattr(subset, "__len__"):
+            yield from subset["prompt"]
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ class Repeated:
 
     def __iter__(self) -> Iterator[list[int]]:
         for start in range(0, len(self.rows), self.prompts):
-            own = [self.rows[(start + i) % len(self.rows)] for i in range(self.prompts)]
+            batch = [self.rows[(start + i) % len(self.rows)] for i in range(self.prompts)]
             for _ in range(self.repeats):
-                yield [row for row in own for _ in range(self.group)]
+                yield [row for row in batch for _ in range(self.group)]
 
     def __len__(self) -> int:
         return -(-len(self.rows) // self.prompts) * self.repeats
@@ -101,13 +101,13 @@ class RepeatedStream(torch_data.IterableDataset[list[Any]]):
         self.rows, self.group, self.prompts, self.repeats = rows, group, prompts, repeats
 
     def __iter__(self) -> Iterator[list[Any]]:
-        own: list[Any] = []
+        batch: list[Any] = []
         for row in self.rows:
-            own.append(row)
-            if len(own) == self.prompts:
+            batch.append(row)
+            if len(batch) == self.prompts:
                 for _ in range(self.repeats):
-                    yield [one for one in own for _ in range(self.group)]
-                own = []
+                    yield [row for row in batch for _ in range(self.group)]
+                batch = []
 
 
 def train_loader(dataset: Any, args: GRPOConfig) -> torch_data.DataLoader[Any]:

@@ -76,8 +76,8 @@ class Evaluator:
             scales = self.scorer.observe(groups)
             rewards = reward_metrics(groups, self.scorer.names, self.scorer.weights, scales)
             sliced = self.slices(groups, self.scorer.weights, scales)
-            own = self.world.merge(self.scorer.take_metrics())
-            parts.append({**losses, **rewards, **own, **completion_metrics(groups), **sliced})
+            logged = self.world.merge(self.scorer.take_metrics())
+            parts.append({**losses, **rewards, **logged, **completion_metrics(groups), **sliced})
             after_batch()
         self.learner.policy.release()  # callbacks and the user may use the model now
         return self._named(merge_metrics(parts), len(parts), count, time.perf_counter() - started, prefix)
@@ -173,17 +173,17 @@ class Forgetting:
         if not now or best.keys() != now.keys():
             self.best[name], self.looks[name] = now, 1
             return {}
-        found = paired_difference(list(now.values()), [best[question] for question in now])
+        difference = paired_difference(list(now.values()), [best[question] for question in now])
         count = self.looks[name]
         self.looks[name] += 1
         if _mean(now) > _mean(best):
             self.best[name] = now
         prefix = f"{name}_forgetting"
-        return {} if found.count == 0 else {
-            prefix: found.value,
-            f"{prefix}/low": found.low,
-            f"{prefix}/high": found.high,
-            f"{prefix}/p": min(1.0, found.p_value * count),
+        return {} if difference.count == 0 else {
+            prefix: difference.value,
+            f"{prefix}/low": difference.low,
+            f"{prefix}/high": difference.high,
+            f"{prefix}/p": min(1.0, difference.p_value * count),
         }  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
@@ -195,5 +195,5 @@ class Forgetting:
 
 
 def _mean(scores: Mapping[str, float]) -> float:
-    known = [score for score in scores.values() if not math.isnan(score)]
-    return sum(known) / len(known) if known else -math.inf
+    finite = [score for score in scores.values() if not math.isnan(score)]
+    return sum(finite) / len(finite) if finite else -math.inf

@@ -117,24 +117,24 @@ def refuse_set_hook(instance: object, name: str) -> None:
 
 def refuse_dead_hooks(made: type, trainer: type) -> None:
     """Raise ConfigError if `made`, `trainer` or a subclass of it, overrides a hook that training never calls."""
-    for name, owner in _own_names(made, trainer):
+    for name, owner in _subclass_names(made, trainer):
         if name in INSTEAD:
             where = made.__name__ if owner is made else f"{owner.__name__}, a base of {made.__name__},"
             raise ConfigError(f"{where} overrides {name}, which nothing here calls: {INSTEAD[name]}.")
 
 
-def _own_names(made: type, trainer: type) -> Iterator[tuple[str, type]]:
+def _subclass_names(made: type, trainer: type) -> Iterator[tuple[str, type]]:
     """Attributes of the subclass, its mixins and the trainer itself, without those of the trainer's bases."""
-    known = set(trainer.__mro__[1:])
+    bases = set(trainer.__mro__[1:])
     for owner in made.__mro__:
-        if owner not in known:
+        if owner not in bases:
             yield from ((name, owner) for name in vars(owner))
 
 
-def handler_of(given: Any, args: Any, model: Any, processing_class: Any) -> tuple[lean.CallbackHandler, Trackers]:
+def handler_of(callbacks: Any, args: Any, model: Any, processing_class: Any) -> tuple[lean.CallbackHandler, Trackers]:
     """The handler that calls transformers' own callbacks, the trackers', and those of the `callbacks` argument, in this order."""
     trackers = Trackers(args.report_to, lambda: handler.callbacks)
-    chosen: list[Any] = [lean.DefaultFlowCallback, trackers, *trackers.theirs(), *callbacks_of(given)]
+    chosen: list[Any] = [lean.DefaultFlowCallback, trackers, *trackers.theirs(), *callbacks_of(callbacks)]
     if args.early_stopping_patience is not None:
         chosen.append(lean.EarlyStoppingCallback(args.early_stopping_patience))
     handler = lean.CallbackHandler(chosen, model, processing_class, None, None)
@@ -142,17 +142,17 @@ def handler_of(given: Any, args: Any, model: Any, processing_class: Any) -> tupl
     return handler, trackers
 
 
-def callbacks_of(given: Any) -> list[Any]:
+def callbacks_of(callbacks: Any) -> list[Any]:
     """The `callbacks` argument as a list of TrainerCallbacks, instances or classes. Raises ArgumentTypeError for anything else."""
-    if not isinstance(given, Iterable | None) or isinstance(given, str):
-        raise ArgumentTypeError(f"callbacks is a {type(given).__name__}; give a list of TrainerCallbacks.")
-    found = list(given or ())
-    for one in found:
-        if not hasattr(one, "on_init_end"):
+    if not isinstance(callbacks, Iterable | None) or isinstance(callbacks, str):
+        raise ArgumentTypeError(f"callbacks is a {type(callbacks).__name__}; give a list of TrainerCallbacks.")
+    listed = list(callbacks or ())
+    for callback in listed:
+        if not hasattr(callback, "on_init_end"):
             raise ArgumentTypeError(
-                f"callbacks has {one!r}; give instances or classes of transformers' TrainerCallback."
+                f"callbacks has {callback!r}; give instances or classes of transformers' TrainerCallback."
             )
-    return found
+    return listed
 
 
 def is_overridden(instance: object, name: str, trainer: type) -> bool:
@@ -213,8 +213,8 @@ class TransformersInterface:
             self._write_json(f"{split}_results.json", metrics)
             everything = self.output_dir / "all_results.json"
             if combined:
-                known = json.loads(everything.read_text()) if everything.is_file() else {}
-                self._write_json(everything.name, {**known, **metrics})
+                earlier = json.loads(everything.read_text()) if everything.is_file() else {}
+                self._write_json(everything.name, {**earlier, **metrics})
 
     def _write_json(self, name: str, metrics: Mapping[str, Any]) -> None:
         (self.output_dir / name).write_text(json.dumps(metrics, indent=4, sort_keys=True))
@@ -227,20 +227,20 @@ class TransformersInterface:
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """The evaluation set, one of a dict by its name, or the given one, as batches of rows."""
-        given = self._held_out(eval_dataset)
-        if given is None or isinstance(given, Mapping):
+        dataset = self._held_out(eval_dataset)
+        if dataset is None or isinstance(dataset, Mapping):
             raise DataError("get_eval_dataloader() needs one eval_dataset, or the name of one in a dict.")
-        return eval_loader(given, self.args)
+        return eval_loader(dataset, self.args)
 
-    def _held_out(self, given: Any) -> Any:
+    def _held_out(self, dataset: Any) -> Any:
         """The evaluation set: the given one, one of a dict by its name, or for None the trainer's own."""
-        if not isinstance(given, str):
-            return self.eval_dataset if given is None else given
-        known = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
-        if given not in known:
-            has = f"it has {', '.join(known)}" if known else "it is no dict of sets"
-            raise MissingKeyError(f"eval_dataset has no set {given!r}; {has}.{did_you_mean(given, known)}")
-        return known[given]
+        if not isinstance(dataset, str):
+            return self.eval_dataset if dataset is None else dataset
+        sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
+        if dataset not in sets:
+            has = f"it has {', '.join(sets)}" if sets else "it is no dict of sets"
+            raise MissingKeyError(f"eval_dataset has no set {dataset!r}; {has}.{did_you_mean(dataset, sets)}")
+        return sets[dataset]
 
     def get_num_trainable_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
@@ -265,11 +265,11 @@ class TransformersInterface:
     def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
         raise NotImplementedError
 
-    def _evaluated(self, given: Any, prefix: str) -> dict[str, float]:
+    def _evaluated(self, eval_dataset: Any, prefix: str) -> dict[str, float]:
         """Metrics of one set, or of each set of a dict with its name behind the prefix."""
-        if given is None:
+        if eval_dataset is None:
             raise DataError("evaluate() needs eval_dataset: a data set with a column 'prompt'.")
-        sets = given if isinstance(given, Mapping) else {"": given}
+        sets = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
         metrics: dict[str, float] = {}
         for name, dataset in sets.items():
             metrics |= self._evaluate_one(dataset, f"{prefix}_{name}" if name else prefix)
@@ -305,7 +305,7 @@ class TransformersInterface:
             )
         return [group["lr"] for group in optimizer.param_groups]
 
-    def hyperparameter_search(self, *given: Any, **named: Any) -> NoReturn:
+    def hyperparameter_search(self, *args: Any, **named: Any) -> NoReturn:
         """Always refused, with what to use: TRL's trainer takes no `model_init` either, and raises here too."""
         raise NotOfferedError(
             "hyperparameter_search() is not offered; `covey tune CONFIG.yaml` searches options with Optuna (docs/tune.md)."

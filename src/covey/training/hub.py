@@ -89,10 +89,10 @@ class Hub:
         except Exception as error:
             if _is_refusal(error):
                 raise ConfigError(
-                    f"push_to_hub=True, but the hub does not take the repository {name!r} ({_said(error)}). Log in with "
+                    f"push_to_hub=True, but the hub does not take the repository {name!r} ({_message(error)}). Log in with "
                     "`hf auth login` or set hub_token; hub_model_id names a repository that you may write to."
                 ) from error
-            why = _said(error)
+            why = _message(error)
         logger.warning("push_to_hub=True, but %s; training begins, and every upload tries again.", why)
 
     def open(self, token: str | None = None, private: bool | None = None) -> str:
@@ -126,11 +126,11 @@ class Hub:
         *,
         card: str | None = None,
         place: str = "",
-        **given: Any,
+        **overrides: Any,
     ) -> Future[Any]:
         """Start an upload of these files of `folder`, in their current state, and a model card. Returns a future of the commit.
 
-        `given`: `token`, `revision` and `private` where they differ from the options.
+        `overrides`: `token`, `revision` and `private` where they differ from the options.
         """
         staged = self._staged(folder, names, card)
         result: Future[Any] = Future()
@@ -139,7 +139,7 @@ class Hub:
             commit, failure = None, None
             try:
                 with self._one_at_a_time:
-                    commit = self._commit(staged, message, place, **given)
+                    commit = self._commit(staged, message, place, **overrides)
             except BaseException as error:  # noqa: BLE001 - set on the future
                 failure = error
             # before the result is set: a waiting caller finds the folder clean
@@ -155,14 +155,14 @@ class Hub:
 
     def poll(self) -> None:
         """Report failed uploads."""
-        done = [one for one in self._uploads if one[1].done()]
-        self._uploads = [one for one in self._uploads if one not in done]
+        done = [entry for entry in self._uploads if entry[1].done()]
+        self._uploads = [entry for entry in self._uploads if entry not in done]
         for message, upload in done:
             error = upload.exception()
             if error is not None:
-                said = f"The upload {message!r} to the hub failed ({_said(error)})."
-                logger.warning("%s The run goes on, and everything is in %s.", said, self.output_dir)
-                self.tell(Event(kind="upload_failed", said=said, details={"repository": self.repo_id}))
+                sentence = f"The upload {message!r} to the hub failed ({_message(error)})."
+                logger.warning("%s The run goes on, and everything is in %s.", sentence, self.output_dir)
+                self.tell(Event(kind="upload_failed", said=sentence, details={"repository": self.repo_id}))
 
     def finish(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
         """Wait for running uploads and report failed ones; a stop signal shortens the wait."""
@@ -180,7 +180,7 @@ class Hub:
 
     def drop(self, upload: Future[Any]) -> None:
         """Forget this upload: its caller reports a failure itself."""
-        self._uploads = [one for one in self._uploads if one[1] is not upload]
+        self._uploads = [entry for entry in self._uploads if entry[1] is not upload]
 
     def _staged(self, folder: Path, names: Iterable[str], card: str | None) -> Path:
         """A folder of hard links to the files, which keeps files that a later save replaces or deletes."""
@@ -225,7 +225,7 @@ class Hub:
 def raise_refused(error: BaseException, repository: str, output_dir: Path) -> NoReturn:
     """Raise UploadError for a failed upload, with the command to repeat it later."""
     raise UploadError(
-        f"The model was not uploaded to {repository} ({_said(error)}). It is whole in {output_dir}: call push_to_hub() again, or "
+        f"The model was not uploaded to {repository} ({_message(error)}). It is whole in {output_dir}: call push_to_hub() again, or "
         f"`hf upload {repository} {output_dir}`."
     ) from error
 
@@ -244,6 +244,6 @@ def _is_refusal(error: BaseException) -> bool:
     return isinstance(error, HFValidationError | LocalTokenNotFoundError) or status in _REFUSED
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     """First line of an error, which contains no token."""
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:200]}"

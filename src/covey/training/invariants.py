@@ -163,13 +163,13 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> Fingerprints:
 
     xxh3-64 of the bytes in host memory; on an accelerator the sum of the bits as integers, which needs no copy.
     """
-    own = {name: local(value) for name, value in tensors.items()}
-    plain = {name: value.detach().as_subclass(Tensor) for name, value in own.items() if value.numel()}
+    local_values = {name: local(value) for name, value in tensors.items()}
+    plain = {name: value.detach().as_subclass(Tensor) for name, value in local_values.items() if value.numel()}
     held = {name: value.contiguous() for name, value in plain.items()}  # quantized weights may be tensor subclasses
     sums = {name: _bits(value).sum(dtype=torch.int64) for name, value in held.items() if value.device.type != "cpu"}
     totals = torch.stack([total.cpu() for total in sums.values()]).tolist() if sums else []
-    found = {name: f"sum {total}" for name, total in zip(sums, totals, strict=True)}
-    return found | {name: _hash(value) for name, value in held.items() if name not in sums}
+    digests = {name: f"sum {total}" for name, total in zip(sums, totals, strict=True)}
+    return digests | {name: _hash(value) for name, value in held.items() if name not in sums}
 
 
 def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
@@ -195,8 +195,15 @@ def expect_adapter_reloads(model: Any, folder: Path, weights: Mapping[str, Any] 
         for key, value in get_peft_model_state_dict(model, state_dict=weights, adapter_name=name).items()
     }
     wrong = next((key for key in {**mine, **saved} if not _is_same(mine.get(key), saved.get(key))), None)
-    asked, found = model.peft_config[name].to_dict(), PeftConfig.from_pretrained(str(place)).to_dict()
-    option = next((key for key in _OPTIONS if key in asked and _plain(asked[key]) != _plain(found.get(key))), None)
+    trained_config, saved_config = model.peft_config[name].to_dict(), PeftConfig.from_pretrained(str(place)).to_dict()
+    option = next(
+        (
+            key
+            for key in _OPTIONS
+            if key in trained_config and _plain(trained_config[key]) != _plain(saved_config.get(key))
+        ),
+        None,
+    )
     if wrong is not None or option is not None:
         what = f"its tensor {wrong} differs" if wrong is not None else f"its option {option} differs"
         raise InvariantError(
@@ -216,10 +223,10 @@ def _plain(value: Any) -> Any:
     return sorted(value, key=repr) if isinstance(value, set | list | tuple) else value
 
 
-def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+def _is_same(mine: Tensor | None, other: Tensor | None) -> bool:
+    if mine is None or other is None or mine.shape != other.shape or mine.dtype != other.dtype:
         return False
-    return _hash(one.contiguous()) == _hash(other.contiguous())
+    return _hash(mine.contiguous()) == _hash(other.contiguous())
 
 
 def _bits(value: Tensor) -> Tensor:
@@ -234,7 +241,7 @@ def _hash(value: Tensor) -> str:
 
 
 _SECRET = ("hub_token", "alert_webhook")
-_OWN = frozenset(
+_PER_PROCESS = frozenset(
     ("output_dir", "run_name", "disable_tqdm", "report_to", "log_level", "log_level_replica", "use_cpu", *_SECRET)
 )
 """Options that may differ: the main process's value is used, or they affect only a process's output."""
@@ -243,9 +250,9 @@ _ROWS = 16
 
 def comparable_options(args: GRPOConfig) -> dict[str, str]:
     """Options that affect training, as text, without objects and functions, which have no stable text."""
-    known = {item.name for item in fields(args)}  # an older transformers lacks the newest of its options
-    found = {name: getattr(args, name) for name in sorted((HONOURED - _OWN) & known)}
-    return {name: str(getattr(value, "value", value)) for name, value in found.items() if _is_plain(value)}
+    names = {item.name for item in fields(args)}  # an older transformers lacks the newest of its options
+    values = {name: getattr(args, name) for name in sorted((HONOURED - _PER_PROCESS) & names)}
+    return {name: str(getattr(value, "value", value)) for name, value in values.items() if _is_plain(value)}
 
 
 def comparable_inputs(dataset: Any, model: Any, algorithm: Algorithm, rewards: Sequence[RewardSpec]) -> dict[str, str]:
@@ -255,27 +262,27 @@ def comparable_inputs(dataset: Any, model: Any, algorithm: Algorithm, rewards: S
 
 def comparable_data(dataset: Any, model: Any) -> dict[str, str]:
     """Number of rows of the data set, a digest of some of its prompts, and the model's name; for a stream the name only."""
-    found = {"as model": str(model)} if isinstance(model, str) else {}
+    facts = {"as model": str(model)} if isinstance(model, str) else {}
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        return found
+        return facts
     count = len(dataset)
-    found["rows of train_dataset"] = str(count)
+    facts["rows of train_dataset"] = str(count)
     places = sorted({i * count // _ROWS for i in range(_ROWS)}) if count else []
     rows = [dataset[place] for place in places]
     prompts = [row.get("prompt") if isinstance(row, dict) else None for row in rows]
-    return {**found, "as digest of prompts of train_dataset": xxhash.xxh3_64_hexdigest(repr(prompts).encode())}
+    return {**facts, "as digest of prompts of train_dataset": xxhash.xxh3_64_hexdigest(repr(prompts).encode())}
 
 
 def comparable_parts(algorithm: Algorithm, rewards: Sequence[RewardSpec]) -> dict[str, str]:
     """The algorithm's parts with their parameters, and the names of the rewards."""
-    parts = {f"as the algorithm's {one.name}": _text(getattr(algorithm, one.name)) for one in fields(algorithm)}
-    return {**parts, "as rewards": ", ".join(one.name for one in rewards)}
+    parts = {f"as the algorithm's {field.name}": _text(getattr(algorithm, field.name)) for field in fields(algorithm)}
+    return {**parts, "as rewards": ", ".join(reward.name for reward in rewards)}
 
 
 def _text(part: Any) -> str:
     """The same text on every process: a dataclass with its fields, and of functions and other objects the name alone."""
     if is_dataclass(part) and not isinstance(part, type):
-        inside = ", ".join(f"{one.name}={_text(getattr(part, one.name))}" for one in fields(part))
+        inside = ", ".join(f"{field.name}={_text(getattr(part, field.name))}" for field in fields(part))
         return f"{type(part).__name__}({inside})"
     if isinstance(part, (list, tuple)):
         return f"[{', '.join(map(_text, part))}]"

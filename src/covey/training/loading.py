@@ -15,7 +15,7 @@ from covey.images import load_processing
 from covey.learner.preparation import prepare_for_training
 from covey.models import config_of, disable_dropout, load_model, load_tokenizer, reads_images, refuse_quantized
 from covey.process.cluster import expect_cluster
-from covey.rollout.on_ray import ASKED
+from covey.rollout.on_ray import RAY_OPTION
 from covey.rollout.vllm import Address, Carrier, Client, Deadlines, Server, expect_vllm, refuse_unfit, warn_if_exposed
 from covey.training.build_sampler import as_dict, sampling_params
 
@@ -45,7 +45,7 @@ def expect_engine(
     that does not fit, ServerError without one.
     """
     if args.async_rollouts and args.rollout_placement == "ray":
-        expect_cluster(*ASKED)
+        expect_cluster(*RAY_OPTION)
     if args.rollout_backend != "vllm":
         return None
     if args.vllm_mode == "colocate":
@@ -62,13 +62,13 @@ def expect_engine(
     if args.process_index == 0:
         warn_if_exposed(server)
     config = config_of(model, as_dict(args.model_init_kwargs), trust_remote_code=args.trust_remote_code)
-    known = tokenizer or load_tokenizer(
+    text_tokenizer = tokenizer or load_tokenizer(
         None, place_of_text(model) or config._name_or_path, trust_remote_code=args.trust_remote_code
     )
     refuse_unfit(
         server,
         config,
-        getattr(known, "tokenizer", known),
+        getattr(text_tokenizer, "tokenizer", text_tokenizer),
         sampling_params(args),
         cast(Carrier, args.vllm_transport),
         is_on_cuda=device.type == "cuda",
@@ -97,9 +97,9 @@ def load_for_training(
     if quantization_config is not None:
         init_kwargs["quantization_config"] = quantization_config
     loaded = load_model(model, init_kwargs, trust_remote_code=args.trust_remote_code, is_trainable=True)
-    given = tokenizer or load_processing(loaded, place_of_text(model), trust_remote_code=args.trust_remote_code)
-    prepared = prepare_tokenizer(given, loaded)
-    processor = given if given is not prepared and reads_images(loaded) else None
+    processing = tokenizer or load_processing(loaded, place_of_text(model), trust_remote_code=args.trust_remote_code)
+    prepared = prepare_tokenizer(processing, loaded)
+    processor = processing if processing is not prepared and reads_images(loaded) else None
     ends = eos_ids(loaded, prepared)
     refuse_quantized(loaded, device, has_adapter=peft_config is not None or hasattr(loaded, "peft_config"))
     loaded = with_adapter(loaded, peft_config)

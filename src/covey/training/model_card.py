@@ -103,14 +103,14 @@ class Card:
 
     def _data(self, data: Mapping[str, Any]) -> str:
         names = [self.dataset_name] if isinstance(self.dataset_name, str) else list(self.dataset_name or ())
-        said = [", ".join(names)] if names else []
+        parts = [", ".join(names)] if names else []
         if data.get("rows"):
-            said.append(f"{data['rows']:,} prompts")
+            parts.append(f"{data['rows']:,} prompts")
         if data.get("columns"):
-            said.append(f"columns {', '.join(map(str, data['columns']))}")
+            parts.append(f"columns {', '.join(map(str, data['columns']))}")
         if data.get("fingerprint"):
-            said.append(f"fingerprint `{data['fingerprint']}`")
-        return "; ".join(said)
+            parts.append(f"fingerprint `{data['fingerprint']}`")
+        return "; ".join(parts)
 
     def _evaluation(self) -> str:
         rows = [row for name in evaluations.sets(self.run_dir / evaluations.FOLDER) for row in self._evaluated(name)]

@@ -71,14 +71,14 @@ def after_step(parts: Parts, state: TrainState, batch: Sequence[Group], report: 
     if report.skips_update:
         parts.session.recorder.bad_step(report.step, batch, report)
     guard, session = parts.learner.guard, parts.session
-    asked, session.roll_back_because = session.roll_back_because, None
-    if parts.world.any(asked is not None):
-        return roll_back(parts, state, why=asked or "another process asked for it.", before=state.step)
+    roll_back_reason, session.roll_back_because = session.roll_back_because, None
+    if parts.world.any(roll_back_reason is not None):
+        return roll_back(parts, state, why=roll_back_reason or "another process asked for it.", before=state.step)
     move = guard.next_action(report.step, state.bad_steps, state.roll_backs, report.events)
     if move == "go_on":
         return state
-    said = next(event.said for event in report.events if event.skips_update)
-    return roll_back(parts, state, why=said, set_aside=[group.prompt for group in batch])
+    sentence = next(event.said for event in report.events if event.skips_update)
+    return roll_back(parts, state, why=sentence, set_aside=[group.prompt for group in batch])
 
 
 def after_spoiled(parts: Parts, state: TrainState, error: NumericsError) -> TrainState:
@@ -131,26 +131,26 @@ def roll_back(
     last = state.step - state.bad_steps if before is None else before - 1
     session.finish_saving()
     run_dir = Path(session.args.output_dir)
-    found = parts.world.broadcast(newest_good(run_dir, last, state.roll_backs) if parts.world.is_main else None)
-    if found is None:
+    newest = parts.world.broadcast(newest_good(run_dir, last, state.roll_backs) if parts.world.is_main else None)
+    if newest is None:
         raise NumericsError(
             f"{why} There is no good checkpoint of step {last} or before to go back to; save more often."
         )
     factor = guard.policy.roll_back_learning_rate if learning_rate is None else learning_rate
-    restored = restore_tree(parts, found)
-    restore_history(session, found)
+    restored = restore_tree(parts, newest)
+    restore_history(session, newest)
     earlier = guard.policy.roll_back_learning_rate ** (state.roll_backs - restored.roll_backs)
     lower_learning_rate(parts.learner, factor * earlier)
     aside = dict.fromkeys([*state.set_aside, *restored.set_aside, *(row_of(prompt) for prompt in set_aside)])
     restored = replace(restored, roll_backs=state.roll_backs + 1, bad_steps=0, set_aside=tuple(aside))
-    said = (
-        f"Back from step {state.step} to {found.name}, with the learning rate times {factor * earlier:g}"
+    sentence = (
+        f"Back from step {state.step} to {newest.name}, with the learning rate times {factor * earlier:g}"
         + (f" and {len(aside)} prompt(s) set aside" if aside else "")
         + f": {why}"
     )
-    logger.warning("%s", said)
+    logger.warning("%s", sentence)
     details = {"from_step": state.step, "to_step": restored.step, "factor": factor * earlier, "set_aside": list(aside)}
-    session.recorder.rewind(restored.step, Event(kind="rolled_back", said=said, details=details))
+    session.recorder.rewind(restored.step, Event(kind="rolled_back", said=sentence, details=details))
     parts.sampler.load(parts.learner.policy.model, version=restored.step)
     session.resume_from(restored)
     return restored

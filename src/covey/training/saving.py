@@ -52,7 +52,7 @@ class Saver:
     background: Background[Path | None] = field(default_factory=Background)
     watch: FrozenWeightsCheck | None = None
     """Frozen-weights check, set before the first step."""
-    has_told_tight: bool = False
+    has_warned_tight: bool = False
     writing: int = 0
     """Step of the current or last checkpoint."""
     drawn: Mapping[str, Any] = field(default_factory=dict)
@@ -97,7 +97,8 @@ class Saver:
         world = parts.world
         tree, split = taken_out(tree)
         waits = (
-            self._must_wait(sum(local(one).nbytes for one in split.values()) * _processes_here()) or not world.can_post
+            self._must_wait(sum(local(value).nbytes for value in split.values()) * _processes_here())
+            or not world.can_post
         )
         if not world.any(waits):
             self._save_split_in_background(parts, step, tree, split, weights)
@@ -109,10 +110,10 @@ class Saver:
             return
         self.finish(parts)
         self._note(step, tree)
-        told: list[str] = []
+        announced: list[str] = []
 
         def write_parts(folder: Path) -> None:
-            told.append(world.broadcast(str(folder)))
+            announced.append(world.broadcast(str(folder)))
             if split and (refused := shards_refused(split, folder / FOLDER)):
                 raise refused
 
@@ -120,7 +121,7 @@ class Saver:
         try:
             self._ended(parts, work)
         finally:
-            if not told:
+            if not announced:
                 world.broadcast("")
 
     def _save_split_in_background(
@@ -159,14 +160,14 @@ class Saver:
         free = free_memory()
         if free is None or size < 0.8 * free:
             return False
-        if not self.has_told_tight:
+        if not self.has_warned_tight:
             logger.warning(
                 "A copy for saving beside training takes %.1f GB and %.1f GB of memory are free, so this save waits for the disk; "
                 "save_async=False always does.",
                 size / 1e9,
                 free / 1e9,
             )
-        self.has_told_tight = True
+        self.has_warned_tight = True
         return True
 
     def poll(self, parts: Parts) -> None:
@@ -213,12 +214,12 @@ class Saver:
         logger.error("%s Training goes on; the next save tries again.", error)
         parts.session.recorder.event(self.writing, Event(kind="save_failed", said=str(error)))
         if self.failed == _ALERT_AFTER:
-            said = f"{self.failed} saves in a row failed, so a crash would lose everything since the newest checkpoint: {error}"
+            sentence = f"{self.failed} saves in a row failed, so a crash would lose everything since the newest checkpoint: {error}"
             parts.session.monitor.tell(
                 Alert(
                     rule="saves_failing",
                     severity="error",
-                    said=said,
+                    said=sentence,
                     step=self.writing,
                     evidence={"failed": self.failed},
                     try_this=(
@@ -243,15 +244,15 @@ class Saver:
     ) -> Callable[[], Path]:
         """Function that writes the current checkpoint (from copies if training goes on meanwhile) and `more`."""
         best, run_dir = self.trainer_state.best_global_step, Path(str(self.args.output_dir))
-        told = replace(self.trainer_state, log_history=list(self.trainer_state.log_history))
-        told.stateful_callbacks = copy.deepcopy(told.stateful_callbacks)
+        trainer_state = replace(self.trainer_state, log_history=list(self.trainer_state.log_history))
+        trainer_state.stateful_callbacks = copy.deepcopy(trainer_state.stateful_callbacks)
         if best == self.writing:
-            told.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
+            trainer_state.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
         weights = weights_now(self.model) if copies else weights
 
         def both(folder: Path) -> None:
             more(folder)
-            _write(look, self.model, weights, self.tokenizer, told, folder)
+            _write(look, self.model, weights, self.tokenizer, trainer_state, folder)
 
         return partial(
             checkpoint.save,
@@ -270,9 +271,9 @@ def _processes_here() -> int:
 
 
 def _write(
-    look: Callable[[], None], model: Any, weights: Any, tokenizer: Any, told: TrainerState, folder: Path
+    look: Callable[[], None], model: Any, weights: Any, tokenizer: Any, trainer_state: TrainerState, folder: Path
 ) -> None:
     look()
     write_model(folder, model, tokenizer, weights)
     expect_adapter_reloads(model, folder, weights)
-    told.save_to_json(str(folder / "trainer_state.json"))
+    trainer_state.save_to_json(str(folder / "trainer_state.json"))

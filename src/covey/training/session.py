@@ -93,7 +93,7 @@ class Session:
     """Logical or over processes: a signal reaches processes at different moments, or only some."""
     is_stop_requested: bool = False
     """True if a signal had reached any process by the end of the last step."""
-    is_told_to_stop: bool = False
+    must_stop: bool = False
     """True if an alert on this process ends the run after this step."""
     roll_back_because: str | None = None
     """Reason for a rollback to a checkpoint after this step; None: no rollback."""
@@ -251,25 +251,25 @@ class Session:
         self.trainer_state.total_flos = self.flos_per_token * state.num_tokens
 
     def _hear_signals(self) -> None:
-        self.is_stop_requested = self.agree(self.stop.requested or self.is_told_to_stop)
+        self.is_stop_requested = self.agree(self.stop.requested or self.must_stop)
 
     def _act_on(self, alerts: Sequence[Alert], state: TrainState) -> None:
         """Run the configured actions of these alerts, after agreement between processes, whose timings differ."""
-        wanted = {self.monitor.action_for(alert): alert for alert in alerts}
-        said = {action: f"{alert.rule} at step {state.step}: {alert.said}." for action, alert in wanted.items()}
+        by_action = {self.monitor.action_for(alert): alert for alert in alerts}
+        reasons = {action: f"{alert.rule} at step {state.step}: {alert.said}." for action, alert in by_action.items()}
         has_roll_backs = state.roll_backs < self.args.roll_backs_limit
-        if "roll_back" in said and has_roll_backs:
-            self.ask_roll_back(said["roll_back"])
-        ends = said.get("stop") or (said.get("roll_back") if not has_roll_backs else None)
+        if "roll_back" in reasons and has_roll_backs:
+            self.ask_roll_back(reasons["roll_back"])
+        ends = reasons.get("stop") or (reasons.get("roll_back") if not has_roll_backs else None)
         if ends is not None:
-            self.is_told_to_stop = True
+            self.must_stop = True
             self.recorder.event(state.step, Event(kind="stopped_by_alert", said=f"The run ends here: {ends}"))
-        if self.monitor.lowers_learning_rate and self.agree("lower_learning_rate" in said):
+        if self.monitor.lowers_learning_rate and self.agree("lower_learning_rate" in reasons):
             factor = self.args.roll_back_learning_rate
             self.lower_learning_rate(factor)
-            why = said.get("lower_learning_rate", "another process asked for it.")
-            told = Event(kind="learning_rate_lowered", said=f"The learning rate is multiplied by {factor:g}: {why}")
-            self.recorder.event(state.step, told)
+            why = reasons.get("lower_learning_rate", "another process asked for it.")
+            event = Event(kind="learning_rate_lowered", said=f"The learning rate is multiplied by {factor:g}: {why}")
+            self.recorder.event(state.step, event)
 
     # -- requests of the callbacks ----------------------------------------------------------------------------------
 
@@ -319,9 +319,9 @@ class Session:
         try:
             metrics = self.evaluate()
         except StopNow:
-            said = "The evaluation was left, because a stop was asked for; a resume begins with it."
-            logger.warning("step %d: %s", state.step, said)
-            self.recorder.event(state.step, Event(kind="evaluation_left", said=said))
+            sentence = "The evaluation was left, because a stop was asked for; a resume begins with it."
+            logger.warning("step %d: %s", state.step, sentence)
+            self.recorder.event(state.step, Event(kind="evaluation_left", said=sentence))
             return False
         self.latest = replace(state, is_evaluation_due=False)
         self.display.show(evaluation_line(self.trainer_state.global_step, metrics))
@@ -335,8 +335,8 @@ class Session:
             return False
         name = name if name.startswith("eval_") else f"eval_{name}"
         if name not in metrics:
-            known = ", ".join(sorted(metrics))
-            raise ConfigError(f"metric_for_best_model={name!r} is not among the evaluation's metrics: {known}.")
+            names = ", ".join(sorted(metrics))
+            raise ConfigError(f"metric_for_best_model={name!r} is not among the evaluation's metrics: {names}.")
         value, best = metrics[name], self.trainer_state.best_metric
         sign = 1.0 if self.args.greater_is_better else -1.0
         if best is not None and sign * value <= sign * best:

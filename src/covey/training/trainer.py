@@ -30,7 +30,7 @@ from covey.runs.console import lasting_output
 from covey.runs.disk import as_disk_errors, tell_stopped
 from covey.runs.resuming import expect_resumable
 from covey.training import loop
-from covey.training.agents import Agents, with_own_rewards, with_prompts
+from covey.training.agents import Agents, with_environment_rewards, with_prompts
 from covey.training.build import (
     advice_for,
     build_evaluator,
@@ -41,7 +41,7 @@ from covey.training.build import (
     checked_eval,
     ensemble_of,
 )
-from covey.training.build_algorithm import check_columns, given_algorithm
+from covey.training.build_algorithm import check_columns, choose_algorithm
 from covey.training.build_learner import RunInputs
 from covey.training.datasets import finite, loader_for_callbacks, refuse_no_data
 from covey.training.evaluator import Evaluator, averaged, end_with_average
@@ -78,8 +78,8 @@ class GRPOTrainer(TRLInterface):
     Wrong input raises a `CoveyError` whose message names the input and the fix, before training starts.
     """
 
-    def __init_subclass__(cls, **given: Any) -> None:
-        super().__init_subclass__(**given)
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
         refuse_dead_hooks(cls, GRPOTrainer)
 
     def __init__(
@@ -114,16 +114,16 @@ class GRPOTrainer(TRLInterface):
         self.output_dir = Path(str(self.args.output_dir))
         self.hub = Hub(self.args, self.output_dir, self._record)
         self.world.expect_same(comparable_options(self.args))
-        self.algorithm = given_algorithm(self.args, algorithm)
+        self.algorithm = choose_algorithm(self.args, algorithm)
         self.state = lean.TrainerState(
             is_local_process_zero=self.world.is_main, is_world_process_zero=self.world.is_main
         )
         self.agents = Agents.of(tools, environment_factory, rollout_func, agent)
-        self.tools = [one.call for one in self.agents.tools]
+        self.tools = [tool.call for tool in self.agents.tools]
         self.ensemble = ensemble_of(ensemble, self.agents, self.args)
-        rewards, classes = with_own_rewards(reward_funcs, reward_processing_classes, self.agents)
+        rewards, classes = with_environment_rewards(reward_funcs, reward_processing_classes, self.agents)
         self.scorer = build_scorer(
-            self.args, rewards, classes, lambda: self.state, self.world.device, len(self.agents.own_rewards(False)),
+            self.args, rewards, classes, lambda: self.state, self.world.device, len(self.agents.environment_rewards(False)),
             self._calculate_rewards if is_overridden(self, "_calculate_rewards", GRPOTrainer) else None,
         )  # fmt: skip
         self._take_data(train_dataset, eval_dataset, model)
@@ -149,14 +149,14 @@ class GRPOTrainer(TRLInterface):
         """`train()` as a generator that pauses (`Steps`), so that runs can be interleaved (`train_together`)."""
         if self.train_dataset is None:
             raise DataError("train() needs train_dataset: a data set with a column 'prompt'.")
-        wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        self._restarts = wanted == "auto"
-        found = checkpoint.resolve(wanted, self.output_dir) if self.world.is_main else None
-        start = self.world.broadcast(found)
+        resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        self._restarts = resume == "auto"
+        newest = checkpoint.resolve(resume, self.output_dir) if self.world.is_main else None
+        start = self.world.broadcast(newest)
         rewards = [spec.call for spec in self.scorer.rewards]
         expect_resumable(start, self.args, self.train_dataset, self.model, rewards=rewards, tells=self.world.is_main)
-        told = as_disk_errors("A file of the run", self.output_dir, self.output_dir)
-        with lasting_output(), told, StopRequest() as stop, closing(self.scorer), closing(self.trackers):
+        disk_errors = as_disk_errors("A file of the run", self.output_dir, self.output_dir)
+        with lasting_output(), disk_errors, StopRequest() as stop, closing(self.scorer), closing(self.trackers):
             parts = self._build_parts(stop, start)
             self._parts = parts
             state = TrainState(controllers=self.algorithm.initial_controllers())
@@ -186,9 +186,9 @@ class GRPOTrainer(TRLInterface):
         A dict of sets gives `<prefix>_<name>_reward` and so on; a name evaluates one set of the trainer's own dict. `ignore_keys` is there
         for TRL's signature, without effect on a language model. The seed is fixed, so two evaluations differ by the policy alone.
         """
-        is_own = isinstance(eval_dataset, str | None)
-        given = self._held_out(eval_dataset) if is_own else checked_eval(eval_dataset, self.args)
-        metrics = self._evaluated(given, metric_key_prefix)
+        is_named = isinstance(eval_dataset, str | None)
+        dataset = self._held_out(eval_dataset) if is_named else checked_eval(eval_dataset, self.args)
+        metrics = self._evaluated(dataset, metric_key_prefix)
         self.log(dict(metrics))
         return {**metrics, "epoch": float(self.state.epoch or 0)}
 
@@ -216,16 +216,16 @@ class GRPOTrainer(TRLInterface):
 
     def _load(self, model: Any, processing_class: Any, quantization_config: Any, peft_config: Any) -> None:
         refuse_absent_trackers(self.args.report_to)
-        given: dict[str, Any] = {"tokenizer": processing_class, "peft_config": peft_config}
-        self._server = expect_engine(self.args, self.world.device, model, **given)
+        options: dict[str, Any] = {"tokenizer": processing_class, "peft_config": peft_config}
+        self._server = expect_engine(self.args, self.world.device, model, **options)
         loaded = load_for_training(
-            model, self.args, self.world.device, quantization_config=quantization_config, **given
+            model, self.args, self.world.device, quantization_config=quantization_config, **options
         )
         self.model, self.eos_ids, self._loaded = loaded.model, loaded.eos_ids, loaded
         self.processing_class = loaded.tokenizer if loaded.processor is None else loaded.processor
 
     @property
-    def _given(self) -> RunInputs:
+    def _inputs(self) -> RunInputs:
         return RunInputs(
             args=self.args,
             model=self.model,
@@ -246,15 +246,15 @@ class GRPOTrainer(TRLInterface):
         folder = self._folder(start) if self.world.is_main else None
         meter = UpdateMeter(self.model)
         session = partial(self._build_session, stop=stop, folder=folder, meter=meter)
-        given = replace(
-            self._given,
+        inputs = replace(
+            self._inputs,
             ensemble=self.ensemble,
             before_update=partial(self._before_update, meter.before),
             after_update=partial(self._event, "on_optimizer_step", meter.after),
         )
-        for said in self._advice() if self.world.is_main else ():
-            logger.warning("advice: %s", said)
-        parts = build_parts(given, session, self.optimizers, length_of(self.train_dataset), stop)
+        for remark in self._advice() if self.world.is_main else ():
+            logger.warning("advice: %s", remark)
+        parts = build_parts(inputs, session, self.optimizers, length_of(self.train_dataset), stop)
         late = late_checkpoint(self.args, parts.total_steps) if start is None and self.world.is_main else None
         if late is not None:
             logger.warning("advice: %s", late)
@@ -268,10 +268,10 @@ class GRPOTrainer(TRLInterface):
 
     def _parts_without_training(self) -> Parts:
         """Parts for an evaluation without training in this process."""
-        given = replace(self._given, train_dataset=None)
+        inputs = replace(self._inputs, train_dataset=None)
         stop = StopRequest()
         session = partial(self._build_session, stop=stop, folder=None, meter=None)
-        return build_parts(given, session, self.optimizers, num_prompts=2**20, stop=stop)  # no step is ever run
+        return build_parts(inputs, session, self.optimizers, num_prompts=2**20, stop=stop)  # no step is ever run
 
     def _build_session(
         self,
@@ -375,14 +375,14 @@ class GRPOTrainer(TRLInterface):
     def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
         if self._parts is None:
             self._parts = self._parts_without_training()
-        evaluator: Evaluator = build_evaluator(self._given, self._parts)
+        evaluator: Evaluator = build_evaluator(self._inputs, self._parts)
         dataset = finite(dataset)
         count = len(dataset)
-        prompts = build_prompts(self._given, dataset, shuffle=False)
+        prompts = build_prompts(self._inputs, dataset, shuffle=False)
         latest = self._parts.session.latest
         self.callback_handler.eval_dataloader = self.get_eval_dataloader(dataset)
-        told = partial(self._event, "on_prediction_step")
-        evaluate = partial(evaluator, prompts, count, latest.controllers, prefix, after_batch=told)
+        on_batch = partial(self._event, "on_prediction_step")
+        evaluate = partial(evaluator, prompts, count, latest.controllers, prefix, after_batch=on_batch)
         return self._parts.session.recorder.evaluation(latest.step, prefix, self.scorer.weights.tolist(), evaluate)
 
     @property

@@ -332,8 +332,8 @@ class TRLInterface(TransformersInterface):
         if not self.world.is_main:
             return None
         files = [*names, *([] if CARD in names else [CARD])]
-        given: dict[str, Any] = {"token": token, "revision": revision, "private": private}
-        upload: Future[Any] = self.hub.upload(self.output_dir, files, str(commit_message), **given)
+        overrides: dict[str, Any] = {"token": token, "revision": revision, "private": private}
+        upload: Future[Any] = self.hub.upload(self.output_dir, files, str(commit_message), **overrides)
         if not blocking:
             return upload
         error = upload.exception()
@@ -359,7 +359,7 @@ class TRLInterface(TransformersInterface):
     ) -> Card:
         base = str(getattr(self.model.config, "_name_or_path", "") or "")
         named = (self.args.hub_model_id or self.output_dir.resolve().name).rpartition("/")[2]
-        given = [tags] if isinstance(tags, str) else list(tags or ())
+        extra_tags = [tags] if isinstance(tags, str) else list(tags or ())
         return Card(
             model_name=model_name or named,
             base_model=base if base and not Path(base).exists() else None,
@@ -371,7 +371,7 @@ class TRLInterface(TransformersInterface):
             step=self.state.global_step if step is None else step,
             run_dir=self.output_dir,
             is_adapter=has_adapter(self.model),
-            tags=[*given, *self._tag_names, *(getattr(self.model, "model_tags", None) or ())],
+            tags=[*extra_tags, *self._tag_names, *(getattr(self.model, "model_tags", None) or ())],
             language=language,
             license=license,
         )

@@ -98,13 +98,13 @@ class SFTTrainer(GRPOTrainer):
         encode = partial(_encoded, tokenizer=self.processing_class, eos_ids=self.eos_ids, template=template)
         self.agents = Examples(encode=encode)
         context = context_limit(self.model)
-        limit = min((one for one in (max_length, context) if one is not None), default=None)
+        limit = min((bound for bound in (max_length, context) if bound is not None), default=None)
         longest = [1, 1]
         for name in ("train_dataset", "eval_dataset"):
             dataset = getattr(self, name)
             if dataset is not None:
-                kept = self._measured(dataset, name, encode, template, limit, longest)
-                setattr(self, name, kept)
+                measured = self._measured(dataset, name, encode, template, limit, longest)
+                setattr(self, name, measured)
         room = longest[1] if context is None else min(longest[1], max(1, context - longest[0]))
         self.args.max_completion_length = room  # longest completion of the data; prompts get the rest of the context
 
@@ -140,7 +140,7 @@ class SFTTrainer(GRPOTrainer):
         return dataset
 
     def _advice(self) -> list[str]:
-        return [said for said in super()._advice() if "num_generations" not in said]
+        return [remark for remark in super()._advice() if "num_generations" not in remark]
 
     def _build_parts(self, stop: Any, start: Path | None) -> Parts:
         return replace(super()._build_parts(stop, start), has_rewards=False)
@@ -149,8 +149,8 @@ class SFTTrainer(GRPOTrainer):
         return replace(super()._parts_without_training(), has_rewards=False)
 
     def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
-        found = super()._evaluate_one(dataset, prefix)
-        return {name: value for name, value in found.items() if "reward" not in name}
+        metrics = super()._evaluate_one(dataset, prefix)
+        return {name: value for name, value in metrics.items() if "reward" not in name}
 
 
 def learnt(completions: Sequence[Any], **columns: Any) -> list[float]:

@@ -28,7 +28,7 @@ from covey.types import Max, Mean, Metric
 
 PROBE_TOKENS = 64
 TOP = 20
-"""Likeliest tokens of each position that are compared, beside the probe's own."""
+"""Likeliest tokens of each position that are compared, in addition to the probe's own."""
 SIGMAS = 7.0
 """Standard errors on each side of the slope's interval: no false alarm in thousands of updates, also with few clusters."""
 SLACK = 0.25
@@ -54,18 +54,18 @@ class Answer:
     def of(prompt_logprobs: Any) -> Answer:
         """From `prompt_logprobs`: a list with None first, then one mapping a position. Raises AttestationError for anything else."""
         try:
-            found = [
+            entries = [
                 (position, int(token), float(entry["logprob"]))
                 for position, tokens in enumerate(prompt_logprobs)
                 for token, entry in (tokens or {}).items()
             ]
         except (TypeError, ValueError, LookupError, AttributeError) as error:
             raise AttestationError(f"The server's answer to the probe cannot be read: {error}.") from error
-        found.sort()
-        if not found or not all(math.isfinite(value) for *_, value in found):
+        entries.sort()
+        if not entries or not all(math.isfinite(value) for *_, value in entries):
             raise AttestationError("The server's answer to the probe holds no finite log-probabilities.")
-        keys = tuple((position, token) for position, token, _ in found)
-        return Answer(keys, torch.tensor([value for *_, value in found], dtype=torch.float64))
+        keys = tuple((position, token) for position, token, _ in entries)
+        return Answer(keys, torch.tensor([value for *_, value in entries], dtype=torch.float64))
 
     def equals(self, other: Answer) -> bool:
         """True if all values are bitwise equal."""
@@ -162,13 +162,13 @@ class AttestationResult:
 
     def metrics(self) -> dict[str, Metric]:
         flags = {"moved": self.moved, "exact": self.exact, "right": {"right": True, "wrong": False}.get(self.right)}
-        found: dict[str, Metric] = {
+        metrics: dict[str, Metric] = {
             f"vllm/{name}": Mean(float(is_so), 1) for name, is_so in flags.items() if is_so is not None
         }
-        found["vllm/probe_difference"] = Max(self.distance)
+        metrics["vllm/probe_difference"] = Max(self.distance)
         if math.isfinite(self.slope):
-            found["vllm/probe_slope"] = Mean(self.slope, 1)
-        return found
+            metrics["vllm/probe_slope"] = Mean(self.slope, 1)
+        return metrics
 
 
 @dataclass(eq=False)

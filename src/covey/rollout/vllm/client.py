@@ -36,8 +36,8 @@ class NoAnswerError(ServerError):
 class RefusedError(ServerError):
     """The server answered with an HTTP error. `status`: its code."""
 
-    def __init__(self, said: str, status: int) -> None:
-        super().__init__(said)
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
         self.status = status
 
 
@@ -66,13 +66,13 @@ class Deadlines:
                 raise ConfigError(f"vllm_deadlines: {name}={value!r}; give seconds (or bytes a second) above 0.")
 
     @staticmethod
-    def of(given: Mapping[str, Any] | None) -> Deadlines:
-        """The default values, overridden by `given`. Raises ConfigError for an unknown name."""
-        known = set(Deadlines.__dataclass_fields__)
-        for name in given or {}:
-            if name not in known:
-                raise ConfigError(f"vllm_deadlines has {name!r}; it knows {', '.join(sorted(known))}.")
-        return Deadlines(**dict(given or {}))
+    def of(overrides: Mapping[str, Any] | None) -> Deadlines:
+        """The default values, overridden by `overrides`. Raises ConfigError for an unknown name."""
+        names = set(Deadlines.__dataclass_fields__)
+        for name in overrides or {}:
+            if name not in names:
+                raise ConfigError(f"vllm_deadlines has {name!r}; it knows {', '.join(sorted(names))}.")
+        return Deadlines(**dict(overrides or {}))
 
     def update_of(self, num_bytes: int) -> float:
         """Deadline in seconds of an update of `num_bytes`."""
@@ -91,14 +91,14 @@ class Address:
     @staticmethod
     def of(base_url: str | None, host: str = "127.0.0.1", port: int = 8000) -> Address:
         """The address from TRL's options; 0.0.0.0 means this machine. Raises ConfigError for an invalid address."""
-        given = base_url or f"http://{host}:{port}"
+        url = base_url or f"http://{host}:{port}"
         try:
-            parts = urlsplit(given)
+            parts = urlsplit(url)
             number = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError as error:
-            raise ConfigError(f"vllm_server_base_url={given!r} is no address: {error}.") from error
+            raise ConfigError(f"vllm_server_base_url={url!r} is no address: {error}.") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"vllm_server_base_url={given!r} is no address; give one such as http://127.0.0.1:8000.")
+            raise ConfigError(f"vllm_server_base_url={url!r} is no address; give one such as http://127.0.0.1:8000.")
         name = "127.0.0.1" if parts.hostname == "0.0.0.0" else parts.hostname
         prefix = parts.path.rstrip("/").removesuffix("/v1")
         return Address(parts.scheme, name, number, prefix)
@@ -125,16 +125,16 @@ class Client:
     def probe(self) -> frozenset[str]:
         """Read and store the server's list of endpoints. Raises ServerError if it has none."""
         try:
-            found = self.get("/openapi.json")
+            description = self.get("/openapi.json")
         except RefusedError as error:
             if error.status != HTTPStatus.NOT_FOUND:
                 raise
             raise ServerError(
                 f"{self.address} lists no endpoints ({error}) Is a vLLM server listening there? covey serve-vllm MODEL starts one."
             ) from error
-        if not isinstance(found, Mapping) or not isinstance(found.get("paths"), Mapping):
+        if not isinstance(description, Mapping) or not isinstance(description.get("paths"), Mapping):
             raise ServerError(f"{self.address}/openapi.json lists no endpoints; is a vLLM server listening there?")
-        self.paths = frozenset(found["paths"])
+        self.paths = frozenset(description["paths"])
         return self.paths
 
     def has(self, *paths: str) -> bool:
@@ -173,11 +173,11 @@ class Client:
         what = f"{method} {self.address}{path}"
         until = time.monotonic() + seconds
         sent = None if body is None else json.dumps(body).encode()
-        told = {"Content-Type": "application/json", "Connection": "close", **(headers or {})}
+        header_fields = {"Content-Type": "application/json", "Connection": "close", **(headers or {})}
         where = f"{self.address.prefix}{path}" + (f"?{urlencode(query)}" if query else "")
         try:
             with self._connected(until) as connection:
-                connection.request(method, where, sent, told)
+                connection.request(method, where, sent, header_fields)
                 response = connection.getresponse()
                 content = _read(connection, response, until)
         except TimeoutError as error:
@@ -186,7 +186,7 @@ class Client:
             raise NoAnswerError(f"{what} broke off: {type(error).__name__} {error}".rstrip() + ".") from error
         if response.status >= 400:
             proxy = _OF_A_PROXY if response.status in _PROXY_CODES else ""
-            raise RefusedError(f"{what} answers HTTP {response.status}{proxy}: {_said(content)}", response.status)
+            raise RefusedError(f"{what} answers HTTP {response.status}{proxy}: {_message(content)}", response.status)
         if not content:
             return None
         try:
@@ -194,7 +194,7 @@ class Client:
         except (ValueError, RecursionError) as error:
             if "json" not in (response.headers.get("Content-Type") or ""):
                 return content.decode(errors="replace")
-            raise NoAnswerError(f"{what} answered no JSON: {_said(content)}") from error
+            raise NoAnswerError(f"{what} answered no JSON: {_message(content)}") from error
 
     @contextmanager
     def _connected(self, until: float) -> Iterator[http.client.HTTPConnection]:
@@ -223,7 +223,7 @@ class Client:
     def wait_until_up(self, seconds: float, check_stop: Callable[[], None] = lambda: None) -> None:
         """Wait until `/health` answers, and say so. Raises ServerError when it does not within `seconds`."""
         until = time.monotonic() + seconds
-        is_told = False
+        has_logged = False
         while True:
             check_stop()
             left = until - time.monotonic()
@@ -241,9 +241,9 @@ class Client:
                         f"No vLLM server answers at {self.address} within {seconds:g} seconds ({error}) Start one "
                         "(covey serve-vllm MODEL), or give its vllm_server_base_url and a longer vllm_server_timeout."
                     ) from error
-            if not is_told:
+            if not has_logged:
                 logger.warning("No vLLM server answers at %s yet; waiting up to %g seconds.", self.address, seconds)
-                is_told = True
+                has_logged = True
             time.sleep(max(0.0, min(0.5, until - time.monotonic())))
 
 
@@ -270,12 +270,12 @@ def _read(connection: http.client.HTTPConnection, response: http.client.HTTPResp
     return b"".join(parts)
 
 
-def _said(content: bytes) -> str:
+def _message(content: bytes) -> str:
     """The message of an error's body, on one line, shortened."""
     text = content[:4000].decode(errors="replace")
     with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(text)
-        if isinstance(found, Mapping):
-            inner = found.get("error", found.get("detail", found))
+        body = json.loads(text)
+        if isinstance(body, Mapping):
+            inner = body.get("error", body.get("detail", body))
             text = str(inner.get("message", inner) if isinstance(inner, Mapping) else inner)
     return " ".join(text.split())[:300] or "(no message)"

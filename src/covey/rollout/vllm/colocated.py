@@ -106,9 +106,9 @@ class VLLMSampler:
         """One group of `n` completions for each prompt, as they finish."""
         if n < 1:
             raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
-        known = as_prompts(prompts, self.tokenizer, self.context)
-        refuse_images(known, "the vllm sampler")
-        return self._groups(known, n, params)
+        encoded = as_prompts(prompts, self.tokenizer, self.context)
+        refuse_images(encoded, "the vllm sampler")
+        return self._groups(encoded, n, params)
 
     def _groups(self, prompts: list[Prompt], n: int, params: SamplingParams) -> Iterator[Group]:
         self._settle()
@@ -123,26 +123,28 @@ class VLLMSampler:
                 else min(params.max_tokens, self.context - len(prompt.token_ids))
             )
             key = sequence_key(seed, prompt.uid, occurrence, 0) % 2**31 if self.is_cuda else None
-            engine.add_request(name, {"prompt_token_ids": list(prompt.token_ids)}, self._asked(params, n, room, key))
+            engine.add_request(
+                name, {"prompt_token_ids": list(prompt.token_ids)}, self._vllm_params(params, n, room, key)
+            )
             waiting[name] = prompt
         try:
             while waiting:
                 self.check_stop()
                 for output in engine.step():
-                    if output.finished and (found := waiting.pop(_name(output.request_id), None)) is not None:
+                    if output.finished and (finished_prompt := waiting.pop(_name(output.request_id), None)) is not None:
                         answers = sorted(output.outputs, key=lambda answer: answer.index)
-                        yield Group(prompt=found, completions=tuple(map(self._completion, answers)))
+                        yield Group(prompt=finished_prompt, completions=tuple(map(self._completion, answers)))
         finally:
             if waiting:  # the caller stopped early: abort the rest
                 engine.abort_request(list(waiting))
             if self.sleeps:
                 self.sleep.sleep(2)
 
-    def _asked(self, params: SamplingParams, n: int, room: int, seed: int | None) -> Any:
-        from vllm import SamplingParams as Asked
+    def _vllm_params(self, params: SamplingParams, n: int, room: int, seed: int | None) -> Any:
+        from vllm import SamplingParams as VLLMParams
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-        return Asked(
+        return VLLMParams(
             n=n,
             temperature=params.temperature,
             top_p=params.top_p,

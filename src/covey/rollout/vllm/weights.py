@@ -79,13 +79,13 @@ def _merged(policy: Any, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Ten
     for name, weight in state.items():
         if is_adapted and (".lora_" in name or ".modules_to_save." in name):
             continue
-        found = weight.detach()
+        merged = weight.detach()
         owner = places.get(id(weight), "").removesuffix(".base_layer.weight")
         if owner in layers and name.endswith(".base_layer.weight"):
             layer = layers[owner]
             for adapter in layer.active_adapters:
-                found = found + layer.get_delta_weight(adapter).to(found.dtype)
-        yield name.replace(".base_layer.", "."), found
+                merged = merged + layer.get_delta_weight(adapter).to(merged.dtype)
+        yield name.replace(".base_layer.", "."), merged
 
 
 @torch.no_grad()
@@ -244,11 +244,11 @@ def _add_digest(sums: dict[str, int], name: str, weight: Tensor) -> None:
     sums[block] = (sums.get(block, 0) + digest_of(weight)) % 2**64
 
 
-def differing_blocks(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+def differing_blocks(expected: Mapping[str, str], digests: Mapping[str, str]) -> list[str]:
     """Blocks with different digests. Raises ValueError if the sets of blocks differ."""
-    if expected.keys() != found.keys():
-        raise ValueError(sorted(expected.keys() ^ found.keys())[:3])
-    return sorted(block for block, one in expected.items() if found[block] != one)
+    if expected.keys() != digests.keys():
+        raise ValueError(sorted(expected.keys() ^ digests.keys())[:3])
+    return sorted(block for block, digest in expected.items() if digests[block] != digest)
 
 
 def safe_name(text: str) -> str:

@@ -22,9 +22,9 @@ _EYE_ROWS = 512
 def block_of(name: str) -> str:
     """The part of a layer that a weight belongs to: `layers.3.self_attn`; outside layers the module, such as `embed_tokens`."""
     parts = [part for part in name.split(".") if part != "base_layer"]
-    found = re.search(r"(?:^|\.)(\w+)\.(\d+)\.(\w+)", ".".join(parts))
-    if found:
-        return ".".join(found.groups())
+    match = re.search(r"(?:^|\.)(\w+)\.(\d+)\.(\w+)", ".".join(parts))
+    if match:
+        return ".".join(match.groups())
     return parts[-2] if len(parts) > 1 else parts[-1]
 
 
@@ -88,7 +88,7 @@ def weights_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters by name, with the values that the kernels read.
 
     A matrix packed by a CPU kernel is recovered by multiplying with the identity, which is exact. A packed copy that
-    differs from the weight beside it adds an entry of its own, so that the digest cannot match.
+    differs from its weight adds an entry of its own, so that the digest cannot match.
     """
     modules = dict(model.named_modules())
     names = {id(weight): name for name, weight in model.named_parameters()}
