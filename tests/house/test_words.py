@@ -1,4 +1,4 @@
-"""Plain words: a sentence of a docstring or comment begins with the name of the thing in the field, not with a relative word."""
+"""Plain words: identifiers are the field's terms; a docstring or comment begins with the name of the thing, not with a relative word."""
 
 import ast
 import io
@@ -10,7 +10,61 @@ from sources import FILES, SRC, nodes_of, text_of
 
 BEGINS_BADLY = re.compile(r"(?:^|[.?!] )(?:What|Whether|Whoever|Whatever|Whose|Nobody)\b", re.IGNORECASE)
 
+PRIVATE = frozenset(
+    ("found", "given", "said", "known", "wanted", "asked", "told", "kept", "own", "taught", "branched", "beside")
+)
+"""Words that say nothing of a value; none is a part of an identifier."""
+PRIVATE_NAMES = frozenset(("one", "Against", "Compared", "_Desk", "_Hearing"))
+WRITTEN = "said"
+"""A key of events, alerts and findings as they are written: an attribute and a keyword of their classes."""
+PUBLIC = {
+    ("monitor/history.py", "said"),  # a parameter of `history.alert`, which users' detectors call
+    ("doctor/data_check/clean_copy.py", "kept"),  # a key of `covey data clean --json`
+    ("cli/data.py", "kept"),
+    ("rollout/vllm/client.py", "NOT_FOUND"),  # http.HTTPStatus
+    ("rollout/vllm/server.py", "NOT_FOUND"),
+}
+
+STILL_PRIVATE = {"rollout": 222, "learner": 127, "training": 199, "algorithms": 89, "kernels": 22}
+"""Uses of private words by room; a number may only fall. Rooms that are not here have none."""
+
 MAY_BEGIN_BADLY = re.compile(r"#.*\b(?:What|Whether|Whoever|Whatever|Whose|Nobody)\b", re.IGNORECASE)
+
+
+def private_uses_of(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Line and name of every use of an identifier with a private word."""
+    for node in nodes:
+        name = identifier_of(node)
+        is_written = isinstance(node, ast.Attribute | ast.keyword) and name == WRITTEN
+        if name and is_private(name) and not is_written:
+            yield getattr(node, "lineno", 0), name
+
+
+def identifier_of(node: ast.AST) -> str:
+    """The identifier that a node binds, uses or passes by keyword; empty for other nodes. Fields of written classes are exempt."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.ExceptHandler(name=str(name)):
+            return name
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return name
+        case ast.keyword(arg=str(name)):
+            return name
+        case ast.alias():
+            return node.asname or ""
+    return ""
+
+
+def is_private(name: str) -> bool:
+    return name in PRIVATE_NAMES or not PRIVATE.isdisjoint(name.lower().split("_"))
+
+
+def written_fields_of(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Names of annotated class fields that are keys of written files, as in `said: str`."""
+    for node in nodes:
+        for statement in node.body if isinstance(node, ast.ClassDef) else ():
+            target = statement.target if isinstance(statement, ast.AnnAssign) else None
+            if isinstance(target, ast.Name) and target.id == WRITTEN:
+                yield target
 
 
 def docstrings_of(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
@@ -95,5 +149,42 @@ def test_no_sentence_of_a_docstring_or_comment_begins_with_a_relative_word():
         f"{file.relative_to(SRC)}:{line}: {text[:100]}"
         for file in FILES
         for line, text in offences_of(text_of(file), nodes_of(file))
+    ]
+    assert not offences, "\n" + "\n".join(offences)
+
+
+def test_the_check_finds_private_identifiers_and_leaves_written_keys():
+    source = (
+        "def taught(given, *, x):\n    for one in given:\n        f(known_ids=one.asked)\n"
+        "class Alert:\n    said: str\n    own: int\nAlert(said=alert.said, twenty_one=1)\n"
+    )
+    nodes = list(ast.walk(ast.parse(source)))
+    exempt = set(written_fields_of(nodes))
+    uses = private_uses_of(node for node in nodes if node not in exempt)
+    assert sorted(name for _, name in uses) == ["asked", "given", "given", "known_ids", "one", "one", "own", "taught"]
+
+
+def test_identifiers_are_the_fields_terms():
+    """The private words are in PRIVATE: a value is named by what it is, such as `rows`, `checkpoint` or `reply`."""
+    uses: dict[str, list[str]] = {}
+    for file in FILES:
+        exempt = set(written_fields_of(nodes_of(file)))
+        path = file.relative_to(SRC).as_posix()
+        for line, name in private_uses_of(node for node in nodes_of(file) if node not in exempt):
+            if (path, name) not in PUBLIC:
+                uses.setdefault(path.partition("/")[0], []).append(f"{path}:{line}: {name}")
+    more = {room: lines for room, lines in uses.items() if len(lines) > STILL_PRIVATE.get(room, 0)}
+    counts = ", ".join(f"{room} {len(lines)} of {STILL_PRIVATE.get(room, 0)}" for room, lines in more.items())
+    assert not more, f"{counts}\n" + "\n".join(line for lines in more.values() for line in lines)
+
+
+def test_no_comment_or_docstring_says_beside():
+    """Next to, in addition to, in the same folder as, at the same time as: the relation that is meant."""
+    offences = [
+        f"{file.relative_to(SRC)}:{line}: {text[:120]}"
+        for file in FILES
+        if file.relative_to(SRC).parts[0] not in STILL_PRIVATE and "beside" in text_of(file).lower()
+        for line, text in [*docstrings_of(nodes_of(file)), *comments_of(text_of(file))]
+        if re.search(r"\bbeside\b", text, re.IGNORECASE)
     ]
     assert not offences, "\n" + "\n".join(offences)

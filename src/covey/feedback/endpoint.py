@@ -305,7 +305,7 @@ class LearningEndpoint:
         name = (
             f"{entry['model']} version {entry['version']}" if "version" in entry else f"a candidate of {entry['model']}"
         )
-        sentence = "; ".join(verdict.said for verdict in made.verdicts)
+        sentence = "; ".join(verdict.sentence for verdict in made.verdicts)
         logger.warning("%s was %s after %d scores: %s.", name, entry["outcome"], entry["conversations"], sentence)
 
     @property

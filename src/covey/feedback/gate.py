@@ -32,7 +32,7 @@ class Verdict:
         return self.low > -self.tolerance
 
     @property
-    def said(self) -> str:
+    def sentence(self) -> str:
         """Example: `reward 0.420 -> 0.465 on 300 prompts, difference +0.045 (95% +0.012 to +0.077), tolerance 0.02`."""
         return (
             f"reward {self.served:.3f} -> {self.candidate:.3f} on {self.prompts} prompts, difference {self.difference:+.3f} "

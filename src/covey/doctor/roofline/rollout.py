@@ -21,7 +21,7 @@ SiLU, and two of attention (`tests/rollout/test_decode_launches.py` counts them)
 KERNELS_OF_MODULES = 40
 """Of a layer of other families, which transformers' modules compute: about."""
 KERNELS_OF_A_STEP = 7
-"""Beside the layers: the embedding, the last norm, the head, two of the draw, and two of the cache."""
+"""On top of the layers: the embedding, the last norm, the head, two of the draw, and two of the cache."""
 PASSES_OF_LOGITS = 2
 """The head writes the logits of a step, and the draw reads them."""
 VLLM_KERNELS_OF_A_LAYER = 7

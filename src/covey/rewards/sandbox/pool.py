@@ -265,7 +265,7 @@ class _Jail:
         tests: bytes | None = None,
         where: str = "",
     ) -> ProcessOutput:
-        """Run one program to its verdict or its end, or until the time `until`; `where`: its tests run `apart`, or in its process ("beside")."""
+        """Run one program to its verdict or its end, or until the time `until`; `where`: its tests run `apart`, or in its process."""
         watched = ProcessOutput()
         pipes = {name: os.pipe() for name in ("stdout", "stderr", *(["verdict"] if tests is not None else []))}
         files = {"code": _file(source), "stdin": _file(stdin), **({"tests": _file(tests)} if tests is not None else {})}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """Statements, which need to run beside the program or not, or pairs of input and expected output."""
+    """Statements, which need to run in the program's process or not, or pairs of input and expected output."""
 
     count: int = 0
     setup: str = ""
