@@ -255,10 +255,8 @@ def dtype_of(value: Any) -> Any:
     name = value
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        accepted = ["auto", "float32", "bfloat16", "float16"]
-        raise ConfigError(
-            f"dtype {name!r} is not known.{did_you_mean(name, accepted)} Use one of {', '.join(accepted)}."
-        )
+        names = ["auto", "float32", "bfloat16", "float16"]
+        raise ConfigError(f"dtype {name!r} is not known.{did_you_mean(name, names)} Use one of {', '.join(names)}.")
     return dtype
 
 

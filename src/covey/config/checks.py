@@ -94,13 +94,9 @@ def misfit(values: Mapping[str, Any], types: Mapping[str, Any], error: Exception
 
 def _fits(value: Any, kind: Any) -> bool:
     """True if a value fits this annotation, judged by its outermost type."""
-    kinds = (
-        [get_origin(member) or member for member in get_args(kind)]
-        if get_origin(kind) in (Union, UnionType)
-        else [kind]
-    )
-    kinds = [get_origin(member) or member for member in kinds]
-    plain = tuple(member for member in kinds if isinstance(member, type) and member is not Any)
+    kinds = [get_origin(arg) or arg for arg in get_args(kind)] if get_origin(kind) in (Union, UnionType) else [kind]
+    kinds = [get_origin(arg) or arg for arg in kinds]
+    plain = tuple(arg for arg in kinds if isinstance(arg, type) and arg is not Any)
     return len(plain) < len(kinds) or isinstance(value, plain) or (float in plain and isinstance(value, int))
 
 
@@ -357,8 +353,8 @@ def settle_asynchrony(config: Any, changed: Mapping[str, Any]) -> None:
         return
     if config.rollout_backend == "vllm" and config.vllm_mode == "server":
         for name in ("rollout_workers", "rollout_device", "rollout_placement"):
-            if name in given:
-                logger.warning("%s=%r changes nothing here: the vLLM server writes the rollouts.", name, given[name])
+            if name in changed:
+                logger.warning("%s=%r changes nothing here: the vLLM server writes the rollouts.", name, changed[name])
     for name in ("ema_decay", "soup_steps"):
         if getattr(config, name) is not None:
             raise ConfigError(

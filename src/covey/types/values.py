@@ -254,9 +254,7 @@ def episodes_in(groups: Sequence[Group]) -> tuple[tuple[EpisodeNotes | None, ...
 
 def of_policy(groups: Sequence[Group]) -> list[Group]:
     """Groups with the policy's completions only, without those of ensemble members; completions of a data set count as the policy's."""
-    places = lambda group: [
-        i for i, completion in enumerate(group.completions) if completion.source in ("policy", "data")
-    ]
+    places = lambda group: [i for i, answer in enumerate(group.completions) if answer.source in ("policy", "data")]
     return [group if len(at := places(group)) == group.size else group.take(at) for group in groups]
 
 
