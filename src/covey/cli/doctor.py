@@ -75,7 +75,7 @@ def case_of(args: Args) -> Case:
 
 
 def predicted_peak(args: Args, config: Any, dataset: Any, prompt_tokens: int) -> int:
-    """Bytes of the estimate that `covey train --dry-run` shows, behind prompts of this length."""
+    """Peak memory in bytes as `covey train --dry-run` estimates it, for prompts of this length."""
     from covey.cli.plan import memory_of
     from covey.config.grpo_config import batch_arithmetic
 
@@ -94,7 +94,7 @@ _APART = {"memory": "covey.cli.doctor_memory", "plan": "covey.cli.doctor_plan"}
 
 class _Doctor(Verb):
     def __call__(self, arguments: Sequence[str]) -> int:
-        """`covey doctor memory` and `plan` are verbs of their own, unless a file has that name; the word may stand behind options."""
+        """`covey doctor memory` and `plan` are subcommands, unless a file has that name; the word may follow options."""
         taking = {flag.spelled for flag in self.flags() if not flag.is_switch} | {"--gpus"}
         words = [word for i, word in enumerate(arguments) if word in _APART and not (i and arguments[i - 1] in taking)]
         if not words or Path(words[0]).exists():

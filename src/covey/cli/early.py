@@ -28,7 +28,7 @@ def option_types() -> Mapping[str, Any]:
 
 
 def refuse_early(overrides: Mapping[str, Any]) -> None:
-    """Raise ConfigError for what GRPOConfig would refuse in these options, as far as it takes no machine to say so."""
+    """Raise ConfigError for what GRPOConfig would refuse in these options, except for checks that need the hardware."""
     defaults = {field.name: _literal(field.default) for field in all_fields()}
     draft = SimpleNamespace(**{**defaults, **overrides})
     changed = {name: value for name, value in overrides.items() if options.is_changed(value, defaults.get(name))}

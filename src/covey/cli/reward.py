@@ -162,7 +162,7 @@ def _show(name: str, examination: Examination | None, verdicts: list[Verdict], n
 
 
 def _alike(tried: Sequence[Tried]) -> list[list[Tried]]:
-    """Completions of garbage that all got one and the same score stand on one line; every other stands alone."""
+    """Groups of garbage probes with one and the same score, shown on one line; every other probe is alone."""
     groups: list[list[Tried]] = []
     at: dict[tuple[str, float], list[Tried]] = {}
     for trial in tried:

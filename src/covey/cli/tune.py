@@ -44,7 +44,7 @@ def flags() -> tuple[Flag, ...]:
 
 
 def run(args: Args) -> int:
-    """Search until so many trials have ended; the same command continues an interrupted search."""
+    """Search until `--trials` trials have ended; the same command continues an interrupted search."""
     tuning = tuning_of(args)
     from covey.runs.lock import FolderLock
     from covey.runs.signals import StopRequest

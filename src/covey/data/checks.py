@@ -24,7 +24,7 @@ def row_of(index: int | str, name: str) -> str:
 
 
 def row_at(dataset: Any, index: int, name: str = "the data set") -> Mapping[str, Any]:
-    """A row as Python values. DataError for one that has none, such as bytes that are no text or two fields of one name."""
+    """A row as Python values. Raises DataError for one that cannot be converted, such as undecodable bytes or two fields of one name."""
     try:
         row: Mapping[str, Any] = dataset[index]
     except (ValueError, KeyError, OverflowError) as error:  # a UnicodeDecodeError is a ValueError

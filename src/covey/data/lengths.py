@@ -56,7 +56,7 @@ def longest_prompt(dataset: Any, tokenizer: Any, template: Mapping[str, Any], na
 
 
 def _sizes(prompt: Any) -> tuple[int, int]:
-    """Bytes of a prompt, and those that are no ASCII letters, which have most tokens."""
+    """Bytes of a prompt in UTF-8, and how many of them are not ASCII letters: those take the most tokens."""
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, default=str, ensure_ascii=False)
     encoded = text.encode(errors="replace")
     return len(encoded), len(encoded.translate(None, _LETTERS))

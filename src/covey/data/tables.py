@@ -125,7 +125,7 @@ def _columns_in(whole: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def line_fault(line: bytes) -> str | None:
-    """Fault of a line that is no JSON object, in a few words; None for an object or a blank line."""
+    """Short description of why a line is no JSON object; None for an object or a blank line."""
     if not line.strip():
         return None
     try:

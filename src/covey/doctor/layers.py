@@ -45,7 +45,7 @@ def shortened(config: Any, layers: int) -> Any:
 
 
 def continued(small: T, large: T, few: tuple[int, int], layers: int) -> T:
-    """A dataclass of numbers at `layers` layers, from those at the two counts `few`, on a line; what is no number is of `large`."""
+    """Extrapolate every number of a dataclass linearly from two layer counts, `few`, to `layers`; other fields are those of `large`."""
     values = {}
     for item in fields(large):  # type: ignore[arg-type]
         at, beyond = getattr(small, item.name), getattr(large, item.name)

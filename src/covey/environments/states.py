@@ -11,7 +11,7 @@ from covey.types import Message
 
 
 def states_of(messages: Sequence[Message], first: Any = ()) -> tuple[str, ...]:
-    """[K], for each of the assistant's messages a key of what stands between it and the one before; `first` is before them all."""
+    """[K] state keys: for each of the assistant's messages, a hash of the messages since the one before; `first` precedes all."""
     keys, seen = [], [first]
     for message in messages:
         if message["role"] != "assistant":
@@ -23,7 +23,7 @@ def states_of(messages: Sequence[Message], first: Any = ()) -> tuple[str, ...]:
 
 
 def state_before(messages: Sequence[Message]) -> str:
-    """Key of the messages behind the assistant's last one."""
+    """State key: a hash of the messages after the assistant's last one."""
     is_answer = [message["role"] == "assistant" for message in messages]
     new = messages[len(is_answer) - is_answer[::-1].index(True) :] if any(is_answer) else messages
     return digest([_role_and_content(message) for message in new])

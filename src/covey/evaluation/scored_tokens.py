@@ -112,7 +112,7 @@ def _prefill(scorer: TokenScorer, ids: Sequence[int]) -> ScoredTokens:
 
 
 def _generated(scorer: TokenScorer, ids: Sequence[int]) -> ScoredTokens:
-    """A completion of its own with `logprobs`, as far as the texts of its tokens name one token id each.
+    """A completion drawn with `logprobs`, up to the first token whose text several token ids share.
 
     At temperature 1, where raw and processed log-probabilities are the same.
     """

@@ -94,7 +94,7 @@ class Search:
         return self._failed[-1] if len(self._failed) >= _FAILURES_IN_A_ROW else 0
 
     def following(self) -> Attempt | None:
-        """A trial that begins now, or goes on; None where there are enough."""
+        """The next trial, new or interrupted; None where there are enough."""
         tuning, study = self._tuning, self._study
         if self._stop.requested or self.code or num_ended(study) + len(self._running) >= tuning.trials:
             return None
@@ -110,7 +110,7 @@ class Search:
         return Attempt(trial=trial, place=place, watch=Watch(place, tuning.metric, trial))
 
     def settle(self, attempt: Attempt, ended: child.Ended) -> None:
-        """Tell the study how a trial ended; one that was stopped with the search goes on another time."""
+        """Tell the study how a trial ended; one that was stopped with the search is continued later."""
         self._running.discard(attempt.number)
         if self._stop.requested:
             return

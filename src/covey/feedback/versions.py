@@ -21,7 +21,7 @@ _LARGEST = 16 * 2**20
 
 
 class Versions:
-    """The versions of every model that learns. Version 0 is the model as it was given; numbers are never used twice.
+    """The versions of every model that learns. Version 0 is the original model; numbers are never reused.
 
     `state.json` changes by one rename, so a process that is killed leaves the served version as it was.
     """

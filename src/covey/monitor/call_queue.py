@@ -88,7 +88,7 @@ class CallQueue:
         return is_whole
 
     def close(self, longest_seconds: float = 600.0) -> None:
-        """`flush`, and end the thread; one that is stuck in a call is left behind, and ends with the process."""
+        """`flush`, then end the thread; a thread that hangs in a call ends with the process."""
         if self._thread is None:
             return
         is_whole = self.flush(longest_seconds)

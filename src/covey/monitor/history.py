@@ -117,7 +117,7 @@ def shift(before: Sequence[float], after: Sequence[float]) -> Shift:
 
 
 def normal_deviate(t: float, freedom: float) -> float:
-    """The normal deviate as rare as Student's t of so many degrees of freedom, to within a percent: Wallace 1959.
+    """Normal deviate with the tail probability of Student's t, to within a percent: Wallace 1959.
 
     A variance from m differences of neighbours is as sure as one of 2m/3 degrees of freedom (von Neumann 1941).
     """

@@ -29,7 +29,7 @@ _LONGEST = 5000
 
 
 class Trackers(TrainerCallback):
-    """Stands in front of the trackers' own callbacks, which start a new run at every start of training.
+    """Proxy of the trackers' callbacks, which would start a new run whenever training starts.
 
     W&B and Trackio get a name or an id that is the same after a resume; MLflow's run is found by its tag and opened again.
     As an outlet of alerts: `wandb.alert` and `trackio.alert`, a tag of the MLflow run, a text in TensorBoard.

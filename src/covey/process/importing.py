@@ -74,7 +74,7 @@ class ImportProgress(MetaPathFinder):
 
 
 def show_imports(counter: Counter | None = None, *, roots: Sequence[str] = HEAVY, header: str = _WHAT) -> None:
-    """Show the heavy imports of this process from here on: once, in the main process of a run, if they lie ahead."""
+    """Show progress of this process's heavy imports: once, in the main process of a run, if they are still to come."""
     is_shown = any(isinstance(finder, ImportProgress) for finder in sys.meta_path)
     if is_shown or "torch" in sys.modules or sys.stderr is None or not _is_main():
         return

@@ -227,7 +227,7 @@ def row_of_each(values: Tensor, length: int, like: Tensor) -> Tensor:
 
 
 def shard_size(value: Tensor, processes: int) -> int:
-    """Elements of the largest shard over so many processes; all but the last ones have as many."""
+    """Elements of the largest shard: all but the last processes have this many."""
     return math.ceil(len(value) / processes) * (value.numel() // len(value))
 
 

@@ -151,7 +151,7 @@ def load_classifier(source: str, device: torch.device) -> ModelReward:
 
 
 def load_head(auto: str, source: str, num_labels: int) -> tuple[Any, Any]:
-    """A float32 model of transformers' class `auto` with so many labels, and its tokenizer. A head that is missing starts anew.
+    """A float32 model of transformers' class `auto` with a head of this many labels, and its tokenizer. A missing head is initialized.
 
     Raises ModelError for what cannot be loaded.
     """

@@ -58,7 +58,7 @@ class StateError(CoveyError, TypeError):
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """A tree as it was at one moment, ready to be written at another."""
+    """A copy of a tree at one moment, to be written later."""
 
     document: Mapping[str, Any]
     tensors: Mapping[str, Tensor]

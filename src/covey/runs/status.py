@@ -60,7 +60,7 @@ def _has_ended(process: int) -> bool:
 
 
 def _words(process: int) -> list[str]:
-    """The fields of `/proc/PID/stat` after the name; none where there is no such file."""
+    """Fields of `/proc/PID/stat` after the name; empty if the process does not exist."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -339,7 +339,7 @@ def _completion(run: _Run, start: int, version: int) -> Completion:
 
 
 def _placed(episode: Episode, start: int) -> Completion:
-    """The episode behind the first `start` tokens of its prompt; the rest of the prompt was not written by the model."""
+    """The episode as a completion of the first `start` tokens of its prompt; its mask is False on the rest of the prompt."""
     rest = list(episode.prompt.token_ids[start:])
     done = episode.completion
     assert done.mask is not None and done.logprobs is not None  # episodes have both  # noqa: PT018

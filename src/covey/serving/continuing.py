@@ -29,7 +29,7 @@ class Answered:
 
 
 def continued(prompt: Prompt, answered: Sequence[Answered], eos_ids: Sequence[int]) -> Prompt:
-    """The prompt behind the answer that it goes on from, the longest first; as it is where it goes on from none."""
+    """The prompt with the drawn tokens of the longest earlier answer that it continues; unchanged if it continues none."""
     if prompt.messages is None:
         return prompt
     for call in sorted(answered, key=lambda candidate: -len(candidate.prompt.messages or ())):

@@ -133,5 +133,5 @@ def _episode(path: Sequence[_Node]) -> Episode:
 
 
 def state_of(prompt: Prompt) -> str:
-    """Key of what a prompt shows since the assistant's last message; of all its tokens, where it is no chat."""
+    """State key: a hash of the messages since the assistant's last one; of all tokens where the prompt is no chat."""
     return digest(prompt.token_ids) if prompt.messages is None else state_before(prompt.messages)

@@ -44,7 +44,7 @@ class Source(Protocol):
 
 
 class FollowFile:
-    """A JSON Lines file that grows. The place is the byte behind a line; a last line without its end is left for later.
+    """A JSON Lines file that grows. The position is the byte offset after a line; an unfinished last line is read later.
 
     A file that is shorter than the place was replaced, and is read from its start. One that was never there has no rows yet.
     """
@@ -167,7 +167,7 @@ class FollowIterable:
 
 
 def _lines(path: Path, start: int, limit: int) -> Iterator[tuple[int, Mapping[str, Any] | DataError]]:
-    """Up to `limit` whole lines from byte `start`, blank ones left out, each with the byte behind it."""
+    """Up to `limit` whole lines from byte `start`, each with the offset of the next; blank lines are skipped."""
     with path.open("rb") as file:
         file.seek(start)
         count = 0

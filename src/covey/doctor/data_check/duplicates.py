@@ -1,4 +1,4 @@
-"""Duplicate rows, exact or near. The index lies on disk, but for two bytes a row."""
+"""Duplicate rows, exact or near. The index is on disk, except for two bytes a row."""
 
 from __future__ import annotations
 

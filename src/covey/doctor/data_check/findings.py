@@ -19,7 +19,7 @@ Action = Literal["drop", "change", "look"]
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One thing that can be wrong."""
+    """A kind of fault."""
 
     name: str
     title: str
@@ -96,7 +96,7 @@ KINDS: Mapping[str, Kind] = {kind.name: kind for kind in _ALL}
 
 
 class Findings:
-    """Findings by kind, each with its row numbers; all but the last few lie on disk."""
+    """Findings by kind, each with its row numbers; all but the last few are on disk."""
 
     def __init__(self) -> None:
         self._by_kind: dict[str, Spill] = {}

@@ -23,7 +23,7 @@ Hashes = numpy.ndarray[Any, numpy.dtype[numpy.uint64]]
 
 
 class Words:
-    """Words of texts as 64-bit numbers. Remembers the words that it has seen, up to so many, which only saves time."""
+    """Hashes of the words of texts, 64 bits each, with a bounded cache."""
 
     def __init__(self) -> None:
         self._ids: dict[str, int] = {}
@@ -67,7 +67,7 @@ def same_text(text: str) -> int:
 
 
 def numbers_in(text: str) -> int:
-    """A number that two texts share when the same numbers stand in them in the same order."""
+    """Hash of the sequence of numbers in a text: equal for texts with the same numbers in the same order."""
     return xxhash.xxh3_64_intdigest(" ".join(number_list(text)).encode())
 
 

@@ -75,7 +75,7 @@ class Spill:
             yield start, self.read(start, start + size)
 
     def within(self, low: int, high: int, field: str | None = None) -> tuple[Records, Records]:
-        """The places and the records whose number (or `field`) lies from `low` to below `high`, in their order."""
+        """Places and records whose number (or `field`) is in [low, high), in order."""
         places, records = [numpy.zeros(0, numpy.int64)], [numpy.zeros(0, self.kind)]
         for start, chunk in self.chunks():
             numbers = chunk if field is None else chunk[field]
@@ -129,7 +129,7 @@ def order_statistic(values: Sequence[float] | Records, counts: Sequence[int] | R
 
 
 def median(values: numpy.ndarray, counts: numpy.ndarray) -> float:
-    """Of the list in which each value stands as often as its count says."""
+    """Median of values with counts."""
     order = numpy.argsort(values, kind="stable")
     values, counts = values[order], counts[order]
     size = int(counts.sum())

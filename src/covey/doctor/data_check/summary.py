@@ -89,7 +89,7 @@ class Summary:
 
 
 def summary(inspection: Inspection, num_examples: int = 3) -> Summary:
-    """The findings in figures, each with its first rows as examples; the source is read again as far as the last of these."""
+    """Counts of the findings, each with its first rows as examples; the source is read again up to the last example."""
     findings = inspection.findings
     first = {}
     for kind in findings.kinds():

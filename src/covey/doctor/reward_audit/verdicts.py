@@ -20,7 +20,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Verdict:
-    """One thing that is wrong with a reward, or worth knowing."""
+    """A finding about a reward: a fault, or a remark."""
 
     level: Level
     check: str

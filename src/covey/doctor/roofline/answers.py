@@ -82,7 +82,7 @@ def _answer_of(plan: Estimate, other: Estimate, change: str, must: float = PAYS)
 
 
 def _on(setup: Setup, gpus: int) -> Setup | None:
-    """The same completions a step on so many GPUs; None where they cannot be shared out."""
+    """The same step on another number of GPUs; None where its completions do not divide among them."""
     args = copy.copy(setup.args)
     if args.gradient_accumulation_steps % 2 == 0:
         args.gradient_accumulation_steps //= 2

@@ -52,7 +52,7 @@ class Setup:
         )
 
     def with_rows(self, rows: int) -> Setup:
-        """The same with so many completions in a micro-batch of one device."""
+        """The same setup with this many completions in a device's micro-batch."""
         args = copy.copy(self.args)
         args.per_device_train_batch_size, args.max_tokens_per_microbatch = rows, None
         return replace(self, args=args)

@@ -62,7 +62,7 @@ class Decoding:
     """True: the keys of a prompt are read once for its group; False: by each completion."""
 
     def seconds(self, completions: int, group: int, prompt: int, mean: float, longest: int) -> float:
-        """Of `completions` in groups of `group` behind prompts of `prompt` tokens.
+        """Seconds to sample `completions` in groups of `group`, after prompts of `prompt` tokens.
 
         Lengths are exponential, cut at `longest`, with this mean; all are `longest` where the mean is. So few are still running
         at the end, and their steps read the weights all the same.
@@ -80,12 +80,12 @@ class Decoding:
         return steps + max(0.0, waves - 1) * full + prefill
 
     def rate(self, completions: int, prompt: int, mean: float) -> float:
-        """Tokens a second while so many are running without end."""
+        """Tokens a second at a constant number of running completions."""
         slots = max(1, min(completions, int(self.room // max(1, self.key_bytes * (mean + prompt)))))
         return slots / self._step(slots, prompt, mean / 2, 1)
 
     def _step(self, running: float, prompt: float, written: float, group: int) -> float:
-        """Seconds of a step of `running` completions, each `written` tokens behind a prompt of its group."""
+        """Seconds of a decoding step of `running` completions that have `written` tokens each after the prompt of their group."""
         prompts = running / group if self.shares_prompts else running
         read = self.weights + self.key_bytes * (prompts * prompt + running * written) + self.logit_bytes * running
         computed = 2 * self.parameters * running

@@ -43,7 +43,7 @@ class Trouble:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One thing changed."""
+    """A counterfactual: the step with one change."""
 
     kind: str
     """learning_rate, reward, group, slice, stale, scale, reference or clip."""

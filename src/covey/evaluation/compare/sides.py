@@ -53,7 +53,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One thing in which the sides differ."""
+    """A recorded value in which the sides differ."""
 
     area: str
     """config, model, algorithm, rewards, sources (files of the user's own), dataset, versions, hardware or git."""

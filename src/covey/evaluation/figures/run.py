@@ -16,7 +16,7 @@ from covey.runs import metrics, rollouts
 
 
 class Run:
-    """One run folder, read anew at every question, so that it may still be training.
+    """A run folder; every access reads the files again, so the run may still be training.
 
     Raises RunFolderError for a folder that is no run.
     """

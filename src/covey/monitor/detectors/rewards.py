@@ -214,7 +214,7 @@ def _is_solved(seen: History, share: float) -> bool:
 
 
 def _signal(seen: History) -> dict[str, float]:
-    """Metrics that explain why a reward stands still."""
+    """Metrics that explain why a reward does not rise."""
     names = ("frac_reward_zero_std", "groups/all_pass", "groups/all_fail", "update/all", "grad_norm", "learning_rate")
     return {name: fmean(seen[name].last(10)) for name in names if seen[name].count}
 

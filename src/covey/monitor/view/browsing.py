@@ -1,4 +1,4 @@
-"""Lists of groups, one group whole, and how rewards lie over the steps."""
+"""Lists of groups, single groups, and the distribution of rewards over the steps."""
 
 from __future__ import annotations
 

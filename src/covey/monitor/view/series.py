@@ -127,7 +127,7 @@ class SeriesIndex:
         return True
 
     def _leave_out(self, columns: dict[str, np.ndarray], rows: int) -> None:
-        """Take away new metrics for which there is no room."""
+        """Drop new metrics beyond the limit."""
         room = min(_MOST_METRICS, _MOST_NUMBERS // (2 * max(rows, 1024)))
         new = [name for name in columns if name not in self._columns and name not in ("step", "time")]
         for name in new[max(0, room - len(self._columns)) :]:

@@ -134,7 +134,7 @@ class Numeric:
 
 @lru_cache(maxsize=256)
 def _decimal(value: float) -> Fraction:
-    """The number as it was written: 0.29 is 29/100, not the nearest binary fraction."""
+    """The exact decimal value: 0.29 is 29/100, not the nearest binary fraction."""
     return Fraction(str(value))
 
 

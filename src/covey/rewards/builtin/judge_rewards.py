@@ -166,7 +166,7 @@ class PairwiseJudgeReward:
     def _pairs(
         self, tasks: Sequence[str], texts: list[str], columns: Mapping[str, Any]
     ) -> tuple[list[str], list[tuple[int, int]]]:
-        """Everyone's text, and who meets whom; references stand behind the completions."""
+        """Texts of all players, completions first, then references, and the pairs that are compared."""
         if self.against == "reference":
             column = columns.get(self.reference_column)
             if column is None:
@@ -214,7 +214,7 @@ class PairwiseJudgeReward:
 
 
 def question(rubric: str, parts: Mapping[str, str], order: str, form: str) -> list[Message]:
-    """The messages for a judge. Untrusted text stands between random marks that its author could not predict."""
+    """The messages for a judge. Untrusted text is enclosed in random marks that its author could not predict."""
     longest = max(parts, key=lambda name: len(parts[name]))
     if len(parts[longest]) > _LONGEST:
         raise ValueError(f"{longest.lower()} has {len(parts[longest])} characters; a judge is shown at most {_LONGEST}")

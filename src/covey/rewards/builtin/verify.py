@@ -103,7 +103,7 @@ class Verifier:
 
 
 def _wall(seconds: float) -> float:
-    """Seconds on the clock for so many of processor time: others may use the processor; a process of its own has it alone."""
+    """Wall-clock limit for a limit of processor time: others may use the processor; a process of its own has it alone."""
     return 10 * seconds + 10 if hasattr(os, "fork") else seconds
 
 

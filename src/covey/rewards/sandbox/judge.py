@@ -257,7 +257,7 @@ def _both(name: str) -> Any:
 
 
 class Remote:
-    """Stands for an object in the process of the code under test."""
+    """Proxy of an object in the process of the code under test."""
 
     def __init__(self, link: _Link, number: int) -> None:
         object.__setattr__(self, "_link", link)

@@ -109,7 +109,7 @@ class Record:
         self._held: dict[int, bool] = {}
 
     def note(self, number: int, value: Any, is_truth: bool) -> Any:
-        """`value`, which the comparison `number` came to."""
+        """Record and return `value`, the result of comparison `number`."""
         self._true[number] = (_is_true(value) if is_truth else value is True) and self._true.get(number, True)
         return value
 
