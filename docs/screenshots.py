@@ -1,6 +1,7 @@
 """Pictures of the built site at the width of a desk and of a phone, light and dark: `.venv/bin/python docs/screenshots.py`.
 
-Fails if a page is wider than its window, says an error to the console, or asks another host for anything. Needs `make docs` first, and a Chromium.
+Fails if a page is wider than its window or off its centre, prints an error to the console, or requests anything of another host. Needs
+`make docs` first, a Chromium, and a font with Chinese characters (`fonts-wqy-microhei`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from playwright.sync_api import sync_playwright
 
 HTML = Path(__file__).parents[1] / ".site" / "html"
 OUT = HTML.parent / "pictures"
-SIZES = {"desk": (1360, 900), "phone": (390, 844)}
+SIZES = {"desk": (1440, 900), "phone": (390, 844)}
 PAGES = (
     "index.html",
     "readme.html",
@@ -29,7 +30,17 @@ PAGES = (
     "reference/algorithms.html",
     "zh/index.html",
     "zh/choosing.html",
+    "zh/from-trl.html",
+    "zh/troubleshooting.html",
+    "zh/plan.html",
+    "zh/distributed.html",
+    "zh/algorithms.html",
 )
+OFF_CENTRE = """() => {
+  const box = document.querySelector(".md-content__inner").getBoundingClientRect();
+  return (box.left + box.right - document.body.clientWidth) / 2;
+}"""
+"""Pixels between the middle of the text and that of the window, without its scrollbar."""
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -66,6 +77,9 @@ def main() -> int:
                     wide = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
                     if wide > 0:
                         wrong.append(f"{name} at {size}: {wide} pixels wider than its window")
+                    off = page.evaluate(OFF_CENTRE)
+                    if abs(off) > 1:
+                        wrong.append(f"{name} at {size}: its text is {off} pixels off the centre")
                 page.close()
         browser.close()
     print("\n".join(wrong) or f"{len(list(OUT.glob('*.png')))} pictures in {OUT}")

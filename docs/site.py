@@ -1,7 +1,9 @@
 """The documentation site out of the Markdown of this folder: `make docs`.
 
-Pages are copied to .site/pages, with the README, CONTRIBUTING and CHANGELOG beside them, a page of each example, and one of each public
-module, whose text is its docstrings. The navigation is the table of index.md. Zensical makes .site/html of them. Every link and anchor of the result is then followed. A warning is an error.
+Pages are copied to .site/pages, with the README, CONTRIBUTING and CHANGELOG, a page of each example, and one of each public module,
+whose text is its docstrings. The navigation is the table of index.md. Zensical makes .site/html of them. The pages of docs/zh are a site
+of their own in .site/html/zh, with their navigation, search and language. Every link and anchor of the result is then followed. A
+warning is an error.
 
     python docs/site.py            # build
     python docs/site.py --serve    # build, then show it at http://127.0.0.1:8000/
@@ -24,6 +26,18 @@ from urllib.parse import unquote
 ROOT = Path(__file__).parents[1]
 DOCS, SITE = ROOT / "docs", ROOT / ".site"
 PAGES, HTML = SITE / "pages", SITE / "html"
+CHINESE = PAGES / "zh"
+"""Place of the Chinese pages on the site; until the site is built they are in .site/pages-zh."""
+OF_CHINESE = {
+    "docs_dir: pages": "docs_dir: pages-zh",
+    "site_dir: html": "site_dir: html/zh",
+    "language: en": "language: zh",
+    "link: index.html": "link: ../index.html",
+    "link: zh/index.html": "link: index.html",
+    "name: Dark": "name: 深色",
+    "name: Light": "name: 浅色",
+}
+"""Lines of mkdocs.yml as the Chinese site has them."""
 BESIDE = {"README.md": "readme.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """Pages of the repository's root, under their names on the site."""
 EXAMPLES, LANGUAGES = ROOT / "examples", {".py": "python", ".yaml": "yaml", ".sh": "bash", ".sbatch": "bash"}
@@ -49,16 +63,17 @@ LINK = re.compile(r"\]\(([^)\s#]*)(#[^)\s]*)?\)")
 def main(arguments: list[str]) -> int:
     """Build the site; returns the exit code."""
     copy_pages()
-    built = subprocess.run(
-        [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "--config-file", str(SITE / "mkdocs.yml")],
-        cwd=SITE,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    print(built.stdout.strip())
-    if built.returncode:
-        return built.returncode
+    for settings in ("mkdocs.yml", "mkdocs-zh.yml"):
+        built = subprocess.run(
+            [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "--config-file", str(SITE / settings)],
+            cwd=SITE,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        print(built.stdout.strip())
+        if built.returncode:
+            return built.returncode
     broken = [f"{page} is not in the table of its index" for page in unlisted()] + broken_links(HTML)
     broken += [f"{name} is public and has no docstring" for name, is_said in described().items() if not is_said]
     print("\n".join(broken) or f"{len(list(HTML.rglob('*.html')))} pages in {HTML}, every link leads somewhere")
@@ -74,34 +89,53 @@ def copy_pages() -> None:
     sources |= {ROOT / name: PAGES / new for name, new in BESIDE.items()}
     shown = {**sources, **{path: page_of_example(path) for path in examples()}}
     for source, target in sources.items():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(on_site(source, target, shown), encoding="utf-8")
+        file_of(target).parent.mkdir(parents=True, exist_ok=True)
+        file_of(target).write_text(on_site(source, target, shown), encoding="utf-8")
     for path, text in examples().items():
         page_of_example(path).parent.mkdir(parents=True, exist_ok=True)
         page_of_example(path).write_text(text, encoding="utf-8")
     for other in (*DOCS.glob("*.css"), *DOCS.rglob("*.png"), *DOCS.rglob("*.svg")):
         (PAGES / other.relative_to(DOCS)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(other, PAGES / other.relative_to(DOCS))
+    shutil.copy(DOCS / "site.css", file_of(CHINESE / "site.css"))
     (PAGES / "reference").mkdir()
     for name, text in reference().items():
         (PAGES / "reference" / name).write_text(text, encoding="utf-8")
     settings = (DOCS / "mkdocs.yml").read_text(encoding="utf-8")
-    (SITE / "mkdocs.yml").write_text(
-        f"{settings}\nnav: {json.dumps(navigation(), ensure_ascii=False)}\n", encoding="utf-8"
-    )
+    write_settings("mkdocs.yml", settings, navigation())
+    for line, chinese in OF_CHINESE.items():
+        assert line in settings, f"docs/mkdocs.yml has no {line}"
+        settings = settings.replace(line, chinese)
+    write_settings("mkdocs-zh.yml", settings, chinese_navigation())
+
+
+def file_of(target: Path) -> Path:
+    """The file of a page until the site is built."""
+    return SITE / "pages-zh" / target.relative_to(CHINESE) if target.is_relative_to(CHINESE) else target
+
+
+def write_settings(name: str, settings: str, topics: list[dict[str, list]]) -> None:
+    """Write the settings of a site with its navigation."""
+    (SITE / name).write_text(f"{settings}\nnav: {json.dumps(topics, ensure_ascii=False)}\n", encoding="utf-8")
 
 
 def navigation() -> list[dict[str, list]]:
-    """Sections and their pages: the tables of docs/index.md and docs/zh/index.md, and the reference."""
+    """Sections and their pages: the table of docs/index.md, and the reference."""
     code = [entry(page_of_example(path).relative_to(PAGES).as_posix()) for path in examples()]
-    chinese = [f"zh/{page}" for pages in sections(DOCS / "zh" / "index.md").values() for page in pages]
     return [
         *(
             {topic: [*map(entry, pages), *(code if topic == "Examples" else [])]}
             for topic, pages in sections(DOCS / "index.md").items()
         ),
         {"Reference": ["reference/index.md", *(f"reference/{page_of(module)}" for module in MODULES)]},
-        {"中文": ["zh/index.md", *(entry(page) for page in chinese)]},
+    ]
+
+
+def chinese_navigation() -> list[dict[str, list]]:
+    """Sections and their pages: the table of docs/zh/index.md."""
+    return [
+        {topic: [entry(page, SITE / "pages-zh") for page in pages]}
+        for topic, pages in sections(DOCS / "zh" / "index.md").items()
     ]
 
 
@@ -112,24 +146,27 @@ def sections(index: Path) -> dict[str, list[str]]:
     for row in re.findall(r"^\|(.*?)\|(.*)\|$", index.read_text(encoding="utf-8"), flags=re.MULTILINE):
         topic = row[0].strip(" *") or topic
         pages = [BESIDE.get(link.removeprefix("../"), link) for link in re.findall(r"\]\(([^)#]+\.md)\)", row[1])]
-        found[topic] = found.get(topic, []) + pages
-    if "Start" in found:
-        found["Start"].insert(0, "index.md")
-    return {topic: pages for topic, pages in found.items() if pages}
+        found[topic] = found.get(topic, []) + [page for page in pages if not page.startswith("zh/")]
+    found = {topic: pages for topic, pages in found.items() if pages}
+    found[next(iter(found))].insert(0, "index.md")
+    return found
 
 
 def unlisted() -> list[str]:
     """Pages that the navigation leaves out."""
-    listed = json.dumps(navigation())
-    pages = [page.relative_to(PAGES).as_posix() for page in PAGES.rglob("*.md")]
-    return [page for page in pages if f'"{page}"' not in listed]
+    left_out = []
+    for folder, topics in ((PAGES, navigation()), (SITE / "pages-zh", chinese_navigation())):
+        listed = json.dumps(topics)
+        pages = [page.relative_to(folder).as_posix() for page in folder.rglob("*.md")]
+        left_out += [page for page in pages if f'"{page}"' not in listed]
+    return left_out
 
 
-def entry(page: str) -> dict[str, str]:
+def entry(page: str, folder: Path = PAGES) -> dict[str, str]:
     """A page under the first words of its title."""
     if page == "readme.md":
         return {"Quick start": page}
-    title = re.search(r"^# (.+)$", (PAGES / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    title = re.search(r"^# (.+)$", (folder / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert title, f"{page} has no title"
     return {re.split(r"[:\uff1a]", title[1])[0].replace("`", ""): page}
 
@@ -159,14 +196,20 @@ def on_site(source: Path, target: Path, sources: dict[Path, Path]) -> str:
             return link[0]
         found = (source.parent / path).resolve()
         if found == EXAMPLES:
-            return f"]({relative(PAGES / 'examples.md', target.parent)})"
+            return f"]({between(PAGES / 'examples.md', target)})"
         if found in sources:
-            return f"]({relative(sources[found], target.parent)}{anchor})"
-        return link[0] if found.is_relative_to(DOCS) else "](" + relative(PAGES / "readme.md", target.parent) + ")"
+            return f"]({between(sources[found], target)}{anchor})"
+        return link[0] if found.is_relative_to(DOCS) else f"]({between(PAGES / 'readme.md', target)})"
 
     # a list or a table right below a paragraph is one on a repository's page, and must be one here
     text = source.read_text(encoding="utf-8").replace('"docs/pictures/', '"pictures/')  # the README's own are HTML
     return spaced(outside_code(text, lambda part: LINK.sub(moved, part)))
+
+
+def between(page: Path, target: Path) -> str:
+    """The link to a page from another; to the site of the other language it leads to what is built."""
+    is_other = page.is_relative_to(CHINESE) != target.is_relative_to(CHINESE)
+    return relative(page.with_suffix(".html") if is_other else page, target.parent)
 
 
 def outside_code(text: str, change) -> str:
