@@ -7,8 +7,8 @@ model of 16-bit weights rounds norms and rotary embeddings as its modules do. On
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from covey.rollout.batches import DecodeBatch, PrefillBatch
 from covey.rollout.forward import ModulesForward, addresses_of
 from covey.rollout.kv_cache import KVCache, LayerShape
 from covey.rollout.row_states import StatePlaces
+from covey.rollout.sampler import decoding_threads
 from covey.rollout.static_kv_cache import StaticKVCache
 
 Attend = Callable[[int, Tensor], "Tensor | None"]
@@ -169,8 +170,13 @@ class DecoderForward:
         norms = (norm for block in self.blocks for norm in block.norms)
         return addresses_of((self.embedding, self.rotation, self.norm, *norms, *linears))
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        return torch.no_grad()  # no module is called, so their training modes do not matter
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        with (
+            torch.no_grad(),
+            decoding_threads(self.model),
+        ):  # no module is called, so their training modes do not matter
+            yield
 
     def reserve(self, positions: int) -> None:
         if getattr(self.model.model.rotary_emb, "rope_type", "default") in ("dynamic", "longrope"):

@@ -18,6 +18,7 @@ from covey.rollout.attention import NAME, Batch, causal, register
 from covey.rollout.batches import DecodeBatch, PrefillBatch
 from covey.rollout.kv_cache import KVCache, LayerShape
 from covey.rollout.row_states import StatePlaces, cache_keyword, find_states, has_states
+from covey.rollout.sampler import decoding_threads
 from covey.rollout.stopping import context_of
 from covey.types import Prompt
 
@@ -93,7 +94,7 @@ class ModulesForward:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        with evaluating(self.model):
+        with evaluating(self.model), decoding_threads(self.model):
             if not self.float32_head:
                 yield
                 return

@@ -15,7 +15,7 @@ from covey.models import evaluating, unwrapped
 from covey.rollout.autocast import SamplerPrecision, expect_precision, in_precision
 from covey.rollout.forward import head_in_float32
 from covey.rollout.prompts import PromptLike, as_prompts
-from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams
+from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams, decoding_threads
 from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.stopping import StopStrings, checked_eos_ids, completion, context_of
 from covey.types import Completion, Group, Prompt
@@ -104,7 +104,13 @@ class GenerateSampler:
         devices = [device] if device.type == "cuda" else []
         head = head_in_float32(self.model) if self.float32_head else nullcontext()
         precision = in_precision(self.model, self.dtype)
-        with torch.random.fork_rng(devices=devices), evaluating(self.model), precision, head:
+        with (
+            torch.random.fork_rng(devices=devices),
+            evaluating(self.model),
+            precision,
+            head,
+            decoding_threads(self.model),
+        ):
             torch.manual_seed(seed % 2**63)
             out: Tensor = self.model.generate(
                 input_ids=ids.repeat_interleave(n, 0).to(device),

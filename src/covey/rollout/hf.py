@@ -18,7 +18,7 @@ from covey.models import accepts, evaluating, unwrapped
 from covey.rollout.autocast import SamplerPrecision, expect_precision, in_precision
 from covey.rollout.forward import head_in_float32
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
-from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams
+from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams, decoding_threads
 from covey.rollout.sampling import draw, fresh_seed, sequence_key, uniforms
 from covey.rollout.stopping import StopStrings, check_finite, checked_eos_ids, completion, context_of
 from covey.types import Completion, Group, Prompt, widest_float
@@ -113,7 +113,7 @@ class TransformersSampler:
         """One completion for each row, all in one batch."""
         device = next(self.model.parameters()).device
         head = head_in_float32(self.model) if self.float32_head else nullcontext()
-        with evaluating(self.model), in_precision(self.model, self.dtype), head:
+        with evaluating(self.model), decoding_threads(self.model), in_precision(self.model, self.dtype), head:
             if self.way == "cache":
                 return _CachedBatch(self, rows, params, device).run()
             key = (lambda i: i) if self.way == "alone" else (lambda i: len(rows[i].prompt.token_ids))
