@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from covey.data.rendering import HiddenMarks, keeping_text
 from covey.errors import DataError
 from covey.files.bounded import read_bytes
 from covey.types import Message, Prompt, PromptImages
@@ -75,8 +76,9 @@ def images_prompt(
         ids, images = _processed(value, column_images, where, processor, is_rendered=False)
         return Prompt(uid=uid, text=value, token_ids=ids, images=images, columns=columns)
     shown, ordered = with_places([_clean(message) for message in value], column_images, where)
-    text = _rendered(shown, where, processor, template)
-    ids, images = _processed(text, ordered, where, processor, is_rendered=True)
+    reader, plain = keeping_text(processor, shown)
+    text = _rendered(plain, where, processor, template)
+    ids, images = _processed(text, ordered, where, reader, is_rendered=True)
     return Prompt(uid=uid, messages=tuple(shown), token_ids=ids, images=images, columns=columns)
 
 
@@ -158,6 +160,11 @@ def _processed(
     try:
         made = processor(text=[text], images=pictures, return_tensors="pt", **options)
     except Exception as error:  # processors may raise anything on images they cannot read
+        if isinstance(processor.tokenizer, HiddenMarks):
+            raise DataError(
+                f"{where}: its messages spell out a control token of the model beside an image, which {type(processor).__name__} "
+                "cannot read as text; remove it from the message."
+            ) from error
         reason = " ".join(str(error).split())[:300]
         raise DataError(f"{where}: the processor refused its images ({type(error).__name__}: {reason}).") from error
     ids = made["input_ids"][0]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 _OPENS, _CLOSES = "\uf8f0", "\uf8f1"
+_PLACES = ("image_token", "boi_token")
 _HIDDEN = re.compile(f"{_OPENS}([0-9]+){_CLOSES}")
 
 
@@ -23,14 +25,58 @@ def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: A
             [dict(message) for message in messages], tokenize=True, return_dict=True, **options
         )
         return list(encoded["input_ids"])
-    pattern = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
-    places = {mark: f"{_OPENS}{i}{_CLOSES}" for i, mark in enumerate(marks)}
-    hide = lambda text: pattern.sub(lambda match: places[match[0]], text)
-    hidden, shown = _rewritten([list(messages), shown], hide)
+    hidden, shown = _hidden([list(messages), shown], marks)
     template = {"chat_template": options["chat_template"]} if "chat_template" in options else {}
     rendered = tokenizer.apply_chat_template(hidden, tokenize=False, **template, **shown)
+    return _ids_of_hidden(tokenizer, rendered, marks)
+
+
+def keeping_text(processor: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[Any, Sequence[Mapping[str, Any]]]:
+    """Processor of images and messages as they are to be rendered and read, so that control tokens in messages stay text.
+
+    Both are as before where no message spells a control token out. The token that an image takes the place of is none of them:
+    how often it stands in a text is checked against the number of images.
+    """
+    places = {getattr(owner, name, None) for owner in (processor, processor.tokenizer) for name in _PLACES}
+    marks = [mark for mark in control_texts(processor.tokenizer) if mark not in places]
+    if not _holds(messages, marks):
+        return processor, messages
+    reader = copy.copy(processor)
+    reader.tokenizer = HiddenMarks(processor.tokenizer, marks)
+    return reader, _hidden(messages, marks)
+
+
+class HiddenMarks:
+    """A tokenizer that reads texts of `_hidden`; everything else is the real tokenizer's."""
+
+    def __init__(self, tokenizer: Any, marks: Sequence[str]) -> None:
+        self._real, self._marks = tokenizer, marks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def __call__(self, text: Any, *, add_special_tokens: bool = True, return_tensors: Any = None, **_: Any) -> Any:
+        from transformers import BatchEncoding
+
+        texts = [text] if isinstance(text, str) else text
+        first = self._real("", add_special_tokens=add_special_tokens)["input_ids"]
+        rows = [[*first, *_ids_of_hidden(self._real, each, self._marks)] for each in texts]
+        rows = rows[0] if isinstance(text, str) and return_tensors is None else rows
+        mask = [1] * len(rows) if rows and isinstance(rows[0], int) else [[1] * len(row) for row in rows]
+        return BatchEncoding({"input_ids": rows, "attention_mask": mask}, tensor_type=return_tensors)
+
+
+def _hidden(value: Any, marks: Sequence[str]) -> Any:
+    """The value with a place holder for every control token in its texts."""
+    pattern = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
+    places = {mark: f"{_OPENS}{i}{_CLOSES}" for i, mark in enumerate(marks)}
+    return _rewritten(value, lambda text: pattern.sub(lambda match: places[match[0]], text))
+
+
+def _ids_of_hidden(tokenizer: Any, text: str, marks: Sequence[str]) -> list[int]:
+    """Ids of a rendered text of `_hidden`: control tokens around the place holders, and their plain text in them."""
     ids: list[int] = []
-    for i, piece in enumerate(_HIDDEN.split(rendered)):
+    for i, piece in enumerate(_HIDDEN.split(text)):
         is_mark = i % 2 == 1 and int(piece) < len(marks)
         ids += plain_ids(tokenizer, marks[int(piece)]) if is_mark else _ids(tokenizer, piece)
     return ids

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from covey.data.rendering import chat_ids, control_texts
 from covey.errors import ModelError, RewardError, TooLongError
 from covey.models import quiet_bars
 from covey.rewards.adaptive_batches import AdaptiveBatches
@@ -72,13 +73,17 @@ class Frozen:
         if not self.is_placed and getattr(self.model, "hf_device_map", None) is None:
             self.model.to(device)
 
-    def ids(self, text: str, pair: str | None = None, *, special: bool = True) -> list[int]:
-        """Token ids of a text, or of two in the tokenizer's own form for pairs."""
-        return list(
-            self.tokenizer(_clean(text), None if pair is None else _clean(pair), add_special_tokens=special)[
-                "input_ids"
-            ]
-        )
+    def ids(
+        self, text: str, pair: str | None = None, *, special: bool = True, reads_control: bool = False
+    ) -> list[int]:
+        """Token ids of a text, or of two in the tokenizer's own form for pairs.
+
+        Control tokens that the text spells out stay text, unless `reads_control`, for a prompt that a template rendered before.
+        """
+        marks = [] if reads_control else control_texts(self.tokenizer)
+        how = {"split_special_tokens": True} if any(mark in text or mark in (pair or "") for mark in marks) else {}
+        texts = _clean(text), None if pair is None else _clean(pair)
+        return list(self.tokenizer(*texts, add_special_tokens=special, **how)["input_ids"])
 
     def check_length(self, ids: Sequence[int], what: str) -> None:
         """Raise TooLongError for more tokens than the model reads: nothing is cut off in silence."""
@@ -157,11 +162,15 @@ def _clean(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def rendered(tokenizer: Any, name: str, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
-    """A conversation in the text of a reward model's own chat template. Raises RewardError without one."""
+def conversation_ids(tokenizer: Any, name: str, messages: Sequence[Mapping[str, Any]], **how: Any) -> list[int]:
+    """[L] ids of a conversation in a reward model's own chat template, which alone writes control tokens.
+
+    Raises RewardError without a template.
+    """
     if getattr(tokenizer, "chat_template", None) is None:
         raise RewardError(
             f"The prompts are chat messages, but the tokenizer of the reward model {name!r} has no chat template; set one, "
             "or pass a tokenizer that has in reward_processing_classes."
         )
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, **how))
+    cleaned = [{k: _clean(v) if isinstance(v, str) else v for k, v in message.items()} for message in messages]
+    return chat_ids(tokenizer, cleaned, **how)

@@ -11,7 +11,7 @@ from typing import Any
 
 from covey.errors import ConfigError, ModelError
 from covey.files.bounded import read_text
-from covey.rewards.builtin.inference_model import Frozen, rendered
+from covey.rewards.builtin.inference_model import Frozen, conversation_ids
 from covey.rewards.builtin.text import text_of
 from covey.rewards.decorators import reward
 
@@ -98,8 +98,8 @@ class ProcessReward:
         tokenizer = self.frozen.tokenizer
         if isinstance(prompt, str):
             first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-            return [*first, *self._ids_of(prompt)]
-        return self._ids_of(rendered(tokenizer, self.frozen.name, list(prompt), add_generation_prompt=True))
+            return [*first, *self.frozen.ids(prompt, special=False, reads_control=True)]
+        return conversation_ids(tokenizer, self.frozen.name, list(prompt), add_generation_prompt=True)
 
     def _ids_of(self, text: str) -> list[int]:
         return self.frozen.ids(text, special=False)

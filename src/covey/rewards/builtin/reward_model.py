@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.data.rendering import control_texts, plain_ids
 from covey.errors import ModelError, TooLongError
 from covey.models import quiet_bars
 from covey.process.device import dtype_to_read_in
 from covey.rewards.adaptive_batches import AdaptiveBatches
-from covey.rewards.builtin.inference_model import is_float, rendered, right_padded
+from covey.rewards.builtin.inference_model import conversation_ids, is_float, right_padded
 from covey.rewards.decorators import reward
 
 
@@ -25,7 +26,7 @@ from covey.rewards.decorators import reward
 class ModelReward:
     """The score of a model's single logit for prompt and completion together.
 
-    A conversation is rendered by the reward model's own chat template, plain texts are joined; both are encoded without
+    A conversation is conversation_ids by the reward model's own chat template, plain texts are joined; both are encoded without
     further special tokens and padded on the right, as TRL 1.16 does. Runs on the model's own device, in evaluation mode.
     `batch_size` texts at a time, fewer once memory ran out.
     """
@@ -115,12 +116,13 @@ class ModelReward:
 
     def encode(self, prompt: Any, completion: Any) -> list[int]:
         """The ids of prompt and completion together."""
-        if isinstance(prompt, str):
-            text = prompt + completion
-        else:
-            text = rendered(self.tokenizer, self.name, [*prompt, *completion], **self.template)
-        whole = text.encode(errors="replace").decode()  # half a character, which tokenizers refuse, becomes "?"
-        return list(self.tokenizer(text=whole, add_special_tokens=False)["input_ids"])
+        if not isinstance(prompt, str):
+            return conversation_ids(self.tokenizer, self.name, [*prompt, *completion], **self.template)
+        clean = lambda text: text.encode(errors="replace").decode()  # half a character, which tokenizers refuse, is "?"
+        whole = lambda text: list(self.tokenizer(text=clean(text), add_special_tokens=False)["input_ids"])
+        if any(mark in completion for mark in control_texts(self.tokenizer)):  # a completion writes none of them
+            return [*whole(prompt), *plain_ids(self.tokenizer, clean(completion))]
+        return whole(prompt + completion)
 
     def _check_lengths(self, ids: Sequence[Sequence[int]]) -> None:
         longest = max((len(row) for row in ids), default=0)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.data.rendering import chat_ids
 from covey.errors import ConfigError, ModelError, RewardError
 from covey.rewards.builtin.inference_model import Frozen
 from covey.rewards.builtin.pooling import Pooling, declared_pooling
@@ -224,9 +225,8 @@ class FluencyReward:
             first = self.frozen.tokenizer.bos_token_id
             return ([] if first is None else [first]), completion_ids
         if isinstance(prompt, str) or getattr(self.frozen.tokenizer, "chat_template", None) is None:
-            return self.frozen.ids(_plain(prompt)), completion_ids
-        shown = self.frozen.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
-        return self.frozen.ids(shown, special=False), completion_ids
+            return self.frozen.ids(_plain(prompt), reads_control=True), completion_ids
+        return chat_ids(self.frozen.tokenizer, list(prompt), add_generation_prompt=True), completion_ids
 
 
 def _next_logps(output: Any, ids: Tensor, mask: Tensor) -> Tensor:
