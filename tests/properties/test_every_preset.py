@@ -8,7 +8,7 @@ import torch
 
 from covey import algorithms as alg
 from covey import testing
-from covey.algorithms.check import step_gradients
+from covey.algorithms.check import LEAVES, step_gradients
 from covey.algorithms.samples import made_scores, made_tokens
 from covey.types import TokenBatch, Totals
 
@@ -54,6 +54,11 @@ OBJECTIVES = (
     alg.TargetPolicy(0.5),
     alg.RewardsAsLabels(0.5),
     alg.KLCov(share=0.2),
+    alg.Reshaped(alg.TeacherReweighted(0.7, 0.3)),
+    alg.Reshaped(alg.TeacherReweighted(negative_only=True), alg.Clipped(level="sequence")),
+    alg.Reshaped(alg.TeacherAdvantage(0.5, 1.0, "current"), alg.CISPO(2.0)),
+    alg.Reshaped(alg.PositionWeighted(2.0), alg.policy_gradient),
+    alg.Reshaped(alg.TeacherAdvantage(), alg.ClipCov(share=0.1, lower=0.01, upper=9.0)),
 )
 ADVANTAGES = (
     alg.GroupNormalized(),
@@ -98,7 +103,7 @@ by_name = lambda part: getattr(part, "__name__", None) or repr(part)[:60]
 
 def apart(a, b):
     """Largest difference of gradients, relative to the largest of them."""
-    names = ("logp", "entropy", "values")
+    names = LEAVES
     size = max(a[name].abs().max().item() for name in names)
     return max((a[name] - b[name]).abs().max().item() for name in names) / max(size, 1e-30)
 
@@ -108,7 +113,7 @@ def apart(a, b):
 def test_splitting_a_step_does_not_change_the_gradient(algorithm, dtype, tolerance):
     tokens = made_tokens(dtype=dtype, seed=3)
     whole = step_gradients(algorithm, tokens)
-    assert whole["logp"].abs().max() > 0
+    assert max(whole[name].abs().max() for name in LEAVES) > 0
     for sizes in SPLITS:
         assert apart(whole, step_gradients(algorithm, tokens, sizes)) <= tolerance
 
@@ -167,12 +172,22 @@ def test_every_kl_estimator_passes_its_check(name):
     testing.check_kl(alg.ESTIMATORS[name])
 
 
-@pytest.mark.parametrize("part", [alg.EntropyBonus(), alg.EntropyBonus(only=alg.TopEntropy(0.3))], ids=by_name)
+@pytest.mark.parametrize(
+    "part",
+    [
+        alg.EntropyBonus(),
+        alg.EntropyBonus(only=alg.TopEntropy(0.3)),
+        alg.GatedDistill(0.5, 2.0),
+        alg.Distill("x", weight=0.3),
+        alg.Distill("policy", feedback="best", entropy_sensitivity=1.0),
+    ],
+    ids=by_name,
+)
 def test_every_regularizer_passes_its_check(part):
     testing.check_regularizer(part)
 
 
-@pytest.mark.parametrize("part", [alg.keep, alg.Every(2), alg.EMA(0.9), alg.WhenFar()], ids=by_name)
+@pytest.mark.parametrize("part", [alg.keep, alg.Every(2), alg.EMA(0.9), alg.WhenFar(), alg.FrozenAt(2)], ids=by_name)
 def test_every_reference_rule_passes_its_check(part):
     testing.check_reference(part)
 

@@ -73,12 +73,22 @@ from covey.algorithms.presets import (
     sapo,
     vespo,
 )
-from covey.algorithms.reference import EMA, Every, WhenFar, keep
+from covey.algorithms.reference import EMA, Every, FrozenAt, WhenFar, keep
 from covey.algorithms.regularizers import AdaptiveEntropy, EntropyBonus, TopEntropy, entropy_bonus
 from covey.algorithms.routing import SampleRouted
 from covey.algorithms.sequence_objectives import GMPO, VESPO
 from covey.algorithms.slices import SliceNormalized
 from covey.algorithms.target_policy import TargetPolicy
+from covey.algorithms.teacher_presets import iw_opd, mopd, opsd, rlsd, sdar, sdft, sdpo
+from covey.algorithms.teacher_signals import (
+    GatedDistill,
+    PositionWeighted,
+    Reshaped,
+    TeacherAdvantage,
+    TeacherReweighted,
+    teacher_gap,
+)
+from covey.algorithms.teachers import TeacherRole
 from covey.algorithms.token_advantages import GAE, ReinforcePlusPlus, ReMax
 from covey.algorithms.turn_advantages import GiGPO
 
@@ -111,8 +121,10 @@ __all__ = [
     "Distill",
     "EntropyBonus",
     "Every",
+    "FrozenAt",
     "FutureKL",
     "GSPOToken",
+    "GatedDistill",
     "GiGPO",
     "GroupFiltered",
     "GroupNormalized",
@@ -125,10 +137,12 @@ __all__ = [
     "NormalizeThenSum",
     "OffPolicyMask",
     "PassAtK",
+    "PositionWeighted",
     "QuadraticPenalty",
     "ReMax",
     "ReinforcePlusPlus",
     "Rejection",
+    "Reshaped",
     "RewardsAsLabels",
     "RowMean",
     "SampleRouted",
@@ -139,6 +153,9 @@ __all__ = [
     "SoftOverlong",
     "StraightThrough",
     "TargetPolicy",
+    "TeacherAdvantage",
+    "TeacherReweighted",
+    "TeacherRole",
     "TopEntropy",
     "WhenFar",
     "abs_kl",
@@ -164,13 +181,16 @@ __all__ = [
     "grpo",
     "gspo",
     "gspo_token",
+    "iw_opd",
     "k1",
     "k2",
     "k3",
     "keep",
     "luspo",
     "maxrl",
+    "mopd",
     "opo",
+    "opsd",
     "pkpo",
     "policy_gradient",
     "ppo",
@@ -179,8 +199,13 @@ __all__ = [
     "reinforce_pp",
     "remax",
     "rloo",
+    "rlsd",
     "sapo",
+    "sdar",
+    "sdft",
+    "sdpo",
     "sft",
+    "teacher_gap",
     "token_mean",
     "tpo",
     "vespo",

@@ -19,6 +19,8 @@ from covey.algorithms.kl import KL
 from covey.algorithms.objectives import Clipped
 from covey.algorithms.ratios import approximate_kl
 from covey.algorithms.reference import keep
+from covey.algorithms.teacher_signals import signal_metrics
+from covey.algorithms.teachers import TeacherRole, role_of
 from covey.algorithms.token_advantages import reward_to_go, token_rewards
 from covey.algorithms.wrapping import zeroed
 from covey.errors import ConfigError, did_you_mean
@@ -51,6 +53,8 @@ class Needs:
     values: bool = False
     greedy: bool = False
     """The reward of each prompt's greedy answer."""
+    teacher_logp: bool = False
+    """A teacher's log-probabilities of the policy's tokens."""
     distribution: bool = False
     """The reference's distribution over the whole vocabulary at every position (`alg.full`)."""
     whole_step: bool = False
@@ -62,7 +66,7 @@ class Needs:
         return self.ref_logp or self.distribution
 
 
-_SINGLE = ("advantage", "objective", "aggregate", "kl", "reference", "critic")
+_SINGLE = ("advantage", "objective", "aggregate", "kl", "reference", "critic", "teacher")
 _MANY = ("regularizers", "weights")
 
 
@@ -90,6 +94,8 @@ class Algorithm:
     reference: ReferenceRule = keep
     """report -> alpha"""
     critic: Critic | None = None
+    teacher: TeacherRole | None = None
+    """Teacher of parts that read `teacher_logp`; a distillation is one itself."""
     target_kl: float | None = None
     """Skip the rest of a rollout once the KL from the policy that sampled it (k3, nats a token) exceeds this."""
     name: str = "custom"
@@ -100,6 +106,8 @@ class Algorithm:
             object.__setattr__(self, slot, (given,) if callable(given) else tuple(given))
         if self.kl is not None and not isinstance(self.kl, KL):
             object.__setattr__(self, "kl", _as_kl(self.kl))
+        if self.teacher is not None and not isinstance(self.teacher, TeacherRole):
+            object.__setattr__(self, "teacher", TeacherRole(self.teacher))
         for slot in ("advantage", "objective", "aggregate", "reference"):
             _check_callable(slot, getattr(self, slot))
         for slot in _MANY:
@@ -165,6 +173,7 @@ class Algorithm:
             metrics["entropy"] = Mean.of(tokens.entropy, tokens.mask)
         if self.kl is not None and (tokens.ref_logp is not None or tokens.full_kl is not None):
             metrics["kl"] = Mean.of(self.kl.measured(tokens), tokens.mask)
+        metrics.update(signal_metrics(tokens))
         parts = [self.objective, *self.weights, *self.regularizers]
         if self.critic is not None and tokens.values is not None and tokens.returns is not None:
             parts.append(self.critic.error)
@@ -192,6 +201,17 @@ class Algorithm:
         found["values"] |= self.critic is not None
         found["whole_step"] |= any(needs_whole_step(part) for part in parts)
         return Needs(**found)
+
+    @property
+    def role(self) -> TeacherRole | None:
+        """The teacher of all parts; None without one. Raises ConfigError for two, and for parts that lack one."""
+        found = role_of([part for _, part in self._parts()])
+        if found is None and self.needs.teacher_logp:
+            raise ConfigError(
+                "A part learns from a teacher's log-probabilities, and the algorithm has no teacher; add one, such as "
+                "teacher=alg.TeacherRole('policy', feedback='best')."
+            )
+        return found
 
     # -- coefficients with memory ----------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ from covey.types import (
 )
 
 TOLERANCE = 1e-6
-LEAVES = ("logp", "entropy", "values")
+LEAVES = ("logp", "entropy", "values", "teacher_distance")
 
 
 def objective_problems(part: Objective) -> list[str]:
@@ -182,7 +182,7 @@ def _totals(tokens: TokenBatch) -> Totals:
 
 
 def step_gradients(algorithm: Any, tokens: TokenBatch, sizes: Sequence[int] = ()) -> dict[str, Tensor]:
-    """Gradients [N, T] of one step's loss by leaf (`logp`, `entropy`, `values`), in micro-batches of `sizes` rows (one where
+    """Gradients [N, T] of one step's loss by leaf (`LEAVES`), in micro-batches of `sizes` rows (one where
     empty); `loss` [] beside them.
     """
     leaves = {name: getattr(tokens, name).detach().clone().requires_grad_() for name in LEAVES}
@@ -256,7 +256,7 @@ def _padded(value: Tensor) -> Tensor:
 def _extreme_problems(algorithm: Any) -> Iterator[str]:
     tokens = made_tokens(dtype=torch.float32)
     for gap in (40.0, -40.0):
-        far = {name: tokens.logp.detach() - gap for name in ("old_logp", "sampler_logp", "ref_logp")}
+        far = {name: tokens.logp.detach() - gap for name in ("old_logp", "sampler_logp", "ref_logp", "teacher_logp")}
         if not _is_finite(step_gradients(algorithm, replace(tokens, **far))):
             yield f"With log-ratios of {gap:+.0f} in float32 its value or gradient is not finite: clamp what you exponentiate."
     empty = replace(tokens, mask=torch.zeros_like(tokens.mask))

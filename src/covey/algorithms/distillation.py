@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from covey.algorithms.control import Controller, current
+from covey.algorithms.teacher_signals import informed
+from covey.algorithms.teachers import TeacherRole
 from covey.errors import ConfigError, did_you_mean
 from covey.types import Aggregate, Metric, TokenBatch, Totals
 
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
-POLICY = "policy"
-"""The teacher that is the policy itself, with feedback in its prompt."""
 
 
 def reverse_kl(logp: Tensor, teacher: Tensor) -> Tensor:
@@ -60,16 +60,15 @@ def _with_rest(kept: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Distill:
+class Distill(TeacherRole):
     """`weight x divergence(policy, teacher)` of each token of the policy's own completions, exact over the vocabulary.
 
-    On-policy distillation: Agarwal et al. 2024, "GKD", <https://arxiv.org/abs/2306.13649>. `teacher` is a folder, a hub id, a
-    loaded model, the address of an endpoint (`"http://host:8000/v1"`), or `"policy"` with `feedback`: the current policy reads the prompt with the feedback and teaches the one that does
-    not (SDPO, Huebotter et al. 2026, <https://arxiv.org/abs/2601.20802>). The teacher carries no gradient; its tokenizer must be
-    the policy's. Both distributions are taken at the sampling temperature.
+    On-policy distillation: Agarwal et al. 2024, "GKD", <https://arxiv.org/abs/2306.13649>. It is a teacher's role with a
+    divergence: with `"policy"` and `feedback` the policy reads the prompt with the feedback and teaches the one that does
+    not (SDPO, Huebotter et al. 2026, <https://arxiv.org/abs/2601.20802>). Several teachers: the average of their
+    divergences. Both distributions are taken at the sampling temperature.
     """
 
-    teacher: Any
     weight: float | Controller = 1.0
     divergence: Divergence = "reverse_kl"
     beta: float = 0.5
@@ -77,21 +76,6 @@ class Distill:
     top_k: int | None = None
     """Distinguish only the k likeliest tokens of the distribution that the divergence is a mean under, and count the rest as
     one outcome; None: the whole vocabulary. An endpoint tells its own k likeliest tokens."""
-    feedback: str | None = None
-    """Feedback in the teacher's prompt: a column of the data set, a column that a reward adds with `log_extra`, or `best`, the
-    group's best completion for those that earned less. Where there is none, the teacher reads the plain prompt."""
-    template: str = "\n\n{feedback}"
-    """Format of the feedback behind the prompt, or behind the last message of the user."""
-    dtype: str = "auto"
-    """Type that the teacher's weights are loaded in; auto: as stored."""
-    served_model_name: str | None = None
-    """The model that an endpoint serves."""
-    key_env: str = "OPENAI_API_KEY"
-    """Environment variable with the endpoint's key."""
-    request_seconds: float = 60.0
-    """Longest time of one request to an endpoint."""
-    threshold: float | None = None
-    """With feedback from the `best`: tell it to completions of a lower reward than this alone, where the best has it."""
     entropy_sensitivity: float = 0.0
     """Weigh each token with feedback by `exp(-entropy_sensitivity H)`, H the entropy of the teacher there, over the mean of these
     weights in the step (SRPO, Li et al. 2026, section 3.2, <https://arxiv.org/abs/2604.02288>). 0: all alike."""
@@ -100,6 +84,7 @@ class Distill:
     aggregate: Aggregate | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         known = ("reverse_kl", "forward_kl", "jsd")
         if self.divergence not in known:
             hint = did_you_mean(str(self.divergence), known) or f" It is one of {', '.join(known)}."
@@ -112,42 +97,18 @@ class Distill:
             raise ConfigError(f"distill's top_k={self.top_k} must be at least 1; None takes the whole vocabulary.")
         if not isinstance(self.weight, Controller) and not float(self.weight) > 0.0:
             raise ConfigError(f"distill's weight={self.weight} must be above 0.")
-        if self.teacher == POLICY and self.feedback is None:
-            raise ConfigError(
-                "distill's teacher is the policy itself, which has nothing to teach without feedback; name a column, or 'best'."
-            )
-        self._check_endpoint()
-        if self.threshold is not None and self.feedback != "best":
-            raise ConfigError(
-                "distill's threshold parts right completions from failed ones for feedback='best'; leave it out."
-            )
-        if self.entropy_sensitivity < 0 or (self.entropy_sensitivity and (self.is_endpoint or self.feedback is None)):
-            raise ConfigError(
-                f"distill's entropy_sensitivity={self.entropy_sensitivity} must be 0 or above, and takes a teacher with feedback that is loaded here."
-            )
-        if "{feedback}" not in self.template:
-            raise ConfigError("distill's template has no {feedback}; write where the feedback goes.")
-
-    def _check_endpoint(self) -> None:
-        if not self.is_endpoint:
-            if self.served_model_name:
-                raise ConfigError(
-                    "distill's served_model_name belongs to an endpoint, whose address begins with http://."
-                )
-            return
-        if not self.served_model_name:
-            raise ConfigError(
-                f"distill's teacher {self.teacher} is an endpoint: say which model it serves, with served_model_name='NAME'."
-            )
-        if self.top_k is None:
+        if self.is_endpoint and self.top_k is None:
             raise ConfigError(
                 f"distill's teacher {self.teacher} is an endpoint, which tells its likeliest tokens and not all of its distribution; "
                 "say how many, with top_k=20 (most servers allow no more)."
             )
-
-    @property
-    def is_endpoint(self) -> bool:
-        return isinstance(self.teacher, str) and self.teacher.startswith(("http://", "https://"))
+        is_alone = not isinstance(self.teacher, (Mapping, list, tuple))
+        if self.entropy_sensitivity < 0 or (
+            self.entropy_sensitivity and (self.is_endpoint or self.feedback is None or not is_alone)
+        ):
+            raise ConfigError(
+                f"distill's entropy_sensitivity={self.entropy_sensitivity} must be 0 or above, and takes a teacher with feedback that is loaded here."
+            )
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         measured = self._measured(tokens)
@@ -200,7 +161,7 @@ class Distill:
     def _measured(self, tokens: TokenBatch) -> Tensor:
         if tokens.teacher_distance is None:
             raise ValueError("distill needs teacher_distance, measured by the learner; this batch has none.")
-        return tokens.teacher_distance
+        return tokens.teacher_distance * informed(tokens)
 
 
 def _weights(tokens: TokenBatch) -> Tensor:
@@ -211,7 +172,7 @@ def _weights(tokens: TokenBatch) -> Tensor:
 
 def distill(teacher: Any, weight: float | Controller = 1.0, **options: Any) -> Distill:
     """Distillation as a regularizer: `alg.grpo().replace(regularizers=(alg.distill("big-model"),))`; options of `Distill`."""
-    return Distill(teacher, weight, **options)
+    return Distill(teacher, weight=weight, **options)
 
 
 def zero(tokens: TokenBatch) -> Tensor:

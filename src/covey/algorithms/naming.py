@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,8 @@ from covey.algorithms import (
     sequence_objectives,
     slices,
     target_policy,
+    teacher_signals,
+    teachers,
     token_advantages,
     turn_advantages,
 )
@@ -43,10 +46,13 @@ _HOMES = {
     "advantage": (advantages, token_advantages, turn_advantages, pass_at_k, filtering, routing, slices),
     "objective": (objectives, sequence_objectives, covariance, target_policy, labels, distillation),
     "aggregate": (aggregation,),
-    "regularizer": (regularizers, distillation, examples),
+    "regularizer": (regularizers, distillation, examples, teacher_signals),
     "weight": (regularizers, importance, future_kl),
     "reference": (reference,),
+    "teacher": (teachers,),
 }
+_TEXTS = ("teacher",)
+"""Slots that are options of some presets too, where a bare text is meant."""
 
 
 def from_name(name: str) -> Algorithm:
@@ -54,7 +60,7 @@ def from_name(name: str) -> Algorithm:
 
     `"dapo"` is a preset, `"my_project.ideas:mine"` or `"ideas.py:mine"` one's own (an Algorithm, or a function that makes one).
     `"dapo, high=0.3"` gives a preset's option; `"grpo, advantage=ideas.py:from_median"` changes a part: advantage, objective,
-    aggregate, kl (an estimator), regularizer, weight, reference or critic (an error of each token), by a built-in's name or an
+    aggregate, kl (an estimator), regularizer, weight, reference, teacher or critic (an error of each token), by a built-in's name or an
     import path, with its parameters as in `"advantage=PKPO(k=2)"` or `"regularizer=distill(teacher='big')"`. Raises ConfigError with the nearest name.
     """
     base, *changes = _pieces(name)
@@ -84,7 +90,7 @@ def _called(name: str, make: Callable[..., Any], options: Mapping[str, Any]) -> 
 def _sorted(changes: list[str], found: Any) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Options of the preset, and parts to change, in order."""
     is_maker = callable(found) and not isinstance(found, Algorithm)
-    known = list(inspect.signature(found).parameters) if is_maker else []
+    known = _options_of(found) if is_maker else []
     slots = [*_HOMES, "kl", "critic"]
     options: dict[str, Any] = {}
     parts: list[tuple[str, str]] = []
@@ -93,11 +99,19 @@ def _sorted(changes: list[str], found: Any) -> tuple[dict[str, Any], list[tuple[
         if not is_pair or key not in (*known, *slots):
             hint = did_you_mean(key, [*known, *slots]) or f" It takes {', '.join([*known, *slots])}."
             raise ConfigError(f"{change!r} is no option=value of this algorithm.{hint}")
-        if key in slots and not (key in known and _is_literal(value)):
+        if key in slots and not (key in known and (key in _TEXTS or _is_literal(value))):
             parts.append((key, value))
         else:
             options[key] = _literal(value)
     return options, parts
+
+
+def _options_of(make: Callable[..., Any]) -> list[str]:
+    """Names that a preset takes; `**role` stands for those of a teacher."""
+    found = inspect.signature(make).parameters.values()
+    has_role = any(item.kind is item.VAR_KEYWORD and item.name == "role" for item in found)
+    own = [item.name for item in found if item.kind is not item.VAR_KEYWORD]
+    return own + ([item.name for item in fields(teachers.TeacherRole)] if has_role else [])
 
 
 def _is_literal(value: str) -> bool:
@@ -132,7 +146,7 @@ def _pieces(text: str) -> list[str]:
     found, depth, quote = [""], 0, ""
     for letter in text:
         quote = "" if letter == quote else letter if not quote and letter in "'\"" else quote
-        depth += 0 if quote else (letter in "([") - (letter in ")]")
+        depth += 0 if quote else (letter in "([{") - (letter in ")]}")
         if letter == "," and not depth and not quote:
             found.append("")
         else:

@@ -32,6 +32,7 @@ from covey.algorithms.newer_presets import (
 from covey.algorithms.objectives import CISPO, DPPO, SAPO, Clipped, GSPOToken, policy_gradient
 from covey.algorithms.reference import keep
 from covey.algorithms.sequence_objectives import GMPO, VESPO
+from covey.algorithms.teacher_presets import iw_opd, mopd, opsd, rlsd, sdar, sdft, sdpo
 from covey.algorithms.token_advantages import GAE, ReinforcePlusPlus, ReMax
 from covey.types import Advantage, ReferenceRule, Weight
 
@@ -310,6 +311,7 @@ PRESETS: Mapping[str, Callable[..., Algorithm]] = {
         *(grpo, dapo, dr_grpo, bnpo, gspo, gspo_token, gmpo, cispo, sapo, luspo, vespo, dppo),
         *(rloo, reinforce_pp, remax, opo, gpg, ppo),
         *(pkpo, maxrl, gdpo, gfpo, gigpo, cfpo, decoupled_ppo, tpo, fipo, real),
+        *(rlsd, sdar, iw_opd, mopd, sdpo, opsd, sdft),
     )
 }
 """Every preset by name."""

@@ -32,6 +32,16 @@ class Every:
 
 
 @dataclass(frozen=True)
+class FrozenAt:
+    """1 at optimizer step `step`, else 0: a copy of the policy at that step, and until then of the start."""
+
+    step: int
+
+    def __call__(self, report: StepReport) -> float:
+        return 1.0 if report.step == self.step else 0.0
+
+
+@dataclass(frozen=True)
 class EMA:
     """An exponential moving average of the policy: `1 - decay` at every step."""
 

@@ -48,7 +48,13 @@ def made_tokens(
         off["sampler_logp"] = leaves["logp"].detach().clone()
     advantages = torch.randn(rows, 1, generator=rng, dtype=torch.float64).to(dtype)
     group = torch.arange(prompts).repeat_interleave(group_size)
-    return TokenBatch(**leaves, **off, advantages=advantages, mask=mask, group=group)
+    of_teacher = {
+        "teacher_logp": torch.where(mask, logp.detach() - noise(0.3), noise(rubbish)).to(dtype),
+        "teacher_distance": torch.where(mask, noise(0.3).abs(), noise(rubbish)).to(dtype).requires_grad_(),
+        "teacher_weight": torch.where(mask, noise(0.3).abs(), noise(rubbish).abs()).to(dtype),
+        "teacher_mask": torch.arange(rows) % 5 != 2,
+    }
+    return TokenBatch(**leaves, **off, **of_teacher, advantages=advantages, mask=mask, group=group)
 
 
 def made_scores(

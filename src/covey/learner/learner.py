@@ -22,7 +22,7 @@ from covey.learner.reference import Reference
 from covey.learner.served_teacher import AnyTeacher
 from covey.learner.soundness import expect_rates, expect_sound_training
 from covey.learner.supervised import Supervised
-from covey.learner.token_batches import advantages, as_drawn, moved, onto, same_weights, spread, totals_of, weights
+from covey.learner.token_batches import Draws, as_drawn, batch_of, moved, totals_of
 from covey.learner.token_metrics import FIRST_UPDATE, TokenEntropies, Unread, metrics_of
 from covey.learner.update_guard import UpdateGuard
 from covey.learner.zero_gradient import can_have_gradient
@@ -184,7 +184,8 @@ class Learner:
         """True if the metrics of a completion without gradient follow from its sampled log-probabilities, without a forward pass."""
         drawn = row.completion
         is_fresh = drawn.old_logp is None and drawn.logprobs is not None and not bool(drawn.logprobs.isnan().any())
-        return is_fresh and not self.expects_stale and self.uses_sampler_logp and not algorithm.needs.whole_step
+        asks_more = algorithm.needs.whole_step or algorithm.needs.teacher_logp
+        return is_fresh and not self.expects_stale and self.uses_sampler_logp and not asks_more
 
     @torch.no_grad()
     def loss(self, groups: Sequence[Group], algorithm: Algorithm) -> dict[str, Metric]:
@@ -332,33 +333,9 @@ class Learner:
         )
         self.interruption()
         measured = self.policy.measure(batch, entropy=True, against=against, teacher=self.teacher)
-        device, shape = measured.logp.device, measured.logp.shape
-        padded = lambda values, fill=0.0: spread(values, shape, device, fill)
-        completions = [row.completion for row in batch]
-        old = [completion.old_logp for completion in completions]
-        drawn = [completion.logprobs for completion in completions]
-        ref = [completion.ref_logp for completion in completions]
-        has_values = all(completion.values is not None for completion in completions)
-        tokens = TokenBatch(
-            logp=measured.logp,
-            old_logp=measured.logp.detach() if any(x is None for x in old) else padded(old),
-            advantages=advantages(batch, shape, device),
-            weight=weights(batch, shape, device),
-            mask=padded([row.counts for row in batch], False),
-            group=onto(device, torch.tensor([row.group for row in batch])),
-            row=onto(device, torch.tensor([row.index for row in batch])),
-            same_weights=same_weights(batch, device) if self.samples_here else None,
-            sampler_logp=padded(drawn) if self.uses_sampler_logp and all(x is not None for x in drawn) else None,
-            ref_logp=None if any(x is None for x in ref) else padded(ref),
-            entropy=measured.entropy,
-            full_kl=measured.distance,
-            teacher_distance=measured.teacher_distance,
-            teacher_weight=measured.teacher_weight,
-            values=self.critic.values(measured, batch) if algorithm.critic is not None else None,
-            old_values=padded([completion.values for completion in completions]) if has_values else None,
-            returns=padded([row.returns for row in batch]) if batch[0].returns is not None else None,
-        )
-        return tokens, measured
+        values = self.critic.values(measured, batch) if algorithm.critic is not None else None
+        draws = Draws(uses_sampler_logp=self.uses_sampler_logp, samples_here=self.samples_here)
+        return batch_of(batch, measured, values, draws), measured
 
     def _update(self, metrics: dict[str, Metric], step: int) -> StepReport:
         if self.scaler is not None:
@@ -394,6 +371,12 @@ class Learner:
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         return StepReport(step=step, metrics=metrics, events=verdict.events)
+
+    def follow(self, algorithm: Algorithm, report: StepReport) -> None:
+        """Move the reference and a teacher that is the policy of earlier steps, as their rules say after the step of `report`."""
+        self.reference.mix(self.policy, alpha=algorithm.reference(report))
+        if self.teacher is not None:
+            self.teacher.follow(self.policy, report)
 
     def trainable(self) -> list[torch.nn.Parameter]:
         """The policy's trainable parameters and the critic's."""

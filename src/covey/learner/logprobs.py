@@ -166,8 +166,6 @@ class Other:
     head: Head
     distance: Callable[[Tensor, Tensor], Tensor]
     """(logp [m, V], other's logp [m, V]) -> [m]"""
-    weight: Tensor | None = None
-    """[M], weights of its positions for a distillation."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,8 +178,6 @@ class Likeliest:
     """[M, k], their log-probabilities; -inf: no token."""
     distance: Callable[[Tensor, Tensor, Tensor], Tensor]
     """(logp [m, V], ids [m, k], their logp [m, k]) -> [m]"""
-    weight: Tensor | None = None
-    """None: all positions alike."""
 
 
 def distances(
@@ -191,10 +187,24 @@ def distances(
 
     As in `score_tokens`, the logits of both exist for one chunk at a time. Vocabularies are cut to the smaller one.
     """
+    targets = torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)
+    return compared(hidden, head, other, targets, temperature=temperature, chunk=chunk)[0]
 
+
+def compared(
+    hidden: Tensor,
+    head: Head,
+    other: Other | Likeliest,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Distances [M] as `distances`, and the other model's log-probability of the `targets` [M]; None of one that tells few tokens."""
     if chunk is None and isinstance(head.project, nn.Linear):
         chunk = chunk_for(head.project.weight.shape[0], None, hidden.device)
     chunk = chunk or 1024
+    empty = hidden.new_zeros(0, dtype=torch.float32)
     if isinstance(other, Likeliest):
         known = other
 
@@ -203,9 +213,9 @@ def distances(
             return known.distance(logp, ids, theirs.to(logp.dtype))
 
         pieces = _by_chunks(to_likeliest, [head], *(x.split(chunk) for x in (hidden, other.ids, other.logp)))
-        return torch.cat(pieces) if pieces else hidden.new_zeros(0, dtype=torch.float32)
+        return (torch.cat(pieces) if pieces else empty), None
 
-    def one(rows: Tensor, other_rows: Tensor) -> Tensor:
+    def to_other(rows: Tensor, other_rows: Tensor, row_targets: Tensor) -> tuple[Tensor, Tensor]:
         mine = head.logits(rows)
         with torch.no_grad():
             theirs = other.head.logits(other_rows).to(mine.dtype)
@@ -213,7 +223,9 @@ def distances(
                 mine.shape[-1], theirs.shape[-1]
             )  # models of one family pad their embeddings to different sizes
             theirs = torch.log_softmax(theirs[:, :width] / temperature, -1)
-        return other.distance(torch.log_softmax(mine[:, :width] / temperature, -1), theirs)
+            drawn = theirs.gather(-1, row_targets.clamp(max=width - 1)[:, None]).squeeze(-1)
+        return other.distance(torch.log_softmax(mine[:, :width] / temperature, -1), theirs), drawn
 
-    pieces = _by_chunks(one, [head, other.head], hidden.split(chunk), other.hidden.split(chunk))
-    return torch.cat(pieces) if pieces else hidden.new_zeros(0, dtype=torch.float32)
+    pairs = _by_chunks(to_other, [head, other.head], *(x.split(chunk) for x in (hidden, other.hidden, targets)))
+    apart, drawn = zip(*pairs, strict=True) if pairs else ((empty,), (empty,))
+    return torch.cat(apart), torch.cat(drawn)

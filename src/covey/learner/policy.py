@@ -18,10 +18,11 @@ from covey.images import banned_ids, image_inputs, placed_inputs, reason_against
 from covey.kernels import AttentionHeads, HalfWeights, SharedPromptAttention, Window, attention_windows, learning
 from covey.learner import shared_prompt
 from covey.learner.heads import find_head, short_row, splits_exactly
-from covey.learner.logprobs import Head, Likeliest, Other, distances, score_tokens
+from covey.learner.logprobs import Head, Other, distances, score_tokens
 from covey.learner.offloading import offloaded
 from covey.learner.packing import PaddedRows, Row, pad_rows, pick_rows
 from covey.learner.shared_prompt import SharedRows, share_rows
+from covey.learner.signals import Signal
 from covey.models import accepts, decoder_of, encoder_of, float32_stream, unwrapped
 from covey.process.sharding import Shards
 from covey.process.world import autocast
@@ -48,6 +49,10 @@ class Measured:
     """[N, T], distance to a teacher, if one was given."""
     teacher_weight: Tensor | None = None
     """[N, T], weights of the teacher, if it has some."""
+    teacher_logp: Tensor | None = None
+    """[N, T], the teacher's log-probabilities of the tokens, if it measures them."""
+    teacher_mask: Tensor | None = None
+    """[N] bool, rows that the teacher can teach, if one was given."""
     auxiliary_loss: Tensor | None = None
     """The router's load-balancing loss of a mixture-of-experts model."""
 
@@ -66,10 +71,10 @@ class Against:
         return Other(hidden, head, self.distance)
 
 
-class Compared(Protocol):
-    """A model evaluated at the policy's positions: `rows`, packed as `packed`."""
+class Teaching(Protocol):
+    """Teachers evaluated at the policy's positions: `rows`, packed as `packed`."""
 
-    def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Other | Likeliest: ...
+    def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Signal: ...
 
 
 @dataclass(eq=False)
@@ -151,7 +156,7 @@ class Policy:
         *,
         entropy: bool = False,
         against: Against | None = None,
-        teacher: Compared | None = None,
+        teacher: Teaching | None = None,
     ) -> Measured:
         """Forward `rows` once. Gradients flow when they are enabled. Rows of one group share their prompt's computation.
 
@@ -165,8 +170,8 @@ class Policy:
         else:
             packed = pad_rows(rows, self.pad_id, self.device)
         # before the policy's own pass, whose attention may be recomputed in the backward
-        others = [None if one is None else one.at(packed, rows) for one in (against, teacher)]
-        return self._measure(packed, entropy, *others)
+        other = None if against is None else against.at(packed, rows)
+        return self._measure(packed, entropy, other, None if teacher is None else teacher.at(packed, rows))
 
     @torch.no_grad()
     def hidden_of(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Head]:
@@ -186,18 +191,22 @@ class Policy:
         self,
         rows: PaddedRows | SharedRows,
         entropy: bool,
-        other: Other | Likeliest | None = None,
-        teacher: Other | Likeliest | None = None,
+        other: Other | None = None,
+        teacher: Signal | None = None,
     ) -> Measured:
-        work = lambda: self._scored(rows, entropy, (other, teacher))
-        picked, logp, entropies, apart, auxiliary = self._within(work)
-        distance, teacher_distance = [None if one is None else rows.spread(one) for one in apart]
+        picked, logp, entropies, distance, teacher, auxiliary = self._within(
+            lambda: self._scored(rows, entropy, other, teacher)
+        )
         if not torch.is_grad_enabled():  # otherwise the backward may still recompute activations
             self.release()
+        spread = lambda values: None if values is None else rows.spread(values)
+        over = lambda value: None if teacher is None else spread(teacher.over(len(logp), value))
         return Measured(
-            distance=distance,
-            teacher_distance=teacher_distance,
-            teacher_weight=None if teacher is None or teacher.weight is None else rows.spread(teacher.weight),
+            distance=spread(distance),
+            teacher_distance=over(lambda one: one.distance),
+            teacher_weight=over(lambda one: one.weight),
+            teacher_logp=over(lambda one: one.logp),
+            teacher_mask=None if teacher is None else teacher.informed,
             logp=rows.spread(logp),
             entropy=rows.spread(entropies),
             hidden=picked,
@@ -206,29 +215,19 @@ class Policy:
         )
 
     def _scored(
-        self, rows: PaddedRows | SharedRows, entropy: bool, others: Sequence[Other | Likeliest | None]
-    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None], Tensor | None]:
-        """Hidden states [M, D], log-probabilities, entropies and distances to `others` [M] of the completion tokens; the balancing loss."""
+        self, rows: PaddedRows | SharedRows, entropy: bool, other: Other | None, teacher: Signal | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Signal | None, Tensor | None]:
+        """Hidden states [M, D]; log-probabilities, entropies and distance to `other` [M]; distances to the teachers; the balancing loss."""
         with self.autocast():
             with offloaded(pins=True) if self.offloads else nullcontext():
                 hidden, auxiliary = self._hidden(rows)
             picked = pick_rows(hidden, rows.source)  # [M, D], or [M, V] if decoder and head cannot be separated
             head = self._head_of() if self._splits() else self._whole_head()
-            logp, entropies = score_tokens(
-                picked,
-                rows.target,
-                head,
-                temperature=self.temperature,
-                entropy=entropy,
-                chunk=self.logits_chunk,
-            )
-            apart = [
-                None
-                if one is None
-                else distances(picked, head, one, temperature=self.temperature, chunk=self.logits_chunk)
-                for one in others
-            ]
-        return picked, logp, entropies, apart, auxiliary
+            options = {"temperature": self.temperature, "chunk": self.logits_chunk}
+            logp, entropies = score_tokens(picked, rows.target, head, entropy=entropy, **options)
+            distance = None if other is None else distances(picked, head, other, **options)
+            measured = None if teacher is None else teacher.measured(picked, head, rows.target, **options)
+        return picked, logp, entropies, distance, measured, auxiliary
 
     def _hidden(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Tensor | None]:
         """[N, S, D] hidden states, or [N, S, V] logits if decoder and head cannot be called separately."""

@@ -147,7 +147,7 @@ class AdapterCopy:
         return AdapterCopy(policy, {name: p.detach().clone() for name, p in _trainable(policy.model).items()})
 
     @contextmanager
-    def _swapped(self) -> Iterator[None]:
+    def swapped(self) -> Iterator[None]:
         now = _trainable(self.policy.model)
         held = {name: _held(parameter) for name, parameter in now.items()}
         was_training = self.policy.model.training
@@ -161,7 +161,7 @@ class AdapterCopy:
 
     @torch.no_grad()
     def measure(self, rows: Sequence[Row]) -> Measured | None:
-        with self._swapped():
+        with self.swapped():
             return self.policy.measure(rows)
 
     def against(self, distance: Callable[[Tensor, Tensor], Tensor]) -> Against | None:
@@ -171,7 +171,7 @@ class AdapterCopy:
             raise ConfigError(
                 "The full-distribution KL cannot be measured with an adapter on the output layer; use k3."
             )
-        return Against(self.policy, distance, self._swapped)
+        return Against(self.policy, distance, self.swapped)
 
     @torch.no_grad()
     def mix(self, policy: Policy, alpha: float) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,42 +16,84 @@ from torch import Tensor
 from covey.errors import ConfigError, RewardError, ServerError
 from covey.learner.logprobs import Likeliest
 from covey.learner.packing import PaddedRows, Row
+from covey.learner.policy import Policy
 from covey.learner.shared_prompt import SharedRows
-from covey.learner.teacher import Hints, Teacher
+from covey.learner.signals import Share, Signal
+from covey.learner.teacher import Hints, Teacher, Teachers
 from covey.rewards.builtin.chat_endpoint import Endpoint, all_of
-from covey.types import Prompt
+from covey.types import Prompt, StepReport
+
+logger = logging.getLogger(__name__)
 
 NAMED = "token_id:"
 """Prefix of a token that a server names by its id."""
-Ranked = tuple[list[int], list[float]]
-"""Top-k tokens at one position, and their log-probabilities."""
+Ranked = tuple[list[int], list[float], float]
+"""Top-k tokens at one position, their log-probabilities, and that of the token that stands there."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ServedTeacher:
     """Teacher model on a server. `echo` of /v1/completions scores the policy's tokens: one request per completion and update."""
 
     endpoint: Endpoint
     top_k: int
-    distance: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """(logp [m, V], the teacher's likeliest tokens [m, k], their log-probabilities [m, k]) -> [m]"""
+    distance: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    """(logp [m, V], the teacher's likeliest tokens [m, k], their log-probabilities [m, k]) -> [m]; None: no distance."""
     hints: Hints | None = None
     hinted: Callable[[Prompt, str], tuple[int, ...]] = lambda prompt, hint: prompt.token_ids
     """Token ids of the prompt with the hint inserted."""
     check_stop: Callable[[], None] = lambda: None
     """Callback while requests are pending; its exception ends the wait."""
+    skips: bool = False
+    """Where the server does not answer, go on without its signal on those completions; False: raise ServerError."""
+    is_away: bool = field(default=False, init=False)
+    """True if it did not answer last: then one request tries it, once, before the others are sent."""
 
-    def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Likeliest:
+    def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Signal:
         """The teacher's top-k tokens at the policy's positions: `rows`, in the order of `packed`. Raises ServerError."""
-        answers = self.asked([partial(self.likeliest, *self._ids(row)) for row in rows])
+        answers = self._answers(rows)
         ids = torch.zeros(*packed.shape, self.top_k, dtype=torch.long)
         logp = torch.full((*packed.shape, self.top_k), -torch.inf)
+        logp[..., 0] = 0.0  # where it says nothing: one sure token, so that no number is infinite
+        own = torch.zeros(packed.shape)
         for n, answer in enumerate(answers):
-            for t, (tokens, values) in enumerate(answer):
+            for t, (tokens, values, value) in enumerate(answer or ()):
                 ids[n, t, : len(tokens)] = torch.tensor(tokens)
+                logp[n, t] = -torch.inf
                 logp[n, t, : len(values)] = torch.tensor(values)
+                own[n, t] = value
         flat = lambda x: x.flatten(0, 1).to(packed.place.device)[packed.place]
-        return Likeliest(flat(ids), flat(logp), self.distance)
+        other = None if self.distance is None else Likeliest(flat(ids), flat(logp), self.distance)
+        places = torch.arange(len(packed.place), device=packed.place.device)
+        informed = torch.tensor([answer is not None for answer in answers], device=packed.place.device)
+        return Signal((Share(places, other, logp=own.flatten().to(places.device)[packed.place]),), informed)
+
+    def _answers(self, rows: Sequence[Row]) -> list[list[Ranked] | None]:
+        """Answers on each completion; None where the server gave none and the run goes on without."""
+        work = [partial(self.likeliest, *self._ids(row)) for row in rows]
+        if not self.skips:
+            return self.asked(work)
+        if self.is_away and self.asked([partial(self._tried, partial(work[0], is_trial=True))]) == [None]:
+            return [None] * len(rows)
+        answers: list[list[Ranked] | None] = self.asked([partial(self._tried, one) for one in work])
+        was_away, self.is_away = self.is_away, all(answer is None for answer in answers)
+        lost = sum(answer is None for answer in answers)
+        if lost and not was_away:
+            logger.warning(
+                "The teacher %s did not answer on %d of %d completions; they are trained without its signal "
+                "(teacher/informed says how many), and it is asked again at each step.",
+                self.endpoint.model,
+                lost,
+                len(rows),
+            )
+        return answers
+
+    def _tried(self, work: Callable[[], list[Ranked]]) -> list[Ranked] | None:
+        """The result, or None where the server does not answer. Raises RewardError where it refuses the request."""
+        try:
+            return work()
+        except (TimeoutError, ConnectionError):
+            return None
 
     def asked(self, work: Sequence[Callable[[], Any]]) -> list[Any]:
         """Results of concurrent requests. Raises ConfigError where the server refuses them, ServerError where it does not answer."""
@@ -61,27 +104,36 @@ class ServedTeacher:
         except (TimeoutError, ConnectionError) as error:
             raise ServerError(f"{error}. Start the teacher's server again, and resume the run.") from error
 
-    def likeliest(self, prompt: Sequence[int], completion: Sequence[int]) -> list[Ranked]:
-        """The `top_k` likeliest tokens at each position of a completion, in descending order."""
+    def likeliest(self, prompt: Sequence[int], completion: Sequence[int], is_trial: bool = False) -> list[Ranked]:
+        """The `top_k` likeliest tokens at each position of a completion, in descending order, and the completion's own."""
         ids = [*prompt, *completion]
         read = partial(_tops, ids=ids, count=len(completion), top_k=self.top_k)
-        return self._echoed(ids, read, logprobs=self.top_k, return_tokens_as_token_ids=True)
+        return self._echoed(ids, read, is_trial, logprobs=self.top_k, return_tokens_as_token_ids=True)
 
     def texts(self, ids: Sequence[int]) -> list[str]:
         """The server's texts of single tokens."""
         return self._echoed(ids, lambda body: [str(one) for one in _logprobs(body)["tokens"]], logprobs=1)
 
-    def _echoed(self, ids: Sequence[int], read: Callable[[bytes], Any], **options: Any) -> Any:
+    def _echoed(self, ids: Sequence[int], read: Callable[[bytes], Any], is_trial: bool = False, **options: Any) -> Any:
         body = {"model": self.endpoint.model, "prompt": list(ids), "max_tokens": 0, "echo": True, **options}
-        until = time.monotonic() + self.endpoint.request_seconds * (self.endpoint.retries + 1)
-        return self.endpoint.post("completions", body, read, until)[0]
+        endpoint = replace(self.endpoint, retries=0) if is_trial else self.endpoint
+        until = time.monotonic() + endpoint.request_seconds * (endpoint.retries + 1)
+        return endpoint.post("completions", body, read, until)[0]
 
     def _ids(self, row: Row) -> tuple[tuple[int, ...], list[int]]:
         told = row.prompt.token_ids if row.hint is None else self.hinted(row.prompt, row.hint)
         return told, row.completion.token_ids.tolist()
 
+    def follow(self, policy: Policy, report: StepReport) -> None:
+        """Nothing: it is a model of its own."""
 
-AnyTeacher = Teacher | ServedTeacher
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+
+
+AnyTeacher = Teacher | Teachers | ServedTeacher
 
 
 def _logprobs(body: bytes) -> dict[str, Any]:
@@ -104,6 +156,13 @@ def _tops(body: bytes, ids: Sequence[int], count: int, top_k: int) -> list[Ranke
         raise RewardError(
             "The teacher's server does not name tokens by id (return_tokens_as_token_ids); vLLM and covey serve do."
         )
-    places = found["top_logprobs"][len(ids) - count : len(ids)]
-    ranked = [sorted(place.items(), key=lambda item: -item[1])[:top_k] for place in places]
-    return [([int(name.removeprefix(NAMED)) for name, _ in best], [value for _, value in best]) for best in ranked]
+    span = slice(len(ids) - count, len(ids))
+    ranked = [sorted(place.items(), key=lambda item: -item[1])[:top_k] for place in found["top_logprobs"][span]]
+    names = [[int(name.removeprefix(NAMED)) for name, _ in best] for best in ranked]
+    values = [[value for _, value in best] for best in ranked]
+    own = [place.get(f"{NAMED}{token}") for place, token in zip(found["top_logprobs"][span], ids[span], strict=True)]
+    if any(value is None for value in own):
+        raise RewardError(
+            "The teacher's server leaves the prompt's own tokens out of top_logprobs; vLLM and covey serve do not."
+        )
+    return list(zip(names, values, map(float, own), strict=True))

@@ -95,7 +95,7 @@ def _held(tree: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, 
         known = names[place] if isinstance(place, int) and place < len(names) else str(place)
         for name, value in _leaves(state, ""):
             yield f"the optimizer's {name} of {known}", value
-    for part in ("scaler", "reference", "critic", "average"):
+    for part in ("scaler", "reference", "teacher", "critic", "average"):
         for name, value in _leaves(tree.get(part, {}), ""):
             yield f"the {part}'s {name}", value
     for name, value in _leaves(tree.get("state", {}).get("controllers", {}), ""):

@@ -1,8 +1,8 @@
-"""The teacher of a distillation: another model, or the policy itself with a hint in its prompt."""
+"""The teachers of an algorithm: other models, or the policy itself at some time, with a hint in its prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -12,61 +12,170 @@ from torch import Tensor
 from covey.learner.logprobs import Head, Other, score_tokens
 from covey.learner.packing import PaddedRows, Row, pad_rows
 from covey.learner.policy import Policy
+from covey.learner.reference import AdapterCopy, FrozenCopy
 from covey.learner.shared_prompt import SharedRows
-from covey.types import Group, Prompt
+from covey.learner.signals import Share, Signal
+from covey.types import Group, Prompt, ReferenceRule, StepReport
 
 Hints = Callable[[Group], Sequence[str | None]]
 """Function from a group to the teacher's feedback on each completion; None: no feedback."""
 
 
 @dataclass(frozen=True, eq=False)
+class Following:
+    """Weights of a teacher that follow the policy's by a rule, as a reference does."""
+
+    copy: FrozenCopy | AdapterCopy
+    rule: ReferenceRule
+    is_reference: bool = False
+    """True if it is the run's reference, which moves and is saved without it."""
+
+
+@dataclass(frozen=True, eq=False)
 class Teacher:
-    """A frozen model for a distance over the whole vocabulary, at the completions of the policy."""
+    """A frozen model at the completions of the policy: distances over the whole vocabulary, log-probabilities of the tokens."""
 
     policy: Policy
-    """The teacher model; in self-distillation, it shares the trained weights."""
-    distance: Callable[[Tensor, Tensor], Tensor]
-    """(logp [m, V], teacher's logp [m, V]) -> [m]"""
+    """The teacher model; in self-distillation, it may share the trained weights."""
+    distance: Callable[[Tensor, Tensor], Tensor] | None = None
+    """(logp [m, V], teacher's logp [m, V]) -> [m]; None: log-probabilities of the tokens alone."""
     hints: Hints | None = None
     hinted: Callable[[Prompt, str], tuple[int, ...]] = lambda prompt, hint: prompt.token_ids
     """Token ids of the prompt with the hint inserted."""
     entropy_sensitivity: float = 0.0
     """Weigh positions with a hint by `exp(-entropy_sensitivity H)`, H the entropy of this model there; 0: no weights."""
+    needs_hint: bool = False
+    """True if it has nothing to teach without a hint."""
+    following: Following | None = None
+    """Weights of its own; None: those of `policy`."""
 
-    def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Other:
-        """The teacher's hidden states at the policy's positions: `rows`, in the order of `packed`."""
-        own = [self._told(row) for row in rows] if any(row.hint is not None for row in rows) else rows
-        is_same = own is rows and (isinstance(packed, PaddedRows) or self.policy.shares_prompts())
+    def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Signal:
+        """The teacher at the policy's positions: `rows`, in the order of `packed`."""
+        informed = [row.hint is not None or not self.needs_hint for row in rows]
+        return Signal((self.share(packed, rows),), torch.tensor(informed, device=packed.place.device))
+
+    def share(
+        self,
+        packed: PaddedRows | SharedRows,
+        rows: Sequence[Row],
+        chosen: Sequence[int] | None = None,
+        share: float = 1.0,
+    ) -> Share:
+        """The teacher at the positions of the chosen rows, by default of all."""
+        own = [self._with_hint(rows[i]) for i in (range(len(rows)) if chosen is None else chosen)]
+        is_same = chosen is None and all(row.hint is None for row in rows)
+        is_same = is_same and (isinstance(packed, PaddedRows) or self.policy.shares_prompts())
         mine = packed if is_same else pad_rows(own, self.policy.pad_id, self.policy.device)
         with self._still():
             hidden, head = self.policy.hidden_of(mine)
-        self.policy.release()
-        if mine is not packed:
-            found = torch.empty(packed.shape[0] * packed.shape[1], dtype=torch.long, device=hidden.device)
-            found[mine.place] = torch.arange(len(mine.place), device=hidden.device)
-            hidden = hidden[found[packed.place]]
-        weight = self._weights(hidden, head, packed, rows) if self.entropy_sensitivity else None
-        return Other(hidden, head, self.distance, weight)
+            self.policy.release()
+            places = torch.arange(len(packed.place), device=packed.place.device)
+            if mine is not packed:
+                hidden, places = _aligned(hidden, mine, packed, chosen)
+            logp = self._logp(hidden, head, packed.target[places]) if self.distance is None else None
+            weight = self._weights(hidden, head, packed, rows) if self.entropy_sensitivity else None
+        other = None if self.distance is None else Other(hidden, head, self.distance)
+        return Share(places, other, share, logp, weight)
+
+    def follow(self, policy: Policy, report: StepReport) -> None:
+        """Move the weights towards the policy's, as the rule says after the step of `report`."""
+        if self.following is not None and not self.following.is_reference:
+            self.following.copy.mix(policy, self.following.rule(report))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Weights for a checkpoint; empty where they are another's, or still those of the start."""
+        return {} if self.following is None or self.following.is_reference else self.following.copy.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if self.following is not None and not self.following.is_reference and state:
+            self.following.copy.load_state_dict(state)
+
+    @torch.no_grad()
+    def _logp(self, hidden: Tensor, head: Head, target: Tensor) -> Tensor:
+        chunk, temperature = self.policy.logits_chunk, self.policy.temperature
+        with self.policy.autocast():
+            return score_tokens(hidden, target, head, temperature=temperature, chunk=chunk)[0]
 
     @torch.no_grad()
     def _weights(self, hidden: Tensor, head: Head, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Tensor:
         """[M]"""
         chunk, temperature = self.policy.logits_chunk, self.policy.temperature
         _, entropy = score_tokens(hidden, packed.target, head, temperature=temperature, entropy=True, chunk=chunk)
-        is_told = torch.tensor([row.hint is not None for row in rows], device=hidden.device)
-        return (-self.entropy_sensitivity * entropy).exp() * is_told[packed.place // packed.shape[1]]
+        has_hint = torch.tensor([row.hint is not None for row in rows], device=hidden.device)
+        return (-self.entropy_sensitivity * entropy).exp() * has_hint[packed.place // packed.shape[1]]
 
-    def _told(self, row: Row) -> Row:
+    def _with_hint(self, row: Row) -> Row:
         if row.hint is None:
             return row
         return replace(row, prompt=replace(row.prompt, token_ids=self.hinted(row.prompt, row.hint)))
 
     @contextmanager
     def _still(self) -> Iterator[None]:
-        """Context in eval mode (no dropout), independent of the policy's mode."""
+        """Context in eval mode (no dropout), independent of the policy's mode, with the teacher's weights in place."""
         was_training = self.policy.model.training
         self.policy.model.eval()
         try:
-            yield
+            if self.following is not None and isinstance(self.following.copy, AdapterCopy):
+                with self.following.copy.swapped():
+                    yield
+            else:
+                yield
         finally:
             self.policy.model.train(was_training)
+
+
+def _aligned(
+    hidden: Tensor, mine: PaddedRows | SharedRows, packed: PaddedRows | SharedRows, chosen: Sequence[int] | None
+) -> tuple[Tensor, Tensor]:
+    """`hidden` [m, D] of the chosen rows in the order of `packed`, and their positions [m] there."""
+    device, width = hidden.device, packed.shape[1]
+    rows = torch.arange(packed.shape[0], device=device) if chosen is None else torch.tensor(chosen, device=device)
+    flat = rows[mine.place // mine.shape[1]] * width + mine.place % mine.shape[1]
+    index = torch.full((packed.shape[0] * width,), -1, dtype=torch.long, device=device)
+    index[flat] = torch.arange(len(flat), device=device)
+    order = index[packed.place]
+    places = (order >= 0).nonzero().squeeze(1)
+    return hidden[order[places]], places
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """One of several teachers: its share, and the value of the column `by` that it teaches; None: every prompt."""
+
+    teacher: Teacher
+    share: float = 1.0
+    value: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Teachers:
+    """Several teachers: each of the prompts whose column names it, or all of them averaged."""
+
+    members: tuple[Member, ...]
+    by: str | None = None
+
+    @property
+    def hints(self) -> Hints | None:
+        return self.members[0].teacher.hints
+
+    def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Signal:
+        """The teachers at the policy's positions. A prompt whose column names none of them has no teacher."""
+        shares, is_informed = [], torch.zeros(len(rows), dtype=torch.bool)
+        for member in self.members:
+            mine = [i for i, row in enumerate(rows) if member.value in (None, self._value(row))]
+            if not mine:
+                continue
+            is_informed[mine] = True
+            shares.append(member.teacher.share(packed, rows, None if len(mine) == len(rows) else mine, member.share))
+        return Signal(tuple(shares), is_informed.to(packed.place.device))
+
+    def _value(self, row: Row) -> str | None:
+        return None if self.by is None else str(row.prompt.columns.get(self.by))
+
+    def follow(self, policy: Policy, report: StepReport) -> None:
+        """Nothing: they are models of their own."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...

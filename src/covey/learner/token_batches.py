@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from covey.learner.packing import Row
+from covey.learner.policy import Measured
 from covey.types import TokenBatch, Totals
 
 CPU = torch.device("cpu")
@@ -44,6 +46,46 @@ def as_drawn(rows: Sequence[Row]) -> TokenBatch:
         mask=spread([row.counts for row in rows], shape, CPU, False),
         group=torch.tensor([row.group for row in rows]),
         entropy=-logp,
+    )
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How completions come to the learner, as in its fields of the same names."""
+
+    uses_sampler_logp: bool = True
+    samples_here: bool = False
+
+
+def batch_of(rows: Sequence[Row], measured: Measured, values: Tensor | None, draws: Draws) -> TokenBatch:
+    """Padded tensors [N, T] of measured rows, with the critic's `values`, if there are any."""
+    device, shape = measured.logp.device, measured.logp.shape
+    padded = lambda values, fill=0.0: spread(values, shape, device, fill)
+    completions = [row.completion for row in rows]
+    old = [completion.old_logp for completion in completions]
+    drawn = [completion.logprobs for completion in completions]
+    ref = [completion.ref_logp for completion in completions]
+    has_values = all(completion.values is not None for completion in completions)
+    return TokenBatch(
+        logp=measured.logp,
+        old_logp=measured.logp.detach() if any(x is None for x in old) else padded(old),
+        advantages=advantages(rows, shape, device),
+        weight=weights(rows, shape, device),
+        mask=padded([row.counts for row in rows], False),
+        group=onto(device, torch.tensor([row.group for row in rows])),
+        row=onto(device, torch.tensor([row.index for row in rows])),
+        same_weights=same_weights(rows, device) if draws.samples_here else None,
+        sampler_logp=padded(drawn) if draws.uses_sampler_logp and all(x is not None for x in drawn) else None,
+        ref_logp=None if any(x is None for x in ref) else padded(ref),
+        entropy=measured.entropy,
+        full_kl=measured.distance,
+        teacher_distance=measured.teacher_distance,
+        teacher_weight=measured.teacher_weight,
+        teacher_logp=measured.teacher_logp,
+        teacher_mask=measured.teacher_mask,
+        values=values,
+        old_values=padded([completion.values for completion in completions]) if has_values else None,
+        returns=padded([row.returns for row in rows]) if rows[0].returns is not None else None,
     )
 
 

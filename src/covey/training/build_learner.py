@@ -89,6 +89,8 @@ def networks_of(
 
 def refuse_unsplit(algorithm: Algorithm, model: Any, optimizer: Any, rollout_func: Any) -> None:
     """Raise ConfigError for options that do not work with a sharded model, or that hold its unsharded parameters."""
+    if algorithm.role is not None and not any(isinstance(part, Distill) for part in algorithm.regularizers):
+        raise ConfigError("A teacher does not work with a model that fsdp splits; leave one of them out.")
     for part in algorithm.regularizers:
         if isinstance(part, (Distill, SFT)):
             name = type(part).__name__.lower()
@@ -268,7 +270,7 @@ def build_learner(
     sampling = sampling_params(args)
     template = given.agents.template_options(args.chat_template_kwargs)
     stop = callbacks.get("interruption", lambda: None)
-    taught = partial(build_teacher, trust_remote_code=args.trust_remote_code, check_stop=stop)
+    make_teacher = partial(build_teacher, trust_remote_code=args.trust_remote_code, check_stop=stop)
     seed = args.seed if args.data_seed is None else args.data_seed
     batch = args.per_device_train_batch_size
     return Learner(
@@ -290,7 +292,7 @@ def build_learner(
         disable_dropout=args.disable_dropout,
         enable_recomputation=partial(checkpoint_once, policy) if args.checkpoint_when_needed else lambda: False,
         critic=critic,
-        teacher=taught(algorithm, policy, given.tokenizer, template),
+        teacher=make_teacher(algorithm, policy, given.tokenizer, template, reference=networks.reference),
         supervised=build_supervised(algorithm, policy, given.tokenizer, given.eos_ids, template, seed),
         uses_sampler_logp=not (sampling.truncates or args.vllm_structured_outputs_regex)
         and sampling.repetition_penalty == 1.0,

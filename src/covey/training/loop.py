@@ -94,7 +94,7 @@ def train_step(parts: Parts, state: TrainState, started: float) -> TrainState:
     with timed(seconds, "learn"), undone_when_stopped(parts):
         report = parts.learner.step(batch, algorithm, state.step + 1)
     with timed(seconds, "learn"):
-        parts.learner.reference.mix(parts.learner.policy, alpha=algorithm.reference(report))
+        parts.learner.follow(algorithm, report)
     report = report.merged({**state.rollout_metrics, **parts.stages.update_metrics()})
     seconds["step"] = time.perf_counter() - started - seconds.pop(WAITING, 0.0)
     report = replace(report, seconds=seconds, events=(*report.events, *(e for g in batch for e in g.events)))

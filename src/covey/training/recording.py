@@ -67,6 +67,7 @@ def checkpoint_tree(parts: Parts, state: TrainState) -> dict[str, Any]:
         "scheduler": learner.scheduler.state_dict(),
         "scaler": {} if learner.scaler is None else learner.scaler.state_dict(),
         "reference": learner.reference.state_dict(),
+        "teacher": {} if learner.teacher is None else learner.teacher.state_dict(),
         "critic": dict(learner.critic.state_dict()),
         "memory": [sizes for part in parts.world.gather([_learned_sizes(parts)]) for sizes in part],
         "average": {} if parts.average is None else parts.average.state_dict(),
@@ -114,6 +115,8 @@ def _restored(parts: Parts, folder: Path) -> TrainState:
     if learner.scaler is not None:
         learner.scaler.load_state_dict(tree["scaler"])
     learner.reference.load_state_dict(tree["reference"])
+    if learner.teacher is not None:
+        learner.teacher.load_state_dict(tree.get("teacher", {}))
     if tree["critic"]:
         own = learner.critic.state_dict()
         learner.critic.load_state_dict({name: shard_like(value, own[name]) for name, value in tree["critic"].items()})

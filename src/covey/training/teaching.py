@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from covey.algorithms import SFT, Algorithm, Distill
-from covey.algorithms.distillation import POLICY
+from covey.adapters import has_adapter
+from covey.algorithms import SFT, Algorithm, Distill, TeacherRole, keep
+from covey.algorithms.teachers import OF_GROUP
 from covey.data import vocabulary_size
 from covey.data.checks import row_at
 from covey.data.examples import encode_example, load_examples
 from covey.data.prompts import encode_chat, to_prompt
 from covey.errors import ConfigError, ModelError
-from covey.learner import Policy, ServedTeacher, Supervised, Teacher
+from covey.learner import AdapterCopy, FrozenCopy, NoReference, Policy, Reference, ServedTeacher, Supervised, Teacher
+from covey.learner.served_teacher import AnyTeacher
 from covey.learner.supervised import supervised_policy
-from covey.learner.teacher import Hints
+from covey.learner.teacher import Following, Member, Teachers
 from covey.models import load_model, load_tokenizer, reads_images
 from covey.rewards.builtin.chat_endpoint import Endpoint
 from covey.types import Completion, Group, Prompt
@@ -33,35 +35,29 @@ MOST_BYTES = 2**26
 
 
 def served_teacher(
-    part: Distill,
-    policy: Policy,
-    tokenizer: Any,
-    hints: Hints | None,
-    hinted: Callable[[Prompt, str], tuple[int, ...]],
-    check_stop: Callable[[], None],
+    role: TeacherRole, part: Distill | None, policy: Policy, tokenizer: Any, teacher: Callable[..., ServedTeacher]
 ) -> ServedTeacher:
     """The teacher behind an address. Raises ConfigError where it cannot teach this policy, ServerError where it does not answer."""
     if policy.temperature != 1.0:
         raise ConfigError(
-            f"distill's teacher {part.teacher} tells log-probabilities of temperature 1, and the policy samples at "
+            f"The teacher {role.teacher} tells log-probabilities of temperature 1, and the policy samples at "
             f"{policy.temperature:g}; set temperature=1, or load the teacher here (a folder or a hub id)."
         )
     if reads_images(policy.model):
-        raise ConfigError(
-            "distill's teacher at an endpoint reads token ids, not images; load it here (a folder or a hub id)."
-        )
-    assert part.top_k is not None
+        raise ConfigError("A teacher at an endpoint reads token ids, not images; load it here (a folder or a hub id).")
     endpoint = Endpoint(
-        url=part.teacher,
-        model=str(part.served_model_name),
-        key_env=part.key_env,
-        request_seconds=part.request_seconds,
+        url=role.teacher,
+        model=str(role.served_model_name),
+        key_env=role.key_env,
+        request_seconds=role.request_seconds,
         called="teacher",
         most_bytes=MOST_BYTES,
     )
-    teacher = ServedTeacher(endpoint, part.top_k, part.distance_to_likeliest, hints, hinted, check_stop)
-    expect_same_tokens(teacher, tokenizer)
-    return teacher
+    top_k = 1 if part is None or part.top_k is None else part.top_k
+    distance = None if part is None else part.distance_to_likeliest
+    served = teacher(endpoint, top_k, distance, skips=role.when_lost == "skip")
+    expect_same_tokens(served, tokenizer)
+    return served
 
 
 def expect_same_tokens(teacher: ServedTeacher, tokenizer: Any) -> None:
@@ -80,9 +76,83 @@ def expect_same_tokens(teacher: ServedTeacher, tokenizer: Any) -> None:
 
 def without_teaching(algorithm: Algorithm) -> Algorithm:
     """The algorithm without terms that need a second model or data, for estimates."""
-    return replace(
-        algorithm, regularizers=tuple(part for part in algorithm.regularizers if not isinstance(part, (Distill, SFT)))
-    )
+    apart = tuple(part for part in algorithm.regularizers if not isinstance(part, (Distill, SFT)))
+    return replace(algorithm, regularizers=apart)
+
+
+@dataclass(frozen=True, eq=False)
+class Maker:
+    """Maker of the teachers of a run, from their role and what the algorithm's parts read of them."""
+
+    role: TeacherRole
+    part: Distill | None
+    """The distillation term; None: log-probabilities alone."""
+    policy: Policy
+    tokenizer: Any
+    template: Mapping[str, Any]
+    trust_remote_code: bool = False
+
+    def prompts(self) -> dict[str, Any]:
+        """`hints` and `hinted` of a teacher."""
+        role = self.role
+        hints = None if role.feedback is None else partial(hints_of, feedback=role.feedback, threshold=role.threshold)
+        return {
+            "hints": hints,
+            "hinted": partial(with_hint, template=role.template, tokenizer=self.tokenizer, options=self.template),
+        }
+
+    def of_policy(self, reference: Reference, rule: Any, algorithm: Algorithm) -> Teacher:
+        """The policy as its own teacher: of now, or of its own past."""
+        own = replace(self.policy, auxiliary_coefficient=0.0)
+        if rule is None:
+            return self._made(own, needs_hint=True)
+        is_shared = rule is keep and algorithm.reference is keep and isinstance(reference, (FrozenCopy, AdapterCopy))
+        if is_shared:
+            following = Following(reference, rule, is_reference=True)  # type: ignore[arg-type]  # one of the two
+        elif has_adapter(self.policy.model):
+            following = Following(AdapterCopy.of(self.policy), rule)
+        else:
+            following = Following(FrozenCopy.of(self.policy, follows=rule is not keep), rule)
+        copy = following.copy
+        if isinstance(copy, AdapterCopy) and any(p.requires_grad for p in self.policy.output_layer().parameters()):
+            raise ConfigError(
+                "A teacher that is the policy of earlier steps cannot be told apart with an adapter on the output layer; "
+                "take that layer out of the adapter, or teacher_model_kind='live'."
+            )
+        weights = own if isinstance(copy, AdapterCopy) else replace(copy.policy, auxiliary_coefficient=0.0)
+        return self._made(weights, needs_hint=True, following=following)
+
+    def of_model(self, source: Any) -> Teacher:
+        """Another model, loaded here. Raises ConfigError for another vocabulary, ModelError where it cannot be loaded."""
+        policy = self.policy
+        kwargs = {"dtype": self.role.dtype} if isinstance(source, str) else {}
+        model = load_model(source, kwargs, trust_remote_code=self.trust_remote_code)
+        if model is policy.model:
+            raise ConfigError(
+                "The teacher is the very model that is trained; give another one, or 'policy' with feedback."
+            )
+        expect_same_vocabulary(model, self.tokenizer, policy, trust_remote_code=self.trust_remote_code)
+        if not hasattr(model, "hf_device_map"):
+            model = model.to(policy.device)
+        model = model.eval().requires_grad_(False)
+        is_narrow = model.dtype != torch.float32 and policy.compute_dtype is None
+        if is_narrow and next(policy.model.parameters()).dtype == torch.float32:
+            logger.warning(
+                "The teacher computes in %s, as it is stored, and the policy in float32: divergences are some 3%% off; "
+                "distill(..., dtype='float32') is exact and takes twice the memory.",
+                str(model.dtype).removeprefix("torch."),
+            )
+        return self._made(replace(policy, model=model, auxiliary_coefficient=0.0, offloads=False))
+
+    def _made(self, weights: Policy, **options: Any) -> Teacher:
+        part = self.part
+        return Teacher(
+            weights,
+            None if part is None else part.distance,
+            entropy_sensitivity=0.0 if part is None else part.entropy_sensitivity,
+            **self.prompts(),
+            **options,
+        )
 
 
 def build_teacher(
@@ -93,47 +163,29 @@ def build_teacher(
     *,
     trust_remote_code: bool = False,
     check_stop: Callable[[], None] = lambda: None,
-) -> Teacher | ServedTeacher | None:
-    """The teacher of the algorithm's distillation; None without a distillation term.
+    reference: Reference | None = None,
+) -> AnyTeacher | None:
+    """The teacher of the algorithm's parts; None where none learns from one.
 
-    Raises ConfigError for two distillation terms or another vocabulary, ModelError for a teacher that cannot be loaded,
+    Raises ConfigError for two different teachers or another vocabulary, ModelError for a teacher that cannot be loaded,
     ServerError for one that does not answer.
     """
-    parts = [part for part in algorithm.regularizers if isinstance(part, Distill)]
-    if not parts:
+    role = algorithm.role
+    if role is None:
         return None
+    parts = [part for part in algorithm.regularizers if isinstance(part, Distill)]
     if len(parts) > 1:
-        raise ConfigError("The algorithm has several distill terms; one teacher can be learnt from at a time.")
-    part = parts[0]
-    hinted = partial(with_hint, template=part.template, tokenizer=tokenizer, options=template)
-    hints = None if part.feedback is None else partial(hints_of, feedback=part.feedback, threshold=part.threshold)
-    if isinstance(part.teacher, str) and part.teacher == POLICY:
-        own = replace(policy, auxiliary_coefficient=0.0)
-        return Teacher(own, part.distance, hints, hinted, part.entropy_sensitivity)
-    if part.is_endpoint:
-        return served_teacher(part, policy, tokenizer, hints, hinted, check_stop)
-    kwargs = {"dtype": part.dtype} if isinstance(part.teacher, str) else {}
-    model = load_model(part.teacher, kwargs, trust_remote_code=trust_remote_code)
-    if model is policy.model:
-        raise ConfigError(
-            "distill's teacher is the very model that is trained; give another one, or 'policy' with feedback."
+        raise ConfigError("The algorithm has several distill terms; one divergence can be learnt from at a time.")
+    part = parts[0] if parts else None
+    maker = Maker(role, part, policy, tokenizer, template, trust_remote_code)
+    if role.is_policy:
+        return maker.of_policy(reference or NoReference(), role.rule, algorithm)
+    if role.is_endpoint:
+        return served_teacher(
+            role, part, policy, tokenizer, partial(ServedTeacher, check_stop=check_stop, **maker.prompts())
         )
-    expect_same_vocabulary(model, tokenizer, policy, trust_remote_code=trust_remote_code)
-    if not hasattr(model, "hf_device_map"):
-        model = model.to(policy.device)
-    model = model.eval().requires_grad_(False)
-    if (
-        model.dtype != torch.float32
-        and policy.compute_dtype is None
-        and next(policy.model.parameters()).dtype == torch.float32
-    ):
-        logger.warning(
-            "The teacher computes in %s, as it is stored, and the policy in float32: divergences are some 3%% off; "
-            "distill(..., dtype='float32') is exact and takes twice the memory.",
-            str(model.dtype).removeprefix("torch."),
-        )
-    still = replace(policy, model=model, auxiliary_coefficient=0.0, offloads=False)
-    return Teacher(still, part.distance, hints, hinted, part.entropy_sensitivity)
+    members = tuple(Member(maker.of_model(source), share, value) for source, share, value in role.shares())
+    return members[0].teacher if len(members) == 1 and role.by is None else Teachers(members, role.by)
 
 
 def expect_same_vocabulary(teacher: Any, tokenizer: Any, policy: Policy, *, trust_remote_code: bool = False) -> None:
@@ -158,17 +210,48 @@ def expect_same_vocabulary(teacher: Any, tokenizer: Any, policy: Policy, *, trus
 
 
 def hints_of(group: Group, feedback: str, threshold: float | None = None) -> list[str | None]:
-    """The teacher's feedback on each completion: the group's best completion, a column of a reward, or one of the data set."""
+    """The teacher's feedback on each completion: of the group, of its episode, of a column of a reward or of the data set."""
     if feedback == "best":
         return _best_of(group, threshold)
+    if feedback == "successful":
+        return _success_of(group, 1.0 if threshold is None else threshold)
+    if feedback == "tool_result":
+        return [_last_answer(completion) for completion in group.completions]
     if feedback in group.extras:
-        found: Sequence[Any] = group.extras[feedback]
+        values: Sequence[Any] = group.extras[feedback]
     elif feedback in group.prompt.columns:
-        found = [group.prompt.columns[feedback]] * group.size
+        values = [group.prompt.columns[feedback]] * group.size
     else:
-        known = [*group.extras, *group.prompt.columns, "best"]
-        raise ConfigError(f"distill's feedback={feedback!r} is no column here; there are {', '.join(known)}.")
-    return [None if value is None or str(value) == "" else str(value) for value in found]
+        columns = [*group.extras, *group.prompt.columns, *OF_GROUP]
+        raise ConfigError(f"The teacher's feedback={feedback!r} is no column here; there are {', '.join(columns)}.")
+    return [_text_of(value, feedback) for value in values]
+
+
+def _text_of(value: Any, column: str) -> str | None:
+    """The feedback as text; None where there is none. Raises ConfigError for a value that is no text."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return None
+    if not isinstance(value, (str, int, float)):
+        raise ConfigError(
+            f"The teacher's feedback={column!r} holds {type(value).__name__}, no text; name a column of text, or make one with "
+            "log_extra in a reward."
+        )
+    return str(value)
+
+
+def _success_of(group: Group, threshold: float) -> list[str | None]:
+    """Text of the first other completion whose reward reaches the threshold; None where there is none."""
+    if group.totals is None:
+        return [None] * group.size
+    right = [g for g, total in enumerate(group.totals.tolist()) if total >= threshold]
+    first = [next((other for other in right if other != g), None) for g in range(group.size)]
+    return [None if g is None else group.completions[g].text for g in first]
+
+
+def _last_answer(completion: Completion) -> str | None:
+    """The last answer of a tool in the completion's episode; None without one."""
+    answers = [message for message in completion.messages or () if message.get("role") == "tool"]
+    return _text_of(answers[-1].get("content"), "tool_result") if answers else None
 
 
 def _best_of(group: Group, threshold: float | None) -> list[str | None]:
@@ -178,11 +261,11 @@ def _best_of(group: Group, threshold: float | None) -> list[str | None]:
     """
     if group.totals is None or bool(group.totals.isnan().all()):
         return [None] * group.size
-    totals = [float("-inf") if one != one else one for one in group.totals.tolist()]
+    totals = [float("-inf") if total != total else total for total in group.totals.tolist()]
     best = max(range(group.size), key=lambda g: totals[g])
     limit = totals[best] if threshold is None else threshold
-    told = totals[best] >= limit
-    return [group.completions[best].text if told and totals[g] < limit else None for g in range(group.size)]
+    reaches = totals[best] >= limit
+    return [group.completions[best].text if reaches and totals[g] < limit else None for g in range(group.size)]
 
 
 def with_hint(prompt: Prompt, hint: str, template: str, tokenizer: Any, options: Mapping[str, Any]) -> tuple[int, ...]:

@@ -87,6 +87,12 @@ from covey.types.reports import (
 from covey.types.reports import (
     TokenNumbers as TokenNumbers,
 )
+from covey.types.tokens import (
+    TokenBatch as TokenBatch,
+)
+from covey.types.tokens import (
+    Totals as Totals,
+)
 from covey.types.values import (
     Completion as Completion,
 )
@@ -106,13 +112,7 @@ from covey.types.values import (
     Scores as Scores,
 )
 from covey.types.values import (
-    TokenBatch as TokenBatch,
-)
-from covey.types.values import (
     ToolCall as ToolCall,
-)
-from covey.types.values import (
-    Totals as Totals,
 )
 from covey.types.values import (
     of_policy as of_policy,

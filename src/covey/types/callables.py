@@ -10,7 +10,8 @@ from torch import Tensor
 
 from covey.types.metrics import Metric
 from covey.types.reports import StepReport
-from covey.types.values import Group, Scores, TokenBatch, Totals
+from covey.types.tokens import TokenBatch, Totals
+from covey.types.values import Group, Scores
 
 # The callables that an algorithm is made of. A slot takes a function; a class only when it has parameters.
 Advantage = Callable[[Scores], Tensor]

@@ -1,0 +1,210 @@
+"""Signals of a teacher by token: what its log-probabilities say of the policy's own tokens, as advantages or as a term.
+
+Letters: `q` the teacher, `p` the policy, `d = log q - log p` at the token that was drawn: above 0 where the teacher would
+rather have drawn it. Its mean under the policy is minus the reverse KL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from dataclasses import replace as changed
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from covey.algorithms.aggregation import token_mean
+from covey.algorithms.composing import metrics_of, needs_whole_step, prepared
+from covey.algorithms.control import Controller, current
+from covey.algorithms.objectives import Clipped
+from covey.errors import ConfigError
+from covey.types import Aggregate, Mean, Metric, Objective, TokenBatch, Totals
+
+LIMIT = 60.0
+"""Largest log-ratio that is exponentiated: e^60 is finite in float32 with room to add up."""
+
+
+def informed(tokens: TokenBatch) -> Tensor:
+    """[N, 1], 1 for rows that the teacher can teach, 0 for the others."""
+    if tokens.teacher_mask is None:
+        return tokens.logp.new_ones(len(tokens.logp), 1)
+    return tokens.teacher_mask[:, None].to(tokens.logp.dtype)
+
+
+def teacher_gap(tokens: TokenBatch, against: Literal["old", "current"] = "old") -> Tensor:
+    """[N, T], `log q - log p` without gradient: against the policy at the rollout or now; 0 where the teacher says nothing."""
+    if tokens.teacher_logp is None:
+        raise ValueError("A part needs teacher_logp, measured by the learner; this batch has none.")
+    own = tokens.old_logp if against == "old" else tokens.logp
+    return (tokens.teacher_logp - own).detach() * informed(tokens) * tokens.mask
+
+
+@dataclass(frozen=True)
+class TeacherAdvantage:
+    """`reward A + weight d`: the teacher's log-ratio as the advantage of each token, beside the reward's.
+
+    MOPD, Xiao et al. 2026, <https://arxiv.org/abs/2601.02780>, eq. 8, with `reward=0`; ms-swift's OPD-RL with `reward=1`.
+    `against="current"` takes the policy of now, so that the gradient stays that of the reverse KL over several updates.
+    """
+
+    weight: float = 1.0
+    reward: float = 0.0
+    against: Literal["old", "current"] = "old"
+    exempt: ClassVar[tuple[str, ...]] = ("policy_gradient", "zero_advantage")
+
+    def __call__(self, tokens: TokenBatch) -> Tensor:
+        return self.reward * tokens.advantages + self.weight * teacher_gap(tokens, self.against)
+
+
+@dataclass(frozen=True)
+class TeacherReweighted:
+    """`A (1 - strength + strength clip(exp(sign(A) d), 1 - clip, 1 + clip))`: the teacher shares a reward out over its tokens.
+
+    The sign stays that of the reward, and a teacher that agrees with the policy changes nothing. `negative_only`: completions of
+    negative advantage alone. RLSD, 2026, <https://arxiv.org/abs/2604.03128>; defaults are ms-swift's.
+    """
+
+    strength: float = 0.5
+    clip: float = 0.2
+    negative_only: bool = False
+    exempt: ClassVar[tuple[str, ...]] = ("policy_gradient",)
+    scales_with_advantage = True
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.strength <= 1.0:
+            raise ConfigError(f"strength={self.strength} of the teacher's weights must be from 0 to 1.")
+        if not 0.0 <= self.clip < 1.0:
+            raise ConfigError(f"clip={self.clip} of the teacher's weights must be at least 0 and below 1.")
+
+    def __call__(self, tokens: TokenBatch) -> Tensor:
+        return tokens.advantages * self.factor(tokens)
+
+    def factor(self, tokens: TokenBatch) -> Tensor:
+        """[N, T]"""
+        evidence = (tokens.advantages.sign() * teacher_gap(tokens)).clamp(-LIMIT, LIMIT).exp()
+        factor = 1.0 - self.strength + self.strength * evidence.clamp(1.0 - self.clip, 1.0 + self.clip)
+        return torch.where(tokens.advantages < 0, factor, torch.ones_like(factor)) if self.negative_only else factor
+
+    def metrics(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
+        """`teacher/weight_bounded`: share of tokens whose weight the clip holds."""
+        evidence = (tokens.advantages.sign() * teacher_gap(tokens)).clamp(-LIMIT, LIMIT).exp()
+        return {"teacher/weight_bounded": ((evidence - 1.0).abs() > self.clip).float()}
+
+
+@dataclass(frozen=True)
+class PositionWeighted:
+    """`w d`, `w_t = 1 + gamma (1 - sum_{k < t} abs(d_k) / sum_k abs(d_k))`: early disagreement counts most.
+
+    Beyond it a completion has left the teacher's own paths. IW-OPD, 2026, <https://arxiv.org/abs/2606.22600>; `gamma` as TRL's
+    `iw_opd_gamma`.
+    """
+
+    gamma: float = 0.5
+    epsilon: float = 1e-8
+    exempt: ClassVar[tuple[str, ...]] = ("policy_gradient", "zero_advantage")
+
+    def __post_init__(self) -> None:
+        if not self.gamma >= 0.0:
+            raise ConfigError(f"gamma={self.gamma} of the position weights must be at least 0.")
+
+    def __call__(self, tokens: TokenBatch) -> Tensor:
+        gap = teacher_gap(tokens)
+        size = gap.abs()
+        before = size.cumsum(-1) - size
+        return (1.0 + self.gamma * (1.0 - before / size.sum(-1, keepdim=True).clamp(min=self.epsilon))) * gap
+
+
+@dataclass(frozen=True)
+class Reshaped:
+    """An objective whose advantages a function of the tokens replaces: `objective(tokens with advantages shape(tokens))`.
+
+    `shape` takes a TokenBatch, with `teacher_logp`, `ref_logp`, `old_logp` and `advantages`, and returns [N, T] or [N, 1]:
+    `alg.Reshaped(alg.TeacherReweighted())`, or one's own function. It carries no gradient.
+    """
+
+    shape: Callable[[TokenBatch], Tensor]
+    objective: Objective = field(default_factory=Clipped)
+
+    def __call__(self, tokens: TokenBatch) -> Tensor:
+        return self.objective(self._reshaped(tokens))
+
+    def _reshaped(self, tokens: TokenBatch) -> TokenBatch:
+        return changed(tokens, advantages=self.shape(tokens).detach())
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        own = getattr(self.shape, "needs", ("teacher_logp",))
+        return (*own, *getattr(self.objective, "needs", ()))
+
+    @property
+    def exempt(self) -> tuple[str, ...]:
+        own = getattr(self.shape, "exempt", ("policy_gradient", "zero_advantage"))
+        return (*own, *getattr(self.objective, "exempt", ()))
+
+    @property
+    def scales_with_advantage(self) -> bool:
+        return all(getattr(part, "scales_with_advantage", False) for part in (self.shape, self.objective))
+
+    @property
+    def is_stepwise(self) -> bool:
+        return needs_whole_step(self.objective)
+
+    def prepare(self, tokens: TokenBatch, totals: Totals) -> Reshaped:
+        """The objective fitted to the whole step, with the advantages that it will see."""
+        return changed(self, objective=prepared(self.objective, self._reshaped(tokens), totals))
+
+    def metrics(self, tokens: TokenBatch) -> Mapping[str, Tensor | Metric]:
+        """Those of the shape and of the objective."""
+        return {**metrics_of(self.shape, tokens), **metrics_of(self.objective, self._reshaped(tokens))}
+
+
+@dataclass(frozen=True)
+class GatedDistill:
+    """`weight sigmoid(beta d) d`, the gate without gradient: the policy is drawn up at tokens that the teacher likes better.
+
+    The gradient of a token is `-weight sigmoid(beta d)` times that of its log-probability, so tokens that the teacher likes
+    less are hardly touched. SDAR, 2026, <https://arxiv.org/abs/2605.15155>; `beta` as ms-swift's `sdar_gate_beta`.
+    """
+
+    weight: float | Controller = 0.1
+    beta: float = 5.0
+    aggregate: Aggregate | None = token_mean
+    needs: ClassVar[tuple[str, ...]] = ("teacher_logp",)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.weight, Controller) and not float(self.weight) > 0.0:
+            raise ConfigError(f"weight={self.weight} of the gated term must be above 0.")
+        if not self.beta > 0.0:
+            raise ConfigError(f"beta={self.beta} of the gate must be above 0.")
+
+    def __call__(self, tokens: TokenBatch) -> Tensor:
+        gap = teacher_gap(tokens, "current")
+        toward = (gap + tokens.logp.detach() - tokens.logp) * informed(
+            tokens
+        )  # gap in value, with the policy's gradient
+        return current(self.weight) * (self.beta * gap).sigmoid() * toward
+
+    def metrics(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
+        """`sdar/gate_mean`, and `sdar/gate_active_ratio`, tokens that the teacher likes better."""
+        gap = teacher_gap(tokens, "current")
+        return {"sdar/gate_mean": (self.beta * gap).sigmoid(), "sdar/gate_active_ratio": (gap > 0).float()}
+
+
+def signal_metrics(tokens: TokenBatch) -> dict[str, Metric]:
+    """`teacher/gap`, mean `d` of a token; `teacher/informed`, share of completions that it can teach; `teacher/agreement`.
+
+    Agreement: `sum A g / sum abs(A g)` over completions, `g` the mean `d` of one, from -1 to 1. Advantages of a group sum to 0,
+    so a teacher that likes all completions alike has 0, and one that ranks them against the reward is below.
+    """
+    if tokens.teacher_logp is None:
+        return {}
+    gap = teacher_gap(tokens)
+    rows = informed(tokens)
+    pull = (tokens.per_sequence(tokens.advantages.expand_as(gap)) * tokens.per_sequence(gap)).double()
+    counted = tokens.mask & (rows > 0)
+    return {
+        "teacher/gap": Mean.of(gap, counted),
+        "teacher/informed": Mean.of(rows),
+        "teacher/agreement": Mean(pull.sum().item(), pull.abs().sum().item()),
+    }

@@ -1,0 +1,63 @@
+"""What teachers say at the policy's positions in one micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from covey.learner.logprobs import Head, Likeliest, Other, compared
+from covey.learner.packing import pick_rows
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """What one teacher says at `m` of the policy's M positions, and how much it counts there."""
+
+    places: Tensor
+    """[m] positions"""
+    other: Other | Likeliest | None = None
+    """Its distributions there; None: no distance is measured."""
+    share: float = 1.0
+    logp: Tensor | None = None
+    """[m], its log-probability of each token; None where it comes with the distance."""
+    weight: Tensor | None = None
+    """[m], how far it is to be believed."""
+    distance: Tensor | None = None
+    """[m], the policy's distance to it, with gradient, once measured."""
+
+    def measured(self, hidden: Tensor, head: Head, targets: Tensor, **options: Any) -> Share:
+        """The share with its distance to the policy's `hidden` [M, D]."""
+        if self.other is None:
+            return self
+        is_all = len(self.places) == len(hidden)
+        mine, tokens = (hidden, targets) if is_all else (pick_rows(hidden, self.places), targets[self.places])
+        distance, logp = compared(mine, head, self.other, tokens, **options)
+        return replace(self, distance=distance, logp=self.logp if logp is None else logp)
+
+
+@dataclass(frozen=True, eq=False)
+class Signal:
+    """What the teachers say at the policy's positions; several at one position are averaged by their shares."""
+
+    shares: tuple[Share, ...]
+    informed: Tensor
+    """[N] bool, rows that they can teach."""
+
+    def measured(self, hidden: Tensor, head: Head, targets: Tensor, **options: Any) -> Signal:
+        """The signal with the distances of the policy's `hidden` [M, D] to each teacher."""
+        return replace(self, shares=tuple(one.measured(hidden, head, targets, **options) for one in self.shares))
+
+    def over(self, count: int, value: Callable[[Share], Tensor | None]) -> Tensor | None:
+        """[M], the sum of `share x value` where a teacher speaks, 0 elsewhere; None if no teacher has the value."""
+        pairs = [(one, x) for one in self.shares if (x := value(one)) is not None]
+        if not pairs:
+            return None
+        if len(pairs) == 1 and pairs[0][0].share == 1.0 and len(pairs[0][1]) == count:
+            return pairs[0][1]
+        total = pairs[0][1].new_zeros(count)
+        for one, x in pairs:
+            total = total.index_add(0, one.places, one.share * x)
+        return total

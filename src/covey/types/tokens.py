@@ -1,0 +1,140 @@
+"""Input of an algorithm in one micro-batch, and the denominators of an optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenBatch:
+    """Input of objectives, KL terms and regularizers: N completions padded to T tokens, whether or not the learner packed them.
+
+    Only `logp`, `entropy`, `full_kl`, `teacher_distance` and `values` carry gradient. Where `mask` is False every entry is finite and means nothing.
+    """
+
+    logp: Tensor
+    """[N, T], the policy that is being trained."""
+    old_logp: Tensor
+    """[N, T], the policy at the time of the rollout, by the learner; on-policy it is `logp.detach()`."""
+    advantages: Tensor
+    """[N, 1] or [N, T]"""
+    mask: Tensor
+    """[N, T] bool, tokens that count."""
+    group: Tensor
+    """[N] int64, which prompt the row answers; rows of one prompt need not be adjacent."""
+    sampler_logp: Tensor | None = None
+    """[N, T], as drawn by the sampler, NaN where it returned none. None: the sampler is the learner."""
+    same_weights: Tensor | None = None
+    """[N] bool, rows that this process drew with the very weights of `old_logp`: there `sampler_logp` differs by rounding alone."""
+    ref_logp: Tensor | None = None
+    """[N, T], the reference model."""
+    full_kl: Tensor | None = None
+    """[N, T], distance to the reference over the whole vocabulary, with gradient, where a KL term asks for it."""
+    teacher_distance: Tensor | None = None
+    """[N, T], divergence from a teacher over the whole vocabulary, with gradient, where a distillation asks for it."""
+    teacher_weight: Tensor | None = None
+    """[N, T], how far a teacher is to be believed at each token, where a distillation asks for it; 0 without feedback."""
+    teacher_logp: Tensor | None = None
+    """[N, T], a teacher's log-probability of each token, where a part asks for it."""
+    teacher_mask: Tensor | None = None
+    """[N] bool, rows that the teacher can teach: it has feedback on them, and answered. None: all of them."""
+    entropy: Tensor | None = None
+    """[N, T], entropy of the policy's distribution at each token, in nats."""
+    values: Tensor | None = None
+    """[N, T], the critic now."""
+    old_values: Tensor | None = None
+    """[N, T], the critic at the time of the rollout."""
+    returns: Tensor | None = None
+    """[N, T], targets of the critic."""
+    weight: Tensor | None = None
+    """[N, T], factor on the objective of completions that another model wrote, 1 for the policy's own. None: 1 everywhere."""
+    row: Tensor | None = None
+    """[N] int64, index of the completion within the optimizer step, in any micro-batch; seeds per-row randomness."""
+
+    @cached_property
+    def log_ratio(self) -> Tensor:
+        """[N, T], `logp - old_logp`, 0 off the mask."""
+        return torch.where(self.mask, self.logp - self.old_logp, torch.zeros_like(self.logp))
+
+    @cached_property
+    def ratio(self) -> Tensor:
+        """[N, T], `exp(log_ratio)`, 1 off the mask. A log-ratio above 60 counts as 60, so that float32 stays finite."""
+        return self.log_ratio.clamp(max=60.0).exp()
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """[N, 1], tokens that count in each row, at least 1."""
+        return self.mask.sum(-1, keepdim=True).clamp(min=1).to(self.logp.dtype)
+
+    def per_sequence(self, x: Tensor) -> Tensor:
+        """[N, 1], the mean of `x` [N, T] over the tokens that count of each row (0 for a row without any)."""
+        return torch.where(self.mask, x, torch.zeros_like(x)).sum(-1, keepdim=True) / self.lengths
+
+    def rows(self, start: int, stop: int) -> TokenBatch:
+        """Rows `start` to `stop` of everything."""
+        cut = {name: value[start:stop] for name, value in self.tensors().items()}
+        return TokenBatch(**cut)
+
+    def detached(self) -> TokenBatch:
+        """The same numbers without gradient."""
+        return TokenBatch(**{name: value.detach() for name, value in self.tensors().items()})
+
+    @staticmethod
+    def concat(batches: Sequence[TokenBatch]) -> TokenBatch:
+        """Rows of all batches below each other, padded with zeros (False) to the longest."""
+        is_weighed = any(batch.weight is not None for batch in batches)
+        parts = [(batch.weighed() if is_weighed else batch).tensors() for batch in batches]
+        longest = max(batch.mask.shape[1] for batch in batches)
+        joined = {}
+        for name in parts[0]:
+            wide = any(part[name].ndim == 2 and part[name].shape[1] > 1 for part in parts) or name == "mask"
+            joined[name] = torch.cat([_widen(part[name], longest) if wide else part[name] for part in parts])
+        return TokenBatch(**joined)
+
+    def weighed(self) -> TokenBatch:
+        """The same with `weight`, 1 everywhere where there is none."""
+        return self if self.weight is not None else replace(self, weight=torch.ones_like(self.logp))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor that is present, by field name."""
+        names = self.__dataclass_fields__
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+def _widen(x: Tensor, width: int) -> Tensor:
+    """[N, width] from [N, T] with zeros at the end; a 1-d tensor stays as it is."""
+    return x if x.ndim == 1 else torch.nn.functional.pad(x, (0, width - x.shape[1]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Denominators of one optimizer step: counted over all micro-batches and all processes before the first backward."""
+
+    tokens: int
+    """Tokens that count."""
+    sequences: int
+    """Completions, fully masked ones included."""
+    nonempty_sequences: int
+    """Completions with at least one token that counts."""
+    prompts: int
+    max_length: int
+    """`max_completion_length`, the constant of Dr. GRPO."""
+    tokens_by_prompt: Mapping[int, int] = field(default_factory=dict)
+    """Tokens that count of each prompt, by its number in `TokenBatch.group`. Empty: not counted."""
+
+    @staticmethod
+    def of(mask: Tensor, group: Tensor, max_length: int) -> Totals:
+        """Count a step held in one batch: `mask` [N, T], `group` [N]."""
+        return Totals(
+            tokens=int(mask.sum()),
+            sequences=int(mask.shape[0]),
+            nonempty_sequences=int(mask.any(-1).sum()),
+            prompts=int(group.unique().numel()),
+            max_length=max_length,
+            tokens_by_prompt={int(g): int(mask[group == g].sum()) for g in group.unique()},
+        )
