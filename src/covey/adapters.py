@@ -121,3 +121,49 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
         return get_peft_model(model, peft_config)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"peft_config cannot be used with this model: {first_line(error)}") from error
+
+
+def weights_on_same_base(model: Any, folder: str | Path) -> dict[str, Any] | None:
+    """Values for the trained parameters of a model with a LoRA adapter that make it the model of the adapter in `folder`.
+
+    None where that is no LoRA of the same base, or has layers, a form or a rank that the model's adapter cannot hold.
+    """
+    described = adapter_options(folder)
+    config = getattr(model, "peft_config", {}).get("default")
+    if described is None or config is None or not _is_plain_lora(described) or not _is_plain_lora(config.to_dict()):
+        return None
+    bases = {_place_of(base_of(folder, described)), _place_of(str(config.base_model_name_or_path))}
+    if len(bases) > 1:
+        return None
+    from peft.utils import load_peft_weights
+
+    saved = load_peft_weights(str(folder), device="cpu")
+    factor = _scaling(described) / _scaling(config.to_dict())
+    fitted = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        value = saved.pop(name.replace(".default", ""), None)
+        whole = parameter.detach().new_zeros(parameter.shape)  # no such layer there: a B of zeros changes nothing
+        if value is not None:
+            if value.ndim != 2 or any(a > b for a, b in zip(value.shape, whole.shape, strict=True)):
+                return None
+            whole[: value.shape[0], : value.shape[1]] = value * (factor if ".lora_B." in name else 1.0)
+        fitted[name] = whole
+    return None if saved else fitted
+
+
+def _is_plain_lora(config: Mapping[str, Any]) -> bool:
+    odd = ("rank_pattern", "alpha_pattern", "use_dora", "modules_to_save", "lora_bias", "bias", "layer_replication")
+    return str(config.get("peft_type")).rpartition(".")[2] == "LORA" and all(
+        config.get(name) in (None, False, "none", {}, []) for name in odd
+    )
+
+
+def _scaling(config: Mapping[str, Any]) -> float:
+    rank = float(config["r"])
+    return float(config["lora_alpha"]) / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def _place_of(name: str) -> str:
+    return str(Path(name).expanduser().resolve()) if Path(name).expanduser().exists() else name

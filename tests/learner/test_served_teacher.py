@@ -142,6 +142,41 @@ def test_a_server_that_goes_away_ends_the_run_with_a_checkpoint(tmp_path, quick)
     assert (tmp_path / "checkpoint-2").is_dir()
 
 
+def test_a_servers_own_log_probabilities_are_those_of_the_model_in_this_process():
+    student, teacher, tokenizer = tiny_model("qwen2").eval(), tiny_model("llama", seed=3).eval(), tiny_tokenizer()
+    policy = Policy(student, pad_id=0)
+    here = policy.measure(ROWS, teacher=Teacher(Policy(teacher, pad_id=0)))
+    with serving(teacher, tokenizer) as (url, _):
+        served = build_teacher(alg.iw_opd(teacher=url, served_model_name="big"), policy, tokenizer, {})
+        measured = policy.measure(ROWS, teacher=served)
+    assert measured.teacher_distance is None
+    torch.testing.assert_close(measured.teacher_logp, here.teacher_logp, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mopd, reward=1.0", "dapo, regularizer=distill(top_k=20, {})"])
+def test_a_run_goes_on_without_a_server_that_goes_away_where_that_is_asked_for(name, tmp_path, quick, caplog):
+    tokenizer = tiny_tokenizer()
+    with serving(tiny_model("qwen2", seed=7).eval(), tokenizer, lasts=2 + 2 * 8) as (url, asked):
+        role = f"teacher='{url}', served_model_name='big', when_lost='skip'"
+        text = name.format(role) if "{}" in name else f"{name}, {role}"
+        curve = trained(tmp_path, text)
+    assert [entry["teacher/informed"] for entry in curve] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert all(entry["grad_norm"] > 0 and entry["loss"] == entry["loss"] for entry in curve[:2])
+    assert caplog.text.count("did not answer on 8 of 8 completions") == 1
+    assert len(asked) == 18 + 8 * 5 + 3  # retried once, then tried by one request a step
+
+
+def test_a_server_that_comes_back_teaches_again(quick):
+    student, tokenizer = tiny_model("qwen2").eval(), tiny_tokenizer()
+    policy = Policy(student, pad_id=0)
+    with serving(student, tokenizer) as (url, _):
+        role = alg.mopd(teacher=url, served_model_name="big", when_lost="skip")
+        served = build_teacher(role, policy, tokenizer, {})
+        served.is_away = True
+        assert policy.measure(ROWS, teacher=served).teacher_mask.all()
+        assert not served.is_away
+
+
 def test_a_server_that_cannot_teach_is_refused_before_anything_is_drawn(quick):
     student, tokenizer, other = tiny_model("qwen2").eval(), tiny_tokenizer(), tiny_tokenizer()
     policy = Policy(student, pad_id=0)

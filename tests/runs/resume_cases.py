@@ -113,6 +113,10 @@ SETTINGS = [
     Case("a curriculum by what was learned", {"curriculum": "frontier"}),
     Case("rewards with running statistics", {"reward_normalization": "running"}),
     Case("evaluation and early stopping", {"eval_strategy": "steps", "eval_steps": 1, "early_stopping_patience": 4}),
+    Case("a teacher that is an average", {"algorithm": "sdpo, threshold=0.4, teacher_update_rate=0.3"}),
+    Case(
+        "adapter: LoRA, with a teacher that is an average", {"algorithm": "sdft, teacher_update_rate=0.3"}, peft=_lora()
+    ),
     Case("averaged weights", {"ema_decay": 0.9, "eval_strategy": "steps", "eval_steps": 2}),
     Case("a soup of its own steps", {"soup_steps": 2}),
     Case(

@@ -35,6 +35,7 @@ HOLDS_STATE = (
     "rewards with running statistics",
     "two processes",
     "averaged weights",
+    "a teacher that is an average",
     "an ensemble, in the middle of a rollout of 4 steps",
 )
 """One case for each thing that a checkpoint has to remember; all other cases run nightly."""

@@ -27,8 +27,8 @@ class Following:
 
     copy: FrozenCopy | AdapterCopy
     rule: ReferenceRule
-    is_reference: bool = False
-    """True if it is the run's reference, which moves and is saved without it."""
+    is_constant: bool = False
+    """True if it is saved elsewhere and never moves: the run's frozen reference, or an adapter in a folder."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,15 +79,15 @@ class Teacher:
 
     def follow(self, policy: Policy, report: StepReport) -> None:
         """Move the weights towards the policy's, as the rule says after the step of `report`."""
-        if self.following is not None and not self.following.is_reference:
+        if self.following is not None and not self.following.is_constant:
             self.following.copy.mix(policy, self.following.rule(report))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights for a checkpoint; empty where they are another's, or still those of the start."""
-        return {} if self.following is None or self.following.is_reference else self.following.copy.state_dict()
+        return {} if self.following is None or self.following.is_constant else self.following.copy.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        if self.following is not None and not self.following.is_reference and state:
+        if self.following is not None and not self.following.is_constant and state:
             self.following.copy.load_state_dict(state)
 
     @torch.no_grad()

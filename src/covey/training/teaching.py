@@ -6,11 +6,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from covey.adapters import has_adapter
+from covey.adapters import adapter_options, has_adapter, weights_on_same_base
 from covey.algorithms import SFT, Algorithm, Distill, TeacherRole, keep
 from covey.algorithms.teachers import OF_GROUP
 from covey.data import vocabulary_size
@@ -108,23 +109,37 @@ class Maker:
             return self._made(own, needs_hint=True)
         is_shared = rule is keep and algorithm.reference is keep and isinstance(reference, (FrozenCopy, AdapterCopy))
         if is_shared:
-            following = Following(reference, rule, is_reference=True)  # type: ignore[arg-type]  # one of the two
+            following = Following(reference, rule, is_constant=True)  # type: ignore[arg-type]  # one of the two
         elif has_adapter(self.policy.model):
             following = Following(AdapterCopy.of(self.policy), rule)
         else:
             following = Following(FrozenCopy.of(self.policy, follows=rule is not keep), rule)
         copy = following.copy
-        if isinstance(copy, AdapterCopy) and any(p.requires_grad for p in self.policy.output_layer().parameters()):
-            raise ConfigError(
-                "A teacher that is the policy of earlier steps cannot be told apart with an adapter on the output layer; "
-                "take that layer out of the adapter, or teacher_model_kind='live'."
-            )
+        if isinstance(copy, AdapterCopy):
+            self._expect_plain_head()
         weights = own if isinstance(copy, AdapterCopy) else replace(copy.policy, auxiliary_coefficient=0.0)
         return self._made(weights, needs_hint=True, following=following)
+
+    def _expect_plain_head(self) -> None:
+        if any(parameter.requires_grad for parameter in self.policy.output_layer().parameters()):
+            raise ConfigError(
+                "A teacher that is another adapter on the policy's base cannot be told apart with an adapter on the output layer; "
+                "take that layer out of the adapter."
+            )
 
     def of_model(self, source: Any) -> Teacher:
         """Another model, loaded here. Raises ConfigError for another vocabulary, ModelError where it cannot be loaded."""
         policy = self.policy
+        if isinstance(source, (str, Path)) and (kept := weights_on_same_base(policy.model, source)) is not None:
+            copy = AdapterCopy(policy, kept)
+            self._expect_plain_head()
+            own = replace(policy, auxiliary_coefficient=0.0)
+            return self._made(own, following=Following(copy, keep, is_constant=True))
+        if isinstance(source, (str, Path)) and adapter_options(source) is not None and has_adapter(policy.model):
+            logger.warning(
+                "The teacher %s is an adapter of another base, form or larger rank than the policy's: its base is loaded once more.",
+                source,
+            )
         kwargs = {"dtype": self.role.dtype} if isinstance(source, str) else {}
         model = load_model(source, kwargs, trust_remote_code=self.trust_remote_code)
         if model is policy.model:
