@@ -229,6 +229,8 @@ def test_options_of_a_role_go_through_the_name():
     assert alg.from_name("iw_opd, teacher=runs/big").role.feedback is None
     part = alg.from_name("grpo, teacher=TeacherRole(teacher='big'), regularizer=GatedDistill(beta=2.0)")
     assert (part.role.teacher, part.regularizers[0].beta) == ("big", 2.0)
+    shaped = alg.from_name("grpo, objective=TeacherReweighted(strength=0.3), teacher=TeacherRole(teacher='big')")
+    assert shaped.objective == alg.Reshaped(alg.TeacherReweighted(0.3))
     with pytest.raises(ConfigError, match="Did you mean.*feedback"):
         alg.from_name("rlsd, feedbak=solution")
 

@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
-from covey.learner import Policy, ValueHead, ValueModel
+from covey.learner import Policy, Teacher, ValueHead, ValueModel
 from covey.learner.packing import rows_of
 from covey.process import gradient_buckets
 from covey.process.gradient_buckets import GradientBuckets
@@ -93,6 +93,15 @@ def _with_masks(groups):
     return [*others, replace(first, completions=marked), *others[:1]]
 
 
+def teacher_of(algorithm):
+    """Another model in the place of the algorithm's teacher; None if it has none."""
+    if algorithm.role is None:
+        return None
+    terms = [part.distance for part in algorithm.regularizers if isinstance(part, alg.Distill)]
+    model = tiny_model("qwen2", hidden=16, seed=9, dtype=torch.float64)
+    return Teacher(Policy(model, pad_id=0), terms[0] if terms else None)
+
+
 def learner_in(algorithm, world, make=torch.optim.SGD, rate=1.0):
     policy = policy_of()
     critic = None
@@ -109,6 +118,7 @@ def learner_in(algorithm, world, make=torch.optim.SGD, rate=1.0):
         max_rows=3,
         max_grad_norm=0.0,
         mask_truncated=True,
+        teacher=teacher_of(algorithm),
         **({} if critic is None else {"critic": critic}),
     )
 

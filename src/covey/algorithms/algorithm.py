@@ -19,7 +19,7 @@ from covey.algorithms.kl import KL
 from covey.algorithms.objectives import Clipped
 from covey.algorithms.ratios import approximate_kl
 from covey.algorithms.reference import keep
-from covey.algorithms.teacher_signals import signal_metrics
+from covey.algorithms.teacher_signals import Reshaped, signal_metrics
 from covey.algorithms.teachers import TeacherRole, role_of
 from covey.algorithms.token_advantages import reward_to_go, token_rewards
 from covey.algorithms.wrapping import zeroed
@@ -106,6 +106,8 @@ class Algorithm:
             object.__setattr__(self, slot, (given,) if callable(given) else tuple(given))
         if self.kl is not None and not isinstance(self.kl, KL):
             object.__setattr__(self, "kl", _as_kl(self.kl))
+        if getattr(self.objective, "is_shape", False):
+            object.__setattr__(self, "objective", Reshaped(self.objective))
         if self.teacher is not None and not isinstance(self.teacher, TeacherRole):
             object.__setattr__(self, "teacher", TeacherRole(self.teacher))
         for slot in ("advantage", "objective", "aggregate", "reference"):

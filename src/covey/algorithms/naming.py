@@ -44,7 +44,9 @@ _SLOTS = {"regularizer": "regularizers", "weight": "weights"}
 _CALL = re.compile(r"(?P<name>[^()]+)\((?P<arguments>.*)\)", re.DOTALL)
 _HOMES = {
     "advantage": (advantages, token_advantages, turn_advantages, pass_at_k, filtering, routing, slices),
-    "objective": (objectives, sequence_objectives, covariance, target_policy, labels, distillation),
+    "objective": (
+        *(objectives, sequence_objectives, covariance, target_policy, labels, distillation, teacher_signals),
+    ),
     "aggregate": (aggregation,),
     "regularizer": (regularizers, distillation, examples, teacher_signals),
     "weight": (regularizers, importance, future_kl),

@@ -52,6 +52,8 @@ class TeacherAdvantage:
     reward: float = 0.0
     against: Literal["old", "current"] = "old"
     exempt: ClassVar[tuple[str, ...]] = ("policy_gradient", "zero_advantage")
+    is_shape = True
+    """It returns advantages; as an algorithm's objective it becomes `Reshaped(it)`."""
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         return self.reward * tokens.advantages + self.weight * teacher_gap(tokens, self.against)
@@ -70,6 +72,7 @@ class TeacherReweighted:
     negative_only: bool = False
     exempt: ClassVar[tuple[str, ...]] = ("policy_gradient",)
     scales_with_advantage = True
+    is_shape = True
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.strength <= 1.0:
@@ -103,6 +106,7 @@ class PositionWeighted:
     gamma: float = 0.5
     epsilon: float = 1e-8
     exempt: ClassVar[tuple[str, ...]] = ("policy_gradient", "zero_advantage")
+    is_shape = True
 
     def __post_init__(self) -> None:
         if not self.gamma >= 0.0:

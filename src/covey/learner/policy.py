@@ -223,7 +223,7 @@ class Policy:
                 hidden, auxiliary = self._hidden(rows)
             picked = pick_rows(hidden, rows.source)  # [M, D], or [M, V] if decoder and head cannot be separated
             head = self._head_of() if self._splits() else self._whole_head()
-            options = {"temperature": self.temperature, "chunk": self.logits_chunk}
+            options: dict[str, Any] = {"temperature": self.temperature, "chunk": self.logits_chunk}
             logp, entropies = score_tokens(picked, rows.target, head, entropy=entropy, **options)
             distance = None if other is None else distances(picked, head, other, **options)
             measured = None if teacher is None else teacher.measured(picked, head, rows.target, **options)

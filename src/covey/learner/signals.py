@@ -1,4 +1,4 @@
-"""What teachers say at the policy's positions in one micro-batch."""
+"""Signals of teachers at the policy's positions in one micro-batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from covey.learner.packing import pick_rows
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """What one teacher says at `m` of the policy's M positions, and how much it counts there."""
+    """One teacher at `m` of the policy's M positions, and how much it counts there."""
 
     places: Tensor
     """[m] positions"""
@@ -40,7 +40,7 @@ class Share:
 
 @dataclass(frozen=True, eq=False)
 class Signal:
-    """What the teachers say at the policy's positions; several at one position are averaged by their shares."""
+    """All teachers at the policy's positions; several at one position are averaged by their shares."""
 
     shares: tuple[Share, ...]
     informed: Tensor
