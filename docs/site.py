@@ -94,7 +94,7 @@ def copy_pages() -> None:
     for path, text in examples().items():
         page_of_example(path).parent.mkdir(parents=True, exist_ok=True)
         page_of_example(path).write_text(text, encoding="utf-8")
-    for other in (*DOCS.glob("*.css"), *DOCS.rglob("*.png"), *DOCS.rglob("*.svg")):
+    for other in (*DOCS.glob("*.css"), *DOCS.rglob("*.png"), *DOCS.rglob("*.svg"), *DOCS.rglob("*.ipynb")):
         (PAGES / other.relative_to(DOCS)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(other, PAGES / other.relative_to(DOCS))
     shutil.copy(DOCS / "site.css", file_of(CHINESE / "site.css"))
@@ -199,7 +199,9 @@ def on_site(source: Path, target: Path, sources: dict[Path, Path]) -> str:
             return f"]({between(PAGES / 'examples.md', target)})"
         if found in sources:
             return f"]({between(sources[found], target)}{anchor})"
-        return link[0] if found.is_relative_to(DOCS) else f"]({between(PAGES / 'readme.md', target)})"
+        if found.is_relative_to(DOCS):  # a picture or a notebook
+            return f"]({relative(PAGES / found.relative_to(DOCS), target.parent)}{anchor})"
+        return f"]({between(PAGES / 'readme.md', target)})"
 
     # a list or a table right below a paragraph is one on a repository's page, and must be one here
     text = source.read_text(encoding="utf-8").replace('"docs/pictures/', '"pictures/')  # the README's own are HTML
