@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Iterator
 
 import pytest
 
 from covey.errors import RewardError
-from covey.rewards.sandbox import Sandbox
+from covey.rewards.sandbox import Sandbox, mutants
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can isolate")
 
@@ -292,3 +293,30 @@ def test_what_cannot_isolate_runs_only_when_told_to_and_still_within_limits() ->
         assert sandbox.run("def f(x): return x", ["assert f(1) == 1"]).passed
         assert sandbox.run("while True: pass", timeout=0.5).reason == "timeout"
         assert sandbox.run("bytearray(10**10)").reason == "memory"
+
+
+@pytest.mark.parametrize(
+    "test, holds",
+    [
+        ("assert f(1) == 4711", {0: False}),
+        ("assert 4711 == f(1)", {0: False}),
+        ("assert f(1) in (4711, 4712)", {0: False}),
+        ("assert yes == 4711", {0: True}),
+        ("import unittest\nunittest.TestCase().assertEqual(yes, 4711)", {0: True}),
+    ],
+)
+def test_a_comparison_of_a_mutant_is_recorded_and_taken_for_true(test: str, holds: dict[int, bool]) -> None:
+    """The run of a mutant goes on behind it, and says whether it held with another value than the expected one."""
+
+    class Yes:
+        def __eq__(self, other: object) -> bool:
+            return True
+
+    mutation = mutants.Mutation(frozenset({0}))
+    tree = ast.fix_missing_locations(mutation.rewrite(ast.parse(test + "\nreached.append(1)"), 0))
+    record = mutants.Record(mutation.constants, frozenset(), frozenset())
+    reached: list[int] = []
+    names = {mutants.NOTE: record.note, mutants.PRETEND: record.pretend, mutants.SEEN: lambda value: value}
+    exec(compile(tree, "<tests>", "exec"), {**names, "f": lambda x: 4711, "yes": Yes(), "reached": reached})
+    assert reached == [1]
+    assert record.taken()["held"] == [number for number, holds_true in holds.items() if holds_true]

@@ -67,7 +67,10 @@ class Mutation(ast.NodeTransformer):
         if number in self._chosen and others:
             others = [node.left, *others] if is_in else others
             return _call(
-                PRETEND, ast.Constant(number), self.generic_visit(ast.Compare(others[0], node.ops, others[1:]))
+                PRETEND,
+                ast.Constant(number),
+                self.generic_visit(ast.Compare(others[0], node.ops, others[1:])),
+                is_truth,
             )
         inner = self.generic_visit(node)
         return _call(NOTE, ast.Constant(number), inner, is_truth) if others else inner
