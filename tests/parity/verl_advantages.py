@@ -99,8 +99,7 @@ def token_baseline(case: Case, layout: Layout, scores: Scores, written_only: boo
     correction = case.tensor("rollout_is_weights")
     judged = optimal_token_baseline(
         scores,
-        old_logp=layout.fold(case.need("old_logp")),
-        sum_pi_squared=layout.fold(case.need("sum_pi_squared")),
+        1.0 - 2.0 * layout.fold(case.need("old_logp")).exp() + layout.fold(case.need("sum_pi_squared")),
         correction=None if correction is None else layout.fold(correction),
         written_only=written_only,
         handle_zero_tail=bool(case.option("handle_zero_tail", False)),

@@ -32,7 +32,7 @@ from covey.algorithms.distillation import Distill, distill, zero
 from covey.algorithms.examples import SFT, sft
 from covey.algorithms.filtering import GroupFiltered
 from covey.algorithms.future_kl import FutureKL
-from covey.algorithms.importance import Correction, OffPolicyMask, Rejection
+from covey.algorithms.importance import VACO, Correction, OffPolicyMask, Rejection
 from covey.algorithms.kl import ESTIMATORS, KL, AdaptiveKL, BoundedK3, StraightThrough, abs_kl, full, k1, k2, k3
 from covey.algorithms.labels import RewardsAsLabels
 from covey.algorithms.members import MemberWeight
@@ -40,16 +40,18 @@ from covey.algorithms.naming import from_name
 from covey.algorithms.newer_presets import (
     cfpo,
     decoupled_ppo,
+    dro,
     fipo,
     gdpo,
     gfpo,
     gigpo,
     maxrl,
+    otb,
     pkpo,
     real,
     tpo,
 )
-from covey.algorithms.objectives import CISPO, DPPO, SAPO, Clipped, GSPOToken, QuadraticPenalty, policy_gradient
+from covey.algorithms.objectives import CISPO, DPPO, DRO, SAPO, Clipped, GSPOToken, QuadraticPenalty, policy_gradient
 from covey.algorithms.options import from_options
 from covey.algorithms.pass_at_k import PKPO
 from covey.algorithms.presets import (
@@ -89,12 +91,13 @@ from covey.algorithms.teacher_signals import (
     teacher_gap,
 )
 from covey.algorithms.teachers import TeacherRole
-from covey.algorithms.token_advantages import GAE, ReinforcePlusPlus, ReMax
+from covey.algorithms.token_advantages import GAE, OptimalTokenBaseline, ReinforcePlusPlus, ReMax
 from covey.algorithms.turn_advantages import GiGPO
 
 __all__ = [
     "CISPO",
     "DPPO",
+    "DRO",
     "EMA",
     "ESTIMATORS",
     "GAE",
@@ -106,6 +109,7 @@ __all__ = [
     "PRESETS",
     "SAPO",
     "SFT",
+    "VACO",
     "VESPO",
     "AdaptiveEntropy",
     "AdaptiveKL",
@@ -136,6 +140,7 @@ __all__ = [
     "Needs",
     "NormalizeThenSum",
     "OffPolicyMask",
+    "OptimalTokenBaseline",
     "PassAtK",
     "PositionWeighted",
     "QuadraticPenalty",
@@ -168,6 +173,7 @@ __all__ = [
     "distill",
     "dppo",
     "dr_grpo",
+    "dro",
     "entropy_bonus",
     "fipo",
     "from_name",
@@ -191,6 +197,7 @@ __all__ = [
     "mopd",
     "opo",
     "opsd",
+    "otb",
     "pkpo",
     "policy_gradient",
     "ppo",

@@ -51,6 +51,8 @@ class Needs:
     """The learner's own log-probabilities at rollout time, even when nothing is off-policy."""
     sampler_logp: bool = False
     values: bool = False
+    squared_score: bool = False
+    """The squared norm of the gradient of each token's log-probability by the logits."""
     greedy: bool = False
     """The reward of each prompt's greedy answer."""
     teacher_logp: bool = False

@@ -358,7 +358,9 @@ def _reordered_scores(part: Advantage) -> Iterator[str]:
         yield "With the completions of a group in another order each gets another advantage; no place may matter."
     wide = lambda x: torch.nn.functional.pad(x, (0, 3))
     assert scores.values is not None  # made_scores fills it
-    padded = part(replace(scores, mask=wide(scores.mask), values=wide(scores.values)))
+    padded = part(
+        replace(scores, mask=wide(scores.mask), values=wide(scores.values), squared_score=wide(scores.squared_score))
+    )
     if padded.ndim == 3:
         padded = padded[..., : plain.shape[-1]]
     if not torch.allclose(plain, padded, rtol=1e-9, atol=1e-12):
@@ -369,5 +371,9 @@ def _taken(scores: Scores, indices: Tensor) -> Scores:
     """The completions of these places in each group."""
     pick = lambda x: None if x is None else x[:, indices]
     return replace(
-        scores, per_function=scores.per_function[:, indices], mask=scores.mask[:, indices], values=pick(scores.values)
+        scores,
+        per_function=scores.per_function[:, indices],
+        mask=scores.mask[:, indices],
+        values=pick(scores.values),
+        squared_score=pick(scores.squared_score),
     )

@@ -168,6 +168,30 @@ class Rejection:
 
 
 @dataclass(frozen=True)
+class VACO:
+    """0 for tokens of a completion whose mean `abs(exp(e) - 1)` is above `high`, where the advantage pushes `e` further; else 1.
+
+    The mean estimates the total variation between learner and sampler. "VACO", 2026, <https://arxiv.org/abs/2603.01365>, as
+    Open-Instruct's `rho_mask_tv_divergence`; `Correction("token", "truncate")` beside it is its importance weight.
+    """
+
+    high: float = 2.0
+    needs: ClassVar[tuple[str, ...]] = ("sampler_logp",)
+
+    def __call__(self, tokens: TokenBatch) -> Tensor:
+        return torch.where(self._is_outside(tokens), 0.0, torch.ones_like(tokens.old_logp))
+
+    def metrics(self, tokens: TokenBatch) -> dict[str, Tensor]:
+        """`vaco/masked`: share of tokens left out."""
+        return {"vaco/masked": self._is_outside(tokens).float()}
+
+    def _is_outside(self, tokens: TokenBatch) -> Tensor:
+        gap = mismatch(tokens, drawn=drawn_logp(tokens)).clamp(-10.0, 10.0)
+        is_far = tokens.per_sequence((gap.exp() - 1.0).abs()) > self.high
+        return is_far & (gap.sign() * tokens.advantages > 0)
+
+
+@dataclass(frozen=True)
 class OffPolicyMask:
     """0 for sequences of negative advantage that the policy has drifted away from, else 1. DeepSeek-V3.2, 2025.
 

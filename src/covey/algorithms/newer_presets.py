@@ -12,10 +12,11 @@ from covey.algorithms.future_kl import FutureKL
 from covey.algorithms.importance import Correction
 from covey.algorithms.labels import RewardsAsLabels
 from covey.algorithms.making import DEFAULT_CORRECTION, KLOption, made
-from covey.algorithms.objectives import Clipped, QuadraticPenalty
+from covey.algorithms.objectives import DRO, Clipped, QuadraticPenalty
 from covey.algorithms.pass_at_k import PKPO
 from covey.algorithms.reference import keep
 from covey.algorithms.target_policy import TargetPolicy
+from covey.algorithms.token_advantages import OptimalTokenBaseline
 from covey.algorithms.turn_advantages import GiGPO
 from covey.types import ReferenceRule, Weight
 
@@ -165,6 +166,36 @@ def real(
     "Rewards as Labels: Revisiting RLVR from a Classification Perspective", 2026, <https://arxiv.org/abs/2602.05630>.
     """
     return made("real", GroupNormalized(), RewardsAsLabels(temperature), SequenceMean(), kl, reference, correction)
+
+
+def otb(
+    *,
+    zero_tail: bool = True,
+    low: float = 0.2,
+    high: float | None = None,
+    kl: KLOption = None,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """GRPO's loss with a baseline of its own for each token, that of least variance, and no division by a deviation.
+
+    "Optimal Token Baseline", 2026, <https://arxiv.org/abs/2602.07078>.
+    """
+    return made("otb", OptimalTokenBaseline(zero_tail), Clipped(low, high), token_mean, kl, reference, correction)
+
+
+def dro(
+    *,
+    beta: float = 0.1,
+    kl: KLOption = None,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """The policy gradient with a quadratic penalty on the log-ratio instead of a clip.
+
+    verl's `dro`; Richemond et al. 2024, "Offline Regularised Reinforcement Learning", <https://arxiv.org/abs/2405.19107>.
+    """
+    return made("dro", GroupNormalized(), DRO(beta), token_mean, kl, reference, correction)
 
 
 def decoupled_ppo(

@@ -6,7 +6,7 @@ ratio is that of the token, the sequence's geometric mean, or the sequence's pro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -14,7 +14,15 @@ from torch import Tensor
 
 from covey.algorithms.composing import clip_metrics
 from covey.algorithms.ratios import Level, log_ratio_of, ratio_of
+from covey.errors import ConfigError
 from covey.types import Metric, TokenBatch
+
+
+def sampled_logp(tokens: TokenBatch) -> Tensor:
+    """[N, T], log-probabilities by the sampler, and by the learner at the rollout where the sampler said none."""
+    if tokens.sampler_logp is None:
+        return tokens.old_logp
+    return torch.where(tokens.sampler_logp.isnan(), tokens.old_logp, tokens.sampler_logp)
 
 
 def policy_gradient(tokens: TokenBatch) -> Tensor:
@@ -101,6 +109,26 @@ class QuadraticPenalty:
 
 
 @dataclass(frozen=True)
+class DRO:
+    """`-(A logp - beta / 2 d^2)`: the policy gradient with a quadratic pull back to the policy of the rollout, no ratio and no clip.
+
+    Direct reward optimization as verl's `dro`, `beta` its `dro_beta`; Richemond et al. 2024,
+    <https://arxiv.org/abs/2405.19107>, without its learnt value.
+    """
+
+    beta: float = 0.1
+    scales_with_advantage = False
+    exempt: ClassVar[tuple[str, ...]] = ("zero_advantage",)
+
+    def __post_init__(self) -> None:
+        if not self.beta > 0:
+            raise ConfigError(f"beta of DRO is {self.beta}; it must be above 0.")
+
+    def __call__(self, tokens: TokenBatch) -> Tensor:
+        return 0.5 * self.beta * tokens.log_ratio.square() - tokens.advantages * tokens.logp
+
+
+@dataclass(frozen=True)
 class GSPOToken:
     """GSPO with a gradient of its own for each token: `r_t = sg(s) exp(logp - sg(logp))`, `s` the sequence's geometric mean.
 
@@ -141,17 +169,29 @@ class CISPO:
     low: float | None = None
     level: Level = "token"
     limit: float | None = None
+    anchor: Literal["old", "sampler"] = "old"
+    """Policy that the ratio is to: the learner's at the rollout, or the sampler where it said its log-probabilities, which needs no
+    further correction."""
     scales_with_advantage = True
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("sampler_logp",) if self.anchor == "sampler" else ()
+
     def __call__(self, tokens: TokenBatch) -> Tensor:
-        ratio = ratio_of(tokens, self.level, self.limit).detach()
+        ratio = self._ratio(tokens).detach()
         return -ratio.clamp(self.low, self.high) * tokens.advantages * tokens.logp
 
     def metrics(self, tokens: TokenBatch) -> dict[str, Tensor]:
         """`cispo_clip_ratio`: ratio above the ceiling and A > 0, as TRL; `clip_ratio/bounded_mean`: the clip changed the ratio."""
-        ratio = ratio_of(tokens, self.level, self.limit)
+        ratio = self._ratio(tokens)
         above = (ratio > self.high) & (tokens.advantages > 0)
         return {"cispo_clip_ratio": above, "clip_ratio/bounded_mean": ratio != ratio.clamp(self.low, self.high)}
+
+    def _ratio(self, tokens: TokenBatch) -> Tensor:
+        if self.anchor == "sampler":
+            tokens = replace(tokens, old_logp=sampled_logp(tokens))
+        return ratio_of(tokens, self.level, self.limit)
 
 
 @dataclass(frozen=True)
@@ -192,7 +232,7 @@ class DPPO:
     scales_with_advantage = True
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
-        gap = (tokens.logp - self._anchor(tokens)).detach().clamp(-20.0, 20.0)
+        gap = (tokens.logp - sampled_logp(tokens)).detach().clamp(-20.0, 20.0)
         weight = gap.exp().clamp(max=self.ceiling)
         return -torch.where(self._is_outside(tokens), 0.0, weight) * tokens.advantages * tokens.logp
 
@@ -201,14 +241,9 @@ class DPPO:
         outside = self._is_outside(tokens)
         return clip_metrics(outside & (tokens.advantages < 0), outside & (tokens.advantages > 0), tokens)
 
-    def _anchor(self, tokens: TokenBatch) -> Tensor:
-        if tokens.sampler_logp is None:
-            return tokens.old_logp
-        return torch.where(tokens.sampler_logp.isnan(), tokens.old_logp, tokens.sampler_logp)
-
     def _is_outside(self, tokens: TokenBatch) -> Tensor:
         """[N, T] bool"""
-        logp, old_logp = tokens.logp.detach().clamp(max=0.0), self._anchor(tokens).clamp(max=0.0)
+        logp, old_logp = tokens.logp.detach().clamp(max=0.0), sampled_logp(tokens).clamp(max=0.0)
         p, old_p = logp.exp(), old_logp.exp()
         if self.measure == "tv":
             distance = (p - old_p).abs()

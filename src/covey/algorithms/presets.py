@@ -20,11 +20,13 @@ from covey.algorithms.making import DEFAULT_CORRECTION, KLOption, in_reward, lev
 from covey.algorithms.newer_presets import (
     cfpo,
     decoupled_ppo,
+    dro,
     fipo,
     gdpo,
     gfpo,
     gigpo,
     maxrl,
+    otb,
     pkpo,
     real,
     tpo,
@@ -310,7 +312,7 @@ PRESETS: Mapping[str, Callable[..., Algorithm]] = {
     for preset in (
         *(grpo, dapo, dr_grpo, bnpo, gspo, gspo_token, gmpo, cispo, sapo, luspo, vespo, dppo),
         *(rloo, reinforce_pp, remax, opo, gpg, ppo),
-        *(pkpo, maxrl, gdpo, gfpo, gigpo, cfpo, decoupled_ppo, tpo, fipo, real),
+        *(pkpo, maxrl, gdpo, gfpo, gigpo, cfpo, decoupled_ppo, tpo, fipo, real, otb, dro),
         *(rlsd, sdar, iw_opd, mopd, sdpo, opsd, sdft),
     )
 }

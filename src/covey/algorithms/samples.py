@@ -73,10 +73,12 @@ def made_scores(
     prompts, group_size, functions = rewards.shape
     lengths = torch.randint(1, length + 1, (prompts, group_size, 1), generator=rng)
     values = torch.randn(prompts, group_size, length, generator=rng, dtype=torch.float64)
+    squared_score = torch.rand(prompts, group_size, length, generator=rng, dtype=torch.float64)
     return Scores(
         per_function=rewards.to(dtype),
         weights=torch.ones(functions, dtype=dtype),
         mask=torch.arange(length) < lengths,
         values=values.to(dtype),
+        squared_score=squared_score.to(dtype),
         greedy=torch.full((prompts,), 0.5, dtype=dtype),
     )

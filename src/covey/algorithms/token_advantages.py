@@ -166,25 +166,45 @@ def _values(scores: Scores) -> Tensor:
     return scores.values.to(scores.per_function.dtype)
 
 
+@dataclass(frozen=True)
+class OptimalTokenBaseline:
+    """`A_t = G_t - B_t`: the baseline of each token that makes the variance of the policy gradient least.
+
+    `G` is the reward-to-go, `B_t` its mean over the group, weighted by `W_t = sum_{j <= t} (1 - 2 p_j + sum_v p_vj^2)`: completions
+    that have moved the logits most set it. The t-th tokens that the model wrote are compared. `zero_tail`: no baseline where only
+    the longest completion goes on, whose own reward it would be. "Optimal Token Baseline", 2026,
+    <https://arxiv.org/abs/2602.07078>, as verl's `tir_optimal_token_baseline`.
+    """
+
+    zero_tail: bool = True
+    needs: ClassVar[tuple[str, ...]] = ("squared_score",)
+    exempt: ClassVar[tuple[str, ...]] = ("tied_groups",)
+
+    def __call__(self, scores: Scores) -> Tensor:
+        if scores.squared_score is None:
+            raise ValueError(
+                "OptimalTokenBaseline needs squared_score, measured by the learner; these scores have none."
+            )
+        weight = scores.squared_score.to(scores.per_function.dtype)
+        return optimal_token_baseline(scores, weight, written_only=True, handle_zero_tail=self.zero_tail)
+
+
 def optimal_token_baseline(
     scores: Scores,
+    squared_score: Tensor,
     *,
-    old_logp: Tensor,
-    sum_pi_squared: Tensor,
     correction: Tensor | None = None,
     written_only: bool = False,
     handle_zero_tail: bool = False,
 ) -> Tensor:
     """[P, G, T], reward-to-go minus, at each position, its mean over the group weighted by the gradient seen so far.
 
-    `W_t = sum_{j<=t} m w`, `w = 1 - 2 exp(old_logp) + sum_pi_squared`, times `correction^2` where given; `B_t` is the mean of the
+    `W_t = sum_{j<=t} m w`, `w` the `squared_score`, times `correction^2` where given; `B_t` is the mean of the
     group's reward-to-go weighted by W. Inputs are [P, G, T]; a group of one has B = 0. `written_only` counts positions by
-    tokens the model wrote. `handle_zero_tail`: no baseline for the one longest completion beyond the second longest. As in
-    verl. The learner does not measure `sum_pi_squared`, so no preset uses it.
+    tokens the model wrote. `handle_zero_tail`: no baseline for the one longest completion beyond the second longest. As in verl.
     """
     mask, returns = _scored(scores), reward_to_go(token_rewards(scores), _scored(scores))
-    weight = 1.0 - 2.0 * old_logp.exp() + sum_pi_squared
-    weight = weight if correction is None else weight * correction.square()
+    weight = squared_score if correction is None else squared_score * correction.square()
     weight = torch.where(mask, weight, torch.zeros_like(weight))
     order = _written_first(mask) if written_only else None
     if order is not None:

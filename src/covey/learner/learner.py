@@ -33,6 +33,9 @@ from covey.process.sharding import is_sharded, total_norm
 from covey.process.world import World
 from covey.types import Completion, Event, Group, Last, Metric, StepReport, Sum, TokenBatch, Totals, merge_metrics
 
+NOTES = ("old_logp", "ref_logp", "values", "squared_score")
+"""Fields of a completion that the learner measures at the rollout."""
+
 
 @dataclass(eq=False)
 class Learner:
@@ -101,12 +104,17 @@ class Learner:
     def annotate(self, groups: Sequence[Group], algorithm: Algorithm) -> list[Group]:
         """Groups with the fields that the algorithm needs from the policy at rollout time: `old_logp`, `ref_logp`, `values`."""
         needs = algorithm.needs
-        wanted = Needs(old_logp=self.is_off_policy or needs.old_logp, ref_logp=needs.ref_logp, values=needs.values)
+        wanted = Needs(
+            old_logp=self.is_off_policy or needs.old_logp,
+            ref_logp=needs.ref_logp,
+            values=needs.values,
+            squared_score=needs.squared_score,
+        )
         return self.measured(groups, wanted) if wanted != Needs() else list(groups)
 
     @torch.no_grad()
     def measured(self, groups: Sequence[Group], needs: Needs) -> list[Group]:
-        """Groups with `old_logp`, `ref_logp` and `values` of the current models, as far as `needs` names them."""
+        """Groups with `old_logp`, `ref_logp`, `values` and `squared_score` of the current models, as far as `needs` names them."""
         rows = [unscored_row(group, i, drawn) for i, group in enumerate(groups) for drawn in group.completions]
         self.policy.model.eval()
         self.micro_batcher.left_out.begin(0)  # no completion may be skipped: advantages need all of them
@@ -122,18 +130,20 @@ class Learner:
         for given in self.micro_batcher.each(rows, factor=2):
             self.interruption()
             batch = given or [filler()]
-            old = self.policy.measure(batch) if needs.old_logp or needs.values else None
+            reads_policy = needs.old_logp or needs.values or needs.squared_score
+            old = self.policy.measure(batch) if reads_policy else None
             ref = self.reference.measure(batch) if needs.ref_logp else None
             values = self.critic.values(old, batch) if needs.values and old is not None else None
             wanted = (
                 old.logp if old is not None and needs.old_logp else None,
                 None if ref is None else ref.logp,
                 values,
+                self.policy.squared_scores(old) if needs.squared_score and old is not None else None,
             )
             on_host = [None if x is None else x.float().cpu() for x in wanted]  # [N, T], one transfer each
             for r, row in enumerate(given):
                 own = [None if x is None else x[r, : row.completion.num_tokens].clone() for x in on_host]
-                notes[id(row)] = replace(row.completion, old_logp=own[0], ref_logp=own[1], values=own[2])
+                notes[id(row)] = replace(row.completion, **dict(zip(NOTES, own, strict=True)))
         return [notes[id(row)] for row in rows]
 
     # -- the update -------------------------------------------------------------------------------------------------

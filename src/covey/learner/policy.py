@@ -18,7 +18,7 @@ from covey.images import banned_ids, image_inputs, placed_inputs, reason_against
 from covey.kernels import AttentionHeads, HalfWeights, SharedPromptAttention, Window, attention_windows, learning
 from covey.learner import shared_prompt
 from covey.learner.heads import find_head, short_row, splits_exactly
-from covey.learner.logprobs import Head, Other, distances, score_tokens
+from covey.learner.logprobs import Head, Other, distances, score_tokens, squared_scores
 from covey.learner.offloading import offloaded
 from covey.learner.packing import PaddedRows, Row, pad_rows, pick_rows
 from covey.learner.shared_prompt import SharedRows, share_rows
@@ -172,6 +172,18 @@ class Policy:
         # before the policy's own pass, whose attention may be recomputed in the backward
         other = None if against is None else against.at(packed, rows)
         return self._measure(packed, entropy, other, None if teacher is None else teacher.at(packed, rows))
+
+    @torch.no_grad()
+    def squared_scores(self, measured: Measured) -> Tensor:
+        """[N, T], squared norm of the gradient of each token's log-probability by the logits: `1 - 2 p + sum_v p_v^2`."""
+
+        def work() -> Tensor:
+            head = self._head_of() if self._splits() else self._whole_head()
+            with self.autocast():
+                options: dict[str, Any] = {"temperature": self.temperature, "chunk": self.logits_chunk}
+                return squared_scores(measured.hidden, measured.rows.target, head, **options)
+
+        return measured.rows.spread(self._within(work))
 
     @torch.no_grad()
     def hidden_of(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Head]:

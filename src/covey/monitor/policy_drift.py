@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from covey.algorithms import Needs
 from covey.types import Completion, Group, Mean, Metric, Prompt
 
 MOST = 16
@@ -64,7 +65,7 @@ class Anchor:
     def _measured(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with log-probabilities of the current policy."""
         assert self.annotate is not None
-        needs = SimpleNamespace(old_logp=True, ref_logp=False, values=False)
+        needs = Needs(old_logp=True)
         return self.annotate(groups, SimpleNamespace(needs=needs)) if groups else []
 
 

@@ -87,6 +87,8 @@ class Completion:
     """[T_i] float32, the reference model's. None: nothing asked for it."""
     values: Tensor | None = None
     """[T_i] float32, the critic's estimates. None: no critic."""
+    squared_score: Tensor | None = None
+    """[T_i] float32, squared norm of the gradient of each token's log-probability by the logits. None: nothing asked for it."""
     version: int = 0
     """The optimizer step whose weights wrote it; those that began it, where the weights changed on the way."""
     versions: tuple[tuple[int, int], ...] = ()
@@ -183,6 +185,8 @@ class Scores:
     """[P, G, T] bool, tokens that the model wrote."""
     values: Tensor | None = None
     """[P, G, T], the critic's estimates."""
+    squared_score: Tensor | None = None
+    """[P, G, T], squared norm of the gradient of each token's log-probability by the logits."""
     kl: Tensor | None = None
     """[P, G, T], already weighted penalty to subtract from the reward of each token. None: the KL is not in the reward."""
     greedy: Tensor | None = None
@@ -227,9 +231,12 @@ class Scores:
         for p, reward in enumerate(rewards):
             per_function[p, : reward.shape[0]] = reward
         weights = torch.ones(functions) if weights is None else weights
-        values = None
-        if all(completion.values is not None for group in groups for completion in group.completions):
+        drawn = [completion for group in groups for completion in group.completions]
+        values = squared_score = None
+        if all(completion.values is not None for completion in drawn):
             values = stack_tokens(groups, lambda completion: completion.values)
+        if all(completion.squared_score is not None for completion in drawn):
+            squared_score = stack_tokens(groups, lambda completion: completion.squared_score)
         greedy = None
         if all(group.greedy_rewards is not None for group in groups):
             stacked = torch.stack([group.greedy_rewards for group in groups if group.greedy_rewards is not None])
@@ -239,6 +246,7 @@ class Scores:
             weights=weights,
             mask=stack_tokens(groups, lambda completion: completion.written),
             values=values,
+            squared_score=squared_score,
             kl=kl,
             greedy=greedy,
             slices=None if slice_column is None else tuple(str(g.prompt.columns.get(slice_column)) for g in groups),
