@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +79,20 @@ def with_saved_adapter(model: Any, folder: str | Path, *, is_trainable: bool = F
         raise ModelError(
             f"The adapter in {folder} is to be put on an adapter; first covey merge that one into its base."
         )
-    with warnings.catch_warnings():
+    with _without_notes_of_peft():
         warnings.filterwarnings("error", "Found missing adapter keys")
         rows = _saved_rows(model, Path(folder))
         if rows is not None and rows != model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(rows, mean_resizing=False)
         return PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable)
+
+
+@contextmanager
+def _without_notes_of_peft() -> Iterator[None]:
+    """Python's warnings without the one that PEFT's own call of transformers' former name causes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
+        yield
 
 
 def _saved_rows(model: Any, folder: Path) -> int | None:
@@ -118,7 +127,8 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
             f"peft_config is a {type(peft_config).__name__}; give one of PEFT's, such as LoraConfig()."
         )
     try:
-        return get_peft_model(model, peft_config)
+        with _without_notes_of_peft():
+            return get_peft_model(model, peft_config)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"peft_config cannot be used with this model: {first_line(error)}") from error
 

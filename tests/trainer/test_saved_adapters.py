@@ -12,7 +12,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from covey import GRPOConfig, GRPOTrainer
-from covey.adapters import with_saved_adapter
+from covey.adapters import has_adapter, with_adapter, with_saved_adapter
 from covey.cli import main
 from covey.cli.adapter import adapter_to_train
 from covey.cli.plan import model_config
@@ -196,3 +196,9 @@ def test_a_script_is_told_that_the_default_learning_rate_is_low_for_an_adapter(t
     said = [one.getMessage() for one in caplog.records if one.getMessage().startswith("advice: learning_rate=1e-06")]
     assert len(said) == 1
     assert "an adapter" in said[0]
+
+
+@pytest.mark.filterwarnings("error:.is_gradient_checkpointing. is deprecated")  # the suite ignores it otherwise
+def test_a_script_sees_no_warning_of_names_that_peft_calls(tmp_path: Path) -> None:
+    with_adapter(tiny_model("qwen2"), peft.LoraConfig(**LORA)).save_pretrained(tmp_path)
+    assert has_adapter(with_saved_adapter(tiny_model("qwen2"), tmp_path))
