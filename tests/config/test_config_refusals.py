@@ -161,3 +161,15 @@ def test_a_misspelt_key_of_accelerate_and_deepspeed_is_told_as_such(tmp_path, gi
     with pytest.raises(ConfigError) as caught:
         GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **given)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["activation_checkpointing_kwargs", "lr_scheduler_kwargs", "generation_kwargs", "model_init_kwargs"])  # fmt: skip
+@pytest.mark.parametrize("value", ["text", 3, [1]])
+def test_arguments_that_are_no_mapping_are_refused(tmp_path, name, value):
+    with pytest.raises(ConfigError, match=f"{name}=.* is no mapping of arguments"):
+        GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **{name: value})
+
+
+def test_arguments_may_be_json(tmp_path):
+    config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, generation_kwargs='{"top_k": 5}')
+    assert config.generation_kwargs == {"top_k": 5}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -31,6 +32,20 @@ def test_the_address_that_is_printed_answers_at_once(tmp_path: Path) -> None:
             address = server.stdout.readline().split(" at ")[1].split()[0]
             with urllib.request.urlopen(f"{address}api/runs", timeout=5) as reply:
                 assert reply.status == 200
+        finally:
+            server.send_signal(signal.SIGINT)
+
+
+@pytest.mark.slow
+def test_headers_that_never_end_are_cut_off(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CODE, "view", str(run_in(tmp_path)), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            address = urlsplit(server.stdout.readline().split(" at ")[1].split()[0])
+            with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
+                connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ")
+                assert connection.recv(1000) == b""
         finally:
             server.send_signal(signal.SIGINT)
 

@@ -20,6 +20,8 @@ _FLAGS = (
     Flag(name="token", help="Token that every visitor needs; one is generated if the network can reach the page.", group="server"),
     Flag(name="open", help="Open the page in the browser.", type=bool, default=False, group="server"),
 )  # fmt: skip
+_HEADER_SECONDS = 10.0
+"""Time that a browser has to send the headers of a request; the connection of a slower one is closed."""
 _SHORTEST_TOKEN = 16
 _WAITING = 2048
 
@@ -34,6 +36,7 @@ def run(args: Args) -> None:
 
         from covey.monitor.view import Library, make_app
         from covey.monitor.view.access import is_loopback
+        from covey.serving.connections import impatient
     except ModuleNotFoundError as error:
         raise ConfigError(f"covey view needs {error.name}; install it with pip install 'covey[view]'.") from error
     token = options["token"] or (None if is_loopback(options["host"]) else secrets.token_urlsafe(24))
@@ -52,7 +55,8 @@ def run(args: Args) -> None:
                 if options["open"]:
                     webbrowser.open(address)
 
-    config = uvicorn.Config(make_app(library, token), log_level="warning", server_header=False, access_log=False)
+    app, http = make_app(library, token), impatient(_HEADER_SECONDS)
+    config = uvicorn.Config(app, http=http, log_level="warning", server_header=False, access_log=False)
     Server(config).run(sockets=[listener])
 
 

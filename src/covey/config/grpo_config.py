@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
@@ -66,6 +68,7 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
     def _settle(self) -> None:
         """Check all options, and fill in derived ones."""
         _take_former_names(self)
+        _take_mappings(self)
         changed = self._changed()
         checks.refuse_unsupported(changed)
         checks.refuse_bad_factories(self)
@@ -132,6 +135,18 @@ def _take_former_names(config: GRPOConfig) -> None:
         )
     warnings.warn("vllm_importance_sampling_cap is now vllm_importance_sampling_clip_max.", FutureWarning, stacklevel=4)
     config.vllm_importance_sampling_clip_max, config.vllm_importance_sampling_cap = cap, None
+
+
+def _take_mappings(config: GRPOConfig) -> None:
+    """Parse arguments given as JSON. Raises ConfigError for arguments that are no mapping."""
+    for name, value in vars(config).items():
+        if not name.endswith("_kwargs") or value is None:
+            continue
+        with contextlib.suppress(ValueError):
+            value = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{name}={value!r} is no mapping of arguments; give a dict, or JSON of an object.")
+        setattr(config, name, value)
 
 
 def batch_arithmetic(config: GRPOConfig, world_size: int | None = None, num_prompts: int | None = None) -> Arithmetic:
