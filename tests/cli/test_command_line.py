@@ -102,7 +102,7 @@ def test_the_version_is_the_package_version(capsys):
         (["env", "--jsn"], "Did you mean --json?"),
         (["eval", "--ensemble", "a", "b", "--reward", "math"], "covey eval A --ensemble B C."),
         (["demo", "--steps", "-3"], "--steps -3 is no number to count to; give 1 or more."),
-        (["doctor", "demo", "--seeds", "3"], "--seeds is not an option here. One run is looked at"),
+        (["doctor", "demo", "--seeds", "3"], "--seeds is not an option here. One run is checked"),
         (["doctor", "--from-run", "runs/x"], "covey doctor runs/x/train.yaml"),
     ],
 )

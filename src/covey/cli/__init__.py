@@ -22,7 +22,7 @@ VERBS = {
     "recipes": "options for a model on given hardware, with planned seconds and memory",
     "sft": "fine-tune a model on right answers, before or without a reward",
     "tune": "try options in many runs, end the hopeless early, keep the best",
-    "doctor": "what is wrong with a run before it is paid for: model, data, rewards, memory, time, signal",
+    "doctor": "what is wrong with a run before you pay for it: model, data, rewards, memory, time, signal",
     "eval": "accuracy, reward and pass@k of a model, with intervals; compare two models",
     "data": "faults of a data set, row by row; a copy without them",
     "reward": "whether a reward pays right answers and nothing else; a reward model trained on pairs",

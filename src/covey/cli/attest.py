@@ -108,7 +108,7 @@ def _only_model(client: Any, headers: dict[str, str]) -> str:
 verb = Verb(
     name="attest",
     usage="URL --model FOLDER [options]",
-    sentence="Whether a running server computes with these weights, by its log-probabilities alone; the exit code says it to a script.",
+    sentence="Whether a running server computes with these weights, by its log-probabilities alone; the exit code is for scripts.",
     flags=lambda: _FLAGS,
     run=run,
     positional=("url",),

@@ -109,7 +109,7 @@ class _Doctor(Verb):
 verb = _Doctor(
     name="doctor",
     usage="[memory | plan] [CONFIG.yaml | demo] --model MODEL --dataset DATA --reward REWARD [options of covey train]",
-    sentence="Look at a run before it is paid for: machine, model, data, rewards, memory, time, and whether it would learn. "
+    sentence="Check a run before you pay for it: machine, model, data, rewards, memory, time, and whether it would learn. "
     "covey doctor memory: memory alone, without data or reward; covey doctor plan: memory and time on GPUs that are not here. "
     "Each has its own --help.",
     examples=(
@@ -123,7 +123,7 @@ verb = _Doctor(
     types=train.config_types,
     hints={
         **train.HINTS,
-        "seeds": "One run is looked at; the others differ in their seed alone.",
+        "seeds": "One run is checked; the others differ only in their seed.",
         "from_run": "Give its options: covey doctor runs/x/train.yaml --output-dir runs/new.",
     },
     positional=("config",),

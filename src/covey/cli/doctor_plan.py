@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _FLAGS = (
     Flag(name="gpus", help="Number and kind of the GPUs: 8xH100, 2xA100-40GB, L4.", group="run"),
     Flag(name="prompt_tokens", help="Tokens of a prompt.", type=int, default=512, group="run"),
-    Flag(name="mean_completion_tokens", help="Tokens of a completion in the mean; left out: all are as long as allowed.", type=float, group="run"),
+    Flag(name="mean_completion_tokens", help="Mean tokens of a completion; left out: all are as long as allowed.", type=float, group="run"),
 )  # fmt: skip
 _LEFT_OUT = {"dry_run", "print_config", "resume", "from_run", "seeds", "trust_source"}
 

@@ -168,7 +168,7 @@ model_verb = Verb(
     flags=lambda: (
         Flag(name="model", help="A run, a checkpoint, or a folder with a model or an adapter.", group="what"),
         Flag(name="format", help="merged: weights and tokenizer as transformers reads them; adapter: the adapter alone; gguf: one file for llama.cpp.", group="what"),
-        Flag(name="output", short="o", help="Folder, or file for gguf, to write; it must not be there yet.", group="what"),
+        Flag(name="output", short="o", help="Folder, or file for gguf, to write; it must not exist.", group="what"),
         Flag(name="outtype", help="gguf: f32, f16, bf16 or q8_0; f16 when left out.", group="model"),
         Flag(name="dtype", help="merged: float32, bfloat16 or float16; as stored when left out.", group="model"),
         Flag(name="base", help="The model that the adapter belongs to; default: the one that the adapter names.", group="what"),

@@ -202,7 +202,7 @@ verb = Verb(
     run=run,
     flags=lambda: (
         Flag(name="model", help="Runs, checkpoints or folders with a model or an adapter; one adapter is added into its base.", type=list[str], group="what"),
-        Flag(name="output", short="o", help="Folder to write; it must not be there yet.", group="what"),
+        Flag(name="output", short="o", help="Folder to write; it must not exist.", group="what"),
         Flag(name="base", help="The model that the adapter belongs to (default: the one that the adapter names), or that the models come from.", group="what"),
         Flag(name="method", help="Of several models: linear, slerp, task_arithmetic, ties, dare_linear or dare_ties; linear when left out.", group="merge"),
         Flag(name="weights", help="Weight of each model; equal when left out. slerp: the share of the second.", type=list[float], group="merge"),

@@ -31,7 +31,7 @@ def run(args: Args) -> None:
 verb = Verb(
     name="report",
     usage="RUN [-o FILE]",
-    sentence="One page of a run that needs nothing beside it: configuration, curves, evaluation with intervals, alerts, samples, model card.",
+    sentence="One self-contained page of a run: configuration, curves, evaluation with intervals, alerts, samples, model card.",
     flags=lambda: _FLAGS,
     run=run,
     positional=("run",),

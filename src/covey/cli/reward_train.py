@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     Examples = list[ScoredSteps] | list[Pair]
 
 _FLAGS = (
-    Flag(name="model", help="Model to start from: a language model (its head starts anew) or a reward model; a folder, a hub id, or demo.", group="what"),
+    Flag(name="model", help="Model to start from: a language model (it gets a new head) or a reward model; a folder, a hub id, or demo.", group="what"),
     Flag(name="dataset", help="Pairs with the columns prompt, chosen, rejected, as covey export pairs writes them, or scored steps: prompt, completions, labels; a file, a folder or a hub id.", group="what"),
-    Flag(name="output", short="o", help="Folder for the reward model; it must not be there yet.", group="what"),
+    Flag(name="output", short="o", help="Folder for the reward model; it must not exist.", group="what"),
     Flag(name="eval_dataset", help="Held-out rows; left out: a share of --dataset.", group="what"),
     Flag(name="held_out", help="Share of the rows that is kept from training to be judged on, whole prompts at a time.", type=float, default=0.1, group="what"),
     CONFIG,

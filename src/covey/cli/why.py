@@ -73,7 +73,7 @@ def _which(places: tuple[int, ...]) -> str:
 verb = Verb(
     name="why",
     usage="RUN --step N [options]",
-    sentence="Makes a recorded step again with one thing changed at a time, and says which change removes the trouble.",
+    sentence="Repeats a recorded step with one thing changed at a time, and says which change removes the trouble.",
     examples=("covey why runs/train-1 --step 120",),
     positional=("run",),
     run=run,
