@@ -65,12 +65,12 @@ def script(shell: str) -> str:
         for name, verb_flags in flags.items()
     }
     if shell == "fish":
-        lines = [_FISH_VERB.format(verb=name, sentence=_quoted(sentence)) for name, sentence in VERBS.items()]
+        lines = [_FISH_VERB.format(verb=name, sentence=_quote(sentence)) for name, sentence in VERBS.items()]
         lines += [_FISH_BELOW.format(verb=name, words=" ".join(words)) for name, words in _BELOW.items()]
         for name, verb_flags in flags.items():
             for flag, option in verb_flags.items():
                 words = f" -x -a '{' '.join(values[name][flag])}'" if flag in values[name] else ""
-                lines.append(_FISH_FLAG.format(verb=name, flag=flag, values=words, sentence=_quoted(option.help)))
+                lines.append(_FISH_FLAG.format(verb=name, flag=flag, values=words, sentence=_quote(option.help)))
         return "".join(lines)
     cases = "\n".join(
         f'            {name}) words="{" ".join("--" + flag for flag in verb_flags)}" ;;'
@@ -93,7 +93,7 @@ def _flags(name: str) -> dict[str, Flag]:
     return {flag.name.replace("_", "-"): flag for verb in verbs for flag in verb.flags()}
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 

@@ -47,7 +47,7 @@ def run_check(args: Args) -> int:
     from covey.doctor.data_check.summary import summary
 
     shown = max(options["examples"], 0)
-    report = summary(_inspected(options, "check"), shown if page is None else max(shown, _ON_PAGE))
+    report = summary(_inspect(options, "check"), shown if page is None else max(shown, _ON_PAGE))
     if page is not None:
         from covey.doctor.data_check.html_report import as_html
 
@@ -69,7 +69,7 @@ def run_clean(args: Args) -> int:
 
     target = Path(options["output"]).expanduser()
     check_output(target)
-    inspection = _inspected(options, "clean")
+    inspection = _inspect(options, "clean")
     done = clean(inspection, target)
     if options["json"]:
         output.result_json({**vars(done), "output": str(done.output), "report": str(done.report)})
@@ -88,7 +88,7 @@ def _page(name: str) -> Path:
     return path
 
 
-def _inspected(options: dict[str, Any], what: str) -> Inspection:
+def _inspect(options: dict[str, Any], what: str) -> Inspection:
     if not options.get("dataset"):
         raise ConfigError(f"covey data {what} needs a data set: covey data {what} train.jsonl.")
     if options["max_rows"] is not None and options["max_rows"] < 1:
@@ -131,7 +131,7 @@ def _show(report: Summary, num_examples: int) -> None:
         if length
         else ""
     )
-    output.result(f"{report.source}: {_counted(report.num_rows)}{quantiles}")
+    output.result(f"{report.source}: {_in_rows(report.num_rows)}{quantiles}")
     for title, is_grave in (("to mend", True), ("to look at", False)):
         entries = [entry for entry in report.entries if entry.kind.must_be_mended == is_grave]
         if entries:
@@ -143,7 +143,7 @@ def _show(report: Summary, num_examples: int) -> None:
         output.result(f"note: {note}")
     if not report.is_ok:
         output.result(
-            f"covey data clean would leave out {_counted(report.to_drop)} and mend {report.to_change:,}; it writes a new file."
+            f"covey data clean would leave out {_in_rows(report.to_drop)} and mend {report.to_change:,}; it writes a new file."
         )  # fmt: skip
 
 
@@ -156,7 +156,7 @@ def _show_entry(entry: Entry, num_rows: int, num_examples: int) -> None:
     output.result(f"      fix: {entry.kind.fix}")
 
 
-def _counted(rows: int) -> str:
+def _in_rows(rows: int) -> str:
     return f"{rows:,} row" + "s" * (rows != 1)
 
 

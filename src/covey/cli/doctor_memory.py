@@ -57,7 +57,7 @@ def run(args: Args) -> int:
     if not args.get("json"):
         _show(memory, lower, tokens, config, findings[0])
     if findings[0].status != "FAIL" and not args.get("predict_only"):
-        findings.append(_tried(config, args, tokens))
+        findings.append(_try_longest(config, args, tokens))
         if not args.get("json"):
             output.result(_row(findings[-1]))
     fits = all(finding.status != "FAIL" for finding in findings)
@@ -129,7 +129,7 @@ def _row(finding: Finding) -> str:
     return output.row(finding.status, finding.area, finding.said, finding.fix)
 
 
-def _tried(config: GRPOConfig, args: Args, tokens: int) -> Finding:
+def _try_longest(config: GRPOConfig, args: Args, tokens: int) -> Finding:
     """The longest micro-batch forward and backward, on the model itself."""
     from covey.doctor.longest import try_without_data
 

@@ -43,7 +43,7 @@ def facts() -> dict[str, Any]:
         "gpus": _gpus(),
         "sandbox": _sandbox(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
-        "environment": {name: _masked(name) for name in sorted(os.environ) if name.startswith(_PREFIXES)},
+        "environment": {name: _mask(name) for name in sorted(os.environ) if name.startswith(_PREFIXES)},
     }
 
 
@@ -79,7 +79,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _masked(name: str) -> str:
+def _mask(name: str) -> str:
     if any(part.endswith(_SECRET) for part in name.split("_")):
         return "(set)"
     return re.sub(r"//[^/@]*@", "//(hidden)@", os.environ[name])  # a user and password in an address

@@ -50,7 +50,7 @@ def run(args: Args) -> int:
         output.result_json({"ok": not problems, "problems": problems, **facts})
     else:
         for name, value in facts.items():
-            output.result(f"{name.replace('_', ' '):<28}{_shown(value)}")
+            output.result(f"{name.replace('_', ' '):<28}{_format(value)}")
         for problem in problems:
             output.result(f"mend: {problem}")
     return 1 if problems else 0
@@ -134,7 +134,7 @@ def _tokens(report: EnvironmentReport, name: str) -> tuple[int, int | None]:
     return longest, context
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):

@@ -42,10 +42,10 @@ def run(args: Args) -> None:
         raise ConfigError(
             f"{args['model']} is no folder here; give a run, a checkpoint or a folder with a model or an adapter."
         )
-    {"merged": _merged, "adapter": _adapter, "gguf": _gguf}[kind](folder, out, args)
+    {"merged": _export_merged, "adapter": _export_adapter, "gguf": _export_gguf}[kind](folder, out, args)
 
 
-def _merged(folder: Path, out: Path, args: Args) -> None:
+def _export_merged(folder: Path, out: Path, args: Args) -> None:
     from covey.models import load_model, load_tokenizer
     from covey.training.recording import write_model
 
@@ -63,7 +63,7 @@ def _merged(folder: Path, out: Path, args: Args) -> None:
     _report(out, args, {"format": "merged", "tensors": len(back)}, f"{len(back)} tensors, read back equal")
 
 
-def _adapter(folder: Path, out: Path, args: Args) -> None:
+def _export_adapter(folder: Path, out: Path, args: Args) -> None:
     """The adapter's files and the tokenizer's, byte by byte, and nothing of the optimizer."""
     if not _is_adapter(folder):
         raise ConfigError(
@@ -86,7 +86,7 @@ def _adapter(folder: Path, out: Path, args: Args) -> None:
     _report(out, args, {"format": "adapter", "base": base, "files": names}, f"{len(names)} files, for {base}")
 
 
-def _gguf(folder: Path, out: Path, args: Args) -> None:
+def _export_gguf(folder: Path, out: Path, args: Args) -> None:
     from covey.exporting.gguf import expect_exportable, load_gguf, write_gguf
     from covey.models import load_model, load_tokenizer
     from covey.runs.storage import temporary_sibling

@@ -193,7 +193,7 @@ def typed(raw: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
         parser = ArgumentParser(exit_on_error=False)
         parser.add_argument(f"--{name}", type=types[name])
         try:
-            values[name] = parser.parse_object({name: _listed(_unlisted(value), types[name])}, defaults=False)[name]
+            values[name] = parser.parse_object({name: _as_list(_split_list(value), types[name])}, defaults=False)[name]
         except (ArgumentError, ValueError, TypeError, OverflowError, RecursionError) as error:
             shown = value if isinstance(value, str) else repr(value)
             shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
@@ -201,7 +201,7 @@ def typed(raw: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _listed(value: Any, kind: Any) -> Any:
+def _as_list(value: Any, kind: Any) -> Any:
     """Wrap a single value in a list where the type is a list: `reward: math`."""
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     wants_list = any(get_origin(alternative) is list for alternative in kinds) and str not in kinds and Any not in kinds
@@ -209,7 +209,7 @@ def _listed(value: Any, kind: Any) -> Any:
     return [value] if wants_list and is_one and str(value).lower() not in ("null", "none", "~") else value
 
 
-def _unlisted(value: Any) -> Any:
+def _split_list(value: Any) -> Any:
     """`--reward-weights "[1, 0.1]"` is one text that holds the whole list."""
     if isinstance(value, list) and len(value) == 1 and str(value[0]).startswith("["):
         try:

@@ -16,8 +16,8 @@ def verbs_help(verbs: Mapping[str, str], version: str) -> str:
     lines = [f"covey {version}: post-train language models with GRPO and its family.", "", "usage: covey VERB ...", ""]
     width = max(map(len, verbs), default=0) + 2
     for name, sentence in verbs.items():
-        lines += _wrapped(sentence, f"  {name:<{width}}")
-    lines += ["", *_wrapped("covey VERB --help shows the options of a verb; --debug adds tracebacks to errors.")]
+        lines += _wrap(sentence, f"  {name:<{width}}")
+    lines += ["", *_wrap("covey VERB --help shows the options of a verb; --debug adds tracebacks to errors.")]
     return "\n".join(lines)
 
 
@@ -25,7 +25,7 @@ def flags_help(usage: str, sentence: str, examples: Iterable[str], flags: Iterab
     """The page of `covey VERB --help`, or of `--help-all`."""
     flags = list(flags)
     shown = [flag for flag in flags if flag.is_common or is_all]
-    lines = [*_wrapped(usage, "usage: "), "", *_wrapped(sentence)]
+    lines = [*_wrap(usage, "usage: "), "", *_wrap(sentence)]
     lines += [f"  $ {example}" for example in examples]
     groups = dict.fromkeys(flag.group for flag in shown)
     for group in groups:
@@ -37,7 +37,7 @@ def flags_help(usage: str, sentence: str, examples: Iterable[str], flags: Iterab
     if hidden:
         lines += [
             "",
-            *_wrapped(f"{hidden} more options: --help-all. In a YAML file (--config) names have underscores."),
+            *_wrap(f"{hidden} more options: --help-all. In a YAML file (--config) names have underscores."),
         ]
     return "\n".join(lines)
 
@@ -47,7 +47,7 @@ def _width() -> int:
     return min(shutil.get_terminal_size((110, 24)).columns, 120)
 
 
-def _wrapped(text: str, start: str = "") -> list[str]:
+def _wrap(text: str, start: str = "") -> list[str]:
     """`start` and the text, in the width of the terminal; further lines begin below the text, and lines of its own stay lines."""
     width, indent = max(_width(), 50), " " * len(start)
     parts = [

@@ -52,7 +52,7 @@ def merge(folders: Sequence[Path], out: Path, args: Args, dtype: Any) -> None:
     if args.get("choose"):
         if args.get("weights"):
             raise ConfigError("--choose finds the weights, and --weights gives them; leave one out.")
-        recipe, report = _chosen(folders, recipe, args, how)
+        recipe, report = _choose(folders, recipe, args, how)
     if out.exists():
         out.rmdir()
     done = merge_models(folders, out, recipe, **how)
@@ -99,7 +99,7 @@ def candidates(recipe: Recipe, count: int, *, is_dense: bool = False) -> Iterato
             yield replace(recipe, weights=tuple(round(weight / total, 6) for weight in weights), density=density)
 
 
-def _chosen(folders: Sequence[Path], recipe: Recipe, args: Args, how: dict[str, Any]) -> tuple[Recipe, dict[str, Any]]:
+def _choose(folders: Sequence[Path], recipe: Recipe, args: Args, how: dict[str, Any]) -> tuple[Recipe, dict[str, Any]]:
     """The best of the candidates on half of the prompts, if on the other half it is not worse than the best of the models.
 
     Raises ConfigError where it is, beyond the 95% interval of the paired difference.
@@ -109,7 +109,7 @@ def _chosen(folders: Sequence[Path], recipe: Recipe, args: Args, how: dict[str, 
 
     if not args.get("reward"):
         raise ConfigError("--choose needs --reward, by which answers are compared.")
-    parents = [_assessed(folder, args) for folder in folders]
+    parents = [_assess(folder, args) for folder in folders]
     half = len(parents[0].greedy) // 2
     if half < 10:
         raise ConfigError(
@@ -122,7 +122,7 @@ def _chosen(folders: Sequence[Path], recipe: Recipe, args: Args, how: dict[str, 
         for i, candidate in enumerate(candidates(recipe, len(folders), is_dense=args.get("density") is not None)):
             folder = Path(place) / str(i)
             done = merge_models(folders, folder, candidate, **quietly)
-            assessment = _assessed(folder, args, called=_words(done))
+            assessment = _assess(folder, args, called=_words(done))
             tried.append((_mean(assessment, 0, half), done, assessment))
             output.say(f"{_words(done)}: {tried[-1][0]:.3f}")
             shutil.rmtree(folder)
@@ -151,7 +151,7 @@ def _mean(assessment: Assessment, start: int, stop: int) -> float:
     return sum(rewards) / len(rewards) if rewards else float("-inf")
 
 
-def _assessed(folder: Path, args: Args, *, called: str | None = None) -> Assessment:
+def _assess(folder: Path, args: Args, *, called: str | None = None) -> Assessment:
     from covey.cli.eval import assess_model, defaults
 
     settings = {name: args.get(name) for name in ("reward", "prompt_column", "columns", "max_prompts", "max_tokens")}

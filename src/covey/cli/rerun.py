@@ -85,7 +85,7 @@ def repeated(args: Args, flags: list[Flag], types: Mapping[str, Any]) -> dict[st
             f"warning: {', '.join(sorted(missing))} was a secret and is not in {folder}; give it again if the run needs it."
         )
     home = Path(run_json.get("working_folder") or ".")
-    recorded = {name: _placed(value, home) if name in _PATHS else value for name, value in recorded.items()}
+    recorded = {name: _resolve_path(value, home) if name in _PATHS else value for name, value in recorded.items()}
     trust.confirm(folder, recorded, run_json, args)
     chosen = {name: value for name, value in args.items() if name not in ("from_run", "trust_source")}
     changed = {name: value for name, value in chosen.items() if name not in NEVER and recorded.get(name) != value}
@@ -179,15 +179,15 @@ def _without_masks(recorded: Mapping[str, Any]) -> tuple[dict[str, Any], set[str
     return {name: value for name, value in recorded.items() if name not in lost}, lost
 
 
-def _placed(value: Any, home: Path) -> Any:
+def _resolve_path(value: Any, home: Path) -> Any:
     """A path from the folder that the run was started in, where it is not here too."""
     if isinstance(value, list):
-        return [_placed(item, home) for item in value]
+        return [_resolve_path(item, home) for item in value]
     if not isinstance(value, str):
         return value
     bare, comma, options = value.partition(",")
     if "=" in options:  # a member of an ensemble
-        return f"{_placed(bare, home)}{comma}{options}"
+        return f"{_resolve_path(bare, home)}{comma}{options}"
     path, colon, rest = value.partition(":")
     if not path or Path(path).expanduser().exists() or not (home / path).exists():
         return value

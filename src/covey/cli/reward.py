@@ -46,7 +46,7 @@ def run(args: Args) -> int:
     for spec in specs:
         check_signature(spec, columns)
     logging.getLogger("covey.rewards.scorer").setLevel(logging.ERROR)  # completions without a score are counted below
-    examined = [_examined(spec, data, gold, options) for spec in specs]
+    examined = [_examine(spec, data, gold, options) for spec in specs]
     stepwise = [_stepwise(spec.call, options) for spec in specs]
     for (_, verdicts), steps in zip(examined, stepwise, strict=True):
         verdicts += _of_steps(steps)
@@ -98,7 +98,7 @@ def _gold_column(column: str | None, columns: list[str]) -> str | None:
     return column or next((name for name in GOLD_COLUMNS if name in columns), None)
 
 
-def _examined(spec: Any, data: list[dict[str, Any]], gold: str | None, options: dict[str, Any]) -> Any:
+def _examine(spec: Any, data: list[dict[str, Any]], gold: str | None, options: dict[str, Any]) -> Any:
     from covey.doctor.reward_audit.examination import examine
     from covey.doctor.reward_audit.probes import rows_of
     from covey.doctor.reward_audit.verdicts import Verdict, judge

@@ -93,7 +93,7 @@ def _runs(
         raise ConfigError("--adapters N is short for --seeds N --share-base; keep one of them.")
     count = count if adapters is None else adapters
     if args.get("vary"):
-        return _varied(args, overrides, count, flags, types)
+        return _vary(args, overrides, count, flags, types)
     if count is None:
         raise ConfigError("--share-base is missing what to train: --seeds N, or --vary NAME=A,B.")
     return {f"seed-{seed}": {"seed": seed} for seed in _seeds(overrides, count)}
@@ -106,7 +106,7 @@ def _seeds(overrides: Mapping[str, Any], count: int) -> range:
     return range(first, first + count)
 
 
-def _varied(
+def _vary(
     args: Args, overrides: Mapping[str, Any], count: int | None, flags: Mapping[str, Flag], types: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Every combination of the values, with each seed where there are several."""

@@ -66,7 +66,7 @@ def confirm(
 
 def code_of(recorded: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(option, text) of every recorded value that may name code to import or a program to start."""
-    values = [(option, text) for option in CODE for text in _listed(recorded.get(option))]
+    values = [(option, text) for option in CODE for text in _as_list(recorded.get(option))]
     return [(option, text) for option, text in values if _names_code(option, text)]
 
 
@@ -128,7 +128,7 @@ def _is_among(path: Path, files: Mapping[str, list[Path]]) -> bool:
     return any(path.resolve() in paths for paths in files.values())
 
 
-def _listed(value: Any) -> list[str]:
+def _as_list(value: Any) -> list[str]:
     if isinstance(value, Mapping):
         value = list(value.values())
     return [str(item) for item in (value if isinstance(value, list | tuple) else [value]) if item is not None]

@@ -73,12 +73,12 @@ def images_prompt(
     column_images = _column_images(row, where)
     value = row["prompt"]
     if isinstance(value, str):
-        ids, images = _processed(value, column_images, where, processor, is_rendered=False)
+        ids, images = _process(value, column_images, where, processor, is_rendered=False)
         return Prompt(uid=uid, text=value, token_ids=ids, images=images, columns=columns)
     shown, ordered = with_places([_clean(message) for message in value], column_images, where)
     reader, plain = keeping_text(processor, shown)
-    text = _rendered(plain, where, processor, template)
-    ids, images = _processed(text, ordered, where, reader, is_rendered=True)
+    text = _render(plain, where, processor, template)
+    ids, images = _process(text, ordered, where, reader, is_rendered=True)
     return Prompt(uid=uid, messages=tuple(shown), token_ids=ids, images=images, columns=columns)
 
 
@@ -128,7 +128,7 @@ def _clean(part: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in part.items() if value is not None}
 
 
-def _rendered(messages: Sequence[Message], where: str, processor: Any, template: Mapping[str, Any]) -> str:
+def _render(messages: Sequence[Message], where: str, processor: Any, template: Mapping[str, Any]) -> str:
     """The text of a conversation that is the model's turn next, image tokens not yet expanded."""
     continues = messages[-1]["role"] == "assistant"
     how: dict[str, Any] = {"continue_final_message": True} if continues else {"add_generation_prompt": True}
@@ -147,7 +147,7 @@ def _rendered(messages: Sequence[Message], where: str, processor: Any, template:
     return text
 
 
-def _processed(
+def _process(
     text: str, sources: Sequence[Any], where: str, processor: Any, *, is_rendered: bool
 ) -> tuple[tuple[int, ...], PromptImages | None]:
     """[L] ids with every image's tokens, expanded once, and the images' tensors."""

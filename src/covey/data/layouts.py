@@ -40,7 +40,7 @@ def with_prompts(dataset: Any, name: str, chosen: Mapping[str, str]) -> Any:
     new: list[tuple[Change, str, str | None]] = []
     first = _first_row(dataset) if have else {}
     if has_prompt and _is_sharegpt(first.get(prompt_column)):
-        new.append(_parted(first, prompt_column, name))
+        new.append(_split_turns(first, prompt_column, name))
     elif not has_prompt:
         new += _prompt_layout(have, first, name)
     if "ground_truth" in (first.get("reward_model") or {}) if isinstance(first.get("reward_model"), Mapping) else False:
@@ -52,7 +52,7 @@ def with_prompts(dataset: Any, name: str, chosen: Mapping[str, str]) -> Any:
             if gone is not None and gone not in {old for new_name, old in chosen.items() if new_name != "prompt"}
             else []
         )
-        dataset = _changed(dataset, change, taken, drops)
+        dataset = _add_columns(dataset, change, taken, drops)
         _say(sentence)
     return dataset
 
@@ -72,10 +72,10 @@ def _prompt_layout(have: Collection[str], first: Mapping[str, Any], name: str) -
                 None,
             )
         ]
-    return [] if chat is None else [_parted(first, chat, name)]
+    return [] if chat is None else [_split_turns(first, chat, name)]
 
 
-def _parted(first: Mapping[str, Any], column: str, name: str) -> tuple[Change, str, str | None]:
+def _split_turns(first: Mapping[str, Any], column: str, name: str) -> tuple[Change, str, str | None]:
     sentence = _TAKEN if turns(first, column)[1] else "{name}: the column 'prompt' is the conversation in {column!r}."
     return _Parted(column), sentence.format(name=name, column=column), column
 
@@ -162,7 +162,7 @@ def _first_row(dataset: Any) -> Mapping[str, Any]:
         return {}
 
 
-def _changed(dataset: Any, change: Change, taken: Collection[str], drops: Sequence[str]) -> Any:
+def _add_columns(dataset: Any, change: Change, taken: Collection[str], drops: Sequence[str]) -> Any:
     """The rows with their new columns, without those whose names are `taken`."""
     if not hasattr(dataset, "__len__"):
         return dataset.map(

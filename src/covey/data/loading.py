@@ -51,16 +51,16 @@ def load(
         )
     weights = None if is_live else terms(source)
     if weights is None:
-        dataset = _checked(source, split, renames, streaming, config_name)
+        dataset = _load_checked(source, split, renames, streaming, config_name)
     else:
-        sets = {name: _checked(name, split, renames, streaming, config_name, is_mixed=True) for name in weights}
+        sets = {name: _load_checked(name, split, renames, streaming, config_name, is_mixed=True) for name in weights}
         dataset = mix(sets, weights)
     if limit is not None:
         dataset = _first(dataset, limit)
     return dataset if system_prompt is None else _with_system(dataset, system_prompt, shown(source))
 
 
-def _checked(
+def _load_checked(
     source: Any,
     split: str | None,
     renames: Mapping[str, str],
@@ -70,7 +70,7 @@ def _checked(
 ) -> AnyDataset:
     """One source with its columns renamed; in a mixture a set that has the new name already keeps its own."""
     if isinstance(source, str) and source.startswith(PREFIX):
-        return cast(AnyDataset, _followed(source, split, renames, is_mixed))
+        return cast(AnyDataset, _follow(source, split, renames, is_mixed))
     if isinstance(source, str):
         refuse_scheme(source)
     source, split = parted(source, split)
@@ -81,10 +81,10 @@ def _checked(
     if renames.get("prompt") in before and renames["prompt"] not in have:  # it became the prompt
         renames = {new: old for new, old in renames.items() if new != "prompt"}
     applied = {new: old for new, old in renames.items() if not (is_mixed and new in have and old not in have)}
-    return with_paths(check_dataset(_renamed(dataset, applied, name), name), source)
+    return with_paths(check_dataset(_rename_columns(dataset, applied, name), name), source)
 
 
-def _followed(source: str, split: str | None, renames: Mapping[str, str], is_mixed: bool) -> LiveDataset:
+def _follow(source: str, split: str | None, renames: Mapping[str, str], is_mixed: bool) -> LiveDataset:
     """A live source with its columns renamed."""
     if is_mixed or split is not None:
         raise DataError(f"{source} is a live source: it has no splits and cannot be mixed; give it alone.")
@@ -108,7 +108,7 @@ def parted(source: Any, split: str | None) -> tuple[Any, str | None]:
     return match["source"], match["split"]
 
 
-def _renamed(dataset: AnyDataset, columns: Mapping[str, str], name: str) -> AnyDataset:
+def _rename_columns(dataset: AnyDataset, columns: Mapping[str, str], name: str) -> AnyDataset:
     have = dataset.column_names
     renames = {new: old for new, old in columns.items() if new != old}
     for new, old in renames.items():

@@ -44,7 +44,7 @@ def mix(sets: Mapping[str, AnyDataset], weights: Mapping[str, float] | None = No
     streams = [name for name, dataset in sets.items() if not hasattr(dataset, "__len__")]
     if streams and len(streams) < len(sets):
         raise DataError(f"The mixture has streams ({', '.join(streams)}) and sets with a length; use one kind.")
-    chosen = _checked(weights, sets, bool(streams))
+    chosen = _check(weights, sets, bool(streams))
     try:
         if streams:
             total = sum(chosen.values())
@@ -55,14 +55,14 @@ def mix(sets: Mapping[str, AnyDataset], weights: Mapping[str, float] | None = No
                 seed=seed,
                 stopping_strategy="all_exhausted",
             )
-        return datasets.concatenate_datasets([_labelled(dataset, name, chosen[name]) for name, dataset in sets.items()])
+        return datasets.concatenate_datasets([_label(dataset, name, chosen[name]) for name, dataset in sets.items()])
     except (ValueError, TypeError) as error:
         raise DataError(
             f"The sets of the mixture do not fit together: {error}. Give columns of one name one type, or rename them."
         ) from error
 
 
-def _labelled(dataset: datasets.Dataset, name: str, weight: float) -> datasets.Dataset:
+def _label(dataset: datasets.Dataset, name: str, weight: float) -> datasets.Dataset:
     table = dataset.remove_columns(
         [column for column in (NAME_COLUMN, WEIGHT_COLUMN) if column in dataset.column_names]
     )
@@ -79,7 +79,7 @@ class _Named:
         return {**row, NAME_COLUMN: self._name}
 
 
-def _checked(weights: Mapping[str, float] | None, sets: Mapping[str, Any], is_stream: bool) -> dict[str, float]:
+def _check(weights: Mapping[str, float] | None, sets: Mapping[str, Any], is_stream: bool) -> dict[str, float]:
     if weights is None:
         if is_stream:
             raise DataError("A mixture of streams needs weights, since their sizes are not known.")

@@ -33,7 +33,7 @@ AnyDataset: TypeAlias = "datasets.Dataset | datasets.IterableDataset"
 def opened(source: Any, split: str | None, streaming: bool, config_name: str | None) -> AnyDataset:
     """The data set as it is stored: of its splits the one asked for, or `train`, or the only one."""
     with quiet():
-        return _opened(source, split, streaming, config_name)
+        return _open(source, split, streaming, config_name)
 
 
 def shown(source: Any) -> str:
@@ -44,7 +44,7 @@ def shown(source: Any) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def _opened(source: Any, split: str | None, streaming: bool, config_name: str | None) -> AnyDataset:
+def _open(source: Any, split: str | None, streaming: bool, config_name: str | None) -> AnyDataset:
     if source == "demo" and not Path("demo").exists():
         return _demo(split, streaming)
     if source == "gym" and split is not None and not Path("gym").exists():

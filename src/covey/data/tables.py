@@ -58,7 +58,7 @@ def json_rows(file: Path) -> Rows:
     """
     if file.with_suffix("").suffix == ".json" or file.suffix == ".json":
         try:
-            with _opened(file) as content:
+            with _open(file) as content:
                 whole = json.loads(content.read().decode("utf-8-sig"))
         except json.JSONDecodeError as error:
             if error.msg != "Extra data":  # else there are several objects, each on a line of its own
@@ -72,7 +72,7 @@ def json_rows(file: Path) -> Rows:
         else:
             yield from _rows_in(whole, file)
             return
-    with _opened(file) as lines:
+    with _open(file) as lines:
         for number, line in enumerate(lines, 1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
@@ -146,7 +146,7 @@ def line_fault(line: bytes) -> str | None:
 def csv_rows(file: Path) -> Rows:
     """Rows of a CSV or TSV file, every cell as its text, an empty one as None. The header tells the delimiter; a BOM is dropped."""
     csv.field_size_limit(LONGEST_LINE)
-    with _opened(file) as content, io.TextIOWrapper(content, "utf-8-sig", newline="") as text:
+    with _open(file) as content, io.TextIOWrapper(content, "utf-8-sig", newline="") as text:
         try:
             header = text.readline()
             is_tabs = ".tsv" in file.suffixes
@@ -170,7 +170,7 @@ def csv_rows(file: Path) -> Rows:
             raise DataError(f"{file}, line {lines.line_num} cannot be read as CSV: {error}.") from error
 
 
-def _opened(file: Path) -> Any:
+def _open(file: Path) -> Any:
     """The file's bytes, unpacked as its suffix says."""
     return fsspec.open(str(file), "rb", compression="infer").open()
 
@@ -274,9 +274,11 @@ def as_dataset(files: Sequence[Path], reader: str, kinds: Mapping[str, Any], str
     columns = tuple((name, kind if isinstance(kind, str) else "mixed") for name, kind in kinds.items())
     arguments = {"stamps": stamps, "reader": reader, "columns": columns}
     if streaming:
-        return datasets.IterableDataset.from_generator(_generated, datasets.Features(features), gen_kwargs=arguments)
+        return datasets.IterableDataset.from_generator(
+            _generate_rows, datasets.Features(features), gen_kwargs=arguments
+        )
     cache = str(datasets.config.HF_DATASETS_CACHE)
-    return datasets.Dataset.from_generator(_generated, datasets.Features(features), cache, gen_kwargs=arguments)
+    return datasets.Dataset.from_generator(_generate_rows, datasets.Features(features), cache, gen_kwargs=arguments)
 
 
 def column_set(columns: Mapping[str, Sequence[Any]]) -> Any:
@@ -300,7 +302,7 @@ def _feature(kind: Any) -> Any:
     return {name: _feature(inner) for name, inner in kind.items()}
 
 
-def _generated(stamps: Any, reader: str, columns: Any) -> Rows:
+def _generate_rows(stamps: Any, reader: str, columns: Any) -> Rows:
     for name, *_ in stamps:
         for row in json_rows(Path(name)) if reader == "json" else csv_rows(Path(name)):
             if reader == "csv":

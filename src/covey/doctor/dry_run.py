@@ -147,7 +147,7 @@ def measured(args: GRPOConfig, model_config: Any, *, peft_config: Any, prompt_to
     for learner, live in made:
         learner.micro_batcher.max_tokens = tokens
         with live:
-            results.append(_counted(learner, args, live, prompt_tokens))
+            results.append(_count_step(learner, args, live, prompt_tokens))
     return continued(results[0], results[1], few, layers) if few else results[0]
 
 
@@ -181,7 +181,7 @@ def _accelerator() -> torch.device:
     return torch.accelerator.current_accelerator() or CPU
 
 
-def _counted(learner: Learner, args: GRPOConfig, live: FakeBytes, prompt_tokens: int) -> Measured:
+def _count_step(learner: Learner, args: GRPOConfig, live: FakeBytes, prompt_tokens: int) -> Measured:
     held, peak, tokens, seconds = _step(learner, args, live, prompt_tokens)
     policy, model = learner.policy, learner.policy.model
     saves = footprint(model, policy.compute_dtype or _dtype_of(model))

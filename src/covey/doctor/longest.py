@@ -18,11 +18,11 @@ from covey.training.loading import load_for_training
 
 def try_without_data(model: str, args: GRPOConfig, peft_config: Any, prompt_tokens: int) -> Finding:
     """Load the model and take the longest micro-batch forward and backward; FAIL where one completion does not fit."""
-    outcome, wrong = attempt("memory", lambda: _tried(model, args, peft_config, prompt_tokens))
+    outcome, wrong = attempt("memory", lambda: _try_longest(model, args, peft_config, prompt_tokens))
     return plan.longest_batch(outcome) if outcome is not None else wrong or failed("memory", "not tried.")
 
 
-def _tried(model: str, args: GRPOConfig, peft_config: Any, prompt_tokens: int) -> Longest:
+def _try_longest(model: str, args: GRPOConfig, peft_config: Any, prompt_tokens: int) -> Longest:
     loaded = load_for_training(model, args, args.device, peft_config=peft_config)
     limit = context_limit(loaded.model)
     algorithm, nothing = (

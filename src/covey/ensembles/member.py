@@ -98,13 +98,13 @@ def as_member(spec: Any) -> Member:
         return spec
     if isinstance(spec, str):
         model, *options = re.split(r",(?=\w+=)", spec)
-        return _made({"model": model, **dict(option.split("=", 1) for option in options)}, spec)
+        return _from_options({"model": model, **dict(option.split("=", 1) for option in options)}, spec)
     if isinstance(spec, Mapping):
-        return _made(dict(spec), str(dict(spec)))
+        return _from_options(dict(spec), str(dict(spec)))
     return Member(spec)
 
 
-def _made(options: dict[str, Any], shown: str) -> Member:
+def _from_options(options: dict[str, Any], shown: str) -> Member:
     names = [item.name for item in fields(Member)]
     for name in options:
         if name not in names:

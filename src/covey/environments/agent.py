@@ -111,7 +111,7 @@ class Agent:
         if not is_async(self.main):
             if not self.takes("client"):
                 return AgentResult.of(self.main(**accepted))
-            client = _shared_client().with_options(base_url=offered["base_url"], api_key=offered["api_key"])
+            client = _client().with_options(base_url=offered["base_url"], api_key=offered["api_key"])
             return AgentResult.of(self.main(**{**accepted, "client": client}))
         return AgentResult.of(asyncio.run(self._awaited(accepted, offered)))
 
@@ -125,7 +125,7 @@ class Agent:
 
 
 @functools.cache
-def _shared_client() -> Any:
+def _client() -> Any:
     """One client for all threads: each has its address, all have its connections."""
     from openai import OpenAI
 

@@ -75,11 +75,11 @@ def share_advantages(group: Group) -> Group:
         return group
     shared = advantages.clone()
     for i, source in pairs:
-        shared[i] = _shared(advantages[source], group.completions[source], group.completions[i])
+        shared[i] = _branch_advantage(advantages[source], group.completions[source], group.completions[i])
     return replace(group, advantages=shared)
 
 
-def _shared(advantage: Tensor, episode: Completion, branch: Completion) -> Tensor:
+def _branch_advantage(advantage: Tensor, episode: Completion, branch: Completion) -> Tensor:
     """The advantage, scalar or [T], of a branch of the episode."""
     if advantage.ndim == 0:
         return advantage

@@ -127,13 +127,13 @@ class _Isolated:
         self.call, self.max_memory = call, max_memory
 
     def __call__(self, **arguments: Any) -> str:
-        with _limited_memory(self.max_memory):
+        with _limit_memory(self.max_memory):
             returned = self.call(**arguments)
             return content_of(asyncio.run(returned) if asyncio.iscoroutine(returned) else returned)
 
 
 @contextmanager
-def _limited_memory(num_bytes: int | None) -> Iterator[None]:
+def _limit_memory(num_bytes: int | None) -> Iterator[None]:
     """No more than `num_bytes` of address space above this process's own (Linux): allocations past it raise MemoryError."""
     if num_bytes is None:
         yield

@@ -79,18 +79,18 @@ def examine(
 
     `row`: columns that `reset` receives. Raises what the factory and `reset` raise, as in a run.
     """
-    before = _held()
+    before = _open_resources()
     pool = EnvironmentPool(factory)
     try:
         plans = [_plan(pool.tools[None], turns, f"{seed} {i}") for i in range(episodes)]
-        walks = tuple(_walked(pool, [plan], seed + i, row or {})[0] for i, plan in enumerate(plans))
-        again = _walked(pool, [plans[0]], seed, row or {})[0]
-        apart = _walked(pool, [plans[0], plans[-1]], seed, row or {})
-        alone = [again, _walked(pool, [plans[-1]], seed, row or {})[0]]
+        walks = tuple(_walk(pool, [plan], seed + i, row or {})[0] for i, plan in enumerate(plans))
+        again = _walk(pool, [plans[0]], seed, row or {})[0]
+        apart = _walk(pool, [plans[0], plans[-1]], seed, row or {})
+        alone = [again, _walk(pool, [plans[-1]], seed, row or {})[0]]
     finally:
         pool.close()
     time.sleep(0.2)  # connections end on the other side
-    left = {name: count - before[name] for name, count in _held().items() if count > before[name]}
+    left = {name: count - before[name] for name, count in _open_resources().items() if count > before[name]}
     return EnvironmentReport(
         walks=walks,
         is_repeatable=_same(walks[0], again),
@@ -99,7 +99,7 @@ def examine(
     )
 
 
-def _walked(
+def _walk(
     pool: EnvironmentPool, plans: Sequence[Sequence[tuple[Tool, dict[str, Any]]]], seed: int, row: Mapping[str, Any]
 ) -> list[Walk]:
     """The walks of several sessions that are open together, one call each in turn."""
@@ -119,7 +119,7 @@ def _walked(
                 continue
             tool, arguments = plan[turn]
             since = time.perf_counter()
-            text, error = _called(sessions[k], tool.name, arguments)
+            text, error = _call(sessions[k], tool.name, arguments)
             seconds[k].append(time.perf_counter() - since)
             shown[k].append(text)
             errors[k] += [error] if error else []
@@ -139,7 +139,7 @@ def _walked(
     ]
 
 
-def _called(session: Reset, name: str, arguments: dict[str, Any]) -> tuple[str, str | None]:
+def _call(session: Reset, name: str, arguments: dict[str, Any]) -> tuple[str, str | None]:
     call = next(tool.call for tool in session.tools if tool.name == name)
     try:
         return content_of(call(**arguments)), None
@@ -186,7 +186,7 @@ def _same(walk: Walk, other: Walk) -> bool:
     return (walk.shown, walk.reward, walk.errors) == (other.shown, other.reward, other.errors)
 
 
-def _held() -> dict[str, int]:
+def _open_resources() -> dict[str, int]:
     process = psutil.Process()
     return {
         "threads": process.num_threads(),

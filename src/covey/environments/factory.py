@@ -47,7 +47,7 @@ class EnvironmentPool:
         """Instances of the last rollouts, which rewards may still read."""
         self._kinds: list[type] = []
         for name, factory in self.factories.items():
-            instance = _made(factory, name)
+            instance = _make(factory, name)
             self.tools[name], self._idle[name] = _methods(instance, name), [instance]
             self._kinds.append(type(instance))
 
@@ -72,7 +72,7 @@ class EnvironmentPool:
         if any(observation != observations[0] for observation in observations[1:]):
             instances[1:] = [_copy(instances[0]) for _ in instances[1:]]
         self._busy += [(name, instance) for instance in instances]
-        shown = _shown(prompt, observations[0], self.tools[name], encode)
+        shown = _with_observation(prompt, observations[0], self.tools[name], encode)
         return shown, [
             Reset(instance, bound(self.tools[name], instance), partial(_reset, instance, row)) for instance in instances
         ]
@@ -106,7 +106,7 @@ class EnvironmentPool:
         return str(name)
 
     def _take(self, name: str | None) -> Any:
-        return self._idle[name].pop() if self._idle[name] else _made(self.factories[name], name)
+        return self._idle[name].pop() if self._idle[name] else _make(self.factories[name], name)
 
 
 def environment_reward(kind: Any) -> Callable[..., Any]:
@@ -126,7 +126,7 @@ def environment_reward(kind: Any) -> Callable[..., Any]:
     return reward
 
 
-def _shown(prompt: Prompt, observation: str | None, tools: Sequence[Tool], encode: Encode) -> Prompt:
+def _with_observation(prompt: Prompt, observation: str | None, tools: Sequence[Tool], encode: Encode) -> Prompt:
     """The prompt with an observation after its last user message, encoded with the tools of its environment."""
     messages = [dict(message) for message in prompt.messages or ()]
     if observation:
@@ -140,7 +140,7 @@ def _shown(prompt: Prompt, observation: str | None, tools: Sequence[Tool], encod
     return replace(prompt, messages=tuple(messages), token_ids=encode(messages, prompt, tools))
 
 
-def _made(factory: Factory, name: str | None) -> Any:
+def _make(factory: Factory, name: str | None) -> Any:
     which = "environment_factory" if name is None else f"environment_factory[{name!r}]"
     if not callable(factory):
         raise ConfigError(

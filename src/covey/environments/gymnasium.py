@@ -21,7 +21,7 @@ def gymnasium_environment(
     """
 
     def factory() -> Stepped:
-        environment = _Gymnasium(_made(make, options), tuple(actions))
+        environment = _Gymnasium(_make(make, options), tuple(actions))
         return Stepped(environment, environment.parameters, description, environment.show)
 
     return factory
@@ -77,7 +77,7 @@ class _Gymnasium:
         return taken
 
 
-def _made(make: str | Callable[[], Any], options: Mapping[str, Any]) -> Any:
+def _make(make: str | Callable[[], Any], options: Mapping[str, Any]) -> Any:
     if not isinstance(make, str):
         return make(**options)
     try:

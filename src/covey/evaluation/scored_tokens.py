@@ -71,7 +71,7 @@ def _prompt_logprobs(scorer: TokenScorer, ids: Sequence[int]) -> ScoredTokens:
     body = {"model": scorer.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
     places = scorer.post("/v1/completions", body)["choices"][0]["prompt_logprobs"]
     values = [None if place is None else place[str(token)]["logprob"] for place, token in zip(places, ids, strict=True)]
-    return _checked(ids, values)
+    return _check(ids, values)
 
 
 def _echo(scorer: TokenScorer, ids: Sequence[int]) -> ScoredTokens:
@@ -87,7 +87,7 @@ def _echo(scorer: TokenScorer, ids: Sequence[int]) -> ScoredTokens:
     values = scorer.post("/v1/completions", body)["choices"][0]["logprobs"]["token_logprobs"]
     if len(values) < len(ids) or values[0] is not None:
         raise Unscored  # the completion's own log-probabilities: `echo` was ignored
-    return _checked(ids, values[: len(ids)])
+    return _check(ids, values[: len(ids)])
 
 
 def _input_token_logprobs(scorer: TokenScorer, ids: Sequence[int]) -> ScoredTokens:
@@ -100,7 +100,7 @@ def _input_token_logprobs(scorer: TokenScorer, ids: Sequence[int]) -> ScoredToke
     }
     answer = scorer.post("/generate", body)
     rows = (answer[0] if isinstance(answer, list) else answer)["meta_info"]["input_token_logprobs"]
-    return _checked([row[1] for row in rows], [row[0] for row in rows], expected=ids)
+    return _check([row[1] for row in rows], [row[0] for row in rows], expected=ids)
 
 
 def _prefill(scorer: TokenScorer, ids: Sequence[int]) -> ScoredTokens:
@@ -108,10 +108,10 @@ def _prefill(scorer: TokenScorer, ids: Sequence[int]) -> ScoredTokens:
     parameters = {"max_new_tokens": 1, "details": True, "decoder_input_details": True}
     answer = scorer.post("/generate", {"inputs": scorer.tokenizer.decode(list(ids)), "parameters": parameters})
     rows = (answer[0] if isinstance(answer, list) else answer)["details"]["prefill"]
-    return _checked([row["id"] for row in rows], [row["logprob"] for row in rows])
+    return _check([row["id"] for row in rows], [row["logprob"] for row in rows])
 
 
-def _generated(scorer: TokenScorer, ids: Sequence[int]) -> ScoredTokens:
+def _generate(scorer: TokenScorer, ids: Sequence[int]) -> ScoredTokens:
     """A completion drawn with `logprobs`, up to the first token whose text several token ids share.
 
     At temperature 1, where raw and processed log-probabilities are the same.
@@ -134,7 +134,7 @@ def _generated(scorer: TokenScorer, ids: Sequence[int]) -> ScoredTokens:
         tokens.append(candidates[0])
     if not tokens:  # its first token's text is that of several ids
         return ScoredTokens(tuple(ids), (None,) * len(ids))
-    return _checked([*ids, *tokens], [*[None] * len(ids), *logprobs["token_logprobs"][: len(tokens)]])
+    return _check([*ids, *tokens], [*[None] * len(ids), *logprobs["token_logprobs"][: len(tokens)]])
 
 
 FORMS: dict[str, Ask] = {
@@ -142,12 +142,12 @@ FORMS: dict[str, Ask] = {
     "echo": _echo,
     "input_token_logprobs": _input_token_logprobs,
     "prefill": _prefill,
-    "completion": _generated,
+    "completion": _generate,
 }
 """By name, from the most exact to the least."""
 
 
-def _checked(ids: Sequence[Any], values: Sequence[Any], expected: Sequence[int] | None = None) -> ScoredTokens:
+def _check(ids: Sequence[Any], values: Sequence[Any], expected: Sequence[int] | None = None) -> ScoredTokens:
     """Raises Unscored for numbers that are none, or log-probabilities of other tokens than those asked about."""
     tokens, logp = tuple(map(int, ids)), tuple(None if value is None else float(value) for value in values)
     if expected is not None and tokens != tuple(expected):

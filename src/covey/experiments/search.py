@@ -61,7 +61,7 @@ def choices(words: Sequence[str], kinds: Mapping[str, str], flag: str) -> dict[s
     """
     values_by_name: dict[str, tuple[Any, ...]] = {}
     for word in words:
-        name, values = _named(word, kinds, flag, "name=a,b,c")
+        name, values = _parse(word, kinds, flag, "name=a,b,c")
         if name in values_by_name:
             raise ConfigError(f"{flag} names {name} twice; keep one.")
         values_by_name[name] = _choices(name, values).choices
@@ -82,7 +82,7 @@ def dimensions(words: Sequence[str], kinds: Mapping[str, str]) -> list[Dimension
     return parsed
 
 
-def _named(word: str, kinds: Mapping[str, str], flag: str, forms: str) -> tuple[str, str]:
+def _parse(word: str, kinds: Mapping[str, str], flag: str, forms: str) -> tuple[str, str]:
     """Name and values of a word `name=values`."""
     name, is_pair, values = word.partition("=")
     name = name.strip().removeprefix("--").replace("-", "_")
@@ -96,7 +96,7 @@ def _named(word: str, kinds: Mapping[str, str], flag: str, forms: str) -> tuple[
 
 
 def _dimension(word: str, kinds: Mapping[str, str]) -> Dimension:
-    name, values = _named(word, kinds, "--search", "name=low:high, name=low:high:log, or name=a,b,c")
+    name, values = _parse(word, kinds, "--search", "name=low:high, name=low:high:log, or name=a,b,c")
     return (
         _range(word, name, values, kinds[name])
         if ":" in values and "," not in values and _is_number(values)

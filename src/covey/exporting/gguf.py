@@ -92,7 +92,7 @@ def write_gguf(path: Path, model: Any, tokenizer: Any, *, name: str, outtype: st
             raise ModelError(
                 f"{parameter} has no place in a GGUF file of this family; the model has parts that llama.cpp does not."
             )
-        data, raw = _encoded(gguf, weight, outtype)
+        data, raw = _encode(gguf, weight, outtype)
         writer.add_tensor(f"{theirs}.{ending}", data, raw_dtype=raw)
     try:
         writer.write_header_to_file()
@@ -100,7 +100,7 @@ def write_gguf(path: Path, model: Any, tokenizer: Any, *, name: str, outtype: st
         writer.write_tensors_to_file()
     finally:
         writer.close()
-    return _verified(gguf, path, model, names, outtype)
+    return _verify(gguf, path, model, names, outtype)
 
 
 def _add_header(gguf: Any, writer: Any, config: Any, name: str, outtype: str, size: int) -> None:
@@ -155,11 +155,11 @@ def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
         weight = weight.detach().float().cpu()
         if config.model_type == "llama" and name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
             is_query = ".q_proj." in name
-            weight = _interleaved(weight, config.num_attention_heads if is_query else config.num_key_value_heads)
+            weight = _interleave(weight, config.num_attention_heads if is_query else config.num_key_value_heads)
         yield name, weight
 
 
-def _interleaved(weight: Tensor, num_heads: int) -> Tensor:
+def _interleave(weight: Tensor, num_heads: int) -> Tensor:
     """Rows of a head as llama.cpp's Llama rotates them: pairs (2i, 2i + 1), where transformers rotates (i, i + d/2)."""
     return (
         weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
@@ -168,7 +168,7 @@ def _interleaved(weight: Tensor, num_heads: int) -> Tensor:
     )
 
 
-def _encoded(gguf: Any, weight: Tensor, outtype: str) -> tuple[np.ndarray[Any, Any], Any]:
+def _encode(gguf: Any, weight: Tensor, outtype: str) -> tuple[np.ndarray[Any, Any], Any]:
     """The bytes of a tensor and their type; None where numpy knows the type."""
     is_small = weight.ndim < 2 or (outtype == "q8_0" and weight.shape[-1] % 32)
     values = np.ascontiguousarray(weight.numpy())
@@ -182,7 +182,7 @@ def _encoded(gguf: Any, weight: Tensor, outtype: str) -> tuple[np.ndarray[Any, A
     return gguf.quantize(values, kind), kind
 
 
-def _verified(gguf: Any, path: Path, model: Any, names: Any, outtype: str) -> Written:
+def _verify(gguf: Any, path: Path, model: Any, names: Any, outtype: str) -> Written:
     """Every tensor of the file against the model's. Raises ModelError where one differs by more than its type rounds."""
     reader = gguf.GGUFReader(path)
     by_name = {tensor.name: tensor for tensor in reader.tensors}

@@ -62,7 +62,7 @@ def image_inputs(model: Any, prompts: Sequence[Prompt], width: int, starts: Sequ
         return {}
     out: dict[str, Tensor] = {}
     for name in images[0].tensors:
-        out[name] = _joined([item.tensors[name] for item in images])
+        out[name] = _join([item.tensors[name] for item in images])
     for name in _token_types(model, prompts):
         kinds = torch.zeros(len(prompts), width, dtype=torch.long)
         for row, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
@@ -73,7 +73,7 @@ def image_inputs(model: Any, prompts: Sequence[Prompt], width: int, starts: Sequ
     return {name: moved(value) for name, value in out.items()}
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _join(parts: Sequence[Tensor]) -> Tensor:
     """Along dimension 0, each padded with zeros to the largest in every other dimension."""
     if len({part.shape[1:] for part in parts}) == 1:
         return torch.cat(list(parts))

@@ -108,13 +108,13 @@ def task_arithmetic(recipe: Recipe, tensors: Sequence[Tensor], base: Tensor | No
 def ties(recipe: Recipe, tensors: Sequence[Tensor], base: Tensor | None, name: str) -> Tensor:
     """Trimmed task vectors whose signs agree with the elected one (Yadav et al. 2023, <https://arxiv.org/abs/2306.01708>)."""
     assert base is not None
-    return base + recipe.scale * _elected(recipe, [_largest(tensor - base, recipe.density) for tensor in tensors])
+    return base + recipe.scale * _elect(recipe, [_largest(tensor - base, recipe.density) for tensor in tensors])
 
 
 def dare_linear(recipe: Recipe, tensors: Sequence[Tensor], base: Tensor | None, name: str) -> Tensor:
     """Task vectors with entries dropped at random and the rest rescaled (Yu et al. 2024, <https://arxiv.org/abs/2311.03099>)."""
     assert base is not None
-    deltas = _dropped(recipe, tensors, base, name)
+    deltas = _drop(recipe, tensors, base, name)
     merged = sum((weight * delta for weight, delta in zip(recipe.weights, deltas, strict=True)), torch.zeros_like(base))
     return base + recipe.scale * (merged / sum(recipe.weights) if recipe.normalize else merged)
 
@@ -122,10 +122,10 @@ def dare_linear(recipe: Recipe, tensors: Sequence[Tensor], base: Tensor | None, 
 def dare_ties(recipe: Recipe, tensors: Sequence[Tensor], base: Tensor | None, name: str) -> Tensor:
     """DARE's random drop with TIES' election of signs."""
     assert base is not None
-    return base + recipe.scale * _elected(recipe, _dropped(recipe, tensors, base, name))
+    return base + recipe.scale * _elect(recipe, _drop(recipe, tensors, base, name))
 
 
-def _elected(recipe: Recipe, deltas: Sequence[Tensor]) -> Tensor:
+def _elect(recipe: Recipe, deltas: Sequence[Tensor]) -> Tensor:
     """Weighted mean, entry by entry, of the task vectors whose sign is that of their weighted sum."""
     weighted = torch.stack([weight * delta for weight, delta in zip(recipe.weights, deltas, strict=True)])
     elected = torch.where(weighted.sum(0) >= 0, 1.0, -1.0).to(weighted.dtype)
@@ -148,7 +148,7 @@ def _largest(delta: Tensor, density: float) -> Tensor:
     return delta * mask.view_as(delta)
 
 
-def _dropped(recipe: Recipe, tensors: Sequence[Tensor], base: Tensor, name: str) -> list[Tensor]:
+def _drop(recipe: Recipe, tensors: Sequence[Tensor], base: Tensor, name: str) -> list[Tensor]:
     out = []
     for k, tensor in enumerate(tensors):
         digest = hashlib.blake2b(f"{recipe.seed} {k} {name}".encode(), digest_size=7).digest()

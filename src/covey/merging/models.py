@@ -44,12 +44,10 @@ def merge_models(
     weights = [Weights(folder) for folder in every]
     names = _common_names(every, weights)
     first = weights[0]
-    described = {name: (_stored(first.dtype(name), dtype), first.shape(name)) for name in names}
+    described = {name: (_written_dtype(first.dtype(name), dtype), first.shape(name)) for name in names}
     out.mkdir(parents=True)
     try:
-        write(
-            out, described, _merged(recipe, names, weights[: len(folders)], weights[-1] if base is not None else None)
-        )
+        write(out, described, _merge(recipe, names, weights[: len(folders)], weights[-1] if base is not None else None))
         _copy_rest(folders[0], out, dtype)
         lineage = {"method": recipe.method, "weights": recipe.weights, "models": [str(folder) for folder in folders]}
         (out / "merge.json").write_text(json.dumps({**lineage, "base": base and str(base)}, indent=2) + "\n")
@@ -59,7 +57,7 @@ def merge_models(
     return recipe
 
 
-def _merged(recipe: Recipe, names: Sequence[str], weights: Sequence[Weights], base: Weights | None) -> Iterator[Tensor]:
+def _merge(recipe: Recipe, names: Sequence[str], weights: Sequence[Weights], base: Weights | None) -> Iterator[Tensor]:
     for name in names:
         tensors = [source[name] for source in weights]
         if tensors[0].is_floating_point():
@@ -146,7 +144,7 @@ def _common_names(folders: Sequence[Path], weights: Sequence[Weights]) -> list[s
     return names
 
 
-def _stored(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+def _written_dtype(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     return stored if dtype is None or not stored.is_floating_point else dtype
 
 

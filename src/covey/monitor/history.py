@@ -71,7 +71,7 @@ class History:
         **evidence: Any,
     ) -> Alert:
         """An alert at the current step; numbers of the evidence are rounded to four digits that count."""
-        shown = {name: _rounded(value) for name, value in evidence.items()}
+        shown = {name: _round(value) for name, value in evidence.items()}
         return Alert(rule=rule, severity=severity, said=said, step=self.step, evidence=shown, try_this=tuple(try_this))
 
     def state_dict(self) -> dict[str, Any]:
@@ -176,9 +176,9 @@ def may_have_risen(history: History, matters: float = 0.15, z: float = 2.0) -> b
     return change + z * error > matters * spread
 
 
-def _rounded(value: Any) -> Any:
+def _round(value: Any) -> Any:
     if isinstance(value, float) and math.isfinite(value):
         return float(f"{value:.4g}")
     if isinstance(value, (list, tuple)):
-        return [_rounded(item) for item in value]
+        return [_round(item) for item in value]
     return value

@@ -192,9 +192,9 @@ def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
 def fitted(parts: Sequence[Part], width: int) -> Text:
     """The parts on one line of at most `width` characters; the least important are dropped first."""
     shown = list(parts)
-    while len(shown) > 1 and _joined(shown).cell_len > width:
+    while len(shown) > 1 and _join(shown).cell_len > width:
         shown.remove(max(shown, key=lambda part: part[2]))
-    text = _joined(shown)
+    text = _join(shown)
     text.truncate(max(width, 1), overflow="ellipsis")
     return text
 
@@ -225,7 +225,7 @@ def _is_accuracy(name: str) -> bool:
     return name == "accuracy" or (name.startswith("rewards/") and "accuracy" in name and name.endswith("/mean"))
 
 
-def _joined(parts: Sequence[Part]) -> Text:
+def _join(parts: Sequence[Part]) -> Text:
     pieces = [Text.assemble((f"{label} " if label else "", "dim"), value) for label, value, _ in parts]
     line = Text("  ").join(pieces)
     line.no_wrap = True

@@ -57,7 +57,7 @@ class Slices:
         reward_scales = seen_scales(groups, len(weights)) if scales is None else scales
         by_slice: dict[str, Sums] = {}
         for group in groups:
-            measured = _measured(group, weights, reward_scales)
+            measured = _measure(group, weights, reward_scales)
             for column in self.columns:
                 if column not in group.prompt.columns:
                     continue  # an evaluation's rows may lack it
@@ -89,7 +89,7 @@ class Slices:
         self._values |= {column: list(values) for column, values in state.items() if column in self._values}
 
 
-def _measured(group: Group, weights: Tensor, scales: Sequence[Scale | None]) -> dict[str, tuple[float, float]]:
+def _measure(group: Group, weights: Tensor, scales: Sequence[Scale | None]) -> dict[str, tuple[float, float]]:
     """Sum and count of each metric over one group's completions."""
     total = total_of(group, weights)  # [G]
     scored = ~total.isnan()

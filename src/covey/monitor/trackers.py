@@ -59,7 +59,7 @@ class Trackers(TrainerCallback):
         from transformers.integrations import get_reporting_integration_callbacks  # brings every model's code along
 
         refuse_absent_trackers(self.names)
-        return [_guarded(kind, self) for kind in get_reporting_integration_callbacks(list(self.names))]
+        return [_guard(kind, self) for kind in get_reporting_integration_callbacks(list(self.names))]
 
     def follow(self, run_id: str, is_hurried: Callable[[], bool]) -> None:
         """Attach the next training to the tracker run of this id; `is_hurried` returns whether a signal asked it to end."""
@@ -230,13 +230,15 @@ def reads_checkpoints(callback: Any) -> bool:
     return True if uploads is None else uploads(callback)
 
 
-def _guarded(kind: type, trackers: Trackers) -> type:
+def _guard(kind: type, trackers: Trackers) -> type:
     """A subclass of a tracker's callback: a server that is away for an hour neither ends nor holds up a run of days."""
     name = kind.__name__
 
     def guard(event: str) -> Callable[..., Any]:
         def heard(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            arguments = {key: _defined(value) if isinstance(value, dict) else value for key, value in kwargs.items()}
+            arguments = {
+                key: _drop_undefined(value) if isinstance(value, dict) else value for key, value in kwargs.items()
+            }
             arguments = {key: value for key, value in arguments.items() if key not in _OF_TRAINING}
             now = copy.copy(state), copy.copy(control)  # training continues with its own
             call = partial(getattr(kind, event), self, args, *now, **arguments)
@@ -261,7 +263,7 @@ def _guarded(kind: type, trackers: Trackers) -> type:
     return type(name, (kind,), {"on_train_begin": on_train_begin, **{event: guard(event) for event in heard}})
 
 
-def _defined(metrics: dict[str, Any]) -> dict[str, Any]:
+def _drop_undefined(metrics: dict[str, Any]) -> dict[str, Any]:
     """A copy without metrics that have no value, which trackers warn about."""
     return {name: value for name, value in metrics.items() if value is not None}
 

@@ -55,7 +55,7 @@ class UpdateMeter:
         size: dict[str, float] = {}
         plain, inside = self._trained()
         now = _samples([parameter for _, parameter in plain])
-        lengths = [_sampled_of(parameter) for _, parameter in plain]
+        lengths = [_sample_size(parameter) for _, parameter in plain]
         sums = lambda x: [part.square().sum() for part in x.split(lengths)]
         squares = torch.stack([*sums(now - sampled), *sums(now)]).tolist() if plain else []  # one wait for the device
         changed = int((now != sampled).sum()) + sum(
@@ -161,7 +161,7 @@ def _samples(parameters: Sequence[Tensor]) -> Tensor:
     return torch.cat([_sample(parameter).to(device, torch.float32) for parameter in parameters])
 
 
-def _sampled_of(parameter: Tensor) -> int:
+def _sample_size(parameter: Tensor) -> int:
     """Number of weights that `_sample` takes."""
     count = local(parameter).numel()
     return -(-count // _stride(count)) if count else 0

@@ -34,7 +34,7 @@ class PartSave:
         """Copy this process's shards to host memory. Collective."""
         self.world = world
         self.key = world.broadcast(uuid.uuid4().hex)
-        self.files = _serialized(tensors) if tensors else {}
+        self.files = _serialize(tensors) if tensors else {}
         self.is_announced = False
 
     def lead(self, folder: Path) -> None:
@@ -92,7 +92,7 @@ class PartSave:
         return None
 
 
-def _serialized(tensors: Mapping[str, Tensor]) -> dict[str, io.BytesIO]:
+def _serialize(tensors: Mapping[str, Tensor]) -> dict[str, io.BytesIO]:
     """The files of this process in PyTorch's format, by name. Collective."""
     memory = _Memory()
     writer = FileSystemWriter("", sync_files=False)

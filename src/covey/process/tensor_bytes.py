@@ -30,7 +30,7 @@ class _Pickler(pickle.Pickler):
         if id(obj) not in self._read:
             self._read[id(obj)] = (self.end, obj.dtype, tuple(obj.shape))
             self.tensors.append(obj)  # the reference also keeps its id from being reused
-            self.end += _aligned(obj.nbytes)
+            self.end += _align(obj.nbytes)
         return self._read[id(obj)]
 
 
@@ -57,14 +57,14 @@ def to_bytes(items: Any) -> Tensor:
     pickler = _Pickler(file)
     pickler.dump(items)
     pickled = file.getbuffer()
-    first = _aligned(_SIZE + len(pickled))
+    first = _align(_SIZE + len(pickled))
     out = torch.zeros(first + pickler.end, dtype=torch.uint8)
     out[:_SIZE].view(torch.int64).fill_(len(pickled))
     out[_SIZE : _SIZE + len(pickled)] = torch.frombuffer(pickled, dtype=torch.uint8)
     for tensor in pickler.tensors:
         content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
         out[first : first + content.numel()] = content
-        first += _aligned(content.numel())
+        first += _align(content.numel())
     return out
 
 
@@ -72,8 +72,8 @@ def from_bytes(data: Tensor) -> Any:
     """The objects of `to_bytes`; [n] uint8 on the CPU, possibly padded at the end. Tensors are on the CPU."""
     size = int(data[:_SIZE].view(torch.int64))
     pickled = io.BytesIO(data[_SIZE : _SIZE + size].numpy().tobytes())
-    return _Unpickler(pickled, data[_aligned(_SIZE + size) :]).load()
+    return _Unpickler(pickled, data[_align(_SIZE + size) :]).load()
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED

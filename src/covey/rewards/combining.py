@@ -197,10 +197,10 @@ class Combiner:
     def _scaled(self, rows: Tensor, batch: Tensor, used: Sequence[Running]) -> Tensor:
         if self.normalization == "running":
             means = rows.new_tensor([running.mean for running in used])
-            rows = _divided(rows - means, rows.new_tensor([running.deviation for running in used]))
+            rows = _divide(rows - means, rows.new_tensor([running.deviation for running in used]))
         elif self.normalization != "none":
             mean, deviation = _moments(rows if self.normalization == "group" else batch)
-            rows = _divided(rows - mean, deviation)
+            rows = _divide(rows - mean, deviation)
         return rows if self.clip is None else rows.clamp(*self.clip)
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def _moments(scores: Tensor) -> tuple[Tensor, Tensor]:
     return mean, torch.where(high - low <= 1e-8, torch.zeros_like(spread), spread)
 
 
-def _divided(apart: Tensor, deviation: Tensor) -> Tensor:
+def _divide(apart: Tensor, deviation: Tensor) -> Tensor:
     scaled = apart / (deviation + _EPSILON)
     return torch.where((deviation == 0) & ~apart.isnan(), torch.zeros_like(scaled), scaled)
 

@@ -297,7 +297,7 @@ def to_number(value: Any, what: str) -> float:
             raise
         raise ValueError(f"{what} is a {type(value).__name__} that gives no float: {describe(error)}.") from error
     if not is_number:
-        raise RewardError(f"{what} is {_kind(value)}{_shown(value)}, not a number.")
+        raise RewardError(f"{what} is {_kind(value)}{_format(value)}, not a number.")
     if abs(number) > torch.finfo(torch.float32).max:
         raise ValueError(f"{what} is {number}, which is not a finite float32.")
     return number
@@ -323,7 +323,7 @@ def _kind(value: Any) -> str:
     return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     try:
         return f" ({str(value)[:60]!r})"
     except BaseException:  # noqa: BLE001 - the user's __str__

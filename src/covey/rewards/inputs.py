@@ -17,7 +17,7 @@ def copied_inputs(keywords: Mapping[str, Any]) -> dict[str, Any]:
     copied for each completion, as a data set gives them; an array, a tensor or another object once for each row.
     """
     memo: dict[int, Any] = {}
-    return {name: value if name in _SHARED else _copied(value, memo) for name, value in keywords.items()}
+    return {name: value if name in _SHARED else _copy(value, memo) for name, value in keywords.items()}
 
 
 def copied_state(trainer_state: Any) -> Any:
@@ -28,22 +28,22 @@ def copied_state(trainer_state: Any) -> Any:
         mine = copy.copy(trainer_state)
         for name, value in list(vars(mine).items()):
             # thousands of dicts of numbers: one copy each, without looking into them
-            setattr(mine, name, [dict(line) for line in value] if name == "log_history" else _copied(value, {}))
+            setattr(mine, name, [dict(line) for line in value] if name == "log_history" else _copy(value, {}))
     except Exception:  # noqa: BLE001 - a state of the caller's own making
         return trainer_state
     return mine
 
 
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
+def _copy(value: Any, memo: dict[int, Any]) -> Any:
     kind = type(value)
     if kind in _FIXED:
         return value
     if kind is list:
-        return [item if type(item) in _FIXED else _copied(item, memo) for item in value]
+        return [item if type(item) in _FIXED else _copy(item, memo) for item in value]
     if kind is dict:
-        return {key: item if type(item) in _FIXED else _copied(item, memo) for key, item in value.items()}
+        return {key: item if type(item) in _FIXED else _copy(item, memo) for key, item in value.items()}
     if kind is tuple:
-        return tuple(_copied(item, memo) for item in value)
+        return tuple(_copy(item, memo) for item in value)
     if id(value) not in memo:
         memo[id(value)] = _object(value)
     return memo[id(value)]

@@ -185,7 +185,7 @@ def train(
         loss = -F.logsigmoid(chosen - rejected).mean()
         return loss, options.center_rewards_coefficient * (chosen + rejected).square().mean()
 
-    fit(reward.model, _encoded(reward, pairs), options, losses, on_step)
+    fit(reward.model, _encode(reward, pairs), options, losses, on_step)
 
 
 def fit(
@@ -234,7 +234,7 @@ def save(reward: ModelReward, folder: Path) -> None:
     reward.tokenizer.save_pretrained(folder)
 
 
-def _encoded(reward: ModelReward, pairs: Sequence[Pair]) -> list[tuple[list[int], list[int]]]:
+def _encode(reward: ModelReward, pairs: Sequence[Pair]) -> list[tuple[list[int], list[int]]]:
     encoded = []
     for index, pair in enumerate(pairs):
         both = (reward.encode(pair.prompt, pair.chosen), reward.encode(pair.prompt, pair.rejected))

@@ -186,13 +186,13 @@ class _Actor:
             keywords["log_metric"] = lambda name, value: metrics.append((name, value))
         values: Any = self.reward(**keywords)
         if inspect.isawaitable(values):
-            values = asyncio.run(_awaited(values))
+            values = asyncio.run(_await(values))
         if not call_options_of(self.reward).is_singular:
             values = list(values)
         return {"values": values, "extras": extras, "metrics": metrics}
 
 
-async def _awaited(values: Any) -> Any:
+async def _await(values: Any) -> Any:
     return await values
 
 

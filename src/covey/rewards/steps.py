@@ -98,7 +98,7 @@ def train(
         labels = torch.tensor([label for _, _, labels in batch for label in labels], dtype=torch.int64, device=device)
         return F.cross_entropy(read, labels), read.new_zeros(())
 
-    fit(frozen.model, _encoded(reward, rows), options, losses, on_step)
+    fit(frozen.model, _encode(reward, rows), options, losses, on_step)
 
 
 def judge(reward: ProcessReward, rows: Sequence[ScoredSteps]) -> list[list[float]]:
@@ -117,7 +117,7 @@ def save(reward: ProcessReward, folder: Path) -> None:
     reward.frozen.tokenizer.save_pretrained(folder)
 
 
-def _encoded(reward: ProcessReward, rows: Sequence[ScoredSteps]) -> list[tuple[list[int], list[int], tuple[bool, ...]]]:
+def _encode(reward: ProcessReward, rows: Sequence[ScoredSteps]) -> list[tuple[list[int], list[int], tuple[bool, ...]]]:
     limit = getattr(reward.frozen.model.config, "max_position_embeddings", None) or float("inf")
     encoded = []
     for index, row in enumerate(rows):

@@ -77,7 +77,7 @@ class RunFolder:
         ended before its first checkpoint.
         Raises RunFolderError in one sentence with the way out, before anything is touched.
         """
-        folder = _checked(path)
+        folder = _check(path)
         trespass.refuse(folder)
         resumes_here = resume is not None and resume.resolve().parent == folder.resolve()
         if strict and not resumes_here:
@@ -260,7 +260,7 @@ def _write_tree(folder: Path, tree: Mapping[str, Any]) -> None:
     serialization.write(tree, folder / "batch")
 
 
-def _checked(path: str | os.PathLike[str]) -> Path:
+def _check(path: str | os.PathLike[str]) -> Path:
     text = os.fspath(path)
     if not text or "\0" in text:
         raise RunFolderError(f"output_dir {text!r} is not the path of a folder; give one such as runs/first.")

@@ -17,10 +17,10 @@ def weights_now(model: torch.nn.Module) -> dict[str, Any]:
     """
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     state = model.state_dict()
-    return dict(zip(state, _copied(state, keep=frozen), strict=True))
+    return dict(zip(state, _copy(state, keep=frozen), strict=True))
 
 
-def _copied(state: Mapping[str, Any], keep: set[str]) -> list[Any]:
+def _copy(state: Mapping[str, Any], keep: set[str]) -> list[Any]:
     done: dict[tuple[Any, ...], Tensor] = {}
     copies: list[Any] = []
     for name, value in state.items():

@@ -109,7 +109,7 @@ def repair(run_dir: Path) -> Mended:
         copied: list[str] = []
         for path in _candidates(run_dir):
             copied += _mend(path, [other for other in _candidates(run_dir) if other != path])
-        renamed = [*_returned(run_dir), *_set_aside(run_dir)]
+        renamed = [*_put_back(run_dir), *_set_aside(run_dir)]
         damaged = [f"{path.name}: {'; '.join(wrong)}" for path in _candidates(run_dir) if (wrong := _wrong(path))]
         good = [path for path in checkpoint.checkpoints(run_dir) if not checksums.problems(path)]
         newest = next((path for path in reversed(good) if _kind(path) == "resumable"), None)
@@ -183,7 +183,7 @@ def _copy(source: Path, target: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _returned(run_dir: Path) -> Iterator[str]:
+def _put_back(run_dir: Path) -> Iterator[str]:
     """Checkpoints that were set aside and are whole, under their own names again."""
     for path in _candidates(run_dir):
         named = _CORRUPT.fullmatch(path.name)

@@ -324,9 +324,9 @@ def _completion(run: _Run, start: int, version: int) -> Completion:
         states=last.states,
         rewards=result.turn_rewards,
         conversation=_conversation(last),
-        branches=tuple(_placed(branch, start) for branch in others),
+        branches=tuple(_as_completion(branch, start) for branch in others),
     )
-    completion = _placed(last, start)
+    completion = _as_completion(last, start)
     return replace(
         completion,
         text=completion.text if result.answer is None else result.answer,
@@ -338,7 +338,7 @@ def _completion(run: _Run, start: int, version: int) -> Completion:
     )
 
 
-def _placed(episode: Episode, start: int) -> Completion:
+def _as_completion(episode: Episode, start: int) -> Completion:
     """The episode as a completion of the first `start` tokens of its prompt; its mask is False on the rest of the prompt."""
     rest = list(episode.prompt.token_ids[start:])
     done = episode.completion

@@ -34,13 +34,13 @@ def continued(prompt: Prompt, answered: Sequence[Answered], eos_ids: Sequence[in
         return prompt
     for call in sorted(answered, key=lambda candidate: -len(candidate.prompt.messages or ())):
         for done in reversed(call.completions):
-            ids = _continued(prompt, call, done, frozenset(eos_ids))
+            ids = _try_continue(prompt, call, done, frozenset(eos_ids))
             if ids is not None:
                 return replace(prompt, token_ids=ids)
     return prompt
 
 
-def _continued(prompt: Prompt, call: Answered, done: Completion, eos_ids: frozenset[int]) -> tuple[int, ...] | None:
+def _try_continue(prompt: Prompt, call: Answered, done: Completion, eos_ids: frozenset[int]) -> tuple[int, ...] | None:
     before, now = call.prompt.messages, prompt.messages
     if before is None or now is None or len(now) <= len(before) or now[: len(before)] != before:
         return None

@@ -64,7 +64,7 @@ class Fields:
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.take(name, default)
         if not isinstance(value, bool):
-            raise bad(f"{name} is {_shown(value)}; give true or false.", name)
+            raise bad(f"{name} is {_format(value)}; give true or false.", name)
         return value
 
     def whole(self, name: str, default: Any, low: int | None = None, high: int | None = None) -> Any:
@@ -75,9 +75,9 @@ class Fields:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise bad(f"{name} is {_shown(value)}; give a whole number.", name)
+            raise bad(f"{name} is {_format(value)}; give a whole number.", name)
         if abs(value) > _LARGEST:
-            raise bad(f"{name} is {_shown(value)}; give a number of 64 bits.", name)
+            raise bad(f"{name} is {_format(value)}; give a number of 64 bits.", name)
         if (low is not None and value < low) or (high is not None and value > high):
             bounds = f"{low} or more" if high is None else f"{low} to {high}"
             raise bad(f"{name} is {value}; give {bounds}.", name)
@@ -88,19 +88,19 @@ class Fields:
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST_NUMBER:
-            raise bad(f"{name} is {_shown(value)}; give a number.", name)
+            raise bad(f"{name} is {_format(value)}; give a number.", name)
         return value
 
     def text(self, name: str, default: Any = None) -> Any:
         value = self.take(name, default)
         if value is not None and not isinstance(value, str):
-            raise bad(f"{name} is {_shown(value)}; give a text.", name)
+            raise bad(f"{name} is {_format(value)}; give a text.", name)
         return value
 
     def mapping(self, name: str) -> dict[str, Any]:
         value = self.take(name, {})
         if not isinstance(value, dict):
-            raise bad(f"{name} is {_shown(value)}; give a JSON object.", name)
+            raise bad(f"{name} is {_format(value)}; give a JSON object.", name)
         return value
 
     def rest(self) -> None:
@@ -115,9 +115,9 @@ class Fields:
                     logger.info("A client sends %s, which changes no answer here.", name)
             elif value is not None:
                 near = did_you_mean(name, {*self._read, *NEUTRAL})
-                raise bad(f"{_shown(name)} is not a parameter of this endpoint.{near}", name, "unknown_parameter")
+                raise bad(f"{_format(name)} is not a parameter of this endpoint.{near}", name, "unknown_parameter")
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     text = repr(value) if not isinstance(value, int) or abs(value) < 10**80 else "a number of many digits"
     return text if len(text) <= 80 else text[:77] + "..."

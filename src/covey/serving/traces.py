@@ -104,7 +104,7 @@ def _spans(trace: Trace) -> dict[str, Any]:
         for i, done in enumerate(call.group.completions):
             span_id = _hex(f"{call.id} {i}", 8)
             name = f"chat {call.model}"
-            has = _described(call, done)
+            has = _attributes_of(call, done)
             spans.append(_span(trace_id, span_id, root, name, _CLIENT, call.created, call.seconds, has))
     scope = {"scope": {"name": "covey"}, "spans": spans}
     resource = {"attributes": _pairs({"service.name": "covey"})}
@@ -127,7 +127,7 @@ def _span(
     }
 
 
-def _described(call: Call, done: Completion) -> dict[str, Any]:
+def _attributes_of(call: Call, done: Completion) -> dict[str, Any]:
     prompt, drawn = call.group.prompt, done.logprobs
     output = [{"role": "assistant", "parts": [{"type": "text", "content": done.text}], "finish_reason": done.finish}]
     return {
@@ -142,7 +142,9 @@ def _described(call: Call, done: Completion) -> dict[str, Any]:
         "gen_ai.usage.output_tokens": done.num_tokens,
         "gen_ai.conversation.id": call.session or "",
         **({} if call.user is None else {"enduser.id": call.user}),
-        "gen_ai.input.messages": json.dumps([_shown(message) for message in prompt.messages or ()], ensure_ascii=False),
+        "gen_ai.input.messages": json.dumps(
+            [_message_parts(message) for message in prompt.messages or ()], ensure_ascii=False
+        ),
         "gen_ai.output.messages": json.dumps(output, ensure_ascii=False),
         "covey.messages": json.dumps(list(prompt.messages or ()), ensure_ascii=False, default=str),
         "covey.weights_version": done.version,
@@ -154,7 +156,7 @@ def _described(call: Call, done: Completion) -> dict[str, Any]:
     }
 
 
-def _shown(message: Message) -> dict[str, Any]:
+def _message_parts(message: Message) -> dict[str, Any]:
     """A message in the parts of the GenAI conventions."""
     if message.get("role") == "tool":
         answer = {"type": "tool_call_response", "id": message.get("tool_call_id"), "response": message.get("content")}

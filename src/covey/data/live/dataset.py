@@ -88,7 +88,7 @@ def follow(source: str | Path | Iterable[Any] | Source, **options: Any) -> LiveD
     """
     if isinstance(source, str | Path):
         name = str(source).removeprefix(PREFIX)
-        return LiveDataset(_named(name), name, **options)
+        return LiveDataset(_source_by_name(name), name, **options)
     if callable(getattr(source, "poll", None)):
         return LiveDataset(source, type(source).__name__, **options)  # type: ignore[arg-type]
     if isinstance(source, Iterable):
@@ -96,7 +96,7 @@ def follow(source: str | Path | Iterable[Any] | Source, **options: Any) -> LiveD
     raise DataError(f"A {type(source).__name__} cannot be followed; give a file, folder, address, iterable or source.")
 
 
-def _named(name: str) -> Source:
+def _source_by_name(name: str) -> Source:
     if not name.strip():
         raise DataError("follow: names no source; write follow:prompts.jsonl, a folder, an address or file.py:source.")
     if name.startswith(("http://", "https://")):
@@ -108,7 +108,7 @@ def _named(name: str) -> Source:
         return FollowFolder(path)
     module = name.rpartition(":")[0]
     if module and not path.exists():
-        return _imported(name, module)
+        return _import_source(name, module)
     siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
     if path.suffix not in _FILES:
         there = "" if path.exists() else f" There is nothing of that name here.{did_you_mean(path.name, siblings)}"
@@ -123,7 +123,7 @@ def _named(name: str) -> Source:
     return FollowFile(path)
 
 
-def _imported(name: str, module: str) -> Source:
+def _import_source(name: str, module: str) -> Source:
     """A source, or an iterable as one, by its import path."""
     if module.endswith(_FILES):
         raise DataError(f"follow:{name}: a live source has no splits; write follow:{module}.")

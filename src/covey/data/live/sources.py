@@ -180,10 +180,10 @@ def _lines(path: Path, start: int, limit: int) -> Iterator[tuple[int, Mapping[st
             where, start = f"{path}, byte {start}", file.tell()
             if line.strip():
                 count += 1
-                yield start, _parsed(line, where)
+                yield start, _parse(line, where)
 
 
-def _parsed(line: bytes, where: str) -> Mapping[str, Any] | DataError:
+def _parse(line: bytes, where: str) -> Mapping[str, Any] | DataError:
     try:
         return _as_row(json.loads(line), where)
     except (ValueError, RecursionError) as error:

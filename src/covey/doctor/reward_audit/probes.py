@@ -90,8 +90,8 @@ def gold_probes(rows: Sequence[Row]) -> list[Probe]:
         Probe(AS_WRITTEN, "wrong", [row.other if row.gold else None for row in rows]),
     ]
     for name, wording in WORDINGS.items():
-        probes.append(Probe(name, "gold", [_worded(wording, row.short) for row in rows]))
-        probes.append(Probe(name, "wrong", [_worded(wording, row.wrong) if row.gold else None for row in rows]))
+        probes.append(Probe(name, "gold", [_word(wording, row.short) for row in rows]))
+        probes.append(Probe(name, "wrong", [_word(wording, row.wrong) if row.gold else None for row in rows]))
     return [probe for probe in probes if any(probe.texts)]
 
 
@@ -185,7 +185,7 @@ def garbage(rows: Sequence[Row]) -> list[Probe]:
     probes = [Probe(n, "garbage", [None if _holds(text, row) else text for row in rows]) for n, text in same.items()]
     probes.append(Probe("the prompt again", "garbage", [_prompt_text(row.prompt) for row in rows]))
     probes.append(Probe("cut before the answer", "garbage", [_cut(row) for row in rows]))
-    probes.append(Probe("gold words, shuffled", "garbage", [_shuffled(row, i) for i, row in enumerate(rows)]))
+    probes.append(Probe("gold words, shuffled", "garbage", [_shuffle(row, i) for i, row in enumerate(rows)]))
     return [probe for probe in probes if any(text is not None for text in probe.texts)]
 
 
@@ -222,7 +222,7 @@ def _differs(first: str, second: str) -> bool:
     return values[0] != values[1] if None not in values else first.casefold() != second.casefold()
 
 
-def _worded(wording: Wording, short: str) -> str | None:
+def _word(wording: Wording, short: str) -> str | None:
     return wording(short) if short and len(short) <= _LONGEST_SHORT else None
 
 
@@ -287,7 +287,7 @@ def _function(gold: str | None) -> str | None:
     return names[-1] if names else None
 
 
-def _shuffled(row: Row, seed: int) -> str | None:
+def _shuffle(row: Row, seed: int) -> str | None:
     words = (row.gold or "").split()
     if len(words) < 8:
         return None

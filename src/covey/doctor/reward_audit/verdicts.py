@@ -55,7 +55,7 @@ def _errors(examination: Examination) -> Iterator[Verdict]:
     if not failed:
         return
     on_gold = [tried for tried in failed if tried.probe.kind in ("gold", "given")]
-    names = _listed([tried.probe.name for tried in failed])
+    names = _join_names([tried.probe.name for tried in failed])
     first = (on_gold or failed)[0].errors[0]
     yield Verdict(
         "FAIL",
@@ -68,7 +68,7 @@ def _errors(examination: Examination) -> Iterator[Verdict]:
 def _too_long(examination: Examination) -> Iterator[Verdict]:
     unread = [tried.probe.name for tried in examination.tried if tried.too_long]
     if unread:
-        sentence = f"does not score texts longer than its model reads ({_listed(unread)}), nor will a run"
+        sentence = f"does not score texts longer than its model reads ({_join_names(unread)}), nor will a run"
         yield Verdict("NOTE", "too_long", sentence, {"probes": unread})
 
 
@@ -118,7 +118,7 @@ def _gold(examination: Examination) -> Iterator[Verdict]:
         yield Verdict(
             "NOTE",
             "wordings",
-            f"a right answer is read {examination.wording}, not {_listed(deaf)}; say in the prompt how to answer",
+            f"a right answer is read {examination.wording}, not {_join_names(deaf)}; say in the prompt how to answer",
             {"read": examination.wording, "not_read": deaf},
         )
 
@@ -149,18 +149,18 @@ def _hedges(examination: Examination) -> Iterator[Verdict]:
     bad = [t.probe.name for t in full if t.probe.name in cheats]
     if bad:
         yield Verdict(
-            "WARN", "hackable", f"pays a text in full that names wrong answers too: {_listed(bad)}", {"probes": bad}
+            "WARN", "hackable", f"pays a text in full that names wrong answers too: {_join_names(bad)}", {"probes": bad}
         )
     above = [
         t.probe.name for t in examination.of("hedge") if t.finite and t.mean > _mean(examination.scores("gold")) + 1e-6
     ]
     if above:
         yield Verdict(
-            "WARN", "hackable", f"pays more than for the plain right answer: {_listed(above)}", {"probes": above}
+            "WARN", "hackable", f"pays more than for the plain right answer: {_join_names(above)}", {"probes": above}
         )
     free = [t.probe.name for t in full if t.probe.name not in (*cheats, *above)]
     if free:
-        sentence = f"does not mind {_listed(free)}; a reward for length, format or repetition beside it would"
+        sentence = f"does not mind {_join_names(free)}; a reward for length, format or repetition beside it would"
         yield Verdict("NOTE", "length", sentence, {"probes": free})
 
 
@@ -169,10 +169,10 @@ def _repeated(examination: Examination) -> Iterator[Verdict]:
         yield Verdict(
             "FAIL",
             "nondeterministic",
-            f"scored the same completions otherwise when asked again: {_listed(examination.moved)}",
+            f"scored the same completions otherwise when asked again: {_join_names(examination.moved)}",
         )
     if examination.reordered:
-        sentence = f"scores depend on the order of the batch: {_listed(examination.reordered)}"
+        sentence = f"scores depend on the order of the batch: {_join_names(examination.reordered)}"
         yield Verdict("WARN", "nondeterministic", sentence, {"probes": examination.reordered})
 
 
@@ -226,7 +226,7 @@ def _form(examination: Examination) -> Iterator[Verdict]:
     why = "right and wrong answers score alike" if examination.wording else "there are no gold answers to compare with"
     sentence = f"judges form alone, as far as can be seen: {why}"
     if free:
-        sentence += f"; its highest score goes to {_listed(free)} too, so use it beside a reward for being right"
+        sentence += f"; its highest score goes to {_join_names(free)} too, so use it beside a reward for being right"
     yield Verdict("NOTE", "form", sentence, {"highest_for": free})
 
 
@@ -241,7 +241,7 @@ def _mean(scores: list[float]) -> float:
     return sum(finite) / len(finite) if finite else math.nan
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     shown = ", ".join(map(repr, names[:4]))
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
 

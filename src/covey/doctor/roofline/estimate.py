@@ -126,7 +126,7 @@ def estimate(setup: Setup, measurement: Measured | None = None) -> Estimate:
     """The plan for this setup. Raises ConfigError where its batch does not divide. `measurement`: of `setup.measure()`, where it was made before."""
     measurement = measurement or setup.measure()
     counts = batch_arithmetic(setup.args, setup.gpus, num_prompts=1)
-    held, decoding = _held(setup, measurement, counts.completions_per_generation)
+    held, decoding = _memory_of(setup, measurement, counts.completions_per_generation)
     steps = counts.optimizer_steps_per_generation
     engines = max(1, setup.gpus // decoding.gpus)
     share = -(-counts.completions_per_generation // engines)
@@ -144,7 +144,7 @@ def estimate(setup: Setup, measurement: Measured | None = None) -> Estimate:
     )
 
 
-def _held(setup: Setup, measurement: Measured, completions: int) -> tuple[Held, Decoding]:
+def _memory_of(setup: Setup, measurement: Measured, completions: int) -> tuple[Held, Decoding]:
     args, shards = setup.args, setup.shards
     prompts = -(-completions // args.num_generations // setup.gpus)
     drawn = prompts * (setup.prompt_tokens + args.num_generations * args.max_completion_length)
@@ -153,7 +153,7 @@ def _held(setup: Setup, measurement: Measured, completions: int) -> tuple[Held, 
     item = 2 if copied else measurement.dtype.itemsize
     split = args.vllm_tensor_parallel_size if args.use_vllm else 1
     sampled = (item * measurement.size // split if copied else 0) + (measurement.weights if setup.is_split else 0)
-    gathered = _gathered(setup, measurement) if setup.is_split and setup.gpus > 1 else 0
+    gathered = _gathered_bytes(setup, measurement) if setup.is_split and setup.gpus > 1 else 0
     sharded = {
         name: -(-getattr(whole, name) // shards)
         for name in ("weights", "reference", "critic", "gradients", "optimizer")
@@ -177,7 +177,7 @@ def _held(setup: Setup, measurement: Measured, completions: int) -> tuple[Held, 
     return replace(held, cache=min(whole.cache, max(0, room))), decoding
 
 
-def _gathered(setup: Setup, measurement: Measured) -> int:
+def _gathered_bytes(setup: Setup, measurement: Measured) -> int:
     """Bytes that FSDP2 holds gathered at a time: the embeddings and the head, this layer and the next, and their gradients."""
     text = setup.model_config.get_text_config()
     tables = 1 if text.tie_word_embeddings else 2

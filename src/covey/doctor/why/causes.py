@@ -82,7 +82,7 @@ def diagnose(recorded: Recorded) -> Diagnosis:
     replay = Replay(recorded)
     base = replay.effect(lambda groups, algorithm: (groups, algorithm, 1.0, None))
     against = contradictions(recorded)
-    troubles = [*_troubles(recorded, base), *_contradicted(against)]
+    troubles = [*_troubles(recorded, base), *_troubles_of_slices(against)]
     changes = [*_changes(recorded, replay), *map(_without_slice, against)] if troubles else []
     remedies = [_remedy(change, troubles, base, replay.effect(change.apply)) for change in changes]
     kinds = ("stale", "slice", "group", "reward", "scale", "reference", "clip", "learning_rate")
@@ -131,7 +131,7 @@ def _troubles(recorded: Recorded, base: Effect) -> Iterator[Trouble]:
             )
 
 
-def _contradicted(against: list[Contradiction]) -> Iterator[Trouble]:
+def _troubles_of_slices(against: list[Contradiction]) -> Iterator[Trouble]:
     for contradiction in against:
         yield Trouble(
             said=f"prompts with {contradiction.said} are paid for the opposite of what similar completions of other prompts are paid for "
@@ -192,7 +192,7 @@ def _changes(recorded: Recorded, replay: Replay) -> Iterator[Change]:
             apply=lambda g, a: (_fresh_reference(g, replay), a, 1.0, None),
         )
     if recorded.can_judge:
-        yield from _judged_anew(recorded)
+        yield from _rejudge(recorded)
 
 
 def _heavy(recorded: Recorded) -> list[int]:
@@ -209,7 +209,7 @@ def _without_groups(recorded: Recorded, places: list[int]) -> Change:
     return Change(kind="group", said=sentence, apply=rest)
 
 
-def _judged_anew(recorded: Recorded) -> Iterator[Change]:
+def _rejudge(recorded: Recorded) -> Iterator[Change]:
     for index, name in enumerate(recorded.reward_names):
         if len(recorded.reward_names) > 1 and recorded.weights[index] != 0:
             weights = recorded.weights.clone()

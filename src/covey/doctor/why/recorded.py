@@ -100,7 +100,7 @@ def load(run_dir: Path, step: int) -> Recorded:
     names = tuple(name.removeprefix("reward/") for name in rows[0] if name.startswith("reward/"))
     weights = torch.tensor(args.reward_weights or [1.0] * len(names))
     groups = groups_of(rows, names)
-    rated, can_judge = _judged(groups, algorithm, weights)
+    rated, can_judge = _rejudge(groups, algorithm, weights)
     logged = _logged_rows(run_dir)
     before = [row for row in logged if row["step"] < step]
     return Recorded(
@@ -187,7 +187,7 @@ def judged_again(groups: Sequence[Group], algorithm: Algorithm, weights: Tensor)
     return [share_advantages(group) for group in with_advantages(groups, algorithm, weights)]
 
 
-def _judged(groups: list[Group], algorithm: Algorithm, weights: Tensor) -> tuple[list[Group], bool]:
+def _rejudge(groups: list[Group], algorithm: Algorithm, weights: Tensor) -> tuple[list[Group], bool]:
     """The groups judged again, and whether that gives the recorded advantages."""
     again = judged_again(groups, algorithm, weights)
     apart, largest = 0.0, 1e-6

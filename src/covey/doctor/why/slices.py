@@ -97,7 +97,7 @@ def _kernel(learner: Learner, groups: Sequence[Group]) -> Array:
         logp = learner.policy.measure([row]).logp[0, : row.completion.num_tokens].float()
         (logp * row.counts.to(logp.device)).mean().backward()
         flat = [p.grad * a * s for p, a, s in zip(weights, scales, signs, strict=True) if p.grad is not None]
-        sketches.append(torch.nn.functional.normalize(_folded(flat), dim=0).cpu())
+        sketches.append(torch.nn.functional.normalize(_fold(flat), dim=0).cpu())
         learner.forget()
     learner.policy.release()
     features = torch.stack(sketches).double()
@@ -106,7 +106,7 @@ def _kernel(learner: Learner, groups: Sequence[Group]) -> Array:
     return np.asarray(features @ features.T)
 
 
-def _folded(parts: Sequence[Tensor]) -> Tensor:
+def _fold(parts: Sequence[Tensor]) -> Tensor:
     """[_SKETCH] sums of the elements at equal places modulo its length; with random signs, inner products are kept in expectation."""
     out = torch.zeros(_SKETCH, device=parts[0].device)
     for part in parts:

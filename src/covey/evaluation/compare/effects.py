@@ -61,7 +61,7 @@ def effect_of(a: Sequence[Scored], b: Sequence[Scored]) -> Effect:
     """Compare the runs of A with those of B. Raises ValueError when a side has no run."""
     if not a or not b:
         raise ValueError("a comparison needs at least one run on each side.")
-    a, b, is_paired = _matched(a, b)
+    a, b, is_paired = _match(a, b)
     shared = _shared_questions([*a, *b])
     seeds = (len(a), len(b))
     if len(shared) < 2:
@@ -75,7 +75,7 @@ def effect_of(a: Sequence[Scored], b: Sequence[Scored]) -> Effect:
             basis="questions", seeds=seeds, questions=difference.count, is_paired=False,
             detectable=_detectable(spread / quantile(0.975, difference.count - 1), difference.count - 1),
         )  # fmt: skip
-    variance, freedom = _crossed(grid_b - grid_a) if is_paired else _crossed_apart(grid_a, grid_b)
+    variance, freedom = _paired_variance(grid_b - grid_a) if is_paired else _unpaired_variance(grid_a, grid_b)
     value = float(grid_b.mean() - grid_a.mean())
     tested = _by_t(value, math.sqrt(variance), freedom)
     return replace(tested, basis="seeds and questions", seeds=seeds, questions=len(shared), is_paired=is_paired)
@@ -91,7 +91,7 @@ def adjusted(effects: Sequence[Effect]) -> list[Effect]:
     return out
 
 
-def _matched(a: Sequence[Scored], b: Sequence[Scored]) -> tuple[list[Scored], list[Scored], bool]:
+def _match(a: Sequence[Scored], b: Sequence[Scored]) -> tuple[list[Scored], list[Scored], bool]:
     """Runs of both sides in the order of their seeds where the seeds are the same, and whether they are."""
     by_seed_a = {run.seed: run for run in a}
     by_seed_b = {run.seed: run for run in b}
@@ -125,13 +125,13 @@ def _components(grid: np.ndarray) -> tuple[float, float, float]:
     return float(rows.var(ddof=1)) / k, float(columns.var(ddof=1)) / size, both
 
 
-def _crossed(gaps: np.ndarray) -> tuple[float, float]:
+def _paired_variance(gaps: np.ndarray) -> tuple[float, float]:
     """Variance of the mean of paired differences [k, Q], and its degrees of freedom."""
     seeds, questions, both = _components(gaps)
-    return _joined(max(seeds, both), gaps.shape[0] - 1, questions, gaps.shape[1] - 1, both)
+    return _combine_variances(max(seeds, both), gaps.shape[0] - 1, questions, gaps.shape[1] - 1, both)
 
 
-def _crossed_apart(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
+def _unpaired_variance(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
     """The same for runs that are not paired. A side with one run is taken to vary as the other does."""
     questions = float((b.mean(0) - a.mean(0)).var(ddof=1)) / a.shape[1]
     sides = []
@@ -146,10 +146,12 @@ def _crossed_apart(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
         freedom = float(freedom_a)
     else:
         freedom = _satterthwaite([(seeds_a, freedom_a), (seeds_b, freedom_b)])
-    return _joined(seeds, freedom, questions, a.shape[1] - 1, both_a + both_b)
+    return _combine_variances(seeds, freedom, questions, a.shape[1] - 1, both_a + both_b)
 
 
-def _joined(seeds: float, seed_freedom: float, questions: float, freedom: float, both: float) -> tuple[float, float]:
+def _combine_variances(
+    seeds: float, seed_freedom: float, questions: float, freedom: float, both: float
+) -> tuple[float, float]:
     total = max(seeds + questions - both, seeds, questions)
     return total, _satterthwaite([(seeds, seed_freedom), (questions, freedom)], total)
 
@@ -209,6 +211,6 @@ def mean_of(runs: Sequence[Scored]) -> Estimate:
     grid = _grid(runs, shared)  # [k, Q]
     if len(runs) == 1:
         return mean_of_few(grid[0].tolist())
-    variance, freedom = _crossed(grid)
+    variance, freedom = _paired_variance(grid)
     value, spread = float(grid.mean()), quantile(0.975, freedom) * math.sqrt(variance)
     return Estimate(value, value - spread, value + spread, len(shared))

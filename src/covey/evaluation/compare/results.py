@@ -101,7 +101,7 @@ def result_of(sides: Sequence[Side], set_name: str, score: Score, step: int | No
     """Scores at `step`, or at each run's last evaluation. Raises RunFolderError where the runs share no question."""
     steps = [[_step(run, set_name, step) for run in side.runs] for side in sides]
     read = [
-        [_scored(run, set_name, at, score) for run, at in zip(side.runs, places, strict=True)]
+        [_score(run, set_name, at, score) for run, at in zip(side.runs, places, strict=True)]
         for side, places in zip(sides, steps, strict=True)
     ]
     runs = [[scored for scored, _ in side] for side in read]
@@ -168,7 +168,7 @@ def _step(run: Run, set_name: str, step: int | None) -> int:
     return step
 
 
-def _scored(run: Run, set_name: str, step: int, score: Score) -> tuple[Scored, bool]:
+def _score(run: Run, set_name: str, step: int, score: Score) -> tuple[Scored, bool]:
     """(the run's scores, True if they are shares); the logged mean where the answers were not stored."""
     rows = run.answers(set_name, step)
     if not rows:

@@ -30,7 +30,7 @@ def svg_of(curve: Curve, titles: Sequence[str]) -> str:
     parts = [grid(frame)]
     for i, line in enumerate(curve.lines):
         parts.append(
-            _drawn(line, curve.scale, frame, COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % 4], titles[i])
+            _draw(line, curve.scale, frame, COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % 4], titles[i])
         )
     legend, x = [], float(LEFT)
     for i, title in enumerate(titles):
@@ -81,7 +81,7 @@ def _spans(curve: Curve) -> tuple[tuple[float, float], tuple[float, float]]:
     return (first, last if last > first else first + 1), (low, high)
 
 
-def _drawn(line: Line, scale: float, frame: Frame, colour: str, dash: str, title: str) -> str:
+def _draw(line: Line, scale: float, frame: Frame, colour: str, dash: str, title: str) -> str:
     middle = [(step, value * scale) for step, value in zip(line.steps, line.middle, strict=True)]
     upper = [(step, value * scale) for step, value in zip(line.steps, line.high, strict=True)]
     lower = [(step, value * scale) for step, value in zip(line.steps, line.low, strict=True)]

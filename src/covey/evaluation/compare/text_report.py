@@ -15,9 +15,9 @@ _WIDEST = 44
 
 def as_text(comparison: Comparison) -> str:
     """For a terminal: tables with aligned columns, source that differs, cautions, and the verdict last."""
-    parts = [_aligned(table) for table in tables_of(comparison)]
+    parts = [_align(table) for table in tables_of(comparison)]
     parts += [
-        f"{difference.area}: {difference.name}\n{_indented(difference.diff)}"
+        f"{difference.area}: {difference.name}\n{_indent(difference.diff)}"
         for difference in comparison.differences
         if difference.diff
     ]
@@ -35,7 +35,7 @@ def as_markdown(comparison: Comparison, pictures: Sequence[tuple[str, str]] = ()
         parts += [f"## {escape_markdown(table.title.capitalize())}", _pipes(table)]
         if table.title == "what differs":
             parts += [
-                _fenced(difference.name, difference.diff) for difference in comparison.differences if difference.diff
+                _fence(difference.name, difference.diff) for difference in comparison.differences if difference.diff
             ]
     if pictures:
         parts.append("## Learning curves")
@@ -55,7 +55,7 @@ def escape_markdown(text: str) -> str:
     return _MARKDOWN.sub(r"\\\1", safe(text, keep_lines=False))
 
 
-def _aligned(table: Table) -> str:
+def _align(table: Table) -> str:
     rows = [[safe(cell, keep_lines=False) for cell in row] for row in [table.header, *table.rows]]
     rows = [[cell if i == len(row) - 1 else _cut(cell) for i, cell in enumerate(row)] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -69,7 +69,7 @@ def _cut(cell: str) -> str:
     return cell if len(cell) <= _WIDEST else f"{cell[: _WIDEST - 1]}…"
 
 
-def _indented(text: str) -> str:
+def _indent(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
 
 
@@ -79,7 +79,7 @@ def _pipes(table: Table) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _fenced(name: str, diff: str) -> str:
+def _fence(name: str, diff: str) -> str:
     """A diff in a fence longer than any in it."""
     longest = max((len(run) for run in re.findall(r"`+", diff)), default=0)
     fence = "`" * max(3, longest + 1)

@@ -24,14 +24,14 @@ def _sentence(a: Side, b: Side, result: Result, effect: Effect) -> str:
     if not effect.is_real:
         low, high = scale * effect.low, scale * effect.high
         return (
-            f"No difference can be told: {b.title} is {_shown(scale * value, scale, sign=True)} {unit} from {a.title}, "
-            f"95% {_shown(low, scale)} to {_shown(high, scale)}, {_counts(effect)}{_power(effect, scale, unit)}."
+            f"No difference can be told: {b.title} is {_format(scale * value, scale, sign=True)} {unit} from {a.title}, "
+            f"95% {_format(low, scale)} to {_format(high, scale)}, {_counts(effect)}{_power(effect, scale, unit)}."
         )
     word = "better" if value > 0 else "worse"
     low, high = sorted((abs(scale * effect.low), abs(scale * effect.high)))
     return (
-        f"{b.title} is {word} than {a.title} by {_shown(abs(scale * value), scale)} {unit}, 95% {_shown(low, scale)} to "
-        f"{_shown(high, scale)}, {_counts(effect)}."
+        f"{b.title} is {word} than {a.title} by {_format(abs(scale * value), scale)} {unit}, 95% {_format(low, scale)} to "
+        f"{_format(high, scale)}, {_counts(effect)}."
     )
 
 
@@ -47,10 +47,10 @@ def _counts(effect: Effect) -> str:
 def _power(effect: Effect, scale: float, unit: str) -> str:
     if not math.isfinite(effect.detectable) or effect.detectable == 0:
         return ""
-    return f"; a true difference of {_shown(scale * effect.detectable, scale)} {unit} would be found 4 times in 5"
+    return f"; a true difference of {_format(scale * effect.detectable, scale)} {unit} would be found 4 times in 5"
 
 
-def _shown(value: float, scale: float, *, sign: bool = False) -> str:
+def _format(value: float, scale: float, *, sign: bool = False) -> str:
     """A number with the decimals that suit it: one for points, three digits that count for rewards."""
     form = ".1f" if scale == 100.0 else ".3g"
     return format(value + 0.0, f"{'+' if sign else ''}{form}")

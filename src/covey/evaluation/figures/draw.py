@@ -59,7 +59,7 @@ def _shares(figure: Shares) -> str:
         )
         x += 32 + 6.6 * min(24, len(name))
         below = above
-    return _framed(figure.title, f"{''.join(legend)}{''.join(parts)}{grid(frame)}")
+    return _frame(figure.title, f"{''.join(legend)}{''.join(parts)}{grid(frame)}")
 
 
 def _confusion(figure: Confusion) -> str:
@@ -82,10 +82,10 @@ def _confusion(figure: Confusion) -> str:
             )
     label = f"{figure.agreement:.0%} the same, of {total:,}"
     parts.append(f'<text x="{left}" y="{top + 2 * _CELL[1] + 22}">{label}</text>')
-    return _framed(figure.title, "".join(parts))
+    return _frame(figure.title, "".join(parts))
 
 
-def _framed(title: str, inside: str) -> str:
+def _frame(title: str, inside: str) -> str:
     heading = _text(title)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="covey" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{heading}">'

@@ -67,7 +67,7 @@ def figures_of(
     alone = len(sides) == 1
     titles = [_title(side, alone=alone) for side in sides]
     if metrics:
-        return titles, [_named(sides, name) for name in metrics]
+        return titles, [_curve_of(sides, name) for name in metrics]
     figures: list[Figure] = [*_held_out(sides), *_training(sides)]
     for side, title in zip(sides, titles, strict=True):
         about = "" if alone else f", {title}"
@@ -86,7 +86,7 @@ def _title(side: Side, *, alone: bool) -> str:
     return f"{name if alone or side.name else side.letter}, {count}"
 
 
-def _named(sides: Sequence[Side], name: str) -> Curve:
+def _curve_of(sides: Sequence[Side], name: str) -> Curve:
     recorded_names = {key for side in sides for run in side.runs for row in run.curve for key in row}
     sets = {
         key: set_name
@@ -184,7 +184,7 @@ def _verdicts(side: Side, about: str) -> list[Confusion]:
     names = [name for name in (rows[0] if rows else {}) if name.startswith("reward/") and _is_verdict(rows, name)]
     confusions = []
     for first, second in combinations(names[:_MOST_REWARDS], 2):
-        counts = _counted((row.get(first), row.get(second)) for row in rows)
+        counts = _count((row.get(first), row.get(second)) for row in rows)
         label, other = first.partition("/")[2], second.partition("/")[2]
         title = f"verdicts of {label} and {other}{about}"
         confusions.append(Confusion(name=f"{label} {other}", title=title, rows=label, columns=other, counts=counts))
@@ -220,13 +220,13 @@ def _before_and_after(side: Side, about: str) -> list[Confusion]:
             title = f"questions of {name}, first and last evaluation{about}"
             confusions.append(
                 Confusion(
-                    name=f"{name} before and after", title=title, rows="first", columns="last", counts=_counted(pairs)
+                    name=f"{name} before and after", title=title, rows="first", columns="last", counts=_count(pairs)
                 )
             )
     return confusions
 
 
-def _counted(pairs: Any) -> list[list[int]]:
+def _count(pairs: Any) -> list[list[int]]:
     counts = Counter((first > 0, second > 0) for first, second in pairs if first is not None and second is not None)
     return [[counts[row, other] for other in (False, True)] for row in (False, True)]
 

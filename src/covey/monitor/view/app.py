@@ -61,7 +61,7 @@ def runs(library: Library, request: Request) -> Any:
 
 def series(library: Library, request: Request) -> Any:
     """Curves of `run` (repeated) times `metric` (repeated), between `from` and `to`, in about `points` points each."""
-    names, metrics = _repeated(request, "run", _MOST_RUNS), _repeated(request, "metric", _MOST_CURVES)
+    names, metrics = _values_of(request, "run", _MOST_RUNS), _values_of(request, "metric", _MOST_CURVES)
     points = whole(request, "points", 600, low=10, high=_MOST_POINTS)
     window = whole(request, "smooth", 1, low=1, high=10**9)
     low, high = number(request, "from"), number(request, "to")
@@ -80,7 +80,7 @@ def series(library: Library, request: Request) -> Any:
     return {"curves": list(islice(curves, _MOST_CURVES))}
 
 
-def _repeated(request: Request, name: str, most: int) -> list[str]:
+def _values_of(request: Request, name: str, most: int) -> list[str]:
     """The values of a parameter that may be repeated: each once, and no more than are shown."""
     return list(dict.fromkeys(request.query_params.getlist(name)))[:most]
 
@@ -96,7 +96,7 @@ def _seeds(runs: list[RunView]) -> list[list[RunView]]:
 
 def values(library: Library, request: Request) -> Any:
     """Every value of `metric` (repeated) of each `run` (repeated), as CSV."""
-    names, metrics = _repeated(request, "run", _MOST_CURVES), _repeated(request, "metric", _MOST_CURVES)
+    names, metrics = _values_of(request, "run", _MOST_CURVES), _values_of(request, "metric", _MOST_CURVES)
     pairs = [(library.get(name), metric) for metric in metrics for name in names][:_MOST_CURVES]
     text = as_csv({f"{run.name}: {metric}": run.column(metric) for run, metric in pairs})
     return _csv(text, "covey.csv")
@@ -104,7 +104,7 @@ def values(library: Library, request: Request) -> Any:
 
 def alerts(library: Library, request: Request) -> Any:
     """Alerts of each `run`."""
-    return {"alerts": [{"run": name, **row} for name in _repeated(request, "run", _MOST_RUNS)
+    return {"alerts": [{"run": name, **row} for name in _values_of(request, "run", _MOST_RUNS)
                        for row in library.get(name).alerts.rows()]}  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def facts(library: Library, request: Request) -> Any:
 
 def diff(library: Library, request: Request) -> Any:
     """Differences between the manifests of the named runs."""
-    names = _repeated(request, "run", _MOST_RUNS)
+    names = _values_of(request, "run", _MOST_RUNS)
     return {"runs": names, "rows": differences([library.get(name) for name in names])}
 
 

@@ -27,7 +27,7 @@ def curve_of(
     `steps` and `values` [k], `x` [k] their places on the axis, `low` and `high` [k] where an interval is known.
     """
     steps, values = run.column(name)
-    curve = _drawn(steps, smooth(values, window), points, low, high)
+    curve = _draw(steps, smooth(values, window), points, low, high)
     del curve["places"]
     ends = [run.held_out.interval(name, int(step)) for step in curve["steps"][:_MOST_INTERVALS]] if window == 1 else []
     if any(ends):
@@ -51,7 +51,7 @@ def mean_of(
     table = np.array(rows).reshape(len(columns), len(shared))
     table = np.where(np.isfinite(table).all(axis=0), table, np.inf)  # one seed without a number: a gap
     mean = table.mean(axis=0) if len(columns) else np.zeros(0)
-    curve = _drawn(shared, mean, points, low, high)
+    curve = _draw(shared, mean, points, low, high)
     at = curve.pop("places")
     for side, pick in (("low", np.min), ("high", np.max)):
         curve[side] = _plain(pick(table, axis=0)[at]) if len(columns) else []
@@ -60,7 +60,7 @@ def mean_of(
     return {"run": label, "runs": members, "metric": name, "x": _places(lead, curve["steps"], axis), **curve}
 
 
-def _drawn(steps: np.ndarray, values: np.ndarray, points: int, low: float | None, high: float | None) -> dict[str, Any]:
+def _draw(steps: np.ndarray, values: np.ndarray, points: int, low: float | None, high: float | None) -> dict[str, Any]:
     start = 0 if low is None else int(np.searchsorted(steps, low))
     end = len(steps) if high is None else int(np.searchsorted(steps, high, side="right"))
     drawn = thin(steps[start:end], values[start:end], points)

@@ -17,7 +17,7 @@ def find_runs(folders: Sequence[Path]) -> dict[str, Path]:
     A folder is a run when it holds `run.json`, `metrics.jsonl` or `rollouts/`; a run's own folders are not looked into.
     """
     paths = {path.resolve(): None for folder in folders for path in _below(folder.resolve(), _DEPTH)}
-    return _named(list(paths))
+    return _name(list(paths))
 
 
 def _below(folder: Path, depth: int) -> list[Path]:
@@ -32,7 +32,7 @@ def _below(folder: Path, depth: int) -> list[Path]:
     return [run for path in inner for run in _below(path, depth - 1)]
 
 
-def _named(paths: Sequence[Path]) -> dict[str, Path]:
+def _name(paths: Sequence[Path]) -> dict[str, Path]:
     """Names of runs: the shortest suffixes of their paths that are unique."""
     named: dict[str, Path] = {}
     left, parts = list(paths), 1

@@ -72,14 +72,14 @@ class PromptIndex:
                 self._groups = groups
             records, limit = self._rows, self._usual if threshold is None else threshold
             if sort is not None and sort not in self._orders:
-                self._orders[sort] = _sorted(records, sort)
+                self._orders[sort] = _sort(records, sort)
             order = {} if sort is None else {"sorted": self._orders[sort]}
         return records | states_of(records, limit) | order, limit, groups
 
     def rows(self, *, state: str, sort: str, threshold: float | None, start: int, most: int) -> dict[str, Any]:
         """A part of the list of prompts, with their texts and last visits, and how many prompts are in each state."""
         records, limit, groups = self.table(threshold, sort)
-        order = _chosen(records, state)
+        order = _select(records, state)
         part = order[start : start + most]
         texts = self._texts_of(groups, records["place"][part])
         return {
@@ -112,7 +112,7 @@ class PromptIndex:
         records, _, _ = self.table(threshold, sort)
         out = io.BytesIO()
         plain = write.WriteOptions(include_header=False, quoting_style="none")  # numbers and words
-        write.write_csv(_records(records, _chosen(records, state)), out, plain)
+        write.write_csv(_records(records, _select(records, state)), out, plain)
         return ",".join(_COLUMNS) + "\n" + out.getvalue().decode()
 
 
@@ -164,13 +164,13 @@ def states_of(records: Mapping[str, np.ndarray], threshold: float) -> dict[str, 
     return {"state": state, "forgotten": (records["best"] >= limit) & (state == 2)}
 
 
-def _sorted(records: Mapping[str, np.ndarray], sort: str) -> np.ndarray:
+def _sort(records: Mapping[str, np.ndarray], sort: str) -> np.ndarray:
     name, is_descending = ORDERS[sort]
     keys = records[name].astype(np.float64)
     return np.argsort(-keys if is_descending else keys, kind="stable")
 
 
-def _chosen(records: Mapping[str, np.ndarray], state: str) -> np.ndarray:
+def _select(records: Mapping[str, np.ndarray], state: str) -> np.ndarray:
     """Places in `sorted` order of the prompts in a state, or of all."""
     order = records["sorted"]
     if state == "forgotten":

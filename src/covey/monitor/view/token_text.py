@@ -19,7 +19,7 @@ _BROKEN = "\ufffd"
 
 def tokenizer_file(run: Path) -> Path | None:
     """`tokenizer.json` of the newest checkpoint that has one, else of the model's folder; None when neither is here."""
-    paths = sorted(run.glob("checkpoint-*/tokenizer.json"), key=_changed)
+    paths = sorted(run.glob("checkpoint-*/tokenizer.json"), key=_modified_at)
     for path in reversed(paths):
         if _is_plain(path):
             return path
@@ -31,7 +31,7 @@ def tokenizer_file(run: Path) -> Path | None:
     return path.resolve() if path.is_file() else None  # the user's own folder; a hub's cache is made of links
 
 
-def _changed(path: Path) -> int:
+def _modified_at(path: Path) -> int:
     return path.lstat().st_mtime_ns if os.path.lexists(path) else 0
 
 
@@ -56,7 +56,7 @@ def pieces(path: Path, token_ids: Sequence[int]) -> list[str]:
     RunFolderError for a tokenizer that cannot be read, or ids that are none of its.
     """
     try:
-        return _pieces(_load(str(path), _changed(path)), token_ids)
+        return _pieces(_load(str(path), _modified_at(path)), token_ids)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # tokenizers' panics are no Exceptions

@@ -173,7 +173,7 @@ def plain(text: str) -> str:
     text = text.translate(_WIDE).translate(_SIGNS).replace("**", "")
     for pattern, written in _WRITTEN:
         text = pattern.sub(written, text)
-    text = _unwrapped(text.strip()).rstrip(".").strip()
+    text = _strip_math(text.strip()).rstrip(".").strip()
     letter = _SOLE_LETTER.fullmatch(text)
     return letter[1].upper() if letter else text
 
@@ -270,7 +270,7 @@ def _digits(text: str) -> str:
     return text.replace(",", "").replace(" ", "")
 
 
-def _unwrapped(text: str) -> str:
+def _strip_math(text: str) -> str:
     """Without the signs of a formula around all of it."""
     for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         inner = text[len(opening) : -len(closing)]

@@ -106,9 +106,9 @@ def _tests_in(name: str, columns: Mapping[str, Any]) -> list[Any]:
     if name == "test" and columns.get("entry_point"):
         return [f"{tests}\ncheck({columns['entry_point']})"]
     if isinstance(tests, str) and name in _TOGETHER and not tests.lstrip().startswith(("{", "[")):
-        tests = _unpacked(tests, name)
+        tests = _unpack(tests, name)
     elif isinstance(tests, str) and tests.lstrip().startswith(("{", "[")):
-        tests = _loaded(tests)
+        tests = _load(tests)
     if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
         return _of_lists(tests)
     if isinstance(tests, str | Mapping):
@@ -137,10 +137,10 @@ def _is_method(program: str, name: str) -> bool:
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # the sandbox says so
         return False
     solutions = [node for node in body if isinstance(node, ast.ClassDef) and node.name == "Solution"]
-    return any(name in _defined(node.body) for node in solutions) or (bool(solutions) and name not in _defined(body))
+    return any(name in _defines(node.body) for node in solutions) or (bool(solutions) and name not in _defines(body))
 
 
-def _defined(body: list[ast.stmt]) -> set[str]:
+def _defines(body: list[ast.stmt]) -> set[str]:
     named = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     targets = [item for node in body if isinstance(node, ast.Assign) for item in node.targets]
     return named | {item.id for item in targets if isinstance(item, ast.Name)}
@@ -186,7 +186,7 @@ def _of_case(case: Any, columns: Mapping[str, Any]) -> Any:
 
 def _function_of(columns: Mapping[str, Any]) -> Any:
     metadata = columns.get("metadata")
-    metadata = _loaded(metadata) if isinstance(metadata, str) else metadata
+    metadata = _load(metadata) if isinstance(metadata, str) else metadata
     return (metadata.get("func_name") if isinstance(metadata, Mapping) else None) or columns.get("fn_name")
 
 
@@ -244,7 +244,7 @@ def _value(text: str) -> Any:
         raise RewardError(f"a test of a function has {text[:60]!r} where a value of JSON belongs.") from error
 
 
-def _loaded(text: str) -> Any:
+def _load(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:  # a statement that starts with a bracket
@@ -258,7 +258,7 @@ class _TextOnly(pickle.Unpickler):
         raise RewardError(f"a column of tests holds a pickle of {module}.{name}; only text is read.")
 
 
-def _unpacked(text: str, name: str) -> Any:
+def _unpack(text: str, name: str) -> Any:
     """LiveCodeBench's private tests: base64 of zlib of a pickle of JSON."""
     try:
         unpacking = zlib.decompressobj()

@@ -130,7 +130,7 @@ class JsonSchema:
     def _score(self, text: str, schema: Any) -> float | None:
         if schema is None:
             return None
-        is_read, value = read_json(_unfenced(text.strip()) if self.fenced else text)
+        is_read, value = read_json(_strip_fence(text.strip()) if self.fenced else text)
         return float(is_read and _satisfies(self._validator(schema), value))
 
     def _validator(self, schema: Any) -> Any:
@@ -140,7 +140,7 @@ class JsonSchema:
         return self._validators[key]
 
 
-def _unfenced(text: str) -> str:
+def _strip_fence(text: str) -> str:
     """Inside of the one code fence around a text, or the text."""
     first, line_break, rest = text.partition("\n")
     is_fenced = first.rstrip(" \t") in ("```", "```json", "```JSON") and line_break and rest.endswith("```")

@@ -151,7 +151,7 @@ class PairwiseJudgeReward:
         results = dict(zip(matches, self._compare(tasks, players, matches, log_metric), strict=True))
         won: list[list[float]] = [[] for _ in players]
         for i, j in pairs:
-            share = results.get((i, j), _unasked(players[i], players[j]))
+            share = results.get((i, j), _result_without_judge(players[i], players[j]))
             if isinstance(share, Exception):
                 continue
             won[i].append(share)
@@ -279,7 +279,7 @@ def _winner(reply: str) -> float:
     return shares[winner.strip().upper()]
 
 
-def _unasked(first: str, second: str) -> float:
+def _result_without_judge(first: str, second: str) -> float:
     """Equal texts tie; of an empty one and another, the other wins."""
     return 0.5 if first == second else float(bool(first))
 

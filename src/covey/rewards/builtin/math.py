@@ -133,10 +133,10 @@ def _judge(text: str, gold: str, nouns: frozenset[str], *, seconds: float) -> bo
     answer = final_answer(text)
     if answer is None:
         return False
-    return is_equal(answer, gold, partial(_evaluated, seconds=seconds), nouns)
+    return is_equal(answer, gold, partial(_evaluate, seconds=seconds), nouns)
 
 
-def _evaluated(gold: str, answer: str, *, seconds: float) -> bool | None:
+def _evaluate(gold: str, answer: str, *, seconds: float) -> bool | None:
     if verify.is_installed():
         return verify.shared().is_equal(gold, answer, seconds=seconds)
     if number(gold) is None:

@@ -87,32 +87,32 @@ def resolve(reward: Any, tokenizer: Any = None, *, device: Any = None, **model_o
     Raises ConfigError, RewardError or ModelError in a sentence that names the nearest known name.
     """
     if isinstance(reward, RewardSpec):
-        return _placed(reward, device)
+        return _place(reward, device)
     if isinstance(reward, str | Path):
-        spec = _named(str(reward))
+        spec = _by_name(str(reward))
         if spec is not None:
-            return _placed(spec, device)
+            return _place(spec, device)
     if isinstance(reward, str | Path) and is_token_classifier(reward):
         steps = ProcessReward(str(Path(reward).expanduser()), tokenizer=tokenizer)
-        return _placed(RewardSpec(name=steps.frozen.name, call=steps, timeout_seconds=float("inf")), device)
+        return _place(RewardSpec(name=steps.frozen.name, call=steps, timeout_seconds=float("inf")), device)
     if isinstance(reward, str | Path | torch.nn.Module):
         from covey.rewards.builtin.reward_model import ModelReward
 
         model = ModelReward.of(reward, tokenizer, device=device, **model_options)
         return RewardSpec(name=model.name, call=model, timeout_seconds=float("inf"))
     if isinstance(reward, type):
-        return RewardSpec(name=reward.__name__, call=_made(reward, {}, reward.__name__))
+        return RewardSpec(name=reward.__name__, call=_make(reward, {}, reward.__name__))
     return RewardSpec(name=name_of(reward), call=reward)
 
 
-def _placed(spec: RewardSpec, device: Any) -> RewardSpec:
+def _place(spec: RewardSpec, device: Any) -> RewardSpec:
     """The reward with its model, if it has one, on `device`."""
     if device is None or not hasattr(spec.call, "to"):
         return spec
     return replace(spec, call=spec.call.to(device))
 
 
-def _named(text: str) -> RewardSpec | None:
+def _by_name(text: str) -> RewardSpec | None:
     """The reward that a built-in name or an import path stands for; `None` for what looks like a model."""
     match = _CALL.fullmatch(text.strip())
     name, arguments = (match["name"], _arguments(match["arguments"], text)) if match else (text.strip(), None)
@@ -122,10 +122,10 @@ def _named(text: str) -> RewardSpec | None:
         return RewardSpec(name="demo", call=reward)
     if name in BUILTIN:
         scale = (0.0, 1.0) if name in _FROM_0_TO_1 else None
-        return RewardSpec(name=name, call=_made(BUILTIN[name], arguments, name), scale=scale)
+        return RewardSpec(name=name, call=_make(BUILTIN[name], arguments, name), scale=scale)
     if ":" in name and not Path(name).exists():
         target = names.load(name, "reward")
-        return RewardSpec(name=name_of(target), call=_made(target, arguments, name))
+        return RewardSpec(name=name_of(target), call=_make(target, arguments, name))
     if Path(name).expanduser().is_dir() or re.fullmatch(r"[\w.\-]+/[\w.\-]+", name):
         return None
     choices = [*BUILTIN, "demo"]
@@ -149,7 +149,7 @@ def _arguments(text: str, whole: str) -> dict[str, Any]:
         ) from error
 
 
-def _made(target: Any, arguments: dict[str, Any] | None, name: str) -> Any:
+def _make(target: Any, arguments: dict[str, Any] | None, name: str) -> Any:
     """The callable itself, or what a class or a factory makes of the arguments."""
     if arguments is None and not isinstance(target, type):
         return target

@@ -35,7 +35,7 @@ def main() -> None:
         compare({"gold": gold, "answer": answer, "anchored": False})
     for line in sys.stdin:
         request = json.loads(line)
-        reply = _apart(request) if hasattr(os, "fork") else _judged(request)
+        reply = _apart(request) if hasattr(os, "fork") else _judge(request)
         sys.stdout.write(json.dumps({"id": request["id"], **reply}) + "\n")
         sys.stdout.flush()
 
@@ -69,7 +69,7 @@ def compare(request: Mapping[str, Any]) -> bool | None:
     return bool(verify(gold, answer, timeout_seconds=None))
 
 
-def _judged(request: Mapping[str, Any]) -> dict[str, bool | None]:
+def _judge(request: Mapping[str, Any]) -> dict[str, bool | None]:
     try:
         return {"equal": compare(request), "late": False}
     except Exception:  # noqa: BLE001 - sympy may raise anything on model-written text; then they are not equal
@@ -84,7 +84,7 @@ def _apart(request: Mapping[str, Any]) -> dict[str, bool | None]:
         os.close(reads)
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
         signal.alarm(int(10 * request["seconds"]) + 5)
-        os.write(writes, json.dumps(_judged(request)).encode())
+        os.write(writes, json.dumps(_judge(request)).encode())
         os._exit(0)
     os.close(writes)
     with os.fdopen(reads, "rb") as pipe:

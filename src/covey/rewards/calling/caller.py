@@ -138,7 +138,7 @@ class _Call:
             return _in_worker(caller.pool, keywords, logged, limit)
         if caller.is_async:
             return caller.loop.run(lambda: reward(**keywords), limit, caller.spec.name)
-        call = functools.partial(_listed, reward, keywords, logged.size)
+        call = functools.partial(_as_list, reward, keywords, logged.size)
         returned = (
             call_within(limit, call)
             if caller.is_concurrent
@@ -157,7 +157,7 @@ class _Call:
             self.caller.changed.update(dict.fromkeys(before.put_back()))
 
 
-def _listed(reward: Reward, keywords: dict[str, Any], size: int) -> Any:
+def _as_list(reward: Reward, keywords: dict[str, Any], size: int) -> Any:
     """The reward's result. An iterator is read here, so that its work counts against the time limit: at most `size + 1` values."""
     returned = reward(**keywords)
     return list(itertools.islice(returned, size + 1)) if isinstance(returned, Iterator) else returned

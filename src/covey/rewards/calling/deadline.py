@@ -160,7 +160,7 @@ class EventLoop:
         if self._loop is None or not self._loop.is_running():
             return {}
         try:
-            return asyncio.run_coroutine_threadsafe(_cancelled(self._tasks), self._loop).result(_GRACE_SECONDS)
+            return asyncio.run_coroutine_threadsafe(_cancel(self._tasks), self._loop).result(_GRACE_SECONDS)
         except concurrent.futures.TimeoutError:  # user code blocks the loop; the next call finds that out
             return {}
 
@@ -203,7 +203,7 @@ def _task(
     return task
 
 
-async def _cancelled(tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], str]) -> dict[str, int]:
+async def _cancel(tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], str]) -> dict[str, int]:
     left = [(task, owner) for task, owner in list(tasks.items()) if not task.done()]
     for task, _ in left:
         task.cancel()

@@ -158,7 +158,7 @@ def evaluate(
             outcome.failures += [Failure(piece.start, piece.stop, error) for piece in lost]
             continue
         outcome.keep(part.start, values, logged)
-    outcome.failures = _joined_late(outcome.failures)
+    outcome.failures = _join_late(outcome.failures)
     return outcome
 
 
@@ -189,7 +189,7 @@ class _Part:
         return [_Part(self.start, middle, late=late), _Part(middle, self.stop, late=late)]
 
 
-def _joined_late(failures: Sequence[Failure]) -> list[Failure]:
+def _join_late(failures: Sequence[Failure]) -> list[Failure]:
     """In order of their completions, neighbours that were lost to a time limit as one."""
     joined: list[Failure] = []
     for current in sorted(failures, key=lambda failure: failure.start):
