@@ -65,6 +65,6 @@ def test_the_options_of_the_sampler_reach_it():
     sampler = choose_sampler(tiny_model(), tiny_tokenizer(), **sampler_options(args, World()))
     assert isinstance(sampler, NativeSampler)
     assert (sampler.max_rows, sampler.cache_fraction) == (4, 0.25)
-    assert (sampler.asked_graphs, sampler.asked_attention) == (False, "torch")
+    assert (sampler.graphs_option, sampler.attention_option) == (False, "torch")
     args = GRPOConfig(output_dir="unused", use_cpu=True, rollout_max_rows=4, rollout_backend="transformers")
     assert choose_sampler(tiny_model(), tiny_tokenizer(), **sampler_options(args, World())).max_rows == 4

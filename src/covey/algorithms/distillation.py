@@ -53,10 +53,10 @@ def coarse(logp: Tensor, chosen: Tensor) -> Tensor:
     return _with_rest(logp.gather(-1, chosen))
 
 
-def _with_rest(kept: Tensor) -> Tensor:
+def _with_rest(top: Tensor) -> Tensor:
     """[m, k + 1]: log-probabilities [m, k] of some tokens, and of all others together."""
-    rest = (1.0 - kept.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(kept.dtype).eps)
-    return torch.cat([kept, rest.log()], -1)
+    rest = (1.0 - top.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(top.dtype).eps)
+    return torch.cat([top, rest.log()], -1)
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class Distill(TeacherRole):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = ("reverse_kl", "forward_kl", "jsd")
-        if self.divergence not in known:
-            hint = did_you_mean(str(self.divergence), known) or f" It is one of {', '.join(known)}."
+        divergences = ("reverse_kl", "forward_kl", "jsd")
+        if self.divergence not in divergences:
+            hint = did_you_mean(str(self.divergence), divergences) or f" It is one of {', '.join(divergences)}."
             raise ConfigError(f"distill's divergence={self.divergence!r} is not known.{hint}")
         if self.divergence == "jsd" and not 0.0 < self.beta < 1.0:
             raise ConfigError(
@@ -146,8 +146,8 @@ class Distill(TeacherRole):
         `ids` [m, k] with their log-probabilities `teacher` [m, k]; -inf, or an id beyond V, is no token. All others count as one outcome.
         """
         teacher = teacher.masked_fill(ids >= logp.shape[-1], -torch.inf)
-        kept = logp.gather(-1, ids.clamp(max=logp.shape[-1] - 1)).masked_fill(teacher == -torch.inf, -torch.inf)
-        return self._between(_with_rest(kept), _with_rest(teacher))
+        top = logp.gather(-1, ids.clamp(max=logp.shape[-1] - 1)).masked_fill(teacher == -torch.inf, -torch.inf)
+        return self._between(_with_rest(top), _with_rest(teacher))
 
     def _between(self, logp: Tensor, teacher: Tensor) -> Tensor:
         if self.divergence == "jsd":

@@ -36,8 +36,8 @@ def teacher_gap(tokens: TokenBatch, against: Literal["old", "current"] = "old") 
     """[N, T], `log q - log p` without gradient: against the policy at the rollout or now; 0 where the teacher says nothing."""
     if tokens.teacher_logp is None:
         raise ValueError("A part needs teacher_logp, measured by the learner; this batch has none.")
-    own = tokens.old_logp if against == "old" else tokens.logp
-    return (tokens.teacher_logp - own).detach() * informed(tokens) * tokens.mask
+    policy_logp = tokens.old_logp if against == "old" else tokens.logp
+    return (tokens.teacher_logp - policy_logp).detach() * informed(tokens) * tokens.mask
 
 
 @dataclass(frozen=True)
@@ -138,13 +138,13 @@ class Reshaped:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        own = getattr(self.shape, "needs", ("teacher_logp",))
-        return (*own, *getattr(self.objective, "needs", ()))
+        of_shape = getattr(self.shape, "needs", ("teacher_logp",))
+        return (*of_shape, *getattr(self.objective, "needs", ()))
 
     @property
     def exempt(self) -> tuple[str, ...]:
-        own = getattr(self.shape, "exempt", ("policy_gradient", "zero_advantage"))
-        return (*own, *getattr(self.objective, "exempt", ()))
+        of_shape = getattr(self.shape, "exempt", ("policy_gradient", "zero_advantage"))
+        return (*of_shape, *getattr(self.objective, "exempt", ()))
 
     @property
     def scales_with_advantage(self) -> bool:

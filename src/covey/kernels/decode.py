@@ -59,11 +59,11 @@ class CacheTable(ctypes.Structure):
 
 
 class CacheTables:
-    """Addresses of the cache of all layers: `own` and `prompts`, each [2, .., H, columns, D]."""
+    """Addresses of the cache of all layers: `suffix` and `prompts`, each [2, .., H, columns, D]."""
 
-    def __init__(self, own: Sequence[Tensor], prompts: Sequence[Tensor]) -> None:
-        kind = CacheTable * len(own)
-        self.own, self.prompts = kind(*map(CacheTable.of, own)), kind(*map(CacheTable.of, prompts))
+    def __init__(self, suffix: Sequence[Tensor], prompts: Sequence[Tensor]) -> None:
+        kind = CacheTable * len(suffix)
+        self.suffix, self.prompts = kind(*map(CacheTable.of, suffix)), kind(*map(CacheTable.of, prompts))
 
 
 class Block(Protocol):
@@ -187,14 +187,14 @@ class DecodeKernels:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        own: Tensor,
+        suffix: Tensor,
         prompts: Tensor,
         query_norm: Tensor | None = None,
         key_norm: Tensor | None = None,
     ) -> Tensor:
-        """[R, Hq, D] from `query` [R, Hq, D], `key` and `value` [R, Hkv, D], which it also stores in `own`.
+        """[R, Hq, D] from `query` [R, Hq, D], `key` and `value` [R, Hkv, D], which it also stores in `suffix`.
 
-        `own` [2, >= R, Hkv, columns, D] and `prompts` [2, P, Hkv, columns, D] are the cache of one layer. Rows from
+        `suffix` [2, >= R, Hkv, columns, D] and `prompts` [2, P, Hkv, columns, D] are the cache of one layer. Rows from
         `step.rows` on are zeros. The norms [D] float32 come before the rotation that `step` describes, if it does.
         """
         out = torch.empty(query.shape, dtype=query.dtype)
@@ -207,7 +207,7 @@ class DecodeKernels:
             by(_Heads.of(value)),
             None if query_norm is None else query_norm.data_ptr(),
             None if key_norm is None else key_norm.data_ptr(),
-            by(CacheTable.of(own)),
+            by(CacheTable.of(suffix)),
             by(CacheTable.of(prompts)),
             out.data_ptr(),
         )
@@ -221,7 +221,7 @@ class DecodeKernels:
         out = torch.empty(len(x), weights.vocabulary, dtype=self.dtype)
         scratch = torch.empty(weights.scratch(len(x)), dtype=self.dtype)  # by torch, which raises when memory runs out
         by, places = ctypes.byref, (tensor.data_ptr() for tensor in (x, scratch, out))
-        self._decode(by(step), by(weights.decoder), tables.own, tables.prompts, *places)
+        self._decode(by(step), by(weights.decoder), tables.suffix, tables.prompts, *places)
         return out
 
     def add_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:

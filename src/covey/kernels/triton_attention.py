@@ -241,8 +241,8 @@ def decode(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    own: Tensor,
-    own_bias: Tensor | None,
+    suffix: Tensor,
+    suffix_bias: Tensor | None,
     shared: Tensor,
     shared_bias: Tensor | None,
     spans: Spans,
@@ -254,32 +254,32 @@ def decode(
 ) -> Tensor:
     """[R, Hq, D] attention of one query a row over its prompt's keys and its own, in the precision of `query` [R, Hq, D].
 
-    Writes `key` and `value` [R, Hkv, D] into the step column of `own` [2, rows, Hkv, C, D]; `shared` [2, P, Hkv, K, D]
+    Writes `key` and `value` [R, Hkv, D] into the step column of `suffix` [2, rows, Hkv, C, D]; `shared` [2, P, Hkv, K, D]
     holds the prompts' keys and values. Biases [rows, C] and [P, K] are added to the scores. With `rotation`, `query` and
     `key` are those of the projection. `splits` fixes the numbers of splits of the prompt's and the own keys.
     Two launches, three where rows are too few to fill the device without splitting their own keys.
     """
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
     rows, heads, width = query.shape
-    key_heads, repeats = own.shape[2], heads // own.shape[2]
+    key_heads, repeats = suffix.shape[2], heads // suffix.shape[2]
     prompts, group = spans.members.shape if shared.shape[3] else (0, 1)
     if splits is None:
         enough = programs_of(query.device)
         tiles = triton.cdiv(group * repeats, _queries(group * repeats, query))
         splits = (
             pieces(shared.shape[3], prompts * key_heads * tiles, enough),
-            pieces(own.shape[3], rows * key_heads, enough),
+            pieces(suffix.shape[3], rows * key_heads, enough),
         )
-    of_shared, of_own = splits[0] if prompts else 0, splits[1]
-    merges = of_own == 1
-    parts = of_shared + (0 if merges else of_own)
+    of_shared, of_suffix = splits[0] if prompts else 0, splits[1]
+    merges = of_suffix == 1
+    parts = of_shared + (0 if merges else of_suffix)
     outs = torch.empty(parts, rows, heads, width, dtype=torch.float32, device=query.device)
     lses = torch.empty(parts, rows, heads, dtype=torch.float32, device=query.device)
     result = torch.empty(rows, heads, width, dtype=query.dtype, device=query.device)
     call = _Call(query, key, value, spans, rotation, outs, lses, result, scale, softcap)
     if of_shared:
         call.launch(shared, shared_bias, spans.lengths, (0, of_shared), group=group)
-    call.launch(own, own_bias, spans.step_column, (of_shared, of_own), merges=merges)
+    call.launch(suffix, suffix_bias, spans.step_column, (of_shared, of_suffix), merges=merges)
     if merges:
         return result
     # fmt: off

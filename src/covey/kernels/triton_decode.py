@@ -52,8 +52,8 @@ class TritonDecode:
         key: Tensor,
         value: Tensor,
         *,
-        own: Tensor,
-        own_bias: Tensor | None,
+        suffix: Tensor,
+        suffix_bias: Tensor | None,
         prompts: Tensor,
         prompt_bias: Tensor | None,
         members: Tensor,
@@ -73,7 +73,7 @@ class TritonDecode:
 
         spans = triton_attention.Spans(members, counts, lengths, owned, first, step_column)
         return triton_attention.decode(
-            query, key, value, own, own_bias, prompts, prompt_bias, spans, scale, softcap, rotation=rotation
+            query, key, value, suffix, suffix_bias, prompts, prompt_bias, spans, scale, softcap, rotation=rotation
         )
 
     @staticmethod

@@ -55,18 +55,18 @@ class ServedTeacher:
         ids = torch.zeros(*packed.shape, self.top_k, dtype=torch.long)
         logp = torch.full((*packed.shape, self.top_k), -torch.inf)
         logp[..., 0] = 0.0  # where it says nothing: one sure token, so that no number is infinite
-        own = torch.zeros(packed.shape)
+        drawn_logp = torch.zeros(packed.shape)
         for n, answer in enumerate(answers):
             for t, (tokens, values, value) in enumerate(answer or ()):
                 ids[n, t, : len(tokens)] = torch.tensor(tokens)
                 logp[n, t] = -torch.inf
                 logp[n, t, : len(values)] = torch.tensor(values)
-                own[n, t] = value
+                drawn_logp[n, t] = value
         flat = lambda x: x.flatten(0, 1).to(packed.place.device)[packed.place]
         other = None if self.distance is None else Likeliest(flat(ids), flat(logp), self.distance)
         places = torch.arange(len(packed.place), device=packed.place.device)
         informed = torch.tensor([answer is not None for answer in answers], device=packed.place.device)
-        return Signal((Share(places, other, logp=own.flatten().to(places.device)[packed.place]),), informed)
+        return Signal((Share(places, other, logp=drawn_logp.flatten().to(places.device)[packed.place]),), informed)
 
     def _answers(self, rows: Sequence[Row]) -> list[list[Ranked] | None]:
         """Answers on each completion; None where the server gave none and the run goes on without."""
@@ -75,7 +75,7 @@ class ServedTeacher:
             return self.asked(work)
         if self.is_away and self.asked([partial(self._tried, partial(work[0], is_trial=True))]) == [None]:
             return [None] * len(rows)
-        answers: list[list[Ranked] | None] = self.asked([partial(self._tried, one) for one in work])
+        answers: list[list[Ranked] | None] = self.asked([partial(self._tried, call) for call in work])
         was_away, self.is_away = self.is_away, all(answer is None for answer in answers)
         lost = sum(answer is None for answer in answers)
         if lost and not was_away:
@@ -112,7 +112,7 @@ class ServedTeacher:
 
     def texts(self, ids: Sequence[int]) -> list[str]:
         """The server's texts of single tokens."""
-        return self._echoed(ids, lambda body: [str(one) for one in _logprobs(body)["tokens"]], logprobs=1)
+        return self._echoed(ids, lambda body: [str(token) for token in _logprobs(body)["tokens"]], logprobs=1)
 
     def _echoed(self, ids: Sequence[int], read: Callable[[bytes], Any], is_trial: bool = False, **options: Any) -> Any:
         body = {"model": self.endpoint.model, "prompt": list(ids), "max_tokens": 0, "echo": True, **options}
@@ -121,8 +121,8 @@ class ServedTeacher:
         return endpoint.post("completions", body, read, until)[0]
 
     def _ids(self, row: Row) -> tuple[tuple[int, ...], list[int]]:
-        told = row.prompt.token_ids if row.hint is None else self.hinted(row.prompt, row.hint)
-        return told, row.completion.token_ids.tolist()
+        ids = row.prompt.token_ids if row.hint is None else self.hinted(row.prompt, row.hint)
+        return ids, row.completion.token_ids.tolist()
 
     def follow(self, policy: Policy, report: StepReport) -> None:
         """Nothing: it is a model of its own."""
@@ -139,30 +139,32 @@ AnyTeacher = Teacher | Teachers | ServedTeacher
 def _logprobs(body: bytes) -> dict[str, Any]:
     """Log-probabilities in an answer. Raises RewardError where there are none."""
     try:
-        found = json.loads(body)["choices"][0]["logprobs"]
-        if not isinstance(found["tokens"], list) or not isinstance(found["top_logprobs"], list):
+        logprobs = json.loads(body)["choices"][0]["logprobs"]
+        if not isinstance(logprobs["tokens"], list) or not isinstance(logprobs["top_logprobs"], list):
             raise TypeError("no lists")
     except (ValueError, LookupError, TypeError) as error:
         raise RewardError(
             "The teacher's server does not score a prompt (echo with logprobs in /v1/completions); vLLM and covey serve do."
         ) from error
-    return dict(found)
+    return dict(logprobs)
 
 
 def _tops(body: bytes, ids: Sequence[int], count: int, top_k: int) -> list[Ranked]:
     """The likeliest tokens at the last `count` of `ids`. Raises RewardError for an answer about other tokens, or without their ids."""
-    found = _logprobs(body)
-    if [str(one) for one in found["tokens"][: len(ids)]] != [f"{NAMED}{one}" for one in ids]:
+    logprobs = _logprobs(body)
+    if [str(token_name) for token_name in logprobs["tokens"][: len(ids)]] != [f"{NAMED}{token_id}" for token_id in ids]:
         raise RewardError(
             "The teacher's server does not name tokens by id (return_tokens_as_token_ids); vLLM and covey serve do."
         )
     span = slice(len(ids) - count, len(ids))
-    ranked = [sorted(place.items(), key=lambda item: -item[1])[:top_k] for place in found["top_logprobs"][span]]
+    ranked = [sorted(place.items(), key=lambda item: -item[1])[:top_k] for place in logprobs["top_logprobs"][span]]
     names = [[int(name.removeprefix(NAMED)) for name, _ in best] for best in ranked]
     values = [[value for _, value in best] for best in ranked]
-    own = [place.get(f"{NAMED}{token}") for place, token in zip(found["top_logprobs"][span], ids[span], strict=True)]
-    if any(value is None for value in own):
+    drawn = [
+        place.get(f"{NAMED}{token}") for place, token in zip(logprobs["top_logprobs"][span], ids[span], strict=True)
+    ]
+    if any(value is None for value in drawn):
         raise RewardError(
             "The teacher's server leaves the prompt's own tokens out of top_logprobs; vLLM and covey serve do not."
         )
-    return list(zip(names, values, map(float, own), strict=True))
+    return list(zip(names, values, map(float, drawn), strict=True))

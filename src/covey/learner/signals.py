@@ -48,16 +48,16 @@ class Signal:
 
     def measured(self, hidden: Tensor, head: Head, targets: Tensor, **options: Any) -> Signal:
         """The signal with the distances of the policy's `hidden` [M, D] to each teacher."""
-        return replace(self, shares=tuple(one.measured(hidden, head, targets, **options) for one in self.shares))
+        return replace(self, shares=tuple(share.measured(hidden, head, targets, **options) for share in self.shares))
 
     def over(self, count: int, value: Callable[[Share], Tensor | None]) -> Tensor | None:
         """[M], the sum of `share x value` where a teacher speaks, 0 elsewhere; None if no teacher has the value."""
-        pairs = [(one, x) for one in self.shares if (x := value(one)) is not None]
+        pairs = [(share, x) for share in self.shares if (x := value(share)) is not None]
         if not pairs:
             return None
         if len(pairs) == 1 and pairs[0][0].share == 1.0 and len(pairs[0][1]) == count:
             return pairs[0][1]
         total = pairs[0][1].new_zeros(count)
-        for one, x in pairs:
-            total = total.index_add(0, one.places, one.share * x)
+        for share, x in pairs:
+            total = total.index_add(0, share.places, share.share * x)
         return total

@@ -61,8 +61,8 @@ def weight_fault(named: Mapping[str, Tensor]) -> str | None:
     """Message `the weight <name> holds NaN` for the first unsound tensor, or None."""
     if are_sound(named.values()):
         return None
-    found = ((name, fault_of(value)) for name, value in named.items())
-    return next(f"the weight {name} holds {fault}" for name, fault in found if fault)
+    faults = ((name, fault_of(value)) for name, value in named.items())
+    return next(f"the weight {name} holds {fault}" for name, fault in faults if fault)
 
 
 def state_fault(tree: Mapping[str, Any], names: Sequence[str]) -> str | None:
@@ -92,9 +92,9 @@ def _is_never_negative(name: str) -> bool:
 def _held(tree: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Descriptions and values of the tensors and numbers in the tree."""
     for place, state in tree.get("optimizer", {}).get("state", {}).items():
-        known = names[place] if isinstance(place, int) and place < len(names) else str(place)
+        parameter = names[place] if isinstance(place, int) and place < len(names) else str(place)
         for name, value in _leaves(state, ""):
-            yield f"the optimizer's {name} of {known}", value
+            yield f"the optimizer's {name} of {parameter}", value
     for part in ("scaler", "reference", "teacher", "critic", "average"):
         for name, value in _leaves(tree.get(part, {}), ""):
             yield f"the {part}'s {name}", value
@@ -119,12 +119,12 @@ def rate_fault(groups: Sequence[Mapping[str, Any]]) -> str | None:
     """Message such as `the learning rate is nan` for the first parameter group with a non-finite or negative number, or None."""
     for group in groups:
         for name in _RATES:
-            given = group.get(name)
-            for value in given if isinstance(given, list | tuple) else [given]:
+            entry = group.get(name)
+            for value in entry if isinstance(entry, list | tuple) else [entry]:
                 number = float(value) if isinstance(value, int | float | Tensor) else 0.0
                 if not math.isfinite(number) or number < 0:
-                    said = "learning rate" if name == "lr" else name
-                    return f"the optimizer's {said} is {number:g}"
+                    label = "learning rate" if name == "lr" else name
+                    return f"the optimizer's {label} is {number:g}"
     return None
 
 
@@ -171,6 +171,6 @@ def saved_weights(model: Any) -> dict[str, Tensor]:
 
 def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Names of the optimizer's parameters, in its order; the critic's are numbered."""
-    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    by_id = {id(parameter): name for name, parameter in model.named_parameters()}
     every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [known.get(id(parameter), f"the critic's weight {i}") for i, parameter in enumerate(every)]
+    return [by_id.get(id(parameter), f"the critic's weight {i}") for i, parameter in enumerate(every)]

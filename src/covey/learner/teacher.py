@@ -62,10 +62,10 @@ class Teacher:
         share: float = 1.0,
     ) -> Share:
         """The teacher at the positions of the chosen rows, by default of all."""
-        own = [self._with_hint(rows[i]) for i in (range(len(rows)) if chosen is None else chosen)]
+        hinted = [self._with_hint(rows[i]) for i in (range(len(rows)) if chosen is None else chosen)]
         is_same = chosen is None and all(row.hint is None for row in rows)
         is_same = is_same and (isinstance(packed, PaddedRows) or self.policy.shares_prompts())
-        mine = packed if is_same else pad_rows(own, self.policy.pad_id, self.policy.device)
+        mine = packed if is_same else pad_rows(hinted, self.policy.pad_id, self.policy.device)
         with self._still():
             hidden, head = self.policy.hidden_of(mine)
             self.policy.release()

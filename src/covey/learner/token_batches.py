@@ -106,18 +106,24 @@ def advantages(batch: Sequence[Row], shape: torch.Size, device: torch.device) ->
 
 def weights(batch: Sequence[Row], shape: torch.Size, device: torch.device) -> Tensor | None:
     """Weights [N, T] of each token's objective; None if the policy wrote every completion."""
-    own = [row.completion.weight for row in batch]
-    if all(weight is None for weight in own):
+    per_row = [row.completion.weight for row in batch]
+    if all(weight is None for weight in per_row):
         return None
-    known = [torch.ones(row.completion.num_tokens) if w is None else w for row, w in zip(batch, own, strict=True)]
-    return spread(known, shape, device, 1.0)
+    filled = [torch.ones(row.completion.num_tokens) if w is None else w for row, w in zip(batch, per_row, strict=True)]
+    return spread(filled, shape, device, 1.0)
 
 
 def same_weights(batch: Sequence[Row], device: torch.device) -> Tensor:
     """[N] bool, completions that the policy wrote from beginning to end with the weights of one step."""
     drawn = [row.completion for row in batch]
     return onto(
-        device, torch.tensor([one.source == "policy" and one.weight is None and not one.versions for one in drawn])
+        device,
+        torch.tensor(
+            [
+                completion.source == "policy" and completion.weight is None and not completion.versions
+                for completion in drawn
+            ]
+        ),
     )
 
 

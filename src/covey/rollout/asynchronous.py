@@ -110,13 +110,13 @@ class AsynchronousSampler:
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, as they finish."""
-        known = as_prompts(prompts, self.tokenizer, context_of(unwrapped(self.model)))
-        if not known:
+        encoded = as_prompts(prompts, self.tokenizer, context_of(unwrapped(self.model)))
+        if not encoded:
             return
-        ordered = next((key for key, order in self.orders.items() if order.is_of(known, n, params)), None)
-        number = self.order(known, n, params, self.version) if ordered is None else ordered
+        ordered = next((key for key, order in self.orders.items() if order.is_of(encoded, n, params)), None)
+        number = self.order(encoded, n, params, self.version) if ordered is None else ordered
         try:
-            yield from self._delivered(number, known)
+            yield from self._delivered(number, encoded)
         except BaseException:
             if ordered is None:
                 del self.orders[number]
@@ -127,13 +127,13 @@ class AsynchronousSampler:
             self.orders[number].is_delivered = True
 
     def _delivered(self, number: int, prompts: Sequence[Prompt]) -> Iterator[Group]:
-        order, given = self.orders[number], set[str]()
+        order, delivered = self.orders[number], set[str]()
         while True:
             for prompt in prompts:
-                if prompt.uid in order.groups and prompt.uid not in given:
-                    given.add(prompt.uid)
+                if prompt.uid in order.groups and prompt.uid not in delivered:
+                    delivered.add(prompt.uid)
                     yield replace(order.groups[prompt.uid], prompt=prompt)
-            if len(given) == len(prompts):
+            if len(delivered) == len(prompts):
                 return
             self._wait()
 
@@ -156,7 +156,7 @@ class AsynchronousSampler:
         if not self.orders:
             return 0
         order = self.orders.pop(next(iter(self.orders)))
-        written = sum(one.num_tokens for group in order.groups.values() for one in group.completions)
+        written = sum(completion.num_tokens for group in order.groups.values() for completion in group.completions)
         return 0 if order.is_delivered else written
 
     def finish(self, is_enough: Callable[[], bool] = lambda: False) -> None:
@@ -220,10 +220,12 @@ class AsynchronousSampler:
     def _start(self, place: int, content: bytes) -> None:
         """Start worker number `place` with the newest weights, `content`, and send it its undelivered share of every order."""
         self._generation += 1
-        own = self._generation
-        worker = self.start(self.model, content, self.version, lambda said: self._inbox.put((place, own, said)))
+        generation = self._generation
+        worker = self.start(
+            self.model, content, self.version, lambda message: self._inbox.put((place, generation, message))
+        )
         self._workers[place : place + 1] = [worker]
-        self._ids[place : place + 1] = [own]
+        self._ids[place : place + 1] = [generation]
         self._unpublished.discard(place)
         for number in self.orders:
             self._send(place, number)
@@ -254,16 +256,16 @@ class AsynchronousSampler:
             if self._workers[place].publish(self.version):
                 self._unpublished.discard(place)
         try:
-            place, own, said = self._inbox.get(timeout=seconds) if seconds else self._inbox.get_nowait()
+            place, generation, message = self._inbox.get(timeout=seconds) if seconds else self._inbox.get_nowait()
             while True:
-                if place < len(self._ids) and self._ids[place] == own:
-                    self._hear(place, said)
-                place, own, said = self._inbox.get_nowait()
+                if place < len(self._ids) and self._ids[place] == generation:
+                    self._hear(place, message)
+                place, generation, message = self._inbox.get_nowait()
         except queue.Empty:
             return
 
-    def _hear(self, place: int, said: tuple[Any, ...]) -> None:
-        match said:
+    def _hear(self, place: int, message: tuple[Any, ...]) -> None:
+        match message:
             case ("group", number, group):
                 self._deaths = 0
                 if number in self.orders:

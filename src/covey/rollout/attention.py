@@ -231,7 +231,7 @@ Merge = Callable[[Tensor, AttentionPart, AttentionPart, RowMap, float, "float | 
 
 def by_one_softmax(
     query: Tensor,
-    own: AttentionPart,
+    suffix: AttentionPart,
     shared: AttentionPart,
     row_map: RowMap,
     scale: float,
@@ -240,23 +240,23 @@ def by_one_softmax(
 ) -> Tensor:
     """Scores of both parts side by side, one softmax in float32, two products with the values."""
     rows, heads, repeats = query.shape[:3]
-    own_scores = _scores(_flat(query), _flat(own.keys).transpose(1, 2), own.wide_bias, scale, softcap)
+    suffix_scores = _scores(_flat(query), _flat(suffix.keys).transpose(1, 2), suffix.wide_bias, scale, softcap)
     grouped = row_map.gather(query)  # [P, H, Gmax * repeats, D]
     shared_scores = _scores(_flat(grouped), _flat(shared.keys).transpose(1, 2), shared.wide_bias, scale, softcap)
     shared_scores = row_map.scatter(shared_scores.view(*grouped.shape[:3], -1), repeats)  # [R, H, repeats, K]
-    scores = torch.cat((shared_scores, own_scores.view(rows, heads, repeats, -1)), -1)
+    scores = torch.cat((shared_scores, suffix_scores.view(rows, heads, repeats, -1)), -1)
     weights = _weights(scores, None if sinks is None else sinks.view(heads, repeats, 1).expand(rows, -1, -1, -1))
     split = shared_scores.shape[-1]
     to_shared = row_map.gather(weights[..., :split].to(query.dtype))  # [P, H, Gmax * repeats, K]
-    to_own = weights[..., split:].to(query.dtype)
+    to_suffix = weights[..., split:].to(query.dtype)
     from_shared = torch.bmm(_flat(to_shared), _flat(shared.values)).view(grouped.shape)
-    from_own = torch.bmm(_flat(to_own), _flat(own.values)).view(query.shape)
-    return from_own + row_map.scatter(from_shared, repeats)
+    from_suffix = torch.bmm(_flat(to_suffix), _flat(suffix.values)).view(query.shape)
+    return from_suffix + row_map.scatter(from_shared, repeats)
 
 
 def by_flash(
     query: Tensor,
-    own: AttentionPart,
+    suffix: AttentionPart,
     shared: AttentionPart,
     row_map: RowMap,
     scale: float,
@@ -265,11 +265,11 @@ def by_flash(
 ) -> Tensor:
     """Each part in one call of torch's CPU kernel, merged by the log-sum-exps that it returns."""
     if softcap is not None or sinks is not None:
-        return by_one_softmax(query, own, shared, row_map, scale, softcap, sinks)
+        return by_one_softmax(query, suffix, shared, row_map, scale, softcap, sinks)
     repeats = query.shape[2]
-    own_out, own_lse = _flash(query, own, scale)
+    suffix_out, suffix_lse = _flash(query, suffix, scale)
     shared_out, shared_lse = _flash(row_map.gather(query), shared, scale)
-    return merged(row_map.scatter(shared_out, repeats), row_map.scatter(shared_lse, repeats), own_out, own_lse)
+    return merged(row_map.scatter(shared_out, repeats), row_map.scatter(shared_lse, repeats), suffix_out, suffix_lse)
 
 
 def _flash(query: Tensor, part: AttentionPart, scale: float) -> tuple[Tensor, Tensor]:

@@ -96,10 +96,10 @@ class PrefillBatch:
         query, key, value = query[:count], key[:count], value[:count]
         row = [x.transpose(0, 1) for x in (query, key, value)]  # each [H, M, D]
         window = self.cache.layers[layer].window_within(max(self.lengths))
-        found = None if window else self._by_kernels(*row, layouts=self._layouts, scale=scale)
-        if found is not None:
+        output = None if window else self._by_kernels(*row, layouts=self._layouts, scale=scale)
+        if output is not None:
             self.keep_end_to_end(layer, key, value)
-            out = found.transpose(0, 1)
+            out = output.transpose(0, 1)
         else:
             query, key, value = map(self._padded, (query, key, value))
             self._keep(layer, key, value)

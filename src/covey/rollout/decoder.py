@@ -159,10 +159,10 @@ class DecoderForward:
         weight: Tensor = module.weight.detach()
         if weight.dtype == torch.float32:
             return weight
-        kept = self._norms.get(module)
-        if kept is None or (kept.shape, kept.device) != (weight.shape, weight.device):
-            kept = self._norms[module] = torch.empty_like(weight, dtype=torch.float32)
-        return kept.copy_(weight)
+        cached = self._norms.get(module)
+        if cached is None or (cached.shape, cached.device) != (weight.shape, weight.device):
+            cached = self._norms[module] = torch.empty_like(weight, dtype=torch.float32)
+        return cached.copy_(weight)
 
     def capture_key(self) -> Hashable:
         products = [*(product for block in self.blocks for product in block.products), self.head]
@@ -251,8 +251,8 @@ class DecoderForward:
         def attend(layer: int, h: Tensor) -> Tensor:
             block = self.blocks[layer]
             query, key, value = (x.unflatten(-1, (-1, self.width)) for x in self._projected(block, h))
-            own, prompts = cache.suffix[layer], cache.prefix[layer]
-            return kernels.attend(step, query, key, value, own, prompts, block.query_norm, block.key_norm)
+            suffix, prompts = cache.suffix[layer], cache.prefix[layer]
+            return kernels.attend(step, query, key, value, suffix, prompts, block.query_norm, block.key_norm)
 
         return attend
 

@@ -119,7 +119,7 @@ class NativeSampler:
         self.environment = environment
         self.check_stop = check_stop
         """Callback between tokens; its exception ends the sampling."""
-        self.asked_graphs, self.asked_attention, self.float32_head = cuda_graphs, attention, float32_head
+        self.graphs_option, self.attention_option, self.float32_head = cuda_graphs, attention, float32_head
         self._may_keep = True
         self._take(model)
         self._between = MemoryBetweenCalls(self.forward.device)
@@ -131,19 +131,19 @@ class NativeSampler:
         """Choose the fastest forward pass and kernels that reproduce this model's logits."""
         self.forward = best_forward(model, self.dtype, self.float32_head)
         device = self.forward.device
-        self.cuda_graphs = captures(self.asked_graphs, device)
+        self.cuda_graphs = captures(self.graphs_option, device)
         """True if decode steps are captured as CUDA graphs. False after a failed capture."""
         self.attention: Attention = "torch"
         """Decode attention: Triton's kernels or PyTorch's operations."""
-        self.is_static = device.type == "cuda" or self.asked_attention == "triton"
+        self.is_static = device.type == "cuda" or self.attention_option == "triton"
         """True if decode steps use static buffers (fixed addresses), which only pay on a GPU."""
         self.kernels: DecodeKernels | None = None
         """C++ decode kernels for a CPU; None: PyTorch's operations decode."""
         if self.is_static:
-            self.attention = verified_attention(self.forward, model, self.asked_attention)
+            self.attention = verified_attention(self.forward, model, self.attention_option)
         else:
-            self.kernels = verified_kernels(self.forward, model, self.asked_attention)
-        self._kept: StaticState | None = None
+            self.kernels = verified_kernels(self.forward, model, self.attention_option)
+        self._idle_state: StaticState | None = None
         """Buffers and captured steps of the last call, for the next one."""
         self.new_capture: Callable[[], Capture] = lambda: CudaCapture(device)
         self.model = model
@@ -231,7 +231,7 @@ class NativeSampler:
                 else:
                     yield from groups
             if failed is None:
-                self._kept = self._worth_keeping(scheduler)
+                self._idle_state = self._worth_keeping(scheduler)
                 del scheduler
                 self._give_back()
                 if self.is_static:
@@ -244,7 +244,7 @@ class NativeSampler:
 
     def _give_back(self) -> None:
         """Release cached memory: that of freed CUDA graphs is reusable only after `empty_cache()`."""
-        if self._kept is None and self.cuda_graphs and self.forward.device.type == "cuda":
+        if self._idle_state is None and self.cuda_graphs and self.forward.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _worth_keeping(self, scheduler: Scheduler) -> StaticState | None:
@@ -255,7 +255,7 @@ class NativeSampler:
 
     def release_memory(self) -> None:
         """Free the buffers and captured steps of the last call, and keep none from now on: memory has run out."""
-        self._kept, self._may_keep = None, False
+        self._idle_state, self._may_keep = None, False
 
     def _halve(self, n: int, rows: int, held: int, reason: str) -> None:
         """Halve the number of rows decoded at once. Each completion has its own seed, so none of them changes."""
@@ -299,7 +299,7 @@ class NativeSampler:
     def _static_state(self) -> StaticState:
         """Buffers and captured steps left by the last call, else new ones: a call that begins while another one runs has its own."""
         self._between.begin_call(self.version)
-        state, self._kept = self._kept, None
+        state, self._idle_state = self._idle_state, None
         return state or StaticState(StaticBuffers(self.forward.device), self._new_steps())
 
     def _new_steps(self) -> Eager | Captured:
@@ -326,5 +326,5 @@ class NativeSampler:
         """Upper bound of the KV cache in bytes. Kept buffers count as free; the memory pool of captured steps does not."""
         if self.cache_bytes is not None:
             return self.cache_bytes
-        reusable = 0 if self._kept is None else self._kept.buffers.nbytes - self._kept.steps.nbytes
+        reusable = 0 if self._idle_state is None else self._idle_state.buffers.nbytes - self._idle_state.steps.nbytes
         return int(self.cache_fraction * max(0, free_on(self.forward.device) + reusable))

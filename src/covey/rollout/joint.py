@@ -74,23 +74,23 @@ class JointRollouts:
     is_equal: dict[Hashable, bool] = field(default_factory=dict)
     """Results of the comparisons, by base, rows of a run, its first row, rows of the batch, and threads."""
 
-    def __call__(self, asked: Sequence[Drawing]) -> list[Drawn | BaseException | None]:
+    def __call__(self, drawings: Sequence[Drawing]) -> list[Drawn | BaseException | None]:
         """Result of each drawing: its groups, its error, or None if it must be sampled separately, by its sampler's `sample`."""
         bases: dict[Hashable, list[int]] = {}
-        for place, drawing in enumerate(asked):
+        for place, drawing in enumerate(drawings):
             if (base := _shared_base(drawing)) is not None:
                 bases.setdefault(base, []).append(place)
-        results: list[Drawn | BaseException | None] = [None] * len(asked)
+        results: list[Drawn | BaseException | None] = [None] * len(drawings)
         for base, places in bases.items():
             if len(places) > 1:
-                drawn = self._drawn([asked[place] for place in places], hash(base))
+                drawn = self._drawn([drawings[place] for place in places], hash(base))
                 for place, result in zip(places, drawn, strict=True):
                     results[place] = result
         return results
 
-    def _drawn(self, asked: Sequence[Drawing], base: int) -> list[Drawn | BaseException | None]:
+    def _drawn(self, drawings: Sequence[Drawing], base: int) -> list[Drawn | BaseException | None]:
         started = time.perf_counter()
-        runs = [_Run(drawing) for drawing in asked]
+        runs = [_Run(drawing) for drawing in drawings]
         forward = _JointForward([run.forward for run in runs], base)
         try:
             with ExitStack() as stack:
@@ -131,11 +131,11 @@ class JointRollouts:
         for place in joined:
             keys[place] = forward.base, len(runs[place].ids), start, total, torch.get_num_threads()
             start += len(runs[place].ids)
-        found = dict(zip(joined, forward.decode(runs, joined), strict=True))
+        logits = dict(zip(joined, forward.decode(runs, joined), strict=True))
         for place, key in keys.items():
             if key not in self.is_equal:
-                self.is_equal[key] = torch.equal(found[place], runs[place].decode())
-        return {place: found[place] for place, key in keys.items() if self.is_equal[key]}
+                self.is_equal[key] = torch.equal(logits[place], runs[place].decode())
+        return {place: logits[place] for place, key in keys.items() if self.is_equal[key]}
 
 
 class _Run:
@@ -152,7 +152,7 @@ class _Run:
         """True after running out of memory: the run is then sampled separately, in smaller batches."""
         self.scheduler: Scheduler | None = None
         self.ids = self.positions = torch.zeros(0, dtype=torch.int64)
-        with self._kept():
+        with self._recording_errors():
             self.scheduler = sampler.begin(drawing.prompts, drawing.n, drawing.params)
 
     @property
@@ -161,7 +161,7 @@ class _Run:
         return not has_ended and self.scheduler is not None and self.scheduler.is_busy
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
+    def _recording_errors(self) -> Iterator[None]:
         try:
             yield
         except (Exception, StopNow) as error:  # noqa: BLE001 - raised in its own run
@@ -171,7 +171,7 @@ class _Run:
     def begin(self) -> None:
         """Admit groups, and take the input [R] of the next step; empty at the end."""
         if self.is_busy and self.scheduler is not None:
-            with self._kept():
+            with self._recording_errors():
                 self.ids, self.positions = self.scheduler.begin_step()
 
     def decode(self) -> Tensor:
@@ -181,7 +181,7 @@ class _Run:
 
     def end(self, logits: Tensor) -> None:
         if self.scheduler is not None:
-            with self._kept():
+            with self._recording_errors():
                 self.groups += self.scheduler.end_step(logits)
 
 
@@ -197,7 +197,9 @@ class _JointForward:
         self.carrier = forwards[0]
         layers = [_layers_of(forward.model) for forward in forwards]
         self.adapted = {
-            path: [own[path] for own in layers] for path in layers[0] if any(_base_of(own[path]) for own in layers)
+            path: [by_path[path] for by_path in layers]
+            for path in layers[0]
+            if any(_base_of(by_path[path]) for by_path in layers)
         }
 
     def decode(self, runs: Sequence[_Run], joined: Sequence[int]) -> list[Tensor]:
@@ -224,7 +226,7 @@ class _JointBatch:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
         """[R, 1, Hq, D]; see `Batch`."""
         rows = zip(self.batches, *(x.split(list(self.sizes)) for x in (query, key, value)), strict=True)
-        return torch.cat([batch.attend(layer, *own, *options) for batch, *own in rows])
+        return torch.cat([batch.attend(layer, *rest, *options) for batch, *rest in rows])
 
 
 def _route(stack: ExitStack, carrier: Any, layers: Sequence[Any], sizes: Sequence[int]) -> None:
@@ -234,7 +236,7 @@ def _route(stack: ExitStack, carrier: Any, layers: Sequence[Any], sizes: Sequenc
 
     def forward(x: Tensor) -> Tensor:
         out = []
-        for layer, own, done in zip(layers, x.split(list(sizes)), product(x).split(list(sizes)), strict=True):
+        for layer, inputs, done in zip(layers, x.split(list(sizes)), product(x).split(list(sizes)), strict=True):
             of_layer = _base_of(layer)
             if of_layer is None:
                 out.append(done)
@@ -242,7 +244,7 @@ def _route(stack: ExitStack, carrier: Any, layers: Sequence[Any], sizes: Sequenc
             of_layer.__dict__["forward"] = lambda x, done=done: done
             try:
                 # copied, so that it is aligned as in a separate rollout
-                out.append(type(layer).forward(layer, own.clone()))
+                out.append(type(layer).forward(layer, inputs.clone()))
             finally:
                 del of_layer.__dict__["forward"]
         return torch.cat(out)
@@ -261,10 +263,10 @@ def _layers_of(module: nn.Module, path: str = "") -> dict[str, nn.Module]:
     """Modules with weights of their own, by path; an adapter's layer stands for the layer inside."""
     if _base_of(module) is not None or not list(module.children()):
         return {path: module}
-    found: dict[str, nn.Module] = {}
+    by_path: dict[str, nn.Module] = {}
     for name, child in module.named_children():
-        found |= _layers_of(child, f"{path}.{name}")
-    return found
+        by_path |= _layers_of(child, f"{path}.{name}")
+    return by_path
 
 
 def _shared_base(drawing: Drawing) -> Hashable | None:

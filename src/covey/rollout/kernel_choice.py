@@ -27,30 +27,32 @@ SWITCH = "COVEY_CUDA_GRAPHS"
 """Environment variable that turns CUDA graphs off (0) or on (1) where the sampler's argument is None."""
 
 
-def captures(asked: bool | None, device: torch.device) -> bool:
+def captures(requested: bool | None, device: torch.device) -> bool:
     """True if decode steps are captured as CUDA graphs. Raises ConfigError if that is requested for another device than CUDA."""
-    said = os.environ.get(SWITCH, "").strip()
-    if said not in ("", "0", "1"):
-        raise ConfigError(f"{SWITCH} is {said!r}; give 1 to decode with CUDA graphs, 0 to decode without.")
-    source = "cuda_graphs=True" if asked is not None else f"{SWITCH}=1"
-    wanted = asked if asked is not None else said == "1" if said else None
+    setting = os.environ.get(SWITCH, "").strip()
+    if setting not in ("", "0", "1"):
+        raise ConfigError(f"{SWITCH} is {setting!r}; give 1 to decode with CUDA graphs, 0 to decode without.")
+    source = "cuda_graphs=True" if requested is not None else f"{SWITCH}=1"
+    choice = requested if requested is not None else setting == "1" if setting else None
     if device.type == "cuda":
-        return wanted is not False
-    if wanted:
+        return choice is not False
+    if choice:
         raise ConfigError(f"{source} needs a model on a CUDA device, but this one is on {device.type}; leave it out.")
     return False
 
 
-def verified_kernels(forward: Forward, model: Any, asked: AttentionChoice) -> DecodeKernels | None:
+def verified_kernels(forward: Forward, model: Any, choice: AttentionChoice) -> DecodeKernels | None:
     """C++ decode kernels for a model on a CPU, if they reproduce its logits; None where PyTorch's operations decode.
 
     Raises ConfigError when they are requested and cannot run, Unsupported when PyTorch's operations differ from the model too.
     """
     shapes = {layer.width for layer in forward.layers}
     kernels = (
-        DecodeKernels.of(forward.device, forward.dtype, shapes.pop()) if len(shapes) == 1 and asked != "torch" else None
+        DecodeKernels.of(forward.device, forward.dtype, shapes.pop())
+        if len(shapes) == 1 and choice != "torch"
+        else None
     )
-    if kernels is None and asked == "compiled":
+    if kernels is None and choice == "compiled":
         reason = (
             unavailable_reason() or f"this model has heads or a precision that they are not made for ({forward.dtype})"
         )
@@ -59,7 +61,7 @@ def verified_kernels(forward: Forward, model: Any, asked: AttentionChoice) -> De
         try:
             verify(forward, model, new_cache=functools.partial(plain_cache, kernels=kernels))
         except Unsupported as error:
-            if asked == "compiled":
+            if choice == "compiled":
                 raise
             logger.warning("Decoding with PyTorch's own operations, not with compiled kernels: %s.", error)
         else:
@@ -68,17 +70,17 @@ def verified_kernels(forward: Forward, model: Any, asked: AttentionChoice) -> De
     return None
 
 
-def verified_attention(forward: Forward, model: Any, asked: AttentionChoice) -> Attention:
+def verified_attention(forward: Forward, model: Any, choice: AttentionChoice) -> Attention:
     """Fastest attention that reproduces the model's logits on static buffers: Triton's, or PyTorch's with a warning.
 
     Raises ConfigError when Triton's kernels are requested and cannot run, Unsupported when PyTorch's differ from the model too.
     """
-    if asked != "torch":
+    if choice != "torch":
         reason = TritonDecode.unavailable_reason(forward.device)
-        if reason is not None and asked == "triton":
+        if reason is not None and choice == "triton":
             raise ConfigError(f"attention='triton' is not possible here: {reason}.")
         if reason is None:
-            reason = _why_not_verified(forward, model, asked)
+            reason = _why_not_verified(forward, model, choice)
         if reason is None:
             return "triton"
         logger.warning("Decoding with PyTorch's attention kernels: %s.", reason)
@@ -86,17 +88,17 @@ def verified_attention(forward: Forward, model: Any, asked: AttentionChoice) -> 
     return "torch"
 
 
-def _why_not_verified(forward: Forward, model: Any, asked: AttentionChoice) -> str | None:
+def _why_not_verified(forward: Forward, model: Any, choice: AttentionChoice) -> str | None:
     """Reason against Triton's kernels; None if they compile, run and agree with the model."""
     try:
         verify(forward, model, new_cache=_cache_with("triton"))
         verify_draw(forward)
     except Unsupported as error:
-        if asked == "triton":
+        if choice == "triton":
             raise
         return str(error)
     except TritonDecode.errors() as error:
-        if asked == "triton" or is_out_of_memory(error):
+        if choice == "triton" or is_out_of_memory(error):
             raise
         return f"Triton's do not run here ({first_line(error)})"
     return None

@@ -159,14 +159,14 @@ class KVCache:
             if self.states is not None:
                 self.states.move(freed, moved)
 
-    def drop_prompts(self, kept: list[int]) -> None:
+    def drop_prompts(self, slots: list[int]) -> None:
         """Keep these prompts, in this order."""
-        self.prompt_lengths, self._cache_tables = [self.prompt_lengths[p] for p in kept], None
+        self.prompt_lengths, self._cache_tables = [self.prompt_lengths[p] for p in slots], None
         columns = rounded(max(self.prompt_lengths, default=0))
-        index = torch.tensor(kept, dtype=torch.int64, device=self.device)
+        index = torch.tensor(slots, dtype=torch.int64, device=self.device)
         for i, buffer in enumerate(self.prefix):  # one layer at a time, to bound the memory of copies
-            self.prefix[i] = self._zeros(self.layers[i], len(kept), columns)
-            for place, p in enumerate(kept):
+            self.prefix[i] = self._zeros(self.layers[i], len(slots), columns)
+            for place, p in enumerate(slots):
                 self.prefix[i][:, place] = buffer[:, p, :, :columns]
         self.prefix_bias = self.prefix_bias[index, :columns]
 
@@ -273,12 +273,12 @@ class KVCache:
         keys, values = self.suffix[layer][:, :rows]
         keys[:, :, self.step_column], values[:, :, self.step_column] = key, value
         query = query.view(rows, heads, repeats, width)
-        own, shared = self._parts(layer, keys, values)
-        return self.merge(query, own, shared, self.row_map, scale, softcap, sinks).view(rows, -1, width)
+        suffix, shared = self._parts(layer, keys, values)
+        return self.merge(query, suffix, shared, self.row_map, scale, softcap, sinks).view(rows, -1, width)
 
     def _parts(self, layer: int, keys: Tensor, values: Tensor) -> tuple[AttentionPart, AttentionPart]:
         """Parts of the rows' own `keys` and `values` [R, Hkv, columns, D] and of their prompts', masked by the layer's window."""
         rows, heads = keys.shape[:2]
         buffer, bias = self.prefix[layer], self.biases(layer, rows)
-        own = AttentionPart(keys, values, bias.suffix, bias.suffix_by_head(heads))
-        return own, AttentionPart(buffer[0], buffer[1], bias.prefix, bias.prefix_by_head(heads))
+        suffix = AttentionPart(keys, values, bias.suffix, bias.suffix_by_head(heads))
+        return suffix, AttentionPart(buffer[0], buffer[1], bias.prefix, bias.prefix_by_head(heads))

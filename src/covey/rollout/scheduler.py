@@ -250,9 +250,9 @@ class Scheduler:
         drawn = self._draw(logits, self.uniforms[output_row, written], seen)
         tokens, logprobs, is_outside = drawn.tokens, drawn.logprobs, None
         if self.replies is not None:
-            said = self.replies[output_row, written]
-            is_outside = said >= 0
-            tokens, logprobs = torch.where(is_outside, said, tokens), logprobs.masked_fill(is_outside, 0.0)
+            replied = self.replies[output_row, written]
+            is_outside = replied >= 0
+            tokens, logprobs = torch.where(is_outside, replied, tokens), logprobs.masked_fill(is_outside, 0.0)
         self.tokens[output_row, written], self.logprobs[output_row, written] = tokens, logprobs
         if seen is not None:
             seen.scatter_(1, tokens[:, None], True)
@@ -284,12 +284,14 @@ class Scheduler:
     def _continues(self, stops: Tensor) -> Tensor:
         """[R] bool, rows among `stops` that continue because the environment replied."""
         continues = torch.zeros_like(stops)
-        asked = stops.nonzero().squeeze(-1).tolist()
-        if not asked or self.environment is None or self.replies is None:
+        stopped_rows = stops.nonzero().squeeze(-1).tolist()
+        if not stopped_rows or self.environment is None or self.replies is None:
             return continues
-        columns = self.rows[:, asked].T.tolist()
+        columns = self.rows[:, stopped_rows].T.tolist()
         turns = [self._turn(column) for column in columns]
-        for row, column, reply in zip(asked, columns, replies(self.environment, turns, self.tokenizer), strict=True):
+        for row, column, reply in zip(
+            stopped_rows, columns, replies(self.environment, turns, self.tokenizer), strict=True
+        ):
             if reply is None:
                 continue
             start, stop = column[WRITTEN], min(column[WRITTEN] + len(reply), column[LIMIT])
@@ -301,8 +303,8 @@ class Scheduler:
         group, output_row, written = self.open[column[SLOT]], column[OUTPUT_ROW], column[WRITTEN]
         assert group is not None  # a running row belongs to a running group
         assert self.replies is not None
-        said = self.replies[output_row, :written] >= 0
-        last = int(said.nonzero().max()) + 1 if bool(said.any()) else 0
+        is_reply = self.replies[output_row, :written] >= 0
+        last = int(is_reply.nonzero().max()) + 1 if bool(is_reply.any()) else 0
         ids = self.tokens[output_row, :written].tolist()
         return Turn(
             prompt=group.request.prompt,
@@ -312,11 +314,11 @@ class Scheduler:
         )
 
     def _completes_stop_string(self, tokens: Tensor) -> Tensor:
-        found = self.enders[tokens]
-        for row in found.nonzero().squeeze(-1).tolist():
+        is_end = self.enders[tokens]
+        for row in is_end.nonzero().squeeze(-1).tolist():
             output_row, written = int(self.rows[OUTPUT_ROW, row]), int(self.rows[WRITTEN, row])
-            found[row] = self.stop.is_reached(self.tokens[output_row, :written].tolist())
-        return found
+            is_end[row] = self.stop.is_reached(self.tokens[output_row, :written].tolist())
+        return is_end
 
     # -- completion -------------------------------------------------------------------------------------------------
 
@@ -358,9 +360,9 @@ class Scheduler:
     def _completions(self, group: RunningGroup) -> tuple[Completion, ...]:
         """Completions of a finished group, copied: its output rows are reused next."""
         longest = max(length for length, _ in group.written.values())
-        own = lambda table: table[group.output_rows, :longest].cpu()
-        tokens, logprobs = own(self.tokens), own(self.logprobs)
-        mask = None if self.replies is None else own(self.replies) < 0
+        take = lambda table: table[group.output_rows, :longest].cpu()
+        tokens, logprobs = take(self.tokens), take(self.logprobs)
+        mask = None if self.replies is None else take(self.replies) < 0
         check_finite(logprobs)  # beyond a completion's end stand zeros, or values that were checked before
         return tuple(
             completion(
@@ -378,12 +380,12 @@ class Scheduler:
 
     def _drop_finished_prompts(self) -> None:
         """Free the prefixes of finished groups."""
-        kept = [slot for slot, group in enumerate(self.open) if group is not None]
-        if len(kept) == len(self.open):
+        slots = [slot for slot, group in enumerate(self.open) if group is not None]
+        if len(slots) == len(self.open):
             return
-        self.cache.drop_prompts(kept)
+        self.cache.drop_prompts(slots)
         new_slot = torch.zeros(len(self.open), dtype=torch.int64, device=self.rows.device)
-        new_slot[kept] = torch.arange(len(kept), device=self.rows.device)
+        new_slot[slots] = torch.arange(len(slots), device=self.rows.device)
         rows = self.rows[:, : self.num_rows]
         rows[SLOT] = new_slot[rows[SLOT]]
         self.open = [group for group in self.open if group is not None]

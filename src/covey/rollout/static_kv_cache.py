@@ -132,9 +132,9 @@ class StaticKVCache(KVCache):
         self.lengths = grown("lengths", self.lengths[:old], (prompts,))
         self._new_owners(prompts, len(self.first))
 
-    def drop_prompts(self, kept: list[int]) -> None:
-        self.prompt_lengths = [self.prompt_lengths[p] for p in kept]
-        index, left = torch.tensor(kept, dtype=torch.int64, device=self.device), len(kept)
+    def drop_prompts(self, slots: list[int]) -> None:
+        self.prompt_lengths = [self.prompt_lengths[p] for p in slots]
+        index, left = torch.tensor(slots, dtype=torch.int64, device=self.device), len(slots)
         for buffer in self.prefix:
             buffer[:, :left] = buffer[:, index]
         self.prefix_bias[:left], self.lengths[:left] = self.prefix_bias[index], self.lengths[index]
@@ -167,8 +167,8 @@ class StaticKVCache(KVCache):
             return
         self._forget(min(self.starts, default=self.step_column))
         if self.step_column + max(steps, columns // 8) > columns < self.most_columns:
-            wanted = columns_for(max(self.step_column + steps, columns + 1))
-            self._grow_suffix(self.num_rows, len(self.first), min(wanted, self.most_columns))
+            target = columns_for(max(self.step_column + steps, columns + 1))
+            self._grow_suffix(self.num_rows, len(self.first), min(target, self.most_columns))
 
     def _forget(self, first: int) -> None:
         """Move all columns from `first` on to the front."""
@@ -242,11 +242,11 @@ class StaticKVCache(KVCache):
         rows, heads, width = key.shape
         if self.attention == "triton" and sinks is None:
             return self.attend_in_kernels(layer, query, key, value, scale, softcap)
-        own = self.suffix[layer][:, :rows]
-        own[0].index_copy_(2, self.now, key[:, :, None])
-        own[1].index_copy_(2, self.now, value[:, :, None])
+        suffix = self.suffix[layer][:, :rows]
+        suffix[0].index_copy_(2, self.now, key[:, :, None])
+        suffix[1].index_copy_(2, self.now, value[:, :, None])
         row_map = RowMap(self.members, self.back[:rows], is_regular=False)
-        parts = self._parts(layer, own[0], own[1])
+        parts = self._parts(layer, suffix[0], suffix[1])
         out = self.merge(query.view(rows, heads, -1, width), *parts, row_map, scale, softcap, sinks)
         return out.view(rows, -1, width)
 
@@ -268,8 +268,8 @@ class StaticKVCache(KVCache):
             query,
             key,
             value,
-            own=self.suffix[layer],
-            own_bias=None if bias is None else bias.suffix,
+            suffix=self.suffix[layer],
+            suffix_bias=None if bias is None else bias.suffix,
             prompts=self.prefix[layer],
             prompt_bias=None if bias is None else bias.prefix,
             members=self.members,

@@ -146,6 +146,6 @@ class TurnSampler:
             row.answer(reply)
 
     def _turn(self, row: _Writing) -> Turn:
-        since = max((t + 1 for t, is_own in enumerate(row.mask) if not is_own), default=0)
+        since = max((t + 1 for t, is_sampled in enumerate(row.mask) if not is_sampled), default=0)
         text = self.tokenizer.decode(row.ids[since:], skip_special_tokens=True)
         return Turn(prompt=row.prompt, sample=row.place[1], token_ids=tuple(row.ids), text=text)

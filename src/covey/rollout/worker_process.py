@@ -142,9 +142,13 @@ def _start(theirs: Connection) -> subprocess.Popen[bytes]:
 
 def _error(message: tuple[Any, ...]) -> CoveyError:
     """Cause of the worker's end: the original exception if Covey raised it."""
-    _, kind, said, known, told = message
-    error = known(said) if known is not None else CoveyError(f"the process that samples ended with {kind}: {said}")
-    error.__cause__ = Exception(f"in the process that samples:\n{told}")
+    _, kind, text, error_type, trace = message
+    error = (
+        error_type(text)
+        if error_type is not None
+        else CoveyError(f"the process that samples ended with {kind}: {text}")
+    )
+    error.__cause__ = Exception(f"in the process that samples:\n{trace}")
     return error
 
 

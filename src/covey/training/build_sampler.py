@@ -72,20 +72,20 @@ def _split(args: GRPOConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     if "stop_strings" in extra:
         stop = extra.pop("stop_strings")
         extra["stop"] = tuple(stop) if isinstance(stop, list) else stop
-    known = set(inspect.signature(SamplingParams).parameters)
-    others = {name: value for name, value in extra.items() if name not in known and name not in _WITHOUT_EFFECT}
+    names = set(inspect.signature(SamplingParams).parameters)
+    others = {name: value for name, value in extra.items() if name not in names and name not in _WITHOUT_EFFECT}
     if others:
-        _refuse_unknown(others, known, args)
-    return {name: value for name, value in extra.items() if name in known}, others
+        _refuse_unknown(others, names, args)
+    return {name: value for name, value in extra.items() if name in names}, others
 
 
-def _refuse_unknown(others: Mapping[str, Any], known: set[str], args: GRPOConfig) -> None:
+def _refuse_unknown(others: Mapping[str, Any], names: set[str], args: GRPOConfig) -> None:
     from transformers import GenerationConfig
 
     of_generate = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     for name in others:
         if name not in of_generate:
-            hint = did_you_mean(name, known | of_generate) or f" The samplers know {', '.join(sorted(known))}."
+            hint = did_you_mean(name, names | of_generate) or f" The samplers know {', '.join(sorted(names))}."
             raise ConfigError(f"generation_kwargs has {name!r}, which no sampler knows.{hint}")
         if args.rollout_backend in ("native", "vllm"):
             raise ConfigError(
@@ -249,26 +249,26 @@ def _refuse(args: GRPOConfig, options: dict[str, Any], agents: Agents) -> None:
         )
 
 
-def _device(asked: str | None, learner: torch.device) -> str:
+def _device(name: str | None, learner: torch.device) -> str:
     """Device of the workers. Raises ConfigError for an absent device."""
-    if asked is None:
+    if name is None:
         if learner.type != "cuda":
             return learner.type
         behind = max((learner.index or 0) + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         return f"cuda:{behind}" if behind < torch.cuda.device_count() else str(learner)
     try:
-        torch.empty(0, device=asked)
+        torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"rollout_device={asked!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    return asked
+        raise ConfigError(f"rollout_device={name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return name
 
 
 def _threads(args: GRPOConfig, device: torch.device) -> int:
     """Intra-op threads of a worker: all if learner and worker alternate, else its share of half of them."""
-    own = torch.get_num_threads()
+    threads = torch.get_num_threads()
     if device.type != "cpu" or not args.max_staleness:
-        return own
-    return max(1, halves(own)[1] // args.rollout_workers)
+        return threads
+    return max(1, halves(threads)[1] // args.rollout_workers)
 
 
 def agent_options(args: GRPOConfig, rank: int) -> AgentOptions:
@@ -284,14 +284,14 @@ def agent_options(args: GRPOConfig, rank: int) -> AgentOptions:
     )
 
 
-def _record(args: GRPOConfig, rank: int, version: int, found: Sequence[Trace]) -> None:
+def _record(args: GRPOConfig, rank: int, version: int, recorded: Sequence[Trace]) -> None:
     """Write the traces of the steps whose rollouts are written."""
     from covey.serving import lines_of
 
     if not rollouts.is_due(version + 1, args.rollout_log_steps) or args.rollout_log_steps == 0:
         return
     folder = Path(str(args.output_dir)) / traces.FOLDER
-    traces.append(folder, version + 1, lines_of(found), rank)
+    traces.append(folder, version + 1, lines_of(recorded), rank)
     if args.rollout_total_limit is not None:
         traces.thin(folder, args.rollout_total_limit)
 
@@ -305,7 +305,7 @@ def name_idle_options(agents: Agents, args: GRPOConfig) -> None:
         "agent_timeout_seconds": (agents.agent is not None, "an agent"),
         "agent_concurrency": (agents.agent is not None, "an agent"),
     }
-    usual = {one.name: one.default for one in fields(args) if one.name in acting}
+    usual = {field.name: field.default for field in fields(args) if field.name in acting}
     for name, (acts, needs) in acting.items():
         if not acts and getattr(args, name) != usual[name]:
             logger.warning("%s=%r changes nothing here: it acts with %s.", name, getattr(args, name), needs)

@@ -82,13 +82,13 @@ def checkpoint_tree(parts: Parts, state: TrainState) -> dict[str, Any]:
 
 def restore_tree(parts: Parts, folder: Path) -> TrainState:
     """Restore the state of `checkpoint_tree` and the weights. Returns the state to continue from."""
-    with told_as_damage(folder):
+    with as_checkpoint_errors(folder):
         return _restored(parts, folder)
 
 
 @contextmanager
-def told_as_damage(folder: Path) -> Iterator[None]:
-    """Context manager: what goes wrong with the content of a checkpoint, whose files are as they were sealed, in one sentence."""
+def as_checkpoint_errors(folder: Path) -> Iterator[None]:
+    """Turn errors of the content of a checkpoint, whose files are intact, into a CheckpointError."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -118,8 +118,10 @@ def _restored(parts: Parts, folder: Path) -> TrainState:
     if learner.teacher is not None:
         learner.teacher.load_state_dict(tree.get("teacher", {}))
     if tree["critic"]:
-        own = learner.critic.state_dict()
-        learner.critic.load_state_dict({name: shard_like(value, own[name]) for name, value in tree["critic"].items()})
+        current = learner.critic.state_dict()
+        learner.critic.load_state_dict(
+            {name: shard_like(value, current[name]) for name, value in tree["critic"].items()}
+        )
     restore_average(parts, tree.get("average", {}))
     if "ladder" in tree:
         learner.guard.load_state_dict(tree["ladder"])
@@ -138,8 +140,8 @@ def _restored(parts: Parts, folder: Path) -> TrainState:
         )
     if "memory" in tree:
         _restore_sizes(parts, _mine(parts, tree["memory"]))
-    known = {item.name for item in fields(TrainState)}
-    return TrainState(**{name: value for name, value in tree["state"].items() if name in known})
+    names = {item.name for item in fields(TrainState)}
+    return TrainState(**{name: value for name, value in tree["state"].items() if name in names})
 
 
 def _mine(parts: Parts, saved: Sequence[Any]) -> Any:
@@ -164,30 +166,30 @@ def load_weights(model: Any, folder: Path) -> None:
     if has_adapter(model):
         from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
-        own, weights = get_peft_model_state_dict(model), load_peft_weights(str(folder), device="cpu")
-        _expect_weights(weights, own, folder)
+        current, weights = get_peft_model_state_dict(model), load_peft_weights(str(folder), device="cpu")
+        _expect_weights(weights, current, folder)
         if are_split(model):
-            load_whole_state(own, weights)
+            load_whole_state(current, weights)
             return
         set_peft_model_state_dict(model, weights)
         return
     with quiet_bars():
         saved, about = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
-    own, weights = model.state_dict(), saved.state_dict()
-    _expect_weights({k: v for k, v in weights.items() if k not in about["missing_keys"]}, own, folder)
+    current, weights = model.state_dict(), saved.state_dict()
+    _expect_weights({k: v for k, v in weights.items() if k not in about["missing_keys"]}, current, folder)
     if are_split(model):
-        load_whole_state(own, weights)
+        load_whole_state(current, weights)
         return
     model.load_state_dict(weights)
 
 
-def _expect_weights(weights: Mapping[str, Any], own: Mapping[str, Any], folder: Path) -> None:
+def _expect_weights(weights: Mapping[str, Any], current: Mapping[str, Any], folder: Path) -> None:
     """Raise CheckpointError unless every weight of the model is there, in its shape and finite."""
-    if missing := sorted(set(own) - set(weights)):
+    if missing := sorted(set(current) - set(weights)):
         raise CheckpointError(f"{folder} has no weights for {missing[0]}; it was changed, or is of another model.")
     for name, value in weights.items():
-        if name in own and value.shape != own[name].shape:
-            shapes = f"{tuple(value.shape)} instead of {tuple(own[name].shape)}"
+        if name in current and value.shape != current[name].shape:
+            shapes = f"{tuple(value.shape)} instead of {tuple(current[name].shape)}"
             raise CheckpointError(f"{folder}: {name} has the shape {shapes}; it was changed, or is of another model.")
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             raise CheckpointError(f"{folder}: {name} is not finite; resume from another checkpoint.")
@@ -259,7 +261,7 @@ def restore_history(session: Session, folder: Path) -> None:
     path = folder / "trainer_state.json"
     if path.is_file() and json_depth(path.read_bytes()) > MOST_DEPTH:
         raise CheckpointError(f"{path} is nested more than {MOST_DEPTH} deep, so Covey did not write it.")
-    with told_as_damage(folder):
+    with as_checkpoint_errors(folder):
         saved = TrainerState.load_from_json(str(path))
         for name in ("epoch", "log_history", "best_metric", "best_global_step", "best_model_checkpoint"):
             setattr(session.trainer_state, name, getattr(saved, name))
@@ -323,8 +325,10 @@ class Recording:
         """Save the batch of a skipped update, to be read by `covey.training.recovery.bad_batch`."""
         if self.folder is not None:
             metrics = {name: metric.value for name, metric in report.metrics.items()}
-            said = [event.said for event in report.events]
-            self.folder.write_bad_step(step, {"groups": list(groups), "step": step, "said": said, "metrics": metrics})
+            sentences = [event.said for event in report.events]
+            self.folder.write_bad_step(
+                step, {"groups": list(groups), "step": step, "said": sentences, "metrics": metrics}
+            )
 
     def rewind(self, step: int, event: Event) -> None:
         """Roll the records back to `step`: later metrics, rollouts and checkpoints are moved away; events stay, `event` is added."""

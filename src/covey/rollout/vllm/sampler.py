@@ -91,7 +91,7 @@ class ServerSampler:
             warn_if_exposed(server)
         self.server, self.client = server, server.client
         facts = self.server.facts
-        limits = [one for one in (context_of(unwrapped(model)), facts.max_model_length) if one is not None]
+        limits = [limit for limit in (context_of(unwrapped(model)), facts.max_model_length) if limit is not None]
         self.context = min(limits) if limits else None
         name = f"{safe_name(run)}-{self.world.broadcast(secrets.token_hex(3))}"
         carrier = _transport(self.server, model, transport, Path(directory) / name, host=host, port=group_port)
@@ -122,13 +122,13 @@ class ServerSampler:
         """
         if n < 1:
             raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
-        return self._groups(self._known(prompts, params), n, params)
+        return self._groups(self._encoded(prompts, params), n, params)
 
     def go_on(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """Like `sample`, within a rollout that has begun: by the weights that the server has. Not collective."""
-        return self._groups(self._known(prompts, params), n, params, settles=False)
+        return self._groups(self._encoded(prompts, params), n, params, settles=False)
 
-    def _known(self, prompts: Sequence[PromptLike], params: SamplingParams) -> list[Prompt]:
+    def _encoded(self, prompts: Sequence[PromptLike], params: SamplingParams) -> list[Prompt]:
         refuse_raw_logprobs(self.server, params)
         return as_prompts(prompts, self.tokenizer, self.context)
 
@@ -142,21 +142,21 @@ class ServerSampler:
     ) -> Iterator[Group]:
         seed = fresh_seed(params)
         keys = [sequence_key(seed, p.uid, o, 0) % 2**31 for p, o in zip(prompts, occurrences(prompts), strict=True)]
-        asked = {
-            i: self._asked(prompt, n, params, key) for i, (prompt, key) in enumerate(zip(prompts, keys, strict=True))
+        requests = {
+            i: self._request(prompt, n, params, key) for i, (prompt, key) in enumerate(zip(prompts, keys, strict=True))
         }
         if settles:
             self._settle()
         if not prompts:
             return
         try:
-            yield from self._drawn(prompts, asked, n)
+            yield from self._drawn(prompts, requests, n)
         except NoAnswerError as error:
-            if not asked:
+            if not requests:
                 raise
             logger.warning("%s", error)
             self._recover()
-            yield from self._drawn(prompts, asked, n)
+            yield from self._drawn(prompts, requests, n)
         if self.sync.label is not None:
             self.sync.expect_current()
 
@@ -235,7 +235,7 @@ class ServerSampler:
         if self.world.size > 1:
             self.sync.label, self.sync.model = self.world.broadcast((self.sync.label, self.sync.model))
 
-    def _asked(self, prompt: Prompt, n: int, params: SamplingParams, seed: int) -> dict[str, Any]:
+    def _request(self, prompt: Prompt, n: int, params: SamplingParams, seed: int) -> dict[str, Any]:
         room = (
             params.max_tokens if self.context is None else min(params.max_tokens, self.context - len(prompt.token_ids))
         )
@@ -259,8 +259,8 @@ class ServerSampler:
         }
         return body if self.regex is None else {**body, "structured_outputs": {"regex": self.regex}}
 
-    def _drawn(self, prompts: list[Prompt], asked: dict[int, dict[str, Any]], n: int) -> Iterator[Group]:
-        """Groups in the order of the answers; answered requests are removed from `asked`."""
+    def _drawn(self, prompts: list[Prompt], requests: dict[int, dict[str, Any]], n: int) -> Iterator[Group]:
+        """Groups in the order of the answers; answered requests are removed from `requests`."""
         answers: queue.Queue[tuple[int, Any]] = queue.Queue()
 
         def ask(i: int, body: dict[str, Any]) -> None:
@@ -272,16 +272,16 @@ class ServerSampler:
             except Exception as error:  # noqa: BLE001 - raised by the thread that waits
                 answers.put((i, error))
 
-        pool = ThreadPoolExecutor(min(MOST_REQUESTS, len(asked)), thread_name_prefix="covey-vllm")
+        pool = ThreadPoolExecutor(min(MOST_REQUESTS, len(requests)), thread_name_prefix="covey-vllm")
         try:
-            for i, body in asked.items():
+            for i, body in requests.items():
                 pool.submit(ask, i, body)
-            for _ in range(len(asked)):
-                i, found = self._next(answers)
-                if isinstance(found, Exception):
-                    raise found
-                group = Group(prompt=prompts[i], completions=self._completions(found, n, prompts[i]))
-                del asked[i]
+            for _ in range(len(requests)):
+                i, answer = self._next(answers)
+                if isinstance(answer, Exception):
+                    raise answer
+                group = Group(prompt=prompts[i], completions=self._completions(answer, n, prompts[i]))
+                del requests[i]
                 yield group
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -301,9 +301,9 @@ class ServerSampler:
                 if self.server.is_paused():
                     raise NoAnswerError(f"The server at {self.client.address} was paused by someone else.")
 
-    def _completions(self, found: Any, n: int, prompt: Prompt) -> tuple[Completion, ...]:
+    def _completions(self, body: Any, n: int, prompt: Prompt) -> tuple[Completion, ...]:
         try:
-            choices = sorted(found["choices"], key=lambda choice: int(choice["index"]))
+            choices = sorted(body["choices"], key=lambda choice: int(choice["index"]))
             made = tuple(self._completion(choice, prompt) for choice in choices)
         except (TypeError, LookupError, ValueError) as error:
             raise ServerError(
@@ -357,10 +357,10 @@ def refuse_unfit(
         refuse_stale_head(server, config)
 
 
-def _transport(server: Server, model: Any, wanted: Carrier, folder: Path, *, host: str, port: int) -> Transport:
+def _transport(server: Server, model: Any, carrier: Carrier, folder: Path, *, host: str, port: int) -> Transport:
     """Transport: the adapter alone if only that is trained and the server takes it; else NCCL if requested; else a folder."""
-    refuse_carrier(server, wanted, is_on_cuda=next(model.parameters()).is_cuda)
-    if wanted == "nccl":
+    refuse_carrier(server, carrier, is_on_cuda=next(model.parameters()).is_cuda)
+    if carrier == "nccl":
         return NCCLTransport(server, host if host not in ("0.0.0.0", "localhost") else "127.0.0.1", port)
     if hasattr(model, "peft_config"):
         reason = why_not_alone(model, server.facts.max_lora_rank, server.facts.data_parallel)

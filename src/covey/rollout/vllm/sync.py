@@ -143,14 +143,14 @@ class Sync:
 
         Raises RestartedError for a server that was started again; the next `push` sends it everything.
         """
-        found = self.server.version()
-        if found != self.label:
+        label = self.server.version()
+        if label != self.label:
             self.is_broken = True
             address = self.server.client.address
-            if found == "default":
+            if label == "default":
                 raise RestartedError(f"The server at {address} was started again, without the weights of this run.")
             raise AttestationError(
-                f"The server at {address} says that it serves {found!r}, where this run sent {self.label!r}: it is at an older "
+                f"The server at {address} says that it serves {label!r}, where this run sent {self.label!r}: it is at an older "
                 "version or another process writes to it; give every run a server of its own."
             )
         if self.attest == "off" or self.attestation.last is None:
@@ -158,7 +158,7 @@ class Sync:
         first = self.answer()
         if self.attestation.last.equals(first):
             return
-        self._told(lambda: self.attestation.check_untouched(first, self.answer()))
+        self._report(lambda: self.attestation.check_untouched(first, self.answer()))
 
     def answer(self, replica: int | None = None) -> Answer:
         """The server's answer to the probe, never from its prefix cache."""
@@ -174,11 +174,11 @@ class Sync:
 
     def _is_exact(self, update: Update) -> bool | None:
         """True if every block's digest is that of the trainer's weights in the server's type; None if that cannot be compared."""
-        found = None if update.digests is None else self.server.digests()
-        if not found or update.digests is None:
+        digests = None if update.digests is None else self.server.digests()
+        if not digests or update.digests is None:
             return None
         try:
-            wrong = differing_blocks(update.digests, found[0])
+            wrong = differing_blocks(update.digests, digests[0])
         except ValueError as error:
             logger.warning(
                 "The server's digests are of other blocks than the model's (%s); they are not compared.", error
@@ -205,10 +205,10 @@ class Sync:
             check_replicas(others, before, is_repeatable=self.attestation.is_repeatable)
             seen.append(self.attestation.check_update(after, probe.logp, probe.rounded, exact))
 
-        self._told(look)
+        self._report(look)
         return seen[0] if seen else None
 
-    def _told(self, look: Any) -> None:
+    def _report(self, look: Any) -> None:
         """Call `look`; its AttestationError is raised or, with attest='warn', logged as a warning."""
         try:
             look()

@@ -16,7 +16,7 @@ from covey.rollout.vllm.server import Server
 from covey.rollout.vllm.weights import Source, safe_name, write_adapter, write_weights
 
 Carrier = Literal["auto", "directory", "nccl"]
-KEPT = 2
+MOST_VERSIONS = 2
 """Number of versions whose folders are kept: the current and the previous one."""
 
 
@@ -107,7 +107,7 @@ class AdapterTransport:
 
     def finish(self, label: str) -> None:
         """Unload old adapters; one earlier adapter stays for requests that still run."""
-        while len(self.names) > max(1, min(KEPT, self.server.facts.max_loras)):
+        while len(self.names) > max(1, min(MOST_VERSIONS, self.server.facts.max_loras)):
             oldest = self.names.pop(0)
             if oldest in self.server.models():  # a restarted server has lost it
                 self.server.unload_adapter(oldest)
@@ -146,9 +146,9 @@ class NCCLTransport:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        found = self.server.client.get("/get_world_size")
+        reply = self.server.client.get("/get_world_size")
         info = NCCLTrainerInitInfo(
-            rank=0, master_address=self.host, master_port=self.port, world_size=1 + int(found["world_size"])
+            rank=0, master_address=self.host, master_port=self.port, world_size=1 + int(reply["world_size"])
         )
         return WeightTransferTrainerFactory.trainer_init(
             info, client=_Lifecycle(self.server), source=_PlainSource(source)
@@ -229,17 +229,17 @@ def within(work: Callable[[], Any], seconds: float, what: str) -> Any:
 
 def dtype_of(server: Server) -> torch.dtype:
     """Compute dtype of a server."""
-    found = getattr(torch, server.facts.dtype, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, server.facts.dtype, None)
+    if not isinstance(dtype, torch.dtype):
         raise ConfigError(
             f"The server at {server.client.address} computes in {server.facts.dtype!r}, which is no type of weights."
         )
-    return found
+    return dtype
 
 
-def refuse_carrier(server: Server, wanted: Carrier, *, is_on_cuda: bool) -> None:
-    """Raise ConfigError if weights of a run on such a device cannot travel to the server as `wanted`."""
-    if wanted == "nccl":
+def refuse_carrier(server: Server, carrier: Carrier, *, is_on_cuda: bool) -> None:
+    """Raise ConfigError if weights of a run on such a device cannot travel to the server by `carrier`."""
+    if carrier == "nccl":
         refuse_nccl(server, is_on_cuda)
     elif not server.client.has("/collective_rpc"):
         raise ConfigError(
@@ -281,5 +281,5 @@ def _new_place(folder: Path, label: str) -> Path:
 
 
 def _remove_old(written: list[Path]) -> None:
-    while len(written) > KEPT:
+    while len(written) > MOST_VERSIONS:
         shutil.rmtree(written.pop(0), ignore_errors=True)

@@ -72,11 +72,11 @@ def repack(worker: Any) -> None:
     copy is not updated, and logits are computed with the old matrix.
     """
     for module in worker.model_runner.get_model().modules():
-        if is_packed_beside(module):
+        if has_packed_copy(module):
             module.quant_method.process_weights_after_loading(module)
 
 
-def is_packed_beside(module: torch.nn.Module) -> bool:
+def has_packed_copy(module: torch.nn.Module) -> bool:
     """True if a CPU kernel holds a packed copy of a weight that the module still has."""
     weight = getattr(module, "weight", None)
     return (
@@ -100,7 +100,7 @@ def weights_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             columns = int(getattr(owner, "input_size_per_partition", 0) or owner.input_size)
             yield from ((name, part) for part in _read_back(owner, weight, columns))
     for owner in modules.values():
-        if is_packed_beside(owner) and owner.weight.numel():
+        if has_packed_copy(owner) and owner.weight.numel():
             packed = sum(digest_of(part) for part in _read_back(owner, owner.weight, owner.weight.shape[1])) % 2**64
             if packed != digest_of(owner.weight):
                 yield names[id(owner.weight)], torch.ones(1)
