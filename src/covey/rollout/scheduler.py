@@ -284,14 +284,12 @@ class Scheduler:
     def _continues(self, stops: Tensor) -> Tensor:
         """[R] bool, rows among `stops` that continue because the environment replied."""
         continues = torch.zeros_like(stops)
-        stopped_rows = stops.nonzero().squeeze(-1).tolist()
-        if not stopped_rows or self.environment is None or self.replies is None:
+        ended = stops.nonzero().squeeze(-1).tolist()
+        if not ended or self.environment is None or self.replies is None:
             return continues
-        columns = self.rows[:, stopped_rows].T.tolist()
+        columns = self.rows[:, ended].T.tolist()
         turns = [self._turn(column) for column in columns]
-        for row, column, reply in zip(
-            stopped_rows, columns, replies(self.environment, turns, self.tokenizer), strict=True
-        ):
+        for row, column, reply in zip(ended, columns, replies(self.environment, turns, self.tokenizer), strict=True):
             if reply is None:
                 continue
             start, stop = column[WRITTEN], min(column[WRITTEN] + len(reply), column[LIMIT])
