@@ -40,7 +40,7 @@ from covey.types import Prompt, ReferenceRule
 SDPO = "regularizer=distill(teacher='policy', feedback='best', divergence='jsd'"
 NAMED = {
     **{name: name for name in alg.PRESETS},
-    "sdpo": f"dapo, objective=zero, {SDPO})",
+    "sdpo by distributions": f"dapo, objective=zero, {SDPO})",
     "srpo": f"dapo, advantage=SampleRouted(threshold=0.5), {SDPO}, threshold=0.5, entropy_sensitivity=1.0)",
 }
 """The presets, and two algorithms composed of their parts."""

@@ -2,12 +2,14 @@
 
     python benchmarks/sample_efficiency.py --task demo --seeds 0 1 2 3 4
     python benchmarks/sample_efficiency.py --task words --arms plain "4 uses"
+    python benchmarks/sample_efficiency.py --task hints      # teachers by token, with the answer in the teacher's prompt
 
 Every completion that is sampled for training counts, also those that dynamic sampling drops: the reward function counts them. About
 every 256 completions (64 of `words`) the greedy accuracy on 150 held-out problems is taken; the first value of 90% ends the run. A
 run that never gets there counts with its whole budget, marked `>`, so its ratio to plain GRPO is a lower bound of the truth. Tasks:
 `demo` is the demo with its settings, as in `step.py --race`. `words` is translation of five words by a model of 0.1 million parameters,
-taught here to leave most words as they are; its reward is the share of right words, its accuracy that of whole sentences.
+taught here to leave most words as they are; its reward is the share of right words, its accuracy that of whole sentences. `hints`
+is the same with a model that was also taught to copy an answer in its prompt, so that it knows more as its own teacher.
 `misread` in its JSON lines is the share of held-out answers that use another operation, at each look: the other wrong ones
 calculate wrongly. Intervals are 95% t-intervals over seeds; ratios are of the same seed. Runs go to `--out` as JSON lines, and are not made twice.
 """
@@ -93,6 +95,24 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "unscaled advantages": {"scale_rewards": "none"},
 }
 """Options of each arm beside the task's; a learning rate and a batch are factors on the task's."""
+FAST: Mapping[str, Any] = {"num_iterations": 4, "target_kl": 0.02, "curriculum": "frontier"}
+TEACHERS: Mapping[str, Mapping[str, Any]] = {
+    "plain": {},
+    "fast": FAST,
+    "rlsd": {"algorithm": "rlsd, {role}"},
+    "sdar": {"algorithm": "sdar, {role}"},
+    "reward and divergence": {"algorithm": "grpo, regularizer=distill(teacher='policy', {quoted})"},
+    "mopd with the reward": {"algorithm": "mopd, reward=1.0, {role}"},
+    "sdpo": {"algorithm": "sdpo, {role}"},
+    "opsd": {"algorithm": "opsd, {role}"},
+    "sdft": {"algorithm": "sdft, {role}"},
+    "rlsd, fast": {"algorithm": "rlsd, {role}", **FAST},
+    "reward and divergence, fast": {
+        "algorithm": "grpo, regularizer=distill(teacher='policy', {quoted})",
+        **FAST,
+    },
+}
+"""Arms with the policy as its own teacher, which sees `{role}`: the answer where the task has hints, else the group's best."""
 
 
 @dataclass(frozen=True)
@@ -112,26 +132,43 @@ class Task:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=("demo", "words"), default="demo")
-    parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--task", choices=("demo", "words", "hints"), default="demo")
+    parser.add_argument("--arms", nargs="*", choices={**ARMS, **TEACHERS})
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the JSON lines")
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
+    arms = {**ARMS, **TEACHERS}
+    given.arms = given.arms or list(TEACHERS if given.task == "hints" else ARMS)
     given.out.mkdir(parents=True, exist_ok=True)
     file = given.out / f"{given.task}.jsonl"
     with tempfile.TemporaryDirectory() as folder:
-        task = demo_task() if given.task == "demo" else words_task(folder)
+        task = (
+            demo_task() if given.task == "demo" else words_task(folder, hinted if given.task == "hints" else sentence)
+        )
         found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         for seed in given.seeds:
             for arm in given.arms:
-                if any((one["arm"], one["seed"], one["options"]) == (arm, seed, ARMS[arm]) for one in found):
+                options = with_role(arms[arm], "answer" if given.task == "hints" else "best")
+                if any((one["arm"], one["seed"], one["options"]) == (arm, seed, options) for one in found):
                     continue
-                found.append({"arm": arm, "seed": seed, "options": dict(ARMS[arm]), **train(task, ARMS[arm], seed)})
+                found.append({"arm": arm, "seed": seed, "options": options, **train(task, options, seed)})
                 with file.open("a") as lines:
                     lines.write(json.dumps(found[-1]) + "\n")
-    chosen = [one for one in found if one["seed"] in given.seeds and one["options"] == ARMS.get(one["arm"])]
+    role = "answer" if given.task == "hints" else "best"
+    chosen = [
+        one
+        for one in found
+        if one["seed"] in given.seeds and one["options"] == with_role(arms.get(one["arm"], {}), role)
+    ]
     print(table(chosen, given.arms))
+
+
+def with_role(options: Mapping[str, Any], feedback: str) -> Found:
+    """The options with what the teacher sees."""
+    words = {"role": f"feedback={feedback}", "quoted": f"feedback='{feedback}'"}
+    fill = lambda value: value.format(**words) if isinstance(value, str) and "{" in value else value
+    return {name: fill(value) for name, value in options.items()}
 
 
 def demo_task() -> Task:
@@ -162,17 +199,26 @@ LEXICON = [
 ]
 
 
-def sentence(rng: random.Random) -> Found:
-    """A sentence; `completion` is the teacher's answer, which leaves each word in German two times in three."""
+def sentence(rng: random.Random, left: int = 2) -> Found:
+    """A sentence; `completion` is the teacher's answer, which leaves `left` words in German for each that it translates."""
     pairs = [rng.choice(list(words.items())) for words in LEXICON]
     return {
         "prompt": [{"role": "user", "content": f"Translate: {' '.join(old for old, _ in pairs)}."}],
         "answer": " ".join(new for _, new in pairs) + ".",
-        "completion": " ".join(rng.choice([old, old, new]) for old, new in pairs) + ".",
+        "completion": " ".join(rng.choice([*[old] * left, new]) for old, new in pairs) + ".",
     }
 
 
-def words_task(folder: str) -> Task:
+def hinted(rng: random.Random) -> Found:
+    """A sentence, every other time with its translation behind it, which is then the teacher's answer."""
+    row = sentence(rng, left=15)
+    if rng.random() < 0.5:
+        return row
+    content = f"{row['prompt'][0]['content']}\n\n{row['answer']}"
+    return {**row, "prompt": [{"role": "user", "content": content}], "completion": row["answer"]}
+
+
+def words_task(folder: str, row: Callable[[random.Random], Found] = sentence) -> Task:
     rng = random.Random(1)
     every = {one["answer"]: one for one in (sentence(rng) for _ in range(4000))}
     rows = [{"prompt": one["prompt"], "answer": one["answer"]} for one in every.values()]
@@ -185,9 +231,7 @@ def words_task(folder: str) -> Task:
         "gradient_checkpointing": False,
         "logging_steps": 1,
     }
-    return Task(
-        taught(folder, sentence), rows[HELD_OUT:], rows[:HELD_OUT], right_words, right_sentence, options, every=64
-    )
+    return Task(taught(folder, row), rows[HELD_OUT:], rows[:HELD_OUT], right_words, right_sentence, options, every=64)
 
 
 def right_words(completions: Sequence[Any], answer: Sequence[str], **columns: Any) -> list[float]:
