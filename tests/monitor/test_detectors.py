@@ -102,6 +102,21 @@ FAULTS: dict[str, tuple[Change | None, Callable[[int], float]]] = {
     "reward_swings": (lambda t, values, draw: {"reward": 0.5 + 0.45 * (-1) ** t}, honest),
     "sampler_mismatch": (to("sampling/sampling_logp_difference/mean", 0.4), honest),
     "slow_convergence": (None, lambda step: 0.3),
+    "teacher_collapse": (
+        lambda t, values, draw: {
+            "teacher/gap": -0.3 * 0.01 ** min(1.0, t / 30),
+            "entropy": values["entropy"] * 0.02 ** min(1.0, t / 30),
+        },
+        lambda step: 0.4,
+    ),
+    "teacher_leak": (
+        lambda t, values, draw: {
+            "teacher/gap": -0.3 * 0.4 ** min(1.0, t / 30),
+            "reward": values["reward"] * 0.5 ** min(1.0, t / 30),
+        },
+        lambda step: 0.4,
+    ),
+    "teacher_worse": (lambda t, values, draw: {"teacher/agreement": -0.4 + 0.2 * draw.gauss(0, 1)}, honest),
     "throughput_drop": (by("tokens_per_second/step", 0.2, 1), honest),
     "tiny_updates": (to("update/all", 3e-7), lambda step: 0.3),
     "tool_collapse": (to("tools/call_frequency", 0.0), honest),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from covey.algorithms import Algorithm
+from covey.algorithms import Algorithm, teacher_gap
 from covey.learner.packing import Row
 from covey.process.world import World
 from covey.types import EffectiveSize, Group, Max, Mean, Metric, Sum, TokenBatch, TokenNumbers, Totals
@@ -39,31 +39,44 @@ def effective_size(tokens: TokenBatch) -> dict[str, Metric]:
 
 
 class TokenEntropies:
-    """Token entropies of a step, on the CPU, from the forward pass of the gradient; kept only for logged steps."""
+    """Numbers of single tokens of a step, on the CPU, from the forward pass of the gradient; kept only for logged steps.
+
+    `entropy` in nats, and where a teacher says something `teacher_gap`, `log q - log p`.
+    """
 
     def __init__(self, is_due: Callable[[int], bool] = lambda step: False) -> None:
         """`is_due(step)` must return the same on every process."""
         self.is_due = is_due
-        self._rows: dict[int, Tensor] | None = None
+        self._rows: dict[str, dict[int, Tensor]] | None = None
 
     def begin(self, step: int) -> None:
-        self._rows = {} if self.is_due(step) else None
+        self._rows = {"entropy": {}} if self.is_due(step) else None
 
-    def take(self, batch: Sequence[Row], entropy: Tensor) -> None:
-        """Store `entropy` [N, T] of a micro-batch, in nats; a repeated step overwrites."""
-        if self._rows is not None:
-            numbers = entropy.detach().float().cpu()
-            self._rows |= {row.index: numbers[r, : row.completion.num_tokens].clone() for r, row in enumerate(batch)}
+    def take(self, batch: Sequence[Row], tokens: TokenBatch) -> None:
+        """Store the numbers [N, T] of a micro-batch; a repeated step overwrites."""
+        if self._rows is None:
+            return
+        gap = None if tokens.teacher_logp is None else teacher_gap(tokens)
+        for name, values in (("entropy", tokens.entropy), ("teacher_gap", gap)):
+            if values is None:
+                continue
+            numbers = values.detach().float().cpu()
+            rows = {row.index: numbers[r, : row.completion.num_tokens].clone() for r, row in enumerate(batch)}
+            self._rows.setdefault(name, {}).update(rows)
 
     def gathered(self, world: World, groups: Sequence[Group]) -> TokenNumbers:
-        """Entropies of all processes. Completions without gradient may lack them: their forward pass is often skipped."""
+        """Numbers of all processes. Completions without gradient may lack them: their forward pass is often skipped."""
         if self._rows is None:
             return {}
-        by_row = {index: row for part in world.gather([self._rows]) for rows in part for index, row in rows.items()}
+        parts = [one for part in world.gather([self._rows]) for one in part]
         self._rows = None
         ends = [sum(group.size for group in groups[: p + 1]) for p in range(len(groups))]
         places = [range(end - group.size, end) for end, group in zip(ends, groups, strict=True)]
-        return {"entropy": [[by_row.get(index) for index in place] for place in places]}
+        named: TokenNumbers = {}
+        for name in dict.fromkeys(name for part in parts for name in part):
+            by_row = {index: row for part in parts for index, row in part.get(name, {}).items()}
+            named = {**named, name: [[by_row.get(index) for index in place] for place in places]}
+        return named
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +93,7 @@ class Unread:
 def metrics_of(unread: Unread, algorithm: Algorithm, totals: Totals, entropies: TokenEntropies) -> dict[str, Metric]:
     """Metrics of a micro-batch; stores its entropies in `entropies`. Synchronizes host and device."""
     tokens, losses = unread.tokens, {name: part.item() for name, part in unread.losses.items()}
-    if tokens.entropy is not None:
-        entropies.take(unread.batch, tokens.entropy)
+    entropies.take(unread.batch, tokens)
     metrics: dict[str, Metric] = dict(algorithm.metrics(tokens, totals))
     if "value_loss" in losses:
         metrics["value_loss"] = Sum(losses["value_loss"])

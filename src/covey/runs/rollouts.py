@@ -6,7 +6,7 @@ whose advantage it has), `completion`, `finish`, `version`, `source`,
 `multi_objective_aggregation="normalize_then_sum"` they are made of each reward's own advantages, and this is the weighted sum
 of the rewards), `reward/<function>` as it gave it (null: not scored), `advantage`, the data set's columns as JSON,
 `images` (JSON: names of files in `images/`, of prompts with images), `extra/<name>`, and lists with one entry a token: `prompt_ids` (of the prompt), `token_ids`, and those that are known of `logprobs`, `old_logp`, `ref_logp`,
-`values`, `mask`, `advantages`, `token/<name>` (`token/entropy`, in nats, of what the learner computed).
+`values`, `mask`, `advantages`, `token/<name>` (of what the learner computed: `token/entropy`, in nats, and `token/teacher_gap`, a teacher's log-probability minus the policy's).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from covey.monitor.detectors.pace import DataDrift, Forgetting, RewardDrift, Thr
 from covey.monitor.detectors.policy import DeadGroups, DiversityLoss, EntropyCollapse, EntropyExplosion, KLRunaway
 from covey.monitor.detectors.rewards import Hacking, Plateau, RewardCollapse, RewardErrors, SlowConvergence
 from covey.monitor.detectors.swings import Conflict, Swings
+from covey.monitor.detectors.teachers import TeacherCollapse, TeacherLeak, TeacherWorse
 from covey.monitor.detectors.text import FormatLoss, LengthCollapse, LengthExplosion, RepeatedText, Truncation
 from covey.monitor.detectors.tools import ToolCollapse
 from covey.monitor.detectors.updates import LargeUpdates, Mismatch, NonFinite, Spike, TinyUpdates
@@ -55,4 +56,7 @@ def standard(audits: Sequence[str] = (), weights: Mapping[str, float] | None = N
         Forgetting(),
         LanguageCollapse(),
         ToolCollapse(),
+        TeacherWorse(),
+        TeacherCollapse(),
+        TeacherLeak(),
     )
