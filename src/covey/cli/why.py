@@ -30,10 +30,13 @@ def run(args: Args) -> None:
             "changes": [{"kind": remedy.change.kind, "said": remedy.change.said, "removes": remedy.share, "interval": [remedy.low, remedy.high], "named": is_named(remedy), "troubles": [place + 1 for place in remedy.removes]} for remedy in diagnosis.remedies],
             "grad_norm": {"replayed": diagnosis.replayed[0], "recorded": diagnosis.replayed[1]},
             "left_out": diagnosis.left_out,
+            "teacher": None if recorded.teacher is None else recorded.teacher.to_dict(),
         })  # fmt: skip
         return
     was = "" if diagnosis.replayed[1] is None else f" (recorded: {diagnosis.replayed[1]:.4g})"
     output.result(f"step {recorded.step} made again: gradient norm {diagnosis.replayed[0]:.4g}{was}")
+    for line in () if recorded.teacher is None else recorded.teacher.lines():
+        output.result(line)
     if not diagnosis.replayed[0]:
         output.result(
             "the step has no gradient: the completions of each group got equal rewards, so no weight moves and no change can help; "

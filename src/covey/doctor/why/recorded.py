@@ -15,6 +15,7 @@ from torch import Tensor
 from covey.algorithms import Algorithm
 from covey.config import GRPOConfig
 from covey.config.options import HONOURED
+from covey.doctor.why.teachers import TeacherSignal, signal_of
 from covey.environments.branches import share_advantages
 from covey.errors import CheckpointError, ConfigError, RunFolderError
 from covey.learner import Learner
@@ -54,6 +55,8 @@ class Recorded:
     """Of this step, as the run wrote them."""
     earlier: Mapping[str, Sequence[float]]
     """Of the steps before."""
+    teacher: TeacherSignal | None = None
+    """Signal of a teacher, of a run that learns from one."""
     earlier_groups: tuple[Group, ...] = ()
     """Recorded groups of the steps before, newest first; `_MOST_EARLIER` completions at most with those of this step."""
 
@@ -86,15 +89,7 @@ def load(run_dir: Path, step: int) -> Recorded:
     args = _options(described, run_dir)
     tree = checkpoint.load_state(folder)
     algorithm = build_algorithm(args)
-    if (
-        algorithm.critic is not None
-        or algorithm.needs.distribution
-        or (algorithm.kl and algorithm.kl.where == "reward")
-    ):
-        raise ConfigError(
-            f"{algorithm.name} learns from a critic, whole distributions or a KL in the reward, which rollouts do not record; covey why "
-            "cannot make its steps again."
-        )
+    _refuse_unrecorded(algorithm)
     algorithm = algorithm.resolve(tree["state"]["controllers"])
     rows = rollouts.read(path)
     names = tuple(name.removeprefix("reward/") for name in rows[0] if name.startswith("reward/"))
@@ -103,19 +98,50 @@ def load(run_dir: Path, step: int) -> Recorded:
     rated, can_judge = _rejudge(groups, algorithm, weights)
     logged = _logged_rows(run_dir)
     before = [row for row in logged if row["step"] < step]
+    learner = _learner(args, algorithm, _policy(folder, described))
+    _restore_teacher(learner, algorithm, tree, folder)
     return Recorded(
         step=step,
         groups=tuple(rated if can_judge else groups),
         reward_names=names,
         weights=weights,
         algorithm=algorithm,
-        learner=_learner(args, algorithm, _policy(folder, described)),
+        learner=learner,
+        teacher=signal_of(rows, folder / "tokenizer.json"),
         state=tree,
         can_judge=can_judge,
         metrics=next((row for row in logged if row["step"] == step), {}),
         earlier={"grad_norm": [row["grad_norm"] for row in before if isinstance(row.get("grad_norm"), float)]},
         earlier_groups=tuple(_earlier(run_dir / "rollouts", step, names, _MOST_EARLIER - len(rows))),
     )
+
+
+def _refuse_unrecorded(algorithm: Algorithm) -> None:
+    """Raise ConfigError for an algorithm that learns from what rollouts do not record."""
+    if (
+        algorithm.critic is not None
+        or algorithm.needs.distribution
+        or algorithm.needs.squared_score
+        or (algorithm.kl and algorithm.kl.where == "reward")
+    ):
+        raise ConfigError(
+            f"{algorithm.name} learns from a critic, whole distributions, squared gradients or a KL in the reward, which rollouts do not record; covey why "
+            "cannot make its steps again."
+        )
+
+
+def _restore_teacher(learner: Learner, algorithm: Algorithm, tree: Mapping[str, Any], folder: Path) -> None:
+    """Weights of a teacher that is the policy of earlier steps. Raises ConfigError where no checkpoint holds them."""
+    role = algorithm.role
+    if role is None or learner.teacher is None or role.rule is None:
+        return
+    state = tree.get("teacher") or {}
+    if not state and checkpoint.step_of(folder) > 0:
+        raise ConfigError(
+            f"{algorithm.name} has a teacher that is the policy of the start, whose weights {folder} does not hold; covey why cannot "
+            "make its steps again."
+        )
+    learner.teacher.load_state_dict(state)
 
 
 def _logged_rows(run_dir: Path) -> list[dict[str, Any]]:
@@ -175,6 +201,10 @@ def _group(rows: Sequence[Mapping[str, Any]], reward_names: Sequence[str]) -> Gr
             [[number(row[f"reward/{name}"]) for name in reward_names] for row in rows], dtype=torch.float32
         ),
         advantages=torch.tensor([number(row["advantage"]) for row in rows], dtype=torch.float32).nan_to_num(0.0),
+        totals=torch.tensor([number(row["reward"]) for row in rows], dtype=torch.float32),
+        extras={
+            name.removeprefix("extra/"): [row[name] for row in rows] for name in first if name.startswith("extra/")
+        },
     )
 
 
