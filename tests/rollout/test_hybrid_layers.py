@@ -8,6 +8,7 @@ from causal_classes import build
 from test_samplers import collect, ids_of
 from test_static_steps import keeping_sampler, sampler_of
 
+from covey.kernels import state_steps
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.agreement import plain_logprobs
 from covey.types import Prompt
@@ -118,3 +119,52 @@ def test_new_weights_are_read_and_the_model_is_given_back_as_it_was():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     sampler.load(sampler.model, version=2)
     assert gap_of(sampler, list(sampler.sample(PROMPTS, 2, SamplingParams(max_tokens=4, seed=1)))) <= 1e-5
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_a_gated_delta_step_in_place_equals_transformers(heads):
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as source
+
+    random = torch.Generator().manual_seed(heads)
+    draw = lambda *shape: torch.randn(*shape, generator=random)
+    query, key, value = draw(3, 1, heads, 8), draw(3, 1, heads, 8), draw(3, 1, 4, 6)
+    g, beta, state = -draw(3, 1, 4).abs(), draw(3, 1, 4).sigmoid(), draw(3, 4, 8, 6)
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    reference = source.torch_recurrent_gated_delta_rule
+    repeated = (x.repeat_interleave(4 // heads, 2) for x in (query, key))
+    out, after = reference(*repeated, value, g, beta, initial_state=state.clone(), **options)
+    (_, _, step), *_ = (one for one in state_steps(build("qwen3_5_text")) if one[1].endswith("delta_rule"))
+    mine, held = step(query, key, value, g=g, beta=beta, initial_state=state, **options)
+    assert held is state
+    torch.testing.assert_close(mine, out, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(state, after, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_a_mamba2_step_in_place_equals_transformers(is_plain):
+    """Where heads have one step size and one decay, as in Mamba2, and where the reference has to compute."""
+    from transformers.models.bamba import modeling_bamba as source
+
+    random = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=random)
+    dt, a, bias = draw(3, 4, 1).expand(-1, -1, 5), -draw(4, 1, 1).abs().expand(-1, 5, 6), draw(4, 1).expand(-1, 5)
+    if not is_plain:
+        dt, a = draw(3, 4, 5), -draw(4, 5, 6).abs()
+    given = (draw(3, 4, 5), dt, a, draw(3, 2, 6), draw(3, 2, 6), draw(4, 1).expand(-1, 5))
+    state = draw(3, 4, 5, 6)
+    after = state.clone()
+    out = source.mamba2_selective_state_update(after, *given, z=None, dt_bias=bias, dt_softplus=True)
+    (_, _, step), *_ = state_steps(build("bamba"))
+    torch.testing.assert_close(step(state, *given, z=None, dt_bias=bias, dt_softplus=True), out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(state, after, atol=1e-6, rtol=1e-5)
+
+
+def test_the_steps_of_transformers_come_back_after_sampling():
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as source
+
+    before = source.torch_recurrent_gated_delta_rule
+    seen = []
+    sampler = sampler_for("qwen3_5_text", check_stop=lambda: seen.append(source.torch_recurrent_gated_delta_rule))
+    list(sampler.sample(PROMPTS, 2, SamplingParams(max_tokens=3, seed=1)))
+    assert set(seen) == {before}
+    assert source.torch_recurrent_gated_delta_rule is before

@@ -17,6 +17,7 @@ from covey.kernels.layout import Layout
 from covey.kernels.matmul import WeightMatmul
 from covey.kernels.prompt_attention import SharedPromptAttention
 from covey.kernels.sampler_linear import InPlaceLinear, SamplerLinear
+from covey.kernels.state_steps import in_place_steps, state_steps
 from covey.kernels.triton_decode import TritonDecode
 from covey.kernels.windows import LOCAL_LAYERS, Window, attention_windows
 
@@ -41,7 +42,9 @@ __all__ = [
     "footprint",
     "fuse",
     "fusing_unavailable_reason",
+    "in_place_steps",
     "learning",
+    "state_steps",
     "training_heap",
     "unavailable_reason",
     "zeros",

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from covey.errors import Unsupported
 from covey.images import embed
-from covey.kernels import LOCAL_LAYERS, DecodeKernels, SamplerLinear, attention_windows
+from covey.kernels import (
+    LOCAL_LAYERS,
+    DecodeKernels,
+    SamplerLinear,
+    attention_windows,
+    in_place_steps,
+    state_steps,
+)
 from covey.models import accepts, decoder_of, evaluating, float32_stream, unwrapped
 from covey.rollout.attention import NAME, Batch, causal, register
 from covey.rollout.batches import DecodeBatch, PrefillBatch
@@ -83,6 +90,7 @@ class ModulesForward:
         self.states: StatePlaces | None = None
         with torch.no_grad():
             self.layers = self._layers()
+        self.steps = [] if self.states is None else state_steps(self.model)
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
 
     def refresh(self) -> bool:
@@ -127,7 +135,7 @@ class ModulesForward:
     def _run(self, ids: Tensor, positions: Tensor, batch: Any) -> Any:
         if self.states is None:
             return self._call(ids, positions, batch, use_cache=False)
-        with batch.states() as cache:
+        with batch.states() as cache, in_place_steps(self.steps):
             return self._call(ids, positions, batch, use_cache=True, **{self.states.keyword: cache})
 
     def _call(self, ids: Tensor, positions: Tensor, batch: Batch, **given: Any) -> Any:

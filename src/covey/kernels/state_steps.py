@@ -1,0 +1,125 @@
+"""Decode steps of recurrent layers on a CPU, in place: transformers' reference writes ten tensors as large as the state."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def state_steps(model: nn.Module) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """The functions that `in_place_steps` replaces for this model: (Python module, name, replacement). None on an accelerator."""
+    if next(model.parameters()).device.type != "cpu":
+        return []
+    sources = {sys.modules[type(module).__module__] for module in model.modules()}
+    return [
+        (source, name, make(getattr(source, name)))
+        for source in sources
+        for name, make in _STEPS.items()
+        if source.__name__.startswith("transformers.") and hasattr(source, name)
+    ]
+
+
+@contextmanager
+def in_place_steps(steps: list[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
+    """Context in which transformers' layers call these functions. Without gradients only: states are overwritten."""
+    before = [getattr(source, name) for source, name, _ in steps]
+    try:
+        for source, name, replacement in steps:
+            setattr(source, name, replacement)
+        yield
+    finally:
+        for (source, name, _), function in zip(steps, before, strict=True):
+            setattr(source, name, function)
+
+
+def gated_delta_step(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The gated delta rule, of one token a row. Yang et al. 2024, "Gated Delta Networks"."""
+
+    def step(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None = None,
+        use_qk_l2norm_in_kernel: bool = False,
+        **options: Any,
+    ) -> Any:
+        """([R, 1, H, V], state [R, H, K, V]) from `query`, `key` [R, 1, Hk, K], `value` [R, 1, H, V] and `g`, `beta` [R, 1, H]."""
+        state = initial_state
+        if state is None or query.shape[1] > 1 or state.dtype != torch.float32 or not state.is_contiguous():
+            return reference(
+                query,
+                key,
+                value,
+                g,
+                beta,
+                initial_state=state,
+                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                **options,
+            )
+        rows, heads, width, _ = state.shape
+        query, key = query[:, 0].float(), key[:, 0].float()
+        if use_qk_l2norm_in_kernel:
+            query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+        query, key = (
+            x.repeat_interleave(heads // x.shape[1], 1).reshape(rows * heads, 1, width)
+            for x in (query * width**-0.5, key)
+        )
+        now = state.view(rows * heads, width, -1)
+        now *= g[:, 0].float().exp().view(-1, 1, 1)
+        delta = (value[:, 0].float().reshape(len(now), 1, -1) - key @ now) * beta[:, 0].float().view(-1, 1, 1)
+        now.baddbmm_(key.mT, delta)
+        out = (query @ now).view(rows, 1, heads, -1)
+        return out.to(value.dtype), state
+
+    return step
+
+
+def mamba2_step(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The state space of Mamba2, of one token a row. Dao & Gu 2024, "Transformers are SSMs"."""
+
+    def step(
+        state: Tensor,
+        hidden: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """[R, H, P] from `state` [R, H, P, N], `hidden` [R, H, P], `B`, `C` [R, G, N]; a head has one `dt` and one `A`."""
+        one_a_head = all(x.stride(i) == 0 for x, axes in ((dt, (-1,)), (A, (-1, -2))) for i in axes)
+        one_a_head &= dt_bias is not None and dt_bias.stride(-1) == 0
+        if not one_a_head or state.dtype != torch.float32 or not state.is_contiguous() or z is not None:
+            return reference(state, hidden, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **options)
+        assert dt_bias is not None
+        rows, heads, width, size = state.shape
+        span = dt[..., 0] + dt_bias[..., 0].to(dt.dtype)
+        span = (F.softplus(span) if dt_softplus else span).float()  # [R, H]
+        inputs, outputs = (x.float().repeat_interleave(heads // x.shape[1], 1).view(rows * heads, size) for x in (B, C))
+        now = state.view(rows * heads, width, size)
+        now *= (span * A[:, 0, 0].float()).exp().view(-1, 1, 1)
+        x = (hidden.float() * span[..., None]).view(rows * heads, width, 1)
+        now.baddbmm_(x, inputs[:, None])
+        out = (now @ outputs[..., None]).view(rows, heads, width).to(hidden.dtype)
+        return out if D is None else (out + hidden * D).to(hidden.dtype)
+
+    return step
+
+
+_STEPS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "torch_recurrent_gated_delta_rule": gated_delta_step,
+    "mamba2_selective_state_update": mamba2_step,
+}
+"""Names in transformers' modeling files, and what replaces them."""
