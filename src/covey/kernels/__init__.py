@@ -17,6 +17,7 @@ from covey.kernels.layout import Layout
 from covey.kernels.matmul import WeightMatmul
 from covey.kernels.prompt_attention import SharedPromptAttention
 from covey.kernels.sampler_linear import InPlaceLinear, SamplerLinear
+from covey.kernels.state_layers import cache_factory, cache_keyword, has_states, tensors_on
 from covey.kernels.state_steps import in_place_steps, state_steps
 from covey.kernels.triton_decode import TritonDecode
 from covey.kernels.windows import LOCAL_LAYERS, Window, attention_windows
@@ -39,12 +40,16 @@ __all__ = [
     "WeightMatmul",
     "Window",
     "attention_windows",
+    "cache_factory",
+    "cache_keyword",
     "footprint",
     "fuse",
     "fusing_unavailable_reason",
+    "has_states",
     "in_place_steps",
     "learning",
     "state_steps",
+    "tensors_on",
     "training_heap",
     "unavailable_reason",
     "zeros",

@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+StateStep: TypeAlias = tuple[Any, str, Callable[..., Any]]
+"""(Python module, name in it, replacement)"""
 
-def state_steps(model: nn.Module) -> list[tuple[Any, str, Callable[..., Any]]]:
+
+def state_steps(model: nn.Module) -> list[StateStep]:
     """The functions that `in_place_steps` replaces for this model: (Python module, name, replacement). None on an accelerator."""
     if next(model.parameters()).device.type != "cpu":
         return []
@@ -26,7 +29,7 @@ def state_steps(model: nn.Module) -> list[tuple[Any, str, Callable[..., Any]]]:
 
 
 @contextmanager
-def in_place_steps(steps: list[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
+def in_place_steps(steps: list[StateStep]) -> Iterator[None]:
     """Context in which transformers' layers call these functions. Without gradients only: states are overwritten."""
     before = [getattr(source, name) for source, name, _ in steps]
     try:

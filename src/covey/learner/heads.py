@@ -37,7 +37,7 @@ def find_head(model: Any) -> Head:
     return Head(
         project=inner.get_output_embeddings(),
         multiply=float(multiply),
-        softcap=getattr(config, "final_logit_softcapping", None),
+        softcap=getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None),
         banned=banned_ids(model),
     )
 

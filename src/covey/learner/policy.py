@@ -22,6 +22,7 @@ from covey.learner.logprobs import Head, Other, distances, score_tokens, squared
 from covey.learner.offloading import offloaded
 from covey.learner.packing import PaddedRows, Row, pad_rows, pick_rows
 from covey.learner.shared_prompt import SharedRows, share_rows
+from covey.learner.shared_states import StateLayer, state_layers, whole_row_layers
 from covey.learner.signals import Signal
 from covey.models import accepts, decoder_of, encoder_of, float32_stream, unwrapped
 from covey.process.sharding import Shards
@@ -107,6 +108,7 @@ class Policy:
     _is_embedded: bool | None = field(default=None, init=False)
     _kernel: str = field(default="own", init=False)
     _windows: dict[int, Window | None] = field(default_factory=dict, init=False)
+    _state_layers: list[StateLayer] = field(default_factory=list, init=False)
 
     @property
     def device(self) -> torch.device:
@@ -247,6 +249,8 @@ class Policy:
             rows = replace(rows, windows=self._windows)
             given = shared_prompt.forward_kwargs(rows, self.model)
             shared_prompt.switch(unwrapped(self.model))
+            for layer in self._state_layers:
+                layer.switch(rows.unpacked)
             return decoder_of(self.model)(use_cache=False, **given).last_hidden_state, None
         self.release()
         extra: dict[str, Any] = {"use_cache": False}
@@ -289,6 +293,8 @@ class Policy:
     def release(self) -> None:
         """Restore the attention that the model was loaded with; the next packed row switches it again."""
         shared_prompt.release(unwrapped(self.model))
+        for layer in self._state_layers:
+            layer.release()
 
     def expect_float32_head(self) -> None:
         """Raise ConfigError if the output layer cannot be called separately, hence not in float32."""
@@ -315,6 +321,7 @@ class Policy:
                     f"shared_attention={self.shared_attention!r}, but {type(unwrapped(self.model)).__name__} computes each prompt "
                     f"once a completion: {reason}; leave it out."
                 )
+            reason = reason or whole_row_layers(self._state_layers)
             if reason is not None:
                 logger.warning(
                     "%s computes each prompt once a completion: %s.", type(unwrapped(self.model)).__name__, reason
@@ -330,6 +337,7 @@ class Policy:
         self.model.eval()
         try:
             self._windows = attention_windows(unwrapped(self.model))
+            self._state_layers = self._within(lambda: state_layers(self.model))
             apart = self._measure(pad_rows(rows, self.pad_id, self.device), True)
             heads: set[AttentionHeads] = set()
             together = self._measure(replace(share_rows(rows, self.device), heads=heads), True)

@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from covey.images import Placed, placed_inputs
-from covey.kernels import LOCAL_LAYERS, AttentionHeads, Layout, SharedPromptAttention, Window
+from covey.kernels import LOCAL_LAYERS, AttentionHeads, Layout, SharedPromptAttention, Window, has_states
 from covey.learner.packing import Row
+from covey.learner.shared_states import Unpacked
 from covey.models import unwrapped
 
 logger = logging.getLogger(__name__)
@@ -124,6 +125,11 @@ class SharedRows:
     def layouts(self) -> tuple[Layout, ...]:
         """Positions of all prompts and completions."""
         return tuple(segment.layout for segment in self.segments)
+
+    @functools.cached_property
+    def unpacked(self) -> Unpacked:
+        """The tokens in batches of prompts and completions, for layers with a state."""
+        return Unpacked(self.layouts, self.input_ids.device)
 
     @functools.cached_property
     def longest(self) -> int:
@@ -365,7 +371,7 @@ def reason_against(model: Any) -> str | None:
     if getattr(config, "alibi", True) and any("alibi" in name.lower() for name in vars(source)):
         return "its attention is biased by the distance of tokens (ALiBi)"
     kinds = set(getattr(config, "layer_types", None) or ())
-    if others := kinds - {"full_attention", *LOCAL_LAYERS}:
+    if (others := kinds - {"full_attention", *LOCAL_LAYERS}) and not has_states(model):
         return f"it has {', '.join(sorted(others))} layers"
     return None
 

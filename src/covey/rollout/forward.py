@@ -17,6 +17,8 @@ from covey.kernels import (
     DecodeKernels,
     SamplerLinear,
     attention_windows,
+    cache_keyword,
+    has_states,
     in_place_steps,
     state_steps,
 )
@@ -24,7 +26,7 @@ from covey.models import accepts, decoder_of, evaluating, float32_stream, unwrap
 from covey.rollout.attention import NAME, Batch, causal, register
 from covey.rollout.batches import DecodeBatch, PrefillBatch
 from covey.rollout.kv_cache import KVCache, LayerShape
-from covey.rollout.row_states import StatePlaces, cache_keyword, find_states, has_states
+from covey.rollout.row_states import StatePlaces, find_states
 from covey.rollout.sampler import decoding_threads
 from covey.rollout.stopping import context_of
 from covey.types import Prompt
@@ -90,7 +92,7 @@ class ModulesForward:
         self.states: StatePlaces | None = None
         with torch.no_grad():
             self.layers = self._layers()
-        self.steps = [] if self.states is None else state_steps(self.model)
+        self.steps: list[Any] = [] if self.states is None else state_steps(self.model)
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
 
     def refresh(self) -> bool:

@@ -16,7 +16,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from covey.models import accepts, unwrapped
+from covey.kernels import cache_factory, cache_keyword, tensors_on
+from covey.models import unwrapped
 
 Path: TypeAlias = "tuple[str | int, ...]"
 """Attributes and keys that lead from a cache or module to a tensor."""
@@ -79,24 +80,6 @@ class StatePlaces:
                 place.write(cache, None)
 
 
-def has_states(model: Any) -> bool:
-    """True if transformers gives some layer of the model a cache that is not of keys and values alone."""
-    from transformers import DynamicCache
-
-    if cache_keyword(model) is None:
-        return False
-    try:
-        layers = DynamicCache(config=unwrapped(model).config).layers
-    except (AttributeError, KeyError, TypeError, ValueError):  # a kind of layer or configuration that it does not know
-        return False
-    return any(hasattr(layer, "conv_states") for layer in layers)
-
-
-def cache_keyword(model: Any) -> str | None:
-    """The keyword of the model's forward that takes transformers' cache; None if there is none."""
-    return next((name for name in ("past_key_values", "cache_params") if accepts(model, name)), None)
-
-
 def find_states(model: Any, run: Callable[[Any, Tensor], Any]) -> StatePlaces:
     """The states that a forward pass leaves behind. `run(cache, ids)` makes one of `ids` [R, L] with this cache."""
     inner = unwrapped(model)
@@ -104,13 +87,13 @@ def find_states(model: Any, run: Callable[[Any, Tensor], Any]) -> StatePlaces:
     assert keyword is not None
     device = next(inner.parameters()).device
     ids = torch.zeros(PROBED_ROWS, 3, dtype=torch.int64, device=device)
-    before = dict(_tensors_on(inner))
-    own = _own_cache(inner, keyword, ids)
-    new_cache = lambda: _passing(own, inner.config)
+    before = dict(tensors_on(inner))
+    empty = cache_factory(inner)
+    new_cache = lambda: _passing(empty())
     cache = new_cache()
     run(cache, ids)
     places = [_place(None, path, x) for path, x in _tensors_in(cache, ()) if _has_rows(path, x)]
-    for (module, name), x in _tensors_on(inner):
+    for (module, name), x in tensors_on(inner):
         old = before.get((module, name))
         if old is not x and _has_rows((name,), x):
             places.append(_place(module, (name,), x))
@@ -118,19 +101,8 @@ def find_states(model: Any, run: Callable[[Any, Tensor], Any]) -> StatePlaces:
     return StatePlaces(tuple(places), cache, keyword, new_cache)
 
 
-def _own_cache(model: Any, keyword: str, ids: Tensor) -> type:
-    """The class of the cache that the model makes for itself, and tells."""
-    from transformers import DynamicCache
-
-    made = getattr(model(input_ids=ids, use_cache=True), keyword, None)
-    return DynamicCache if made is None else type(made)
-
-
-def _passing(kind: type, config: Any) -> Any:
-    """A new cache that keeps no keys and values: attention gets those of the tokens computed now."""
-    from transformers import DynamicCache
-
-    cache: Any = DynamicCache(config=config) if kind is DynamicCache else kind()
+def _passing(cache: Any) -> Any:
+    """The cache, which keeps no keys and values any more: attention gets those of the tokens computed now."""
     cache.update = lambda key, value, *given, **options: (key, value)
     return cache
 
@@ -141,14 +113,6 @@ def _place(module: nn.Module | None, path: Path, x: Tensor) -> Place:
 
 def _has_rows(path: Path, x: Tensor) -> bool:
     return x.ndim > 0 and x.shape[0] == PROBED_ROWS and path[-1] not in ("keys", "values")
-
-
-def _tensors_on(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
-    """Tensors that are attributes of modules, parameters and buffers left out."""
-    for module in model.modules():
-        for name, x in list(vars(module).items()):
-            if isinstance(x, Tensor):
-                yield (module, name), x
 
 
 def _tensors_in(held: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
