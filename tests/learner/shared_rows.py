@@ -68,11 +68,9 @@ def policy_by(kernel, model):
     return policy
 
 
-def linear_attention():
-    """Every other layer is a convolution over the row, which would run from one completion into the next."""
-    from transformers import Lfm2Config, Lfm2ForCausalLM
+def biased_by_distance():
+    """ALiBi: the scores of attention depend on places in the row, where completions stand one behind the other."""
+    from transformers import BloomConfig, BloomForCausalLM
 
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = Lfm2Config(**shape, num_key_value_heads=1, vocab_size=64, layer_types=["conv", "full_attention"])
-    return Lfm2ForCausalLM(config).eval()
+    return BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2)).eval()

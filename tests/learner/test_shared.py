@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from shared_rows import ROWS, A, B, assert_same, checkpointing, gradients, linear_attention, policy_by, row
+from shared_rows import ROWS, A, B, assert_same, biased_by_distance, checkpointing, gradients, policy_by, row
 
 from covey.kernels.layout import Layout
 from covey.kernels.shared_attention import SharedAttention
@@ -114,12 +114,12 @@ def test_an_adapter_gets_the_same_gradient(kernel, recomputes, flex_on_a_cpu):
 
 
 def test_a_model_that_cannot_share_is_measured_row_by_row_and_says_why(caplog):
-    model = linear_attention()
+    model = biased_by_distance()
     policy = Policy(model, pad_id=0)
     together = gradients(policy, [ROWS])
     apart = gradients(Policy(model, pad_id=0), [[one] for one in ROWS])
     assert not policy._is_shared
-    assert "each prompt once a completion: it has conv layers" in caplog.text
+    assert "each prompt once a completion: its attention is biased by the distance" in caplog.text
     for got, want in zip(together[0], apart[0], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 

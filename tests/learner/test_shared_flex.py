@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from datasets import Dataset
-from shared_rows import ROWS, assert_same, gradients, linear_attention
+from shared_rows import ROWS, assert_same, biased_by_distance, gradients
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from covey import GRPOConfig, GRPOTrainer
@@ -94,8 +94,8 @@ def test_attention_that_drops_weights_at_random_goes_by_part(flex_on_a_cpu):
 
 
 def test_a_kernel_asked_for_of_a_model_that_shares_nothing_is_refused():
-    policy = Policy(linear_attention(), pad_id=0, shared_attention="sdpa")
-    with pytest.raises(ConfigError, match="each prompt once a completion: it has conv layers"):
+    policy = Policy(biased_by_distance(), pad_id=0, shared_attention="sdpa")
+    with pytest.raises(ConfigError, match="each prompt once a completion: its attention is biased by the distance"):
         policy.shares_prompts()
 
 

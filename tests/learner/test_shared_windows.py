@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from shared_rows import ROWS, assert_same, checkpointing, gradients, linear_attention, policy_by, row, without_dropout
+from shared_rows import ROWS, assert_same, biased_by_distance, checkpointing, gradients, policy_by, row, without_dropout
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -144,7 +144,7 @@ def test_after_a_forward_without_gradient_the_model_has_its_own_attention():
     with torch.no_grad():
         policy.measure(ROWS)
     assert model.config._attn_implementation == "sdpa"
-    assert not Policy(linear_attention(), pad_id=0).shares_prompts()
+    assert not Policy(biased_by_distance(), pad_id=0).shares_prompts()
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])

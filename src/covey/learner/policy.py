@@ -250,7 +250,7 @@ class Policy:
             given = shared_prompt.forward_kwargs(rows, self.model)
             shared_prompt.switch(unwrapped(self.model))
             for layer in self._state_layers:
-                layer.switch(rows.unpacked)
+                layer.switch()
             return decoder_of(self.model)(use_cache=False, **given).last_hidden_state, None
         self.release()
         extra: dict[str, Any] = {"use_cache": False}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.kernels import Layout, cache_factory, cache_keyword, has_states, tensors_on
-from covey.models import unwrapped
+from covey.models import decoder_of, unwrapped
 
 Way = Literal["states", "rows"]
 """Completions from their prompts' states, or each with its prompt before it."""
@@ -157,38 +157,55 @@ class Unpacked:
 
 @dataclass(eq=False)
 class StateLayer:
-    """The forward of a layer with a state, for packed rows."""
+    """The forward of a layer with a state, for packed rows; for others the layer's own."""
 
     module: nn.Module
+    decoder: nn.Module
+    block: nn.Module
+    """The module around it, which gets the keywords of the decoder's forward in most models. Recomputation begins there."""
     keyword: str | None
     """The keyword of its cache; None if its state lies on the module."""
     way: Way = "states"
     is_tried: bool = False
     unpacked: Unpacked | None = field(default=None, init=False)
+    """The packed rows of the forward pass now; None: it is another one."""
+    is_told: bool = field(default=False, init=False)
+    """True if the block gets the decoder's keywords."""
     before: Any = field(default=None, init=False)
     forward: Callable[..., Any] = field(init=False)
     signature: inspect.Signature = field(init=False)
+    hooks: list[Any] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.signature = inspect.signature(self.module.forward)
 
-    def switch(self, unpacked: Unpacked) -> None:
-        """Compute packed rows from now on."""
-        if self.unpacked is None:
+    def switch(self) -> None:
+        """Take the forward passes of the layer from now on."""
+        if not self.hooks:
             self.before, self.forward = self.module.__dict__.get("forward"), self.module.forward
             self.module.forward = self
-        self.unpacked = unpacked
+            around = (self.decoder, self.block)
+            self.hooks = [module.register_forward_pre_hook(self._look, with_kwargs=True) for module in around]
 
     def release(self) -> None:
-        if self.unpacked is not None:
-            self.unpacked = None
+        if self.hooks:
+            for hook in self.hooks:
+                hook.remove()
+            self.hooks, self.unpacked = [], None
             del self.module.forward
             if self.before is not None:
                 self.module.forward = self.before
 
+    def _look(self, module: nn.Module, args: Any, options: dict[str, Any]) -> None:
+        rows = options.get("covey_rows")
+        self.is_told |= module is self.block and rows is not None
+        if module is self.decoder or self.is_told:
+            self.unpacked = None if rows is None else rows.unpacked
+
     def __call__(self, *args: Any, **options: Any) -> Any:
         """The layer's result for packed inputs [1, S, ...]."""
-        assert self.unpacked is not None
+        if self.unpacked is None:
+            return self.forward(*args, **options)
         bound = self.signature.bind(*args, **options).arguments
         rest = next((name for name, x in self.signature.parameters.items() if x.kind is x.VAR_KEYWORD), "")
         options = {**bound, **bound.get(rest, {}), "attention_mask": None}
@@ -317,8 +334,10 @@ def _note_layers(inner: Any) -> list[StateLayer]:
     held = [key for key, x in tensors_on(inner) if before.get(key) is not x]
     for module, name in held:
         setattr(module, name, before.get((module, name)))
-    layers = [StateLayer(module, _keyword_of(module)) for module in seen if module is not inner]
-    return layers + [StateLayer(module, None) for module in _outermost([module for module, _ in held])]
+    block = {child: module for module in inner.modules() for child in module.children()}
+    make = lambda module, keyword: StateLayer(module, decoder_of(inner), block[module], keyword)
+    layers = [make(module, _keyword_of(module)) for module in seen if module is not inner]
+    return layers + [make(module, None) for module in _outermost([module for module, _ in held])]
 
 
 def whole_row_layers(layers: Sequence[StateLayer]) -> str | None:
@@ -330,13 +349,16 @@ def whole_row_layers(layers: Sequence[StateLayer]) -> str | None:
 def _noting(cache: Any, note: Callable[[], Any]) -> Any:
     """The cache, which calls `note` whenever a state is read or written."""
     for name in filter(_STATE_CALL.match, dir(cache)):
-
-        def noted(*args: Any, _method: Any = getattr(cache, name), **options: Any) -> Any:
-            note()
-            return _method(*args, **options)
-
-        setattr(cache, name, noted)
+        setattr(cache, name, _after(note, getattr(cache, name)))
     return cache
+
+
+def _after(note: Callable[[], Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(*args: Any, **options: Any) -> Any:
+        note()
+        return method(*args, **options)
+
+    return noted
 
 
 def _keyword_of(module: nn.Module) -> str | None:
