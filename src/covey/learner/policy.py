@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -15,12 +14,13 @@ from torch import Tensor, nn
 
 from covey.errors import ConfigError
 from covey.images import banned_ids, image_inputs, placed_inputs, reason_against
-from covey.kernels import AttentionHeads, HalfWeights, SharedPromptAttention, Window, attention_windows, learning
+from covey.kernels import AttentionHeads, HalfWeights, Window, attention_windows, learning
 from covey.learner import shared_prompt
 from covey.learner.heads import find_head, short_row, splits_exactly
 from covey.learner.logprobs import Head, Other, distances, score_tokens, squared_scores
 from covey.learner.offloading import offloaded
 from covey.learner.packing import PaddedRows, Row, pad_rows, pick_rows
+from covey.learner.shared_kernel import choose_kernel
 from covey.learner.shared_prompt import SharedRows, share_rows
 from covey.learner.shared_states import StateLayer, state_layers, whole_row_layers
 from covey.learner.signals import Signal
@@ -354,28 +354,8 @@ class Policy:
             self.model.train(was_training)
             self.release()
         if reason is None:
-            self._kernel = self._choose_kernel(heads)
+            self._kernel = choose_kernel(self.model, self.shared_attention, heads)
         return reason
-
-    def _choose_kernel(self, heads: set[AttentionHeads]) -> str:
-        """Attention kernel for layers of these shapes. Raises ConfigError if FlexAttention was requested and cannot run."""
-        if self.shared_attention == "sdpa" or (self.shared_attention == "auto" and self.device.type == "cpu"):
-            return "sdpa" if self.shared_attention == "sdpa" else "own"
-        dropped = (
-            "its attention drops weights at random (disable_dropout=True ends that)"
-            if shared_prompt.drops(self.model)
-            else None
-        )
-        unseen = None if heads else "its layers cannot be looked at from here"
-        reason = (
-            dropped or unseen or next(filter(None, map(SharedPromptAttention.flex_unavailable_reason, heads)), None)
-        )
-        if reason is None:
-            return "flex"
-        if self.shared_attention == "flex":
-            raise ConfigError(f"shared_attention='flex', but FlexAttention is not used: {reason}; leave it out.")
-        _tell_once(f"Shared prompts are computed through SDPA by part, not FlexAttention: {reason}.")
-        return "sdpa"
 
     def _is_exact(self) -> bool:
         return self.compute_dtype is None and next(self.model.parameters()).dtype == torch.float32
@@ -401,8 +381,3 @@ class Policy:
                     name,
                 )
         return self._is_split
-
-
-@lru_cache
-def _tell_once(said: str) -> None:
-    logger.warning("%s", said)
