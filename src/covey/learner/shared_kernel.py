@@ -32,5 +32,5 @@ def choose_kernel(model: Any, choice: str, heads: Set[AttentionHeads]) -> str:
 
 
 @lru_cache
-def _tell_once(said: str) -> None:
-    logger.warning("%s", said)
+def _tell_once(message: str) -> None:
+    logger.warning("%s", message)

@@ -104,19 +104,19 @@ class Unpacked:
     def owners(self) -> Tensor:
         """[N] the prompt of each completion that has tokens, among those of `prompts` in order."""
         order = torch.cat([places[:, 0] for places in self.prompts]).tolist()
-        found = [order.index(layout.start) for layout in self.layouts for count in layout.counts if count]
-        return torch.tensor(found, device=self.device)
+        slots = [order.index(layout.start) for layout in self.layouts for count in layout.counts if count]
+        return torch.tensor(slots, device=self.device)
 
     @functools.cached_property
     def runs(self) -> list[tuple[int, int, Layout]]:
         """(first place, tokens, layout) of each completion that has tokens."""
-        found = []
+        runs = []
         for layout in self.layouts:
             first = layout.answers.start
             for count in layout.counts:
-                found += [(first, count, layout)] if count else []
+                runs += [(first, count, layout)] if count else []
                 first += count
-        return found
+        return runs
 
     @functools.cached_property
     def completions(self) -> Tensor:
@@ -169,7 +169,7 @@ class StateLayer:
     is_tried: bool = False
     unpacked: Unpacked | None = field(default=None, init=False)
     """The packed rows of the forward pass now; None: it is another one."""
-    is_told: bool = field(default=False, init=False)
+    gets_keywords: bool = field(default=False, init=False)
     """True if the block gets the decoder's keywords."""
     before: Any = field(default=None, init=False)
     forward: Callable[..., Any] = field(init=False)
@@ -198,8 +198,8 @@ class StateLayer:
 
     def _look(self, module: nn.Module, args: Any, options: dict[str, Any]) -> None:
         rows = options.get("covey_rows")
-        self.is_told |= module is self.block and rows is not None
-        if module is self.decoder or self.is_told:
+        self.gets_keywords |= module is self.block and rows is not None
+        if module is self.decoder or self.gets_keywords:
             self.unpacked = None if rows is None else rows.unpacked
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -314,9 +314,11 @@ def _note_layers(inner: Any) -> list[StateLayer]:
     """The layers, by a forward pass that notes the innermost module whenever a state is read or written."""
     seen: dict[nn.Module, None] = {}
     stack: list[nn.Module] = []
-    hooks = [module.register_forward_pre_hook(lambda module, given: stack.append(module)) for module in inner.modules()]
+    hooks = [
+        module.register_forward_pre_hook(lambda module, inputs: stack.append(module)) for module in inner.modules()
+    ]
     hooks += [
-        module.register_forward_hook(lambda module, given, out: stack.remove(module), always_call=True)
+        module.register_forward_hook(lambda module, inputs, out: stack.remove(module), always_call=True)
         for module in inner.modules()
     ]
     before = dict(tensors_on(inner))
