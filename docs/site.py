@@ -58,6 +58,8 @@ MODULES = (
 )
 """Modules whose public names the reference describes."""
 LINK = re.compile(r"\]\(([^)\s#]*)(#[^)\s]*)?\)")
+BY_FILE = re.compile(r"\[([\w-]+\.md)\]\(((?:[\w.-]+/)*\1)")
+"""A link that is named as its file is."""
 
 
 def main(arguments: list[str]) -> int:
@@ -166,9 +168,14 @@ def entry(page: str, folder: Path = PAGES) -> dict[str, str]:
     """A page under the first words of its title."""
     if page == "readme.md":
         return {"Quick start": page}
-    title = re.search(r"^# (.+)$", (folder / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {title_of(folder / page): page}
+
+
+def title_of(page: Path) -> str:
+    """The first words of a page's title."""
+    title = re.search(r"^# (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert title, f"{page} has no title"
-    return {re.split(r"[:\uff1a]", title[1])[0].replace("`", ""): page}
+    return re.split(r"[:\uff1a]", title[1])[0].replace("`", "")
 
 
 def examples() -> dict[Path, str]:
@@ -188,7 +195,7 @@ def page_of_example(path: Path) -> Path:
 
 
 def on_site(source: Path, target: Path, sources: dict[Path, Path]) -> str:
-    """A page with its links as they are on the site; what the site has not, such as a folder of code, is named without a link."""
+    """A page with its links as they are on the site, named by titles instead of files; what the site has not, such as a folder of code, is named without a link."""
 
     def moved(link: re.Match[str]) -> str:
         path, anchor = link[1], link[2] or ""
@@ -203,9 +210,13 @@ def on_site(source: Path, target: Path, sources: dict[Path, Path]) -> str:
             return f"]({relative(PAGES / found.relative_to(DOCS), target.parent)}{anchor})"
         return f"]({between(PAGES / 'readme.md', target)})"
 
+    def titled(link: re.Match[str]) -> str:
+        page = (source.parent / link[2]).resolve()
+        return f"[{title_of(page)}]({link[2]}" if page in sources else link[0]
+
     # a list or a table right below a paragraph is one on a repository's page, and must be one here
     text = source.read_text(encoding="utf-8").replace('"docs/pictures/', '"pictures/')  # the README's own are HTML
-    return spaced(outside_code(text, lambda part: LINK.sub(moved, part)))
+    return spaced(outside_code(text, lambda part: LINK.sub(moved, BY_FILE.sub(titled, part))))
 
 
 def between(page: Path, target: Path) -> str:

@@ -38,3 +38,11 @@ def test_links_stay_in_a_language_and_lead_to_what_is_built_across():
 def test_every_setting_of_the_chinese_site_replaces_a_line():
     settings = (ROOT / "docs/mkdocs.yml").read_text(encoding="utf-8")
     assert [line for line in site.OF_CHINESE if settings.count(line) != 1] == []
+
+
+def test_links_named_by_files_get_the_titles_of_their_pages():
+    docs = ROOT / "docs"
+    sources = {page: site.PAGES / page.relative_to(docs) for page in docs.rglob("*.md")}
+    text = site.on_site(docs / "index.md", site.PAGES / "index.md", sources)
+    assert "[Options](options.md): every option" in text
+    assert not re.search(r"\[[\w-]+\.md\]", text)
