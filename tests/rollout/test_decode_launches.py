@@ -21,13 +21,13 @@ A_LAYER = 10
 """Most launches of a layer, with keys that are split over programs."""
 
 
-def launches_of_a_step(monkeypatch, layers, attention, way="plain", arch="qwen2"):
-    """Launches of one decode step of a float32 model on its 16-bit copy."""
+def launches_of_a_step(monkeypatch, layers, attention, way="plain", arch="qwen2", model=None):
+    """Launches of one decode step of a float32 model on its 16-bit copy, or of `model` as it is."""
     launches = Launches()
     with_twins(monkeypatch, launches, attention)
-    sampler = NativeSampler(
-        tiny_model(arch, layers=layers, seed=3), tiny_tokenizer(), dtype="float16", attention="triton"
-    )
+    dtype = "float16" if model is None else "auto"
+    model = model or tiny_model(arch, layers=layers, seed=3)
+    sampler = NativeSampler(model, tiny_tokenizer(), dtype=dtype, attention="triton")
     assert sampler.attention == "triton"
     scheduler = sampler.begin(PROMPTS[:2], 4, SamplingParams(max_tokens=9, seed=1, **WAYS[way]))
     with sampler.forward.evaluating():
@@ -50,6 +50,18 @@ def test_a_layer_takes_one_launch_less_where_rows_fill_the_device(monkeypatch):
     two, three = (launches_of_a_step(monkeypatch, layers, attention=2) for layers in (2, 3))
     assert three - two == KERNELS_OF_A_LAYER
     assert two - 2 * (three - two) == KERNELS_OF_A_STEP
+
+
+def test_adapters_on_a_16_bit_model_add_three_launches_each_to_their_layer(monkeypatch):
+    """Two products and a sum, and one cast for layers that share their input. By PEFT's modules a layer took 93 launches."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules="all-linear")
+    models = [
+        peft.get_peft_model(tiny_model("qwen2", layers=layers, seed=3).to(torch.bfloat16), config) for layers in (2, 3)
+    ]
+    two, three = (launches_of_a_step(monkeypatch, 0, attention=2, model=model) for model in models)
+    in_one_product = 2 + 1  # query, key and value, and gate and up, lie apart in live weights
+    assert three - two <= KERNELS_OF_A_LAYER + in_one_product + 3 * 7 + 5
 
 
 def test_a_truncated_distribution_is_drawn_inside_the_step(monkeypatch):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from test_samplers import TEXTS, ids_of, plain_logprobs
+from torch.nn import functional as F
 
 from covey.errors import ConfigError
 from covey.kernels.sampler_linear import InPlaceLinear, OneDnnLinear, effective, has_bfloat16
@@ -11,7 +12,7 @@ from covey.rollout import NativeSampler, SamplingParams, TransformersSampler, Un
 from covey.rollout.autocast import AutocastForward
 from covey.rollout.decoder import DecoderForward
 from covey.rollout.engine import best_forward
-from covey.rollout.forward import ModulesForward
+from covey.rollout.forward import ModulesForward, verify
 from kit import rest_nightly, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -182,6 +183,43 @@ def test_adapters_that_cannot_be_packed_run_in_a_plain_copy(options):
         effective(model.base_model.model.model.layers[0].mlp.down_proj)
     assert isinstance(best_forward(model, "bfloat16"), AutocastForward)
     assert isinstance(best_forward(model, "float32"), ModulesForward)
+
+
+@pytest.mark.parametrize("arch", FAMILY)
+def test_adapters_on_a_16_bit_model_are_added_to_live_weights(arch):
+    """Nothing is merged or copied: 7 billion weights have no second copy, and small adapters are not rounded away."""
+    model = adapted(tiny_model(arch).to(torch.bfloat16))
+    layer = model.base_model.model.model.layers[0]
+    forward = best_forward(model, "auto")
+    assert isinstance(forward, DecoderForward)
+    block, x = forward.blocks[0], torch.randn(5, model.config.hidden_size).to(torch.bfloat16)
+    attention, mlp = layer.self_attn, layer.mlp
+    expected = [projection(x) for projection in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    for part, own in zip(block.qkv.split(x, []), expected, strict=True):
+        torch.testing.assert_close(part, own)
+    torch.testing.assert_close(block.qkv(x), torch.cat(expected, -1))
+    torch.testing.assert_close(
+        block.gate.gated(block.up, x), F.silu(mlp.gate_proj(x)) * mlp.up_proj(x), rtol=0.02, atol=1e-3
+    )
+    pointers = {parameter.data_ptr() for parameter in model.parameters()}
+    assert {tensor.data_ptr() for tensor in block.qkv.tensors if tensor is not None} <= pointers
+    verify(forward, model)
+    key = forward.capture_key()
+    with model.disable_adapter():
+        assert forward.refresh()
+        torch.testing.assert_close(forward.blocks[0].qkv.split(x, [])[0], attention.q_proj.base_layer(x))
+        assert forward.capture_key() != key
+
+
+def test_a_captured_step_is_of_one_scale_of_the_adapters():
+    model = adapted(tiny_model().to(torch.bfloat16))
+    forward = best_forward(model, "auto")
+    key = forward.capture_key()
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("default", 3.0)
+    assert forward.refresh()
+    assert forward.capture_key() != key
 
 
 def test_float32_with_adapters_uses_the_modules_and_copies_nothing():

@@ -30,7 +30,8 @@ class SamplerLinear(ABC):
         Raises Unsupported for other kinds of layers.
         """
         if dtype is None:
-            return InPlaceLinear.of(*linears)
+            kind = AdaptedLinear if any(map(_is_adapted_in_place, linears)) else InPlaceLinear
+            return kind.of(*linears)
         weights, biases = _parts_of(linears)
         if dtype == torch.bfloat16 and has_bfloat16(weights[0].device):
             return Bf16PairLinear.from_parts(weights, biases, into)
@@ -58,6 +59,11 @@ class SamplerLinear(ABC):
     @abstractmethod
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Weights and biases, live or copied."""
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """Factors of adapters that are computed in addition; a captured step keeps them."""
+        return ()
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor: ...
@@ -140,6 +146,60 @@ class InPlaceLinear(SamplerLinear):
 
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
         return factor.mul_(self(x))
+
+
+@dataclass(frozen=True, eq=False)
+class AdaptedLinear(SamplerLinear):
+    """Live weights and the products of active LoRA adapters, added in PEFT's order and precision; nothing is merged.
+
+    So the sampler computes what the learner computes. A merged copy in 16 bits would round small adapters away.
+    """
+
+    base: InPlaceLinear
+    adapters: tuple[tuple[tuple[Tensor, Tensor, float], ...], ...]
+    """Of each part: A [r, K], B [N, r] and scale of its adapters."""
+
+    @staticmethod
+    def of(*linears: Any) -> AdaptedLinear:
+        """These layers, concatenated along outputs. Raises Unsupported for anything but plain LoRA on plain layers."""
+        base = InPlaceLinear.of(*(getattr(linear, "base_layer", linear) for linear in linears))
+        factors = lambda linear: tuple(
+            (linear.lora_A[name].weight.detach(), linear.lora_B[name].weight.detach(), linear.scaling[name])
+            for name in active_adapters(linear)
+        )
+        return AdaptedLinear(base, tuple(map(factors, linears)))
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return (*self.base.tensors, *(x for part in self.adapters for a, b, _ in part for x in (a, b)))
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        return tuple(scale for part in self.adapters for _, _, scale in part)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = self._parts(x)
+        return out[0] if len(out) == 1 else torch.cat(out, -1)
+
+    def split(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+        return self._parts(x)
+
+    def silu(self, x: Tensor) -> Tensor:
+        return F.silu(self(x), inplace=True)
+
+    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+        return factor.mul_(self(x))
+
+    def _parts(self, x: Tensor) -> list[Tensor]:
+        """[M, N] of each part: the sum is rounded once, to the type of the weights."""
+        inputs = {x.dtype: x}
+        out = [plain_linear(x, weight, bias) for weight, bias in self.base.parts]
+        for y, adapters in zip(out, self.adapters, strict=True):
+            for a, b, scale in adapters:
+                if a.dtype not in inputs:
+                    inputs[a.dtype] = x.to(a.dtype)
+                y.add_(F.linear(F.linear(inputs[a.dtype], a), b), alpha=scale)
+        return out
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,12 +358,25 @@ def effective(linear: Any) -> tuple[Tensor, Tensor | None]:
     if not hasattr(linear, "get_delta_weight") or type(linear.get_base_layer()) is not nn.Linear:
         raise Unsupported(f"layers of kind {type(linear).__name__} cannot be packed")
     weight, bias = effective(linear.get_base_layer())
-    if linear.disable_adapters or linear.merged:
-        return weight, bias
-    for adapter in linear.active_adapters:
-        if adapter not in linear.lora_A:
-            continue
-        if adapter in getattr(linear, "lora_variant", {}) or getattr(linear.lora_B[adapter], "bias", None) is not None:
-            raise Unsupported("variants of LoRA (DoRA, biases) cannot be packed")
+    for adapter in active_adapters(linear):
         weight = weight + linear.get_delta_weight(adapter).detach()
     return weight, bias
+
+
+def _is_adapted_in_place(linear: Any) -> bool:
+    """True for LoRA on live weights, but for float32 on a CPU, where the modules decode several runs in one batch."""
+    if not hasattr(linear, "lora_A") or type(linear.get_base_layer()) is not nn.Linear:
+        return False
+    weight = linear.get_base_layer().weight
+    return not (weight.is_cpu and weight.dtype == torch.float32)
+
+
+def active_adapters(linear: Any) -> list[str]:
+    """LoRA adapters that act on a linear layer. Raises Unsupported for variants that are no plain product."""
+    if not hasattr(linear, "lora_A") or linear.disable_adapters or linear.merged:
+        return []
+    names = [name for name in linear.active_adapters if name in linear.lora_A]
+    for name in names:
+        if name in getattr(linear, "lora_variant", {}) or getattr(linear.lora_B[name], "bias", None) is not None:
+            raise Unsupported("variants of LoRA (DoRA, biases) cannot be packed")
+    return names

@@ -165,10 +165,12 @@ class DecoderForward:
         return cached.copy_(weight)
 
     def capture_key(self) -> Hashable:
-        products = [*(product for block in self.blocks for product in block.products), self.head]
-        linears = (tensor for product in products if product is not None for tensor in product.tensors)
+        every = [*(product for block in self.blocks for product in block.products), self.head]
+        products = [product for product in every if product is not None]
+        linears = (tensor for product in products for tensor in product.tensors)
         norms = (norm for block in self.blocks for norm in block.norms)
-        return addresses_of((self.embedding, self.rotation, self.norm, *norms, *linears))
+        scales = tuple(scale for product in products for scale in product.scales)
+        return addresses_of((self.embedding, self.rotation, self.norm, *norms, *linears)), scales
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
