@@ -78,18 +78,18 @@ def _turned(x, rotation, norm):
 
 
 def _attend(
-    query, key, value, *, own, prompts, members, counts, lengths, first, step_column, scale, rotation, **others
+    query, key, value, *, suffix, prompts, members, counts, lengths, first, step_column, scale, rotation, **others
 ):
-    assert others["own_bias"] is None
+    assert others["suffix_bias"] is None
     assert others["softcap"] is None
     if rotation is not None:
         query, key = _turned(query, rotation, rotation.norms[0]), _turned(key, rotation, rotation.norms[1])
     now, rows, repeats = int(step_column), len(query), query.shape[1] // key.shape[1]
-    own[0][:rows, :, now], own[1][:rows, :, now] = key, value
+    suffix[0][:rows, :, now], suffix[1][:rows, :, now] = key, value
     owner = {int(members[p, g]): p for p in range(len(members)) for g in range(int(counts[p]))}
     out = torch.empty(query.shape, dtype=query.dtype)
     for row in range(rows):
-        mine = own[:, row, :, min(int(first[row]), now) : now + 1]
+        mine = suffix[:, row, :, min(int(first[row]), now) : now + 1]
         if row in owner:
             mine = torch.cat((prompts[:, owner[row], :, : int(lengths[owner[row]])], mine), 2)
         keys, values = mine.float().repeat_interleave(repeats, 1)
