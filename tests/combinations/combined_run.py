@@ -25,6 +25,32 @@ def policy(**config: Any) -> Any:
     return tiny_model("qwen2", layers=3, **{"tie_word_embeddings": False, **config})
 
 
+def teacher_folder(folder: Path) -> Path:
+    """Another model of the policy's vocabulary, saved."""
+    place = folder / "teacher"
+    if not place.exists():
+        tiny_model("qwen2", layers=2, hidden=16, seed=7).save_pretrained(place)
+        tiny_tokenizer().save_pretrained(place)
+    return place
+
+
+def seeing(kind: str) -> tuple[Any, Any]:
+    from images.models import tiny_vlm
+
+    return tiny_vlm(kind)
+
+
+def picture_rows(counts: list[int]) -> list[dict[str, Any]]:
+    """Prompts with so many images each, over and over."""
+    from images.models import picture
+
+    ask = lambda i: [{"role": "user", "content": f"How many of {i}?"}]
+    return [
+        {"prompt": ask(i), "images": [picture(j + 1, seed=i) for j in range(counts[i % len(counts)])]}
+        for i in range(4 * STEPS)
+    ]
+
+
 def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     return [float(sum(ids) % 7) for ids in completion_ids]
 
@@ -49,6 +75,9 @@ def trainer(folder: Path, case: dict[str, Any]) -> Any:
         from peft import LoraConfig
 
         given["peft_config"] = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    if "vlm" in case:
+        given["model"], given["processing_class"] = seeing(case["vlm"])
+        rows = picture_rows(case["images"])
     return GRPOTrainer(
         reward_funcs=reward, args=GRPOConfig(str(folder), **options), train_dataset=Dataset.from_list(rows), **given
     )  # fmt: skip
@@ -65,8 +94,8 @@ def run(folder: Path, processes: int = 1, seconds: float = 200.0, **case: Any) -
     return json.loads((folder / "log.json").read_text())
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    found = [*(folder / "end").glob("*.safetensors")]
+def weights(folder: Path, when: str = "end") -> dict[str, torch.Tensor]:
+    found = [*(folder / when).glob("*.safetensors")]
     return {name: value for file in found for name, value in load_file(file).items()}
 
 
@@ -79,14 +108,16 @@ def apart(one: Path, other: Path) -> float:
 
 def moved(folder: Path) -> float:
     """How far a run moved its weights."""
-    start = dict(policy().state_dict())
-    return max((value - start[name]).abs().max().item() for name, value in weights(folder).items() if name in start)
+    start = weights(folder, "start")
+    return max((value - start[name]).abs().max().item() for name, value in weights(folder).items())
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     place = Path(sys.argv[1])
     made = trainer(place, json.loads(sys.argv[2]))
+    if made.args.process_index == 0:
+        made.model.save_pretrained(place / "start")
     made.train()
     made.save_model(str(place / "end"))
     if made.args.process_index == 0:

@@ -8,10 +8,7 @@ import torch
 from models import picture, tiny_vlm
 
 from covey import GRPOConfig, GRPOTrainer
-from covey import algorithms as alg
 from covey.cli import main
-from covey.errors import ConfigError
-from covey.training.build_learner import refuse_unsplit
 
 
 def reward(completions, **columns):
@@ -104,9 +101,3 @@ def test_a_run_of_the_command_line_reads_an_image_column(tmp_path, capsys):
     assert main(words) == 0, capsys.readouterr().err
     assert len(list((tmp_path / "run" / "rollouts" / "images").iterdir())) == 2
     assert (tmp_path / "run" / "checkpoint-1" / "processor_config.json").is_file()
-
-
-def test_a_model_that_reads_images_is_not_split_over_processes():
-    model, _ = tiny_vlm("qwen2_5_vl")
-    with pytest.raises(ConfigError, match="reads images, and fsdp splits models of text only"):
-        refuse_unsplit(alg.dapo(), model, optimizer=None, rollout_func=None)

@@ -172,10 +172,6 @@ def learnt(folder, processes):
 
 
 OTHERS = {
-    "a teacher": {"algorithm": lambda: alg.dapo().replace(regularizers=alg.distill("policy", feedback="best"))},
-    "right answers": {
-        "algorithm": lambda: alg.dapo().replace(regularizers=alg.sft(Dataset.from_list(EXAMPLES), 0.1, 2))
-    },
     "an ensemble": {"ensemble": ["demo"]},
 }
 

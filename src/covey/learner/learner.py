@@ -281,9 +281,9 @@ class Learner:
         parts = []
         for batch in self.micro_batcher.each(self.world.share(rows)):
             self.interruption()
-            loss, metrics = self.supervised.loss(batch, num_tokens)
-            self._backward(loss)
-            parts.append(metrics)
+            loss, metrics = self.supervised.loss(batch or [filler()], num_tokens)
+            self._backward(loss if batch else 0.0 * loss)
+            parts += [metrics] if batch else []
         return parts
 
     def _backward(self, loss: Tensor) -> None:

@@ -24,8 +24,8 @@ from covey.learner.shared_kernel import choose_kernel
 from covey.learner.shared_prompt import SharedRows, share_rows
 from covey.learner.shared_states import StateLayer, state_layers, whole_row_layers
 from covey.learner.signals import Signal
-from covey.models import accepts, decoder_of, encoder_of, float32_stream, unwrapped
-from covey.process.sharding import Shards
+from covey.models import accepts, decoder_of, encoder_of, float32_stream, reads_images, unwrapped
+from covey.process.sharding import Shards, is_sharded
 from covey.process.world import autocast
 from covey.types import Prompt
 
@@ -139,10 +139,15 @@ class Policy:
 
     def sharded(self, shard: Callable[[nn.Module], Shards]) -> Policy:
         """The policy with its model sharded in place, after a trial forward pass on every process."""
-        found = replace(self, shards=shard(self.model))
-        found._splits()
-        found._shares()
-        return found
+        return replace(self, shards=shard(self.model)).tried()
+
+    def tried(self) -> Policy:
+        """This policy; of a sharded model after its trial passes, which every process makes together."""
+        if self.shards is not None:
+            self._splits()
+            self._shares()
+            self._is_embedded = False  # only processes with images would make that trial
+        return self
 
     def _within(self, work: Callable[[], T]) -> T:
         """Result of `work()`, with sharded weights gathered."""
@@ -235,6 +240,7 @@ class Policy:
         with self.autocast():
             with offloaded(pins=True) if self.offloads else nullcontext():
                 hidden, auxiliary = self._hidden(rows)
+            hidden = self._touched(hidden)
             picked = pick_rows(hidden, rows.source)  # [M, D], or [M, V] if decoder and head cannot be separated
             head = self._head_of() if self._splits() else self._whole_head()
             options: dict[str, Any] = {"temperature": self.temperature, "chunk": self.logits_chunk}
@@ -242,6 +248,16 @@ class Policy:
             distance = None if other is None else distances(picked, head, other, **options)
             measured = None if teacher is None else teacher.measured(picked, head, rows.target, **options)
         return picked, logp, entropies, distance, measured, auxiliary
+
+    def _touched(self, hidden: Tensor) -> Tensor:
+        """The hidden states, on which parts that a pass without images does not run depend with gradient 0.
+
+        So every process reduces the same gradients of a sharded model.
+        """
+        if self.shards is None or not reads_images(self.model):
+            return hidden
+        rest = [one for one in self.parameters() if not is_sharded(one)]
+        return hidden + 0.0 * torch.stack([one.sum() for one in rest]).sum() if rest else hidden
 
     def _hidden(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Tensor | None]:
         """[N, S, D] hidden states, or [N, S, V] logits if decoder and head cannot be called separately."""

@@ -61,4 +61,4 @@ class Supervised:
 
 def supervised_policy(policy: Policy) -> Policy:
     """The policy with log-probabilities at temperature 1 and rows packed without padding."""
-    return replace(policy, temperature=1.0, auxiliary_coefficient=0.0, packs_always=True)
+    return replace(policy, temperature=1.0, auxiliary_coefficient=0.0, packs_always=True).tried()

@@ -145,7 +145,7 @@ def _mesh(device: str, size: int) -> Any:
 
 
 def _blocks(module: nn.Module, class_names: Sequence[str] | None) -> list[nn.Module]:
-    named = class_names if class_names is not None else _no_split(module)
+    named = class_names if class_names is not None else layer_classes(module)
     blocks = [part for part in module.modules() if type(part).__name__ in named]
     if named and not blocks:
         raise ModelError(
@@ -156,7 +156,7 @@ def _blocks(module: nn.Module, class_names: Sequence[str] | None) -> list[nn.Mod
     return [part for part in blocks if id(part) not in inner]
 
 
-def _no_split(module: nn.Module) -> list[str]:
+def layer_classes(module: nn.Module) -> list[str]:
     """Class names in transformers' `_no_split_modules`: the decoder blocks."""
     names = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
     if not names:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from covey import algorithms as alg
 from covey.adapters import has_adapter
-from covey.algorithms import SFT, Algorithm, Distill
+from covey.algorithms import Algorithm, Distill
 from covey.config import GRPOConfig
 from covey.ensembles import Ensemble
 from covey.errors import ConfigError
@@ -25,8 +25,8 @@ from covey.learner.preparation import checkpoint_activations, on_accelerator
 from covey.learner.reference import Reference
 from covey.learner.token_metrics import TokenEntropies
 from covey.learner.update_guard import GuardPolicy, UpdateGuard
-from covey.models import reads_images, unwrapped
-from covey.process.sharding import Sharding, Shards
+from covey.models import decoder_of, reads_images, unwrapped
+from covey.process.sharding import Sharding, Shards, layer_classes
 from covey.process.world import World
 from covey.rewards import Scorer
 from covey.runs import rollouts
@@ -48,6 +48,8 @@ class Networks:
     critic: Critic
     max_tokens: int | None
     """Initial token limit of a micro-batch, measured before sharding."""
+    shard: Shard | None = None
+    """Splits another model over the processes in the same way. None: every process holds models whole."""
 
 
 def networks_of(
@@ -79,26 +81,30 @@ def networks_of(
     def shard(module: nn.Module, keeps_whole: bool = False) -> Shards:
         with learning(module):  # chooses its kernels, once and for all, while the weights are whole
             pass
-        return Shards(module, world, sharding, keeps_whole=keeps_whole)
+        blocks = text_layers(module) if sharding.blocks is None and reads_images(module) else sharding.blocks
+        return Shards(module, world, replace(sharding, blocks=blocks), keeps_whole=keeps_whole)
 
     critic = build_critic(algorithm, policy, shard)
     reference = None if has_adapter(policy.model) else build_reference(algorithm, policy, shard)
     policy = policy.sharded(partial(shard, keeps_whole=keeps_whole))
-    return Networks(policy, reference or build_reference(algorithm, policy), critic, max_tokens)
+    return Networks(policy, reference or build_reference(algorithm, policy), critic, max_tokens, shard)
 
 
-def refuse_unsplit(algorithm: Algorithm, model: Any, optimizer: Any, rollout_func: Any) -> None:
-    """Raise ConfigError for options that do not work with a sharded model, or that hold its unsharded parameters."""
-    if algorithm.role is not None and not any(isinstance(part, Distill) for part in algorithm.regularizers):
+def text_layers(model: Any) -> tuple[str, ...]:
+    """Classes of the layers of the language model inside a vision-language one.
+
+    The rest, which a pass without images does not run, is gathered with the root in every pass.
+    """
+    inside = {type(part).__name__ for part in decoder_of(model).modules()}
+    return tuple(sorted(inside & set(layer_classes(model))))
+
+
+def refuse_unsplit(algorithm: Algorithm, optimizer: Any, rollout_func: Any) -> None:
+    """Raise ConfigError for what would hold the unsharded parameters of a sharded model, or measures it before each step."""
+    role = algorithm.role
+    is_distilled = any(isinstance(part, Distill) for part in algorithm.regularizers)
+    if role is not None and (not is_distilled or (role.is_policy and role.rule is not None)):
         raise ConfigError("A teacher does not work with a model that fsdp splits; leave one of them out.")
-    for part in algorithm.regularizers:
-        if isinstance(part, (Distill, SFT)):
-            name = type(part).__name__.lower()
-            raise ConfigError(f"alg.{name} does not work with a model that fsdp splits; leave one of them out.")
-    if reads_images(model):
-        raise ConfigError(
-            f"{type(model).__name__} reads images, and fsdp splits models of text only; leave fsdp out, or train an adapter."
-        )
     if optimizer is not None:
         raise ConfigError(
             "fsdp replaces the parameters that the optimizer of optimizers=(...) was made for; leave it out, and set optim."
@@ -228,7 +234,7 @@ def build_networks(given: RunInputs, optimizer: Any = None) -> Networks:
     """
     args = given.args
     if args.sharding is not None and given.world.size > 1:
-        refuse_unsplit(given.algorithm, given.model, optimizer, given.agents.rollout_func)
+        refuse_unsplit(given.algorithm, optimizer, given.agents.rollout_func)
     policy = on_accelerator(build_policy(given), is_split=args.sharding is not None and given.world.size > 1)
     on_cpu, shards = given.world.device.type == "cpu", 1 if args.sharding is None else given.world.size
     max_tokens = starting_tokens(args.max_tokens_per_microbatch, policy, on_cpu=on_cpu, shards=shards)
@@ -292,7 +298,9 @@ def build_learner(
         disable_dropout=args.disable_dropout,
         enable_recomputation=partial(checkpoint_once, policy) if args.checkpoint_when_needed else lambda: False,
         critic=critic,
-        teacher=make_teacher(algorithm, policy, given.tokenizer, template, reference=networks.reference),
+        teacher=make_teacher(
+            algorithm, policy, given.tokenizer, template, reference=networks.reference, shard=networks.shard
+        ),
         supervised=build_supervised(algorithm, policy, given.tokenizer, given.eos_ids, template, seed),
         uses_sampler_logp=not (sampling.truncates or args.vllm_structured_outputs_regex)
         and sampling.repetition_penalty == 1.0,

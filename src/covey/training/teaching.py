@@ -24,6 +24,7 @@ from covey.learner.served_teacher import AnyTeacher
 from covey.learner.supervised import supervised_policy
 from covey.learner.teacher import Following, Member, Teachers
 from covey.models import load_model, load_tokenizer, reads_images
+from covey.process.sharding import Shards, shard_like
 from covey.rewards.builtin.chat_endpoint import Endpoint
 from covey.types import Completion, Group, Prompt
 
@@ -92,6 +93,8 @@ class Maker:
     tokenizer: Any
     template: Mapping[str, Any]
     trust_remote_code: bool = False
+    shard: Callable[[torch.nn.Module], Shards] | None = None
+    """Splits a teacher over the processes, as the policy is. None: every process holds it whole."""
 
     def prompts(self) -> dict[str, Any]:
         """`hints` and `hinted` of a teacher."""
@@ -104,7 +107,7 @@ class Maker:
 
     def of_policy(self, reference: Reference, rule: Any, algorithm: Algorithm) -> Teacher:
         """The policy as its own teacher: of now, or of its own past."""
-        own = replace(self.policy, auxiliary_coefficient=0.0)
+        own = replace(self.policy, auxiliary_coefficient=0.0).tried()
         if rule is None:
             return self._made(own, needs_hint=True)
         is_shared = rule is keep and algorithm.reference is keep and isinstance(reference, (FrozenCopy, AdapterCopy))
@@ -131,9 +134,10 @@ class Maker:
         """Another model, loaded here. Raises ConfigError for another vocabulary, ModelError where it cannot be loaded."""
         policy = self.policy
         if isinstance(source, (str, Path)) and (kept := weights_on_same_base(policy.model, source)) is not None:
-            copy = AdapterCopy(policy, kept)
+            names = dict(policy.model.named_parameters())
+            copy = AdapterCopy(policy, {name: shard_like(value, names[name]) for name, value in kept.items()})
             self._expect_plain_head()
-            own = replace(policy, auxiliary_coefficient=0.0)
+            own = replace(policy, auxiliary_coefficient=0.0).tried()
             return self._made(own, following=Following(copy, keep, is_constant=True))
         if isinstance(source, (str, Path)) and adapter_options(source) is not None and has_adapter(policy.model):
             logger.warning(
@@ -157,7 +161,8 @@ class Maker:
                 "distill(..., dtype='float32') is exact and takes twice the memory.",
                 str(model.dtype).removeprefix("torch."),
             )
-        return self._made(replace(policy, model=model, auxiliary_coefficient=0.0, offloads=False))
+        weights = replace(policy, model=model, auxiliary_coefficient=0.0, offloads=False, shards=None)
+        return self._made(weights if self.shard is None else weights.sharded(self.shard))
 
     def _made(self, weights: Policy, **options: Any) -> Teacher:
         part = self.part
@@ -179,6 +184,7 @@ def build_teacher(
     trust_remote_code: bool = False,
     check_stop: Callable[[], None] = lambda: None,
     reference: Reference | None = None,
+    shard: Callable[[torch.nn.Module], Shards] | None = None,
 ) -> AnyTeacher | None:
     """The teacher of the algorithm's parts; None where none learns from one.
 
@@ -192,7 +198,7 @@ def build_teacher(
     if len(parts) > 1:
         raise ConfigError("The algorithm has several distill terms; one divergence can be learnt from at a time.")
     part = parts[0] if parts else None
-    maker = Maker(role, part, policy, tokenizer, template, trust_remote_code)
+    maker = Maker(role, part, policy, tokenizer, template, trust_remote_code, shard)
     if role.is_policy:
         return maker.of_policy(reference or NoReference(), role.rule, algorithm)
     if role.is_endpoint:
