@@ -202,6 +202,11 @@ def _no_store(error: RuntimeError) -> str:
     return f"the process that holds the store of messages has ended ({first_line(error)})."
 
 
+def has_several_processes() -> bool:
+    """True if this process is one of a process group."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def is_on_cpu_with_others() -> bool:
     """True if a launcher started several processes where there is no accelerator.
 

@@ -147,13 +147,13 @@ def build_sampler(given: RunInputs, policy: Policy, check_stop: Interruption) ->
             shards.free()
         return ahead
     options = {"eos_ids": given.eos_ids, "check_stop": check_stop, **sampler_options(args, given.world, given.server)}
-    is_served = options.get("backend") == "vllm-server"
-    if is_served:
-        options |= {"check_wait": check_stop.while_waiting, "shards": shards}
+    gathers = options.get("backend") in ("vllm-server", "vllm")  # by itself, a block at a time
+    options |= {"shards": shards} if gathers else {}
+    options |= {"check_wait": check_stop.while_waiting} if options.get("backend") == "vllm-server" else {}
 
     def make(**more: Any) -> Sampler:
         over = lambda model: choose_sampler(model, given.tokenizer, **options, **more)
-        return over(given.model) if shards is None or is_served else GatheredSampler(shards, over)
+        return over(given.model) if shards is None or gathers else GatheredSampler(shards, over)
 
     name_idle_options(given.agents, args)
     more = agent_options(args, given.world.rank)

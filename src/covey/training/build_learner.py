@@ -238,7 +238,7 @@ def build_networks(given: RunInputs, optimizer: Any = None) -> Networks:
     policy = on_accelerator(build_policy(given), is_split=args.sharding is not None and given.world.size > 1)
     on_cpu, shards = given.world.device.type == "cpu", 1 if args.sharding is None else given.world.size
     max_tokens = starting_tokens(args.max_tokens_per_microbatch, policy, on_cpu=on_cpu, shards=shards)
-    keeps_whole = args.rollout_backend != "vllm" or args.vllm_mode != "server"
+    keeps_whole = args.rollout_backend != "vllm" or (args.async_rollouts and args.vllm_mode != "server")
     return networks_of(
         given.algorithm, policy, given.world, args.sharding, max_tokens, given.frozen, keeps_whole=keeps_whole
     )

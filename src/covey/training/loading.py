@@ -49,10 +49,10 @@ def expect_engine(
     if args.rollout_backend != "vllm":
         return None
     if args.vllm_mode == "colocate":
-        if args.world_size > 1:
+        if args.world_size > 1 and args.vllm_tensor_parallel_size > 1:
             raise ConfigError(
-                "vLLM in the process of a run takes one process; give several a server (vllm_mode='server'), or leave use_vllm out: "
-                "native is as exact there."
+                f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} with {args.world_size} processes: each has an engine on its "
+                "own device, and the devices of others are taken; leave it out, or start a server (vllm_mode='server')."
             )
         expect_vllm()
         return None

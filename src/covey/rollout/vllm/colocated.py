@@ -19,12 +19,14 @@ import torch
 from covey.errors import ConfigError, ModelError
 from covey.images import refuse_images
 from covey.models import unwrapped
+from covey.process.sharding import Shards
+from covey.process.world import has_several_processes
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.stopping import checked_eos_ids, context_of
 from covey.rollout.vllm.lifecycle import Sleep
-from covey.rollout.vllm.weights import Source, plain_weights, write_weights
+from covey.rollout.vllm.weights import Source, write_weights
 from covey.rollout.vllm.worker.covey_worker import repack
 from covey.types import Completion, Group, Prompt
 
@@ -51,10 +53,14 @@ class VLLMSampler:
         model_impl: str = "vllm",
         sleeps: bool = False,
         regex: str | None = None,
+        shards: Shards | None = None,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start an engine for models of this shape. Raises ConfigError without vLLM, ModelError for a model that it cannot run."""
-        self.tokenizer = tokenizer
+        """Start an engine for models of this shape. `shards`: those of a model split over processes, each with an engine of its own.
+
+        Raises ConfigError without vLLM, ModelError for a model that it cannot run.
+        """
+        self.tokenizer, self.shards = tokenizer, shards
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
         self.check_stop = check_stop
         """Callback between tokens; its exception ends the sampling."""
@@ -67,6 +73,8 @@ class VLLMSampler:
         extra: dict[str, Any] = {"enable_sleep_mode": True} if self.sleeps else {}
         if tensor_parallel_size > 1:
             extra["tensor_parallel_size"] = tensor_parallel_size
+        if has_several_processes():
+            extra["distributed_executor_backend"] = "external_launcher"  # an engine in each process of the group
         if model_impl != "vllm":
             extra["model_impl"] = model_impl
         self.engine = _engine(model, dtype, gpu_memory_utilization, self.context, extra)
@@ -83,6 +91,11 @@ class VLLMSampler:
         if not self.sleeps:
             self._settle()
 
+    def close(self) -> None:
+        """Stop the engine of a process group, which must end before the group does."""
+        if has_several_processes():
+            self.engine.llm_engine.engine_core.shutdown()
+
     def _settle(self) -> None:
         """Wake the engine, with the weights of the last `load`."""
         policy, self.pending = self.pending, None
@@ -93,7 +106,9 @@ class VLLMSampler:
 
     def _send(self, policy: Any) -> None:
         if self.tensor_parallel_size == 1:
-            self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": plain_weights(policy)})
+            self.engine.collective_rpc(
+                "reload_weights", kwargs={"weights_iterator": Source(policy, self.shards).plain()}
+            )
         else:  # the workers are separate processes
             memory = Path("/dev/shm")
             with tempfile.TemporaryDirectory(prefix="covey-vllm-", dir=memory if memory.is_dir() else None) as folder:

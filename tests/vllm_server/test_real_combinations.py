@@ -1,0 +1,89 @@
+"""Real vLLM with several learner processes: an engine in each, and a server that writes ahead for a model that FSDP2 splits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_real_server import PYTHON, running  # noqa: F401 - a fixture
+
+from forked import free_port
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+SCRIPT = """
+import json, os, sys
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+import torch
+from datasets import Dataset
+from covey import GRPOConfig, GRPOTrainer
+from covey.demo import model_path
+
+torch.set_num_threads(1)
+def add(a: int, b: int) -> int:
+    '''Add two numbers.
+
+    Args:
+        a: one
+        b: other
+    '''
+    return a + b
+
+case = json.loads(sys.argv[2])
+args = GRPOConfig(
+    sys.argv[1], use_vllm=True, max_steps=3, num_generations=2, learning_rate=1e-3, per_device_train_batch_size=2,
+    max_completion_length=8, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, bf16=False, logging_steps=1,
+    gradient_checkpointing=False, rollout_dtype="float32", **case,
+)
+rows = Dataset.from_list([{"prompt": f"{i} + {i} ="} for i in range(16)])
+reward = lambda completion_ids, **columns: [float(sum(ids) % 7) for ids in completion_ids]
+trainer = GRPOTrainer(str(model_path()), reward, args, rows)
+trainer.train()
+if args.process_index == 0:
+    print("LOG", json.dumps(trainer.state.log_history))
+"""
+
+
+def logs_of(folder: Path, python: str, **case) -> list[dict[str, float]]:
+    (folder / "run.py").write_text(SCRIPT)
+    command = [python, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    done = subprocess.run(
+        [*command, "run.py", str(folder / "run"), json.dumps(case)],
+        cwd=folder, capture_output=True, text=True, timeout=800, env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Invalid process group" not in done.stderr
+    line = next(line for line in done.stdout.splitlines() if line.startswith("LOG "))
+    return [entry for entry in json.loads(line.removeprefix("LOG ")) if "loss" in entry]
+
+
+def environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+
+
+def expect_near(logs: list[dict[str, float]]) -> None:
+    """What vLLM drew with has the log-probabilities of what learns, after updates too."""
+    assert len(logs) == 3
+    assert all(entry["sampling/sampling_logp_difference/max"] < 2e-3 for entry in logs)
+
+
+@pytest.mark.parametrize("sharding", [{"fsdp": True}, {}], ids=["fsdp2", "ddp"])
+def test_an_engine_in_each_of_two_processes_has_the_learners_weights(sharding, tmp_path):
+    expect_near(logs_of(tmp_path, PYTHON, vllm_max_model_length=256, **sharding))
+
+
+def test_a_server_writes_ahead_for_a_model_split_over_two_processes(running, tmp_path):  # noqa: F811
+    import sys
+
+    case = {"vllm_mode": "server", "vllm_server_port": running.port, "fsdp": True, "async_rollouts": True}
+    logs = logs_of(tmp_path, sys.executable, **case)
+    assert max(entry["staleness/max"] for entry in logs) == 1
+    measured = [entry for entry in logs if "vllm/exact" in entry]
+    assert measured
+    assert all(entry["vllm/exact"] == 1 for entry in measured)
+    assert all(entry["sampling/effective_sample_size"] > 0.5 for entry in logs)
