@@ -78,8 +78,20 @@ def trainer(folder: Path, case: dict[str, Any]) -> Any:
     if "vlm" in case:
         given["model"], given["processing_class"] = seeing(case["vlm"])
         rows = picture_rows(case["images"])
+    if "chat" in case:
+        from environments.acting import chat_tokenizer, tiny_llama
+
+        given["processing_class"] = chat_tokenizer()
+        given["model"] = tiny_llama(chat_tokenizer())
+        rows = [{"prompt": [{"role": "user", "content": f"{i}"}]} for i in range(4 * STEPS)]
+    rewards: list[Any] = [reward]
+    if "features" in case:
+        from combinations.pairs import made_of, rewards_of
+
+        given |= made_of(case["features"], folder, case["url"])
+        rewards = rewards_of(case["features"], folder, reward)
     return GRPOTrainer(
-        reward_funcs=reward, args=GRPOConfig(str(folder), **options), train_dataset=Dataset.from_list(rows), **given
+        reward_funcs=rewards, args=GRPOConfig(str(folder), **options), train_dataset=Dataset.from_list(rows), **given
     )  # fmt: skip
 
 
@@ -89,6 +101,7 @@ def run(folder: Path, processes: int = 1, seconds: float = 200.0, **case: Any) -
     words = [Path(__file__), folder, json.dumps({**case, "processes": processes})]
     env = [{} if processes == 1 else rank_environment(rank, port) for rank in range(processes)]
     ranks = [Forked(*words, env=one) for one in env]
+    folder.mkdir(exist_ok=True)
     codes = [rank.wait(seconds) for rank in ranks]
     assert codes == [0] * processes, "\n".join(rank.err[-3000:] for rank in ranks)
     return json.loads((folder / "log.json").read_text())

@@ -11,6 +11,7 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from covey.config.batches import arithmetic, micro_batches, whole_steps
+from covey.config.combinations import expect_together, features_of
 from covey.config.options import ALGORITHM_OPTIONS, DECLARED, REFUSED
 from covey.errors import ArgumentTypeError, ConfigError, did_you_mean
 
@@ -355,12 +356,7 @@ def settle_asynchrony(config: Any, changed: Mapping[str, Any]) -> None:
         for name in ("rollout_workers", "rollout_device", "rollout_placement"):
             if name in changed:
                 logger.warning("%s=%r changes nothing here: the vLLM server writes the rollouts.", name, changed[name])
-    for name in ("ema_decay", "soup_steps"):
-        if getattr(config, name) is not None:
-            raise ConfigError(
-                f"async_rollouts=True and {name} cannot go together: an evaluation of averaged weights would write into the rollouts "
-                "that are ahead; leave one of them out."
-            )
+    expect_together(*features_of(config))
     if config.max_staleness and not config.vllm_importance_sampling_correction:
         logger.warning(
             "max_staleness=%d without vllm_importance_sampling_correction: updates from completions of older weights are not corrected.",

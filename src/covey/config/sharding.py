@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from covey.config.combinations import expect_together
 from covey.errors import ConfigError, did_you_mean
 from covey.process.sharding import Sharding
 
@@ -110,10 +111,7 @@ def settle_sharding(config: Any) -> Sharding | None:
             f"{', '.join(_OPTIMIZERS)}."
         )
     _refuse_vllm(config)
-    if config.ema_decay is not None or config.soup_steps is not None:
-        raise ConfigError(
-            "ema_decay and soup_steps average a model that each process holds whole; leave them out, or leave fsdp out."
-        )
+    expect_together("FSDP2", (config.ema_decay is not None or config.soup_steps is not None) and "average")
     return sharding
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from covey.config.combinations import expect_together
 from covey.ensembles.ensemble import Ensemble
 from covey.ensembles.loading import load_writers
 from covey.ensembles.metrics import member_metrics
@@ -29,14 +30,7 @@ def checked_ensemble(ensemble: Any, num_generations: int, *, has_agents: bool, i
     made = Ensemble.of(ensemble)
     if made is None:
         return None
-    if has_agents:
-        raise ConfigError(
-            "ensemble= takes answers of one turn, so tools, environments and rollout_func cannot be given with it; leave one out."
-        )
-    if is_split:
-        raise ConfigError(
-            "ensemble= samples from a model that each process holds whole, and fsdp splits it; leave one of them out."
-        )
+    expect_together("ensemble", has_agents and "tools", is_split and "FSDP2")
     made.refuse_share(num_generations)
     return made
 
@@ -54,10 +48,7 @@ def load_ensemble(
     check_stop: Callable[[], None],
 ) -> EnsembleSampler:
     """A sampler of the policy and the loaded members. Raises ConfigError where a member could not act."""
-    if is_asynchronous:
-        raise ConfigError(
-            "async_rollouts=True samples from the policy alone, so ensemble would not act; leave one out."
-        )
+    expect_together("ensemble", is_asynchronous and "asynchronous")
     if any(member.model is model for member in ensemble.members):
         raise ConfigError("ensemble: one member is the policy itself; give a copy of it, or another model.")
     writers = load_writers(

@@ -91,8 +91,18 @@ class Agents:
 
     @property
     def are_used(self) -> bool:
-        sources = (self.environments, self.rollout_func, self.agent)
-        return bool(self.tools) or any(source is not None for source in sources)
+        return bool(self.features)
+
+    @property
+    def features(self) -> list[str]:
+        """Names of what is used, as `covey.config.combinations` has them."""
+        used = {
+            "tools": bool(self.tools),
+            "environment": self.environments is not None,
+            "rollout_func": self.rollout_func is not None,
+            "agent": self.agent is not None,
+        }
+        return [name for name, is_used in used.items() if is_used]
 
     @property
     def rewards(self) -> list[Callable[..., Any]]:

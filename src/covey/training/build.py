@@ -13,6 +13,7 @@ from covey.algorithms import Algorithm
 from covey.algorithms.advice import advise
 from covey.algorithms.greedy import GreedyBaseline
 from covey.config import GRPOConfig
+from covey.config.combinations import expect_together
 from covey.config.grpo_config import batch_arithmetic
 from covey.data import PromptStream, check_dataset, num_embeddings
 from covey.ensembles import Ensemble
@@ -147,6 +148,7 @@ def build_sampler(given: RunInputs, policy: Policy, check_stop: Interruption) ->
             shards.free()
         return ahead
     options = {"eos_ids": given.eos_ids, "check_stop": check_stop, **sampler_options(args, given.world, given.server)}
+    expect_together(*given.agents.features, options.get("backend") == "generate" and "generate")
     gathers = options.get("backend") in ("vllm-server", "vllm")  # by itself, a block at a time
     options |= {"shards": shards} if gathers else {}
     options |= {"check_wait": check_stop.while_waiting} if options.get("backend") == "vllm-server" else {}

@@ -14,6 +14,7 @@ from covey import algorithms as alg
 from covey.adapters import has_adapter
 from covey.algorithms import Algorithm, Distill
 from covey.config import GRPOConfig
+from covey.config.combinations import expect_together
 from covey.ensembles import Ensemble
 from covey.errors import ConfigError
 from covey.kernels import learning
@@ -71,10 +72,7 @@ def networks_of(
         own = build_reference(algorithm, policy, frozen=frozen)
         return Networks(policy, own, build_critic(algorithm, policy), max_tokens)
     if getattr(policy.model, "is_quantized", False):
-        raise ConfigError(
-            "fsdp cannot split quantized weights; leave quantization_config out (bf16 weights: model_init_kwargs={'dtype': "
-            "'bfloat16'}), or leave fsdp out: an adapter on a quantized model is summed over processes without it."
-        )
+        expect_together("FSDP2", "QLoRA")
     if hasattr(policy.model, "hf_device_map"):
         raise ConfigError("device_map spreads the model over devices and fsdp over processes; leave one of them out.")
 
@@ -109,11 +107,7 @@ def refuse_unsplit(algorithm: Algorithm, optimizer: Any, rollout_func: Any) -> N
         raise ConfigError(
             "fsdp replaces the parameters that the optimizer of optimizers=(...) was made for; leave it out, and set optim."
         )
-    if rollout_func is not None:
-        raise ConfigError(
-            "rollout_func is handed a trainer whose model fsdp has split, which cannot generate; leave one of them out, or use tools or "
-            "environment_factory."
-        )
+    expect_together("FSDP2", rollout_func is not None and "rollout_func")
 
 
 def build_reference(algorithm: Algorithm, policy: Policy, shard: Shard | None = None, frozen: Any = None) -> Reference:

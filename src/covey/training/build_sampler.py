@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from covey.config import GRPOConfig
+from covey.config.combinations import expect_together, features_of
 from covey.errors import ConfigError, did_you_mean
 from covey.process.sharding import Shards
 from covey.process.world import World
@@ -225,28 +226,8 @@ def without(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _refuse(args: GRPOConfig, options: dict[str, Any], agents: Agents) -> None:
-    is_served = options.get("backend") == "vllm-server"
-    if agents.rollout_func is not None:
-        raise ConfigError(
-            "rollout_func is handed the trainer, whose weights the learner changes while rollouts run ahead; leave async_rollouts out, "
-            "or use tools or environment_factory."
-        )
-    if agents.environments is not None and args.world_size > 1:
-        raise ConfigError(
-            "async_rollouts=True with several learner processes: an environment is an object of the main process, which the rewards of "
-            "others cannot be handed; start one learner process, leave async_rollouts out, or use tools."
-        )
-    if agents.are_used and not is_served:
-        what = "an agent" if agents.agent else "environment_factory" if agents.environments else "tools"
-        raise ConfigError(
-            f"async_rollouts=True samples in another process, where {what} of this one cannot be called; leave one of them out, or let "
-            "a vLLM server write (use_vllm=True, vllm_mode='server')."
-        )
-    if options.get("backend") == "generate" and args.max_staleness:
-        raise ConfigError(
-            "generation_kwargs that only transformers' generate knows give no log-probabilities, so staleness could not be "
-            "corrected; leave them out, or set max_staleness=0."
-        )
+    is_uncorrected = options.get("backend") == "generate" and bool(args.max_staleness)
+    expect_together(*features_of(args), *agents.features, is_uncorrected and "generate")
 
 
 def _device(name: str | None, learner: torch.device) -> str:

@@ -14,6 +14,7 @@ import torch
 from covey.adapters import adapter_options, has_adapter, weights_on_same_base
 from covey.algorithms import SFT, Algorithm, Distill, TeacherRole, keep
 from covey.algorithms.teachers import OF_GROUP
+from covey.config.combinations import expect_together
 from covey.data import vocabulary_size
 from covey.data.checks import row_at
 from covey.data.examples import encode_example, load_examples
@@ -45,8 +46,7 @@ def served_teacher(
             f"The teacher {role.teacher} tells log-probabilities of temperature 1, and the policy samples at "
             f"{policy.temperature:g}; set temperature=1, or load the teacher here (a folder or a hub id)."
         )
-    if reads_images(policy.model):
-        raise ConfigError("A teacher at an endpoint reads token ids, not images; load it here (a folder or a hub id).")
+    expect_together("served teacher", reads_images(policy.model) and "images")
     endpoint = Endpoint(
         url=role.teacher,
         model=str(role.served_model_name),

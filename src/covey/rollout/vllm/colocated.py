@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from covey.config.combinations import expect_together
 from covey.errors import ConfigError, ModelError
-from covey.images import refuse_images
 from covey.models import unwrapped
 from covey.process.sharding import Shards
 from covey.process.world import has_several_processes
@@ -122,7 +122,7 @@ class VLLMSampler:
         if n < 1:
             raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
         encoded = as_prompts(prompts, self.tokenizer, self.context)
-        refuse_images(encoded, "the vllm sampler")
+        expect_together("vLLM in process", any(prompt.images is not None for prompt in encoded) and "images")
         return self._groups(encoded, n, params)
 
     def _groups(self, prompts: list[Prompt], n: int, params: SamplingParams) -> Iterator[Group]:

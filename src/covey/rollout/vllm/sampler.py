@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from covey.config.combinations import expect_together
 from covey.errors import AttestationError, ConfigError, ServerError
 from covey.models import unwrapped
 from covey.process.interruption import on_main
@@ -130,7 +131,9 @@ class ServerSampler:
 
     def _encoded(self, prompts: Sequence[PromptLike], params: SamplingParams) -> list[Prompt]:
         refuse_raw_logprobs(self.server, params)
-        return as_prompts(prompts, self.tokenizer, self.context)
+        known = as_prompts(prompts, self.tokenizer, self.context)
+        expect_together("vLLM server", any(prompt.images is not None for prompt in known) and "images")
+        return known
 
     def take_metrics(self) -> dict[str, Metric]:
         """Results of the attestations since the last call."""

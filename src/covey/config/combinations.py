@@ -1,0 +1,183 @@
+"""Combinations of features that are refused: one table, which every check asks and docs/combinations.md is written from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from covey.errors import ConfigError
+
+FEATURES = {
+    "DDP": "several learner processes, each with the whole model",
+    "FSDP2": "several learner processes that share the model (`fsdp`, `deepspeed`)",
+    "LoRA": "an adapter on a frozen base",
+    "QLoRA": "an adapter on a base in 4 bits",
+    "8-bit optimizer": "bitsandbytes' optimizers",
+    "vLLM server": "`use_vllm` with `vllm_mode: server`",
+    "vLLM in process": "`use_vllm` with `vllm_mode: colocate`",
+    "transformers": "`rollout_backend: transformers`",
+    "generate": "`generation_kwargs` that only transformers' `generate` has",
+    "asynchronous": "`async_rollouts`, in processes or, with a server, in a thread",
+    "images": "a vision-language model and prompts with images",
+    "tools": "`tools`, of functions or of MCP servers",
+    "environment": "`environment_factory`",
+    "agent": "a loop of your own over the run's endpoint",
+    "rollout_func": "a function that writes whole completions",
+    "ensemble": "other models in the groups",
+    "teacher": "`alg.distill` with a model in the process",
+    "served teacher": "`alg.distill` with a model behind an endpoint",
+    "examples": "`alg.sft` beside the rollouts",
+    "critic": "PPO's critic, as a head or a model",
+    "reference sync": "a KL term whose reference moves",
+    "process rewards": "rewards for each step of a completion",
+    "average": "`ema_decay` or `soup_steps`",
+}
+"""Features by name. None of them: one process, the native engine, synchronous, text, all weights trained."""
+AXES = (
+    ("DDP", "FSDP2"),
+    ("LoRA", "QLoRA"),
+    ("vLLM server", "vLLM in process", "transformers", "generate"),
+    ("tools", "rollout_func", "agent"),
+    ("environment", "rollout_func", "agent"),
+    ("teacher", "served teacher"),
+)
+"""Features of which a run has one at most."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A combination that is refused."""
+
+    features: frozenset[str]
+    why: str
+    """One sentence: the reason, and what to do instead."""
+    unless: frozenset[str] = frozenset()
+    """Features with any of which it runs all the same."""
+    at_once: str = ""
+    """A condition on an option, as the page writes it; empty: the features alone are refused."""
+
+    def covers(self, features: Collection[str]) -> bool:
+        return self.features <= set(features) and not self.unless & set(features)
+
+
+def _refusal(features: Iterable[str], why: str, unless: Iterable[str] = (), at_once: str = "") -> Refusal:
+    return Refusal(frozenset(features), why, frozenset(unless), at_once)
+
+
+_SPLIT_COPIES = "leave them out, or leave fsdp out."
+_ENGINE = "an agent talks to Covey's own engine, which answers its calls between two decode steps; leave rollout_backend, use_vllm and fsdp out."
+_MEMBERS = "ensemble= takes answers of one turn, so tools, environments and rollout_func cannot be given with it; leave one out."
+_NO_IMAGES = (
+    "vLLM's interface of token ids takes no images, and its chat interface would render the prompt a second time; leave use_vllm out: "
+    "the native engine reads images."
+)
+REFUSALS = (
+    _refusal(
+        ("FSDP2", "QLoRA"),
+        "fsdp cannot split quantized weights, which share a scale among 64 of a block that a part would cut; leave quantization_config out "
+        "(bf16 weights: model_init_kwargs={'dtype': 'bfloat16'}), or leave fsdp out: an adapter on a quantized model is summed over "
+        "processes without it.",
+    ),
+    _refusal(
+        ("FSDP2", "average"), f"ema_decay and soup_steps average a model that each process holds whole; {_SPLIT_COPIES}"
+    ),
+    _refusal(
+        ("FSDP2", "ensemble"),
+        "ensemble= samples from a model that each process holds whole, and fsdp splits it; leave one of them out.",
+    ),
+    _refusal(
+        ("FSDP2", "rollout_func"),
+        "rollout_func is handed a trainer whose model fsdp has split, which cannot generate; leave one of them out, or use tools or "
+        "environment_factory.",
+    ),
+    *(
+        _refusal(("agent", other), _ENGINE)
+        for other in ("FSDP2", "vLLM server", "vLLM in process", "transformers", "generate")
+    ),
+    *(_refusal(("images", other), _NO_IMAGES) for other in ("vLLM server", "vLLM in process")),
+    _refusal(
+        ("images", "served teacher"),
+        "A teacher at an endpoint reads token ids, not images; load it here (a folder or a hub id).",
+    ),
+    *(
+        _refusal(
+            ("images", other),
+            "answers of tools and environments enter a completion as token ids, which hold no images; leave the images out of the "
+            "prompts, or the tools.",
+        )
+        for other in ("tools", "environment", "agent", "rollout_func")
+    ),
+    *(_refusal(("ensemble", other), _MEMBERS) for other in ("tools", "environment", "agent", "rollout_func")),
+    _refusal(
+        ("asynchronous", "rollout_func"),
+        "rollout_func is handed the trainer, whose weights the learner changes while rollouts run ahead; leave async_rollouts out, or use "
+        "tools or environment_factory.",
+    ),
+    *(
+        _refusal(
+            ("asynchronous", other, several),
+            "async_rollouts=True with several learner processes: an environment is an object of the main process, which the rewards of "
+            "others cannot be handed; start one learner process, leave async_rollouts out, or use tools.",
+        )
+        for other in ("environment",)
+        for several in ("DDP", "FSDP2")
+    ),
+    *(
+        _refusal(
+            ("asynchronous", feature),
+            f"async_rollouts=True samples in another process, where {name} of this one cannot be called; leave one of them out, or let a "
+            "vLLM server write (use_vllm=True, vllm_mode='server').",
+            unless=("vLLM server",),
+        )
+        for feature, name in (("tools", "tools"), ("environment", "environment_factory"))
+    ),
+    _refusal(
+        ("asynchronous", "agent"),
+        "async_rollouts=True samples in another process, where an agent of this one cannot be called; leave one of them out.",
+    ),
+    _refusal(
+        ("asynchronous", "ensemble"),
+        "async_rollouts=True samples from the policy alone, so ensemble would not act; leave one out.",
+    ),
+    _refusal(
+        ("asynchronous", "average"),
+        "async_rollouts=True and soup_steps or ema_decay cannot go together: an evaluation of averaged weights would write into the "
+        "rollouts that are ahead; leave one of them out.",
+    ),
+    _refusal(
+        ("asynchronous", "generate"),
+        "generation_kwargs that only transformers' generate knows give no log-probabilities, so staleness could not be corrected; leave "
+        "them out, or set max_staleness=0.",
+        at_once="with staleness",
+    ),
+)
+
+
+def refusal_of(features: Collection[str]) -> Refusal | None:
+    """The refusal of a combination; None: it runs. Raises KeyError for an unknown feature."""
+    for feature in features:
+        FEATURES[feature]
+    return next((refusal for refusal in REFUSALS if refusal.covers(features)), None)
+
+
+def expect_together(*features: str | bool | None) -> None:
+    """Raise ConfigError for a combination that is refused; entries that are no names are skipped: `args.fsdp and "FSDP2"`."""
+    found = refusal_of([feature for feature in features if isinstance(feature, str) and feature])
+    if found is not None:
+        raise ConfigError(found.why)
+
+
+def features_of(args: Any) -> list[str]:
+    """Features that the options of a run ask for."""
+    several, is_vllm = args.world_size > 1, args.rollout_backend == "vllm"
+    asked = {
+        "FSDP2": several and args.sharding is not None,
+        "DDP": several and args.sharding is None,
+        "vLLM server": is_vllm and args.vllm_mode == "server",
+        "vLLM in process": is_vllm and args.vllm_mode != "server",
+        "transformers": args.rollout_backend == "transformers",
+        "asynchronous": args.async_rollouts,
+        "average": args.ema_decay is not None or args.soup_steps is not None,
+    }
+    return [name for name, is_asked in asked.items() if is_asked]

@@ -1,0 +1,168 @@
+"""Pairs of features, and a tiny run of each: what test_every_pair.py runs, and what docs/combinations.md lists."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from covey.config.combinations import AXES, FEATURES
+
+PAIRS = [pair for pair in combinations(FEATURES, 2) if not any(set(pair) <= set(axis) for axis in AXES)]
+TRIPLES = [
+    ("FSDP2", "vLLM server", "asynchronous"),
+    ("DDP", "vLLM server", "asynchronous"),
+    ("FSDP2", "LoRA", "vLLM server"),
+    ("FSDP2", "vLLM server", "tools"),
+    ("FSDP2", "LoRA", "asynchronous"),
+    ("FSDP2", "teacher", "asynchronous"),
+    ("FSDP2", "images", "critic"),
+    ("LoRA", "vLLM server", "asynchronous"),
+    ("vLLM server", "asynchronous", "tools"),
+    ("vLLM server", "asynchronous", "environment"),
+    ("DDP", "asynchronous", "environment"),
+    ("FSDP2", "QLoRA", "vLLM server"),
+]
+ELSEWHERE = {
+    "vLLM in process": "it needs vLLM in the environment of the run",
+    "QLoRA": "it needs a GPU: bitsandbytes has no gradient on a CPU",
+}
+"""Features that these tests cannot run, and why."""
+REAL = {
+    ("DDP", "vLLM in process"): "tests/vllm_server/test_real_combinations.py",
+    ("FSDP2", "vLLM in process"): "tests/vllm_server/test_real_combinations.py",
+}
+"""Pairs of them that a test of another environment has run."""
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+class Room:
+    """An environment with one tool."""
+
+    def reset(self, **row: Any) -> None:
+        self.steps = 0
+
+    def go(self, direction: str) -> str:
+        """Walk.
+
+        Args:
+            direction: north or south.
+        """
+        self.steps += 1
+        return "a wall"
+
+
+def agent(row: dict[str, Any], client: Any) -> float:
+    """One call of the run's endpoint."""
+    client.chat.completions.create(model="policy", messages=row["prompt"])
+    return 1.0
+
+
+def rollout_func(prompts: Any, trainer: Any) -> dict[str, Any]:
+    render = trainer.processing_class.apply_chat_template
+    ids = [render(one, add_generation_prompt=True, tokenize=True, return_dict=False) for one in prompts]
+    written = [[i % 7 + 5, 2] for i in range(len(prompts))]
+    return {"prompt_ids": ids, "completion_ids": written, "logprobs": [[-1.0, -1.0]] * len(prompts)}
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "FSDP2": {"fsdp": True},
+    "8-bit optimizer": {"optim": "adamw_8bit", "learning_rate": 1e-2},
+    "vLLM server": {"use_vllm": True, "vllm_mode": "server"},
+    "vLLM in process": {"use_vllm": True},
+    "transformers": {"rollout_backend": "transformers"},
+    "generate": {"generation_kwargs": {"no_repeat_ngram_size": 50}},
+    "asynchronous": {"async_rollouts": True},
+    "images": {"learning_rate": 0.1},
+    "average": {"ema_decay": 0.5},
+}
+
+
+def case_of(features: tuple[str, ...], url: str | None = None) -> dict[str, Any]:
+    """The case of `combined_run` with these features; `url`: of a served teacher."""
+    options: dict[str, Any] = {"max_steps": 2}
+    for feature in features:
+        options |= OPTIONS.get(feature, {})
+    case: dict[str, Any] = {"options": options, "features": list(features), "url": url}
+    if {"LoRA", "QLoRA"} & set(features):
+        case["lora"] = True
+    if "images" in features:
+        case |= {"vlm": "qwen2_5_vl", "images": [1, 2]}
+    if {"tools", "environment", "agent", "rollout_func"} & set(features):
+        case["chat"] = True
+    return case
+
+
+def num_processes(features: tuple[str, ...]) -> int:
+    return 2 if {"DDP", "FSDP2"} & set(features) else 1
+
+
+def made_of(features: list[str], folder: Path, url: str | None) -> dict[str, Any]:
+    """Arguments of the trainer for these features."""
+    given: dict[str, Any] = {}
+    if "tools" in features:
+        given["tools"] = [add]
+    if "environment" in features:
+        given["environment_factory"] = Room
+    if "agent" in features:
+        given["agent"] = agent
+    if "rollout_func" in features:
+        given["rollout_func"] = rollout_func
+    if "ensemble" in features:
+        given["ensemble"] = [str(_teacher(folder))]
+    algorithm = _algorithm(set(features), folder, url)
+    return given if algorithm is None else {**given, "algorithm": algorithm}
+
+
+def rewards_of(features: list[str], folder: Path, reward: Any) -> list[Any]:
+    if "process rewards" not in features:
+        return [reward]
+    from transformers import Qwen2ForTokenClassification
+
+    from covey.rewards.builtin.process_reward import ProcessReward
+    from kit import tiny_model, tiny_tokenizer
+
+    place = folder / f"steps-{id(folder)}"
+    config = tiny_model("qwen2", hidden=16).config
+    config.num_labels = 2
+    Qwen2ForTokenClassification(config).save_pretrained(place)
+    tiny_tokenizer().save_pretrained(place)
+    return [reward, ProcessReward(model=str(place))]
+
+
+def _algorithm(features: set[str], folder: Path, url: str | None) -> Any:
+    from covey import algorithms as alg
+
+    changes: dict[str, Any] = {}
+    terms: list[Any] = []
+    if "teacher" in features:
+        terms.append(alg.distill(str(_teacher(folder))))
+    if "served teacher" in features:
+        terms.append(alg.distill(url, served_model_name="big", top_k=5))
+    if "examples" in features:
+        from datasets import Dataset
+
+        rows = Dataset.from_list([{"prompt": f"{i} + {i} =", "completion": str(2 * i)} for i in range(9)])
+        terms.append(alg.sft(rows, 0.3, 2))
+    if terms:
+        changes["regularizers"] = tuple(terms)
+    if "reference sync" in features:
+        changes |= {"kl": alg.KL(coefficient=0.05), "reference": alg.Every(1)}
+    if not changes and "critic" not in features:
+        return None
+    return (alg.ppo() if "critic" in features else alg.dapo()).replace(**changes)
+
+
+def _teacher(folder: Path) -> Path:
+    from combinations.combined_run import teacher_folder
+
+    return teacher_folder(folder)
