@@ -124,8 +124,9 @@ check: $(DEV)          ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-pages: $(DEV)          ## docs/options.md and the tables of docs/from-trl.md, from the declarations of options
+pages: $(DEV)          ## docs/options.md, the tables of docs/from-trl.md and docs/combinations.md, from the code
 	$(BIN)/python docs/option_tables.py
+	$(BIN)/python tests/combinations/page.py
 
 docs: .venv-docs/.installed   ## the documentation site in .site/html, prose and links checked; SERVE=1 shows it
 	.venv-docs/bin/python docs/prose.py

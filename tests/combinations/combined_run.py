@@ -88,8 +88,9 @@ def trainer(folder: Path, case: dict[str, Any]) -> Any:
     if "features" in case:
         from combinations.pairs import made_of, rewards_of
 
-        given |= made_of(case["features"], folder, case["url"])
-        rewards = rewards_of(case["features"], folder, reward)
+        own = folder / f"other-{GRPOConfig(str(folder), **options).process_index}"  # each process writes its own
+        given |= made_of(case["features"], own, case["url"], given["model"], given["processing_class"])
+        rewards = rewards_of(case["features"], own, reward)
     return GRPOTrainer(
         reward_funcs=rewards, args=GRPOConfig(str(folder), **options), train_dataset=Dataset.from_list(rows), **given
     )  # fmt: skip

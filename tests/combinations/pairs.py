@@ -106,9 +106,11 @@ def num_processes(features: tuple[str, ...]) -> int:
     return 2 if {"DDP", "FSDP2"} & set(features) else 1
 
 
-def made_of(features: list[str], folder: Path, url: str | None) -> dict[str, Any]:
-    """Arguments of the trainer for these features."""
+def made_of(features: list[str], folder: Path, url: str | None, model: Any, processing: Any) -> dict[str, Any]:
+    """Arguments of the trainer for these features; `folder`: for other models of the policy's shape and vocabulary."""
     given: dict[str, Any] = {}
+    model.save_pretrained(folder / "teacher")
+    processing.save_pretrained(folder / "teacher")
     if "tools" in features:
         given["tools"] = [add]
     if "environment" in features:
@@ -118,7 +120,7 @@ def made_of(features: list[str], folder: Path, url: str | None) -> dict[str, Any
     if "rollout_func" in features:
         given["rollout_func"] = rollout_func
     if "ensemble" in features:
-        given["ensemble"] = [str(_teacher(folder))]
+        given["ensemble"] = [str(folder / "teacher")]
     algorithm = _algorithm(set(features), folder, url)
     return given if algorithm is None else {**given, "algorithm": algorithm}
 
@@ -131,7 +133,7 @@ def rewards_of(features: list[str], folder: Path, reward: Any) -> list[Any]:
     from covey.rewards.builtin.process_reward import ProcessReward
     from kit import tiny_model, tiny_tokenizer
 
-    place = folder / f"steps-{id(folder)}"
+    place = folder / "steps"
     config = tiny_model("qwen2", hidden=16).config
     config.num_labels = 2
     Qwen2ForTokenClassification(config).save_pretrained(place)
@@ -145,7 +147,7 @@ def _algorithm(features: set[str], folder: Path, url: str | None) -> Any:
     changes: dict[str, Any] = {}
     terms: list[Any] = []
     if "teacher" in features:
-        terms.append(alg.distill(str(_teacher(folder))))
+        terms.append(alg.distill(str(folder / "teacher")))
     if "served teacher" in features:
         terms.append(alg.distill(url, served_model_name="big", top_k=5))
     if "examples" in features:
@@ -160,9 +162,3 @@ def _algorithm(features: set[str], folder: Path, url: str | None) -> Any:
     if not changes and "critic" not in features:
         return None
     return (alg.ppo() if "critic" in features else alg.dapo()).replace(**changes)
-
-
-def _teacher(folder: Path) -> Path:
-    from combinations.combined_run import teacher_folder
-
-    return teacher_folder(folder)

@@ -13,6 +13,7 @@ from covey.config.combinations import AXES, FEATURES, REFUSALS, expect_together,
 from covey.errors import ConfigError, CoveyError
 from environments.acting import chat_tokenizer, tiny_llama
 from kit import tiny_tokenizer
+from learner.teacher_server import serving
 from vllm_server.fake_server import FakeServer
 
 COMBINATIONS = [*PAIRS, *TRIPLES]
@@ -25,11 +26,11 @@ def started(stack: ExitStack, features: tuple[str, ...]) -> dict:
     """The case, and the servers that it talks to."""
     url = None
     if "served teacher" in features:
-        from contextlib import contextmanager
-
-        from learner.test_served_teacher import serving
-
-        url, _ = stack.enter_context(contextmanager(serving)(policy(), tiny_tokenizer()))
+        tokenizer = (
+            chat_tokenizer() if {"tools", "environment", "agent", "rollout_func"} & set(features) else tiny_tokenizer()
+        )
+        teacher = policy() if tokenizer.vocab_size > 300 else tiny_llama(tokenizer)
+        url, _ = stack.enter_context(serving(teacher, tokenizer))
     case = case_of(features, url)
     if "vLLM server" in features:
         model, tokenizer = (

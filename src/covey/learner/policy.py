@@ -25,7 +25,7 @@ from covey.learner.shared_prompt import SharedRows, share_rows
 from covey.learner.shared_states import StateLayer, state_layers, whole_row_layers
 from covey.learner.signals import Signal
 from covey.models import accepts, decoder_of, encoder_of, float32_stream, reads_images, unwrapped
-from covey.process.sharding import Shards, is_sharded
+from covey.process.sharding import Shards, depending
 from covey.process.world import autocast
 from covey.types import Prompt
 
@@ -240,7 +240,8 @@ class Policy:
         with self.autocast():
             with offloaded(pins=True) if self.offloads else nullcontext():
                 hidden, auxiliary = self._hidden(rows)
-            hidden = self._touched(hidden)
+            if self.shards is not None and reads_images(self.model):
+                hidden = depending(hidden, self.parameters())
             picked = pick_rows(hidden, rows.source)  # [M, D], or [M, V] if decoder and head cannot be separated
             head = self._head_of() if self._splits() else self._whole_head()
             options: dict[str, Any] = {"temperature": self.temperature, "chunk": self.logits_chunk}
@@ -248,16 +249,6 @@ class Policy:
             distance = None if other is None else distances(picked, head, other, **options)
             measured = None if teacher is None else teacher.measured(picked, head, rows.target, **options)
         return picked, logp, entropies, distance, measured, auxiliary
-
-    def _touched(self, hidden: Tensor) -> Tensor:
-        """The hidden states, on which parts that a pass without images does not run depend with gradient 0.
-
-        So every process reduces the same gradients of a sharded model.
-        """
-        if self.shards is None or not reads_images(self.model):
-            return hidden
-        rest = [one for one in self.parameters() if not is_sharded(one)]
-        return hidden + 0.0 * torch.stack([one.sum() for one in rest]).sum() if rest else hidden
 
     def _hidden(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Tensor | None]:
         """[N, S, D] hidden states, or [N, S, V] logits if decoder and head cannot be called separately."""

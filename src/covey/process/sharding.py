@@ -186,6 +186,15 @@ def is_sharded(value: Any) -> bool:
     return isinstance(value, Tensor) and hasattr(value, "device_mesh") and hasattr(value, "to_local")
 
 
+def depending(hidden: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+    """The tensor, which depends with gradient 0 on the parameters outside of the blocks.
+
+    A pass may not run all of them, such as the vision tower, and every process must reduce the same gradients.
+    """
+    rest = [one.sum() for one in parameters if not is_sharded(one)]
+    return hidden + 0.0 * torch.stack(rest).sum() if rest else hidden
+
+
 def are_split(module: nn.Module) -> bool:
     """True if a parameter of the module is sharded."""
     return any(is_sharded(parameter) for parameter in module.parameters())

@@ -13,7 +13,7 @@ from covey.algorithms import Algorithm
 from covey.algorithms.advice import advise
 from covey.algorithms.greedy import GreedyBaseline
 from covey.config import GRPOConfig
-from covey.config.combinations import expect_together
+from covey.config.combinations import expect_together, features_of
 from covey.config.grpo_config import batch_arithmetic
 from covey.data import PromptStream, check_dataset, num_embeddings
 from covey.ensembles import Ensemble
@@ -258,7 +258,8 @@ def build_supply(
 
 
 def ensemble_of(ensemble: Any, agents: Agents, args: GRPOConfig) -> Ensemble | None:
-    """The ensemble of a trainer's argument. Raises ConfigError for one that could not act in this run."""
+    """The ensemble of a trainer's argument. Raises ConfigError for features of the run that do not go together."""
+    expect_together(*features_of(args), *agents.features)
     is_split = args.sharding is not None and args.world_size > 1
     return checked_ensemble(ensemble, args.num_generations, has_agents=agents.are_used, is_split=is_split)
 

@@ -15,7 +15,6 @@ from transformers.utils.logging import set_verbosity
 from covey.algorithms import Algorithm
 from covey.config import GRPOConfig
 from covey.config.alerts import late_checkpoint
-from covey.config.combinations import expect_together, features_of
 from covey.config.trackers import refuse_absent_trackers
 from covey.data.checks import length_of
 from covey.errors import ArgumentTypeError, CoveyError, DataError, InvariantError, SpoiledError, StorageError
@@ -121,7 +120,6 @@ class GRPOTrainer(TRLInterface):
         )
         self.agents = Agents.of(tools, environment_factory, rollout_func, agent)
         self.tools = [tool.call for tool in self.agents.tools]
-        expect_together(*features_of(self.args), *self.agents.features)
         self.ensemble = ensemble_of(ensemble, self.agents, self.args)
         rewards, classes = with_environment_rewards(reward_funcs, reward_processing_classes, self.agents)
         self.scorer = build_scorer(

@@ -166,7 +166,13 @@ class Examples(Agents):
     has_single_completions: bool = True
 
     def sampler(
-        self, make: Callable[..., Sampler], options: AgentOptions, tokenizer: Any, eos_ids: Sequence[int], trainer: Any
+        self,
+        make: Callable[..., Sampler],
+        options: AgentOptions,
+        tokenizer: Any,
+        eos_ids: Sequence[int],
+        trainer: Any,
+        num_ahead: int = 0,
     ) -> Sampler:
         assert self.encode is not None
         return Recorded(self.encode)

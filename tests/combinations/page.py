@@ -1,0 +1,78 @@
+"""docs/combinations.md, written from the table of refusals and the pairs that tests run: `python tests/combinations/page.py`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+from combinations.pairs import ELSEWHERE, PAIRS, REAL, TRIPLES
+from covey.config.combinations import FEATURES, REFUSALS, refusal_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
+EQUAL = {
+    "DDP or FSDP2, asynchronous, native or a vLLM server": "test_asynchronous_learners.py",
+    "tools and environments over a vLLM server, ahead, over transformers": "test_tools_over_vllm.py",
+    "FSDP2 with teachers, examples, images": "test_split_models.py",
+}
+"""Combinations whose weights or completions are compared with one process, or with the native engine; in tests/combinations."""
+HEAD = """# Combinations
+
+What works alone works together. This page is written by `python tests/combinations/page.py` (`make pages`) from the table that the code
+asks (`covey/config/combinations.py`). A test fails when they disagree.
+
+* **yes**: a tiny run of the pair trains in `tests/combinations/test_every_pair.py`, on the CPU. Two processes use gloo, and a vLLM server is
+  a stand-in that computes with the weights it reads.
+* **no**: refused before work is spent, in the sentence below.
+* **real**: a test with real vLLM runs it.
+* **card**: nothing refuses it, and no test here can run it. QLoRA needs a GPU, and vLLM in the process needs vLLM in that environment.
+* **–**: a run has one of the two at most.
+
+A run without any of these is one process, the native engine, synchronous, on text, with all weights trained. Ray as the place of the workers
+is tested by `make test-ray`.
+"""
+
+
+def cell(one: str, other: str) -> str:
+    """The word of the page for a pair."""
+    pair = next((pair for pair in PAIRS if set(pair) == {one, other}), None)
+    if pair is None:
+        return "–"
+    if refusal_of(pair) is not None:
+        return "no"
+    if pair in REAL:
+        return "real"
+    return "card" if ELSEWHERE.keys() & set(pair) else "yes"
+
+
+def text() -> str:
+    """The whole page."""
+    names = list(FEATURES)
+    lines = [HEAD, "## Features", "", "| | feature | |", "|--:|---|---|"]
+    lines += [f"| {i} | {name} | {what} |" for i, (name, what) in enumerate(FEATURES.items(), 1)]
+    lines += ["", "## Pairs", "", "| | " + " | ".join(str(i) for i in range(1, len(names) + 1)) + " |"]
+    lines.append("|---" * (len(names) + 1) + "|")
+    for i, one in enumerate(names):
+        row = [cell(one, other) if j < i else "" for j, other in enumerate(names)]
+        lines.append(f"| {i + 1} {one} | " + " | ".join(row) + " |")
+    counts = [cell(*pair) for pair in PAIRS]
+    told = ", ".join(f"{counts.count(word)} {word}" for word in ("yes", "real", "card", "no"))
+    lines += ["", f"Of {len(PAIRS)} pairs: {told}.", "", "## Refused", "", "| together | the sentence |", "|---|---|"]
+    for refusal in REFUSALS:
+        together = " + ".join(name for name in names if name in refusal.features)
+        more = f", {refusal.at_once}" if refusal.at_once else ""
+        more += f", except with {', '.join(sorted(refusal.unless))}" if refusal.unless else ""
+        lines.append(f"| {together}{more} | {refusal.why} |")
+    lines += ["", "## Triples", "", "| together | |", "|---|---|"]
+    for triple in TRIPLES:
+        found = refusal_of(triple)
+        lines.append(f"| {' + '.join(triple)} | {'runs' if found is None else 'no: ' + found.why} |")
+    lines += ["", "## Compared", "", "| combination | test in `tests/combinations` |", "|---|---|"]
+    lines += [f"| {what} | `{test}` |" for what, test in EQUAL.items()]
+    lines += ["", "No GPU has run this page."]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(text())
