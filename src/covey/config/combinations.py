@@ -163,15 +163,15 @@ def refusal_of(features: Collection[str]) -> Refusal | None:
 
 def expect_together(*features: str | bool | None) -> None:
     """Raise ConfigError for a combination that is refused; entries that are no names are skipped: `args.fsdp and "FSDP2"`."""
-    found = refusal_of([feature for feature in features if isinstance(feature, str) and feature])
-    if found is not None:
-        raise ConfigError(found.why)
+    refusal = refusal_of([feature for feature in features if isinstance(feature, str) and feature])
+    if refusal is not None:
+        raise ConfigError(refusal.why)
 
 
 def features_of(args: Any) -> list[str]:
     """Features that the options of a run ask for."""
     several, is_vllm = args.world_size > 1, args.rollout_backend == "vllm"
-    asked = {
+    active = {
         "FSDP2": several and args.sharding is not None,
         "DDP": several and args.sharding is None,
         "vLLM server": is_vllm and args.vllm_mode == "server",
@@ -180,4 +180,4 @@ def features_of(args: Any) -> list[str]:
         "asynchronous": args.async_rollouts,
         "average": args.ema_decay is not None or args.soup_steps is not None,
     }
-    return [name for name, is_asked in asked.items() if is_asked]
+    return [name for name, acts in active.items() if acts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,8 @@ from covey.learner.logprobs import Head
 from covey.learner.packing import Row
 from covey.models import decoder_of, unwrapped
 from covey.types import Completion, Prompt
+
+logger = logging.getLogger(__name__)
 
 
 def short_row(model: Any, count: int) -> Row:
@@ -64,3 +67,14 @@ def splits_exactly(model: Any, device: torch.device) -> bool:
         model.train(was_training)
     slack = 5e-2 if hidden.dtype in (torch.bfloat16, torch.float16) else 1e-4  # soft-capping rounds differently in bf16
     return apart.shape == whole[0].shape and torch.allclose(apart, whole[0], atol=slack, rtol=slack)
+
+
+def splits_or_warns(model: Any, device: torch.device) -> bool:
+    """`splits_exactly`, with a warning where it is False."""
+    is_split = splits_exactly(model, device)
+    if not is_split:
+        logger.warning(
+            "%s cannot be split into decoder and head exactly; whole logits are built at once, which takes more memory.",
+            type(model).__name__,
+        )
+    return is_split

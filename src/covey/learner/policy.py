@@ -16,7 +16,7 @@ from covey.errors import ConfigError
 from covey.images import banned_ids, image_inputs, placed_inputs, reason_against
 from covey.kernels import AttentionHeads, HalfWeights, Window, attention_windows, learning
 from covey.learner import shared_prompt
-from covey.learner.heads import find_head, short_row, splits_exactly
+from covey.learner.heads import find_head, short_row, splits_or_warns
 from covey.learner.logprobs import Head, Other, distances, score_tokens, squared_scores
 from covey.learner.offloading import offloaded
 from covey.learner.packing import PaddedRows, Row, pad_rows, pick_rows
@@ -380,11 +380,5 @@ class Policy:
     def _splits(self) -> bool:
         """True if decoder and head, called separately, give the model's own logits on four tokens; tried once."""
         if self._is_split is None:
-            self._is_split = self._within(lambda: splits_exactly(self.model, self.device))
-            if not self._is_split:
-                name = type(self.model).__name__
-                logger.warning(
-                    "%s cannot be split into decoder and head exactly; whole logits are built at once, which takes more memory.",
-                    name,
-                )
+            self._is_split = self._within(lambda: splits_or_warns(self.model, self.device))
         return self._is_split

@@ -191,7 +191,7 @@ def depending(hidden: Tensor, parameters: Iterable[Tensor]) -> Tensor:
 
     A pass may not run all of them, such as the vision tower, and every process must reduce the same gradients.
     """
-    rest = [one.sum() for one in parameters if not is_sharded(one)]
+    rest = [parameter.sum() for parameter in parameters if not is_sharded(parameter)]
     return hidden + 0.0 * torch.stack(rest).sum() if rest else hidden
 
 

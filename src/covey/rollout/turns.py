@@ -117,8 +117,8 @@ class TurnSampler:
         rows = [[_Writing((i, g), prompt, limits[i]) for g in range(n)] for i, prompt in enumerate(prompts)]
         drawn = self.sampler.sample(prompts, n, params)
         turns: dict[str, list[list[_Writing]]] = {}
-        for prompt, own in zip(prompts, rows, strict=True):
-            turns.setdefault(prompt.uid, []).append(own)
+        for prompt, group_rows in zip(prompts, rows, strict=True):
+            turns.setdefault(prompt.uid, []).append(group_rows)
         go_on: Callable[..., Iterator[Group]] = getattr(self.sampler, "go_on", self.sampler.sample)
         while True:
             for group in drawn:
@@ -127,7 +127,7 @@ class TurnSampler:
                 i = ended[0].place[0]
                 if all(row.finish is not None for row in rows[i]):
                     yield Group(prompt=prompts[i], completions=tuple(row.completion(self.tokenizer) for row in rows[i]))
-            running = [row for own in rows for row in own if row.finish is None]
+            running = [row for group_rows in rows for row in group_rows if row.finish is None]
             if not running:
                 return
             further = [row.continuation() for row in running]

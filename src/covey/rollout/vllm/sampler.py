@@ -131,9 +131,9 @@ class ServerSampler:
 
     def _encoded(self, prompts: Sequence[PromptLike], params: SamplingParams) -> list[Prompt]:
         refuse_raw_logprobs(self.server, params)
-        known = as_prompts(prompts, self.tokenizer, self.context)
-        expect_together("vLLM server", any(prompt.images is not None for prompt in known) and "images")
-        return known
+        encoded = as_prompts(prompts, self.tokenizer, self.context)
+        expect_together("vLLM server", any(prompt.images is not None for prompt in encoded) and "images")
+        return encoded
 
     def take_metrics(self) -> dict[str, Metric]:
         """Results of the attestations since the last call."""
