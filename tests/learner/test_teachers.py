@@ -192,3 +192,34 @@ def test_a_run_learns_from_itself_and_says_what_its_teacher_does(name, tmp_path)
 def test_on_policy_distillation_by_the_policy_gradient_brings_the_policy_to_its_teacher(tmp_path):
     curve = trained(tmp_path, alg.mopd(teacher=tiny_model("qwen2", seed=7)))
     assert curve[-1]["teacher/gap"] > 0.7 * curve[0]["teacher/gap"]  # both below 0
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "columns", "said"),
+    [
+        ("rlsd, feedback=solution", {"solution": ["", " "]}, "has no text in the first 2 rows"),
+        ("rlsd, feedback=solution", {"solution": [["a"], ["b"]]}, "'solution' holds list, no text"),
+        ("mopd, teacher={'math': 'a', 'code': 'b'}, by=domain", {"answer": ["4", "5"]}, "is no column of the data set"),
+        ("mopd, teacher={'math': 'a', 'code': 'b'}, by=domain", {"domain": ["prose", "law"]}, "it holds law, prose"),
+    ],
+)
+def test_columns_that_a_teacher_cannot_use_are_refused_before_anything_is_loaded(algorithm, columns, said):
+    from datasets import Dataset
+
+    from covey.training.build_algorithm import check_teacher
+
+    dataset = Dataset.from_dict({"prompt": ["2 + 2 =", "2 + 3 ="], **columns})
+    with pytest.raises(ConfigError, match=said):
+        check_teacher(alg.from_name(algorithm).role, dataset)
+
+
+def test_columns_of_a_teacher_that_hold_something_are_fine():
+    from datasets import Dataset
+
+    from covey.training.build_algorithm import check_teacher
+
+    dataset = Dataset.from_dict({"prompt": ["a", "b"], "solution": ["", "4"], "domain": ["math", "prose"]})
+    check_teacher(alg.from_name("rlsd, feedback=solution").role, dataset)
+    check_teacher(alg.from_name("rlsd, feedback=made_by_a_reward").role, dataset)
+    check_teacher(alg.from_name("mopd, teacher={'math': 'a', 'code': 'b'}, by=domain").role, dataset)
+    check_teacher(None, dataset)

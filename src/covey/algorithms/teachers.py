@@ -13,8 +13,6 @@ from covey.types import ReferenceRule
 POLICY = "policy"
 """The teacher that is the policy itself, with feedback in its prompt."""
 KINDS = ("live", "base", "ema")
-OF_GROUP = ("best", "successful", "tool_result")
-"""Feedback that comes from the completions, not from a column."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from covey import algorithms as alg
 from covey.algorithms import Algorithm
 from covey.config import GRPOConfig
 from covey.config.options import ALGORITHM_OPTIONS
+from covey.data.checks import row_at
+from covey.data.hints import text_of_feedback
 from covey.data.together import columns_of, refuse_missing_languages
 from covey.errors import ConfigError
 from covey.monitor import refuse_unknown_columns
@@ -81,6 +83,36 @@ def check_columns(args: Any, dataset: Any, agents: Any, scorer: Any) -> None:
         refuse_missing_languages(columns, args.group_languages)
         columns = columns_of(columns, args.group_languages)
     scorer.check(agents.columns(columns))
+
+
+LOOKED_AT = 256
+"""First rows of a data set in which a teacher's columns are looked at."""
+
+
+def check_teacher(role: Any, dataset: Any) -> None:
+    """Raise ConfigError for a teacher's feedback column without text, and for a column `by` that chooses none of the teachers."""
+    columns = getattr(dataset, "column_names", None)
+    if role is None or columns is None:
+        return
+    count = min(LOOKED_AT, len(dataset)) if hasattr(dataset, "__len__") else 0
+    rows = [row_at(dataset, index) for index in range(count)]
+    if role.feedback in columns and rows:
+        values = [row[role.feedback] for row in rows]
+        if not any(text_of_feedback(value, role.feedback) for value in values):
+            raise ConfigError(
+                f"The teacher's feedback={role.feedback!r} has no text in the first {count} rows of the data set, so it would teach "
+                "nothing; name a column with text."
+            )
+    if role.by is None:
+        return
+    if role.by not in columns:
+        raise ConfigError(f"by={role.by!r} is no column of the data set, which has {', '.join(columns)}.")
+    there, known = {str(row[role.by]) for row in rows}, {str(value) for value in role.teacher}
+    if rows and not there & known:
+        raise ConfigError(
+            f"No teacher is for a value of the column {role.by!r}: it holds {', '.join(sorted(there)[:5])}, and there are teachers for "
+            f"{', '.join(sorted(known)[:5])}."
+        )
 
 
 def languages_of(args: Any, algorithm: Any) -> tuple[str, ...]:

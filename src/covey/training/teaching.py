@@ -13,12 +13,13 @@ import torch
 
 from covey.adapters import adapter_options, has_adapter, weights_on_same_base
 from covey.algorithms import SFT, Algorithm, Distill, TeacherRole, keep
-from covey.algorithms.teachers import OF_GROUP
 from covey.config.combinations import expect_together
 from covey.data import vocabulary_size
 from covey.data.checks import row_at
 from covey.data.examples import encode_example, load_examples
-from covey.data.prompts import encode_chat, to_prompt
+from covey.data.hints import hints_of as hints_of
+from covey.data.hints import with_hint as with_hint
+from covey.data.prompts import to_prompt
 from covey.errors import ConfigError, ModelError
 from covey.learner import AdapterCopy, FrozenCopy, NoReference, Policy, Reference, ServedTeacher, Supervised, Teacher
 from covey.learner.served_teacher import AnyTeacher
@@ -27,7 +28,7 @@ from covey.learner.teacher import Following, Member, Teachers
 from covey.models import load_model, load_tokenizer, reads_images
 from covey.process.sharding import Shards, shard_like
 from covey.rewards.builtin.chat_endpoint import Endpoint
-from covey.types import Completion, Group, Prompt
+from covey.types import Completion, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -228,80 +229,6 @@ def expect_same_vocabulary(teacher: Any, tokenizer: Any, policy: Policy, *, trus
                 f"The teacher {name} has another vocabulary: {token!r} is token {place} of the policy and {there} there, so their "
                 f"distributions cannot be compared; {fix}."
             )
-
-
-def hints_of(group: Group, feedback: str, threshold: float | None = None) -> list[str | None]:
-    """The teacher's feedback on each completion: of the group, of its episode, of a column of a reward or of the data set."""
-    if feedback == "best":
-        return _best_of(group, threshold)
-    if feedback == "successful":
-        return _success_of(group, 1.0 if threshold is None else threshold)
-    if feedback == "tool_result":
-        return [_last_answer(completion) for completion in group.completions]
-    if feedback in group.extras:
-        values: Sequence[Any] = group.extras[feedback]
-    elif feedback in group.prompt.columns:
-        values = [group.prompt.columns[feedback]] * group.size
-    else:
-        columns = [*group.extras, *group.prompt.columns, *OF_GROUP]
-        raise ConfigError(f"The teacher's feedback={feedback!r} is no column here; there are {', '.join(columns)}.")
-    return [_text_of(value, feedback) for value in values]
-
-
-def _text_of(value: Any, column: str) -> str | None:
-    """The feedback as text; None where there is none. Raises ConfigError for a value that is no text."""
-    if value is None or (isinstance(value, str) and not value.strip()):
-        return None
-    if not isinstance(value, (str, int, float)):
-        raise ConfigError(
-            f"The teacher's feedback={column!r} holds {type(value).__name__}, no text; name a column of text, or make one with "
-            "log_extra in a reward."
-        )
-    return str(value)
-
-
-def _success_of(group: Group, threshold: float) -> list[str | None]:
-    """Text of the first other completion whose reward reaches the threshold; None where there is none."""
-    if group.totals is None:
-        return [None] * group.size
-    right = [g for g, total in enumerate(group.totals.tolist()) if total >= threshold]
-    first = [next((other for other in right if other != g), None) for g in range(group.size)]
-    return [None if g is None else group.completions[g].text for g in first]
-
-
-def _last_answer(completion: Completion) -> str | None:
-    """The last answer of a tool in the completion's episode; None without one."""
-    answers = [message for message in completion.messages or () if message.get("role") == "tool"]
-    return _text_of(answers[-1].get("content"), "tool_result") if answers else None
-
-
-def _best_of(group: Group, threshold: float | None) -> list[str | None]:
-    """Text of the completion with the highest reward, for completions with less; None for the others.
-
-    With `threshold`, for those below it alone, and only where the best is not.
-    """
-    if group.totals is None or bool(group.totals.isnan().all()):
-        return [None] * group.size
-    totals = [float("-inf") if total != total else total for total in group.totals.tolist()]
-    best = max(range(group.size), key=lambda g: totals[g])
-    limit = totals[best] if threshold is None else threshold
-    reaches = totals[best] >= limit
-    return [group.completions[best].text if reaches and totals[g] < limit else None for g in range(group.size)]
-
-
-def with_hint(prompt: Prompt, hint: str, template: str, tokenizer: Any, options: Mapping[str, Any]) -> tuple[int, ...]:
-    """Token ids of the prompt with the hint appended to it, or to its last user message."""
-    told = template.replace("{feedback}", hint)
-    if prompt.messages is None:
-        return tuple(tokenizer(text=f"{prompt.text or ''}{told}")["input_ids"])
-    messages = [dict(message) for message in prompt.messages]
-    asked = [place for place, message in enumerate(messages) if message["role"] == "user"]
-    if asked:
-        messages[asked[-1]]["content"] = f"{messages[asked[-1]].get('content') or ''}{told}"
-    else:
-        messages.append({"role": "user", "content": told.strip()})
-    own = prompt.columns.get("chat_template_kwargs") or {}
-    return encode_chat(messages, f"prompt {prompt.uid} with its feedback", tokenizer, {**options, **own})
 
 
 def build_supervised(

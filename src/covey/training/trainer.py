@@ -41,7 +41,7 @@ from covey.training.build import (
     checked_eval,
     ensemble_of,
 )
-from covey.training.build_algorithm import check_columns, choose_algorithm
+from covey.training.build_algorithm import check_columns, check_teacher, choose_algorithm
 from covey.training.build_learner import RunInputs
 from covey.training.datasets import finite, loader_for_callbacks, refuse_no_data
 from covey.training.evaluator import Evaluator, averaged, end_with_average
@@ -211,6 +211,7 @@ class GRPOTrainer(TRLInterface):
         self.train_dataset = checked_dataset(train_dataset, "train_dataset", self.args)
         self.eval_dataset = checked_eval(eval_dataset, self.args)
         check_columns(self.args, self.train_dataset, self.agents, self.scorer)
+        check_teacher(self.algorithm.role, self.train_dataset)
         if self.world.size > 1:
             self.world.expect_same(comparable_inputs(self.train_dataset, model, self.algorithm, self.scorer.rewards))
 
