@@ -24,7 +24,7 @@ VERBS = {
     "tune": "try options in many runs, end the hopeless early, keep the best",
     "doctor": "what is wrong with a run before you pay for it: model, data, rewards, memory, time, signal",
     "eval": "accuracy, reward and pass@k of a model, with intervals; compare two models",
-    "data": "faults of a data set, row by row; a copy without them",
+    "data": "faults of a data set, row by row; a copy without them; turns of expert trajectories as prompts",
     "reward": "whether a reward pays right answers and nothing else; a reward model trained on pairs",
     "features": "describe a data set's rows in columns: length, language, how often a model solves them",
     "serve-vllm": "start a vLLM server whose weights a run can update and prove",

@@ -41,7 +41,7 @@ _ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bash
 _FISH_VERB = "complete -c covey -n __fish_use_subcommand -a {verb} -d {sentence}\n"
 _FISH_FLAG = "complete -c covey -n '__fish_seen_subcommand_from {verb}' -l {flag}{values} -d {sentence}\n"
 _FISH_BELOW = "complete -c covey -n '__fish_seen_subcommand_from {verb}' -a '{words}'\n"
-_BELOW = {"data": ("check", "clean"), "reward": ("test",), "doctor": ("memory", "plan", "demo"), "env": ("check",), "completion": ("bash", "zsh", "fish"), "train": ("demo",), "tune": ("demo",), "chat": ("demo",), "eval": ("demo",)}  # fmt: skip
+_BELOW = {"data": ("check", "clean", "pivots"), "reward": ("test",), "doctor": ("memory", "plan", "demo"), "env": ("check",), "completion": ("bash", "zsh", "fish"), "train": ("demo",), "tune": ("demo",), "chat": ("demo",), "eval": ("demo",)}  # fmt: skip
 """Words that may stand behind a verb without a flag."""
 _SHELLS = ("bash", "zsh", "fish")
 

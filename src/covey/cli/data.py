@@ -1,4 +1,4 @@
-"""`covey data check` and `covey data clean`: faults of a data set, and a copy without them."""
+"""`covey data check`, `clean` and `pivots`: faults of a data set, a copy without them, and turns of trajectories as prompts."""
 
 from __future__ import annotations
 
@@ -78,6 +78,32 @@ def run_clean(args: Args) -> int:
     for name in (name for name in KINDS if name in done.dropped):
         output.result(f"  {done.dropped[name]:>8,}  left out: {KINDS[name].title}")
     output.result(f"{done.report}: a line for every row that was left out or mended, with the reason")
+    return 0
+
+
+def run_pivots(args: Args) -> int:
+    """Write a row for each turn of the experts, say how many."""
+    if not args.get("dataset") or not args.get("output"):
+        raise ConfigError(
+            "covey data pivots needs trajectories and a file: covey data pivots expert.jsonl -o pivots.jsonl."
+        )
+    from covey.doctor.data_check import Rows
+    from covey.doctor.data_check.clean_copy import refuse_taken
+    from covey.doctor.data_check.pivots import Chosen, write_pivots
+
+    target = Path(args["output"]).expanduser()
+    if target.suffix != ".jsonl" or not target.parent.is_dir():
+        raise ConfigError(f"--output {target}: give a file that ends in .jsonl, in a folder that is there.")
+    refuse_taken(target)
+    chosen = Chosen(args.get("messages_column"), bool(args.get("tool_calls_only")), args.get("success_column"))
+    counts = write_pivots(Rows(args["dataset"], args.get("max_rows")), chosen, target)
+    if args.get("json"):
+        output.result_json(
+            {"output": str(target), **{name: counts[name] for name in ("trajectories", "failed", "pivots")}}
+        )
+        return 0
+    failed = f", {counts['failed']:,} left out as failed" if chosen.success_column else ""
+    output.result(f"{target}: {counts['pivots']:,} pivots of {counts['trajectories']:,} trajectories{failed}")
     return 0
 
 
@@ -185,16 +211,32 @@ _clean = Verb(
     positional=("dataset",),
     examples=("covey data clean train.jsonl --prompt-column question --against test.jsonl --output clean.jsonl",),
 )
-_VERBS = {"check": _check, "clean": _clean}
+_pivots = Verb(
+    name="data pivots",
+    usage="TRAJECTORIES -o FILE [options]",
+    sentence="Writes each turn of expert trajectories as a prompt whose answer is the expert's turn; overwrites nothing.",
+    flags=lambda: (
+        Flag(name="messages_column", help="Column of the messages; left out: messages, conversations, conversation or trajectory.", group="data"),
+        Flag(name="tool_calls_only", help="Only turns that call a tool.", type=bool, default=False, group="data"),
+        Flag(name="success_column", help="Column that is true, or a reward of 1 at least, in trajectories to take turns of.", group="data"),
+        Flag(name="max_rows", help="Read only the first N rows.", type=int, group="data"),
+        Flag(name="output", short="o", help="File for the pivots (.jsonl).", group="output"),
+        JSON,
+    ),
+    run=run_pivots,
+    positional=("dataset",),
+    examples=("covey data pivots expert.jsonl --tool-calls-only -o pivots.jsonl",),
+)  # fmt: skip
+_VERBS = {"check": _check, "clean": _clean, "pivots": _pivots}
 
 
 def verb(arguments: Sequence[str]) -> int:
-    """`covey data check ...` or `covey data clean ...`. Returns the exit code."""
+    """`covey data check ...`, `clean ...` or `pivots ...`. Returns the exit code."""
     name = arguments[0] if arguments else "--help"
     if name in _VERBS:
         return _VERBS[name](arguments[1:])
     if name in ("--help", "-h", "--help-all"):
         lines = [f"  covey {command.name} {command.usage}\n      {command.sentence}" for command in _VERBS.values()]
-        output.result("\n".join(["usage: covey data check|clean DATASET ...", "", *lines, "", "covey data check --help shows the options."]))  # fmt: skip
+        output.result("\n".join(["usage: covey data check|clean|pivots DATASET ...", "", *lines, "", "covey data check --help shows the options."]))  # fmt: skip
         return 0 if arguments else 2
     raise ConfigError(f"covey data has no {name!r}.{did_you_mean(name, _VERBS)} It has {', '.join(_VERBS)}.")

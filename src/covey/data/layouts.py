@@ -82,6 +82,15 @@ def _split_turns(first: Mapping[str, Any], column: str, name: str) -> tuple[Chan
 
 def turns(row: Mapping[str, Any], column: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Messages of a conversation before the assistant's last turn, and that turn; a turn may be several messages."""
+    messages = messages_of(row, column)
+    end = len(messages)
+    while end and messages[end - 1]["role"] == "assistant":
+        end -= 1
+    return messages[:end], messages[end:]
+
+
+def messages_of(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
+    """Messages of a conversation in OpenAI's form, the column `system` first, if there is one."""
     messages = [_message(message) for message in row[column] or ()]
     if (
         isinstance(row.get("system"), str)
@@ -89,10 +98,15 @@ def turns(row: Mapping[str, Any], column: str) -> tuple[list[dict[str, Any]], li
         and not any(message["role"] == "system" for message in messages)
     ):
         messages.insert(0, {"role": "system", "content": row["system"]})
-    end = len(messages)
-    while end and messages[end - 1]["role"] == "assistant":
-        end -= 1
-    return messages[:end], messages[end:]
+    return messages
+
+
+def tools_for_template(row: Mapping[str, Any]) -> dict[str, Any]:
+    """`chat_template_kwargs` with the row's column `tools`; empty without one, or where the row has such options."""
+    tools = row.get("tools")
+    if not tools or "chat_template_kwargs" in row:
+        return {}
+    return {"chat_template_kwargs": {"tools": json.loads(tools) if isinstance(tools, str) else tools}}
 
 
 class _Parted:
@@ -103,11 +117,8 @@ class _Parted:
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         before, last = turns(row, self._column)
-        new: dict[str, Any] = {"prompt": before, "answer": last[-1].get("content") if last else None}
-        tools = row.get("tools")
-        if tools and "chat_template_kwargs" not in row:
-            new["chat_template_kwargs"] = {"tools": json.loads(tools) if isinstance(tools, str) else tools}
-        return new
+        answer = last[-1].get("content") if last else None
+        return {"prompt": before, "answer": answer, **tools_for_template(row)}
 
 
 def _message(message: Any) -> dict[str, Any]:

@@ -46,7 +46,12 @@ def check_output(output: Path) -> None:
         raise ConfigError(f"{output} should end in .jsonl: cleaned rows are written as JSON lines.")
     if not output.parent.is_dir():
         raise ConfigError(f"There is no folder {str(output.parent)!r} to write {output.name} to; make it first.")
-    for path in (output, report_of(output)):
+    refuse_taken(output, report_of(output))
+
+
+def refuse_taken(*paths: Path) -> None:
+    """Raise ConfigError if one of the files is there."""
+    for path in paths:
         if path.exists():
             raise ConfigError(f"{path} is there already, and nothing is overwritten; give --output another name.")
 
@@ -147,6 +152,13 @@ def _refuse(value: Any) -> Any:
     raise DataError(
         f"A row holds a {type(value).__name__}, which JSON lines cannot hold; turn that column into text or numbers first."
     )
+
+
+@contextmanager
+def written(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write to that has its name only once it is complete; never in the place of another."""
+    with _appearing(path) as (file,):
+        yield file
 
 
 @contextmanager
