@@ -143,7 +143,7 @@ class Learner:
             on_host = [None if x is None else x.float().cpu() for x in wanted]  # [N, T], one transfer each
             for r, row in enumerate(given):
                 own = [None if x is None else x[r, : row.completion.num_tokens].clone() for x in on_host]
-                notes[id(row)] = replace(row.completion, **dict(zip(NOTES, own, strict=True)))
+                notes[id(row)] = replace(row.completion, **dict[str, Any](zip(NOTES, own, strict=True)))
         return [notes[id(row)] for row in rows]
 
     # -- the update -------------------------------------------------------------------------------------------------
