@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -45,24 +46,72 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", FULL, "conv"]},
     "lfm2_moe": {"layer_types": ["conv", FULL, "conv"], "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     "bailing_hybrid": {"layer_group_size": 2},
-    "zamba2": {"layers_block_type": [LINEAR, "hybrid", LINEAR]},
+    "codegen": {"num_attention_heads": 4, "n_head": 4},
+    "deepseek_v3": {"head_dim": 8},
+    "youtu": {"head_dim": 8},
+    "zaya": {"num_experts_per_tok": 1},
+    "qwen4_exp_text": {"layer_types": [LINEAR, "indexed_attention", LINEAR]},
+    "zamba2": {
+        "mamba_expand": 2,
+        "mamba_headdim": 16,
+        "n_mamba_heads": 4,
+        "mamba_ngroups": 1,
+        "layers_block_type": [LINEAR, "hybrid", LINEAR],
+    },
     **dict.fromkeys(("granitemoehybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "kimi_linear"), _BOTH),
 }
 """Sizes of some kinds, where both sorts of layers occur and numbers have to match."""
 
 
+PARTS = ("text_config", "vision_config", "audio_config")
+"""Configurations inside the one of a model that reads more than text."""
+_DROPPED = 8
+
+
+def small_sizes(kind: str, known: Any) -> dict[str, Any]:
+    """The sizes of `SMALL` that a configuration has, those of its parts included."""
+    sizes = {name: value for name, value in {**SMALL, **OWN.get(kind, {})}.items() if _has(known, name)}
+    for part in PARTS:
+        inner = getattr(known, part, None)
+        if hasattr(inner, "to_dict"):
+            sizes[part] = small_sizes(inner.model_type, inner)
+    return sizes
+
+
+def _has(known: Any, name: str) -> bool:
+    try:
+        return hasattr(known, name)
+    except Exception:  # noqa: BLE001 - a size that varies from layer to layer
+        return False
+
+
+def configured(kind: str) -> Any:
+    """The small configuration of a kind. A size that it refuses, and names, is left at its default."""
+    config_class = CONFIG_MAPPING[kind]
+    sizes = small_sizes(kind, config_class())
+    for _ in range(_DROPPED):
+        try:
+            config = config_class(**sizes)
+            with torch.device("meta"):  # counted before memory is taken: some sizes have names of their own
+                shape = AutoModelForCausalLM.from_config(config)
+        except Exception as error:
+            named = [name for name in re.findall(r"'(\w+)'|`(\w+)`", str(error)) for name in name if name in sizes]
+            if not named:
+                raise
+            del sizes[named[0]]
+        else:
+            if (count := sum(parameter.numel() for parameter in shape.parameters())) > MOST:
+                raise ValueError(f"{count:,} parameters, where {MOST:,} are small")
+            return config
+    raise ValueError("its configuration refuses too many sizes")
+
+
 def build(kind: str) -> Any:
     """A model of this kind with random weights, in eval mode. Raises what its configuration raises at these sizes."""
-    config_class = CONFIG_MAPPING[kind]
-    known = config_class()
-    given = {name: value for name, value in {**SMALL, **OWN.get(kind, {})}.items() if hasattr(known, name)}
-    with torch.device("meta"):  # counted before memory is taken: some sizes have names of their own
-        shape = AutoModelForCausalLM.from_config(config_class(**given))
-    if (count := sum(parameter.numel() for parameter in shape.parameters())) > MOST:
-        raise ValueError(f"{count:,} parameters, where {MOST:,} are small")
+    config = configured(kind)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config_class(**given)).float().eval()
+        model = AutoModelForCausalLM.from_config(config).float().eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 3 or not bool(torch.isfinite(parameter).all()):  # left as they were allocated

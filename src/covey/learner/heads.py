@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from covey.data import vocabulary_size
 from covey.images import banned_ids
 from covey.learner.logprobs import Head
 from covey.learner.packing import Row
 from covey.models import decoder_of, unwrapped
+from covey.process.memory import is_out_of_memory
 from covey.types import Completion, Prompt
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,17 @@ def find_head(model: Any) -> Head:
     )
 
 
+def _hidden_of(decoder: Any, ids: Tensor) -> Tensor | None:
+    """[1, T, D] hidden states; None where the module is no decoder of token ids."""
+    try:
+        hidden = getattr(decoder(input_ids=ids, use_cache=False), "last_hidden_state", None)
+    except (TypeError, ValueError, LookupError, AttributeError, NotImplementedError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
+        return None
+    return hidden if isinstance(hidden, Tensor) else None
+
+
 @torch.no_grad()
 def splits_exactly(model: Any, device: torch.device) -> bool:
     """True if decoder and head, called separately, give the model's own logits on four tokens."""
@@ -59,9 +72,11 @@ def splits_exactly(model: Any, device: torch.device) -> bool:
     model.eval()
     try:
         whole = model(input_ids=ids, use_cache=False).logits.float()
-        hidden = getattr(decoder_of(model)(input_ids=ids, use_cache=False), "last_hidden_state", None)
+        hidden = _hidden_of(decoder_of(model), ids)
         if hidden is None:
             return False
+        if hidden.shape[-1] != getattr(inner.get_output_embeddings(), "in_features", hidden.shape[-1]):
+            return False  # a projection lies between them
         apart = replace(find_head(model), banned=()).logits(hidden[0]).float()
     finally:
         model.train(was_training)

@@ -354,7 +354,7 @@ class Policy:
                 if gap < (1e-3 if self._is_exact() else 0.2)
                 else f"its log-probabilities would differ by {gap:.1g}"
             )
-        except (TypeError, ValueError, KeyError, RuntimeError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError) as error:
             is_ours = isinstance(error, ValueError) and str(error).startswith("its ")
             reason = str(error) if is_ours else f"its forward takes no packed rows ({type(error).__name__})"
         finally:
