@@ -104,8 +104,8 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         for slot in _MANY:
-            given = getattr(self, slot)
-            object.__setattr__(self, slot, (given,) if callable(given) else tuple(given))
+            value = getattr(self, slot)
+            object.__setattr__(self, slot, (value,) if callable(value) else tuple(value))
         if self.kl is not None and not isinstance(self.kl, KL):
             object.__setattr__(self, "kl", _as_kl(self.kl))
         if getattr(self.objective, "is_shape", False):
@@ -124,10 +124,10 @@ class Algorithm:
 
     def replace(self, **slots: Any) -> Algorithm:
         """The same algorithm with other parts. Raises ConfigError for a slot that does not exist."""
-        known = [item.name for item in fields(self)]
+        names = [item.name for item in fields(self)]
         for slot in slots:
-            if slot not in known:
-                hint = did_you_mean(slot, known) or f" It has {', '.join(known)}."
+            if slot not in names:
+                hint = did_you_mean(slot, names) or f" It has {', '.join(names)}."
                 raise ConfigError(f"{slot!r} is no part of an algorithm.{hint}")
         changed = "+".join(slots)
         return replace(self, **{"name": f"{self.name}+{changed}" if slots else self.name, **slots})
@@ -194,39 +194,39 @@ class Algorithm:
     def needs(self) -> Needs:
         """Inputs that the parts read: those they list in `needs`, and those that follow from their type."""
         parts = [part for _, part in self._parts()]
-        wanted = {name for part in parts for name in getattr(part, "needs", ())}
-        known = {item.name for item in fields(Needs)}
-        for name in wanted - known:
-            raise ConfigError(f"A part says it needs {name!r}, which nobody provides.{did_you_mean(name, known)}")
-        found = {name: name in wanted for name in known}
+        listed = {name for part in parts for name in getattr(part, "needs", ())}
+        inputs = {item.name for item in fields(Needs)}
+        for name in listed - inputs:
+            raise ConfigError(f"A part says it needs {name!r}, which nobody provides.{did_you_mean(name, inputs)}")
+        flags = {name: name in listed for name in inputs}
         if self.kl is not None:
-            found["distribution" if self.kl.takes_distribution else "ref_logp"] = True
-        found["old_logp"] |= self.kl is not None and self.kl.where == "reward"
-        found["values"] |= self.critic is not None
-        found["whole_step"] |= any(needs_whole_step(part) for part in parts)
-        return Needs(**found)
+            flags["distribution" if self.kl.takes_distribution else "ref_logp"] = True
+        flags["old_logp"] |= self.kl is not None and self.kl.where == "reward"
+        flags["values"] |= self.critic is not None
+        flags["whole_step"] |= any(needs_whole_step(part) for part in parts)
+        return Needs(**flags)
 
     @property
     def role(self) -> TeacherRole | None:
         """The teacher of all parts; None without one. Raises ConfigError for two, and for parts that lack one."""
-        found = role_of([part for _, part in self._parts()])
-        if found is None and self.needs.teacher_logp:
+        role = role_of([part for _, part in self._parts()])
+        if role is None and self.needs.teacher_logp:
             raise ConfigError(
                 "A part learns from a teacher's log-probabilities, and the algorithm has no teacher; add one, such as "
                 "teacher=alg.TeacherRole('policy', feedback='best')."
             )
-        return found
+        return role
 
     # -- coefficients with memory ----------------------------------------------------------------------------------
 
     def controllers(self) -> dict[str, Controller]:
         """Every coefficient that adapts, by where it is, such as `kl.coefficient`."""
-        found: dict[str, Controller] = {}
+        adaptive: dict[str, Controller] = {}
         for name, part in self._parts():
             if dataclasses.is_dataclass(part):
                 held = {item.name: getattr(part, item.name) for item in fields(part)}
-                found.update({f"{name}.{key}": value for key, value in held.items() if is_controller(value)})
-        return found
+                adaptive.update({f"{name}.{key}": value for key, value in held.items() if is_controller(value)})
+        return adaptive
 
     def initial_controllers(self) -> dict[str, float]:
         """Initial state of each adaptive coefficient."""
@@ -239,11 +239,11 @@ class Algorithm:
             return self
 
         def settle(name: str, part: Any) -> Any:
-            own = {key.rpartition(".")[2]: key for key in controllers if key.rpartition(".")[0] == name}
-            if not own:
+            paths = {key.rpartition(".")[2]: key for key in controllers if key.rpartition(".")[0] == name}
+            if not paths:
                 return part
             at = lambda key: applied(controllers[key], values.get(key, controllers[key].init()))
-            return replace(part, **{item: at(key) for item, key in own.items()})
+            return replace(part, **{item: at(key) for item, key in paths.items()})
 
         return self._mapped(settle)
 
@@ -294,12 +294,12 @@ class Algorithm:
         return replace(self, **slots)
 
 
-def _as_kl(given: Any) -> KL | None:
-    if isinstance(given, bool) or not (isinstance(given, (int, float)) or callable(given)):
-        raise ConfigError(f"kl={given!r} is neither an alg.KL, nor a coefficient, nor an estimator(logp, ref_logp).")
-    if callable(given):
-        return KL(given)
-    return KL(coefficient=float(given)) if given else None
+def _as_kl(kl: Any) -> KL | None:
+    if isinstance(kl, bool) or not (isinstance(kl, (int, float)) or callable(kl)):
+        raise ConfigError(f"kl={kl!r} is neither an alg.KL, nor a coefficient, nor an estimator(logp, ref_logp).")
+    if callable(kl):
+        return KL(kl)
+    return KL(coefficient=float(kl)) if kl else None
 
 
 def _check_callable(slot: str, part: Any) -> None:

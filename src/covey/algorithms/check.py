@@ -84,9 +84,9 @@ def kl_problems(part: Estimator | KL) -> list[str]:
 def _distribution_problems(estimator: Estimator) -> Iterator[str]:
     """For an estimator of whole distributions: [M, V] log-probabilities of both in, [M] out."""
     logits = torch.linspace(-3.0, 3.0, 24, dtype=torch.float64).view(4, 6)
-    own = torch.log_softmax(logits, -1).requires_grad_()
+    logp = torch.log_softmax(logits, -1).requires_grad_()
     theirs = torch.log_softmax(logits.flip(0), -1)
-    value = estimator(own, theirs)
+    value = estimator(logp, theirs)
     if tuple(value.shape) != (4,):
         yield f"It returned shape {list(value.shape)} for 4 positions; it must return one value a position, [4]."
         return
@@ -183,7 +183,7 @@ def _totals(tokens: TokenBatch) -> Totals:
 
 def step_gradients(algorithm: Any, tokens: TokenBatch, sizes: Sequence[int] = ()) -> dict[str, Tensor]:
     """Gradients [N, T] of one step's loss by leaf (`LEAVES`), in micro-batches of `sizes` rows (one where
-    empty); `loss` [] beside them.
+    empty), and its `loss` [].
     """
     leaves = {name: getattr(tokens, name).detach().clone().requires_grad_() for name in LEAVES}
     tokens = TokenBatch(**{**tokens.tensors(), **leaves})
@@ -193,13 +193,13 @@ def step_gradients(algorithm: Any, tokens: TokenBatch, sizes: Sequence[int] = ()
     for size in sizes or (tokens.mask.shape[0],):
         loss = loss + prepared.loss(tokens.rows(start, start + size), totals)
         start += size
-    found = {"loss": loss.detach()}
+    gradients = {"loss": loss.detach()}
     grads: list[Tensor | None] = [None] * len(leaves)
     if loss.requires_grad:
         grads = list(torch.autograd.grad(loss, list(leaves.values()), allow_unused=True))
     for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
-        found[name] = torch.zeros_like(leaf) if grad is None else grad
-    return found
+        gradients[name] = torch.zeros_like(leaf) if grad is None else grad
+    return gradients
 
 
 def _step_problems(algorithm: Any) -> Iterator[str]:
@@ -290,8 +290,8 @@ def _zero_advantage_problems(algorithm: Algorithm) -> Iterator[str]:
         )
 
 
-def _is_finite(found: Mapping[str, Tensor]) -> bool:
-    return all(bool(value.isfinite().all()) for value in found.values())
+def _is_finite(gradients: Mapping[str, Tensor]) -> bool:
+    return all(bool(value.isfinite().all()) for value in gradients.values())
 
 
 def _apart(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:

@@ -172,7 +172,7 @@ class VACO:
     """0 for tokens of a completion whose mean `abs(exp(e) - 1)` is above `high`, where the advantage pushes `e` further; else 1.
 
     The mean estimates the total variation between learner and sampler. "VACO", 2026, <https://arxiv.org/abs/2603.01365>, as
-    Open-Instruct's `rho_mask_tv_divergence`; `Correction("token", "truncate")` beside it is its importance weight.
+    Open-Instruct's `rho_mask_tv_divergence`; `Correction("token", "truncate")` in the same term is its importance weight.
     """
 
     high: float = 2.0

@@ -74,15 +74,15 @@ def from_name(name: str) -> Algorithm:
     import path, with its parameters as in `"advantage=PKPO(k=2)"` or `"regularizer=distill(teacher='big')"`. Raises ConfigError with the nearest name.
     """
     base, *changes = _pieces(name)
-    found = find(base, PRESETS, "algorithm")
-    options, parts = _sorted(changes, found)
-    if callable(found) and not isinstance(found, Algorithm):
-        found = _called(base, found, options)
-    if not isinstance(found, Algorithm):
-        raise ConfigError(f"{base!r} is {type(found).__name__}, not an Algorithm nor a function that returns one.")
+    built = find(base, PRESETS, "algorithm")
+    options, parts = _sorted(changes, built)
+    if callable(built) and not isinstance(built, Algorithm):
+        built = _called(base, built, options)
+    if not isinstance(built, Algorithm):
+        raise ConfigError(f"{base!r} is {type(built).__name__}, not an Algorithm nor a function that returns one.")
     for slot, value in parts:
-        found = _changed(found, slot, value)
-    return found
+        built = _changed(built, slot, value)
+    return built
 
 
 def _called(name: str, make: Callable[..., Any], options: Mapping[str, Any]) -> Any:
@@ -97,19 +97,19 @@ def _called(name: str, make: Callable[..., Any], options: Mapping[str, Any]) -> 
         raise ConfigError(f"{name!r} makes no Algorithm of these options: {error}.") from error
 
 
-def _sorted(changes: list[str], found: Any) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+def _sorted(changes: list[str], preset: Any) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Options of the preset, and parts to change, in order."""
-    is_maker = callable(found) and not isinstance(found, Algorithm)
-    known = _options_of(found) if is_maker else []
+    is_maker = callable(preset) and not isinstance(preset, Algorithm)
+    preset_options = _options_of(preset) if is_maker else []
     slots = [*_HOMES, "kl", "critic"]
     options: dict[str, Any] = {}
     parts: list[tuple[str, str]] = []
     for change in changes:
         key, is_pair, value = (piece.strip() for piece in change.partition("="))
-        if not is_pair or key not in (*known, *slots):
-            hint = did_you_mean(key, [*known, *slots]) or f" It takes {', '.join([*known, *slots])}."
+        if not is_pair or key not in (*preset_options, *slots):
+            hint = did_you_mean(key, [*preset_options, *slots]) or f" It takes {', '.join([*preset_options, *slots])}."
             raise ConfigError(f"{change!r} is no option=value of this algorithm.{hint}")
-        if key in slots and not (key in known and (key in _TEXTS or _is_literal(value))):
+        if key in slots and not (key in preset_options and (key in _TEXTS or _is_literal(value))):
             parts.append((key, value))
         else:
             options[key] = _literal(value)
@@ -118,10 +118,10 @@ def _sorted(changes: list[str], found: Any) -> tuple[dict[str, Any], list[tuple[
 
 def _options_of(make: Callable[..., Any]) -> list[str]:
     """Names that a preset takes; `**role` stands for those of a teacher."""
-    found = inspect.signature(make).parameters.values()
-    has_role = any(item.kind is item.VAR_KEYWORD and item.name == "role" for item in found)
-    own = [item.name for item in found if item.kind is not item.VAR_KEYWORD]
-    return own + ([item.name for item in fields(teachers.TeacherRole)] if has_role else [])
+    parameters = inspect.signature(make).parameters.values()
+    has_role = any(item.kind is item.VAR_KEYWORD and item.name == "role" for item in parameters)
+    names = [item.name for item in parameters if item.kind is not item.VAR_KEYWORD]
+    return names + ([item.name for item in fields(teachers.TeacherRole)] if has_role else [])
 
 
 def _is_literal(value: str) -> bool:
@@ -153,31 +153,31 @@ def _changed(algorithm: Algorithm, slot: str, value: str) -> Algorithm:
 
 def _pieces(text: str) -> list[str]:
     """The text between commas that are in no parentheses and no quotes."""
-    found, depth, quote = [""], 0, ""
+    pieces, depth, quote = [""], 0, ""
     for letter in text:
         quote = "" if letter == quote else letter if not quote and letter in "'\"" else quote
         depth += 0 if quote else (letter in "([{") - (letter in ")]}")
         if letter == "," and not depth and not quote:
-            found.append("")
+            pieces.append("")
         else:
-            found[-1] += letter
-    return [piece.strip() for piece in found]
+            pieces[-1] += letter
+    return [piece.strip() for piece in pieces]
 
 
 def _made(part: Any, text: str, whole: str) -> Any:
     """The part that a class or a function makes of parameters such as `k=2`."""
     try:
         call = ast.parse(f"f({text})", mode="eval").body
-        given = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}  # type: ignore[attr-defined]
-        if call.args or "None" in given:  # type: ignore[attr-defined]
+        keywords = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}  # type: ignore[attr-defined]
+        if call.args or "None" in keywords:  # type: ignore[attr-defined]
             raise ValueError("a value has no name")
     except (SyntaxError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"{whole!r}: write parameters as name=value with plain values and text in quotes, as in PKPO(k=2)."
         ) from error
     try:
-        inspect.signature(part).bind(**given)
-        return part(**given)
+        inspect.signature(part).bind(**keywords)
+        return part(**keywords)
     except TypeError as error:
         takes = ", ".join(inspect.signature(part).parameters)
         raise ConfigError(f"{whole!r}: {error}; its parameters are {takes}.") from error
@@ -189,9 +189,9 @@ def _with_estimator(kl: KL | None, estimator: Any) -> KL:
 
 def _built_in(slot: str) -> Mapping[str, Callable[..., Any]]:
     """Parts of the library by their own name."""
-    found = {}
+    parts = {}
     for module in _HOMES.get(slot, ()):
         for key, value in vars(module).items():
             if callable(value) and getattr(value, "__module__", "") == module.__name__ and not key.startswith("_"):
-                found[key] = value
-    return found
+                parts[key] = value
+    return parts

@@ -303,8 +303,8 @@ def ppo(
     Settings of Ouyang et al. 2022, "InstructGPT": KL 0.02, no discount, lambda 0.95. `critic_model="separate"` trains a second
     model for the values, as that paper does, where `"head"` reads the policy's own hidden states.
     """
-    found = made("ppo", GAE(gamma, lam), Clipped(low, high), token_mean, in_reward(kl), reference, correction)
-    return replace(found, critic=Critic(ClippedError(value_clip), value_coefficient, model=critic_model))
+    algorithm = made("ppo", GAE(gamma, lam), Clipped(low, high), token_mean, in_reward(kl), reference, correction)
+    return replace(algorithm, critic=Critic(ClippedError(value_clip), value_coefficient, model=critic_model))
 
 
 PRESETS: Mapping[str, Callable[..., Algorithm]] = {

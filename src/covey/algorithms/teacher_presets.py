@@ -56,7 +56,7 @@ def sdar(
     correction: Weight | None = DEFAULT_CORRECTION,
     **role: Any,
 ) -> Algorithm:
-    """GRPO beside a term that draws the policy up at tokens an informed teacher likes better, gated by how much.
+    """GRPO plus a term that draws the policy up at tokens an informed teacher likes better, gated by how much.
 
     "Self-Distilled Agentic Reinforcement Learning", 2026, <https://arxiv.org/abs/2605.15155>. `weight` is ms-swift's
     `sdar_loss_coef`, `beta` its `sdar_gate_beta`.

@@ -42,7 +42,7 @@ def teacher_gap(tokens: TokenBatch, against: Literal["old", "current"] = "old") 
 
 @dataclass(frozen=True)
 class TeacherAdvantage:
-    """`reward A + weight d`: the teacher's log-ratio as the advantage of each token, beside the reward's.
+    """`reward A + weight d`: the teacher's log-ratio as the advantage of each token, plus the reward's.
 
     MOPD, Xiao et al. 2026, <https://arxiv.org/abs/2601.02780>, eq. 8, with `reward=0`; ms-swift's OPD-RL with `reward=1`.
     `against="current"` takes the policy of now, so that the gradient stays that of the reverse KL over several updates.

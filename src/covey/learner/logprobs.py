@@ -118,12 +118,12 @@ def squared_scores(
     return torch.cat(pieces) if pieces else hidden.new_zeros(0, dtype=torch.float32)
 
 
-def _by_chunks(one: Callable[..., R], heads: Sequence[Head], *chunks: Sequence[Tensor]) -> list[R]:
-    """Results of `one` by chunk, under activation checkpointing: only its inputs are saved for the backward."""
+def _by_chunks(function: Callable[..., R], heads: Sequence[Head], *chunks: Sequence[Tensor]) -> list[R]:
+    """Results of `function` by chunk, under activation checkpointing: only its inputs are saved for the backward."""
     if not torch.is_grad_enabled():
-        return [one(*pair) for pair in zip(*chunks, strict=True)]
+        return [function(*pair) for pair in zip(*chunks, strict=True)]
     context = Recomputing(*(head.project for head in heads if isinstance(head.project, nn.Module)))
-    again = lambda pair: checkpoint(one, *pair, use_reentrant=False, context_fn=context)
+    again = lambda pair: checkpoint(function, *pair, use_reentrant=False, context_fn=context)
     return [again(pair) for pair in zip(*chunks, strict=True)]
 
 
@@ -218,11 +218,11 @@ def compared(
     chunk = chunk or 1024
     empty = hidden.new_zeros(0, dtype=torch.float32)
     if isinstance(other, Likeliest):
-        known = other
+        likeliest = other
 
         def to_likeliest(rows: Tensor, ids: Tensor, theirs: Tensor) -> Tensor:
             logp = torch.log_softmax(head.logits(rows) / temperature, -1)
-            return known.distance(logp, ids, theirs.to(logp.dtype))
+            return likeliest.distance(logp, ids, theirs.to(logp.dtype))
 
         pieces = _by_chunks(to_likeliest, [head], *(x.split(chunk) for x in (hidden, other.ids, other.logp)))
         return (torch.cat(pieces) if pieces else empty), None

@@ -53,12 +53,12 @@ def build_scorer(
     processing_classes: Any,
     trainer_state: Callable[[], Any],
     device: torch.device,
-    num_own: int = 0,
+    num_unweighted: int = 0,
     calculate: Any = None,
 ) -> Scorer:
     """One scorer over callables, reward models and names, with the limits of the configuration.
 
-    The last `num_own` rewards are those of environments, not covered by `reward_weights`: their weight is 1.
+    The last `num_unweighted` rewards are those of environments, not covered by `reward_weights`: their weight is 1.
     """
     if reward_funcs is None:
         raise RewardError(
@@ -76,7 +76,7 @@ def build_scorer(
     rewards = [resolve(reward, tokenizer, device=device) for reward, tokenizer in zip(many, tokenizers, strict=True)]
     return Scorer(
         rewards,
-        None if args.reward_weights is None else [*args.reward_weights, *[1.0] * num_own],
+        None if args.reward_weights is None else [*args.reward_weights, *[1.0] * num_unweighted],
         combiner=Combiner(cast(Any, args.reward_normalization), cast(Any, args.reward_clip)),
         workers=args.reward_workers,
         timeout_seconds=args.reward_timeout_seconds,
@@ -90,7 +90,7 @@ def build_scorer(
 def advice_for(args: GRPOConfig, model: Any) -> list[str]:
     """Warnings about values far from published ones, each with its source. Loss options without effect are skipped."""
     acts = args.algorithm is None
-    found = advise(
+    remarks = advise(
         learning_rate=args.learning_rate,
         num_generations=args.num_generations,
         temperature=sampling_params(args).temperature,
@@ -106,88 +106,92 @@ def advice_for(args: GRPOConfig, model: Any) -> list[str]:
         importance_sampling_level=args.importance_sampling_level,
         scale_rewards=args.scale_rewards,
     )
-    return [str(one) for one in found]
+    return [str(remark) for remark in remarks]
 
 
 def build_prompts(
-    given: RunInputs, dataset: Any, *, shuffle: bool, curriculum: str = "none", languages: Sequence[str] = ()
+    inputs: RunInputs, dataset: Any, *, shuffle: bool, curriculum: str = "none", languages: Sequence[str] = ()
 ) -> PromptStream:
-    args = given.args
-    limit = context_limit(given.model)
+    args = inputs.args
+    limit = context_limit(inputs.model)
     return PromptStream(
         dataset,
-        given.tokenizer,
-        processor=given.processor,
+        inputs.tokenizer,
+        processor=inputs.processor,
         seed=args.seed if args.data_seed is None else args.data_seed,
         shuffle=shuffle,
         curriculum=curriculum,
-        chat_template_kwargs=given.agents.template_options(args.chat_template_kwargs),
+        chat_template_kwargs=inputs.agents.template_options(args.chat_template_kwargs),
         max_prompt_length=None if limit is None else limit - args.max_completion_length,
         on_too_long=cast(Literal["error", "drop"], args.on_long_prompt),
-        num_embeddings=num_embeddings(given.model),
+        num_embeddings=num_embeddings(inputs.model),
         languages=languages,
     )
 
 
-def build_sampler(given: RunInputs, policy: Policy, check_stop: Interruption) -> Sampler:
+def build_sampler(inputs: RunInputs, policy: Policy, check_stop: Interruption) -> Sampler:
     """Sampler of the run: in this process (with gathered weights if sharded), or asynchronous in worker processes."""
-    args, shards = given.args, policy.shards
+    args, shards = inputs.args, policy.shards
     if args.async_rollouts:
         ahead = sampler_ahead(
             args,
-            given.model,
-            given.tokenizer,
-            given.eos_ids,
-            given.world,
-            given.agents,
+            inputs.model,
+            inputs.tokenizer,
+            inputs.eos_ids,
+            inputs.world,
+            inputs.agents,
             check_stop,
             shards,
-            given.server,
+            inputs.server,
         )
         if shards is not None:
             shards.free()
         return ahead
-    options = {"eos_ids": given.eos_ids, "check_stop": check_stop, **sampler_options(args, given.world, given.server)}
-    expect_together(*given.agents.features, options.get("backend") == "generate" and "generate")
+    options = {
+        "eos_ids": inputs.eos_ids,
+        "check_stop": check_stop,
+        **sampler_options(args, inputs.world, inputs.server),
+    }
+    expect_together(*inputs.agents.features, options.get("backend") == "generate" and "generate")
     gathers = options.get("backend") in ("vllm-server", "vllm")  # by itself, a block at a time
     options |= {"shards": shards} if gathers else {}
     options |= {"check_wait": check_stop.while_waiting} if options.get("backend") == "vllm-server" else {}
 
     def make(**more: Any) -> Sampler:
-        over = lambda model: choose_sampler(model, given.tokenizer, **options, **more)
-        return over(given.model) if shards is None or gathers else GatheredSampler(shards, over)
+        over = lambda model: choose_sampler(model, inputs.tokenizer, **options, **more)
+        return over(inputs.model) if shards is None or gathers else GatheredSampler(shards, over)
 
-    name_idle_options(given.agents, args)
-    more = agent_options(args, given.world.rank)
-    sampler = given.agents.sampler(make, more, given.tokenizer, given.eos_ids, given.trainer)
+    name_idle_options(inputs.agents, args)
+    more = agent_options(args, inputs.world.rank)
+    sampler = inputs.agents.sampler(make, more, inputs.tokenizer, inputs.eos_ids, inputs.trainer)
     if shards is not None:
         shards.free()  # the full weights, which only building the sampler needed
     return sampler
 
 
 def build_parts(
-    given: RunInputs,
+    inputs: RunInputs,
     session: Callable[[Learner, int, float], Session],
     optimizers: tuple[Any, Any],
     num_prompts: int | None,
     stop: StopSignal,
 ) -> Parts:
     """Parts of the training loop. `session` creates the session from learner, number of steps and epoch length."""
-    args = given.args
-    refuse_scaled_greedy(given.algorithm, given.scorer)
-    counts = batch_arithmetic(args, given.world.size, num_prompts)
-    world, updates = given.world, counts.optimizer_steps_per_generation
+    args = inputs.args
+    refuse_scaled_greedy(inputs.algorithm, inputs.scorer)
+    counts = batch_arithmetic(args, inputs.world.size, num_prompts)
+    world, updates = inputs.world, counts.optimizer_steps_per_generation
     world.publish_stop(lambda: stop.requested)
     interruption = Interruption(lambda: world.hears_stop(stop.requested), world.any if world.size > 1 else None)
-    networks = build_networks(given, optimizers[0])
+    networks = build_networks(inputs, optimizers[0])
     steps_per_epoch = updates * (num_prompts or 0) / counts.prompts_per_generation
-    sampler = build_sampler(given, networks.policy, interruption)
+    sampler = build_sampler(inputs, networks.policy, interruption)
     on_policy = OnPolicyCheck(networks.policy, sampler.sampler if isinstance(sampler, GatheredSampler) else sampler)
     callbacks: dict[str, Any] = {"interruption": interruption, "before_first_update": on_policy}
-    callbacks["samples_here"] = samples_here(given)
-    learner = build_learner(given, counts.total_steps, optimizers, updates > 1, networks, **callbacks)
-    attach(given, interruption)
-    languages = languages_of(args, given.algorithm)
+    callbacks["samples_here"] = samples_here(inputs)
+    learner = build_learner(inputs, counts.total_steps, optimizers, updates > 1, networks, **callbacks)
+    attach(inputs, interruption)
+    languages = languages_of(args, inputs.algorithm)
     made = session(learner, counts.total_steps, steps_per_epoch or float(counts.total_steps))
     sizes: dict[str, Any] = {
         "prompts_per_rollout": counts.prompts_per_generation * max(1, len(languages)),
@@ -195,31 +199,31 @@ def build_parts(
         "total_steps": counts.total_steps,
     }
     prompts = build_prompts(
-        given, given.train_dataset, shuffle=args.shuffle_dataset, curriculum=args.curriculum, languages=languages
+        inputs, inputs.train_dataset, shuffle=args.shuffle_dataset, curriculum=args.curriculum, languages=languages
     )
     sampling = RolloutSampling(sampling_params(args), args.seed)
     supply = build_supply(args, prompts, sampler, sampling, updates, interruption, **sizes)
-    draws = Draws(sampler=sampler, scorer=given.scorer, world=world, interruption=interruption)
-    draws, stages = build_stages(given, draws, learner, sampling)
+    draws = Draws(sampler=sampler, scorer=inputs.scorer, world=world, interruption=interruption)
+    draws, stages = build_stages(inputs, draws, learner, sampling)
     return Parts(
         prompts=prompts,
         supply=supply,
         sampler=sampler,
-        check_sampler=partial(expect_served_policy, sampler, given.model),
+        check_sampler=partial(expect_served_policy, sampler, inputs.model),
         draws=draws,
         stages=stages + supply.stages,
-        scorer=given.scorer,
+        scorer=inputs.scorer,
         learner=learner,
-        algorithm=given.algorithm,
+        algorithm=inputs.algorithm,
         session=made,
-        world=given.world,
+        world=inputs.world,
         interruption=interruption,
         sampling_for=sampling,
         dynamic_sampling=args.dynamic_sampling,
         batches_per_rollout=updates // args.num_iterations,
         num_iterations=args.num_iterations,
         seed=args.seed,
-        average=None if given.train_dataset is None else average_of(args, given.model),
+        average=None if inputs.train_dataset is None else average_of(args, inputs.model),
         **sizes,
     )
 
@@ -264,39 +268,39 @@ def ensemble_of(ensemble: Any, agents: Agents, args: GRPOConfig) -> Ensemble | N
     return checked_ensemble(ensemble, args.num_generations, has_agents=agents.are_used, is_split=is_split)
 
 
-def build_stages(given: RunInputs, draws: Draws, learner: Learner, sampling: RolloutSampling) -> tuple[Draws, Stages]:
+def build_stages(inputs: RunInputs, draws: Draws, learner: Learner, sampling: RolloutSampling) -> tuple[Draws, Stages]:
     """The stages of the run's features, and the draws with the members of its ensemble."""
-    args, stages = given.args, Stages()
-    if given.agents.are_used:
+    args, stages = inputs.args, Stages()
+    if inputs.agents.are_used:
         stages += episode_stages()
-    if given.algorithm.needs.greedy:
+    if inputs.algorithm.needs.greedy:
         stages += Stages(before_advantages=(GreedyBaseline(partial(draws.greedy, sampling=sampling.params)),))
-    if given.ensemble is None:
+    if inputs.ensemble is None:
         return draws, stages
     members = load_ensemble(
-        given.ensemble,
+        inputs.ensemble,
         draws.sampler,
-        given.model,
-        given.tokenizer,
-        given.eos_ids,
-        given.world.device,
+        inputs.model,
+        inputs.tokenizer,
+        inputs.eos_ids,
+        inputs.world.device,
         is_asynchronous=args.async_rollouts,
         trust_remote_code=args.trust_remote_code,
         check_stop=draws.interruption,
     )
-    stages += ensemble_stages(members, given.scorer, learner, given.world, sampling, draws.score)
+    stages += ensemble_stages(members, inputs.scorer, learner, inputs.world, sampling, draws.score)
     return replace(draws, sampler=members), stages
 
 
-def build_evaluator(given: RunInputs, parts: Parts) -> Evaluator:
+def build_evaluator(inputs: RunInputs, parts: Parts) -> Evaluator:
     """Evaluator over the parts of training, with a fixed sampling seed."""
-    args = given.args
+    args = inputs.args
     return Evaluator(
         draws=replace(parts.draws, sampler=parts.sampler),  # the policy alone, without the members of an ensemble
-        scorer=given.scorer,
+        scorer=inputs.scorer,
         learner=parts.learner,
-        algorithm=given.algorithm,
-        world=given.world,
+        algorithm=inputs.algorithm,
+        world=inputs.world,
         sampling=sampling_params(args),
         num_generations=args.num_generations_eval or args.num_generations,
         batch_size=max(args.per_device_eval_batch_size, args.num_generations_eval or args.num_generations),
@@ -305,17 +309,19 @@ def build_evaluator(given: RunInputs, parts: Parts) -> Evaluator:
     )
 
 
-def checked_eval(given: Any, args: GRPOConfig) -> Any:
+def checked_eval(eval_dataset: Any, args: GRPOConfig) -> Any:
     """The evaluation set, or every set of a dict, checked for prompts."""
-    if given is None:
+    if eval_dataset is None:
         if str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no":
             raise ConfigError(
                 "eval_strategy asks for evaluations, but there is no eval_dataset; give one, or eval_strategy='no'."
             )
         return None
-    if isinstance(given, Mapping):
-        return {name: checked_dataset(dataset, f"eval_dataset[{name!r}]", args) for name, dataset in given.items()}
-    return checked_dataset(given, "eval_dataset", args)
+    if isinstance(eval_dataset, Mapping):
+        return {
+            name: checked_dataset(dataset, f"eval_dataset[{name!r}]", args) for name, dataset in eval_dataset.items()
+        }
+    return checked_dataset(eval_dataset, "eval_dataset", args)
 
 
 def checked_dataset(dataset: Any, name: str, args: GRPOConfig) -> Any:
