@@ -126,3 +126,16 @@ def test_a_state_that_is_handed_over_and_ignored_is_seen(monkeypatch):
     policy = Policy(build("qwen3_5_text").train(), pad_id=0)
     expect_same(policy)
     assert {layer.way for layer in policy._state_layers} == {"rows"}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba2"])
+@pytest.mark.parametrize("is_cast", [False, True], ids=["autocast", "weights"])
+def test_in_bfloat16_they_share_as_well(kind, is_cast):
+    """Mamba2 hands a float32 stream to a head in bfloat16."""
+    model = build(kind).train()
+    policy = Policy(model.bfloat16() if is_cast else model, pad_id=0, compute_dtype=None if is_cast else torch.bfloat16)
+    assert policy.shares_prompts()
+    together, apart = scored(policy, [rows()]), scored(policy, [[row] for row in rows()])
+    assert float((together[0] - apart[0]).abs().mean()) < 0.01
+    gap = sum(float((together[1][name] - x).float().norm() ** 2) for name, x in apart[1].items())
+    assert gap < 4e-4 * sum(float(x.float().norm() ** 2) for x in apart[1].values())

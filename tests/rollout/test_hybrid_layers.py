@@ -10,7 +10,7 @@ from test_static_steps import keeping_sampler, sampler_of
 
 from covey.kernels import state_steps
 from covey.rollout import NativeSampler, SamplingParams
-from covey.rollout.agreement import plain_logprobs
+from covey.rollout.agreement import plain_logprobs, reason_against
 from covey.types import Prompt
 from kit import rest_nightly, tiny_tokenizer
 
@@ -168,3 +168,11 @@ def test_the_steps_of_transformers_come_back_after_sampling():
     list(sampler.sample(PROMPTS, 2, SamplingParams(max_tokens=3, seed=1)))
     assert set(seen) == {before}
     assert source.torch_recurrent_gated_delta_rule is before
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba2"])
+def test_in_bfloat16_completions_are_the_policys_up_to_rounding(kind):
+    model = build(kind)
+    sampler = NativeSampler(model, tiny_tokenizer(), eos_ids=ENDS, dtype="bfloat16", max_rows=6)
+    assert sampler.forward.dtype == torch.bfloat16
+    assert reason_against(sampler, model) is None

@@ -77,6 +77,7 @@ def splits_exactly(model: Any, device: torch.device) -> bool:
             return False
         if hidden.shape[-1] != getattr(inner.get_output_embeddings(), "in_features", hidden.shape[-1]):
             return False  # a projection lies between them
+        hidden = hidden.to(inner.get_output_embeddings().weight.dtype)  # some keep a wider stream
         apart = replace(find_head(model), banned=()).logits(hidden[0]).float()
     finally:
         model.train(was_training)
