@@ -88,9 +88,8 @@ def trainer(folder: Path, case: dict[str, Any]) -> Any:
     if "features" in case:
         from combinations.pairs import made_of, rewards_of
 
-        own = folder / f"other-{GRPOConfig(str(folder), **options).process_index}"  # each process writes its own
-        given |= made_of(case["features"], own, case["url"], given["model"], given["processing_class"])
-        rewards = rewards_of(case["features"], own, reward)
+        given |= made_of(case["features"], Path(case["others"]), case["url"])
+        rewards = rewards_of(case["features"], Path(case["others"]), reward)
     return GRPOTrainer(
         reward_funcs=rewards, args=GRPOConfig(str(folder), **options), train_dataset=Dataset.from_list(rows), **given
     )  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
-from combinations.pairs import ELSEWHERE, PAIRS, REAL, TRIPLES
+from combinations.pairs import ELSEWHERE, PAIRS, RAN, REAL, TRIPLES
 from covey.config.combinations import FEATURES, REFUSALS, refusal_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
@@ -22,8 +22,9 @@ HEAD = """# Combinations
 What works alone works together. This page is written by `python tests/combinations/page.py` (`make pages`) from the table that the code
 asks (`covey/config/combinations.py`). A test fails when they disagree.
 
-* **yes**: a tiny run of the pair trains in `tests/combinations/test_every_pair.py`, on the CPU. Two processes use gloo, and a vLLM server is
-  a stand-in that computes with the weights it reads.
+* **yes**: a tiny run of the pair trained in `tests/combinations/test_every_pair.py`, on the CPU. Two processes use gloo, and a vLLM server is
+  a stand-in that computes with the weights it reads. `ran.txt` in the same folder lists these pairs.
+* **open**: nothing refuses the pair, and the same test runs it in `make nightly`. No run of it has been recorded yet.
 * **no**: refused before work is spent, in the sentence below.
 * **real**: a test with real vLLM runs it.
 * **card**: nothing refuses it, and no test here can run it. QLoRA needs a GPU, and vLLM in the process needs vLLM in that environment.
@@ -43,7 +44,9 @@ def cell(one: str, other: str) -> str:
         return "no"
     if pair in REAL:
         return "real"
-    return "card" if ELSEWHERE.keys() & set(pair) else "yes"
+    if ELSEWHERE.keys() & set(pair):
+        return "card"
+    return "yes" if pair in RAN else "open"
 
 
 def text() -> str:
@@ -57,7 +60,7 @@ def text() -> str:
         row = [cell(one, other) if j < i else "" for j, other in enumerate(names)]
         lines.append(f"| {i + 1} {one} | " + " | ".join(row) + " |")
     counts = [cell(*pair) for pair in PAIRS]
-    told = ", ".join(f"{counts.count(word)} {word}" for word in ("yes", "real", "card", "no"))
+    told = ", ".join(f"{counts.count(word)} {word}" for word in ("yes", "open", "real", "card", "no"))
     lines += ["", f"Of {len(PAIRS)} pairs: {told}.", "", "## Refused", "", "| together | the sentence |", "|---|---|"]
     for refusal in REFUSALS:
         together = " + ".join(name for name in names if name in refusal.features)
@@ -67,7 +70,9 @@ def text() -> str:
     lines += ["", "## Triples", "", "| together | |", "|---|---|"]
     for triple in TRIPLES:
         found = refusal_of(triple)
-        lines.append(f"| {' + '.join(triple)} | {'runs' if found is None else 'no: ' + found.why} |")
+        lines.append(
+            f"| {' + '.join(triple)} | {'no: ' + found.why if found is not None else 'runs' if triple in RAN else 'open'} |"
+        )
     lines += ["", "## Compared", "", "| combination | test in `tests/combinations` |", "|---|---|"]
     lines += [f"| {what} | `{test}` |" for what, test in EQUAL.items()]
     lines += ["", "No GPU has run this page."]

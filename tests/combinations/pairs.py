@@ -35,6 +35,14 @@ REAL = {
 """Pairs of them that a test of another environment has run."""
 
 
+RAN = {
+    tuple(line.split(" + "))
+    for line in (Path(__file__).parent / "ran.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+}
+"""Combinations whose run in test_every_pair.py has been seen to pass."""
+
+
 def add(a: int, b: int) -> int:
     """Add two numbers.
 
@@ -106,11 +114,31 @@ def num_processes(features: tuple[str, ...]) -> int:
     return 2 if {"DDP", "FSDP2"} & set(features) else 1
 
 
-def made_of(features: list[str], folder: Path, url: str | None, model: Any, processing: Any) -> dict[str, Any]:
-    """Arguments of the trainer for these features; `folder`: for other models of the policy's shape and vocabulary."""
-    given: dict[str, Any] = {}
+def write_others(features: tuple[str, ...], folder: Path) -> None:
+    """A teacher of the policy's shape and vocabulary, and a model that scores steps, for every process of the run."""
+    from combinations.combined_run import policy, seeing
+    from environments.acting import chat_tokenizer, tiny_llama
+    from kit import tiny_model, tiny_tokenizer
+
+    model, processing = policy(), tiny_tokenizer()
+    if {"tools", "environment", "agent", "rollout_func"} & set(features):
+        model, processing = tiny_llama(chat_tokenizer()), chat_tokenizer()
+    if "images" in features:
+        model, processing = seeing("qwen2_5_vl")
     model.save_pretrained(folder / "teacher")
     processing.save_pretrained(folder / "teacher")
+    if "process rewards" in features:
+        from transformers import Qwen2ForTokenClassification
+
+        config = tiny_model("qwen2", hidden=16).config
+        config.num_labels = 2
+        Qwen2ForTokenClassification(config).save_pretrained(folder / "steps")
+        tiny_tokenizer().save_pretrained(folder / "steps")
+
+
+def made_of(features: list[str], folder: Path, url: str | None) -> dict[str, Any]:
+    """Arguments of the trainer for these features; `folder`: that of `write_others`."""
+    given: dict[str, Any] = {}
     if "tools" in features:
         given["tools"] = [add]
     if "environment" in features:
@@ -128,17 +156,9 @@ def made_of(features: list[str], folder: Path, url: str | None, model: Any, proc
 def rewards_of(features: list[str], folder: Path, reward: Any) -> list[Any]:
     if "process rewards" not in features:
         return [reward]
-    from transformers import Qwen2ForTokenClassification
-
     from covey.rewards.builtin.process_reward import ProcessReward
-    from kit import tiny_model, tiny_tokenizer
 
-    place = folder / "steps"
-    config = tiny_model("qwen2", hidden=16).config
-    config.num_labels = 2
-    Qwen2ForTokenClassification(config).save_pretrained(place)
-    tiny_tokenizer().save_pretrained(place)
-    return [reward, ProcessReward(model=str(place))]
+    return [reward, ProcessReward(model=str(folder / "steps"))]
 
 
 def _algorithm(features: set[str], folder: Path, url: str | None) -> Any:

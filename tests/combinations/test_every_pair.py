@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from combinations.combined_run import moved, policy, run, trainer
-from combinations.pairs import ELSEWHERE, PAIRS, REAL, TRIPLES, case_of, num_processes
+from combinations.pairs import ELSEWHERE, PAIRS, REAL, TRIPLES, case_of, num_processes, write_others
 from covey.config.combinations import AXES, FEATURES, REFUSALS, expect_together, refusal_of
 from covey.errors import ConfigError, CoveyError
 from environments.acting import chat_tokenizer, tiny_llama
@@ -22,7 +22,7 @@ REFUSED = [one for one in COMBINATIONS if refusal_of(one) is not None]
 named = " + ".join
 
 
-def started(stack: ExitStack, features: tuple[str, ...]) -> dict:
+def started(stack: ExitStack, features: tuple[str, ...], folder: Path) -> dict:
     """The case, and the servers that it talks to."""
     url = None
     if "served teacher" in features:
@@ -31,7 +31,8 @@ def started(stack: ExitStack, features: tuple[str, ...]) -> dict:
         )
         teacher = policy() if tokenizer.vocab_size > 300 else tiny_llama(tokenizer)
         url, _ = stack.enter_context(serving(teacher, tokenizer))
-    case = case_of(features, url)
+    write_others(features, folder)
+    case = {**case_of(features, url), "others": str(folder)}
     if "vLLM server" in features:
         model, tokenizer = (
             (tiny_llama(chat_tokenizer()), chat_tokenizer()) if "chat" in case else (policy(), tiny_tokenizer())
@@ -46,7 +47,7 @@ def started(stack: ExitStack, features: tuple[str, ...]) -> dict:
 @pytest.mark.parametrize("features", RUN, ids=named)
 def test_a_combination_that_is_not_refused_trains(features, tmp_path):
     with ExitStack() as stack:
-        run(tmp_path / "run", num_processes(features), **started(stack, features))
+        run(tmp_path / "run", num_processes(features), **started(stack, features, tmp_path))
     assert moved(tmp_path / "run") > 0
 
 
@@ -78,7 +79,7 @@ IN_ONE_PROCESS = [
 def test_the_trainer_refuses_by_the_table(features, tmp_path):
     refusal = refusal_of(features)
     with ExitStack() as stack, pytest.raises(CoveyError) as raised:
-        trainer(tmp_path, started(stack, features)).train()
+        trainer(tmp_path, started(stack, features, tmp_path)).train()
     assert refusal.why in str(raised.value)
 
 
@@ -89,5 +90,5 @@ def test_the_trainer_refuses_by_the_table(features, tmp_path):
 def test_two_processes_are_refused_by_the_table(features, tmp_path: Path):
     refusal = refusal_of(features)
     with ExitStack() as stack, pytest.raises(AssertionError) as raised:
-        run(tmp_path / "run", 2, **started(stack, features))
+        run(tmp_path / "run", 2, **started(stack, features, tmp_path))
     assert refusal.why in str(raised.value)

@@ -90,8 +90,23 @@ def test_the_slurm_script_starts_one_agent_on_each_of_two_nodes(tmp_path):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     env = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
-    command = ["bash", str(EXAMPLES / "two_nodes.sbatch"), "--config", "run.yaml"]
+    command = ["bash", str(EXAMPLES / "two_nodes.sbatch"), "--config", "run.yaml", "--fsdp", "true"]
     expect_split_run(started(command, tmp_path, PORT=free_port(), **env), tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the script is one for bash")
+def test_the_slurm_script_leaves_a_small_model_whole(tmp_path):
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    env = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "8"}
+    done = started(
+        ["bash", str(EXAMPLES / "two_nodes.sbatch"), "--config", "run.yaml"], tmp_path, PORT=free_port(), **env
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (tmp_path / "run" / "checkpoint-2" / "sharded").exists(), "each process holds the whole model"
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def text_of_agent():
@@ -145,7 +160,9 @@ def test_under_a_real_slurm_the_script_trains_on_two_nodes_and_goes_on_where_it_
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**RUN, "max_steps": 12, "reward": "slow.py:reward"}))
     with Cluster(tmp_path, environment(tmp_path)) as slurm:
         asked = ["sbatch", "--parsable", "--gpus-per-node=1", "--cpus-per-task=1"]
-        job = slurm.call(*asked, str(EXAMPLES / "two_nodes.sbatch"), "--config", "run.yaml", REQUEUE="1").strip()
+        job = slurm.call(
+            *asked, str(EXAMPLES / "two_nodes.sbatch"), "--config", "run.yaml", "--fsdp", "true", REQUEUE="1"
+        ).strip()
         slurm.until(lambda: len(steps_of(tmp_path)) >= 2, 120, "two steps")
         slurm.call("scancel", "--signal=TERM", job)
         slurm.until(lambda: "Restarts=1" in slurm.call("scontrol", "show", "job", job), 60, "its place in the queue")

@@ -179,7 +179,12 @@ def read_yaml(
             raise ConfigError(f"{path}: {name} is not an option here.{hint}")
         if written.count(name) > 1:
             raise ConfigError(f"{path}: {name} is there twice; keep one.")
-    return {str(name).replace("-", "_"): value for name, value in content.items()}
+    values = {str(name).replace("-", "_"): value for name, value in content.items()}
+    texts = {flag.name for flag in flags if flag.bare}  # `fsdp: true` is `--fsdp true`
+    return {
+        name: str(value).lower() if name in texts and isinstance(value, bool) else value
+        for name, value in values.items()
+    }
 
 
 def typed(raw: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
