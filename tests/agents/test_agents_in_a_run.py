@@ -13,7 +13,7 @@ from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError, DataError, RewardError
 from covey.runs import rollouts
 from covey.serving import episodes_of, read_traces
-from environments.acting import chat_tokenizer, tiny_llama
+from environments.acting import chat_tokenizer, tiny_llama, tiny_qwen3_5
 
 ROWS = [{"prompt": [{"role": "user", "content": f"q{i}"}], "answer": str(i)} for i in range(4)]
 
@@ -34,7 +34,7 @@ def main(row, client, model):
     return len(said.encode()) % 7
 
 
-def trainer_of(tmp_path, agent, rewards=None, data=None, **given):
+def trainer_of(tmp_path, agent, rewards=None, data=None, make=tiny_llama, **given):
     chosen = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 96, "max_steps": 2}
     chosen |= {
         "report_to": "none",
@@ -47,7 +47,7 @@ def trainer_of(tmp_path, agent, rewards=None, data=None, **given):
     args = GRPOConfig(str(tmp_path / "run"), use_cpu=True, **(chosen | given))
     tokenizer = chat_tokenizer()
     data = Dataset.from_list(ROWS) if data is None else data
-    return GRPOTrainer(tiny_llama(tokenizer), rewards, args, data, processing_class=tokenizer, agent=agent)
+    return GRPOTrainer(make(tokenizer), rewards, args, data, processing_class=tokenizer, agent=agent)
 
 
 def rows_of(tmp_path, step=1):
@@ -63,8 +63,9 @@ def events_of(tmp_path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_what_is_trained_on_are_the_tokens_of_the_calls_and_the_score_is_the_reward(tmp_path):
-    trainer = trainer_of(tmp_path, main)
+@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3_5], ids=["attention", "layers with a state"])
+def test_what_is_trained_on_are_the_tokens_of_the_calls_and_the_score_is_the_reward(tmp_path, make):
+    trainer = trainer_of(tmp_path, main, make=make)
     before = {name: one.clone() for name, one in trainer.model.state_dict().items()}
     trainer.train()
     assert any(not torch.equal(one, before[name]) for name, one in trainer.model.state_dict().items())
