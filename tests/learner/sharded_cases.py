@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from test_two_processes import BY_TOKEN, CASES, SHARES, groups_of, policy_of, reward
+from test_two_processes import BY_TOKEN, CASES, SHARES, groups_of, policy_of, reward, teacher_of
 
 from covey import GRPOConfig, GRPOTrainer, SFTTrainer, sft_config
 from covey import algorithms as alg
@@ -50,6 +50,7 @@ def learner_in(algorithm, world, policy):
         max_grad_norm=0.0,
         mask_truncated=True,
         overlaps_reduction=False,
+        teacher=teacher_of(algorithm),
     )
 
 
@@ -97,6 +98,7 @@ RUNS = {
     "full KL": {"algorithm": lambda: alg.grpo(kl=alg.KL(alg.full, 0.1))},
     "moving reference": {**SAVED, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
     "value head": {"algorithm": alg.ppo},
+    "a teacher by token": {"algorithm": alg.rlsd},
     "value model": {**SAVED, "algorithm": lambda: alg.ppo(critic_model="separate")},
     "adapter": {**SAVED, "peft": True},
     "ZeRO-2 by DeepSpeed's file": {"fsdp": None, "deepspeed": {"zero_optimization": {"stage": 2}}},
@@ -275,8 +277,8 @@ def drawn(folder):
 
 # -- all of it ------------------------------------------------------------------------------------------------------------------
 
-QUICK_CASES = ("grpo", "gspo", "kl-cov", "ppo with a model of its own")
-QUICK_RUNS = ("adapter",)
+QUICK_CASES = ("grpo", "gspo", "rlsd", "otb", "kl-cov", "ppo with a model of its own")
+QUICK_RUNS = ("adapter", "a teacher by token")
 RESUMED = ("adapter", "moving reference", "value model")
 """Whose checkpoints hold more than a policy and its optimizer."""
 

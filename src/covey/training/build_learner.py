@@ -12,7 +12,7 @@ from torch import nn
 
 from covey import algorithms as alg
 from covey.adapters import has_adapter
-from covey.algorithms import Algorithm, Distill
+from covey.algorithms import Algorithm
 from covey.config import GRPOConfig
 from covey.config.combinations import expect_together
 from covey.ensembles import Ensemble
@@ -100,9 +100,11 @@ def text_layers(model: Any) -> tuple[str, ...]:
 def refuse_unsplit(algorithm: Algorithm, optimizer: Any, rollout_func: Any) -> None:
     """Raise ConfigError for what would hold the unsharded parameters of a sharded model, or measures it before each step."""
     role = algorithm.role
-    is_distilled = any(isinstance(part, Distill) for part in algorithm.regularizers)
-    if role is not None and (not is_distilled or (role.is_policy and role.rule is not None)):
-        raise ConfigError("A teacher does not work with a model that fsdp splits; leave one of them out.")
+    if role is not None and role.is_policy and role.rule is not None:
+        raise ConfigError(
+            "A teacher that is the policy of earlier steps does not work with a model that fsdp splits; take teacher_model_kind='live', or "
+            "leave fsdp out."
+        )
     if optimizer is not None:
         raise ConfigError(
             "fsdp replaces the parameters that the optimizer of optimizers=(...) was made for; leave it out, and set optim."
