@@ -104,13 +104,13 @@ class Learner:
     def annotate(self, groups: Sequence[Group], algorithm: Algorithm) -> list[Group]:
         """Groups with the fields that the algorithm needs from the policy at rollout time: `old_logp`, `ref_logp`, `values`."""
         needs = algorithm.needs
-        wanted = Needs(
+        unmet = Needs(
             old_logp=self.is_off_policy or needs.old_logp,
             ref_logp=needs.ref_logp,
             values=needs.values,
             squared_score=needs.squared_score,
         )
-        return self.measured(groups, wanted) if wanted != Needs() else list(groups)
+        return self.measured(groups, unmet) if unmet != Needs() else list(groups)
 
     @torch.no_grad()
     def measured(self, groups: Sequence[Group], needs: Needs) -> list[Group]:
@@ -127,23 +127,23 @@ class Learner:
     def _notes(self, rows: Sequence[Row], needs: Needs) -> list[Completion]:
         """Completions of `rows` with the fields that `needs` names."""
         notes = dict[int, Completion]()
-        for given in self.micro_batcher.each(rows, factor=2):
+        for micro_batch in self.micro_batcher.each(rows, factor=2):
             self.interruption()
-            batch = given or [filler()]
+            batch = micro_batch or [filler()]
             reads_policy = needs.old_logp or needs.values or needs.squared_score
             old = self.policy.measure(batch) if reads_policy else None
             ref = self.reference.measure(batch) if needs.ref_logp else None
             values = self.critic.values(old, batch) if needs.values and old is not None else None
-            wanted = (
+            values_by_note = (
                 old.logp if old is not None and needs.old_logp else None,
                 None if ref is None else ref.logp,
                 values,
                 self.policy.squared_scores(old) if needs.squared_score and old is not None else None,
             )
-            on_host = [None if x is None else x.float().cpu() for x in wanted]  # [N, T], one transfer each
-            for r, row in enumerate(given):
-                own = [None if x is None else x[r, : row.completion.num_tokens].clone() for x in on_host]
-                notes[id(row)] = replace(row.completion, **dict[str, Any](zip(NOTES, own, strict=True)))
+            on_host = [None if x is None else x.float().cpu() for x in values_by_note]  # [N, T], one transfer each
+            for r, row in enumerate(micro_batch):
+                fields = [None if x is None else x[r, : row.completion.num_tokens].clone() for x in on_host]
+                notes[id(row)] = replace(row.completion, **dict[str, Any](zip(NOTES, fields, strict=True)))
         return [notes[id(row)] for row in rows]
 
     # -- the update -------------------------------------------------------------------------------------------------
@@ -161,11 +161,16 @@ class Learner:
         self.micro_batcher.left_out.begin(len(rows))
         self.policy.model.train(not self.disable_dropout or self.policy.is_checkpointing)
         trains = [self.policy.auxiliary_coefficient != 0 or can_have_gradient(row, algorithm) for row in mine]
-        known = [not train and self._is_known(row, algorithm) for row, train in zip(mine, trains, strict=True)]
+        skippable = [
+            not train and self._needs_no_forward(row, algorithm) for row, train in zip(mine, trains, strict=True)
+        ]
         pick = lambda flags: [row for row, flag in zip(mine, flags, strict=True) if flag]
-        evaluated, trained = pick([not (train or k) for train, k in zip(trains, known, strict=True)]), pick(trains)
+        evaluated, trained = (
+            pick([not (train or skip) for train, skip in zip(trains, skippable, strict=True)]),
+            pick(trains),
+        )
         algorithm = self._prepared(algorithm, (evaluated, trained), totals)
-        parts = [{**algorithm.metrics(as_drawn(rows), totals), "loss": Sum(0.0)} for rows in [pick(known)] if rows]
+        parts = [{**algorithm.metrics(as_drawn(rows), totals), "loss": Sum(0.0)} for rows in [pick(skippable)] if rows]
         with self._abortable(), ordered_sums.on(self.policy.device):
             with torch.no_grad():  # for their metrics; their gradient is zero
                 parts += self.micro_batcher.attempt(lambda: self._evaluate_all(evaluated, algorithm, totals))
@@ -190,7 +195,7 @@ class Learner:
             groups, mask_truncated=self.mask_truncated, hints=None if self.teacher is None else self.teacher.hints
         )
 
-    def _is_known(self, row: Row, algorithm: Algorithm) -> bool:
+    def _needs_no_forward(self, row: Row, algorithm: Algorithm) -> bool:
         """True if the metrics of a completion without gradient follow from its sampled log-probabilities, without a forward pass."""
         drawn = row.completion
         is_fresh = drawn.old_logp is None and drawn.logprobs is not None and not bool(drawn.logprobs.isnan().any())
@@ -224,13 +229,13 @@ class Learner:
             return [moved(tokens, "cpu") for batch, tokens in pairs if batch]
 
         with torch.no_grad():
-            seen = self.micro_batcher.attempt(lambda: [one for rows in parts for one in look(rows)])
+            seen = self.micro_batcher.attempt(lambda: [batch for rows in parts for batch in look(rows)])
         everywhere = TokenBatch.concat([batch for part in self.world.gather(seen) for batch in part])
         return algorithm.prepare(moved(everywhere, self.policy.device), totals)
 
     def _evaluate_all(self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals) -> list[dict[str, Metric]]:
-        one = lambda batch: self._loss(batch, algorithm, totals)[1] if batch else self._keep_pace(algorithm)
-        return [self._read(found, algorithm, totals) for found in map(one, self.micro_batcher.each(rows)) if found]
+        evaluate = lambda batch: self._loss(batch, algorithm, totals)[1] if batch else self._keep_pace(algorithm)
+        return [self._read(sums, algorithm, totals) for sums in map(evaluate, self.micro_batcher.each(rows)) if sums]
 
     def _gradients(
         self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals, step: int
@@ -247,8 +252,8 @@ class Learner:
                 self.forget()
 
             def work(overlaps: bool = overlaps, gradients: GradientBuckets = gradients) -> list[dict[str, Metric]]:
-                beside = self._accumulate_examples(step)
-                return beside + self._accumulate_all(rows, algorithm, totals, gradients if overlaps else None)
+                of_examples = self._accumulate_examples(step)
+                return of_examples + self._accumulate_all(rows, algorithm, totals, gradients if overlaps else None)
 
             parts = self.micro_batcher.attempt(work, undo)
             self.interruption.settle()
@@ -270,7 +275,7 @@ class Learner:
                     unread.append(self._accumulate(batch, algorithm, totals))
                 else:
                     self._keep_pace(algorithm)
-        return [self._read(one, algorithm, totals) for one in unread]  # at the end, so that the device never waits
+        return [self._read(sums, algorithm, totals) for sums in unread]  # at the end, so that the device never waits
 
     def _accumulate_examples(self, step: int) -> list[dict[str, Metric]]:
         """Backward of the supervised term of this step, if there is one. Returns its metrics."""

@@ -98,10 +98,10 @@ def score_tokens(
         return _fused(hidden, targets, head, temperature, entropy, chunk)
     chunk = chunk or 1024
 
-    def one(rows: Tensor, row_targets: Tensor) -> tuple[Tensor, Tensor]:
+    def score(rows: Tensor, row_targets: Tensor) -> tuple[Tensor, Tensor]:
         return score_logits(head.logits(rows), row_targets, temperature, entropy)
 
-    pieces = _by_chunks(one, [head], hidden.split(chunk), targets.split(chunk))
+    pieces = _by_chunks(score, [head], hidden.split(chunk), targets.split(chunk))
     logp, entropies = zip(*pieces, strict=True)
     return torch.cat(logp), torch.cat(entropies)
 

@@ -59,7 +59,7 @@ class Measured:
 
 
 @dataclass(frozen=True, eq=False)
-class Against:
+class DistanceTo:
     """Another model for a distance over the whole vocabulary; `swapped` is the context in which its weights are in place."""
 
     policy: Policy
@@ -162,7 +162,7 @@ class Policy:
         rows: Sequence[Row],
         *,
         entropy: bool = False,
-        against: Against | None = None,
+        against: DistanceTo | None = None,
         teacher: Teaching | None = None,
     ) -> Measured:
         """Forward `rows` once. Gradients flow when they are enabled. Rows of one group share their prompt's computation.
@@ -172,7 +172,7 @@ class Policy:
         has_siblings = self.packs_always or len({row.group for row in rows}) < len(rows)
         seen = next((row.prompt for row in rows if row.prompt.images is not None), None)
         computing = (self,) if against is None else (self, against.policy)
-        if has_siblings and all(one._shares() and (seen is None or one._embeds(seen)) for one in computing):
+        if has_siblings and all(policy._shares() and (seen is None or policy._embeds(seen)) for policy in computing):
             packed: PaddedRows | SharedRows = share_rows(rows, self.device, self._kernel)
         else:
             packed = pad_rows(rows, self.pad_id, self.device)
@@ -222,9 +222,9 @@ class Policy:
         over = lambda value: None if teacher is None else spread(teacher.over(len(logp), value))
         return Measured(
             distance=spread(distance),
-            teacher_distance=over(lambda one: one.distance),
-            teacher_weight=over(lambda one: one.weight),
-            teacher_logp=over(lambda one: one.logp),
+            teacher_distance=over(lambda signal: signal.distance),
+            teacher_weight=over(lambda signal: signal.weight),
+            teacher_logp=over(lambda signal: signal.logp),
             teacher_mask=None if teacher is None else teacher.informed,
             logp=rows.spread(logp),
             entropy=rows.spread(entropies),
@@ -254,24 +254,24 @@ class Policy:
         """[N, S, D] hidden states, or [N, S, V] logits if decoder and head cannot be called separately."""
         if isinstance(rows, SharedRows):
             rows = replace(rows, windows=self._windows)
-            given = shared_prompt.forward_kwargs(rows, self.model)
+            inputs = shared_prompt.forward_kwargs(rows, self.model)
             shared_prompt.switch(unwrapped(self.model))
             for layer in self._state_layers:
                 layer.switch()
-            return decoder_of(self.model)(use_cache=False, **given).last_hidden_state, None
+            return decoder_of(self.model)(use_cache=False, **inputs).last_hidden_state, None
         self.release()
         extra: dict[str, Any] = {"use_cache": False}
-        given, decoder = self._inputs(rows)
+        inputs, decoder = self._inputs(rows)
         if self.auxiliary_coefficient:
             # padding would be routed too and would change the load-balancing loss
             extra |= {"attention_mask": rows.attention_mask, "output_router_logits": True}
             if self._splits() and accepts(self.model, "logits_to_keep"):
                 extra["logits_to_keep"] = 1  # the model's own logits are not used; keep them small
-            output = self.model(**given, output_hidden_states=self._splits(), **extra)
+            output = self.model(**inputs, output_hidden_states=self._splits(), **extra)
             return (output.hidden_states[-1] if self._splits() else output.logits), output.aux_loss
         if self._splits():
-            return decoder(**given, **extra).last_hidden_state, None
-        return self.model(**given, **extra).logits, None
+            return decoder(**inputs, **extra).last_hidden_state, None
+        return self.model(**inputs, **extra).logits, None
 
     def _inputs(self, rows: PaddedRows) -> tuple[dict[str, Any], Any]:
         """Model inputs for padded rows, and the submodule that computes hidden states from them."""
@@ -281,8 +281,8 @@ class Policy:
             return placed_inputs(self.model, rows.input_ids, None, rows.placed), decoder_of(self.model)
         width = rows.input_ids.shape[1]
         images = image_inputs(self.model, rows.prompts, width, [0] * len(rows.prompts))
-        given = {"input_ids": rows.input_ids, "attention_mask": rows.attention_mask, **images}
-        return given, encoder_of(self.model)
+        inputs = {"input_ids": rows.input_ids, "attention_mask": rows.attention_mask, **images}
+        return inputs, encoder_of(self.model)
 
     def _embeds(self, prompt: Prompt) -> bool:
         """True if the language model takes prompts with images as embeddings alone; tried once, on this prompt."""

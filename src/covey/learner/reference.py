@@ -13,7 +13,7 @@ from torch import Tensor
 
 from covey.errors import ConfigError
 from covey.learner.packing import Row
-from covey.learner.policy import Against, Measured, Policy
+from covey.learner.policy import DistanceTo, Measured, Policy
 from covey.process.sharding import Shards, copy_into, is_sharded, local
 
 
@@ -31,7 +31,7 @@ class Reference(Protocol):
         """Log-probabilities of the reference; None without a reference."""
         ...
 
-    def against(self, distance: Callable[[Tensor, Tensor], Tensor]) -> Against | None:
+    def against(self, distance: Callable[[Tensor, Tensor], Tensor]) -> DistanceTo | None:
         """The reference as the other model of a distance over the whole vocabulary; None without a reference."""
         ...
 
@@ -57,7 +57,7 @@ class NoReference:
     def measure(self, rows: Sequence[Row]) -> Measured | None:
         return None
 
-    def against(self, distance: Callable[[Tensor, Tensor], Tensor]) -> Against | None:
+    def against(self, distance: Callable[[Tensor, Tensor], Tensor]) -> DistanceTo | None:
         return None
 
     def mix(self, policy: Policy, alpha: float) -> None:
@@ -105,8 +105,8 @@ class FrozenCopy:
     def measure(self, rows: Sequence[Row]) -> Measured | None:
         return self.policy.measure(rows)
 
-    def against(self, distance: Callable[[Tensor, Tensor], Tensor]) -> Against | None:
-        return Against(self.policy, distance)
+    def against(self, distance: Callable[[Tensor, Tensor], Tensor]) -> DistanceTo | None:
+        return DistanceTo(self.policy, distance)
 
     @torch.no_grad()
     def mix(self, policy: Policy, alpha: float) -> None:
@@ -138,7 +138,7 @@ class AdapterCopy:
     """
 
     policy: Policy
-    kept: dict[str, Tensor]
+    adapter: dict[str, Tensor]
     has_moved: bool = False
     moves: int = 0
 
@@ -152,7 +152,7 @@ class AdapterCopy:
         held = {name: _held(parameter) for name, parameter in now.items()}
         was_training = self.policy.model.training
         self.policy.model.eval()
-        _put(now, self.kept)
+        _put(now, self.adapter)
         try:
             yield
         finally:
@@ -164,14 +164,14 @@ class AdapterCopy:
         with self.swapped():
             return self.policy.measure(rows)
 
-    def against(self, distance: Callable[[Tensor, Tensor], Tensor]) -> Against | None:
+    def against(self, distance: Callable[[Tensor, Tensor], Tensor]) -> DistanceTo | None:
         """The head is shared with the policy, so an adapter on it cannot be told apart: ConfigError."""
         head = self.policy.output_layer()
         if any(parameter.requires_grad for parameter in head.parameters()):
             raise ConfigError(
                 "The full-distribution KL cannot be measured with an adapter on the output layer; use k3."
             )
-        return Against(self.policy, distance, self.swapped)
+        return DistanceTo(self.policy, distance, self.swapped)
 
     @torch.no_grad()
     def mix(self, policy: Policy, alpha: float) -> None:
@@ -180,17 +180,17 @@ class AdapterCopy:
         self.has_moved = True
         self.moves += 1
         for name, parameter in _trainable(policy.model).items():
-            self.kept[name].lerp_(parameter.detach().to(self.kept[name].dtype), alpha)
+            self.adapter[name].lerp_(parameter.detach().to(self.adapter[name].dtype), alpha)
 
     def weights(self) -> dict[str, Tensor]:
-        return dict(self.kept)
+        return dict(self.adapter)
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.weights()  # always saved: a resumed adapter is no longer the one that training started from
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.moves += 1
-        _load(self.kept, state)
+        _load(self.adapter, state)
 
 
 def _trainable(model: Any) -> dict[str, torch.nn.Parameter]:

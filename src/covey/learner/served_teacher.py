@@ -72,10 +72,10 @@ class ServedTeacher:
         """Answers on each completion; None where the server gave none and the run goes on without."""
         work = [partial(self.likeliest, *self._ids(row)) for row in rows]
         if not self.skips:
-            return self.asked(work)
-        if self.is_away and self.asked([partial(self._tried, partial(work[0], is_trial=True))]) == [None]:
+            return self.run_all(work)
+        if self.is_away and self.run_all([partial(self._tried, partial(work[0], is_trial=True))]) == [None]:
             return [None] * len(rows)
-        answers: list[list[Ranked] | None] = self.asked([partial(self._tried, call) for call in work])
+        answers: list[list[Ranked] | None] = self.run_all([partial(self._tried, call) for call in work])
         was_away, self.is_away = self.is_away, all(answer is None for answer in answers)
         lost = sum(answer is None for answer in answers)
         if lost and not was_away:
@@ -95,7 +95,7 @@ class ServedTeacher:
         except (TimeoutError, ConnectionError):
             return None
 
-    def asked(self, work: Sequence[Callable[[], Any]]) -> list[Any]:
+    def run_all(self, work: Sequence[Callable[[], Any]]) -> list[Any]:
         """Results of concurrent requests. Raises ConfigError where the server refuses them, ServerError where it does not answer."""
         try:
             return all_of(work, self.check_stop)

@@ -68,7 +68,7 @@ class TokenEntropies:
         """Numbers of all processes. Completions without gradient may lack them: their forward pass is often skipped."""
         if self._rows is None:
             return {}
-        parts = [one for part in world.gather([self._rows]) for one in part]
+        parts = [rows for part in world.gather([self._rows]) for rows in part]
         self._rows = None
         ends = [sum(group.size for group in groups[: p + 1]) for p in range(len(groups))]
         places = [range(end - group.size, end) for end, group in zip(ends, groups, strict=True)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from covey.errors import ConfigError
 from covey.models import float32_stream, unwrapped
-from covey.rollout.forward import ModulesForward, refuse_known
+from covey.rollout.forward import ModulesForward, expect_supported
 from covey.rollout.kv_cache import LayerShape
 
 SamplerPrecision = Literal["auto", "float32", "bfloat16", "float16"]
@@ -53,7 +53,7 @@ class AutocastForward(ModulesForward):
 
     def __init__(self, model: Any, dtype: torch.dtype, float32_head: bool = False) -> None:
         """Raises Unsupported, with the reason, before anything is copied."""
-        refuse_known(model)
+        expect_supported(model)
         live = unwrapped(model)
         self._parameters = list(live.parameters())
         self._live = live

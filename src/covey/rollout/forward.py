@@ -81,7 +81,7 @@ class ModulesForward:
         self.float32_head = float32_head
         self.head: SamplerLinear | None = None
         """The output layer in float32, at one address for steps that were captured."""
-        refuse_known(model)
+        expect_supported(model)
         register()
         self.model = unwrapped(model)
         self.context = context_of(self.model) or UNLIMITED
@@ -140,11 +140,11 @@ class ModulesForward:
         with batch.states() as cache, in_place_steps(self.steps):
             return self._call(ids, positions, batch, use_cache=True, **{self.states.keyword: cache})
 
-    def _call(self, ids: Tensor, positions: Tensor, batch: Batch, **given: Any) -> Any:
+    def _call(self, ids: Tensor, positions: Tensor, batch: Batch, **inputs: Any) -> Any:
         if self.takes_positions:
-            given["position_ids"] = positions
+            inputs["position_ids"] = positions
         with float32_stream(self.model), our_attention(self.model):  # tried before attention is replaced
-            return self.model(input_ids=ids, covey_batch=batch, **given, **self.extra)
+            return self.model(input_ids=ids, covey_batch=batch, **inputs, **self.extra)
 
     def _find_states(self, record: _Record) -> StatePlaces:
         def run(cache: Any, ids: Tensor) -> None:
@@ -181,11 +181,16 @@ def addresses_of(tensors: Iterable[Tensor | None]) -> tuple[int, ...]:
 
 def _state_of(module: nn.Module) -> Hashable:
     """Addresses of a module's own tensors, its hooks, and for an adapter what PEFT can switch."""
-    own = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
+    attributes = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values(), vars(module).get("forward"))
     switches = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
     adapter = [repr(getattr(module, name, None)) for name in switches] if hasattr(module, "active_adapters") else []
-    return id(module), addresses_of(x for x in own if isinstance(x, Tensor)), tuple(map(id, hooks)), tuple(adapter)
+    return (
+        id(module),
+        addresses_of(x for x in attributes if isinstance(x, Tensor)),
+        tuple(map(id, hooks)),
+        tuple(adapter),
+    )
 
 
 @contextmanager
@@ -248,7 +253,7 @@ class _Record:
         return causal(query, key, value, scale, softcap, sinks=sinks)
 
 
-def refuse_known(model: Any) -> None:
+def expect_supported(model: Any) -> None:
     """Raise Unsupported for a model whose configuration or class rules the engine out."""
     inner = unwrapped(model)
     config = inner.config.get_text_config()

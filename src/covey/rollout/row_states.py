@@ -38,9 +38,9 @@ class Place:
 
     def read(self, cache: Any) -> Tensor:
         """[R, *shape], the state after a forward pass with this cache."""
-        found = _at(cache if self.module is None else self.module, self.path)
-        assert isinstance(found, Tensor)
-        return found
+        state = _at(cache if self.module is None else self.module, self.path)
+        assert isinstance(state, Tensor)
+        return state
 
     def write(self, cache: Any, value: Tensor | None) -> None:
         holder: Any = _at(cache if self.module is None else self.module, self.path[:-1])
@@ -51,10 +51,10 @@ class Place:
 
 
 def _at(holder: Any, path: Path) -> Any:
-    found: Any = holder
+    value: Any = holder
     for key in path:
-        found = found[key] if type(found) in (dict, list) else getattr(found, str(key))
-    return found
+        value = value[key] if type(value) in (dict, list) else getattr(value, str(key))
+    return value
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +103,7 @@ def find_states(model: Any, run: Callable[[Any, Tensor], Any]) -> StatePlaces:
 
 def _passing(cache: Any) -> Any:
     """The cache, which keeps no keys and values any more: attention gets those of the tokens computed now."""
-    cache.update = lambda key, value, *given, **options: (key, value)
+    cache.update = lambda key, value, *args, **options: (key, value)
     return cache
 
 

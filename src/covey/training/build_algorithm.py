@@ -107,11 +107,11 @@ def check_teacher(role: Any, dataset: Any) -> None:
         return
     if role.by not in columns:
         raise ConfigError(f"by={role.by!r} is no column of the data set, which has {', '.join(columns)}.")
-    there, known = {str(row[role.by]) for row in rows}, {str(value) for value in role.teacher}
-    if rows and not there & known:
+    there, teachers = {str(row[role.by]) for row in rows}, {str(value) for value in role.teacher}
+    if rows and not there & teachers:
         raise ConfigError(
             f"No teacher is for a value of the column {role.by!r}: it holds {', '.join(sorted(there)[:5])}, and there are teachers for "
-            f"{', '.join(sorted(known)[:5])}."
+            f"{', '.join(sorted(teachers)[:5])}."
         )
 
 

@@ -66,13 +66,13 @@ def served_teacher(
 def expect_same_tokens(teacher: ServedTeacher, tokenizer: Any) -> None:
     """Raise ConfigError unless the server scores token ids, and tokens spread over the vocabulary have the policy's texts there."""
     ids = list(range(0, len(tokenizer), max(1, len(tokenizer) // PROBED)))
-    teacher.asked([partial(teacher.likeliest, ids[:1], ids[1:])])
-    [theirs] = teacher.asked([partial(teacher.texts, ids)])
-    for one, text in zip(ids, theirs, strict=False):  # a server may add a token of its own
-        own = tokenizer.decode([one])
-        if "\N{REPLACEMENT CHARACTER}" not in own + text and own.strip() != text.strip():
+    teacher.run_all([partial(teacher.likeliest, ids[:1], ids[1:])])
+    [theirs] = teacher.run_all([partial(teacher.texts, ids)])
+    for token, text in zip(ids, theirs, strict=False):  # a server may add a token of its own
+        expected = tokenizer.decode([token])
+        if "\N{REPLACEMENT CHARACTER}" not in expected + text and expected.strip() != text.strip():
             raise ConfigError(
-                f"The teacher {teacher.endpoint.model} has another vocabulary: token {one} is {own!r} of the policy and {text!r} there, "
+                f"The teacher {teacher.endpoint.model} has another vocabulary: token {token} is {expected!r} of the policy and {text!r} there, "
                 "so their distributions cannot be compared; give a teacher with the policy's tokenizer, or one of the same family."
             )
 
@@ -108,9 +108,9 @@ class Maker:
 
     def of_policy(self, reference: Reference, rule: Any, algorithm: Algorithm) -> Teacher:
         """The policy as its own teacher: of now, or of its own past."""
-        own = replace(self.policy, auxiliary_coefficient=0.0).tried()
+        teacher = replace(self.policy, auxiliary_coefficient=0.0).tried()
         if rule is None:
-            return self._made(own, needs_hint=True)
+            return self._made(teacher, needs_hint=True)
         is_shared = rule is keep and algorithm.reference is keep and isinstance(reference, (FrozenCopy, AdapterCopy))
         if is_shared:
             following = Following(reference, rule, is_constant=True)  # type: ignore[arg-type]  # one of the two
@@ -121,7 +121,7 @@ class Maker:
         copy = following.copy
         if isinstance(copy, AdapterCopy):
             self._expect_plain_head()
-        weights = own if isinstance(copy, AdapterCopy) else replace(copy.policy, auxiliary_coefficient=0.0)
+        weights = teacher if isinstance(copy, AdapterCopy) else replace(copy.policy, auxiliary_coefficient=0.0)
         return self._made(weights, needs_hint=True, following=following)
 
     def _expect_plain_head(self) -> None:
@@ -134,12 +134,12 @@ class Maker:
     def of_model(self, source: Any) -> Teacher:
         """Another model, loaded here. Raises ConfigError for another vocabulary, ModelError where it cannot be loaded."""
         policy = self.policy
-        if isinstance(source, (str, Path)) and (kept := weights_on_same_base(policy.model, source)) is not None:
+        if isinstance(source, (str, Path)) and (adapter := weights_on_same_base(policy.model, source)) is not None:
             names = dict(policy.model.named_parameters())
-            copy = AdapterCopy(policy, {name: shard_like(value, names[name]) for name, value in kept.items()})
+            copy = AdapterCopy(policy, {name: shard_like(value, names[name]) for name, value in adapter.items()})
             self._expect_plain_head()
-            own = replace(policy, auxiliary_coefficient=0.0).tried()
-            return self._made(own, following=Following(copy, keep, is_constant=True))
+            teacher = replace(policy, auxiliary_coefficient=0.0).tried()
+            return self._made(teacher, following=Following(copy, keep, is_constant=True))
         if isinstance(source, (str, Path)) and adapter_options(source) is not None and has_adapter(policy.model):
             logger.warning(
                 "The teacher %s is an adapter of another base, form or larger rank than the policy's: its base is loaded once more.",
@@ -217,7 +217,7 @@ def expect_same_vocabulary(teacher: Any, tokenizer: Any, policy: Policy, *, trus
     try:
         theirs = load_tokenizer(teacher, trust_remote_code=trust_remote_code).get_vocab()
     except ModelError:  # a model created in memory has no tokenizer
-        sizes = [vocabulary_size(one) for one in (teacher, policy.model)]
+        sizes = [vocabulary_size(model) for model in (teacher, policy.model)]
         if sizes[0] != sizes[1]:
             raise ConfigError(f"The teacher {name} knows {sizes[0]} tokens and the policy {sizes[1]}; {fix}.") from None
         return
