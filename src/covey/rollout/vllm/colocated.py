@@ -91,11 +91,6 @@ class VLLMSampler:
         if not self.sleeps:
             self._settle()
 
-    def close(self) -> None:
-        """Stop the engine of a process group, which must end before the group does."""
-        if has_several_processes():
-            self.engine.llm_engine.engine_core.shutdown()
-
     def _settle(self) -> None:
         """Wake the engine, with the weights of the last `load`."""
         policy, self.pending = self.pending, None
