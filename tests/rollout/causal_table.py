@@ -111,7 +111,8 @@ def table() -> str:
     for kind in KINDS:
         kinds.setdefault(verdict_of(kind), []).append(kind)
     order = sorted(kinds, key=lambda verdict: (list(ROLLOUTS).index(verdict.rollout), -len(kinds[verdict])))
-    rows = [f"{verdict.begin()} {', '.join(kinds[verdict])} |" for verdict in order]
+    named = lambda verdict: ", ".join(f"`{kind}`" for kind in kinds[verdict])
+    rows = [f"{verdict.begin()} {named(verdict)} |" for verdict in order]
     return "\n".join(["| rollout | tools | prompt shared | LoRA | kinds |", "|---|---|---|---|---|", *rows])
 
 

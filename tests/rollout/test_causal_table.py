@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def tier(kind):
 
 
 def row_of(kind):
-    (row,) = (row for row in ROWS if kind in row.split("|")[5].replace(",", " ").split())
+    (row,) = (row for row in ROWS if kind in re.findall(r"`([^`]+)`", row.split("|")[5]))
     return row
 
 
