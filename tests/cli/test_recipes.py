@@ -53,6 +53,7 @@ def planned(name):
     return code, json.loads(out.getvalue().splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", rest_nightly(recipe.recipes(), 1))
 def test_a_plan_says_that_every_recipe_fits(name):
     code, plan = planned(name)

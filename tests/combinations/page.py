@@ -26,7 +26,7 @@ asks (`covey/config/combinations.py`). A test fails when they disagree.
   a stand-in that computes with the weights it reads. `ran.txt` in the same folder lists these pairs.
 * **open**: nothing refuses the pair, and the same test runs it in `make nightly`. No run of it has been recorded yet.
 * **no**: refused before work is spent, in the sentence below.
-* **real**: a test with real vLLM is there (`make test-vllm`); it has not passed yet.
+* **real**: a test with real vLLM on a CPU trains the pair and passes (`make test-vllm`).
 * **card**: nothing refuses it, and no test here can run it. QLoRA needs a GPU, and vLLM in the process needs vLLM in that environment.
 * **–**: a run has one of the two at most.
 

@@ -12,6 +12,7 @@ from covey.rollout import NativeSampler, SamplingParams, TransformersSampler, Un
 from covey.rollout.attention import HIDDEN, AttentionPart, RowMap, by_flash, by_one_softmax, wide
 from covey.rollout.kv_cache import KVCache
 from covey.rollout.scheduler import GroupRequest, Scheduler
+from covey.rollout.turns import TurnSampler
 from covey.types import Prompt
 from kit import rest_nightly, tiny_model, tiny_tokenizer
 
@@ -101,8 +102,9 @@ def test_a_fallback_keeps_what_it_can_of_the_options_and_names_the_rest(tokenize
     with pytest.warns(UserWarning, match="Without effect there: cache_bytes"):
         sampler = choose_sampler(model, tokenizer, max_rows=7, cache_bytes=10)
     assert sampler.max_rows == 7
-    with pytest.raises(Unsupported, match="interface"):
-        choose_sampler(model, tokenizer, environment=lambda turns: [None] * len(turns))
+    with pytest.warns(UserWarning, match="interface"):  # and an environment, whose turns it takes one after the other
+        turns = choose_sampler(model, tokenizer, environment=lambda turns: [None] * len(turns))
+    assert isinstance(turns, TurnSampler)
 
 
 def test_backends_are_chosen_by_name(tokenizer):

@@ -290,8 +290,9 @@ def _leave(heartbeat: Heartbeat) -> None:
     heartbeat.stop()
     if heartbeat.is_abandoned:
         leave_now()
-    if dist.is_initialized() and dist.get_backend() == "gloo":
-        # before interpreter shutdown: surviving threads of gloo would abort the process after a successful run
+    if dist.is_initialized() and dist.get_backend() == "gloo" and "vllm" not in sys.modules:
+        # before interpreter shutdown: surviving threads of gloo would abort the process after a successful run. vLLM's own exit
+        # handler, which runs later, destroys its groups and this one
         dist.destroy_process_group()
 
 
