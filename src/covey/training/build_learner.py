@@ -69,8 +69,8 @@ def networks_of(
     Copies are made before the policy is sharded, after which it cannot be copied. Raises ConfigError if it cannot be sharded.
     """
     if sharding is None or world.size == 1:
-        own = build_reference(algorithm, policy, frozen=frozen)
-        return Networks(policy, own, build_critic(algorithm, policy), max_tokens)
+        whole = build_reference(algorithm, policy, frozen=frozen)
+        return Networks(policy, whole, build_critic(algorithm, policy), max_tokens)
     if getattr(policy.model, "is_quantized", False):
         expect_together("FSDP2", "QLoRA")
     if hasattr(policy.model, "hf_device_map"):
@@ -159,19 +159,19 @@ class RunInputs:
     """Callback after each optimizer step."""
 
 
-def build_policy(given: RunInputs) -> Policy:
-    args = given.args
+def build_policy(inputs: RunInputs) -> Policy:
+    args = inputs.args
     policy = Policy(
-        model=given.model,
-        pad_id=given.tokenizer.pad_token_id,
+        model=inputs.model,
+        pad_id=inputs.tokenizer.pad_token_id,
         temperature=sampling_params(args).temperature or 1.0,
         compute_dtype=compute_dtype(args),
         logits_chunk=args.logits_chunk_tokens,
-        auxiliary_coefficient=auxiliary_coefficient(args, given.model),
-        offloads=args.activation_offloading and given.world.device.type != "cpu",
+        auxiliary_coefficient=auxiliary_coefficient(args, inputs.model),
+        offloads=args.activation_offloading and inputs.world.device.type != "cpu",
         shared_attention=args.shared_attention,
         float32_head=args.cast_lm_head_to_fp32,
-        packs_always=given.agents.has_single_completions,
+        packs_always=inputs.agents.has_single_completions,
     )
     if args.cast_lm_head_to_fp32:
         policy.expect_float32_head()
@@ -191,21 +191,22 @@ def _routes(model: Any) -> bool:
     """True if a layer of the model chooses between experts; a model of a family of experts may have none."""
     recorded = getattr(unwrapped(model), "_can_record_outputs", None) or {}
     routers = recorded.get("router_logits") or ()
-    found = [getattr(one, "target_class", one) for one in (routers if isinstance(routers, list | tuple) else [routers])]
-    kinds = [kind for kind in found if isinstance(kind, type)]
+    listed = routers if isinstance(routers, list | tuple) else [routers]
+    classes = [getattr(router, "target_class", router) for router in listed]
+    kinds = [kind for kind in classes if isinstance(kind, type)]
     return not kinds or any(isinstance(module, tuple(kinds)) for module in model.modules())
 
 
 def auxiliary_coefficient(args: GRPOConfig, model: Any) -> float:
     """Weight of a mixture-of-experts model's load-balancing loss; 0 for other models."""
     config = model.config.get_text_config()
-    own = getattr(config, "router_aux_loss_coef", None)
-    if own is None and args.router_aux_loss_coef:
+    declared = getattr(config, "router_aux_loss_coef", None)
+    if declared is None and args.router_aux_loss_coef:
         raise ConfigError(
             f"router_aux_loss_coef={args.router_aux_loss_coef}, but {type(model).__name__} has no router; leave it out."
         )
-    chosen = own if args.router_aux_loss_coef is None else args.router_aux_loss_coef
-    has_router = own is not None and getattr(config, "output_router_logits", None) is not None and _routes(model)
+    chosen = declared if args.router_aux_loss_coef is None else args.router_aux_loss_coef
+    has_router = declared is not None and getattr(config, "output_router_logits", None) is not None and _routes(model)
     return float(chosen or 0.0) if has_router else 0.0
 
 
@@ -223,35 +224,35 @@ def build_guard_policy(args: GRPOConfig) -> GuardPolicy:
     return GuardPolicy(**{item.name: getattr(args, item.name) for item in fields(GuardPolicy)})
 
 
-def build_networks(given: RunInputs, optimizer: Any = None) -> Networks:
+def build_networks(inputs: RunInputs, optimizer: Any = None) -> Networks:
     """Policy, reference and critic, sharded over processes if the run is; `optimizer`: the user's own.
 
     Raises ConfigError for options that do not work with a sharded model.
     """
-    args = given.args
-    if args.sharding is not None and given.world.size > 1:
-        refuse_unsplit(given.algorithm, optimizer, given.agents.rollout_func)
-    policy = on_accelerator(build_policy(given), is_split=args.sharding is not None and given.world.size > 1)
-    on_cpu, shards = given.world.device.type == "cpu", 1 if args.sharding is None else given.world.size
+    args = inputs.args
+    if args.sharding is not None and inputs.world.size > 1:
+        refuse_unsplit(inputs.algorithm, optimizer, inputs.agents.rollout_func)
+    policy = on_accelerator(build_policy(inputs), is_split=args.sharding is not None and inputs.world.size > 1)
+    on_cpu, shards = inputs.world.device.type == "cpu", 1 if args.sharding is None else inputs.world.size
     max_tokens = starting_tokens(args.max_tokens_per_microbatch, policy, on_cpu=on_cpu, shards=shards)
     keeps_whole = args.rollout_backend != "vllm" or (args.async_rollouts and args.vllm_mode != "server")
     return networks_of(
-        given.algorithm, policy, given.world, args.sharding, max_tokens, given.frozen, keeps_whole=keeps_whole
+        inputs.algorithm, policy, inputs.world, args.sharding, max_tokens, inputs.frozen, keeps_whole=keeps_whole
     )
 
 
-def samples_here(given: RunInputs) -> bool:
+def samples_here(inputs: RunInputs) -> bool:
     """True if the run's completions are drawn by Covey with the weights that it trains.
 
     So they are by workers without staleness, whose run is the one without `async_rollouts` bit for bit.
     """
-    args, agents = given.args, given.agents
+    args, agents = inputs.args, inputs.agents
     is_elsewhere = args.rollout_backend == "vllm" or (args.async_rollouts and args.max_staleness > 0)
     return not is_elsewhere and agents.rollout_func is None and agents.agent is None
 
 
 def build_learner(
-    given: RunInputs,
+    inputs: RunInputs,
     total_steps: int,
     optimizers: tuple[Any, Any],
     is_off_policy: bool,
@@ -262,15 +263,15 @@ def build_learner(
 
     `callbacks`: `interruption`, `before_first_update` and `samples_here` of `Learner`.
     """
-    args, algorithm = given.args, given.algorithm
-    on_cpu = given.world.device.type == "cpu"
-    networks = build_networks(given, optimizers[0]) if networks is None else networks
+    args, algorithm = inputs.args, inputs.algorithm
+    on_cpu = inputs.world.device.type == "cpu"
+    networks = build_networks(inputs, optimizers[0]) if networks is None else networks
     policy, critic = networks.policy, networks.critic
     extra: list[torch.nn.Module] = [critic] if isinstance(critic, torch.nn.Module) else []
-    optimizer = optimizers[0] or make_optimizer(args, given.model, extra)
+    optimizer = optimizers[0] or make_optimizer(args, inputs.model, extra)
     scheduler = optimizers[1] or make_scheduler(args, optimizer, total_steps)
     sampling = sampling_params(args)
-    template = given.agents.template_options(args.chat_template_kwargs)
+    template = inputs.agents.template_options(args.chat_template_kwargs)
     stop = callbacks.get("interruption", lambda: None)
     make_teacher = partial(build_teacher, trust_remote_code=args.trust_remote_code, check_stop=stop)
     seed = args.seed if args.data_seed is None else args.data_seed
@@ -280,7 +281,7 @@ def build_learner(
         reference=networks.reference,
         optimizer=optimizer,
         scheduler=scheduler,
-        world=given.world,
+        world=inputs.world,
         max_completion_length=args.max_completion_length,
         max_rows=starting_rows(
             args.max_tokens_per_microbatch, batch, batch * args.gradient_accumulation_steps, on_cpu=on_cpu
@@ -295,9 +296,9 @@ def build_learner(
         enable_recomputation=partial(checkpoint_once, policy) if args.checkpoint_when_needed else lambda: False,
         critic=critic,
         teacher=make_teacher(
-            algorithm, policy, given.tokenizer, template, reference=networks.reference, shard=networks.shard
+            algorithm, policy, inputs.tokenizer, template, reference=networks.reference, shard=networks.shard
         ),
-        supervised=build_supervised(algorithm, policy, given.tokenizer, given.eos_ids, template, seed),
+        supervised=build_supervised(algorithm, policy, inputs.tokenizer, inputs.eos_ids, template, seed),
         uses_sampler_logp=not (sampling.truncates or args.vllm_structured_outputs_regex)
         and sampling.repetition_penalty == 1.0,
         expects_stale=args.async_rollouts and args.max_staleness > 0,
@@ -305,7 +306,7 @@ def build_learner(
         overlaps_reduction=policy.shards is None
         and not as_dict(args.gradient_checkpointing_kwargs).get("use_reentrant"),
         scaler=torch.amp.GradScaler(policy.device.type) if args.fp16 else None,
-        before_update=given.before_update,
-        after_update=given.after_update,
+        before_update=inputs.before_update,
+        after_update=inputs.after_update,
         **callbacks,
     )
