@@ -13,7 +13,7 @@ from covey.config.combinations import AXES, FEATURES, REFUSALS, expect_together,
 from covey.errors import ConfigError, CoveyError
 from environments.acting import chat_tokenizer, tiny_llama
 from kit import tiny_tokenizer
-from learner.teacher_server import serving
+from teacher_server import serving
 from vllm_server.fake_server import FakeServer
 
 COMBINATIONS = [*PAIRS, *TRIPLES]
