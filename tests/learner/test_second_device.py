@@ -32,6 +32,7 @@ TRANSFORMERS = {"policy.py:_hidden _local_scalar_dense"}
 """transformers looks once a forward pass of padded rows whether rows are packed."""
 TRIED_ONCE = {
     "heads.py:splits_exactly _local_scalar_dense",
+    "heads.py:_hidden_of _local_scalar_dense",
     "heads.py:splits_exactly allclose",
     "policy.py:_try_sharing _local_scalar_dense",
     "windows.py:_window_of equal",
@@ -51,7 +52,7 @@ ROWS_CHANGE = {
     "static_kv_cache.py:drop_prompts between the devices",
     "static_kv_cache.py:add_prompts between the devices",
     "kv_cache.py:<genexpr> between the devices",
-    "kv_cache.py:_token_indices to the device",
+    "batches.py:_token_indices to the device",
     "decoder.py:prefill to the device",
     "graph_scheduler.py:__init__ between the devices",
     "scheduler.py:__init__ between the devices",
