@@ -4,12 +4,14 @@ import copy
 import dataclasses
 import json
 import pickle
+from types import MappingProxyType
 
 import pytest
 from transformers import TrainingArguments
 
 from covey.config import GRPOConfig, checks
 from covey.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError, RunFolderError
+from covey.training.build_sampler import sampling_params
 
 
 def make(**given):
@@ -170,6 +172,8 @@ def test_arguments_that_are_no_mapping_are_refused(tmp_path, name, value):
         GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **{name: value})
 
 
-def test_arguments_may_be_json(tmp_path):
-    config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, generation_kwargs='{"top_k": 5}')
+@pytest.mark.parametrize("value", ['{"top_k": 5}', MappingProxyType({"top_k": 5})])
+def test_arguments_may_be_json_or_any_mapping(tmp_path, value):
+    config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, generation_kwargs=value)
     assert config.generation_kwargs == {"top_k": 5}
+    assert sampling_params(config).top_k == 5

@@ -138,7 +138,7 @@ def _take_former_names(config: GRPOConfig) -> None:
 
 
 def _take_mappings(config: GRPOConfig) -> None:
-    """Parse arguments given as JSON. Raises ConfigError for arguments that are no mapping."""
+    """Turn arguments into dicts, JSON too. Raises ConfigError for arguments that are no mapping."""
     for name, value in vars(config).items():
         if not name.endswith("_kwargs") or value is None:
             continue
@@ -146,7 +146,7 @@ def _take_mappings(config: GRPOConfig) -> None:
             value = json.loads(value) if isinstance(value, str) else value
         if not isinstance(value, Mapping):
             raise ConfigError(f"{name}={value!r} is no mapping of arguments; give a dict, or JSON of an object.")
-        setattr(config, name, value)
+        setattr(config, name, dict(value))
 
 
 def batch_arithmetic(config: GRPOConfig, world_size: int | None = None, num_prompts: int | None = None) -> Arithmetic:

@@ -41,7 +41,7 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def as_dict(option: dict[str, Any] | str | None) -> dict[str, Any]:
-    """A dict option, typed as a dict: GRPOConfig has parsed text already."""
+    """A dict option, typed as a dict: GRPOConfig has made one of every mapping and of JSON."""
     return dict(option) if isinstance(option, dict) else {}
 
 
