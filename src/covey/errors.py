@@ -152,3 +152,7 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
 def first_line(error: BaseException) -> str:
     """First line of an error's message that is not empty; its type's name where there is no message."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+RAW_ERRORS = (TypeError, ValueError, LookupError, AttributeError, NotImplementedError, RuntimeError, AssertionError)
+"""Exceptions of a model's own code that is called in another way than it expects. A RuntimeError may say that memory ran out."""

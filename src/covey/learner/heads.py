@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from covey.data import vocabulary_size
+from covey.errors import RAW_ERRORS
 from covey.images import banned_ids
 from covey.learner.logprobs import Head
 from covey.learner.packing import Row
@@ -51,7 +52,7 @@ def _hidden_of(decoder: Any, ids: Tensor) -> Tensor | None:
     """[1, T, D] hidden states; None where the module is no decoder of token ids."""
     try:
         hidden = getattr(decoder(input_ids=ids, use_cache=False), "last_hidden_state", None)
-    except (TypeError, ValueError, LookupError, AttributeError, NotImplementedError, RuntimeError) as error:
+    except RAW_ERRORS as error:
         if is_out_of_memory(error):
             raise
         return None

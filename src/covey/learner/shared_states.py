@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from covey.errors import RAW_ERRORS
 from covey.kernels import Layout, cache_factory, cache_keyword, has_states, tensors_on
 from covey.models import decoder_of, unwrapped
 
@@ -90,21 +91,26 @@ class Unpacked:
     device: torch.device
 
     @functools.cached_property
-    def prompts(self) -> list[Tensor]:
-        """[P_l, l] places of the prompts of each length l."""
+    def _starts(self) -> dict[int, list[int]]:
+        """First places of the prompts of each length."""
         starts: dict[int, list[int]] = {}
         for layout in self.layouts:
             starts.setdefault(layout.length, []).append(layout.start)
+        return starts
+
+    @functools.cached_property
+    def prompts(self) -> list[Tensor]:
+        """[P_l, l] places of the prompts of each length l."""
         return [
             torch.tensor(firsts, device=self.device)[:, None] + torch.arange(length, device=self.device)
-            for length, firsts in starts.items()
+            for length, firsts in self._starts.items()
         ]
 
     @functools.cached_property
     def owners(self) -> Tensor:
         """[N] the prompt of each completion that has tokens, among those of `prompts` in order."""
-        order = torch.cat([places[:, 0] for places in self.prompts]).tolist()
-        slots = [order.index(layout.start) for layout in self.layouts for count in layout.counts if count]
+        slot = {start: i for i, start in enumerate(start for firsts in self._starts.values() for start in firsts)}
+        slots = [slot[layout.start] for layout in self.layouts for count in layout.counts if count]
         return torch.tensor(slots, device=self.device)
 
     @functools.cached_property
@@ -253,7 +259,7 @@ class StateLayer:
         tensor_of = lambda result: result[0] if isinstance(result, tuple) else result
         try:
             mine, moved = (tensor_of(self._by_states(call, size, shift)) for shift in (0.0, 1.0))
-        except (TypeError, ValueError, LookupError, AttributeError, NotImplementedError, RuntimeError, AssertionError):
+        except RAW_ERRORS:
             return  # a cache of another kind, or a layer that takes no state
         whole = tensor_of(self._by_rows(call, size))
         is_exact = whole.dtype == torch.float32 and not torch.is_autocast_enabled(whole.device.type)

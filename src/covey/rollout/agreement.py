@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from covey.data import vocabulary_size
-from covey.errors import CoveyError, ModelError
+from covey.errors import RAW_ERRORS, CoveyError, ModelError
 from covey.images import banned_ids
 from covey.models import accepts, evaluating, unwrapped
 from covey.process.memory import is_out_of_memory
@@ -67,10 +67,6 @@ def reason_against(sampler: Sampler, model: Any) -> str | None:
     if gap <= limit:
         return None
     return f"log-probabilities of the same tokens are {gap:.3g} a token from those of a plain forward, where {limit:g} is rounding"
-
-
-RAW_ERRORS = (TypeError, ValueError, LookupError, AttributeError, NotImplementedError, RuntimeError, AssertionError)
-"""Exceptions of a model's own code that is called in another way than it expects."""
 
 
 def raw_reason(error: Exception) -> str:

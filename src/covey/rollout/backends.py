@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
-from covey.errors import ConfigError, ModelError, Unsupported
+from covey.errors import RAW_ERRORS, ConfigError, ModelError, Unsupported
 from covey.models import reads_images, unwrapped
-from covey.rollout.agreement import RAW_ERRORS, raw_reason, reason_against, refusal
+from covey.rollout.agreement import raw_reason, reason_against, refusal
 from covey.rollout.engine import NativeSampler
 from covey.rollout.environments import Environment
 from covey.rollout.generate import GenerateSampler
