@@ -72,13 +72,13 @@ class SamplerLinear(ABC):
     def split(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
         """The output split into those of the concatenated layers, by their widths."""
 
-    @abstractmethod
     def silu(self, x: Tensor) -> Tensor:
         """SiLU of the output."""
+        return F.silu(self(x), inplace=True)
 
-    @abstractmethod
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
         """The output multiplied by `factor`, which may be overwritten."""
+        return factor.mul_(self(x))
 
     def gated(self, up: SamplerLinear, x: Tensor) -> Tensor:
         """`silu(self(x)) * up(x)`."""
@@ -141,12 +141,6 @@ class InPlaceLinear(SamplerLinear):
         other = weight[outputs:], None if bias is None else bias[outputs:]
         return InPlaceLinear((first,), self.is_copy), InPlaceLinear((other,), self.is_copy)
 
-    def silu(self, x: Tensor) -> Tensor:
-        return F.silu(self(x), inplace=True)
-
-    def times(self, x: Tensor, factor: Tensor) -> Tensor:
-        return factor.mul_(self(x))
-
 
 @dataclass(frozen=True, eq=False)
 class AdaptedLinear(SamplerLinear):
@@ -183,12 +177,6 @@ class AdaptedLinear(SamplerLinear):
 
     def split(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
         return self._parts(x)
-
-    def silu(self, x: Tensor) -> Tensor:
-        return F.silu(self(x), inplace=True)
-
-    def times(self, x: Tensor, factor: Tensor) -> Tensor:
-        return factor.mul_(self(x))
 
     def _parts(self, x: Tensor) -> list[Tensor]:
         """[M, N] of each part: the sum is rounded once, to the type of the weights."""

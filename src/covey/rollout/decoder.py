@@ -174,10 +174,8 @@ class DecoderForward:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        with (
-            torch.no_grad(),
-            decoding_threads(self.model),
-        ):  # no module is called, so their training modes do not matter
+        # no module is called, so their training modes do not matter
+        with torch.no_grad(), decoding_threads(self.model):
             yield
 
     def reserve(self, positions: int) -> None:
