@@ -71,7 +71,7 @@ class Interruption:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Context of an evaluation, which is finished before a stop unless it waits."""
+        """Context of an evaluation, in which a wait of all processes together hears a stop too."""
         self._is_in_evaluation = True
         try:
             yield

@@ -174,7 +174,6 @@ class Saver:
         """Handle the result of a finished write, without waiting."""
         if parts.world.is_main:
             self._watch(parts)
-            self._mark_best()
             if not self.background.is_busy:
                 self.finish(parts)
 
@@ -187,7 +186,6 @@ class Saver:
     def finish(self, parts: Parts) -> None:
         """Wait for the current write."""
         self._ended(parts, self.background.finish)
-        self._mark_best()
 
     def _mark_best(self) -> None:
         """Name the checkpoint of the best evaluation, which may have come after it was written."""
@@ -206,7 +204,7 @@ class Saver:
             self.failed = 0
             parts.prompts.commit(self.drawn)
             self.when_written(path, checkpoint.step_of(path))
-            self._mark_best()
+        self._mark_best()
 
     def _refused(self, parts: Parts, error: StorageError) -> None:
         """Report a disk error of a save, as an alert after several in a row. Raises it again at `save_error_limit`."""
