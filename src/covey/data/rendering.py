@@ -61,9 +61,10 @@ class HiddenMarks:
         texts = [text] if isinstance(text, str) else text
         first = self._real("", add_special_tokens=add_special_tokens)["input_ids"]
         rows = [[*first, *_ids_of_hidden(self._real, each, self._marks)] for each in texts]
-        rows = rows[0] if isinstance(text, str) and return_tensors is None else rows
-        mask = [1] * len(rows) if rows and isinstance(rows[0], int) else [[1] * len(row) for row in rows]
-        return BatchEncoding({"input_ids": rows, "attention_mask": mask}, tensor_type=return_tensors)
+        encoded = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
+        if isinstance(text, str) and return_tensors is None:
+            encoded = {name: values[0] for name, values in encoded.items()}
+        return BatchEncoding(encoded, tensor_type=return_tensors)
 
 
 def _hidden(value: Any, marks: Sequence[str]) -> Any:
@@ -90,6 +91,11 @@ def control_texts(tokenizer: Any) -> list[str]:
         *(str(token) for token in added.values() if getattr(token, "special", False)),
     }
     return sorted(text for text in texts if text.strip())
+
+
+def spells_control(tokenizer: Any, *texts: str) -> bool:
+    """True if one of the texts spells out a control token."""
+    return _holds(texts, control_texts(tokenizer))
 
 
 def plain_ids(tokenizer: Any, text: str) -> list[int]:

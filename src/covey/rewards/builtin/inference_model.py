@@ -12,10 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from covey.data.rendering import chat_ids, control_texts
+from covey.data.rendering import chat_ids, spells_control
 from covey.errors import ModelError, RewardError, TooLongError
 from covey.models import quiet_bars
 from covey.rewards.adaptive_batches import AdaptiveBatches
+from covey.rewards.builtin.text import clean
 
 Kind = Literal["encoder", "classifier", "token classifier", "causal"]
 
@@ -80,9 +81,9 @@ class Frozen:
 
         Control tokens that the text spells out stay text, unless `reads_control`, for a prompt that a template rendered before.
         """
-        marks = [] if reads_control else control_texts(self.tokenizer)
-        how = {"split_special_tokens": True} if any(mark in text or mark in (pair or "") for mark in marks) else {}
-        texts = _clean(text), None if pair is None else _clean(pair)
+        is_control = not reads_control and spells_control(self.tokenizer, text, pair or "")
+        how = {"split_special_tokens": True} if is_control else {}
+        texts = clean(text), None if pair is None else clean(pair)
         return list(self.tokenizer(*texts, add_special_tokens=special, **how)["input_ids"])
 
     def check_length(self, ids: Sequence[int], what: str) -> None:
@@ -158,10 +159,6 @@ def _load_tokenizer(source: Any, name: str) -> Any:
         raise ModelError(f"No tokenizer for the model {name!r} ({reason}); pass tokenizer=.") from error
 
 
-def _clean(text: str) -> str:
-    return text.encode(errors="replace").decode()
-
-
 def conversation_ids(tokenizer: Any, name: str, messages: Sequence[Mapping[str, Any]], **how: Any) -> list[int]:
     """[L] ids of a conversation in a reward model's own chat template, which alone writes control tokens.
 
@@ -172,5 +169,5 @@ def conversation_ids(tokenizer: Any, name: str, messages: Sequence[Mapping[str, 
             f"The prompts are chat messages, but the tokenizer of the reward model {name!r} has no chat template; set one, "
             "or pass a tokenizer that has in reward_processing_classes."
         )
-    cleaned = [{k: _clean(v) if isinstance(v, str) else v for k, v in message.items()} for message in messages]
+    cleaned = [{k: clean(v) if isinstance(v, str) else v for k, v in message.items()} for message in messages]
     return chat_ids(tokenizer, cleaned, **how)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.chat_endpoint import Message, ReplyError
 from covey.rewards.builtin.judge import Judge, Spent, judge_of
-from covey.rewards.builtin.text import text_of
+from covey.rewards.builtin.text import clean, text_of
 from covey.rewards.decorators import CallOptions
 
 Metrics = Callable[[str, float], None]
@@ -220,7 +220,7 @@ def question(rubric: str, parts: Mapping[str, str], order: str, form: str) -> li
         raise ValueError(f"{longest.lower()} has {len(parts[longest])} characters; a judge is shown at most {_LONGEST}")
     content = json.dumps(list(parts.items()))
     mark = "material-" + hashlib.sha256(content.encode()).hexdigest()[:12]
-    shown = "\n\n".join(f"{name}:\n<{mark}>\n{_clean(text)}\n</{mark}>" for name, text in parts.items())
+    shown = "\n\n".join(f"{name}:\n<{mark}>\n{clean(text)}\n</{mark}>" for name, text in parts.items())
     request = f"{shown}\n\n{order} Reply with one JSON object and nothing else: {form}"
     return [
         {"role": "system", "content": _SYSTEM.format(mark=mark, rubric=rubric)},
@@ -282,11 +282,6 @@ def _winner(reply: str) -> float:
 def _result_without_judge(first: str, second: str) -> float:
     """Equal texts tie; of an empty one and another, the other wins."""
     return 0.5 if first == second else float(bool(first))
-
-
-def _clean(text: str) -> str:
-    """Text that any JSON parser takes: half characters become a replacement sign."""
-    return text.encode(errors="replace").decode()
 
 
 def _rubric(text: str) -> str:

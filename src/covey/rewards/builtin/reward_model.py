@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.data.rendering import control_texts, plain_ids
+from covey.data.rendering import plain_ids, spells_control
 from covey.errors import ModelError, TooLongError
 from covey.models import quiet_bars
 from covey.process.device import dtype_to_read_in
 from covey.rewards.adaptive_batches import AdaptiveBatches
 from covey.rewards.builtin.inference_model import conversation_ids, is_float, right_padded
+from covey.rewards.builtin.text import clean
 from covey.rewards.decorators import reward
 
 
@@ -118,9 +119,8 @@ class ModelReward:
         """The ids of prompt and completion together."""
         if not isinstance(prompt, str):
             return conversation_ids(self.tokenizer, self.name, [*prompt, *completion], **self.template)
-        clean = lambda text: text.encode(errors="replace").decode()  # half a character, which tokenizers refuse, is "?"
         whole = lambda text: list(self.tokenizer(text=clean(text), add_special_tokens=False)["input_ids"])
-        if any(mark in completion for mark in control_texts(self.tokenizer)):  # a completion writes none of them
+        if spells_control(self.tokenizer, completion):  # a completion writes none of them
             return [*whole(prompt), *plain_ids(self.tokenizer, clean(completion))]
         return whole(prompt + completion)
 

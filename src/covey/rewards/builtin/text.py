@@ -157,3 +157,8 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Repetition:
     """TRL's name for `Repetition`."""
     return Repetition(ngram_size, max_penalty)
+
+
+def clean(text: str) -> str:
+    """The text with half characters, which tokenizers and JSON parsers refuse, as question marks."""
+    return text.encode(errors="replace").decode()
