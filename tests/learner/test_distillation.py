@@ -9,10 +9,11 @@ from distilled import ROWS, row, trained
 from covey import algorithms as alg
 from covey.algorithms.composing import NO_TOTALS
 from covey.algorithms.samples import made_scores
+from covey.data.hints import hints_of, with_hint
 from covey.errors import ConfigError
 from covey.learner import Policy, Teacher
 from covey.learner.logprobs import Head, Other, distances
-from covey.training.teaching import build_teacher, hints_of, with_hint
+from covey.training.teaching import build_teacher
 from covey.types import TokenBatch
 from kit import group, prompt, tiny_model, tiny_tokenizer
 

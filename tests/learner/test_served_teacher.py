@@ -3,7 +3,6 @@
 import pytest
 import torch
 from distilled import ROWS, row, trained
-from teacher_server import serving
 
 from covey import algorithms as alg
 from covey.errors import ConfigError, ServerError
@@ -11,6 +10,7 @@ from covey.learner import Policy, Teacher
 from covey.rewards.builtin.chat_endpoint import Endpoint
 from covey.training.teaching import build_teacher
 from kit import tiny_model, tiny_tokenizer
+from teacher_server import serving
 
 
 def built(url, policy, tokenizer, **options):

@@ -22,7 +22,7 @@ from covey.algorithms.teacher_signals import (
     TeacherAdvantage,
     TeacherReweighted,
 )
-from covey.algorithms.teachers import POLICY, TeacherRole
+from covey.algorithms.teachers import POLICY, TeacherRole, is_policy
 from covey.types import Objective, Weight
 
 
@@ -130,8 +130,7 @@ def _with_teacher(algorithm: Algorithm, role: dict[str, Any]) -> Algorithm:
 
 def _informed(role: dict[str, Any]) -> dict[str, Any]:
     """The options of a role; without a teacher it is the policy, and without feedback the group's best completion informs it."""
-    is_policy = role.get("teacher", POLICY) == POLICY if isinstance(role.get("teacher", POLICY), str) else False
-    return {"feedback": "best", **role} if is_policy else dict(role)
+    return {"feedback": "best", **role} if is_policy(role.get("teacher", POLICY)) else dict(role)
 
 
 def _distilled(name: str, objective: Objective, correction: Weight | None, role: dict[str, Any]) -> Algorithm:
@@ -142,7 +141,7 @@ def _by_distribution(
     name: str, divergence: Divergence, beta: float, top_k: int | None, role: dict[str, Any]
 ) -> Algorithm:
     options = _informed(role)
-    if options.get("teacher", POLICY) is not POLICY and options.get("teacher") != POLICY:
+    if not is_policy(options.get("teacher", POLICY)):
         options.pop("teacher_model_kind", None)
     term = Distill(divergence=divergence, beta=beta, top_k=top_k, **options)
     algorithm = made(name, GroupNormalized(), zero, SequenceMean(), None, keep, None)

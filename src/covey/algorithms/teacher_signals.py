@@ -85,14 +85,17 @@ class TeacherReweighted:
 
     def factor(self, tokens: TokenBatch) -> Tensor:
         """[N, T]"""
-        evidence = (tokens.advantages.sign() * teacher_gap(tokens)).clamp(-LIMIT, LIMIT).exp()
+        evidence = self._evidence(tokens)
         factor = 1.0 - self.strength + self.strength * evidence.clamp(1.0 - self.clip, 1.0 + self.clip)
         return torch.where(tokens.advantages < 0, factor, torch.ones_like(factor)) if self.negative_only else factor
 
     def metrics(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
         """`teacher/weight_bounded`: share of tokens whose weight the clip holds."""
-        evidence = (tokens.advantages.sign() * teacher_gap(tokens)).clamp(-LIMIT, LIMIT).exp()
-        return {"teacher/weight_bounded": ((evidence - 1.0).abs() > self.clip).float()}
+        return {"teacher/weight_bounded": ((self._evidence(tokens) - 1.0).abs() > self.clip).float()}
+
+    def _evidence(self, tokens: TokenBatch) -> Tensor:
+        """[N, T], `exp(sign(A) d)`."""
+        return (tokens.advantages.sign() * teacher_gap(tokens)).clamp(-LIMIT, LIMIT).exp()
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class TeacherRole:
     request_seconds: float = 60.0
     """Longest time of one request to an endpoint."""
     when_lost: Literal["stop", "skip"] = "stop"
-    """Where an endpoint does not answer: stop with a checkpoint, or skip its signal on those completions."""
+    """Answer to an endpoint that is away: stop with a checkpoint, or skip its signal on those completions."""
 
     def __post_init__(self) -> None:
         self._check_sources()
@@ -87,7 +87,7 @@ class TeacherRole:
             raise ConfigError(f"by={self.by!r} needs teacher={{value of the column: teacher, ...}}, and it is a list.")
         if any(is_address(source) for source in (*sources, *self.teacher)):
             raise ConfigError("Several teachers are loaded here; an endpoint teaches alone.")
-        if any(isinstance(source, str) and source == POLICY for source in (*sources, *self.teacher)):
+        if any(map(is_policy, (*sources, *self.teacher))):
             raise ConfigError("The policy teaches itself alone; several teachers are models of their own.")
         if self.by is None and isinstance(self.teacher, Mapping):
             _check_shares(self.teacher)
@@ -126,7 +126,7 @@ class TeacherRole:
 
     @property
     def is_policy(self) -> bool:
-        return isinstance(self.teacher, str) and self.teacher == POLICY
+        return is_policy(self.teacher)
 
     @property
     def is_endpoint(self) -> bool:
@@ -134,7 +134,7 @@ class TeacherRole:
 
     @property
     def rule(self) -> ReferenceRule | None:
-        """How the teacher's weights follow the policy's; None: they are the policy's of now, or those of another model."""
+        """Rule by which the teacher's weights follow the policy's; None: they are the policy's of now, or another model's."""
         kind = self.teacher_model_kind
         if not isinstance(kind, str):
             return kind
@@ -155,6 +155,10 @@ class TeacherRole:
     def role(self) -> TeacherRole:
         """The role alone, without a divergence."""
         return TeacherRole(**{item.name: getattr(self, item.name) for item in fields(TeacherRole)})
+
+
+def is_policy(source: Any) -> bool:
+    return isinstance(source, str) and source == POLICY
 
 
 def is_address(source: Any) -> bool:

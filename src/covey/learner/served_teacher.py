@@ -45,7 +45,7 @@ class ServedTeacher:
     check_stop: Callable[[], None] = lambda: None
     """Callback while requests are pending; its exception ends the wait."""
     skips: bool = False
-    """Where the server does not answer, go on without its signal on those completions; False: raise ServerError."""
+    """True: training goes on without the signal on completions that got no answer; False: ServerError is raised."""
     is_away: bool = field(default=False, init=False)
     """True if it did not answer last: then one request tries it, once, before the others are sent."""
 

@@ -51,7 +51,7 @@ def as_drawn(rows: Sequence[Row]) -> TokenBatch:
 
 @dataclass(frozen=True)
 class Draws:
-    """How completions come to the learner, as in its fields of the same names."""
+    """Path of the completions to the learner, as in its fields of the same names."""
 
     uses_sampler_logp: bool = True
     samples_here: bool = False

@@ -17,8 +17,7 @@ from covey.config.combinations import expect_together
 from covey.data import vocabulary_size
 from covey.data.checks import row_at
 from covey.data.examples import encode_example, load_examples
-from covey.data.hints import hints_of as hints_of
-from covey.data.hints import with_hint as with_hint
+from covey.data.hints import hints_of, with_hint
 from covey.data.prompts import to_prompt
 from covey.errors import ConfigError, ModelError
 from covey.learner import AdapterCopy, FrozenCopy, NoReference, Policy, Reference, ServedTeacher, Supervised, Teacher
