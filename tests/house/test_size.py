@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from sources import FILES, SRC, nodes_of, text_of
 
-LINES = 95_500
+LINES = 98_500
 """Lines of src/covey in Python, JavaScript and C++, without what others wrote (`vendor`)."""
 
 
