@@ -17,7 +17,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from covey.rewards.sandbox import Result, Sandbox
+from covey.sandbox import Result, Sandbox
 
 
 def main() -> None:

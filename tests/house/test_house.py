@@ -18,7 +18,7 @@ FLOORS = [  # a room may import rooms of lower floors only; rooms of one floor d
     {"types", "errors", "demo"},
     {"names", "files", "process"},
     {"adapters"},
-    {"models", "data"},
+    {"models", "data", "sandbox"},
     {"algorithms", "config", "images", "kernels", "rewards"},
     {"rollout", "learner", "runs", "testing", "merging", "exporting"},
     {"evaluation", "environments", "ensembles"},

@@ -11,7 +11,7 @@ import torch
 from covey.errors import RewardError
 from covey.rewards import Scorer
 from covey.rewards.builtin.code import Code
-from covey.rewards.sandbox import Sandbox
+from covey.sandbox import Sandbox
 from covey.types import Completion, Group, Prompt
 from kit import rest_nightly
 from sandbox import cheats, cheats_by_form, cheats_of_modules, cheats_of_the_run

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from covey.rewards.sandbox import Result, Sandbox
-from covey.rewards.sandbox.jail import START
+from covey.sandbox import Result, Sandbox
+from covey.sandbox.jail import START
 from kit import rest_nightly
 from sandbox.escapes import CANARY, GREEDY, KERNEL, READING, WRITING
 
@@ -119,7 +119,7 @@ STACK = (
 
 @pytest.mark.parametrize("code", [MEMORY, STACK], ids=["objects", "the stack"])
 def test_nothing_of_the_run_is_left_in_a_programs_memory(code: str) -> None:
-    words = [str(SOURCE), str(Path(__file__).parent), "covey/rewards/sandbox", f'"parent": {os.getpid()}', '"slot": ']
+    words = [str(SOURCE), str(Path(__file__).parent), "covey/sandbox", f'"parent": {os.getpid()}', '"slot": ']
     with Sandbox(1) as sandbox:
         result = sandbox.run(
             code.replace("{words!r}", repr([word[::-1] for word in words])), timeout=30, memory_mb=1024
@@ -185,7 +185,7 @@ def test_daemons_end_with_their_program(layers: tuple[str, ...]) -> None:
 
 
 def test_workers_end_with_the_run_that_was_killed() -> None:
-    code = f"import sys; sys.path.insert(0, {str(SOURCE)!r}); from covey.rewards.sandbox import Sandbox\nsandbox = Sandbox(2)\nsandbox.run('pass'); print('up', flush=True); sandbox.run('while True: pass', timeout=100)"
+    code = f"import sys; sys.path.insert(0, {str(SOURCE)!r}); from covey.sandbox import Sandbox\nsandbox = Sandbox(2)\nsandbox.run('pass'); print('up', flush=True); sandbox.run('while True: pass', timeout=100)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"up\n"
@@ -237,7 +237,7 @@ def test_nothing_gets_out_as_nobody_either(tmp_path: Path, world: World) -> None
     asked = {name: (code, 10.0) for name, code in programs.items()}
     greedy = {name: (code, 1.0 if "timeout" in reasons else 10.0) for name, (code, reasons) in GREEDY.items()}
     driver = (
-        "import json, sys\nfrom covey.rewards.sandbox import Sandbox\nsandbox = Sandbox(2)\nasked = json.load(sys.stdin)\n"
+        "import json, sys\nfrom covey.sandbox import Sandbox\nsandbox = Sandbox(2)\nasked = json.load(sys.stdin)\n"
         "def told(r): return [r.reason, r.stdout, r.stderr]\n"
         "print(json.dumps([sandbox.isolation.layers, {n: told(sandbox.run(c, timeout=t)) for n, (c, t) in asked.items()}]))"
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from covey.rewards.sandbox import Sandbox
+from covey.sandbox import Sandbox
 from sandbox import fair_apart, fair_forms, fair_manners, fair_values
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can isolate")

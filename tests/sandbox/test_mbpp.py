@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from covey.rewards.sandbox import Sandbox
+from covey.sandbox import Sandbox
 
 MBPP = Path(__file__).parents[1] / "data" / "mbpp" / "mbpp.jsonl"
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from covey.rewards.builtin.code import Code
-from covey.rewards.sandbox import Sandbox
+from covey.sandbox import Sandbox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can isolate")
 

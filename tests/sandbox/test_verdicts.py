@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from covey.errors import RewardError
-from covey.rewards.sandbox import Sandbox, mutants
+from covey.sandbox import Sandbox, mutants
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can isolate")
 

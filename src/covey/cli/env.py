@@ -17,7 +17,7 @@ from covey.cli.flags import Flag
 from covey.cli.issue import issue
 from covey.cli.verb import JSON, Args, Verb
 from covey.errors import ConfigError, RewardError, did_you_mean
-from covey.rewards.sandbox import isolation
+from covey.sandbox import isolation
 
 _PACKAGES = (
     "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "pyarrow", "numpy", "peft",

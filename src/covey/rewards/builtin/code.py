@@ -12,7 +12,7 @@ from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.code_tests import COLUMNS, for_program, row_tests
 from covey.rewards.builtin.text import text_of
 from covey.rewards.decorators import CallOptions
-from covey.rewards.sandbox import Sandbox
+from covey.sandbox import Sandbox
 
 _SETUP = ("setup", "test_setup_code", "test_setup")
 _SHARES = ("passed", "wrong", "error", "syntax", "timeout", "memory")

@@ -12,7 +12,6 @@ import io
 import json
 import os
 import pickle
-import queue
 import signal
 import socket
 import struct
@@ -22,19 +21,16 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from concurrent.futures import Future
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 from covey.errors import RewardError
+from covey.process.spawner import spawner
 from covey.rewards.calling.deadline import DeadlineError
 
 INSIDE = "COVEY_REWARD_WORKER"
 """Set in a worker's environment, where no scorer may be built: a script without a guard would train a second time."""
-_Started = TypeVar("_Started")
 _START_SECONDS = 120.0
 _LARGEST_REPLY = 256 * 2**20
 
@@ -193,34 +189,6 @@ class _Worker:
         except subprocess.TimeoutExpired:
             return "closed its connection"
         return f"was ended by signal {-code}" if code < 0 else f"left with exit code {code}"
-
-
-class _Spawner:
-    """Starts processes on a thread that lasts: the kernel ends a worker with the *thread* that started it."""
-
-    def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name="covey-reward-spawner", daemon=True).start()
-
-    def run(self, start: Callable[[], _Started]) -> _Started:
-        """Result of `start()`, called on that thread."""
-        future: Future[_Started] = Future()
-        self._tasks.put((start, future))
-        return future.result()
-
-    def _serve(self) -> None:
-        while True:
-            start, future = self._tasks.get()
-            try:
-                future.set_result(start())
-            except Exception as error:  # noqa: BLE001 - raised where it was asked for
-                future.set_exception(error)
-
-
-@cache
-def spawner() -> _Spawner:
-    """The one of this process."""
-    return _Spawner()
 
 
 def _kill_all(workers: set[_Worker]) -> None:

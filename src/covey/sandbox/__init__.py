@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from covey.rewards.sandbox.pool import Sandbox
-from covey.rewards.sandbox.results import Isolation, Result
+from covey.sandbox.pool import Sandbox
+from covey.sandbox.results import Isolation, Result
 
 __all__ = ["Isolation", "Result", "Sandbox", "isolation", "run"]
 

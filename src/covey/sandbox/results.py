@@ -12,7 +12,7 @@ Reason = Literal[
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of `covey.rewards.sandbox.run`.
+    """The outcome of `covey.sandbox.run`.
 
     `passed` is true when every test passed; without tests, when the program came to its end. `reason` says why not: a test was
     `wrong`; the code raised (`error`) or is no Python (`syntax`); it met a limit (`timeout`, `memory`, `output`); it left before

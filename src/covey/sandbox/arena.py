@@ -19,7 +19,7 @@ from hashlib import blake2b
 from json import encoder
 from typing import Any
 
-from covey.rewards.sandbox import candidate, guard, mutants, snapshot, suite
+from covey.sandbox import candidate, guard, mutants, snapshot, suite
 
 PROGRAM = "__candidate__"
 _module_of: Any = vars(types.ModuleType)["__dict__"].__get__

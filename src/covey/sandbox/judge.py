@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from covey.rewards.sandbox import suite, wire
+from covey.sandbox import suite, wire
 
 
 def judge(tests: bytes, connection: socket.socket, verdict: int) -> None:

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import RewardError
-from covey.rewards.calling.workers import spawner
-from covey.rewards.sandbox import mutants, verdicts, wire
-from covey.rewards.sandbox.confine import LAYERS, Limits
-from covey.rewards.sandbox.forms import are_apart
-from covey.rewards.sandbox.jail import MODULES, START
-from covey.rewards.sandbox.results import Isolation, ProcessOutput, Result
+from covey.process.spawner import spawner
+from covey.sandbox import mutants, verdicts, wire
+from covey.sandbox.confine import LAYERS, Limits
+from covey.sandbox.forms import are_apart
+from covey.sandbox.jail import MODULES, START
+from covey.sandbox.results import Isolation, ProcessOutput, Result
 
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 10.0

@@ -16,10 +16,10 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from covey.errors import RewardError
-from covey.rewards.sandbox.results import Reason, Result
+from covey.sandbox.results import Reason, Result
 
 if TYPE_CHECKING:
-    from covey.rewards.sandbox.results import ProcessOutput
+    from covey.sandbox.results import ProcessOutput
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import ctypes
 import os
 import struct
 
-from covey.rewards.sandbox.kernel import PR_SET_NAME, control, machine
+from covey.sandbox.kernel import PR_SET_NAME, control, machine
 
 _PR_SET_SECCOMP, _FILTER = 22, 2
 _ALLOW, _KILL, _REFUSE, _MISSING = 0x7FFF_0000, 0x8000_0000, 0x0005_0001, 0x0005_0026  # EPERM, ENOSYS

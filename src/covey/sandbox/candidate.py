@@ -18,7 +18,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from covey.rewards.sandbox import guard, wire
+from covey.sandbox import guard, wire
 
 FILE = "<completion>"
 _MUTABLE = (list, dict, set, bytearray, collections.deque)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from importlib import _bootstrap_external
 from typing import Any
 
-from covey.rewards.sandbox import snapshot
+from covey.sandbox import snapshot
 
 _REFUSED = frozenset(
     [

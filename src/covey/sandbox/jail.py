@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from covey.rewards.sandbox import arena, candidate, confine, guard, judge, kernel, snapshot, wire
+from covey.sandbox import arena, candidate, confine, guard, judge, kernel, snapshot, wire
 
 # fmt: off
 _PRELOADED = (
@@ -79,7 +79,7 @@ def start():
     settings = json.loads(read(struct.unpack("!Q", read(8))[0]))
     own = dict(builtins.__dict__)
     package = None
-    for name in ("covey", "covey.rewards", "covey.rewards.sandbox"):
+    for name in ("covey", "covey.sandbox"):
         package = sys.modules[name] = types.ModuleType(name)
         package.__path__ = []
     for name, text in settings["modules"]:
@@ -107,7 +107,7 @@ def main(control: socket.socket, requested: list[str], slot: int, allow_unisolat
         setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D"))
     if numpy_at is not None:
         _import_numpy(numpy_at)
-    guard.family += [module for name, module in sys.modules.items() if name.startswith("covey.rewards.sandbox.")]
+    guard.family += [module for name, module in sys.modules.items() if name.startswith("covey.sandbox.")]
     layers, missing = _enter(requested, slot)
     uncovered = [what for what, by in _COVERED.items() if not set(by) & set(layers)]
     wire.send(

@@ -12,7 +12,7 @@ import signal
 import sys
 from dataclasses import dataclass
 
-from covey.rewards.sandbox import kernel, seccomp
+from covey.sandbox import kernel, seccomp
 
 LAYERS = ("namespaces", "landlock", "seccomp")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from unittest import TestCase
 
-from covey.rewards.sandbox.suite import library_name, names_of, subject_of
+from covey.sandbox.suite import library_name, names_of, subject_of
 
 _MODULES = frozenset(
     [
