@@ -137,7 +137,7 @@ RECIPES = (
 
 def facts(recipe: Recipe) -> dict[str, str]:
     """Lines of the head: hardware, lengths, and what the plan says."""
-    from covey.cli import doctor_plan
+    from covey.cli import doctor_plan, train
     from covey.cli.flags import typed
     from covey.doctor.roofline.answers import asynchrony
     from covey.doctor.roofline.estimate import estimate
@@ -145,7 +145,7 @@ def facts(recipe: Recipe) -> dict[str, str]:
     gpus, _ = CARDS[recipe.card]
     prompt, mean = LENGTHS[recipe.data]
     options = {"gpus": gpus, "prompt_tokens": prompt, "mean_completion_tokens": mean, **recipe.options()}
-    types = {**{flag.name: flag.type for flag in doctor_plan.flags()}, **doctor_plan.train.config_types()}
+    types = {**{flag.name: flag.type for flag in doctor_plan.flags()}, **train.config_types()}
     plan = estimate(doctor_plan._setup(typed(options, types)))
     if not plan.fits:
         raise SystemExit(f"{recipe.name} does not fit: {plan.held.peak / GIB:.1f} GiB")

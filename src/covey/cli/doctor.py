@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.cli import output, train
+from covey.cli.adapter import adapter
 from covey.cli.checkpoints import model_folder
 from covey.cli.fields import other_flags
 from covey.cli.flags import Flag
@@ -68,7 +69,7 @@ def case_of(args: Args) -> Case:
         configure=lambda: GRPOConfig(**overrides),
         load_dataset=partial(train.load_prompts, args["dataset"], args, args.get("max_prompts")),
         load_held_out=lambda: train.load_prompts(held_out, args, args.get("max_eval_prompts")) if held_out else None,
-        adapter=partial(train.adapter, args),
+        adapter=partial(adapter, args),
         predict_memory=partial(predicted_peak, args),
         prompts=args.get("sample_prompts", _SAMPLE.default),
     )

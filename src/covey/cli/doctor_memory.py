@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from covey.cli import output, train
-from covey.cli.adapter import adapter_to_train
+from covey.cli.adapter import adapter, adapter_to_train
 from covey.cli.checkpoints import model_folder
 from covey.cli.fields import other_flags
 from covey.cli.flags import Flag
@@ -133,7 +133,7 @@ def _try_longest(config: GRPOConfig, args: Args, tokens: int) -> Finding:
     """The longest micro-batch forward and backward, on the model itself."""
     from covey.doctor.longest import try_without_data
 
-    return try_without_data(model_folder(args["model"]), config, train.adapter(args), tokens)
+    return try_without_data(model_folder(args["model"]), config, adapter(args), tokens)
 
 
 verb = Verb(

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from covey.cli import output, train
-from covey.cli.adapter import adapter_to_train
+from covey.cli.adapter import adapter, adapter_to_train
 from covey.cli.fields import other_flags
 from covey.cli.flags import Flag, spelled
 from covey.cli.verb import Args, Verb
@@ -88,7 +88,7 @@ def _setup(args: Args) -> Setup:
 def _lora() -> Any:
     """LoRA of rank 16, to compare with; None where PEFT is not installed."""
     try:
-        return train.adapter({"lora_r": 16})
+        return adapter({"lora_r": 16})
     except ConfigError:
         return None
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.cli import output
 from covey.cli.export import steps_of
+from covey.cli.fields import other_flags
 from covey.cli.flags import Flag
 from covey.cli.verb import JSON, Args, Verb
 from covey.errors import ConfigError
@@ -76,7 +77,7 @@ def run(args: Args) -> int:
 def _rewards_of(folder: Path, options: dict[str, Any]) -> list[Any]:
     from covey.cli import rerun, train
 
-    flags = [*train.other_flags(), *train.flags()]
+    flags = [*other_flags(), *train.flags()]
     types = {**{flag.name: flag.type for flag in flags}, **train.config_types()}
     run_options = rerun.repeated({"from_run": str(folder), "trust_source": options["trust_source"]}, flags, types)
     rewards = run_options.get("reward")

@@ -252,7 +252,8 @@ def joined_cells(kind: str | None, other: str | None) -> str | None:
     """Type of a CSV column with cells of both types: text if any is, "mixed" of integers and other numbers."""
     if "string" in (kind, other):
         return "string"
-    return joined(kind, other)
+    kinds: str | None = joined(kind, other)
+    return kinds
 
 
 def _value(cell: str | None, kind: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ def reward_findings(trial: Trial, names: Sequence[str], weights: Sequence[float]
     yield cost(trial)
 
 
-def scores_of(groups: Sequence) -> Tensor:
+def scores_of(groups: Sequence[Any]) -> Tensor:
     """[N, R], NaN: not scored."""
     return torch.cat([group.rewards for group in groups])
 

@@ -160,7 +160,7 @@ def _mcnemar(gaps: np.ndarray) -> float:
     if changed == 0:
         return 1.0
     tail = sum(math.comb(changed, i) for i in range(min(gains, losses) + 1))
-    return min(1.0, 2.0 * (tail / 2**changed))
+    return float(min(1.0, 2.0 * (tail / 2**changed)))
 
 
 def _sign_flips(gaps: np.ndarray, draws: int, seed: int) -> float:

@@ -61,7 +61,10 @@ class Versions:
         """Version with the highest mean reward on the fixed set among those that were not withdrawn."""
         usable = [entry for entry in self._of(model)["versions"] if not entry["withdrawn"]]
         means = {0: self._of(model)["base_reward"]} | {entry["version"]: entry["reward"] for entry in usable}
-        return max(means, key=lambda version: (-float("inf") if means[version] is None else means[version], version))
+        best: int = max(
+            means, key=lambda version: (-float("inf") if means[version] is None else means[version], version)
+        )
+        return best
 
     def promote(self, model: str, parent: int, candidate: Path, verdict: Mapping[str, Any]) -> int:
         """Make a candidate the served version. Returns its number."""

@@ -56,7 +56,7 @@ def _without_video(model: Any, where: str) -> Any:
 def without_video(processor_class: Any) -> Any:
     """The processor class for images and text alone: it has no video processor, which would need torchvision."""
 
-    class ImagesOnly(processor_class):
+    class ImagesOnly(processor_class):  # type: ignore[misc]
         @classmethod
         def get_attributes(cls) -> list[str]:
             return [name for name in processor_class.get_attributes() if name != "video_processor"]

@@ -140,7 +140,7 @@ class DecodeWeights:
 
     def scratch(self, rows: int) -> int:
         """Elements of scratch space for `rows` rows."""
-        return rows * self._a_row + transposed_size(rows, self._widest)
+        return int(rows * self._a_row) + transposed_size(rows, self._widest)
 
     @staticmethod
     def of(blocks: Sequence[Block], norm: Tensor, head: Any) -> DecodeWeights | None:

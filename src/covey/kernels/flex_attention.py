@@ -211,4 +211,4 @@ def _gap(heads: AttentionHeads, layout: Layout) -> float:
     gaps = [
         (mine.double() - other.double()).norm() / other.double().norm() for mine, other in zip(*results, strict=True)
     ]
-    return max(gap.item() for gap in gaps)
+    return float(max(gap.item() for gap in gaps))

@@ -107,6 +107,7 @@ def _forward(linear: nn.Linear, half: HalfWeights, x: Tensor) -> Tensor:
     copy = half.copy_for(linear, x)
     if copy is None:
         return F.linear(x, linear.weight, linear.bias)
+    out: Tensor
     (out,) = _Linears.apply(x.to(half.dtype), linear.weight, linear.bias, *copy)
     return out
 

@@ -131,7 +131,8 @@ class InPlaceLinear(SamplerLinear):
 
     def split(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
         if len(self.parts) == 1:
-            return self(x).split(widths, -1)
+            parts: Sequence[Tensor] = self(x).split(widths, -1)
+            return parts
         return [plain_linear(x, weight, bias) for weight, bias in self.parts]
 
     def split_by(self, outputs: int) -> tuple[InPlaceLinear, InPlaceLinear]:
@@ -218,7 +219,8 @@ class OneDnnLinear(SamplerLinear):
         return out
 
     def split(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
-        return self(x).split(widths, -1)
+        parts: Sequence[Tensor] = self(x).split(widths, -1)
+        return parts
 
     def silu(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "swish", [], "")
@@ -277,7 +279,8 @@ class Bf16PairLinear(SamplerLinear):
         return self._product(x)
 
     def split(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
-        return self(x).split(widths, -1)
+        parts: Sequence[Tensor] = self(x).split(widths, -1)
+        return parts
 
     def silu(self, x: Tensor) -> Tensor:
         return self._product(x, Epilogue.SILU)

@@ -26,6 +26,7 @@ class SharedAttention(torch.autograd.Function):
         ctx.layouts, ctx.scale = layouts, scale
         ctx.kernels = packed_attention_for(query, key, layouts)
         if ctx.kernels is not None:
+            out: Tensor
             out, normalizer = ctx.kernels.forward(query, key, value, layouts, scale)
             ctx.save_for_backward(query, key, value, out, normalizer)
             return out

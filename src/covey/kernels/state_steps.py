@@ -105,7 +105,10 @@ def mamba2_step(reference: Callable[..., Any]) -> Callable[..., Any]:
         one_a_head = all(x.stride(i) == 0 for x, axes in ((dt, (-1,)), (A, (-1, -2))) for i in axes)
         one_a_head &= dt_bias is not None and dt_bias.stride(-1) == 0
         if not one_a_head or state.dtype != torch.float32 or not state.is_contiguous() or z is not None:
-            return reference(state, hidden, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **options)
+            states: Tensor = reference(
+                state, hidden, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **options
+            )
+            return states
         assert dt_bias is not None
         rows, heads, width, size = state.shape
         span = dt[..., 0] + dt_bias[..., 0].to(dt.dtype)

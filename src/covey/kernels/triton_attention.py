@@ -346,7 +346,7 @@ class _Call:
 
 def _queries(count: int, query: Tensor) -> int:
     """Query rows of a program's tile for a part with this many queries."""
-    return max(16, min(MAX_QUERIES // _halves(query), triton.next_power_of_2(count)))
+    return max(16, min(MAX_QUERIES // _halves(query), int(triton.next_power_of_2(count))))
 
 
 def _halves(query: Tensor) -> int:

@@ -118,7 +118,8 @@ def _zero_linear(hidden_size: int, device: torch.device | None) -> nn.Linear:
 
 def _read(linear: nn.Linear, hidden: Tensor) -> Tensor:
     """[M] values of [M, D] hidden states, in the dtype of the head."""
-    return linear(hidden.to(linear.weight.dtype)).squeeze(-1)
+    values: Tensor = linear(hidden.to(linear.weight.dtype)).squeeze(-1)
+    return values
 
 
 def _decoder_copy(model: Any) -> nn.Module:

@@ -68,7 +68,7 @@ def cache_bytes(config: Any, tokens: int, value_bytes: int) -> int:
     heads = text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     keys = (getattr(text, "num_key_value_heads", None) or heads) * width
-    return tokens * text.num_hidden_layers * 2 * keys * value_bytes
+    return int(tokens * text.num_hidden_layers * 2 * keys * value_bytes)
 
 
 _LIBRARIES = 36 * 2**20
@@ -166,4 +166,4 @@ def bytes_a_token(policy: Policy, *, is_warm: bool = False) -> float:
             total = decoder(inputs_embeds=start, use_cache=False)[0].float().sum()
             torch.autograd.grad(total, start)
         peaks.append(live.peak)
-    return max(1.0, (peaks[-1] - peaks[-2]) / (_TRIED[-1] - _TRIED[-2]))
+    return float(max(1.0, (peaks[-1] - peaks[-2]) / (_TRIED[-1] - _TRIED[-2])))

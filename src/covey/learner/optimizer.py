@@ -49,7 +49,8 @@ def make_optimizer(args: Any, model: Any, extra: Sequence[nn.Module] = ()) -> to
     if is_bitsandbytes(make) and are_split(model):
         make = on_shards(make)
     try:
-        return make([group for group in groups if group["params"]], **kwargs)
+        optimizer: torch.optim.Optimizer = make([group for group in groups if group["params"]], **kwargs)
+        return optimizer
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"optim={str(getattr(args.optim, 'value', args.optim))!r} cannot be made with these options: {first_line(error)}"

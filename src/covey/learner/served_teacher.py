@@ -108,11 +108,15 @@ class ServedTeacher:
         """The `top_k` likeliest tokens at each position of a completion, in descending order, and the completion's own."""
         ids = [*prompt, *completion]
         read = partial(_tops, ids=ids, count=len(completion), top_k=self.top_k)
-        return self._echoed(ids, read, is_trial, logprobs=self.top_k, return_tokens_as_token_ids=True)
+        ranked: list[Ranked] = self._echoed(ids, read, is_trial, logprobs=self.top_k, return_tokens_as_token_ids=True)
+        return ranked
 
     def texts(self, ids: Sequence[int]) -> list[str]:
         """The server's texts of single tokens."""
-        return self._echoed(ids, lambda body: [str(token) for token in _logprobs(body)["tokens"]], logprobs=1)
+        tokens: list[str] = self._echoed(
+            ids, lambda body: [str(token) for token in _logprobs(body)["tokens"]], logprobs=1
+        )
+        return tokens
 
     def _echoed(self, ids: Sequence[int], read: Callable[[bytes], Any], is_trial: bool = False, **options: Any) -> Any:
         body = {"model": self.endpoint.model, "prompt": list(ids), "max_tokens": 0, "echo": True, **options}

@@ -32,7 +32,7 @@ def is_bitsandbytes(kind: type) -> bool:
 def on_shards(kind: Any) -> Any:
     """Subclass of a bitsandbytes optimizer that updates the local shards of DTensor parameters."""
 
-    class OnShards(kind):
+    class OnShards(kind):  # type: ignore[misc]
         def get_config(self, gindex: int, pindex: int, group: Mapping[str, Any]) -> dict[str, Any]:
             config = super().get_config(gindex, pindex, group)
             size = group["params"][pindex].numel()  # of the full parameter, equal on all processes

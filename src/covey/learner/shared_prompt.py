@@ -211,7 +211,8 @@ def _numbers(runs: Sequence[_Run]) -> Tensor:
     """[sum of all counts] int64, the concatenated numbers of these runs."""
     firsts, counts = torch.tensor(runs, dtype=torch.long).T
     before = counts.cumsum(0) - counts
-    return torch.arange(int(counts.sum())) + (firsts - before).repeat_interleave(counts)
+    numbers: Tensor = torch.arange(int(counts.sum())) + (firsts - before).repeat_interleave(counts)
+    return numbers
 
 
 def attention(

@@ -23,7 +23,7 @@ def kolmogorov_smirnov(before: Floats, after: Floats) -> float:
     if scaled < 0.2:
         return 1.0
     tail = sum((-1) ** (k - 1) * math.exp(-2 * k * k * scaled * scaled) for k in range(1, 101))
-    return min(1.0, max(0.0, 2 * tail))
+    return float(min(1.0, max(0.0, 2 * tail)))
 
 
 def has_fallen(before: Floats, after: Floats) -> float:

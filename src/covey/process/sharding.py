@@ -245,7 +245,7 @@ def shard_start(value: Tensor) -> int:
     if not is_sharded(value):
         return 0
     mesh: Any = value.device_mesh  # type: ignore[attr-defined]
-    return min(shard_size(value, mesh.size()) * mesh.get_local_rank(), value.numel())
+    return int(min(shard_size(value, mesh.size()) * mesh.get_local_rank(), value.numel()))
 
 
 @torch.no_grad()

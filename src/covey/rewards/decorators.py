@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 from covey.errors import RewardError
 
@@ -81,6 +81,14 @@ def reward(
             scale=None if scale is None else (float(scale[0]), float(scale[1])),
         )
     )
+
+
+@overload
+def per_completion(function: None = None, *, pure: bool = True, **options: Any) -> Callable[[T], T]: ...
+
+
+@overload
+def per_completion(function: T, *, pure: bool = True, **options: Any) -> T: ...
 
 
 def per_completion(function: T | None = None, *, pure: bool = True, **options: Any) -> Any:

@@ -83,7 +83,8 @@ class PrefillBatch:
             row = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))  # each [H, A * L, D]
             out = self._by_kernels(*row, layouts=layouts, scale=scale)
             if out is not None:
-                return out.transpose(0, 1).unflatten(0, (prompts, length))
+                padded: Tensor = out.transpose(0, 1).unflatten(0, (prompts, length))
+                return padded
         return causal(query, key, value, scale, softcap, sinks=sinks, window=window)
 
     def attend_end_to_end(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -141,7 +142,8 @@ class PrefillBatch:
         """[A, H, L, D] from [M, H, D]."""
         out = x.new_zeros(len(self.lengths) * self._width, *x.shape[1:])
         out[self._token_indices] = x
-        return out.unflatten(0, (len(self.lengths), self._width)).transpose(1, 2)
+        padded: Tensor = out.unflatten(0, (len(self.lengths), self._width)).transpose(1, 2)
+        return padded
 
     def _by_kernels(
         self, query: Tensor, key: Tensor, value: Tensor, *, layouts: Sequence[Layout], scale: float

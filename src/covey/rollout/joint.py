@@ -64,7 +64,8 @@ def to_the_end(steps: Steps[T]) -> T:
         try:
             next(steps)
         except StopIteration as ended:
-            return ended.value
+            value: T = ended.value
+            return value
 
 
 @dataclass(eq=False)

@@ -53,7 +53,7 @@ def serve(source: bytes, tests: bytes, verdict: int) -> None:
     if failed is not None:
         kind, text = _described(failed)
         return say({"code": {"raised": kind, "said": text}})
-    return run.all(count)
+    run.all(count)
 
 
 def _lines(verdict: int, key: bytes) -> Callable[[dict[str, Any]], None]:
@@ -142,7 +142,8 @@ class _Run:
         error = _attempt(lambda: exec(self._made.setup, space, names))
         if error is not None:
             kind, text = _described(error)
-            return self._say({"code": {"raised": kind, "said": text}})
+            self._say({"code": {"raised": kind, "said": text}})
+            return
         for number in range(count):
             error = _attempt(lambda number=number: self._made.run(number, space, names))  # type: ignore[misc]
             candidate._flush()

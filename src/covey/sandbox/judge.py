@@ -313,25 +313,31 @@ class Remote:
         return any(item == value for item in self)
 
     def __len__(self) -> int:
-        return self._link.ask("len", self)
+        answer: int = self._link.ask("len", self)
+        return answer
 
     def __bool__(self) -> bool:
-        return self._link.ask("bool", self)
+        answer: bool = self._link.ask("bool", self)
+        return answer
 
     def __int__(self) -> int:
-        return self._link.ask("int", self)
+        answer: int = self._link.ask("int", self)
+        return answer
 
     def __float__(self) -> float:
-        return self._link.ask("float", self)
+        answer: float = self._link.ask("float", self)
+        return answer
 
     def __neg__(self) -> Any:
         return self._link.ask("neg", self)
 
     def __str__(self) -> str:
-        return self._link.ask("str", self)
+        answer: str = self._link.ask("str", self)
+        return answer
 
     def __repr__(self) -> str:
-        return self._link.ask("repr", self)
+        answer: str = self._link.ask("repr", self)
+        return answer
 
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, Remote) and self._link.ask("isinstance", instance, self)

@@ -106,4 +106,5 @@ def mixed(numbers: Hashes) -> Hashes:
     """The numbers with all their bits stirred (the end of MurmurHash3)."""
     numbers = (numbers ^ (numbers >> numpy.uint64(33))) * numpy.uint64(0xFF51AFD7ED558CCD)
     numbers = (numbers ^ (numbers >> numpy.uint64(33))) * numpy.uint64(0xC4CEB9FE1A85EC53)
-    return numbers ^ (numbers >> numpy.uint64(33))
+    stirred: Hashes = numbers ^ (numbers >> numpy.uint64(33))
+    return stirred

@@ -156,7 +156,8 @@ def _middles(pairs: Sequence[np.ndarray]) -> np.ndarray:
     joined = np.concatenate([pair for pair in pairs if pair.size] or [np.full((2, 1), math.nan)], axis=1)
     if np.isnan(joined).all():
         raise ConfigError("No completion has a score from both verifiers; there is nothing to compare.")
-    return (joined.min(axis=1) + joined.max(axis=1)) / 2
+    middles: np.ndarray = (joined.min(axis=1) + joined.max(axis=1)) / 2
+    return middles
 
 
 def _ratio(noise: np.ndarray, spread: np.ndarray) -> Estimate:

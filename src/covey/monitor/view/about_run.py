@@ -91,4 +91,5 @@ def _data_of(path: Path) -> str | None:
 
 
 def _finite(values: np.ndarray) -> np.ndarray:
-    return values[np.isfinite(values)]
+    finite: np.ndarray = values[np.isfinite(values)]
+    return finite

@@ -174,7 +174,8 @@ def _select(records: Mapping[str, np.ndarray], state: str) -> np.ndarray:
     """Places in `sorted` order of the prompts in a state, or of all."""
     order = records["sorted"]
     if state == "forgotten":
-        return order[records["forgotten"][order]]
+        forgotten: np.ndarray = order[records["forgotten"][order]]
+        return forgotten
     return order[records["state"][order] == STATES.index(state)] if state in STATES else order
 
 

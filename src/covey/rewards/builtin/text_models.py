@@ -78,7 +78,8 @@ class ClassifierReward:
 
     def _probability(self, output: Any, ids: Tensor, mask: Tensor) -> Tensor:
         logits = output.logits.float()  # [B, labels]
-        return (logits.sigmoid() if self.is_multi else logits.softmax(-1))[:, self.label]
+        probabilities: Tensor = (logits.sigmoid() if self.is_multi else logits.softmax(-1))[:, self.label]
+        return probabilities
 
 
 @reward(streams=True, timeout=math.inf)
@@ -159,13 +160,14 @@ class SimilarityReward:
         }
 
     def _pooled(self, output: Any, ids: Tensor, mask: Tensor) -> Tensor:
-        states = output.last_hidden_state.float()  # [B, L, H]
+        states: Tensor = output.last_hidden_state.float()  # [B, L, H]
         if self.pooling == "cls":
             return states[:, 0]
         if self.pooling == "last":
             return states[torch.arange(len(states), device=states.device), mask.sum(-1) - 1]
         weights = mask[..., None].to(states)
-        return (states * weights).sum(1) / weights.sum(1)
+        mean: Tensor = (states * weights).sum(1) / weights.sum(1)
+        return mean
 
 
 @reward(timeout=math.inf)
@@ -232,7 +234,8 @@ class FluencyReward:
 def _next_logps(output: Any, ids: Tensor, mask: Tensor) -> Tensor:
     """log p of each token but the first, [B, L - 1]; at padding it means nothing."""
     logits = output.logits[:, :-1].float()  # [B, L - 1, V]
-    return logits.gather(-1, ids[:, 1:, None])[..., 0] - logits.logsumexp(-1)
+    logps: Tensor = logits.gather(-1, ids[:, 1:, None])[..., 0] - logits.logsumexp(-1)
+    return logps
 
 
 def _label(config: Any, label: str | int) -> int:

@@ -286,4 +286,5 @@ def trainer_logprobs(policy: Any, ids: Sequence[int], dtype: torch.dtype | None 
     device = next(policy.parameters()).device
     with evaluating(policy), autocast(device, dtype):
         logits = policy(input_ids=torch.tensor([list(ids)], device=device), use_cache=False).logits[0, :-1]
-    return logits.float().log_softmax(-1).cpu()
+    logprobs: Tensor = logits.float().log_softmax(-1).cpu()
+    return logprobs
