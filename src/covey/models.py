@@ -33,7 +33,7 @@ def load_model(
     trust_remote_code: bool = False,
     is_trainable: bool = False,
 ) -> Any:
-    """A causal language model, or a vision-language model, in float32 unless `init_kwargs["dtype"]` says otherwise (as TRL loads it).
+    """A causal language model, or one that reads images or sounds, in float32 unless `init_kwargs["dtype"]` says otherwise (as TRL loads it).
 
     `model` is a folder, a hub id, `"demo"` for the model that ships with Covey, or a loaded model, which is returned
     as it is. An adapter is loaded on its base; `is_trainable`: with gradients. Raises ModelError when the folder lacks a file or the id cannot be found.
@@ -133,24 +133,26 @@ class SharedBase:
             raise ConfigError(
                 f"Runs on one base load it alike, but {', '.join(changed)} differs; give them the same value, or train them alone."
             )
-        weights = {id(weight): weight for weight in self._base.parameters()}
-        return copy.deepcopy(self._base, weights)
+        return copy.deepcopy(self._base, {id(weight): weight for weight in self._base.parameters()})
 
 
 def auto_class(source: str, trust_remote_code: bool = False) -> Any:
-    """transformers' class that loads this model: `AutoModelForImageTextToText` for one that reads images, as its config says."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT_MODELS
+    """transformers' class that loads this model, as its config says; a model that speaks (Qwen2.5-Omni) by its part that writes."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as MULTIMODAL
 
-    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    named = IMAGE_TEXT_MODELS.get(getattr(config, "model_type", ""), ())
-    is_named = any(architecture in named for architecture in config.architectures or ())
-    return AutoModelForImageTextToText if is_named and hasattr(config, "vision_config") else AutoModelForCausalLM
+    config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    if (thinker := getattr(config, "thinker_config", None)) is not None:
+        return getattr(transformers, MULTIMODAL[thinker.model_type])
+    is_named = any(name in MULTIMODAL.get(config.model_type, ()) for name in config.architectures or ())
+    reads = is_named and reads_media(config)
+    return transformers.AutoModelForMultimodalLM if reads else transformers.AutoModelForCausalLM
 
 
-def reads_images(model: Any) -> bool:
-    """True for a vision-language model."""
-    return hasattr(getattr(unwrapped(model), "config", None), "vision_config")
+def reads_media(model: Any) -> bool:
+    """True for a model, or a configuration of one, that reads images, sounds or videos."""
+    config = getattr(unwrapped(model), "config", model)
+    return any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config"))
 
 
 @contextmanager
@@ -252,11 +254,10 @@ def dtype_of(value: Any) -> Any:
         return torch.float32
     if value == "auto" or not isinstance(value, str):
         return value
-    name = value
-    dtype = getattr(torch, name.removeprefix("torch."), None)
+    dtype = getattr(torch, value.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
         names = ["auto", "float32", "bfloat16", "float16"]
-        raise ConfigError(f"dtype {name!r} is not known.{did_you_mean(name, names)} Use one of {', '.join(names)}.")
+        raise ConfigError(f"dtype {value!r} is not known.{did_you_mean(value, names)} Use one of {', '.join(names)}.")
     return dtype
 
 
@@ -302,7 +303,7 @@ def decoder_of(model: Any) -> Any:
 
 
 def encoder_of(model: Any) -> Any:
-    """The model without its LM head: hidden states of token ids and images."""
+    """The model without its LM head: hidden states of token ids and media."""
     inner = unwrapped(model)
     return getattr(inner, inner.base_model_prefix, inner)
 
@@ -340,7 +341,7 @@ def _is_widened(model: Any) -> bool:
     inner = unwrapped(model)
     embedding = inner.get_input_embeddings() if hasattr(inner, "get_input_embeddings") else None
     weight = getattr(embedding, "weight", None)
-    if weight is None or weight.dtype != torch.bfloat16 or reads_images(model):
+    if weight is None or weight.dtype != torch.bfloat16 or reads_media(model):
         return False
     if inner not in _widened:
         _widened[inner] = True  # for the trial
@@ -382,8 +383,8 @@ def disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name in ("attention_dropout", "attn_dropout", "hidden_dropout", "activation_dropout", "dropout"):
-            if isinstance(getattr(module, name, None), float):
+        for name in [name for name in vars(module) if name.endswith(("dropout", "layerdrop"))]:
+            if isinstance(getattr(module, name), float):
                 setattr(module, name, 0.0)
 
 

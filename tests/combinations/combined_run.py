@@ -35,14 +35,14 @@ def teacher_folder(folder: Path) -> Path:
 
 
 def seeing(kind: str) -> tuple[Any, Any]:
-    from images.models import tiny_vlm
+    from modalities.models import tiny_vlm
 
     return tiny_vlm(kind)
 
 
 def picture_rows(counts: list[int]) -> list[dict[str, Any]]:
     """Prompts with so many images each, over and over."""
-    from images.models import picture
+    from modalities.models import picture
 
     ask = lambda i: [{"role": "user", "content": f"How many of {i}?"}]
     return [

@@ -16,7 +16,7 @@ TRIPLES = [
     ("FSDP2", "vLLM server", "tools"),
     ("FSDP2", "LoRA", "asynchronous"),
     ("FSDP2", "teacher", "asynchronous"),
-    ("FSDP2", "images", "critic"),
+    ("FSDP2", "media", "critic"),
     ("LoRA", "vLLM server", "asynchronous"),
     ("vLLM server", "asynchronous", "tools"),
     ("vLLM server", "asynchronous", "environment"),
@@ -90,7 +90,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "transformers": {"rollout_backend": "transformers"},
     "generate": {"generation_kwargs": {"no_repeat_ngram_size": 50}},
     "asynchronous": {"async_rollouts": True},
-    "images": {"learning_rate": 0.1},
+    "media": {"learning_rate": 0.1},
     "average": {"ema_decay": 0.5},
 }
 
@@ -103,7 +103,7 @@ def case_of(features: tuple[str, ...], url: str | None = None) -> dict[str, Any]
     case: dict[str, Any] = {"options": options, "features": list(features), "url": url}
     if {"LoRA", "QLoRA"} & set(features):
         case["lora"] = True
-    if "images" in features:
+    if "media" in features:
         case |= {"vlm": "qwen2_5_vl", "images": [1, 2]}
     if {"tools", "environment", "agent", "rollout_func"} & set(features):
         case["chat"] = True
@@ -123,7 +123,7 @@ def write_others(features: tuple[str, ...], folder: Path) -> None:
     model, processing = policy(), tiny_tokenizer()
     if {"tools", "environment", "agent", "rollout_func"} & set(features):
         model, processing = tiny_llama(chat_tokenizer()), chat_tokenizer()
-    if "images" in features:
+    if "media" in features:
         model, processing = seeing("qwen2_5_vl")
     model.save_pretrained(folder / "teacher")
     processing.save_pretrained(folder / "teacher")

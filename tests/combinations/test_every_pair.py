@@ -69,7 +69,7 @@ IN_ONE_PROCESS = [
     one
     for one in REFUSED
     if num_processes(one) == 1
-    and "images" not in one
+    and "media" not in one
     and not ELSEWHERE.keys() & set(one)
     and "served teacher" not in one
 ]

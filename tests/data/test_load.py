@@ -253,8 +253,6 @@ def test_a_data_set_object_is_checked_in_the_same_words():
         check_dataset(ROWS)
     with pytest.raises(DataError, match=r"eval_dataset has no column 'prompt'; it has promt\. Did you mean promt"):
         check_dataset(datasets.Dataset.from_list([{"promt": "a"}]), "eval_dataset")
-    with pytest.raises(DataError, match="column 'video', but audio and video are not supported"):
-        check_dataset(datasets.Dataset.from_list([{"prompt": "a", "video": "b"}]))
     with pytest.raises(DataError, match="train_dataset is empty"):
         check_dataset(datasets.Dataset.from_dict({"prompt": []}))
 

@@ -19,7 +19,7 @@ FLOORS = [  # a room may import rooms of lower floors only; rooms of one floor d
     {"names", "files", "process"},
     {"adapters"},
     {"models", "data", "sandbox"},
-    {"algorithms", "config", "images", "kernels", "rewards"},
+    {"algorithms", "config", "modalities", "kernels", "rewards"},
     {"rollout", "learner", "runs", "testing", "merging", "exporting"},
     {"evaluation", "environments", "ensembles"},
     {"monitor", "serving"},

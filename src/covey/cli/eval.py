@@ -118,8 +118,8 @@ def assess_model(model_name: str, options: dict[str, Any], *, called: str | None
     from covey.cli.columns import evaluated_dataset
     from covey.data import PromptStream, eos_ids, prepare_tokenizer
     from covey.evaluation.assessment import assess
-    from covey.images import load_processing
-    from covey.models import context_limit, load_model, reads_images
+    from covey.modalities import load_processing
+    from covey.models import context_limit, load_model, reads_media
     from covey.process.device import choose_device, dtype_to_read_in, in_words
     from covey.rewards import Scorer
     from covey.rollout import SamplingParams, choose_sampler
@@ -132,7 +132,7 @@ def assess_model(model_name: str, options: dict[str, Any], *, called: str | None
     model = load_model(folder, {"dtype": dtype_to_read_in(device)}).to(device)
     processing = load_processing(model, folder)
     tokenizer = prepare_tokenizer(processing, model)
-    processor = processing if processing is not tokenizer and reads_images(model) else None
+    processor = processing if processing is not tokenizer and reads_media(model) else None
     limit = context_limit(model)
     room = None if limit is None else limit - options["max_tokens"]
     stream = PromptStream(dataset, tokenizer, processor=processor, seed=0, shuffle=False, max_prompt_length=room)

@@ -19,7 +19,7 @@ FEATURES = {
     "transformers": "`rollout_backend: transformers`",
     "generate": "`generation_kwargs` that only transformers' `generate` has",
     "asynchronous": "`async_rollouts`, in processes or, with a server, in a thread",
-    "images": "a vision-language model and prompts with images",
+    "media": "a model that reads images, sounds or videos, and prompts with them",
     "tools": "`tools`, of functions or of MCP servers",
     "environment": "`environment_factory`",
     "agent": "a loop of your own over the run's endpoint",
@@ -68,9 +68,9 @@ def _refusal(features: Iterable[str], why: str, unless: Iterable[str] = (), at_o
 _SPLIT_COPIES = "leave them out, or leave fsdp out."
 _ENGINE = "an agent talks to Covey's own engine, which answers its calls between two decode steps; leave rollout_backend, use_vllm and fsdp out."
 _MEMBERS = "ensemble= takes answers of one turn, so tools, environments and rollout_func cannot be given with it; leave one out."
-_NO_IMAGES = (
-    "vLLM's interface of token ids takes no images, and its chat interface would render the prompt a second time; leave use_vllm out: "
-    "the native engine reads images."
+_NO_MEDIA = (
+    "vLLM's interface of token ids takes no images or sounds, and its chat interface would render the prompt a second time; leave "
+    "use_vllm out: the native engine reads them."
 )
 REFUSALS = (
     _refusal(
@@ -95,15 +95,15 @@ REFUSALS = (
         _refusal(("agent", other), _ENGINE)
         for other in ("FSDP2", "vLLM server", "vLLM in process", "transformers", "generate")
     ),
-    *(_refusal(("images", other), _NO_IMAGES) for other in ("vLLM server", "vLLM in process")),
+    *(_refusal(("media", other), _NO_MEDIA) for other in ("vLLM server", "vLLM in process")),
     _refusal(
-        ("images", "served teacher"),
-        "A teacher at an endpoint reads token ids, not images; load it here (a folder or a hub id).",
+        ("media", "served teacher"),
+        "A teacher at an endpoint reads token ids, not images or sounds; load it here (a folder or a hub id).",
     ),
     *(
         _refusal(
-            ("images", other),
-            "answers of tools and environments enter a completion as token ids, which hold no images; leave the images out of the "
+            ("media", other),
+            "answers of tools and environments enter a completion as token ids, which hold no images or sounds; leave these out of the "
             "prompts, or the tools.",
         )
         for other in ("tools", "environment", "agent", "rollout_func")

@@ -315,7 +315,7 @@ class Options:
         "How many completions `log_completions` shows; unset: all of the step.", group="output", at_least=1)
     log_unique_prompts: bool = option(False, "Show each prompt once in `log_completions`.", group="output")
     log_multimodal: bool = option(
-        True, "Store small copies of the images of recorded prompts in `rollouts/images/`.", group="output")
+        True, "Store small copies of the images, sounds and videos of recorded prompts in `rollouts/`.", group="output")
 
     # Memory, precision and devices
     activation_offloading: bool = option(False,

@@ -10,8 +10,8 @@ import datasets
 import pyarrow
 import pyarrow.compute as compute
 
-from covey.data.images import IMAGE_COLUMNS, REFUSED_COLUMNS
 from covey.data.live.dataset import LiveDataset
+from covey.data.media import MEDIA_COLUMNS, undecoded
 from covey.data.prompts import check_prompt
 from covey.errors import DataError, DataTypeError, MissingKeyError, did_you_mean
 
@@ -54,6 +54,7 @@ def check_dataset(dataset: Any, name: str = "train_dataset", *, prompt_only: boo
     if dataset is None:
         return None
     _check_type(dataset, name)
+    dataset = undecoded(dataset)
     columns = dataset.column_names
     if columns is not None:
         _check_columns(columns, name)
@@ -61,7 +62,7 @@ def check_dataset(dataset: Any, name: str = "train_dataset", *, prompt_only: boo
         _check_rows(dataset, name)
     if not prompt_only:
         return dataset
-    return dataset.select_columns(["prompt", *(name for name in IMAGE_COLUMNS if name in (columns or ()))])
+    return dataset.select_columns(["prompt", *(name for name in MEDIA_COLUMNS if name in (columns or ()))])
 
 
 def _check_type(dataset: Any, name: str) -> None:
@@ -82,11 +83,6 @@ def _check_columns(columns: list[str], name: str) -> None:
         listed = ", ".join(columns)
         raise MissingKeyError(
             f"{name} has no column 'prompt'; it has {listed}.{near}" if columns else f"{name} has no columns at all."
-        )
-    others = [column for column in columns if column in REFUSED_COLUMNS]
-    if others:
-        raise DataError(
-            f"{name} has a column {others[0]!r}, but audio and video are not supported; remove or rename the column."
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from covey.data.checks import row_at, row_of
 from covey.data.features.text import prompt_text
-from covey.data.images import has_images
+from covey.data.media import has_media
 from covey.data.prompts import to_prompt
 
 SAMPLE = 500
@@ -28,7 +28,7 @@ def longest_prompt(dataset: Any, tokenizer: Any, template: Mapping[str, Any], na
     """
 
     def count(row: Mapping[str, Any], index: int) -> int:
-        if has_images(row):  # their tokens are known to the processor alone
+        if has_media(row):  # their tokens are known to the processor alone
             return len(tokenizer(text=prompt_text(row["prompt"]))["input_ids"])
         return len(to_prompt(row, str(index), row_of(index, name), tokenizer, template).token_ids)
 

@@ -10,9 +10,9 @@ from typing import Any, cast
 import datasets
 
 from covey.data.checks import check_dataset, row_of
-from covey.data.images import with_paths
 from covey.data.layouts import with_prompts
 from covey.data.live.dataset import PREFIX, LiveDataset, follow
+from covey.data.media import with_paths
 from covey.data.mixing import mix, terms
 from covey.data.sources import AnyDataset, opened, shown
 from covey.errors import DataError, did_you_mean

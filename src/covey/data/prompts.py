@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from covey.data.images import has_images, images_prompt, refuse_other_media
+from covey.data.media import media_prompt, refuse_openai_parts, row_kinds
 from covey.data.rendering import chat_ids
 from covey.errors import DataError, ModelError
 from covey.types import Message, Prompt
@@ -56,16 +56,17 @@ def to_prompt(
     template: Mapping[str, Any],
     processor: Any = None,
 ) -> Prompt:
-    """The row as a prompt, its images through `processor`. Raises DataError or ModelError with `where` in the sentence."""
+    """The row as a prompt, its images, sounds and videos through `processor`. Raises DataError or ModelError with `where` in the sentence."""
     value = row.get("prompt")
     check_prompt(value, where)
     columns = {name: column for name, column in row.items() if name != "prompt"}
     if processor is not None:
-        return images_prompt(row, uid, where, processor, {**template, **_template_of_row(row, where)}, columns)
-    if has_images(row):
+        return media_prompt(row, uid, where, processor, {**template, **_template_of_row(row, where)}, columns)
+    if kinds := row_kinds(row):
+        nouns = " and ".join(f"{kind.noun}s" for kind in kinds)
         raise DataError(
-            f"{where} has images, but the model or its processor takes text alone; give a vision-language model with its "
-            "processor, or remove the images."
+            f"{where} has {nouns}, but the model or its processor takes text alone; give a model that reads {nouns} with its "
+            f"processor, or remove the {nouns}."
         )
     if isinstance(value, str):
         try:
@@ -74,7 +75,7 @@ def to_prompt(
             raise DataError(f"{where} has a prompt that is no Unicode text (half of a character); mend it.") from error
         return Prompt(uid=uid, text=value, token_ids=tuple(ids), columns=columns)
     messages = tuple(clean(message) for message in value or ())
-    refuse_other_media(messages, where)
+    refuse_openai_parts(messages, where)
     if messages[-1]["role"] == "assistant" and messages[-1].get("content"):
         _say_once(
             "Prompts end with a message of the assistant, which the model continues. If that is the answer, take it off: "

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _OPENS, _CLOSES = "\uf8f0", "\uf8f1"
-_PLACES = ("image_token", "boi_token")
+_PLACES = ("image_token", "boi_token", "audio_token", "video_token")
 _HIDDEN = re.compile(f"{_OPENS}([0-9]+){_CLOSES}")
 
 
@@ -32,10 +32,10 @@ def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: A
 
 
 def keeping_text(processor: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[Any, Sequence[Mapping[str, Any]]]:
-    """Processor of images and messages as they are to be rendered and read, so that control tokens in messages stay text.
+    """Processor and messages as they are to be rendered and read, so that control tokens in messages stay text.
 
-    Both are as before where no message spells a control token out. The token that an image takes the place of is none of them:
-    how often it stands in a text is checked against the number of images.
+    Both are as before where no message spells a control token out. The placeholder of an image, a sound or a video is none of
+    them: how often it stands in a text is checked against the number of items.
     """
     places = {getattr(owner, name, None) for owner in (processor, processor.tokenizer) for name in _PLACES}
     marks = [mark for mark in control_texts(processor.tokenizer) if mark not in places]

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from covey.data.checks import first_prompts, row_at, row_of
 from covey.data.curriculum import order_of
-from covey.data.images import IMAGE_COLUMNS, image_digest
 from covey.data.live.dataset import LiveDataset
+from covey.data.media import MEDIA_COLUMNS, media_digest
 from covey.data.order import Order, Outcome
 from covey.data.prompts import to_prompt
 from covey.data.together import Together, question_of
@@ -178,9 +178,9 @@ class PromptStream:
     def _check_rows(self) -> None:
         """Encode the rows that could be too long, or hold an id without embedding, before any work is spent.
 
-        Of rows with images only the first is: the others are measured when they are drawn, for each takes its time.
+        Of rows with images, sounds or videos only the first is: the others are measured when they are drawn, for each takes its time.
         """
-        if set(IMAGE_COLUMNS) & set(getattr(self._dataset, "column_names", None) or ()) and len(self._dataset):
+        if set(MEDIA_COLUMNS) & set(getattr(self._dataset, "column_names", None) or ()) and len(self._dataset):
             self._prompt("0:0", row_at(self._dataset, 0, self.name))
         limit = self.max_prompt_length if self.on_too_long == "error" else None
         beyond = tokens_beyond(self.tokenizer, self.num_embeddings)
@@ -194,7 +194,7 @@ class PromptStream:
 
     @cached_property
     def _fingerprint(self) -> str:
-        """A digest of the number of rows, the columns, and the prompts and images of up to 16 rows."""
+        """A digest of the number of rows, the columns, and the prompts and media of up to 16 rows."""
         rows = self.num_rows
         if isinstance(self._dataset, LiveDataset):  # its rows and columns are still to come
             return hashlib.sha256(self._dataset.name.encode()).hexdigest()[:16]
@@ -202,7 +202,7 @@ class PromptStream:
         for index in sorted({rows * part // 16 for part in range(16)} if rows else ()):
             row = row_at(self._dataset, index, self.name)
             texts.append(str(row.get("prompt")))
-            texts += [image_digest(row[name]) for name in IMAGE_COLUMNS if row.get(name) is not None]
+            texts += [media_digest(row[name]) for name in MEDIA_COLUMNS if row.get(name) is not None]
         return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 

@@ -17,6 +17,7 @@ import fsspec
 import pyarrow
 from datasets.features.features import register_feature
 
+from covey.data.media.kinds import MEDIA_COLUMNS
 from covey.errors import DataError
 from covey.files.bounded import LONGEST_LINE
 
@@ -318,7 +319,7 @@ def read_json(files: Sequence[Path], streaming: bool) -> Any:
     if is_inferred:
         return None
     if streaming:  # rows that were not scanned may hold anything
-        kinds = {name: kind if name in ("image", "images") else "mixed" for name, kind in kinds.items()}
+        kinds = {name: kind if name in MEDIA_COLUMNS else "mixed" for name, kind in kinds.items()}
     return as_dataset(files, "json", kinds, streaming)
 
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from covey.data.images import IMAGE_COLUMNS, has_images
 from covey.data.lengths import longest_prompt
+from covey.data.media import MEDIA_COLUMNS, has_media
 from covey.data.prompts import to_prompt
 from covey.doctor.finding import Finding, failed, passed, warned
 from covey.errors import CoveyError
@@ -20,7 +20,7 @@ ROWS = 2000
 def data_findings(
     dataset: Any, held_out: Any, tokenizer: Any, args: Any, context: int | None, processor: Any = None
 ) -> Iterator[Finding]:
-    """Findings on both data sets. `context`: the most tokens that the model has positions for; `processor`: of images."""
+    """Findings on both data sets. `context`: the most tokens that the model has positions for; `processor`: of media."""
     rows = first_rows(dataset)
     if not rows:
         yield failed(AREA, "the data set has no rows.", "give a file with at least one prompt")
@@ -30,10 +30,10 @@ def data_findings(
     yield passed(
         AREA, f"{'a stream' if total is None else f'{total:,} rows'} with the columns {', '.join(columns)}", rows=total
     )
-    are_text_prompts = not any(map(has_images, rows))  # one question is asked of many images
+    are_text_prompts = not any(map(has_media, rows))  # one question is asked of many images or sounds
     if are_text_prompts:
         yield repeats(rows)
-    yield from empty_columns([{name: row[name] for name in row if name not in IMAGE_COLUMNS} for row in rows])
+    yield from empty_columns([{name: row[name] for name in row if name not in MEDIA_COLUMNS} for row in rows])
     yield lengths(rows, tokenizer, args, context, processor, dataset)
     if held_out is not None and are_text_prompts:
         yield overlap(rows, first_rows(held_out))

@@ -18,7 +18,7 @@ from covey.environments.states import states_of
 from covey.environments.template import Template, WrittenCall, typed_argument
 from covey.environments.tools import Tool
 from covey.errors import DataError
-from covey.images import refuse_images
+from covey.modalities import refuse_media
 from covey.rollout import Sampler, SamplingParams
 from covey.rollout.environments import Turn
 from covey.rollout.prompts import PromptLike
@@ -212,7 +212,7 @@ class EpisodeSampler:
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` episodes for each prompt, as they finish. Raises DataError for a prompt that is no chat."""
-        refuse_images([prompt for prompt in prompts if isinstance(prompt, Prompt)], "a run with tools or environments")
+        refuse_media([prompt for prompt in prompts if isinstance(prompt, Prompt)], "a run with tools or environments")
         begun = [self._begin(prompt, n) for prompt in prompts]
         shown = {prompt.uid: original for prompt, original in zip(begun, prompts, strict=True)}
         try:

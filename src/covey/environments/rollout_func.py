@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from covey.errors import DataError
-from covey.images import refuse_images
+from covey.modalities import refuse_media
 from covey.rollout import Sampler, SamplingParams
 from covey.rollout.prompts import PromptLike
 from covey.types import Completion, Group, Prompt
@@ -42,7 +42,7 @@ class RolloutFuncSampler:
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, in order."""
         encoded = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
-        refuse_images(encoded, "rollout_func")
+        refuse_media(encoded, "rollout_func")
         raw_prompts = [prompt.raw for prompt in encoded for _ in range(n)]
         output = self._checked(self.function(raw_prompts, self.trainer), len(raw_prompts))
         extra = {name: values for name, values in output.items() if name not in (*_NEEDED, "env_mask")}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from covey.images import Placed
+from covey.modalities import Placed
 from covey.types import Completion, Group, Prompt
 
 
@@ -198,7 +198,7 @@ class PaddedRows:
     shape: tuple[int, int]
     """(N, T)"""
     placed: tuple[Placed, ...] = ()
-    """The prompts with images, each once."""
+    """The prompts with media, each once."""
     prompts: tuple[Prompt, ...] = ()
     """[N] prompts, if one of them has images; else empty."""
 
@@ -242,15 +242,15 @@ def pad_rows(rows: Sequence[Row], pad_id: int, device: torch.device) -> PaddedRo
         place=torch.cat(place).to(device),
         shape=(len(rows), longest),
         placed=_placed(rows, width),
-        prompts=tuple(row.prompt for row in rows) if any(row.prompt.images for row in rows) else (),
+        prompts=tuple(row.prompt for row in rows) if any(row.prompt.media for row in rows) else (),
     )
 
 
 def _placed(rows: Sequence[Row], width: int) -> tuple[Placed, ...]:
-    """Prompts with images among rows padded to `width`, those of one group once."""
+    """Prompts with media among rows padded to `width`, those of one group once."""
     members: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
-        if row.prompt.images is not None:
+        if row.prompt.media is not None:
             members.setdefault(row.group, []).append(i)
     placed = []
     for indices in members.values():

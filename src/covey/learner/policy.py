@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from covey.errors import ConfigError
-from covey.images import banned_ids, image_inputs, placed_inputs, reason_against
 from covey.kernels import AttentionHeads, HalfWeights, Window, attention_windows, learning
 from covey.learner import shared_prompt
 from covey.learner.heads import find_head, short_row, splits_or_warns
@@ -24,7 +23,8 @@ from covey.learner.shared_kernel import choose_kernel
 from covey.learner.shared_prompt import SharedRows, share_rows
 from covey.learner.shared_states import StateLayer, state_layers, whole_row_layers
 from covey.learner.signals import Signal
-from covey.models import accepts, decoder_of, encoder_of, float32_stream, reads_images, unwrapped
+from covey.modalities import banned_ids, media_inputs, placed_inputs, reason_against
+from covey.models import accepts, decoder_of, encoder_of, float32_stream, reads_media, unwrapped
 from covey.process.sharding import Shards, depending
 from covey.process.world import autocast
 from covey.types import Prompt
@@ -147,7 +147,7 @@ class Policy:
         if self.shards is not None:
             self._splits()
             self._shares()
-            self._is_embedded = False  # only processes with images would make that trial
+            self._is_embedded = False  # only processes with media would make that trial
         return self
 
     def _within(self, work: Callable[[], T]) -> T:
@@ -171,7 +171,7 @@ class Policy:
         With `against` or `teacher`, the distance to that model's distributions is computed too.
         """
         has_siblings = self.packs_always or len({row.group for row in rows}) < len(rows)
-        seen = next((row.prompt for row in rows if row.prompt.images is not None), None)
+        seen = next((row.prompt for row in rows if row.prompt.media is not None), None)
         computing = (self,) if against is None else (self, against.policy)
         if has_siblings and all(policy._shares() and (seen is None or policy._embeds(seen)) for policy in computing):
             packed: PaddedRows | SharedRows = share_rows(rows, self.device, self._kernel)
@@ -241,7 +241,7 @@ class Policy:
         with self.autocast():
             with offloaded(pins=True) if self.offloads else nullcontext():
                 hidden, auxiliary = self._hidden(rows)
-            if self.shards is not None and reads_images(self.model):
+            if self.shards is not None and reads_media(self.model):
                 hidden = depending(hidden, self.parameters())
             picked = pick_rows(hidden, rows.source)  # [M, D], or [M, V] if decoder and head cannot be separated
             head = self._head_of() if self._splits() else self._whole_head()
@@ -281,18 +281,18 @@ class Policy:
         if self._embeds(rows.placed[0].prompt):
             return placed_inputs(self.model, rows.input_ids, None, rows.placed), decoder_of(self.model)
         width = rows.input_ids.shape[1]
-        images = image_inputs(self.model, rows.prompts, width, [0] * len(rows.prompts))
-        inputs = {"input_ids": rows.input_ids, "attention_mask": rows.attention_mask, **images}
+        media = media_inputs(self.model, rows.prompts, width, [0] * len(rows.prompts))
+        inputs = {"input_ids": rows.input_ids, "attention_mask": rows.attention_mask, **media}
         return inputs, encoder_of(self.model)
 
     def _embeds(self, prompt: Prompt) -> bool:
-        """True if the language model takes prompts with images as embeddings alone; tried once, on this prompt."""
+        """True if the language model takes prompts with media as embeddings alone; tried once, on this prompt."""
         if self._is_embedded is None:
             reason = reason_against(self.model, prompt)
             self._is_embedded = reason is None
             if reason is not None:
                 logger.warning(
-                    "%s computes images and prompts once a completion: %s.",
+                    "%s computes media and prompts once a completion: %s.",
                     type(unwrapped(self.model)).__name__,
                     reason,
                 )

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from covey.images import Placed, placed_inputs
 from covey.kernels import LOCAL_LAYERS, AttentionHeads, Layout, SharedPromptAttention, Window, has_states
 from covey.learner.packing import Row
 from covey.learner.shared_states import Unpacked
+from covey.modalities import Placed, placed_inputs
 from covey.models import unwrapped
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class SharedRows:
     heads: set[AttentionHeads] | None = None
     """If given, collects the shapes of the attention layers."""
     placed: tuple[Placed, ...] = ()
-    """The prompts with images."""
+    """The prompts with media."""
 
     @functools.cached_property
     def layouts(self) -> tuple[Layout, ...]:
@@ -174,7 +174,7 @@ def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own") -
         last = offset - 1
         lengths = tuple(rows[i].num_computed for i in members)
         segments.append(Segment(Layout(start, len(prompt), lengths), device))
-        if rows[members[0]].prompt.images is not None:
+        if rows[members[0]].prompt.media is not None:
             begins = [offset + sum(lengths[:i]) for i in range(len(lengths))]
             placed.append(Placed(rows[members[0]].prompt, (start,), tuple(zip(begins, lengths, strict=True))))
         for i, count in zip(members, lengths, strict=True):

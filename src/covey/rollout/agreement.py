@@ -10,7 +10,7 @@ from torch import Tensor
 
 from covey.data import vocabulary_size
 from covey.errors import RAW_ERRORS, CoveyError, ModelError
-from covey.images import banned_ids
+from covey.modalities import banned_ids
 from covey.models import accepts, evaluating, unwrapped
 from covey.process.memory import is_out_of_memory
 from covey.rollout.autocast import SamplerPrecision, in_precision
@@ -77,7 +77,7 @@ def raw_reason(error: Exception) -> str:
 
 
 def short_prompts(model: Any) -> list[Prompt]:
-    """Two prompts of made-up tokens, without placeholders of images."""
+    """Two prompts of made-up tokens, without placeholders of media."""
     barred = {*banned_ids(model), *range(3)}  # the first ids are often special
     allowed = [i for i in range(min(2000, vocabulary_size(model))) if i not in barred]
     ids = lambda count: tuple(allowed[(7919 * i + 11 * count) % len(allowed)] for i in range(count))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 from covey.errors import RAW_ERRORS, ConfigError, ModelError, Unsupported
-from covey.models import reads_images, unwrapped
+from covey.models import reads_media, unwrapped
 from covey.rollout.agreement import raw_reason, reason_against, refusal
 from covey.rollout.engine import NativeSampler
 from covey.rollout.environments import Environment
@@ -25,14 +25,14 @@ Backend = Literal["auto", "native", "transformers", "generate", "vllm", "vllm-se
 
 
 class SplitSampler(NativeSampler):
-    """The native engine, except for prompts with images that it cannot compute: plain transformers samples those."""
+    """The native engine, except for prompts with media that it cannot compute: plain transformers samples those."""
 
     _other: TransformersSampler | None = None
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, as they finish."""
-        seen = [prompt for prompt in prompts if isinstance(prompt, Prompt) and prompt.images is not None]
-        reason = self.reason_against_images(seen[0]) if seen else None
+        seen = [prompt for prompt in prompts if isinstance(prompt, Prompt) and prompt.media is not None]
+        reason = self.reason_against_media(seen[0]) if seen else None
         if reason is None:
             return super().sample(prompts, n, params)
         return self._split(prompts, seen, n, params, reason)
@@ -42,7 +42,7 @@ class SplitSampler(NativeSampler):
     ) -> Iterator[Group]:
         if self._other is None:
             warnings.warn(
-                f"Completions of prompts with images are written by plain transformers, which is slower: {reason}.",
+                f"Completions of prompts with media are written by plain transformers, which is slower: {reason}.",
                 UserWarning,
                 stacklevel=3,
             )
@@ -112,7 +112,7 @@ def _native(
     model: Any, tokenizer: Any, eos_ids: Sequence[int] | None, backend: Backend, options: dict[str, Any]
 ) -> NativeSampler:
     """The native engine. Raises Unsupported where it cannot run the model, or gives other log-probabilities."""
-    chosen = SplitSampler if backend == "auto" and reads_images(model) else NativeSampler
+    chosen = SplitSampler if backend == "auto" and reads_media(model) else NativeSampler
     try:
         sampler = chosen(model, tokenizer, eos_ids=eos_ids, **options)
     except RAW_ERRORS as error:

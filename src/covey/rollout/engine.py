@@ -12,8 +12,8 @@ import torch
 
 from covey.data import num_embeddings
 from covey.errors import ConfigError, DataError, MemoryLimitError, Unsupported
-from covey.images import banned_ids, reason_against, refuse_loose_places
 from covey.kernels import DecodeKernels, SamplerLinear
+from covey.modalities import banned_ids, reason_against, refuse_loose_places
 from covey.models import unwrapped
 from covey.process.device import free_on
 from covey.process.memory import is_out_of_memory, release, release_under_pressure
@@ -148,7 +148,7 @@ class NativeSampler:
         self.new_capture: Callable[[], Capture] = lambda: CudaCapture(device)
         self.model = model
         self.banned = banned_ids(model)
-        self._images_reason: tuple[str | None] | None = None
+        self._media_reason: tuple[str | None] | None = None
 
     def load(self, policy: Any, version: int) -> None:
         """Sample with the current weights of this model from now on."""
@@ -195,25 +195,25 @@ class NativeSampler:
         return requests
 
     def _expect_readable(self, prompts: Sequence[Prompt]) -> None:
-        """Raise Unsupported for images that the engine cannot prefill, DataError for a prompt that ends with one."""
+        """Raise Unsupported for media that the engine cannot prefill, DataError for a prompt that ends with a placeholder."""
         refuse_loose_places(prompts, self.banned)
-        seen = [prompt for prompt in prompts if prompt.images is not None]
-        if seen and self.reason_against_images(seen[0]) is not None:
-            raise Unsupported(f"{type(unwrapped(self.model)).__name__}: {self.reason_against_images(seen[0])}")
+        seen = [prompt for prompt in prompts if prompt.media is not None]
+        if seen and self.reason_against_media(seen[0]) is not None:
+            raise Unsupported(f"{type(unwrapped(self.model)).__name__}: {self.reason_against_media(seen[0])}")
         for prompt in seen:
             if prompt.token_ids[-1] in self.banned:
                 raise DataError(
-                    f"prompt {prompt.uid} ends with an image; put the question, or a line break, behind it."
+                    f"prompt {prompt.uid} ends with an image, a sound or a video; put the question, or a line break, behind it."
                 )
 
-    def reason_against_images(self, prompt: Prompt) -> str | None:
-        """Reason why prompts with images cannot be computed by this engine, told by one of them, once; None if they can."""
-        if self._images_reason is None:
+    def reason_against_media(self, prompt: Prompt) -> str | None:
+        """Reason why prompts with media cannot be computed by this engine, told by one of them, once; None if they can."""
+        if self._media_reason is None:
             reason = reason_against(self.model, prompt)
             if reason is None and not isinstance(self.forward, ModulesForward):
                 reason = "its decoder is written out for text"
-            self._images_reason = (reason,)
-        return self._images_reason[0]
+            self._media_reason = (reason,)
+        return self._media_reason[0]
 
     def _groups(self, requests: deque[GroupRequest], n: int, params: SamplingParams) -> Iterator[Group]:
         while requests:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from covey.errors import Unsupported
-from covey.images import embed
 from covey.kernels import (
     LOCAL_LAYERS,
     DecodeKernels,
@@ -22,6 +21,7 @@ from covey.kernels import (
     in_place_steps,
     state_steps,
 )
+from covey.modalities import embed
 from covey.models import accepts, decoder_of, evaluating, float32_stream, unwrapped
 from covey.rollout.attention import NAME, Batch, causal, register
 from covey.rollout.batches import DecodeBatch, PrefillBatch
@@ -121,8 +121,8 @@ class ModulesForward:
         logits: Tensor = self._run(ids[:, None], positions[:, None], batch).logits[:, -1]
         return logits
 
-    def prefill_images(self, prompt: Prompt, batch: PrefillBatch) -> int:
-        """Prefill one prompt with images except its last token. Returns the position of that token."""
+    def prefill_media(self, prompt: Prompt, batch: PrefillBatch) -> int:
+        """Prefill one prompt with media except its last token. Returns the position of that token."""
         read = embed(self.model, prompt)
         end = len(prompt.token_ids) - 1
         with our_attention(self.model):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from covey.data import num_embeddings
 from covey.errors import ConfigError, ModelError
-from covey.images import banned_ids, computes_positions, image_inputs, refuse_loose_places, watched_positions
+from covey.modalities import banned_ids, computes_positions, media_inputs, refuse_loose_places, watched_positions
 from covey.models import accepts, evaluating, unwrapped
 from covey.rollout.autocast import SamplerPrecision, expect_precision, in_precision
 from covey.rollout.forward import head_in_float32
@@ -171,7 +171,7 @@ class _Batch:
         return seen
 
     def _barred(self, logits: Tensor) -> Tensor:
-        """`logits` [B, V] with image placeholder tokens masked out."""
+        """`logits` [B, V] with placeholder tokens masked out."""
         if self.sampler.banned:
             logits = logits.index_fill(-1, torch.tensor(self.sampler.banned, device=logits.device), -torch.inf)
         return logits
@@ -252,15 +252,15 @@ class _CachedBatch(_Batch):
         return logits[index]
 
     def _read(self, ids: Tensor, positions: Tensor, prompts: list[Prompt]) -> tuple[Tensor, Tensor]:
-        """Prefill with images: [P, V] logits after the prompts, and [P] the position of each prompt's next token."""
+        """Prefill with media: [P, V] logits after the prompts, and [P] the position of each prompt's next token."""
         model, width = self.sampler.model, ids.shape[1]
-        images = image_inputs(model, prompts, width, [width - len(prompt.token_ids) for prompt in prompts])
-        if not images:
+        media = media_inputs(model, prompts, width, [width - len(prompt.token_ids) for prompt in prompts])
+        if not media:
             return self._forward(ids, positions, grow=False), positions[:, -1] + 1
         if not computes_positions(model):
-            return self._forward(ids, positions, grow=False, **images), positions[:, -1] + 1
+            return self._forward(ids, positions, grow=False, **media), positions[:, -1] + 1
         with watched_positions(model) as seen:
-            logits = self._forward(ids, None, grow=False, **images)
+            logits = self._forward(ids, None, grow=False, **media)
         return logits, seen[0][-3:].amax(0)[:, -1].to(self.device) + 1
 
     def _new_cache(self) -> Any:
@@ -268,14 +268,14 @@ class _CachedBatch(_Batch):
 
         return DynamicCache(config=unwrapped(self.sampler.model).config)
 
-    def _forward(self, ids: Tensor, positions: Tensor | None, grow: bool = True, **images: Tensor) -> Tensor:
+    def _forward(self, ids: Tensor, positions: Tensor | None, grow: bool = True, **media: Tensor) -> Tensor:
         """[B, V] logits after the last of `ids` [B, L], which enter the KV cache; `positions` None: computed by the model."""
         model = self.sampler.model
         if grow:
             self.mask = torch.nn.functional.pad(self.mask, (0, ids.shape[1]), value=1)
         extra = {"position_ids": positions, "logits_to_keep": 1}
         extra = {name: value for name, value in extra.items() if name in self.sampler.takes and value is not None}
-        extra |= images
+        extra |= media
         out = model(input_ids=ids, attention_mask=self.mask, past_key_values=self.cache, use_cache=True, **extra)
         logits: Tensor = out.logits[:, -1]
         return logits
@@ -308,7 +308,7 @@ class _StatefulBatch(_Batch):
                 generation_config=GenerationConfig(max_new_tokens=self.steps, do_sample=False, pad_token_id=0),
                 logits_processor=LogitsProcessorList([self._forced]),
                 stopping_criteria=StoppingCriteriaList([self._is_done]),
-                **image_inputs(model, prompts, self.start, [0] * len(prompts)),
+                **media_inputs(model, prompts, self.start, [0] * len(prompts)),
             )
         return self._completions()
 

@@ -192,25 +192,25 @@ class Scheduler:
         start, most = 0, CPU_PREFILL_TOKENS if self.forward.device.type == "cpu" else PREFILL_TOKENS
         while start < len(requests):
             stop, longest = start, 0
-            if requests[start].prompt.images is not None:
-                self._prefill_images(requests[start].prompt, slots[start : start + 1])
+            if requests[start].prompt.media is not None:
+                self._prefill_media(requests[start].prompt, slots[start : start + 1])
                 start += 1
                 continue
             while stop < len(requests):
                 length = len(requests[stop].prompt.token_ids) - 1
-                has_images = requests[stop].prompt.images is not None
+                has_media = requests[stop].prompt.media is not None
                 is_padded = self.forward.states is not None and stop > start and length != longest
                 longest = max(longest, length)
-                if stop > start and (has_images or is_padded or longest * (stop + 1 - start) > most):
+                if stop > start and (has_media or is_padded or longest * (stop + 1 - start) > most):
                     break
                 stop += 1
             self._prefill_batch([request.prompt.token_ids[:-1] for request in requests[start:stop]], slots[start:stop])
             start = stop
 
-    def _prefill_images(self, prompt: Prompt, slots: range) -> None:
-        """Prefill a prompt with images through the model's own modules; its rows continue at the position after them."""
+    def _prefill_media(self, prompt: Prompt, slots: range) -> None:
+        """Prefill a prompt with media through the model's own modules; its rows continue at the position after them."""
         assert isinstance(self.forward, ModulesForward)  # `DecoderForward` takes text only
-        position = self.forward.prefill_images(prompt, PrefillBatch(self.cache, slots))
+        position = self.forward.prefill_media(prompt, PrefillBatch(self.cache, slots))
         rows = self.rows[:, : self.num_rows]
         rows[POSITION, rows[SLOT] == slots.start] = position
 

@@ -80,7 +80,7 @@ class ProcessWorker:
         return True
 
     def send(self, order: Order) -> None:
-        self.outbox.put(("order", pickle.dumps(order)))  # torch would send file descriptors of images instead
+        self.outbox.put(("order", pickle.dumps(order)))  # torch would send file descriptors of tensors instead
 
     def close(self) -> None:
         self.is_closed = True

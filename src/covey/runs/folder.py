@@ -20,7 +20,7 @@ from covey.runs import (
     completions,
     evaluations,
     manifest,
-    pictures,
+    previews,
     rollouts,
     serialization,
     status,
@@ -155,19 +155,19 @@ class RunFolder:
         reward_names: Sequence[str],
         *,
         limit: int | None = None,
-        with_images: bool = True,
+        with_previews: bool = True,
         **options: Any,
     ) -> None:
         """`rollouts/step-N.parquet`; `options` as in `rollouts.write`. `limit`: most files that stay (`rollouts.thin`).
 
-        `with_images`: prompts' images too, in `rollouts/images/`.
+        `with_previews`: small copies of prompts' images, sounds and videos too.
         """
         folder = self.path / "rollouts"
 
         def write() -> None:
             rollouts.write(folder, step, groups, reward_names, **options)
-            if with_images:
-                pictures.write(folder, groups)
+            if with_previews:
+                previews.write(folder, groups)
             if limit is not None:
                 rollouts.thin(folder, limit)
 

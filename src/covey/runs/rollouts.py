@@ -5,7 +5,7 @@ whose advantage it has), `completion`, `finish`, `version`, `source`,
 `num_tokens`, `reward` (the weighted sum that advantages were made of, after normalization and clipping; with
 `multi_objective_aggregation="normalize_then_sum"` they are made of each reward's own advantages, and this is the weighted sum
 of the rewards), `reward/<function>` as it gave it (null: not scored), `advantage`, the data set's columns as JSON,
-`images` (JSON: names of files in `images/`, of prompts with images), `extra/<name>`, and lists with one entry a token: `prompt_ids` (of the prompt), `token_ids`, and those that are known of `logprobs`, `old_logp`, `ref_logp`,
+`images`, `audios`, `videos` (JSON: names of files in the folders of these names, of prompts with media), `extra/<name>`, and lists with one entry a token: `prompt_ids` (of the prompt), `token_ids`, and those that are known of `logprobs`, `old_logp`, `ref_logp`,
 `values`, `mask`, `advantages`, `token/<name>` (of what the learner computed: `token/entropy`, in nats, and `token/teacher_gap`, a teacher's log-probability minus the policy's).
 """
 
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from covey.errors import RunFolderError
 from covey.runs.manifest import to_json
+from covey.runs.previews import FOLDERS, folder_of
 from covey.runs.storage import refuse_link, sync_folder, temporary_sibling
 from covey.types import Completion, Group, Prompt, TokenNumbers
 
@@ -91,8 +92,8 @@ def table_of(
         "num_tokens": pa.array([done.num_tokens for _, _, _, done in members], pa.int32()),
         **_rewards(groups, reward_names, weights),
         **_advantages(groups),
-        "columns": _texts(json.dumps(to_json(_without_images(group.prompt))) for _, _, group, _ in members),
-        **_images(groups),
+        "columns": _texts(json.dumps(to_json(_without_media(group.prompt))) for _, _, group, _ in members),
+        **_media(groups),
         **_extras(groups),
         "prompt_ids": pa.array([list(group.prompt.token_ids) for _, _, group, _ in members], pa.list_(pa.int64())),
         "token_ids": pa.array([done.token_ids.numpy() for _, _, _, done in members], pa.list_(pa.int64())),
@@ -152,26 +153,25 @@ def plain_prompt(prompt: Prompt) -> str:
 def _content(content: Any) -> str:
     if isinstance(content, str):
         return content
-    if isinstance(content, list):  # parts of a message: text, and images that have none
+    if isinstance(content, list):  # parts of a message: text, and media that have none
         return " ".join(str(part.get("text", f"<{part.get('type')}>")) for part in content if isinstance(part, Mapping))
     return json.dumps(to_json(content))
 
 
-def _without_images(prompt: Prompt) -> dict[str, Any]:
-    """The columns of the prompt's row, but for images, which are files."""
+def _without_media(prompt: Prompt) -> dict[str, Any]:
+    """The columns of the prompt's row, but for media, which are files."""
+    media = {name for folder in FOLDERS for name in (folder, folder.removesuffix("s"))}
+    return {name: value for name, value in prompt.columns.items() if not (prompt.media and name in media)}
+
+
+def _media(groups: Sequence[Group]) -> dict[str, pa.Array]:
+    """`images`, `audios` and `videos`: names of each prompt's files in these folders as JSON, if a prompt has any."""
+    names = [group.prompt.media.names if group.prompt.media else () for group in groups for _ in group.completions]
     return {
-        name: value for name, value in prompt.columns.items() if not (prompt.images and name in ("image", "images"))
+        folder: _texts(json.dumps([name for name in row if folder_of(name) == folder]) for row in names)
+        for folder in FOLDERS
+        if any(folder_of(name) == folder for row in names for name in row)
     }
-
-
-def _images(groups: Sequence[Group]) -> dict[str, pa.Array]:
-    """`images`, the names of each prompt's files in `images/` as JSON, if a prompt has any."""
-    if not any(group.prompt.images for group in groups):
-        return {}
-    names = [
-        list(group.prompt.images.names) if group.prompt.images else [] for group in groups for _ in group.completions
-    ]
-    return {"images": _texts(json.dumps(row_names) for row_names in names)}
 
 
 def _rewards(groups: Sequence[Group], names: Sequence[str], weights: Sequence[float] | None) -> dict[str, pa.Array]:

@@ -36,11 +36,14 @@ SCHEMA = 1
 _DATACLASSES: dict[str, type] = {
     cls.__name__: cls
     for cls in (
-        *(types.Prompt, types.PromptImages, types.Completion, types.ToolCall, types.EpisodeNotes, types.Group),
+        *(types.Prompt, types.Media, types.Completion, types.ToolCall, types.EpisodeNotes, types.Group),
         *(types.Event, types.StepReport, types.Alert),
         *get_args(types.Metric),
     )
 }
+_DATACLASSES["PromptImages"] = types.Media  # its name in checkpoints before sounds
+_RENAMED = {"images": "media"}
+"""Fields of dataclasses by their name in checkpoints before sounds."""
 _STORED_DTYPES = frozenset(
     getattr(torch, name)
     for name in (
@@ -229,7 +232,7 @@ class _Decoder:
 
     def build_object(self, item: Any) -> Any:
         name, content = item
-        return _DATACLASSES[name](**{key: self.decode(value) for key, value in content.items()})
+        return _DATACLASSES[name](**{_RENAMED.get(key, key): self.decode(value) for key, value in content.items()})
 
     def decode(self, code: Any) -> Any:
         if isinstance(code, list):

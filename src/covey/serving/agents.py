@@ -16,7 +16,7 @@ import torch
 
 from covey.environments import Agent, AgentResult
 from covey.errors import ConfigError, DataError
-from covey.images import refuse_images
+from covey.modalities import refuse_media
 from covey.rollout import NativeSampler, Sampler, SamplingParams
 from covey.rollout.prompts import PromptLike, occurrences
 from covey.rollout.sampling import sequence_key
@@ -127,7 +127,7 @@ class AgentSampler:
         encoded = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
         if len(encoded) < len(prompts):
             raise DataError("an AgentSampler takes Prompts; encode text or messages with covey.data first.")
-        refuse_images(encoded, "a run with an agent")
+        refuse_media(encoded, "a run with an agent")
         self._open()
         self.sessions.params = params
         self._count += 1

@@ -26,7 +26,7 @@ from covey.learner.preparation import checkpoint_activations, on_accelerator
 from covey.learner.reference import Reference
 from covey.learner.token_metrics import TokenEntropies
 from covey.learner.update_guard import GuardPolicy, UpdateGuard
-from covey.models import decoder_of, reads_images, unwrapped
+from covey.models import decoder_of, reads_media, unwrapped
 from covey.process.sharding import Sharding, Shards, layer_classes
 from covey.process.world import World
 from covey.rewards import Scorer
@@ -79,7 +79,7 @@ def networks_of(
     def shard(module: nn.Module, keeps_whole: bool = False) -> Shards:
         with learning(module):  # chooses its kernels, once and for all, while the weights are whole
             pass
-        blocks = text_layers(module) if sharding.blocks is None and reads_images(module) else sharding.blocks
+        blocks = text_layers(module) if sharding.blocks is None and reads_media(module) else sharding.blocks
         return Shards(module, world, replace(sharding, blocks=blocks), keeps_whole=keeps_whole)
 
     critic = build_critic(algorithm, policy, shard)
@@ -89,9 +89,9 @@ def networks_of(
 
 
 def text_layers(model: Any) -> tuple[str, ...]:
-    """Classes of the layers of the language model inside a vision-language one.
+    """Classes of the layers of the language model inside one that reads media.
 
-    The rest, which a pass without images does not run, is gathered with the root in every pass.
+    The rest, which a pass of text does not run, is gathered with the root in every pass.
     """
     inside = {type(part).__name__ for part in decoder_of(model).modules()}
     return tuple(sorted(inside & set(layer_classes(model))))
@@ -147,7 +147,7 @@ class RunInputs:
     ensemble: Ensemble | None = None
     """Models whose completions join the groups of training. None: the policy alone."""
     processor: Any = None
-    """Processor of a vision-language model."""
+    """Processor of a model that reads media."""
     trainer: Any = None
     """Trainer, passed to a rollout function with its prompts."""
     frozen: Any = None

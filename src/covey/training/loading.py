@@ -11,9 +11,9 @@ from covey.adapters import adapter_options, has_adapter, refuse_second_adapter, 
 from covey.config import GRPOConfig
 from covey.data import eos_ids, prepare_tokenizer
 from covey.errors import ConfigError
-from covey.images import load_processing
 from covey.learner.preparation import prepare_for_training
-from covey.models import config_of, disable_dropout, load_model, load_tokenizer, reads_images, refuse_quantized
+from covey.modalities import load_processing
+from covey.models import config_of, disable_dropout, load_model, load_tokenizer, reads_media, refuse_quantized
 from covey.process.cluster import expect_cluster
 from covey.rollout.on_ray import RAY_OPTION
 from covey.rollout.vllm import Address, Carrier, Client, Deadlines, Server, expect_vllm, refuse_unfit, warn_if_exposed
@@ -28,7 +28,7 @@ class LoadedPolicy:
     tokenizer: Any
     eos_ids: tuple[int, ...]
     processor: Any = None
-    """Processor of a vision-language model."""
+    """Processor of a model that reads media."""
 
 
 def place_of_text(model: Any) -> str | None:
@@ -89,7 +89,7 @@ def load_for_training(
     """Load the policy, add adapters, move it to its device and prepare it for training; shared by trainer and doctor.
 
     `model` and `tokenizer` are names, folders or loaded objects; tokenizer None: the model's own. The image
-    part of a processor is used if the model reads images. A model placed by `device_map` is not moved.
+    part of a processor is used if the model reads images or sounds. A model placed by `device_map` is not moved.
     The adapter in a folder is trained further. Raises ModelError or ConfigError for a model that cannot be loaded or trained.
     """
     refuse_second_adapter(model, peft_config)
@@ -99,7 +99,7 @@ def load_for_training(
     loaded = load_model(model, init_kwargs, trust_remote_code=args.trust_remote_code, is_trainable=True)
     processing = tokenizer or load_processing(loaded, place_of_text(model), trust_remote_code=args.trust_remote_code)
     prepared = prepare_tokenizer(processing, loaded)
-    processor = processing if processing is not prepared and reads_images(loaded) else None
+    processor = processing if processing is not prepared and reads_media(loaded) else None
     ends = eos_ids(loaded, prepared)
     refuse_quantized(loaded, device, has_adapter=peft_config is not None or hasattr(loaded, "peft_config"))
     loaded = with_adapter(loaded, peft_config)

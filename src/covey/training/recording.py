@@ -277,10 +277,10 @@ class Recording:
         reward_names: Sequence[str],
         rollout_steps: int,
         rollout_limit: int | None = None,
-        with_images: bool = True,
+        with_previews: bool = True,
     ) -> None:
         self.folder, self.reward_names = folder, list(reward_names)
-        self.rollout_steps, self.rollout_limit, self.with_images = rollout_steps, rollout_limit, with_images
+        self.rollout_steps, self.rollout_limit, self.with_previews = rollout_steps, rollout_limit, with_previews
         self.forgetting = Forgetting()
 
     def state_dict(self) -> dict[str, Any]:
@@ -302,7 +302,7 @@ class Recording:
                 groups,
                 self.reward_names,
                 limit=self.rollout_limit,
-                with_images=self.with_images,
+                with_previews=self.with_previews,
                 per_token=report.tokens,
             )
 

@@ -24,7 +24,7 @@ from covey.learner import AdapterCopy, FrozenCopy, NoReference, Policy, Referenc
 from covey.learner.served_teacher import AnyTeacher
 from covey.learner.supervised import supervised_policy
 from covey.learner.teacher import Following, Member, Teachers
-from covey.models import load_model, load_tokenizer, reads_images
+from covey.models import load_model, load_tokenizer, reads_media
 from covey.process.sharding import Shards, shard_like
 from covey.rewards.builtin.chat_endpoint import Endpoint
 from covey.types import Completion, Prompt
@@ -46,7 +46,7 @@ def served_teacher(
             f"The teacher {role.teacher} tells log-probabilities of temperature 1, and the policy samples at "
             f"{policy.temperature:g}; set temperature=1, or load the teacher here (a folder or a hub id)."
         )
-    expect_together("served teacher", reads_images(policy.model) and "images")
+    expect_together("served teacher", reads_media(policy.model) and "media")
     endpoint = Endpoint(
         url=role.teacher,
         model=str(role.served_model_name),

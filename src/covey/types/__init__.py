@@ -42,8 +42,8 @@ from covey.types.float64 import (
 from covey.types.float64 import (
     widest_float as widest_float,
 )
-from covey.types.images import (
-    PromptImages as PromptImages,
+from covey.types.media import (
+    Media as Media,
 )
 from covey.types.metrics import (
     Bound as Bound,

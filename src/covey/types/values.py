@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from covey.types.episodes import EpisodeNotes
-from covey.types.images import PromptImages
+from covey.types.media import Media
 from covey.types.reports import Event
 
 Message = Mapping[str, Any]
@@ -40,8 +40,8 @@ class Prompt:
     """The prompt as written, for a plain prompt."""
     messages: tuple[Message, ...] | None = None
     """The prompt as chat messages, for a conversational one."""
-    images: PromptImages | None = None
-    """Its images, for a vision-language model. None: text alone."""
+    media: Media | None = None
+    """Its images, sounds and videos, for a model that reads them. None: text alone."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Every other column of the data set's row; rewards receive them by name."""
 

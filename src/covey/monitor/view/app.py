@@ -29,7 +29,7 @@ from covey.monitor.view.phases import phases_of
 from covey.monitor.view.prompts import ORDERS, STATES
 from covey.monitor.view.query import flag, number, one_of, text, whole
 from covey.monitor.view.reading import Library, RunView, differences
-from covey.runs import pictures
+from covey.runs import previews
 
 _PAGE = Path(__file__).parent / "page"
 _MOST_POINTS = 5000
@@ -137,9 +137,9 @@ def rollout(library: Library, request: Request) -> Any:
     return browsing.group_of(run.path, run.groups, step or 0, group)
 
 
-def image(library: Library, request: Request) -> Any:
-    """An image of a recorded prompt, by its name in `rollouts/images/`; never anything but PNG or JPEG."""
-    content, kind = pictures.read(library.get(text(request, "run")).path / "rollouts", text(request, "name"))
+def media(library: Library, request: Request) -> Any:
+    """An image, a sound or a video of a recorded prompt, by its name in `rollouts/`; never anything but PNG, JPEG, WAV or GIF."""
+    content, kind = previews.read(library.get(text(request, "run")).path / "rollouts", text(request, "name"))
     return Response(content, media_type=kind)
 
 
@@ -224,7 +224,7 @@ _CALLS: dict[str, Callable[[Library, Request], Any]] = {
         alerts,
         rollouts,
         rollout,
-        image,
+        media,
         spread,
         phases,
         facts,

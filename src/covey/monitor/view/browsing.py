@@ -17,6 +17,7 @@ from covey.monitor.view.groups import GroupIndex, read_columns, select
 from covey.monitor.view.records import shown
 from covey.monitor.view.search import prompts_of, search
 from covey.monitor.view.token_text import pieces, tokenizer_file
+from covey.runs.previews import FOLDERS
 
 _PLAIN = (
     "step",
@@ -34,7 +35,7 @@ _PLAIN = (
 _SECONDS = (0.06, 0.25)
 """Seconds that a request searches: briefly for a first answer, longer where the reader has one and waits for the rest."""
 _MOST_COMPLETIONS = 1024
-_MOST_IMAGES = 64
+_MOST_MEDIA = 64
 _LONGEST_TEXT = 400_000
 _HEAD = (
     "completion",
@@ -87,7 +88,7 @@ def group_of(run: Path, index: GroupIndex, step: int, group: int) -> dict[str, A
         table = table.filter(pc.equal(table["group"], group)).slice(0, _MOST_COMPLETIONS)
         rows = [_sound(row) for row in table.to_pylist()]
         columns = json.loads(rows[0].get("columns") or "{}") if rows else {}
-        images = json.loads(rows[0].get("images") or "[]") if rows else []
+        media = [name for folder in FOLDERS for name in json.loads((rows and rows[0].get(folder)) or "[]")]
     except (OSError, ValueError, TypeError, KeyError, RecursionError, pa.ArrowException) as error:
         raise RunFolderError(f"The rollouts of step {step} cannot be read ({error}).") from error
     if not rows:
@@ -100,7 +101,7 @@ def group_of(run: Path, index: GroupIndex, step: int, group: int) -> dict[str, A
         "prompt": first.get("prompt"),
         "prompt_uid": first.get("prompt_uid"),
         "columns": {name: shown(value) for name, value in columns.items()} if isinstance(columns, dict) else {},
-        "images": [name for name in images if isinstance(name, str)][:_MOST_IMAGES] if isinstance(images, list) else [],
+        "media": [name for name in media if isinstance(name, str)][:_MOST_MEDIA],
         "completions": [_completion(row, tokenizer) for row in rows],
         "has_tokenizer": tokenizer is not None,
         "elsewhere": _elsewhere(index, step, group),

@@ -117,7 +117,7 @@ class VLLMSampler:
         if n < 1:
             raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
         encoded = as_prompts(prompts, self.tokenizer, self.context)
-        expect_together("vLLM in process", any(prompt.images is not None for prompt in encoded) and "images")
+        expect_together("vLLM in process", any(prompt.media is not None for prompt in encoded) and "media")
         return self._groups(encoded, n, params)
 
     def _groups(self, prompts: list[Prompt], n: int, params: SamplingParams) -> Iterator[Group]:

@@ -132,7 +132,7 @@ class ServerSampler:
     def _encoded(self, prompts: Sequence[PromptLike], params: SamplingParams) -> list[Prompt]:
         refuse_raw_logprobs(self.server, params)
         encoded = as_prompts(prompts, self.tokenizer, self.context)
-        expect_together("vLLM server", any(prompt.images is not None for prompt in encoded) and "images")
+        expect_together("vLLM server", any(prompt.media is not None for prompt in encoded) and "media")
         return encoded
 
     def take_metrics(self) -> dict[str, Metric]:

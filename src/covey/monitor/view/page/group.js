@@ -39,13 +39,20 @@ export function groupView(place, { step, close }) {
       h("h2", {}, `Step ${group.step}, group ${group.group}`),
       elsewhere(group),
       h("div", { class: "prompt" }, h("pre", { dir: "auto" }, visible(group.prompt)),
-        (group.images ?? []).map((name, i) => h("img", { src: `api/image?${new URLSearchParams({ run: kept.run, name })}`, alt: `image ${i + 1} of the prompt`, loading: "lazy" })),
+        (group.media ?? []).map(medium),
         Object.entries(group.columns ?? {}).map(([name, value]) => h("p", {}, h("b", {}, `${name} `), h("code", {}, visible(typeof value === "string" ? value : JSON.stringify(value)))))),
       scale ? legend(scale) : null,
       group.has_tokenizer ? null : h("p", { class: "soft" }, "No tokenizer.json lies beside the run, so tokens cannot be told apart in the text."),
       compared,
       h("div", { class: "completions" }, folded.map((ones) => card(ones, scale, best > worst && ones[0].reward === best ? "best" : best > worst && ones[0].reward === worst ? "worst" : "", choice(ones[0], compared)))));
     compare(compared);
+  }
+
+  /** An image or a video of the prompt, or a player of its sound. */
+  function medium(name, i) {
+    const src = `api/media?${new URLSearchParams({ run: kept.run, name })}`;
+    if (name.endsWith(".wav")) return h("audio", { src, controls: true, preload: "none", "aria-label": `sound ${i + 1} of the prompt` });
+    return h("img", { src, alt: `${name.endsWith(".gif") ? "video" : "image"} ${i + 1} of the prompt`, loading: "lazy" });
   }
 
   /** A box that chooses a completion for the comparison; a third one takes the place of the first. */

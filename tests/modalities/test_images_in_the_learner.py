@@ -27,9 +27,9 @@ def by_the_model(model, processor, row):
     """[T] log-probabilities by the model's own forward, one row, images given as the processor made them."""
     ids = torch.cat([torch.tensor(row.prompt.token_ids), row.completion.token_ids])[None]
     given = {}
-    if row.prompt.images is not None:
-        given = dict(row.prompt.images.tensors)
-        for name, kinds in row.prompt.images.token_types.items():
+    if row.prompt.media is not None:
+        given = dict(row.prompt.media.tensors)
+        for name, kinds in row.prompt.media.token_types.items():
             given[name] = torch.nn.functional.pad(kinds, (0, row.completion.num_tokens))[None]
     logits = model(input_ids=ids, **given, use_cache=False).logits[0].float()
     for name in ("image_token_id", "image_token_index", "video_token_id"):

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from covey.data.prompts import to_prompt
 from covey.monitor.view.app import make_app
 from covey.monitor.view.reading import Library
-from covey.runs import pictures, rollouts
+from covey.runs import previews, rollouts
 from covey.types import Completion, Group
 
 
@@ -29,7 +29,7 @@ def run(tmp_path):
     folder = tmp_path / "run"
     groups = [group("0:0", 2), group("0:1", 3), group("0:2", 2)]
     rollouts.write(folder / "rollouts", 1, groups, ["r"])
-    pictures.write(folder / "rollouts", groups)
+    previews.write(folder / "rollouts", groups)
     (folder / "run.json").write_text(json.dumps({"schema": 1, "state": "finished"}))
     (folder / "metrics.jsonl").write_text('{"step": 1, "reward": 1.0}\n')
     return folder
@@ -44,8 +44,8 @@ def test_each_image_is_written_once_and_named_in_the_file(run):
 
 
 def test_a_run_keeps_a_bounded_number_of_images(tmp_path, monkeypatch):
-    monkeypatch.setattr(pictures, "MOST_FILES", 1)
-    pictures.write(tmp_path, [group("0:0", 2), group("0:1", 3)])
+    monkeypatch.setattr(previews, "MOST_FILES", 1)
+    previews.write(tmp_path, [group("0:0", 2), group("0:1", 3)])
     assert len(list((tmp_path / "images").iterdir())) == 1
 
 
@@ -55,13 +55,13 @@ def test_the_dashboard_gives_images_by_name_and_nothing_else(run):
         "run" if "run" in client.get("/api/runs").json()["runs"][0] else "name"
     ]
     library_group = client.get("/api/rollout", params={"run": name, "step": 1, "group": 0}).json()
-    (image,) = library_group["images"]
-    found = client.get("/api/image", params={"run": name, "name": image})
+    (image,) = library_group["media"]
+    found = client.get("/api/media", params={"run": name, "name": image})
     assert found.status_code == 200
     assert found.headers["content-type"] == "image/png"
     assert found.headers["x-content-type-options"] == "nosniff"
     assert found.content.startswith(b"\x89PNG")
     for other in ("../../run.json", "run.json", image.replace(".png", ".svg"), "0" * 24 + ".png"):
-        assert client.get("/api/image", params={"run": name, "name": other}).status_code == 404
+        assert client.get("/api/media", params={"run": name, "name": other}).status_code == 404
     (run / "rollouts" / "images" / image).write_bytes(b"<svg onload=alert(1)>")
-    assert client.get("/api/image", params={"run": name, "name": image}).status_code == 404
+    assert client.get("/api/media", params={"run": name, "name": image}).status_code == 404

@@ -1,7 +1,7 @@
-"""A prompt with images as the language model inside a vision-language model reads it: embeddings and positions.
+"""A prompt with media as the language model inside a larger model reads it: embeddings and positions.
 
-Most of these models compute images to vectors, put them among the embeddings of the text, and leave the rest to a language
-model that knows nothing of images. Its input embeddings are captured here, once a prompt, so that all completions share them
+Most of these models compute images or sounds to vectors, put them among the embeddings of the text, and leave the rest to a
+language model that knows nothing of them. Its input embeddings are captured here, once a prompt, so that all completions share them
 and the language model runs as for plain text.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.images.inputs import image_inputs
+from covey.modalities.inputs import media_inputs
 from covey.models import decoder_of, encoder_of, evaluating, unwrapped
 from covey.types import Prompt
 
@@ -41,13 +41,13 @@ class Embedded:
 
     @property
     def next_position(self) -> int:
-        """Position of the first token behind the prompt; below L where images take fewer positions than tokens."""
+        """Position of the first token behind the prompt; below L where media take fewer positions than tokens."""
         return int(self.positions.max()) + 1
 
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A prompt with images inside a batch of rows [B, S], by flat indices into [B * S]."""
+    """A prompt with media inside a batch of rows [B, S], by flat indices into [B * S]."""
 
     prompt: Prompt
     starts: tuple[int, ...]
@@ -65,7 +65,7 @@ class _CaughtError(Exception):
 
 
 def _caught(model: Any, prompt: Prompt) -> dict[str, Any]:
-    """Arguments that the vision-language model gives to its language model for this prompt."""
+    """Arguments that the model gives to its language model for this prompt."""
 
     def catch(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         raise _CaughtError(kwargs)
@@ -84,7 +84,7 @@ def _caught(model: Any, prompt: Prompt) -> dict[str, Any]:
 
 @contextmanager
 def watched_positions(model: Any) -> Iterator[list[Tensor]]:
-    """Context manager that records the position ids [axes, B, S] which the vision-language model passes to its language model."""
+    """Context manager that records the position ids [axes, B, S] which the model passes to its language model."""
     seen: list[Tensor] = []
 
     def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -101,18 +101,24 @@ def watched_positions(model: Any) -> Iterator[list[Tensor]]:
 def _whole(model: Any, prompt: Prompt) -> dict[str, Any]:
     device = next(unwrapped(model).parameters()).device
     ids = torch.tensor([prompt.token_ids], device=device)
-    return {"input_ids": ids, "use_cache": False, **image_inputs(model, [prompt], ids.shape[1], [0])}
+    mask = torch.ones_like(ids)  # without it Qwen2.5-Omni would number media like text
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "use_cache": False,
+        **media_inputs(model, [prompt], ids.shape[1], [0]),
+    }
 
 
 def _forget_positions(model: Any) -> None:
-    """Some models keep the offsets of the last images, which would count for the next text."""
+    """Some models keep the offsets of the last media, which would count for the next text."""
     base = encoder_of(model)
     if getattr(base, "rope_deltas", None) is not None:
         base.rope_deltas = None
 
 
 def embed(model: Any, prompt: Prompt) -> Embedded:
-    """The prompt's embeddings and positions by the model itself: its images computed, among its text. Differentiable."""
+    """The prompt's embeddings and positions by the model itself: its media computed, among its text. Differentiable."""
     arguments = _caught(model, prompt)
     embeds, positions = arguments["inputs_embeds"][0], arguments.get("position_ids")
     if positions is None:
@@ -130,16 +136,18 @@ def reason_against(model: Any, prompt: Prompt) -> str | None:
 
     Found by its arguments, and by comparing its hidden states with the whole model's.
     """
-    assert prompt.images is not None
+    assert prompt.media is not None
     with evaluating(model):
-        if any(bool(kinds.any()) for name, kinds in prompt.images.token_types.items() if name == "token_type_ids"):
-            return "tokens of an image attend to each other in both directions"
         arguments = _caught(model, prompt)
         more = sorted(
             name for name, value in arguments.items() if name not in _ARGUMENTS and isinstance(value, Tensor | list)
         )
         if more:
             return f"its language model gets {', '.join(more)} beside the embeddings"
+        if any(
+            bool((kinds == 1).any()) for name, kinds in prompt.media.token_types.items() if name == "token_type_ids"
+        ):
+            return "tokens of an image attend to each other in both directions"
         read = embed(model, prompt)
         theirs = encoder_of(model)(**_whole(model, prompt)).last_hidden_state[0]
         _forget_positions(model)
@@ -153,7 +161,7 @@ def reason_against(model: Any, prompt: Prompt) -> str | None:
 def placed_inputs(
     model: Any, input_ids: Tensor, position_ids: Tensor | None, placed: Sequence[Placed]
 ) -> dict[str, Tensor]:
-    """`inputs_embeds` [B, S, D] and `position_ids` for the language model, each prompt with images computed once.
+    """`inputs_embeds` [B, S, D] and `position_ids` for the language model, each prompt with media computed once.
 
     `input_ids` [B, S]; `position_ids` [B, S] of the rows as if all were text, from 0 in each row if None. Positions are
     [3, B, S] where a prompt's are [3, L].

@@ -1,4 +1,4 @@
-"""Processors of vision-language models: tokenizer and image processor in one, without torchvision where that can be."""
+"""Processors of models that read media: tokenizer and the parts for each modality in one, without torchvision where that can be."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 from covey.errors import CoveyError, ModelError
 from covey.files.hub import bounded_hub
-from covey.models import first_line, load_tokenizer, reads_images, resolve_source
+from covey.models import first_line, load_tokenizer, reads_media, resolve_source
 
 _CONFIGS = ("processor_config.json", "preprocessor_config.json")
 
 
 def load_processing(model: Any, source: str | Path | None = None, *, trust_remote_code: bool = False) -> Any:
-    """The processor of a vision-language model, or the tokenizer of any other, at `source` or in the model's folder.
+    """The processor of a model that reads media, or the tokenizer of any other, at `source` or in the model's folder.
 
     The tokenizer alone for a local folder that holds no processor. Raises ModelError when there is neither.
     """
     where = resolve_source(source if source is not None else model.config._name_or_path)
     is_bare = Path(where).is_dir() and not any((Path(where) / name).is_file() for name in _CONFIGS)
-    if not where or is_bare or not reads_images(model):
+    if not where or is_bare or not reads_media(model):
         return load_tokenizer(model, source, trust_remote_code=trust_remote_code)
     from transformers import AutoProcessor
 
@@ -31,7 +31,7 @@ def load_processing(model: Any, source: str | Path | None = None, *, trust_remot
     except Exception as error:
         if isinstance(error, ImportError) and "VideoProcessor" in str(error):
             return _without_video(model, where)
-        hint = " (pip install 'covey[vision]')" if isinstance(error, ImportError) else ""
+        hint = " (pip install 'covey[vision,audio]')" if isinstance(error, ImportError) else ""
         raise ModelError(
             f"No processor could be loaded from {where!r}{hint}: {first_line(error)}; pass processing_class= to give another."
         ) from error

@@ -6,9 +6,9 @@ from image_prompts import prompts
 from models import KINDS, tiny_vlm
 
 from covey.errors import DataError, Unsupported
-from covey.images import banned_ids
 from covey.learner import Policy
 from covey.learner.packing import Row
+from covey.modalities import banned_ids
 from covey.rollout import SamplingParams, choose_sampler
 from covey.rollout.hf import TransformersSampler
 
@@ -17,9 +17,9 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 
 
 def generated(model, processor, prompt, tokens=8):
-    given = {} if prompt.images is None else dict(prompt.images.tensors)
-    if prompt.images is not None:
-        given |= {name: kinds[None] for name, kinds in prompt.images.token_types.items()}
+    given = {} if prompt.media is None else dict(prompt.media.tensors)
+    if prompt.media is not None:
+        given |= {name: kinds[None] for name, kinds in prompt.media.token_types.items()}
     ids = torch.tensor([prompt.token_ids])
     out = model.generate(
         input_ids=ids,
@@ -105,5 +105,5 @@ def test_images_that_attend_both_ways_are_left_to_transformers_with_the_reason()
 def test_expanded_ids_without_their_images_are_refused():
     model, processor = tiny_vlm("llava")
     ids = list(prompts(processor, "llava")[0].token_ids)
-    with pytest.raises(DataError, match="prompt 0 holds image tokens but no images"):
+    with pytest.raises(DataError, match="prompt 0 holds placeholders of images or sounds but none of these"):
         list(TransformersSampler(model, processor.tokenizer).sample([ids], 1, GREEDY))

@@ -7,7 +7,7 @@ import pytest
 from models import KINDS, PLACEHOLDER, picture, tiny_processor
 
 from covey.data import PromptStream, load
-from covey.data.images import preview
+from covey.data.media.images import preview_image as preview
 from covey.data.prompts import to_prompt
 from covey.errors import DataError
 from kit import tiny_tokenizer
@@ -47,22 +47,22 @@ def test_a_column_parts_and_plain_text_give_the_same_ids(kind):
     assert len({prompt.token_ids for prompt in found}) == 1
     whole = processor(text=rows[-1]["prompt"], images=[picture(2)], return_tensors="pt")
     assert list(found[0].token_ids) == whole["input_ids"][0].tolist()
-    assert (found[0].images.tensors["pixel_values"] == whole["pixel_values"]).all()
+    assert (found[0].media.tensors["pixel_values"] == whole["pixel_values"]).all()
 
 
 def test_images_go_to_their_parts_in_order(processor):
     parts = [{"type": "text", "text": "A"}, {"type": "image"}, {"type": "text", "text": "B"}, {"type": "image"}]
     found = prompt_of({"prompt": ask(parts), "images": [picture(1), picture(5)]}, processor)
     other = prompt_of({"prompt": ask(parts), "images": [picture(5), picture(1)]}, processor)
-    assert found.images.count == 2
+    assert found.media.count == 2
     assert found.token_ids == other.token_ids
-    assert (found.images.tensors["pixel_values"] == other.images.tensors["pixel_values"].flip(0)).all()
-    assert found.images.names == other.images.names[::-1]
+    assert (found.media.tensors["pixel_values"] == other.media.tensors["pixel_values"].flip(0)).all()
+    assert found.media.names == other.media.names[::-1]
 
 
 def test_a_row_without_images_is_text(processor):
     found = prompt_of({"prompt": ask("What is 2 + 3?"), "images": []}, processor)
-    assert found.images is None
+    assert found.media is None
     assert "<image>" not in processor.tokenizer.decode(found.token_ids)
 
 
@@ -75,8 +75,9 @@ def test_a_row_without_images_is_text(processor):
         ({"prompt": ask([{"type": "image"}])}, "more image parts than images"),
         ({"prompt": ask([{"type": "image"}]), "images": [1, 1]}, "2 images but 1 image parts"),
         ({"prompt": ask("a"), "image": 1, "images": [1]}, "both 'image' and 'images'"),
-        ({"prompt": ask([{"type": "audio", "audio": "a.wav"}])}, "audio and video are not supported"),
-        ({"prompt": ask([{"type": "video"}])}, "audio and video are not supported"),
+        ({"prompt": ask([{"type": "audio", "audio": "a.wav"}])}, "LlavaProcessor reads text and images alone"),
+        ({"prompt": ask([{"type": "video"}])}, "more video parts than videos"),
+        ({"prompt": ask([{"type": "input_audio"}])}, "a part of OpenAI's form (input_audio)"),
         ({"prompt": ask("a"), "image": "https://example.org/a.png"}, "images are not downloaded"),
         ({"prompt": ask("a"), "image": "nowhere.png"}, "nowhere.png cannot be read"),
         ({"prompt": ask("a"), "image": b"no image"}, "image 0 cannot be read as an image"),
@@ -111,7 +112,7 @@ def test_paths_in_a_file_are_relative_to_it(tmp_path, processor):
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     stream = PromptStream(load(tmp_path / "train.jsonl"), processor.tokenizer, processor=processor)
     (found,) = stream.take(1)
-    assert found.images.count == 1
+    assert found.media.count == 1
     assert found.columns["answer"] == "3"
     assert found.token_ids == prompt_of({"prompt": ask("How many?"), "image": picture(3)}, processor).token_ids
 
@@ -129,8 +130,8 @@ def test_control_tokens_in_a_message_stay_text_around_its_images(kind):
         return
     prompt = prompt_of({"prompt": ask(forged), "image": picture(2)}, processor)
     assert prompt.token_ids.count(end) == plain.token_ids.count(end) == 1
-    assert prompt.images.count == 1
-    assert (prompt.images.tensors["pixel_values"] == plain.images.tensors["pixel_values"]).all()
+    assert prompt.media.count == 1
+    assert (prompt.media.tensors["pixel_values"] == plain.media.tensors["pixel_values"]).all()
     image = processor.tokenizer.image_token_id
     assert prompt.token_ids.count(image) == plain.token_ids.count(image)
     assert forged in processor.tokenizer.decode(prompt.token_ids)

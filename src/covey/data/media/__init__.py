@@ -1,0 +1,20 @@
+"""Images, sounds and videos of rows: columns and parts of messages, files, and their way through a processor."""
+
+from covey.data.media.files import undecoded, with_paths
+from covey.data.media.kinds import KINDS, MEDIA_COLUMNS, SOUND, Kind, has_media, row_kinds
+from covey.data.media.places import refuse_openai_parts
+from covey.data.media.prompts import media_digest, media_prompt
+
+__all__ = [
+    "KINDS",
+    "MEDIA_COLUMNS",
+    "SOUND",
+    "Kind",
+    "has_media",
+    "media_digest",
+    "media_prompt",
+    "refuse_openai_parts",
+    "row_kinds",
+    "undecoded",
+    "with_paths",
+]

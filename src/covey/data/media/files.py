@@ -1,0 +1,86 @@
+"""Files of rows: their bytes by path or `data:` address, and paths relative to the data set's file."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from covey.data.media.kinds import MEDIA_COLUMNS, Kind
+from covey.errors import DataError
+from covey.files.bounded import read_bytes
+
+_MOST_BYTES = 64 << 20
+"""Most bytes of one file."""
+
+
+def content_of(value: Any, kind: Kind, where: str) -> Any:
+    """Bytes of a path, of a `data:` address or of `datasets`' dict of bytes and path; every other value as it is."""
+    if isinstance(value, Mapping) and not value.keys().isdisjoint(("bytes", "path")) and "array" not in value:
+        value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
+    return _read(str(value), kind, where) if isinstance(value, str | Path) else value
+
+
+def from_base64(text: str, where: str) -> bytes:
+    """Bytes of a part's base64 text."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise DataError(f"{where} holds no base64 ({error}); mend it.") from error
+
+
+def _read(text: str, kind: Kind, where: str) -> bytes:
+    if text.startswith("data:"):
+        return from_base64(text.partition(",")[2], f"{where} is a data: address that")
+    if text.startswith(("http://", "https://")):
+        raise DataError(f"{where} is the address {text[:80]!r}; {kind.noun}s are not downloaded, give a file's path.")
+    try:
+        return read_bytes(text, _MOST_BYTES, DataError)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+
+
+def undecoded(dataset: Any) -> Any:
+    """The data set with columns of `datasets.Audio` as bytes and paths: decoded by us, not by torchcodec."""
+    import datasets
+
+    plain = datasets.Audio(decode=False)
+    for name, feature in (getattr(dataset, "features", None) or {}).items():
+        if isinstance(feature, datasets.Audio) and feature.decode:
+            dataset = dataset.cast_column(name, plain)
+        elif isinstance(getattr(feature, "feature", None), datasets.Audio) and feature.feature.decode:
+            dataset = dataset.cast_column(name, datasets.List(plain))
+    return dataset
+
+
+def with_paths(dataset: Any, source: Any) -> Any:
+    """The data set of a file or folder with the paths in its media columns relative to that folder, unless they are absolute."""
+    place = Path(str(source)).expanduser()
+    columns = [name for name in MEDIA_COLUMNS if name in (dataset.column_names or ())]
+    if not columns or not isinstance(source, str | Path) or not place.exists():
+        return dataset
+    folder = place if place.is_dir() else place.parent
+
+    def resolved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [resolved(item) for item in value]
+        is_path = isinstance(value, str) and not value.startswith(("data:", "http://", "https://"))
+        return str(folder / value) if is_path else value
+
+    for name in columns:
+        if not _holds_text((dataset.features or {}).get(name)):
+            continue
+        if hasattr(dataset, "__len__"):
+            dataset = dataset.remove_columns(name).add_column(name, [resolved(value) for value in dataset[name]])
+        else:
+            dataset = dataset.map(lambda row, name=name: {name: resolved(row[name])})
+    return dataset
+
+
+def _holds_text(feature: Any) -> bool:
+    """True for a column of text, or of lists of text, nested to any depth."""
+    while hasattr(feature, "feature"):
+        feature = feature.feature
+    return getattr(feature, "dtype", None) in ("string", "large_string")

@@ -1,0 +1,60 @@
+"""Images of rows: opened by Pillow within bounds, and small copies for people."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from typing import Any
+
+from covey.data.media.files import content_of
+from covey.data.media.kinds import IMAGE
+from covey.errors import DataError
+
+_MOST_PIXELS = 64_000_000
+_PREVIEW_SIDE = 512
+
+
+def open_image(value: Any, where: str) -> Any:
+    """An RGB image of Pillow from one, a file's path, its bytes, or `datasets`' dict of the two. DataError for anything else."""
+    image_class = pillow()
+    value = content_of(value, IMAGE, where)
+    if isinstance(value, image_class.Image):
+        return _rgb(value, where)
+    if not isinstance(value, bytes):
+        raise DataError(f"{where} is a {type(value).__name__}; give an image of Pillow, a path, or the file's bytes.")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", image_class.DecompressionBombWarning)
+        try:
+            return _rgb(image_class.open(io.BytesIO(value)), where)
+        except (OSError, ValueError, SyntaxError, image_class.DecompressionBombError, Warning) as error:
+            raise DataError(f"{where} cannot be read as an image ({error}); mend or remove it.") from error
+
+
+def _rgb(image: Any, where: str) -> Any:
+    if image.width * image.height > _MOST_PIXELS:
+        raise DataError(f"{where} has {image.width} x {image.height} pixels; make it smaller than 64 million.")
+    try:
+        return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise DataError(f"{where} cannot be read as an image ({error}); mend or remove it.") from error
+
+
+def preview_image(image: Any) -> bytes:
+    """The image as a file of at most 512 pixels a side: PNG of a small one, else JPEG."""
+    small = image.copy()
+    small.thumbnail((_PREVIEW_SIDE, _PREVIEW_SIDE))
+    file = io.BytesIO()
+    if small.width * small.height <= 128 * 128:
+        small.save(file, "PNG")
+    else:
+        small.save(file, "JPEG", quality=85)
+    return file.getvalue()
+
+
+def pillow() -> Any:
+    """Pillow's `Image`. DataError where it is not installed."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise DataError("Images need Pillow: pip install 'covey[vision]'.") from error
+    return Image

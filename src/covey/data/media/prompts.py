@@ -1,0 +1,191 @@
+"""A row with images, sounds or videos to a prompt: items opened, placed, and handed to the model's processor once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from covey.data.media.images import open_image, preview_image
+from covey.data.media.kinds import IMAGE, KINDS, SOUND, VIDEO, Kind
+from covey.data.media.places import Items, column_items, expect_places, with_places
+from covey.data.media.sounds import Sound, open_sound, preview_sound
+from covey.data.media.videos import open_video, preview_video
+from covey.data.rendering import HiddenMarks, keeping_text
+from covey.errors import DataError
+from covey.types import Media, Message, Prompt
+
+_TEXT_KEYS = ("input_ids", "attention_mask")
+
+
+def media_prompt(
+    row: Mapping[str, Any],
+    uid: str,
+    where: str,
+    processor: Any,
+    template: Mapping[str, Any],
+    columns: Mapping[str, Any],
+) -> Prompt:
+    """A row for a model that reads media, with or without them, as a prompt whose ids hold each item's placeholders.
+
+    A plain prompt holds the processor's placeholder once for each item. In chat messages the places are parts such as
+    `{"type": "image"}`; without any, the items of the columns come before the text of the first user message, as in TRL.
+    Sounds in `columns` become dicts of `array` and `sampling_rate`. Raises DataError with `where` in the sentence.
+    """
+    items = column_items(row, where)
+    value = row["prompt"]
+    if isinstance(value, str):
+        opened = _opened(items, where, processor)
+        ids, media = _process(value, opened, where, processor, is_rendered=False)
+        return Prompt(uid=uid, text=value, token_ids=ids, media=media, columns=_heard(columns, opened))
+    shown, ordered = with_places([_clean(message) for message in value], items, where)
+    opened = _opened(ordered, where, processor)
+    reader, plain = keeping_text(processor, shown)
+    text = _render(plain, where, processor, template)
+    ids, media = _process(text, opened, where, reader, is_rendered=True)
+    heard = _heard(columns, _opened({SOUND: items[SOUND]}, where, processor))
+    return Prompt(uid=uid, messages=tuple(shown), token_ids=ids, media=media, columns=heard)
+
+
+def _clean(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the empty fields that a table gives it because others have them."""
+    return {name: value for name, value in message.items() if value is not None}
+
+
+def _opened(items: Items, where: str, processor: Any) -> Items:
+    """The items as the processor takes them. DataError for a modality that it does not read."""
+    opened: Items = {}
+    for kind, values in items.items():
+        if values and not kind.is_read_by(processor):
+            read = " and ".join(["text", *(f"{other.noun}s" for other in KINDS if other.is_read_by(processor))])
+            raise DataError(
+                f"{where} has {kind.noun}s, but {type(processor).__name__} reads {read} alone; give a model whose processor reads "
+                f"{kind.noun}s, or remove them."
+            )
+        opened[kind] = [_open(kind, value, f"{where}: {kind.noun} {i}", processor) for i, value in enumerate(values)]
+    return opened
+
+
+def _open(kind: Kind, value: Any, where: str, processor: Any) -> Any:
+    if kind is SOUND:
+        return open_sound(value, where, sound_reader(processor).sampling_rate)
+    return (open_image if kind is IMAGE else open_video)(value, where)
+
+
+def sound_reader(processor: Any) -> Any:
+    """The part of a processor that reads sounds."""
+    return next(part for name in SOUND.parts if (part := getattr(processor, name, None)) is not None)
+
+
+def _heard(columns: Mapping[str, Any], opened: Items) -> dict[str, Any]:
+    """The columns, sounds as the model hears them."""
+    sounds = [sound.as_column() for sound in opened.get(SOUND, ())]
+    single, plural = SOUND.columns
+    heard = {single: sounds[0]} if columns.get(single) is not None and sounds else {plural: sounds} if sounds else {}
+    return {**columns, **heard}
+
+
+def _render(messages: Sequence[Message], where: str, processor: Any, template: Mapping[str, Any]) -> str:
+    """The text of a conversation that is the model's turn next, placeholders not yet expanded."""
+    continues = messages[-1]["role"] == "assistant"
+    how: dict[str, Any] = {"continue_final_message": True} if continues else {"add_generation_prompt": True}
+    has_template = getattr(processor, "chat_template", None) or template.get("chat_template")
+    shown = processor if has_template else processor.tokenizer
+    try:
+        text: str = shown.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, **{**how, **template}
+        )
+    except Exception as error:  # a template is a program and may raise anything
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"{where}: the chat template refused its messages ({type(error).__name__}: {reason})."
+        ) from error
+    return text
+
+
+def _process(
+    text: str, opened: Items, where: str, processor: Any, *, is_rendered: bool
+) -> tuple[tuple[int, ...], Media | None]:
+    """[L] ids with every item's placeholders, expanded once, and the tensors of the items."""
+    for kind in KINDS:
+        expect_places(text, len(opened[kind]), kind, where, processor)
+    bos = getattr(processor.tokenizer, "bos_token", None)
+    options = {"add_special_tokens": False} if is_rendered and bos and text.startswith(bos) else {}
+    present = [kind for kind in KINDS if opened[kind]]
+    if not present:
+        return tuple(processor.tokenizer(text, **options)["input_ids"]), None
+    try:
+        made = processor(text=[text], return_tensors="pt", **options, **_arguments(opened, processor))
+    except Exception as error:  # processors may raise anything on items they cannot read
+        nouns = " and ".join(f"{kind.noun}s" for kind in present)
+        if isinstance(processor.tokenizer, HiddenMarks):
+            raise DataError(
+                f"{where}: its messages spell out a control token of the model beside {_articled(present[0])}, which "
+                f"{type(processor).__name__} cannot read as text; remove it from the message."
+            ) from error
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(f"{where}: the processor refused its {nouns} ({type(error).__name__}: {reason}).") from error
+    expect_whole(made, opened[SOUND], where, processor)
+    ids = made["input_ids"][0]
+    kinds = {name: value[0] for name, value in made.items() if name.endswith("token_type_ids")}
+    tensors = {name: _tensor(value) for name, value in made.items() if name not in (*_TEXT_KEYS, *kinds)}
+    media = Media(
+        tensors=tensors,
+        token_types=kinds,
+        count=sum(map(len, opened.values())),
+        previews=(
+            *map(preview_image, opened[IMAGE]),
+            *map(preview_sound, opened[SOUND]),
+            *map(preview_video, opened[VIDEO]),
+        ),
+    )
+    return tuple(ids.tolist()), media
+
+
+def _articled(kind: Kind) -> str:
+    return f"{'an' if kind.noun[0] in 'aeiou' else 'a'} {kind.noun}"
+
+
+def _arguments(opened: Items, processor: Any) -> dict[str, Any]:
+    """Arguments of the processor's call for these items."""
+    values = {**opened, SOUND: [sound.samples for sound in opened[SOUND]]}
+    arguments: dict[str, Any] = {kind.argument: values[kind] for kind in KINDS if values[kind]}
+    if opened[SOUND]:
+        arguments["sampling_rate"] = sound_reader(processor).sampling_rate
+    return arguments
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
+
+
+def expect_whole(made: Mapping[str, Any], sounds: Sequence[Sound], where: str, processor: Any) -> None:
+    """Raise DataError for a sound of which the processor took the beginning alone."""
+    features = made.get("input_features")
+    if not sounds or features is None or len(features) != len(sounds):  # split into windows: nothing is cut
+        return
+    reader = sound_reader(processor)
+    masks = [
+        value
+        for name, value in made.items()
+        if name.endswith("mask") and name not in _TEXT_KEYS and value.shape in (features.shape[::2], features.shape[:2])
+    ]
+    for i, sound in enumerate(sounds):
+        frames = int(masks[0][i].sum()) if masks else max(features.shape[1:])
+        seconds = frames * reader.hop_length / reader.sampling_rate
+        if sound.seconds > seconds + 0.1:
+            raise DataError(
+                f"{where}: sound {i} lasts {sound.seconds:.1f} seconds, of which {type(processor).__name__} takes the first "
+                f"{seconds:.1f}; cut it."
+            )
+
+
+def media_digest(value: Any) -> str:
+    """Digest of a row's column: pixels of opened images, samples of arrays, else the stored value."""
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return ",".join(map(media_digest, value))
+    content = f"{value.size}".encode() + value.tobytes() if hasattr(value, "tobytes") else str(value).encode()
+    return hashlib.sha256(content).hexdigest()[:16]

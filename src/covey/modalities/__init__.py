@@ -1,0 +1,21 @@
+"""Images, sounds and videos inside a model: its inputs for several prompts, and its embeddings of a prompt with media."""
+
+from covey.modalities.embedding import Embedded, Placed, embed, placed_inputs, reason_against, watched_positions
+from covey.modalities.inputs import banned_ids, computes_positions, media_inputs, refuse_loose_places, refuse_media
+from covey.modalities.processors import load_processing, without_video
+
+__all__ = [
+    "Embedded",
+    "Placed",
+    "banned_ids",
+    "computes_positions",
+    "embed",
+    "load_processing",
+    "media_inputs",
+    "placed_inputs",
+    "reason_against",
+    "refuse_loose_places",
+    "refuse_media",
+    "watched_positions",
+    "without_video",
+]

@@ -1,0 +1,103 @@
+"""Keyword arguments of a model's forward for the images, sounds and videos of several prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.errors import DataError
+from covey.models import accepts, encoder_of, unwrapped
+from covey.types import Prompt
+
+_KINDS = ("image", "video", "audio")
+_PLACEHOLDERS = tuple(f"{kind}_token_{end}" for kind in _KINDS for end in ("id", "index"))
+_BANNED = (*_PLACEHOLDERS, "audio_start_token_id")
+
+
+def banned_ids(model: Any) -> tuple[int, ...]:
+    """Ids that stand for images, videos or sounds, which no completion may hold; () for a model of text.
+
+    A sampled one would claim an item that is not there when the learner reads the completion. So would the beginning of a
+    sound, which Qwen2.5-Omni counts.
+    """
+    config = unwrapped(model).config
+    text = config.get_text_config()
+    if text is config:
+        return ()
+    ids = {getattr(config, name, None) for name in _BANNED}
+    return tuple(sorted(token_id for token_id in ids if isinstance(token_id, int) and 0 <= token_id < text.vocab_size))
+
+
+def refuse_media(prompts: Sequence[Prompt], who: str) -> None:
+    """Raise DataError for a prompt with media where `who` takes text alone."""
+    for prompt in prompts:
+        if prompt.media is not None:
+            raise DataError(f"prompt {prompt.uid} has images, sounds or videos, which {who} does not take.")
+
+
+def refuse_loose_places(prompts: Sequence[Prompt], banned: Sequence[int]) -> None:
+    """Raise DataError for a prompt of ids that hold placeholders without media: expanded ids that lost theirs."""
+    for prompt in prompts:
+        if prompt.media is None and banned and not set(banned).isdisjoint(prompt.token_ids):
+            raise DataError(
+                f"prompt {prompt.uid} holds placeholders of images or sounds but none of these; give the prompt as the data set has "
+                "it, its images and sounds beside it."
+            )
+
+
+def computes_positions(model: Any) -> bool:
+    """True for a model that derives position ids from the grids of images or videos (mrope)."""
+    return hasattr(encoder_of(model), "get_rope_index")
+
+
+def media_inputs(model: Any, prompts: Sequence[Prompt], width: int, starts: Sequence[int]) -> dict[str, Tensor]:
+    """Media of the N `prompts`, one a row of ids [N, width] that it begins at `starts`, on the model's device.
+
+    Tensors of one name are joined along their first dimension (items, or patches of all items) and padded with zeros in the
+    others; token types are [N, width], zeros beyond the prompts.
+    """
+    inner = unwrapped(model)
+    parameter = next(inner.parameters())
+    media = [prompt.media for prompt in prompts if prompt.media is not None]
+    if not media:
+        return {}
+    names = dict.fromkeys(name for entry in media for name in entry.tensors)
+    out = {name: _join([entry.tensors[name] for entry in media if name in entry.tensors]) for name in names}
+    for name in _token_types(model, prompts):
+        kinds = torch.zeros(len(prompts), width, dtype=torch.long)
+        for row, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
+            if prompt.media is not None:
+                kinds[row, start : start + len(prompt.token_ids)] = _kinds(model, prompt, name)
+        out[name] = kinds
+    moved = lambda x: x.to(parameter.device, parameter.dtype if x.is_floating_point() else None)
+    return {name: moved(value) for name, value in out.items()}
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    """Along dimension 0, each padded with zeros to the largest in every other dimension."""
+    if len({part.shape[1:] for part in parts}) == 1:
+        return torch.cat(list(parts))
+    sizes = [max(part.shape[d] for part in parts) for d in range(1, parts[0].ndim)]
+    pads = lambda part: [n for d in reversed(range(1, part.ndim)) for n in (0, sizes[d - 1] - part.shape[d])]
+    return torch.cat([torch.nn.functional.pad(part, pads(part)) for part in parts])
+
+
+def _token_types(model: Any, prompts: Sequence[Prompt]) -> list[str]:
+    names = {name for prompt in prompts if prompt.media is not None for name in prompt.media.token_types}
+    return sorted(name for name in names | {"mm_token_type_ids"} if accepts(model, name))
+
+
+def _kinds(model: Any, prompt: Prompt, name: str) -> Tensor:
+    """[L] of one prompt; where the processor gave none, 1 at tokens of images, 2 of videos and 3 of sounds, as transformers counts."""
+    assert prompt.media is not None
+    kinds = prompt.media.token_types.get(name)
+    if kinds is not None:
+        return kinds
+    config = unwrapped(model).config
+    places = {
+        getattr(config, f"{kind}_token_{end}", None): i + 1 for i, kind in enumerate(_KINDS) for end in ("index", "id")
+    }
+    return torch.tensor([places.get(token, 0) for token in prompt.token_ids], dtype=torch.long)

@@ -1,0 +1,43 @@
+"""The images, sounds and videos of a prompt, as a processor of transformers prepared them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Media:
+    """Model inputs for the n images, sounds and videos of one prompt, stored once a prompt for any number of completions.
+
+    Example: `Media(tensors={"pixel_values": zeros(88, 96), "image_grid_thw": tensor([[1, 6, 8], [1, 4, 10]])}, count=2)`.
+    """
+
+    tensors: Mapping[str, Tensor]
+    """Outputs of the processor for the items, in their order: `pixel_values`, `input_features` and, by model, grids, sizes or masks."""
+    token_types: Mapping[str, Tensor] = field(default_factory=dict)
+    """[L] each, which kind of token each of the prompt's ids is (`token_type_ids`, `mm_token_type_ids`), by the model's name for it."""
+    count: int = 1
+    """n"""
+    previews: tuple[bytes, ...] = ()
+    """Small files for people: PNG or JPEG of an image, WAV of a sound, GIF of a video."""
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """File names of the previews, by their content."""
+        return tuple(
+            f"{hashlib.sha256(preview).hexdigest()[:24]}{suffix_of(preview) or '.jpg'}" for preview in self.previews
+        )
+
+
+BEGINNINGS = {".png": b"\x89PNG", ".jpg": b"\xff\xd8\xff", ".wav": b"RIFF", ".gif": b"GIF8"}
+"""First bytes of the files of previews."""
+
+
+def suffix_of(content: bytes) -> str | None:
+    """Suffix of a preview's file by its first bytes; None for any other content."""
+    return next((suffix for suffix, begin in BEGINNINGS.items() if content.startswith(begin)), None)
