@@ -84,6 +84,12 @@ def trainer(folder: Path, case: dict[str, Any]) -> Any:
         given["processing_class"] = chat_tokenizer()
         given["model"] = tiny_llama(chat_tokenizer())
         rows = [{"prompt": [{"role": "user", "content": f"{i}"}]} for i in range(4 * STEPS)]
+    if "members" in case:
+        from covey.ensembles import Ensemble
+
+        given["ensemble"] = Ensemble(case["members"], threshold=4.0)
+    if "evaluated" in case:
+        given["eval_dataset"] = Dataset.from_list(rows[: case["evaluated"]])
     rewards: list[Any] = [reward]
     if "features" in case:
         from combinations.pairs import made_of, rewards_of
@@ -128,10 +134,11 @@ def moved(folder: Path) -> float:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     place = Path(sys.argv[1])
-    made = trainer(place, json.loads(sys.argv[2]))
+    case = json.loads(sys.argv[2])
+    made = trainer(place, case)
     if made.args.process_index == 0:
         made.model.save_pretrained(place / "start")
-    made.train()
+    made.train(resume_from_checkpoint=case.get("resume"))
     made.save_model(str(place / "end"))
     if made.args.process_index == 0:
         (place / "log.json").write_text(json.dumps(made.state.log_history))

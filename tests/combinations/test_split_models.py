@@ -1,4 +1,4 @@
-"""A model that FSDP2 splits over two processes, with teachers, examples and images: the run of one process."""
+"""A model that FSDP2 splits over two processes, with teachers, examples, images, averages and ensembles: the run of one process."""
 
 from __future__ import annotations
 
@@ -40,3 +40,81 @@ def test_a_split_model_reads_images_as_a_whole_one(kind, images, tmp_path):
     run(tmp_path / "2", 2, **case)
     assert moved(tmp_path / "1") > 1e-3
     assert apart(tmp_path / "1", tmp_path / "2") < 2e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("roles", rest_nightly(["sibling rescue", "baseline"], 1))
+def test_a_split_model_learns_from_the_members_of_an_ensemble_as_a_whole_one(roles, tmp_path):
+    place = teacher_folder(tmp_path)
+    members = [f"{place},role={role},name={role}" for role in roles.split()]
+    one = run(tmp_path / "1", members=members, options={"per_device_train_batch_size": 8})
+    two = run(tmp_path / "2", 2, members=members, options={"per_device_train_batch_size": 4, "fsdp": True})
+    assert moved(tmp_path / "1") > 1e-3
+    assert apart(tmp_path / "1", tmp_path / "2") < 2e-6
+    counts = [[{k: v for k, v in entry.items() if k.startswith("ensemble/")} for entry in log] for log in (one, two)]
+    assert counts[1] == [pytest.approx(entry, abs=2e-6, nan_ok=True) for entry in counts[0]]
+    assert all(any(entry.get(f"ensemble/{role}/used", 0) > 0 for entry in one) for role in roles.split())
+
+
+SAVED = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+AVERAGES = {
+    "moving": {"ema_decay": 0.5},
+    "soup": {"soup_steps": 1},
+    "of the best": {
+        "soup_steps": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "reward",
+        "greater_is_better": False,
+    },
+}
+
+
+def evaluated(log):
+    """The evaluations of a run, without what the clock says."""
+    clock = ("runtime", "seconds", "per_second")
+    return [
+        {name: value for name, value in entry.items() if not name.endswith(clock)}
+        for entry in log
+        if "eval_reward" in entry
+    ]
+
+
+@pytest.fixture(scope="module")
+def averages(tmp_path_factory):
+    """Runs of one whole model and of one split over two processes, by average, made when asked for."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp("averages")
+            case = {"options": {**AVERAGES[name], **SAVED}, "evaluated": 4}
+            one = run(folder / "1", **case)
+            two = run(folder / "2", 2, evaluated=4, options={**case["options"], "fsdp": True})
+            made[name] = folder, one, two
+        return made[name]
+
+    return get
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("average", rest_nightly(AVERAGES, ["moving"]))
+def test_a_split_model_ends_with_the_average_of_a_whole_one(average, averages):
+    folder, one, two = averages(average)
+    assert moved(folder / "1") > 1e-3
+    assert apart(folder / "1", folder / "2") < 2e-6
+    assert evaluated(two) == [pytest.approx(entry, abs=2e-6) for entry in evaluated(one)]
+    assert len(evaluated(one)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    rest_nightly([(2, 2), (1, 2), (2, 1)], [(2, 2)]),
+    ids=lambda processes: "split" if processes == 2 else "whole",
+)
+def test_an_average_goes_on_split_or_whole(before, after, averages, tmp_path):
+    folder, *_ = averages("moving")
+    options = {**AVERAGES["moving"], **SAVED, "fsdp": after == 2}
+    checkpoint = str(folder / str(before) / "checkpoint-2")
+    run(tmp_path / "again", after, options=options, evaluated=4, resume=checkpoint)
+    assert apart(tmp_path / "again", folder / str(after)) <= (0.0 if before == after else 2e-6)

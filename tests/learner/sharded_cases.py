@@ -16,7 +16,6 @@ from test_two_processes import BY_TOKEN, CASES, SHARES, groups_of, policy_of, re
 
 from covey import GRPOConfig, GRPOTrainer, SFTTrainer, sft_config
 from covey import algorithms as alg
-from covey.errors import ConfigError
 from covey.learner import Policy
 from covey.learner.memory_estimate import CPU_TOKENS
 from covey.process.sharding import Sharding, is_sharded, local, whole, whole_state
@@ -105,7 +104,7 @@ RUNS = {
 }
 
 
-def trainer_of(folder, processes, *, algorithm=None, peft=False, model=None, ensemble=None, **changed):
+def trainer_of(folder, processes, *, algorithm=None, peft=False, model=None, **changed):
     """3 prompts of 2 completions a step, whatever the number of processes."""
     from peft import LoraConfig
 
@@ -136,7 +135,6 @@ def trainer_of(folder, processes, *, algorithm=None, peft=False, model=None, ens
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
         args=GRPOConfig(output_dir=str(folder), **{**given, **changed}),
         algorithm=None if algorithm is None else algorithm(),
-        ensemble=ensemble,
         peft_config=LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False) if peft else None,
     )
 
@@ -171,19 +169,6 @@ def learnt(folder, processes):
     shards = one._parts.learner.policy.shards
     held = 0 if shards is None else sum(p.untyped_storage().nbytes() for p in shards.whole.parameters())
     return flat(one.model.parameters()), held
-
-
-OTHERS = {
-    "an ensemble": {"ensemble": ["demo"]},
-}
-
-
-def refused(folder, name):
-    """What a run is told that asks for more than a split model has."""
-    try:
-        trainer_of(folder, 2, **OTHERS[name]).train()
-    except ConfigError as error:
-        return str(error)
 
 
 # -- the sampler --------------------------------------------------------------------------------------------------------------
@@ -295,7 +280,6 @@ def work(folder, cases, runs):
         "runs": {name: trained(folder / name, 2, **RUNS[name]) for name in runs},
         "resumed": {name: resumed(name, folder) for name in RESUMED if name in runs},
         "learnt": learnt(folder / "learnt", 2),
-        "refused": {name: refused(folder / "refused", name) for name in OTHERS},
         "legs": in_legs(folder) if (folder / "one").is_dir() else None,
     }
     torch.save(found, folder / f"{world.rank}.pt")

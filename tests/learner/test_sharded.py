@@ -120,13 +120,6 @@ def test_supervised_fine_tuning_ends_with_the_same_weights(pair, tmp_path):
         assert held == 0, "nothing is drawn, so no copy of the weights is kept"
 
 
-@pytest.mark.parametrize("name", cases.OTHERS)
-def test_what_does_not_work_with_a_split_model_is_refused_in_a_sentence(name, pair):
-    for found in pair[0]:
-        assert "fsdp" in found["refused"][name]
-        assert "leave one of them out." in found["refused"][name]
-
-
 def test_a_run_goes_on_over_one_two_and_one_processes(pair):
     (first, _), folder = pair
     unbroken = first["legs"]["unbroken"]

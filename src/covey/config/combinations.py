@@ -65,7 +65,6 @@ def _refusal(features: Iterable[str], why: str, unless: Iterable[str] = (), at_o
     return Refusal(frozenset(features), why, frozenset(unless), at_once)
 
 
-_SPLIT_COPIES = "leave them out, or leave fsdp out."
 _ENGINE = "an agent talks to Covey's own engine, which answers its calls between two decode steps; leave rollout_backend, use_vllm and fsdp out."
 _MEMBERS = "ensemble= takes answers of one turn, so tools, environments and rollout_func cannot be given with it; leave one out."
 _NO_MEDIA = (
@@ -78,13 +77,6 @@ REFUSALS = (
         "fsdp cannot split quantized weights, which share a scale among 64 of a block that a part would cut; leave quantization_config out "
         "(bf16 weights: model_init_kwargs={'dtype': 'bfloat16'}), or leave fsdp out: an adapter on a quantized model is summed over "
         "processes without it.",
-    ),
-    _refusal(
-        ("FSDP2", "average"), f"ema_decay and soup_steps average a model that each process holds whole; {_SPLIT_COPIES}"
-    ),
-    _refusal(
-        ("FSDP2", "ensemble"),
-        "ensemble= samples from a model that each process holds whole, and fsdp splits it; leave one of them out.",
     ),
     _refusal(
         ("FSDP2", "rollout_func"),

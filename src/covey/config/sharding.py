@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from covey.config.combinations import expect_together
 from covey.errors import ConfigError, did_you_mean
 from covey.process.sharding import Sharding
 
@@ -111,7 +110,6 @@ def settle_sharding(config: Any) -> Sharding | None:
             f"{', '.join(_OPTIMIZERS)}."
         )
     _refuse_vllm(config)
-    expect_together("FSDP2", (config.ema_decay is not None or config.soup_steps is not None) and "average")
     return sharding
 
 

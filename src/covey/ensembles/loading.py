@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from covey.data import eos_ids, prepare_tokenizer
 from covey.ensembles.member import Member, Role
 from covey.ensembles.writers import Encoding, EndpointWriter, LocalWriter, Writer
 from covey.errors import ConfigError
 from covey.models import load_model, load_tokenizer
+from covey.process.sharding import Shards
 from covey.rewards.builtin.chat_endpoint import Endpoint
-from covey.rollout import choose_sampler
+from covey.rollout import GatheredSampler, Sampler, choose_sampler
 from covey.runs.weights import model_folder
 
 logger = logging.getLogger(__name__)
@@ -28,11 +31,14 @@ def load_writer(
     *,
     trust_remote_code: bool = False,
     check_stop: Callable[[], None] = lambda: None,
+    shard: Callable[[nn.Module], Shards] | None = None,
 ) -> Writer:
     """The member, loaded on `device`.
 
     `policy`: how the policy reads text; None at inference, where each member reads and writes in its own tokens. `check_stop`:
-    called while the member generates; an exception ends it. Raises ConfigError for a sibling with another tokenizer than the policy's, and ModelError for what cannot be loaded.
+    called while the member generates; an exception ends it. `shard`: splits a model that is loaded here over the processes; a loaded
+    object and a quantized model stay whole. Raises ConfigError for a sibling with another tokenizer than the policy's, and ModelError
+    for what cannot be loaded.
     """
     if member.is_endpoint:
         endpoint = Endpoint(
@@ -63,7 +69,12 @@ def load_writer(
     ends = eos_ids(model, tokenizer)
     if is_same and policy is not None:
         ends = tuple(dict.fromkeys((*policy.eos_ids, *ends)))
-    sampler = choose_sampler(model, tokenizer, eos_ids=ends, check_stop=check_stop)
+
+    def over(model: Any) -> Sampler:
+        return choose_sampler(model, tokenizer, eos_ids=ends, check_stop=check_stop)
+
+    is_split = shard is not None and is_named and not getattr(model, "is_quantized", False)
+    sampler = GatheredSampler(shard(model), over) if shard is not None and is_split else over(model)
     return LocalWriter(name, role, member.samples, sampler, tokenizer, None if is_same else policy, renders=not is_same)
 
 
@@ -72,14 +83,11 @@ def load_writers(
     names: Sequence[str],
     device: torch.device,
     policy: Encoding | None = None,
-    *,
-    trust_remote_code: bool = False,
-    check_stop: Callable[[], None] = lambda: None,
+    **options: Any,
 ) -> list[Writer]:
-    """Every member, in order."""
+    """Every member, in order; `options`: those of `load_writer`."""
     writers = [
-        load_writer(member, name, device, policy, trust_remote_code=trust_remote_code, check_stop=check_stop)
-        for member, name in zip(members, names, strict=True)
+        load_writer(member, name, device, policy, **options) for member, name in zip(members, names, strict=True)
     ]
     for writer in writers if policy is not None else ():
         logger.info("ensemble: %s writes %d completion(s) a prompt as %s", writer.name, writer.samples, writer.role)

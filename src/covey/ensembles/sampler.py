@@ -102,10 +102,8 @@ class EnsembleSampler:
     def _written(
         self, prompts: Sequence[Prompt], writers: Sequence[Writer], params: SamplingParams
     ) -> dict[str, list[Completion]]:
-        """Completions of these members by prompt."""
+        """Completions of these members by prompt. Of a member that is split, every process must ask, also without prompts."""
         out: dict[str, list[Completion]] = {prompt.uid: [] for prompt in prompts}
-        if not prompts:
-            return out
         for writer in writers:
             member_params = replace(
                 params, seed=None if params.seed is None else seed_of(params.seed, self.writers.index(writer))

@@ -22,15 +22,15 @@ from covey.rollout import Sampler, SamplingParams
 from covey.types import Completion, Group, Metric, Position, Stages
 
 
-def checked_ensemble(ensemble: Any, num_generations: int, *, has_agents: bool, is_split: bool) -> Ensemble | None:
+def checked_ensemble(ensemble: Any, num_generations: int, *, has_agents: bool) -> Ensemble | None:
     """The ensemble of a trainer's argument, an ensemble or its members. Raises ConfigError for one that could not act.
 
-    `has_agents`: the run has tools, environments or a rollout function. `is_split`: its model is sharded over processes.
+    `has_agents`: the run has tools, environments or a rollout function.
     """
     made = Ensemble.of(ensemble)
     if made is None:
         return None
-    expect_together("ensemble", has_agents and "tools", is_split and "FSDP2")
+    expect_together("ensemble", has_agents and "tools")
     made.refuse_share(num_generations)
     return made
 
@@ -44,10 +44,12 @@ def load_ensemble(
     device: torch.device,
     *,
     is_asynchronous: bool,
-    trust_remote_code: bool,
-    check_stop: Callable[[], None],
+    **options: Any,
 ) -> EnsembleSampler:
-    """A sampler of the policy and the loaded members. Raises ConfigError where a member could not act."""
+    """A sampler of the policy and the loaded members; `options`: those of `load_writer`.
+
+    Raises ConfigError where a member could not act.
+    """
     expect_together("ensemble", is_asynchronous and "asynchronous")
     if any(member.model is model for member in ensemble.members):
         raise ConfigError("ensemble: one member is the policy itself; give a copy of it, or another model.")
@@ -56,8 +58,7 @@ def load_ensemble(
         ensemble.names,
         device,
         Encoding.of(model, tokenizer, eos_ids),
-        trust_remote_code=trust_remote_code,
-        check_stop=check_stop,
+        **options,
     )
     return EnsembleSampler(sampler, writers, ensemble.threshold, ensemble.weight)
 

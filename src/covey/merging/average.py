@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.process.sharding import shard_like
+
 
 class WeightAverage:
-    """Average of a model's trained weights, a float32 copy.
+    """Average of a model's trained weights, a float32 copy, sharded as they are.
 
     `decay`: exponential moving average, `avg <- d avg + (1 - d) w` after each step, with `d = min(decay, (1 + n) / (10 + n))` at the
     n-th, so that the start is soon forgotten (TensorFlow's `num_updates`). `every` instead: the mean of the weights after every
@@ -79,4 +81,4 @@ class WeightAverage:
         """Raises KeyError for an average of another model."""
         self.count = int(state["count"])
         for name, weight in self._trained():
-            self.average[name] = state["average"][name].to(weight.device).clone()
+            self.average[name] = shard_like(state["average"][name], weight).to(weight.device).clone()

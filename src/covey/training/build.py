@@ -30,7 +30,7 @@ from covey.rollout.ahead import Ahead, OnDemand, PromptSupply
 from covey.rollout.asynchronous import AsynchronousSampler
 from covey.training.agents import Agents
 from covey.training.build_algorithm import languages_of
-from covey.training.build_learner import RunInputs, build_learner, build_networks, samples_here
+from covey.training.build_learner import RunInputs, Shard, build_learner, build_networks, samples_here
 from covey.training.build_sampler import (
     agent_options,
     name_idle_options,
@@ -204,7 +204,7 @@ def build_parts(
     sampling = RolloutSampling(sampling_params(args), args.seed)
     supply = build_supply(args, prompts, sampler, sampling, updates, interruption, **sizes)
     draws = Draws(sampler=sampler, scorer=inputs.scorer, world=world, interruption=interruption)
-    draws, stages = build_stages(inputs, draws, learner, sampling)
+    draws, stages = build_stages(inputs, draws, learner, sampling, networks.shard)
     return Parts(
         prompts=prompts,
         supply=supply,
@@ -264,12 +264,13 @@ def build_supply(
 def ensemble_of(ensemble: Any, agents: Agents, args: GRPOConfig) -> Ensemble | None:
     """The ensemble of a trainer's argument. Raises ConfigError for features of the run that do not go together."""
     expect_together(*features_of(args), *agents.features)
-    is_split = args.sharding is not None and args.world_size > 1
-    return checked_ensemble(ensemble, args.num_generations, has_agents=agents.are_used, is_split=is_split)
+    return checked_ensemble(ensemble, args.num_generations, has_agents=agents.are_used)
 
 
-def build_stages(inputs: RunInputs, draws: Draws, learner: Learner, sampling: RolloutSampling) -> tuple[Draws, Stages]:
-    """The stages of the run's features, and the draws with the members of its ensemble."""
+def build_stages(
+    inputs: RunInputs, draws: Draws, learner: Learner, sampling: RolloutSampling, shard: Shard | None = None
+) -> tuple[Draws, Stages]:
+    """The stages of the run's features, and the draws with the members of its ensemble, split by `shard`."""
     args, stages = inputs.args, Stages()
     if inputs.agents.are_used:
         stages += episode_stages()
@@ -287,6 +288,7 @@ def build_stages(inputs: RunInputs, draws: Draws, learner: Learner, sampling: Ro
         is_asynchronous=args.async_rollouts,
         trust_remote_code=args.trust_remote_code,
         check_stop=draws.interruption,
+        shard=None if shard is None else partial(shard, keeps_whole=True),
     )
     stages += ensemble_stages(members, inputs.scorer, learner, inputs.world, sampling, draws.score)
     return replace(draws, sampler=members), stages

@@ -37,7 +37,8 @@ from covey.training.build_algorithm import choose_algorithm as choose_algorithm
 from covey.training.build_sampler import as_dict, sampling_params
 from covey.training.teaching import build_supervised, build_teacher
 
-Shard = Callable[[nn.Module], Shards]
+Shard = Callable[..., Shards]
+"""Function that splits a module over the processes; `keeps_whole`: as of `Shards`."""
 
 
 @dataclass(frozen=True, eq=False)
