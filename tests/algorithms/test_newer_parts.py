@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from test_teacher_signals import MASK, OLD, T, batch, gradient, same
+from signal_cases import MASK, OLD, T, batch, gradient, same
 
 from covey import algorithms as alg
 from covey.learner import Policy

@@ -7,19 +7,13 @@ import dataclasses
 
 import pytest
 import torch
+from signal_cases import LOGP, MASK, batch, gradient, same
 
 from covey import algorithms as alg
 from covey.algorithms.check import step_gradients
 from covey.algorithms.samples import made_tokens
 from covey.errors import ConfigError
-from covey.types import TokenBatch, Totals
-
-T = torch.arange(15, dtype=torch.float64).view(3, 5)
-LOGP = -0.2 - (T.sin() + 1)
-TEACHER = -0.3 - ((1.7 * T).cos() + 1)
-OLD = LOGP + 0.1 * (3 * T).sin()
-MASK = torch.arange(5) < torch.tensor([[5], [3], [4]])
-REWARD = torch.tensor([[1.2], [-0.7], [0.4]], dtype=torch.float64)
+from covey.types import Totals
 
 # ms-swift: apply_rlsd_reweight with lam=0.8, clip_range=0.95, and with lam=1, clip_range=0.5, negative_only=True
 RLSD = [
@@ -56,27 +50,6 @@ SDPO = [
     [0.0] * 5,
     [0.0521474827, 0.3406583701, 0.1094872936, -0.219041428, 0.0],
 ]
-
-
-def batch(old=OLD, mask=None):
-    return TokenBatch(
-        logp=LOGP.clone().requires_grad_(),
-        old_logp=old,
-        advantages=REWARD,
-        mask=MASK,
-        group=torch.tensor([0, 0, 0]),
-        teacher_logp=TEACHER,
-        teacher_mask=torch.ones(3, dtype=torch.bool) if mask is None else torch.tensor(mask),
-    )
-
-
-def gradient(algorithm, tokens):
-    loss = algorithm.loss(tokens, Totals.of(tokens.mask, tokens.group, 5))
-    return torch.autograd.grad(loss, tokens.logp)[0], loss.item()
-
-
-def same(value, expected):
-    torch.testing.assert_close(value, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=6e-11)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from datasets import Dataset
 from covey import GRPOConfig, GRPOTrainer
 from covey.rollout.agreement import plain_logprobs
 from environments.acting import chat_tokenizer
-from environments.test_tools_in_a_run import add, bridge, calling, shown
+from environments.tool_runs import add, bridge, calling, shown
 from kit import rest_nightly
 from vllm_server.fake_server import FakeServer
 

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from datasets import Dataset
+from tool_runs import CALL, add, bridge, calling, shown
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.environments import tool
@@ -16,33 +17,6 @@ from covey.training.agents import Agents
 from covey.training.build_sampler import name_idle_options
 from environments.acting import chat_tokenizer, tiny_llama, tiny_qwen3_5, trained_on
 from kit import rest_nightly
-
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call><|im_end|>'
-
-
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: The first.
-        b: The second.
-    """
-    return a + b
-
-
-def shown(tools: str = "add ") -> str:
-    """The prompt as the template writes it."""
-    return f"<|im_start|>system\nTools: {tools}<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
-
-
-def bridge(result: str) -> str:
-    return f"\n<|im_start|>user\n<tool_response>\n{result}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-
-
-def calling(result: str = "7", call: str = CALL, tools: str = "add ", **made):
-    """A model that calls a tool and, when it has read `result`, says it."""
-    before = shown(tools)
-    return trained_on(((before, call), (before + call + bridge(result), f"{result}<|im_end|>")), **made)
 
 
 def options(tmp_path, **given):

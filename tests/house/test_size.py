@@ -1,6 +1,7 @@
 """Budgets of size: a commit that needs more room changes the number here, and says why."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,10 @@ def test_builders_and_the_front_door_alone_read_the_configuration_in_training():
     others = {"datasets.py", "invariants.py", "loading.py"}
     readers = {file.name for file in FILES if file.parent == SRC / "training" and "GRPOConfig" in text_of(file)}
     assert {name for name in readers if not name.startswith("build")} <= front_door | others
+
+
+def test_no_test_imports_another():
+    """What several tests share has a file of its own, or is in `kit`: an edit of a test then changes that test alone."""
+    tests = Path(__file__).parents[1]
+    imported = re.compile(r"^\s*(?:from|import) (?:\w+\.)*test_\w+", re.MULTILINE)
+    assert [str(file.relative_to(tests)) for file in tests.rglob("*.py") if imported.search(file.read_text())] == []

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_samplers import collect, ids_of, plain_logprobs
-from test_static_steps import PROMPTS, WAYS, finishes_of, logprobs_of, writer
+from plain_sampling import collect, ids_of, plain_logprobs
+from static_runs import PROMPTS, WAYS, finishes_of, logprobs_of, writer
 from whole_logits import groups
 
 import second_device

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from test_two_processes import BY_TOKEN, CASES, SHARES, groups_of, policy_of, reward, teacher_of
+from two_process_work import BY_TOKEN, CASES, SHARES, groups_of, policy_of, reward, teacher_of
 
 from covey import GRPOConfig, GRPOTrainer, SFTTrainer, sft_config
 from covey import algorithms as alg

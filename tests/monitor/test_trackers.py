@@ -9,18 +9,13 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from tracked_runs import ALERT, elsewhere, part
 from transformers import TrainerCallback
 
-import forked
 from covey.monitor.trackers import Trackers
-from covey.types import Alert
 from faults.small_runs import lines, trainer
 
-ALERT = Alert(
-    rule="dead_groups", severity="warning", said="Dead.", step=2, evidence={"tied": 1.0}, try_this=("easier",)
-)
 TEXT = "warning at step 2, dead_groups: Dead.\n  try: easier"
-RUN = {"logging_steps": 1, "save_steps": 2, "max_completion_length": 3}
 NAMES = (
     "loss",
     "reward",
@@ -36,37 +31,6 @@ def trained(folder: Path, tracker: str, **changed: Any) -> Any:
     """Four steps, of which the last two come after a resume; an alert is told at step 2."""
     part(folder, tracker, 2, **changed)
     return part(folder, tracker, 4, **changed)
-
-
-def part(folder: Path, tracker: str, steps: int, **changed: Any) -> Any:
-    """Train up to `steps`, from step 2 on when there are more."""
-    one = trainer(folder, report_to=tracker, max_steps=steps, lr_scheduler_type="constant", **RUN, **changed)
-    one.add_callback(_Alarm(one.trackers))
-    one.train(resume_from_checkpoint=True if steps > 2 else None)
-    return one
-
-
-def elsewhere(folder: Path, tracker: str, steps: int) -> None:
-    """`part` in a process of its own."""
-    here = Path(__file__).parent
-    places = [str(path) for path in (here.parent, here, here.parent / "faults")]
-    script = f"""
-import pathlib, sys
-sys.path[:0] = {places}
-import test_trackers
-test_trackers.part(pathlib.Path({str(folder)!r}), {tracker!r}, {steps})
-"""
-    done = forked.run("-c", script)
-    assert done.returncode == 0, done.err
-
-
-class _Alarm(TrainerCallback):
-    def __init__(self, tell: Trackers) -> None:
-        self.tell = tell
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 2:
-            self.tell(ALERT)
 
 
 def expected(folder: Path, name: str) -> dict[int, float]:

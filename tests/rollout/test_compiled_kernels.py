@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 import torch
-from test_samplers import TEXTS, ids_of
+from plain_sampling import TEXTS, ids_of
 
 from covey.errors import ConfigError
 from covey.kernels import compile as compiled

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 from kernel_twins import Launches, with_twins
-from test_samplers import ids_of
-from test_static_steps import PROMPTS, WAYS, collect, finishes_of, logprobs_of, writer
+from plain_sampling import collect, ids_of
+from static_runs import PROMPTS, WAYS, finishes_of, logprobs_of, writer
 
 from covey.doctor.roofline.rollout import KERNELS_OF_A_LAYER, KERNELS_OF_A_STEP
 from covey.kernels import TritonDecode

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_samplers import TEXTS, collect, favour, ids_of, plain_logprobs
+from plain_sampling import TEXTS, collect, favour, ids_of, plain_logprobs, talkative
 
 from covey.errors import DataError
 from covey.rollout import NativeSampler, SamplingParams
@@ -12,13 +12,6 @@ from kit import tiny_model, tiny_tokenizer
 @pytest.fixture
 def tokenizer():
     return tiny_tokenizer()
-
-
-def talkative(seed=0):
-    """A model that ends a turn after a few tokens."""
-    model = favour(tiny_model(layers=2, seed=seed), range(320), bias=0.0)
-    model.lm_head.bias.data[2] = 4.5
-    return model
 
 
 def test_an_answer_enters_the_context_unmasked_by_the_model(tokenizer):

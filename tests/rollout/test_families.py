@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from families import FAMILIES, row_of
-from test_samplers import collect
+from plain_sampling import collect
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.rollout import SamplingParams, TransformersSampler, choose_sampler

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from causal_classes import build
-from test_samplers import collect, ids_of
-from test_static_steps import keeping_sampler, sampler_of
+from plain_sampling import collect, ids_of
+from static_runs import keeping_sampler, sampler_of
 
 from covey.kernels import state_steps
 from covey.rollout import NativeSampler, SamplingParams

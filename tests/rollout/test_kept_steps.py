@@ -5,8 +5,8 @@ from typing import ClassVar
 
 import pytest
 import torch
-from test_samplers import collect, ids_of
-from test_static_steps import PROMPTS, Recording, keeping_sampler, logprobs_of, record, sampler_of, writer
+from plain_sampling import collect, ids_of
+from static_runs import PROMPTS, Recording, keeping_sampler, logprobs_of, record, sampler_of, writer
 
 from covey.process.device import PeakBytes
 from covey.process.memory import release

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_samplers import TEXTS, ids_of
+from plain_sampling import TEXTS, ids_of
 from torch.nn import functional as F
 
 from covey.kernels import compile as compiled

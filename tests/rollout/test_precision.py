@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from test_samplers import TEXTS, ids_of, plain_logprobs
+from plain_sampling import TEXTS, ids_of, plain_logprobs
 from torch.nn import functional as F
 
 from covey.errors import ConfigError

@@ -4,9 +4,9 @@ import gc
 
 import pytest
 import torch
-from test_native_engine import NATIVE, build
-from test_samplers import TEXTS, collect, ids_of
-from test_static_steps import PROMPTS, WAYS, finishes_of, logprobs_of, writer
+from native_models import NATIVE, build
+from plain_sampling import TEXTS, collect, ids_of
+from static_runs import PROMPTS, WAYS, finishes_of, logprobs_of, writer
 
 from covey.process.memory import release
 from covey.rollout import NativeSampler, SamplingParams
@@ -31,9 +31,9 @@ def tokenizer():
 def shapes():
     """The cases of the interpreter's tests."""
     pytest.importorskip("triton")
-    import test_triton_attention
+    import triton_attention_cases
 
-    return test_triton_attention
+    return triton_attention_cases
 
 
 def counted(sampler):
@@ -61,7 +61,7 @@ def test_compiled_kernels_equal_one_softmax_over_all_keys(shapes, dtype, bound):
 
 def test_the_compiled_draw_is_that_of_pytorch():
     pytest.importorskip("triton")
-    from test_triton_sampling import WAYS, compare
+    from triton_cases import WAYS, compare
 
     from covey.kernels import triton_sampling
 
@@ -198,10 +198,10 @@ def test_bfloat16_is_close_to_a_plain_forward(tokenizer):
 @pytest.mark.parametrize("attention", ["auto", "torch"])
 def test_windows_chunks_and_sinks_are_those_of_a_plain_forward(tokenizer, attention):
     """Prompts shorter and longer than the window, steps captured."""
-    from test_samplers import plain_logprobs
-    from test_windows import LOCAL
-    from test_windows import PROMPTS as LENGTHS
-    from test_windows import build as local
+    from plain_sampling import plain_logprobs
+    from windowed_models import LOCAL
+    from windowed_models import PROMPTS as LENGTHS
+    from windowed_models import build as local
 
     for arch in LOCAL:
         model = local(arch).cuda()

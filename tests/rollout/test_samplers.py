@@ -4,14 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from test_sampling import transformers_scores
+from plain_sampling import TEXTS, collect, favour, ids_of, plain_logprobs
 
 from covey.errors import ConfigError, DataError, ModelError, NumericsError
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler
 from kit import prompt, rest_nightly, tiny_model, tiny_tokenizer
 
 SAMPLERS = {"transformers": TransformersSampler, "native": partial(NativeSampler, dtype="float32")}
-TEXTS = ("2 + 2 =", "Tom has 3 apples and buys 4 more. How many?", "a", "What is 12 + 30?")
 
 
 @pytest.fixture(params=SAMPLERS)
@@ -22,32 +21,6 @@ def new_sampler(request):
 @pytest.fixture
 def tokenizer():
     return tiny_tokenizer()
-
-
-def collect(sampler, prompts, n, params):
-    """Groups in the order of the prompts, whatever the order they came in."""
-    groups = list(sampler.sample(prompts, n, params))
-    return sorted(groups, key=lambda group: int(group.prompt.uid.split(":")[-1]))
-
-
-def ids_of(groups):
-    return [[completion.token_ids.tolist() for completion in group.completions] for group in groups]
-
-
-def plain_logprobs(model, group, params):
-    """[T_i] of each completion by one forward without cache, through transformers' own processors."""
-    out = []
-    for completion in group.completions:
-        ids = torch.tensor([*group.prompt.token_ids, *completion.token_ids.tolist()])[None].to(model.device)
-        start = len(group.prompt.token_ids)
-        with torch.no_grad():
-            logits = model(input_ids=ids).logits[0].float()
-        rows = [
-            transformers_scores(logits[start + t - 1][None], params, ids[:, : start + t]).log_softmax(-1)[0]
-            for t in range(completion.num_tokens)
-        ]
-        out.append(torch.stack([row[token] for row, token in zip(rows, completion.token_ids, strict=True)]))
-    return out
 
 
 @pytest.mark.parametrize("arch", rest_nightly(["qwen2", "gemma2", "gpt2", "qwen3", "llama", "mistral"], 3))
@@ -136,16 +109,6 @@ def recompute(model):
     """Turn activation checkpointing on; transformers 5.23 renamed it."""
     name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     getattr(model, f"{name}_checkpointing_enable")()
-
-
-def favour(model, ids, bias=40.0):
-    """Make a model write these tokens nearly always, by its head's bias."""
-    head = torch.nn.Linear(model.lm_head.in_features, model.lm_head.out_features)
-    torch.nn.init.zeros_(head.weight)
-    torch.nn.init.zeros_(head.bias)
-    head.bias.data[list(ids)] = bias
-    model.lm_head = head
-    return model
 
 
 def test_each_of_several_eos_ids_ends_a_completion_and_stays_in_it(new_sampler, tokenizer):

@@ -4,14 +4,7 @@ import math
 
 import pytest
 import torch
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from plain_sampling import transformers_scores
 
 from covey.errors import ConfigError
 from covey.rollout import SamplingParams
@@ -26,21 +19,6 @@ KINDS = {
     "penalty": {"repetition_penalty": 1.3},
     "everything": {"temperature": 1.4, "top_k": 40, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.2},
 }
-
-
-def transformers_scores(logits, params, context):
-    """What transformers' own processors leave of `logits`, in the order in which `generate` applies them."""
-    steps = LogitsProcessorList()
-    if params.repetition_penalty != 1:
-        steps.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
-    steps.append(TemperatureLogitsWarper(params.temperature))
-    if params.top_k:
-        steps.append(TopKLogitsWarper(params.top_k))
-    if params.top_p < 1:
-        steps.append(TopPLogitsWarper(params.top_p))
-    if params.min_p:
-        steps.append(MinPLogitsWarper(params.min_p))
-    return steps(context, logits)
 
 
 def seen_of(context, vocab_size):

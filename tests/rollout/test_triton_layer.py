@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from test_triton_sampling import IN_THE_INTERPRETER
 from torch.nn import functional as F
+from triton_cases import IN_THE_INTERPRETER
 
 triton = pytest.importorskip("triton", reason="triton is not installed (286 MB, so not among the development tools)")
 

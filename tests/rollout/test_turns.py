@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from test_environments import talkative
-from test_samplers import TEXTS, favour, plain_logprobs
+from plain_sampling import TEXTS, favour, plain_logprobs, talkative
 
 from covey.errors import DataError
 from covey.rollout import SamplingParams, choose_sampler

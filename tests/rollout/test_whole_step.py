@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_samplers import TEXTS
+from plain_sampling import TEXTS
 
 from covey.kernels import matmul_bf16 as pairs
 from covey.rollout import NativeSampler, SamplingParams, decoder

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from gpu_runs import PROMPTS, flat, numbers, trained, trainer_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from covey import GRPOConfig, GRPOTrainer
 from covey.process.device import PeakBytes
-from kit import tiny_model, tiny_tokenizer
+from kit import tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,50 +23,6 @@ needs_bfloat16 = pytest.mark.skipif(
     torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False),
     reason="needs a GPU with bfloat16",
 )
-PROMPTS = ["2 + 2 =", "Tom has", "12 + 30", "What is", "Anna had 20 pens", "The answer", "How many", "Why"]
-
-
-def reward(completion_ids, **columns):
-    return [float(sum(ids) % 7) for ids in completion_ids]
-
-
-def trainer_of(folder, model=None, peft_config=None, callbacks=(), eval_dataset=None, **changed):
-    given = {
-        "max_steps": 3,
-        "save_strategy": "no",
-        "per_device_train_batch_size": 16,
-        "num_generations": 4,
-        "max_completion_length": 32,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    return GRPOTrainer(
-        model=model or tiny_model(layers=2, hidden=64),
-        processing_class=tiny_tokenizer(),
-        reward_funcs=reward,
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-        eval_dataset=eval_dataset,
-        peft_config=peft_config,
-        callbacks=list(callbacks),
-        args=GRPOConfig(output_dir=str(folder), **{**given, **changed}),
-    )
-
-
-def flat(model):
-    return torch.cat([parameter.detach().float().flatten().cpu() for parameter in model.parameters()])
-
-
-def trained(folder, resume=None, **changed):
-    one = trainer_of(folder, **changed)
-    before = flat(one.model)
-    one.train(resume_from_checkpoint=resume)
-    return one, before
-
-
-def numbers(one, name):
-    return [entry[name] for entry in one.state.log_history if name in entry]
 
 
 @needs_bfloat16
@@ -192,7 +148,7 @@ from pathlib import Path
 
 sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]) / "trainer")]
 import torch
-from test_on_a_gpu import flat, numbers, trained
+from gpu_runs import flat, numbers, trained
 
 folder = Path(sys.argv[2])
 one, _ = trained(folder / "run", per_device_train_batch_size=8, bf16=False, optim="sgd", learning_rate=0.1)

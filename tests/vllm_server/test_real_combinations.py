@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_real_server import PYTHON, running  # noqa: F401 - a fixture
+from real_server import PYTHON, running  # noqa: F401 - a fixture
 
 from forked import free_port
 
