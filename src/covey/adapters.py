@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from covey.errors import ArgumentTypeError, ConfigError, ModelError, first_line
 from covey.files.bounded import read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 SECOND_ADAPTER = (
     "peft_config (--lora-r) asks for a new adapter, but {} one already. Leave it out to go on training that adapter, or add it into "
@@ -126,11 +134,83 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
         raise ArgumentTypeError(
             f"peft_config is a {type(peft_config).__name__}; give one of PEFT's, such as LoraConfig()."
         )
+    experts, requested = expert_parameters(model), copy(getattr(peft_config, "target_modules", None))
+    _refuse_unknown_parameters(model, peft_config, experts)
     try:
         with _without_notes_of_peft():
-            return get_peft_model(model, peft_config)
+            adapted = get_peft_model(model, peft_config)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"peft_config cannot be used with this model: {first_line(error)}") from error
+    if requested == "all-linear" or isinstance(requested, list | set | tuple):
+        _name_left_out(model, requested, experts)  # which has the layers of PEFT in it now
+    return adapted
+
+
+def expert_parameters(model: Any) -> list[str]:
+    """Ends of the names of weights [E, ., .] that hold the matrices of E experts, as `target_parameters` of PEFT takes them."""
+    from torch import nn
+
+    ends = dict[str, None]()
+    for place, module in model.named_modules():
+        is_convolution = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        for name, parameter in () if is_convolution else module.named_parameters(recurse=False):
+            if parameter.ndim == 3 and re.search(r"\.\d+\.", place):
+                ends[f"{_end_of(place)}.{name}"] = None
+    return list(ends)
+
+
+def _end_of(place: str) -> str:
+    """The part of a module's name behind the number of its layer."""
+    return re.sub(r"^.*?\.\d+\.", "", place)
+
+
+def _refuse_unknown_parameters(model: Any, peft_config: Any, experts: Sequence[str]) -> None:
+    """Raise ConfigError for `target_parameters` that name no parameter, which PEFT passes over."""
+    names = [f".{name}" for name, _ in model.named_parameters()]
+    for target in getattr(peft_config, "target_parameters", None) or ():
+        if not any(name.endswith(f".{target}") for name in names):
+            raise ConfigError(
+                f"target_parameters names {target!r}, and no parameter of {type(model).__name__} ends so; "
+                + (f"its experts are {', '.join(experts)}." if experts else "it has no experts in parameters.")
+            )
+
+
+def _name_left_out(base: Any, requested: Any, experts: Sequence[str]) -> None:
+    """Warn once of layers that `target_modules` names, and of experts, that PEFT left without an adapter.
+
+    PEFT reads names of linear layers as those of fused experts in some families, and so passes over dense layers there.
+    """
+    from torch import nn
+
+    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    linear, done = set[str](), set[str]()
+    for place, module in base.named_modules():
+        if hasattr(module, "get_base_layer"):
+            parameter = getattr(module, "parameter_name", None)
+            done.add(_end_of(re.sub(r"(\.base_layer)+$", "", place)) + (f".{parameter}" if parameter else ""))
+        elif isinstance(module, nn.Linear) and module is not head and ".lora_" not in place:
+            linear.add(_end_of(place.removesuffix(".base_layer")))
+    is_requested = lambda name: requested == "all-linear" or any(f".{name}".endswith(f".{end}") for end in requested)
+    left = sorted(name for name in linear - done if is_requested(name))
+    notes = [f"the linear layers {', '.join(left)}, whose names PEFT reads as those of experts"] if left else []
+    missing = [name for name in experts if name not in done]
+    if missing and requested == "all-linear":
+        hint = f"to train them too, add target_parameters={missing} (--lora-target-parameters)"
+        notes.append(f"the experts, which are no linear layers: {hint}")
+    idle = [] if requested == "all-linear" else [end for end in requested if not _matches(base, end)]
+    if idle:
+        hint = f" (its experts are target_parameters={missing})" if missing else ""
+        notes.append(f"{', '.join(sorted(idle))}, which is in no layer's name{hint}")
+    if notes:
+        logger.warning("The adapter leaves out %s.", "; and ".join(notes))
+
+
+def _matches(base: Any, end: str) -> bool:
+    """True if `end` ends the name of a module, or of a matrix inside of fused experts that has an adapter."""
+    names = [re.sub(r"\.base_layer", "", name) for name, _ in base.named_modules()]
+    fused = [getattr(module, "parameter_name", "") for module in base.modules()]
+    part = end.removesuffix("_proj")
+    return any(f".{name}".endswith(f".{end}") for name in names) or any(part and part in name for name in fused)
 
 
 def weights_on_same_base(model: Any, folder: str | Path) -> dict[str, Any] | None:
@@ -149,6 +229,9 @@ def weights_on_same_base(model: Any, folder: str | Path) -> dict[str, Any] | Non
 
     saved = load_peft_weights(str(folder), device="cpu")
     factor = _scaling(described) / _scaling(config.to_dict())
+    rank, room = int(described["r"]), int(config.r)
+    if rank > room:
+        return None
     fitted = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -156,11 +239,25 @@ def weights_on_same_base(model: Any, folder: str | Path) -> dict[str, Any] | Non
         value = saved.pop(name.replace(".default", ""), None)
         whole = parameter.detach().new_zeros(parameter.shape)  # no such layer there: a B of zeros changes nothing
         if value is not None:
-            if value.ndim != 2 or any(a > b for a, b in zip(value.shape, whole.shape, strict=True)):
+            is_up = ".lora_B." in name
+            part, places = by_rank(value, rank, is_up=is_up), by_rank(whole, room, is_up=is_up)
+            if part is None or places is None or part[:, :1].shape != places[:, :1].shape:
                 return None
-            whole[: value.shape[0], : value.shape[1]] = value * (factor if ".lora_B." in name else 1.0)
+            places[:, :rank] = part * (factor if is_up else 1.0)
         fitted[name] = whole
     return None if saved else fitted
+
+
+def by_rank(factor: Tensor, rank: int, *, is_up: bool) -> Tensor | None:
+    """A view of a LoRA factor with its rank in dimension 1: A as [E, r, in], B (`is_up`) as [out, r, E]; None if it has no such rank.
+
+    E experts of one parameter stand in one factor of PEFT: A holds the ranks of an expert together, B the experts of a rank.
+    A linear layer is the case E = 1.
+    """
+    dim = 1 if is_up else 0
+    if factor.ndim < 2 or factor.shape[dim] % rank:
+        return None
+    return factor.unflatten(dim, (rank, -1) if is_up else (-1, rank))
 
 
 def _is_plain_lora(config: Mapping[str, Any]) -> bool:

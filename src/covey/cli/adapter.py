@@ -18,6 +18,7 @@ WEIGHTS = (
     Flag(name="lora_alpha", help="Scale of the adapter; unset: twice its rank.", type=float, group="adapter"),
     Flag(name="lora_dropout", help="Dropout of the adapter.", type=float, default=0.0, group="adapter", is_common=False),
     Flag(name="lora_target_modules", help="Layers that get an adapter: ends of their names, or one regular expression of whole names.", type=list[str], default="all-linear", group="adapter", is_common=False),
+    Flag(name="lora_target_parameters", help="Parameters that get an adapter, by ends of their names: experts, which are no linear layers.", type=list[str], group="adapter", is_common=False),
 )  # fmt: skip
 """Flags of the verbs that train: the type of the weights, and a LoRA adapter."""
 
@@ -25,7 +26,7 @@ WEIGHTS = (
 def refuse_bad_adapter(args: Args) -> None:
     """Raise ConfigError for options of an adapter without its rank, out of their range, or on a model that is an adapter."""
     if args.get("lora_r") is None:
-        for name in ("lora_alpha", "lora_dropout", "lora_target_modules"):
+        for name in ("lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"):
             if name in args:
                 raise ConfigError(f"{spelled(name)} needs --lora-r, the rank of the adapter.")
         return
@@ -54,6 +55,7 @@ def adapter(args: Args) -> Any:
         lora_alpha=args.get("lora_alpha", 2 * args["lora_r"]),
         lora_dropout=args.get("lora_dropout", 0.0),
         target_modules=_targets(args.get("lora_target_modules") or ["all-linear"]),
+        target_parameters=args.get("lora_target_parameters"),
         task_type="CAUSAL_LM",
     )
 

@@ -12,12 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from covey.adapters import by_rank
 from covey.errors import ConfigError, ModelError
 from covey.files.bounded import read_json
 
 _SAME = (
     "base_model_name_or_path",
     "target_modules",
+    "target_parameters",
     "peft_type",
     "fan_in_fan_out",
     "bias",
@@ -55,17 +57,19 @@ def merge_adapters(folders: Sequence[Path], out: Path, weights: Sequence[float] 
     merged: dict[str, Tensor] = {}
     ranks, worst = set(), 0.0
     for layer in layers:
-        down = [tensors[f"{layer}.lora_A.weight"].float() for tensors in loaded]
-        up = [
-            tensors[f"{layer}.lora_B.weight"].float() * share * _scaling(config, layer)
-            for tensors, share, config in zip(loaded, shares, configs, strict=True)
-        ]
-        a, b = torch.cat(down), torch.cat(up, dim=1)
+        down, up = [], []
+        for folder, tensors, share, config in zip(folders, loaded, shares, configs, strict=True):
+            a, b = _factors(folder, tensors, layer, int(config["r"]))
+            down.append(a)
+            up.append(b * share * _scaling(config))
+        a, b = torch.cat(down, 1), torch.cat(up, 1)  # [E, r, in], [out, r, E]
         if rank is not None:
-            a, b, error = _to_rank(a, b, rank)
+            a, b, error = _experts_to_rank(a, b, rank)
             worst = max(worst, error)
-        merged[f"{layer}.lora_A.weight"], merged[f"{layer}.lora_B.weight"] = a.contiguous(), b.contiguous()
-        ranks.add(a.shape[0])
+        ranks.add(a.shape[1])
+        merged[f"{layer}.lora_A.weight"], merged[f"{layer}.lora_B.weight"] = (
+            x.contiguous() for x in (a.flatten(0, 1), b.flatten(1, 2))
+        )
     if len(ranks) != 1:
         raise ConfigError(f"the layers would have ranks {sorted(ranks)}; give --rank, one for all.")
     _write(out, folders[0], configs[0], merged, ranks.pop())
@@ -84,6 +88,22 @@ def _check_tensors(folders: Sequence[Path], loaded: Sequence[dict[str, Tensor]])
                 )
 
 
+def _factors(folder: Path, tensors: dict[str, Tensor], layer: str, rank: int) -> tuple[Tensor, Tensor]:
+    """A layer's A [E, r, in] and B [out, r, E], of E experts in one parameter or of a linear layer, where E is 1."""
+    a = by_rank(tensors[f"{layer}.lora_A.weight"].float(), rank, is_up=False)
+    b = by_rank(tensors[f"{layer}.lora_B.weight"].float(), rank, is_up=True)
+    if a is None or b is None:
+        raise ConfigError(f"{folder} does not hold rank {rank} in {layer}, as its adapter_config.json says.")
+    return a, b
+
+
+def _experts_to_rank(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
+    """`_to_rank` of each expert of A [E, r, in] and B [out, r, E]; the largest error."""
+    parts = [_to_rank(a[e], b[..., e], rank) for e in range(len(a))]
+    downs, ups, errors = zip(*parts, strict=True)
+    return torch.stack(downs), torch.stack(ups, -1), max(errors)
+
+
 def _to_rank(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
     """`b a` [out, in] at rank `rank`, without forming it: SVD of the small core between two QR factors."""
     if rank < 1:
@@ -100,7 +120,7 @@ def _to_rank(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
     return torch.nn.functional.pad(low_a, (0, 0, 0, pad)), torch.nn.functional.pad(low_b, (0, pad)), error
 
 
-def _scaling(config: dict[str, Any], layer: str) -> float:
+def _scaling(config: dict[str, Any]) -> float:
     rank, alpha = float(config["r"]), float(config.get("lora_alpha") or config["r"])
     return alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
 

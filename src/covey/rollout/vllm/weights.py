@@ -8,6 +8,7 @@ import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +37,17 @@ class Source:
     """Digests of blocks, filled as the weights go by (`digested`)."""
 
     def plain(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights under their transformers names, adapters merged into a copy; of a split model a block at a time."""
-        return plain_weights(self.policy) if self.shards is None else _gathered_weights(self.policy, self.shards)
+        """Weights under the names of a checkpoint, adapters merged into a copy; of a split model a block at a time."""
+        if self.shards is None:
+            return plain_weights(self.policy)
+        return as_saved(unwrapped(self.policy), _gathered_weights(self.policy, self.shards))
 
     def distinct(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """`plain` as in a checkpoint: tied tensors once, floating-point ones in `dtype`."""
         if self.shards is None:
             return distinct_weights(self.policy, dtype)
-        first = _first_names(unwrapped(self.policy))
-        cast = lambda weight: weight.to(dtype) if weight.is_floating_point() else weight
-        return ((name, cast(weight)) for name, weight in self.plain() if first.get(name, name) == name)
+        base = unwrapped(self.policy)
+        return as_saved(base, _once(base, _gathered_weights(self.policy, self.shards), dtype))
 
     def digested(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The same weights, their digests added to `sums` as they go by."""
@@ -67,25 +69,44 @@ class Source:
 
 
 def plain_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
-    """Weights under their transformers names, adapters merged into a copy; the policy is not changed."""
-    return _merged(policy, unwrapped(policy).state_dict(keep_vars=True))
+    """Weights under the names of a checkpoint, adapters merged into a copy; the policy is not changed."""
+    return as_saved(unwrapped(policy), _merged(policy, unwrapped(policy).state_dict(keep_vars=True)))
+
+
+def as_saved(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Weights as `save_pretrained` writes them, a layer at a time: transformers fuses experts, servers read them one by one."""
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if not isinstance(model, PreTrainedModel):
+        yield from weights
+        return
+    layer_of = lambda pair: re.match(r"(?:.*?\.\d+\.)?", pair[0])[0]
+    for _, layer in groupby(weights, layer_of):
+        yield from revert_weight_conversion(model, dict(layer)).items()
 
 
 def _merged(policy: Any, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Tensors of the base model's `state` without those of adapters, which are added to the weights that they change."""
-    layers = {name: module for name, module in policy.named_modules() if hasattr(module, "get_delta_weight")}
     is_adapted = unwrapped(policy) is not policy and hasattr(policy, "peft_config")
-    places = {id(parameter): name for name, parameter in policy.named_parameters()}
+    adapted: dict[int, list[Any]] = {}
+    for layer in policy.modules():
+        if hasattr(layer, "get_delta_weight"):
+            weight = layer.get_param() if hasattr(layer, "get_param") else layer.get_base_layer().weight
+            adapted.setdefault(id(weight), []).append(layer)
     for name, weight in state.items():
         if is_adapted and (".lora_" in name or ".modules_to_save." in name):
             continue
         merged = weight.detach()
-        owner = places.get(id(weight), "").removesuffix(".base_layer.weight")
-        if owner in layers and name.endswith(".base_layer.weight"):
-            layer = layers[owner]
+        for layer in adapted.get(id(weight), ()) if ".base_layer." in name else ():  # a tied head has no adapter
             for adapter in layer.active_adapters:
                 merged = merged + layer.get_delta_weight(adapter).to(merged.dtype)
-        yield name.replace(".base_layer.", "."), merged
+        yield plain_name(name), merged
+
+
+def plain_name(name: str) -> str:
+    """The name of a weight without the layers of adapters around it, which are nested where one module has several parameters."""
+    return re.sub(r"\.(base_layer\.)+", ".", name)
 
 
 @torch.no_grad()
@@ -110,21 +131,26 @@ def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _first_names(module: nn.Module) -> dict[str, str]:
     """By name of a parameter: the first name of the same one, which differs for tied parameters."""
     names: dict[int, str] = {}
-    plain = lambda name: name.replace(".base_layer.", ".")
     return {
-        plain(name): names.setdefault(id(parameter), plain(name))
+        plain_name(name): names.setdefault(id(parameter), plain_name(name))
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
 
 
 def distinct_weights(policy: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """`plain_weights` as in a checkpoint: tied tensors once, floating-point ones in `dtype`."""
-    seen: set[int] = set()
-    for name, weight in plain_weights(policy):
-        if weight.numel() and weight.data_ptr() in seen:
-            continue
-        seen.add(weight.data_ptr())
-        yield name, weight.to(dtype) if weight.is_floating_point() else weight
+    base = unwrapped(policy)
+    return as_saved(base, _once(base, _merged(policy, base.state_dict(keep_vars=True)), dtype))
+
+
+def _once(model: Any, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Weights in `dtype`, those of a tied parameter under its first name alone."""
+    first = _first_names(model)  # not by address: that of a merged copy may be used again
+    return (
+        (name, weight.to(dtype) if weight.is_floating_point() else weight)
+        for name, weight in weights
+        if first.get(name, name) == name
+    )
 
 
 def write_weights(source: Source, folder: Path, dtype: torch.dtype, *, has_digests: bool = False) -> int:
@@ -218,6 +244,7 @@ def why_not_alone(policy: Any, max_rank: int, data_parallel: int) -> str | None:
         "the adapter uses DoRA": bool(getattr(config, "use_dora", False)),
         "the adapter trains modules_to_save": bool(config.modules_to_save),
         "the adapter trains biases": config.bias != "none",
+        "the adapter changes experts (target_parameters)": bool(getattr(config, "target_parameters", None)),
         "the adapter has targets among embeddings or lm_head": bool(
             ends & {"lm_head", "embed_tokens", "wte", "embed_out"}
         ),
