@@ -197,19 +197,15 @@ def test_a_run_trains_the_experts_adapter_and_saves_it(tmp_path):
     tokenizer = tiny_tokenizer()
     model = expert_model("Qwen3Moe", vocab_size=len(tokenizer))
     model.save_pretrained(tmp_path / "base")
+    options: dict[str, Any] = {
+        **{"output_dir": str(tmp_path / "run"), "max_steps": 2, "learning_rate": 1e-2, "beta": 0.0, "bf16": False},
+        **{"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6, "save_strategy": "no"},
+    }
     trainer = GRPOTrainer(
         model=str(tmp_path / "base"),
         processing_class=tokenizer,
         reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
-        args=GRPOConfig(
-            **{"output_dir": str(tmp_path / "run"), "max_steps": 2, "learning_rate": 1e-2, "beta": 0.0, "bf16": False},
-            **{
-                "per_device_train_batch_size": 4,
-                "num_generations": 4,
-                "max_completion_length": 6,
-                "save_strategy": "no",
-            },
-        ),
+        args=GRPOConfig(**options),
         train_dataset=Dataset.from_dict({"prompt": ["Tom has 3 apples", "What is 12"]}),
         peft_config=peft.LoraConfig(r=2, target_modules=[], target_parameters=targets),
     )

@@ -81,8 +81,7 @@ def as_saved(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tupl
     if not isinstance(model, PreTrainedModel):
         yield from weights
         return
-    layer_of = lambda pair: re.match(r"(?:.*?\.\d+\.)?", pair[0])[0]
-    for _, layer in groupby(weights, layer_of):
+    for _, layer in groupby(weights, lambda pair: re.findall(r"^.*?\.\d+\.", pair[0])):
         yield from revert_weight_conversion(model, dict(layer)).items()
 
 
