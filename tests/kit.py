@@ -91,6 +91,22 @@ def tiny_tokenizer(
     return tokenizer
 
 
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte is a token; a chat template of its own."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<end>", "<user>", "<bot>"]
+    core = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(special + alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", pad_token="<end>")
+    tokenizer.add_special_tokens({"additional_special_tokens": special[1:]})
+    tokenizer.chat_template = (
+        "{% for message in messages %}<user>{{ message['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<bot>{% endif %}"
+    )
+    return tokenizer
+
+
 def tiny_model(
     arch: Architecture = "qwen2",
     *,

@@ -20,7 +20,8 @@ def serving(model, tokenizer, refuse=None, lasts=None):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             asked.append(body)
-            status = refuse or (503 if lasts is not None and len(asked) > lasts else 200)
+            is_unknown = max(body["prompt"]) >= model.config.vocab_size
+            status = refuse or (400 if is_unknown else 503 if lasts is not None and len(asked) > lasts else 200)
             data = json.dumps(answer(body) if status == 200 else {}).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))

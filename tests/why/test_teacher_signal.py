@@ -10,7 +10,7 @@ from covey import GRPOConfig, GRPOTrainer
 from covey.cli import main
 from covey.doctor.why.teachers import signal_of
 from covey.runs import rollouts
-from kit import tiny_model, tiny_tokenizer
+from kit import byte_tokenizer, tiny_model, tiny_tokenizer
 
 
 def run(folder, algorithm):
@@ -54,3 +54,24 @@ def test_what_no_checkpoint_holds_is_refused(tmp_path, capsys):
     folder = run(tmp_path / "run", "opsd, feedback=solution")
     assert main(["why", str(folder), "--step", "2"]) != 0
     assert "the policy of the start" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_of_a_teacher_of_another_tokenizer_the_aligned_tokens_count_alone(tmp_path, capsys):
+    theirs = byte_tokenizer()
+    tiny_model("llama", seed=3, vocab_size=len(theirs), eos_token_id=0, pad_token_id=0).save_pretrained(tmp_path / "t")
+    theirs.save_pretrained(tmp_path / "t")
+    folder = run(tmp_path / "run", f"mopd, teacher='{tmp_path / 't'}'")
+    rows = rollouts.read(folder / "rollouts" / "step-000002.parquet")
+    gaps = [np.array(row["token/teacher_gap"]) for row in rows]
+    metrics = {row["step"]: row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
+    every = np.concatenate(gaps)
+    assert 0 < np.isnan(every).sum() < len(every)
+    assert 1 - np.isnan(every).mean() == pytest.approx(metrics[2]["teacher/aligned"])
+    assert np.nanmean(every) == pytest.approx(metrics[2]["teacher/gap"], rel=1e-5)
+    assert main(["why", str(folder), "--step", "2", "--json"]) == 0
+    teacher = json.loads(capsys.readouterr().out)["teacher"]
+    assert teacher["gap"] == pytest.approx(metrics[2]["teacher/gap"], rel=1e-4)
+    assert teacher["informed"] / 8 == pytest.approx(metrics[2]["teacher/informed"])
+    if "teacher/agreement" in metrics[2]:
+        assert teacher["agreement"] == pytest.approx(metrics[2]["teacher/agreement"], rel=1e-3)

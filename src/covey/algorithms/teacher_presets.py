@@ -97,10 +97,9 @@ def sdpo(*, cap: float = 2.0, **role: Any) -> Algorithm:
     the reverse KL at the drawn token, the ratio capped at `cap`, and a teacher that is an exponential average. `threshold` is
     TRL's `success_reward_threshold`.
     """
-    options = {"feedback": "successful", "teacher_model_kind": "ema", **role}
     objective = Reshaped(TeacherAdvantage(against="current"), CISPO(cap))
     algorithm = made("sdpo", GroupNormalized(), objective, SequenceMean(), None, keep, None)
-    return _with_teacher(algorithm, options)
+    return _with_teacher(algorithm, {"feedback": "successful", **_following("ema", role)})
 
 
 def opsd(*, divergence: Divergence = "jsd", beta: float = 0.5, top_k: int | None = None, **role: Any) -> Algorithm:
@@ -108,8 +107,7 @@ def opsd(*, divergence: Divergence = "jsd", beta: float = 0.5, top_k: int | None
 
     Zhao et al. 2026, "OPSD", <https://arxiv.org/abs/2601.18734>: the generalised Jensen-Shannon divergence.
     """
-    options = {"teacher_model_kind": "base", **role}
-    return _by_distribution("opsd", divergence, beta, top_k, options)
+    return _by_distribution("opsd", divergence, beta, top_k, _following("base", role))
 
 
 def sdft(
@@ -120,12 +118,16 @@ def sdft(
     Shenfeld et al. 2026, "Self-Distillation Enables Continual Learning", <https://arxiv.org/abs/2601.19897>. `feedback` is the
     column of demonstrations.
     """
-    options = {"teacher_model_kind": "ema", **role}
-    return _by_distribution("sdft", divergence, beta, top_k, options)
+    return _by_distribution("sdft", divergence, beta, top_k, _following("ema", role))
 
 
 def _with_teacher(algorithm: Algorithm, role: dict[str, Any]) -> Algorithm:
     return algorithm.replace(teacher=TeacherRole(**_informed(role)), name=algorithm.name.partition("+")[0])
+
+
+def _following(kind: str, role: dict[str, Any]) -> dict[str, Any]:
+    """The options of a role whose teacher follows the policy by `kind`; another model stays as it is."""
+    return {"teacher_model_kind": kind, **role} if is_policy(role.get("teacher", POLICY)) else dict(role)
 
 
 def _informed(role: dict[str, Any]) -> dict[str, Any]:
@@ -140,9 +142,6 @@ def _distilled(name: str, objective: Objective, correction: Weight | None, role:
 def _by_distribution(
     name: str, divergence: Divergence, beta: float, top_k: int | None, role: dict[str, Any]
 ) -> Algorithm:
-    options = _informed(role)
-    if not is_policy(options.get("teacher", POLICY)):
-        options.pop("teacher_model_kind", None)
-    term = Distill(divergence=divergence, beta=beta, top_k=top_k, **options)
+    term = Distill(divergence=divergence, beta=beta, top_k=top_k, **_informed(role))
     algorithm = made(name, GroupNormalized(), zero, SequenceMean(), None, keep, None)
     return algorithm.replace(regularizers=(term,), name=name)

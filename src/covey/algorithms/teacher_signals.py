@@ -19,7 +19,7 @@ from covey.algorithms.composing import metrics_of, needs_whole_step, prepared
 from covey.algorithms.control import Controller, current
 from covey.algorithms.objectives import Clipped
 from covey.errors import ConfigError
-from covey.types import Aggregate, Mean, Metric, Objective, TokenBatch, Totals
+from covey.types import Aggregate, Mean, Metric, Objective, TokenBatch, Totals, over_spans
 
 LIMIT = 60.0
 """Largest log-ratio that is exponentiated: e^60 is finite in float32 with room to add up."""
@@ -32,12 +32,35 @@ def informed(tokens: TokenBatch) -> Tensor:
     return tokens.teacher_mask[:, None].to(tokens.logp.dtype)
 
 
+def reached(tokens: TokenBatch) -> Tensor:
+    """[N, T] bool, tokens of which the teacher says something: of a teacher of another tokenizer those in an aligned span."""
+    rows = tokens.mask & (informed(tokens) > 0)
+    return rows if tokens.teacher_span is None else rows & (tokens.teacher_span > 0)
+
+
 def teacher_gap(tokens: TokenBatch, against: Literal["old", "current"] = "old") -> Tensor:
-    """[N, T], `log q - log p` without gradient: against the policy at the rollout or now; 0 where the teacher says nothing."""
+    """[N, T], `log q - log p` without gradient: against the policy at the rollout or now; 0 where the teacher says nothing.
+
+    With a teacher of another tokenizer each token of an aligned span has the gap of the whole span, which is one action then: its
+    gradient is the sum of its tokens', and the policy's gradient that of the divergence of spans.
+    """
     if tokens.teacher_logp is None:
         raise ValueError("A part needs teacher_logp, measured by the learner; this batch has none.")
-    policy_logp = tokens.old_logp if against == "old" else tokens.logp
-    return (tokens.teacher_logp - policy_logp).detach() * informed(tokens) * tokens.mask
+    if tokens.teacher_span is None:
+        policy_logp = tokens.old_logp if against == "old" else tokens.logp
+        return (tokens.teacher_logp - policy_logp).detach() * informed(tokens) * tokens.mask
+    gap = (tokens.teacher_logp - tokens.old_logp).detach()
+    if against == "current":
+        gap = gap - over_spans((tokens.logp - tokens.old_logp).detach(), tokens.teacher_span)
+    return gap * reached(tokens)
+
+
+def gap_of_tokens(tokens: TokenBatch) -> Tensor:
+    """[N, T], `teacher_gap` shared out evenly over the tokens of a span, so that the tokens of a completion add up to its gap."""
+    gap = teacher_gap(tokens)
+    if tokens.teacher_span is None:
+        return gap
+    return gap / over_spans(torch.ones_like(gap), tokens.teacher_span).clamp(min=1.0)
 
 
 @dataclass(frozen=True)
@@ -117,8 +140,10 @@ class PositionWeighted:
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         gap = teacher_gap(tokens)
-        size = gap.abs()
+        size = gap_of_tokens(tokens).abs()
         before = size.cumsum(-1) - size
+        if tokens.teacher_span is not None:
+            before = before.gather(1, (tokens.teacher_span - 1).clamp(min=0))  # a span weighs as it begins
         return (1.0 + self.gamma * (1.0 - before / size.sum(-1, keepdim=True).clamp(min=self.epsilon))) * gap
 
 
@@ -187,7 +212,7 @@ class GatedDistill:
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         gap = teacher_gap(tokens, "current")
-        toward = (gap + tokens.logp.detach() - tokens.logp) * informed(
+        toward = (gap + tokens.logp.detach() - tokens.logp) * reached(
             tokens
         )  # gap in value, with the policy's gradient
         return current(self.weight) * (self.beta * gap).sigmoid() * toward
@@ -199,19 +224,21 @@ class GatedDistill:
 
 
 def signal_metrics(tokens: TokenBatch) -> dict[str, Metric]:
-    """`teacher/gap`, mean `d` of a token; `teacher/informed`, share of completions that it can teach; `teacher/agreement`.
+    """`teacher/gap`, mean `d` of a token; `teacher/informed`, share of completions that it can teach; `teacher/agreement`; and of a
+    teacher of another tokenizer `teacher/aligned`, share of their tokens in an aligned span.
 
     Agreement: `sum A g / sum abs(A g)` over completions, `g` the mean `d` of one, from -1 to 1. Advantages of a group sum to 0,
     so a teacher that likes all completions alike has 0, and one that ranks them against the reward is below.
     """
     if tokens.teacher_logp is None:
         return {}
-    gap = teacher_gap(tokens)
+    gap = gap_of_tokens(tokens)
     rows = informed(tokens)
     pull = (tokens.per_sequence(tokens.advantages.expand_as(gap)) * tokens.per_sequence(gap)).double()
-    counted = tokens.mask & (rows > 0)
+    aligned = {} if tokens.teacher_span is None else {"teacher/aligned": Mean.of(reached(tokens).float(), tokens.mask)}
     return {
-        "teacher/gap": Mean.of(gap, counted),
+        **aligned,
+        "teacher/gap": Mean.of(gap, reached(tokens)),
         "teacher/informed": Mean.of(rows),
         "teacher/agreement": Mean(pull.sum().item(), pull.abs().sum().item()),
     }

@@ -21,8 +21,8 @@ class TeacherRole:
 
     `teacher` is a folder, a hub id, a loaded model, the address of an endpoint (`"http://host:8000/v1"`), or `"policy"` with
     `feedback`. Several: a list, whose signals are averaged; a mapping from teacher to share; or, with `by`, a mapping from
-    the values of that column to teachers (MOPD, 2026, <https://arxiv.org/abs/2601.02780>). The teacher carries no gradient, and
-    its tokenizer must be the policy's.
+    the values of that column to teachers (MOPD, 2026, <https://arxiv.org/abs/2601.02780>). The teacher carries no gradient. One
+    of another tokenizer reads the text, and teaches by log-probabilities of the pieces that both tokenizers share.
     """
 
     teacher: Any = POLICY
@@ -45,6 +45,9 @@ class TeacherRole:
     """Optimizer steps between the updates of an `ema` teacher."""
     by: str | None = None
     """Column whose value names the teacher of a prompt, where `teacher` maps values to teachers."""
+    teacher_tokenizer_name_or_path: str | None = None
+    """Folder or hub id of the teacher's own tokenizer, where it is not the policy's and does not come with the teacher: of an
+    endpoint, or of a model that is loaded. TRL's name."""
     dtype: str = "auto"
     """Type that the teacher's weights are loaded in; auto: as stored."""
     served_model_name: str | None = None
@@ -71,6 +74,12 @@ class TeacherRole:
         if self.served_model_name and not self.is_endpoint:
             raise ConfigError(
                 "served_model_name belongs to an endpoint, whose address begins with http://, and the teacher is none."
+            )
+
+        is_alone = not (self.is_policy or isinstance(self.teacher, (Mapping, list, tuple)))
+        if self.teacher_tokenizer_name_or_path is not None and not is_alone:
+            raise ConfigError(
+                "teacher_tokenizer_name_or_path is the tokenizer of a teacher that is another model, and alone; leave it out."
             )
 
     def _check_sources(self) -> None:

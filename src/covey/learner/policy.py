@@ -52,6 +52,8 @@ class Measured:
     """[N, T], weights of the teacher, if it has some."""
     teacher_logp: Tensor | None = None
     """[N, T], the teacher's log-probabilities of the tokens, if it measures them."""
+    teacher_span: Tensor | None = None
+    """[N, T], spans of text that a teacher of another tokenizer shares with the policy, as in `TokenBatch`."""
     teacher_mask: Tensor | None = None
     """[N] bool, rows that the teacher can teach, if one was given."""
     auxiliary_loss: Tensor | None = None
@@ -221,12 +223,16 @@ class Policy:
             self.release()
         spread = lambda values: None if values is None else rows.spread(values)
         over = lambda value: None if teacher is None else spread(teacher.over(len(logp), value))
+        span = None if teacher is None else teacher.spans(rows.place, rows.shape)
+        informed = None if teacher is None else teacher.informed
+        informed = informed if informed is None or span is None else informed & (span > 0).any(-1)
         return Measured(
             distance=spread(distance),
             teacher_distance=over(lambda signal: signal.distance),
             teacher_weight=over(lambda signal: signal.weight),
             teacher_logp=over(lambda signal: signal.logp),
-            teacher_mask=None if teacher is None else teacher.informed,
+            teacher_span=span,
+            teacher_mask=informed,
             logp=rows.spread(logp),
             entropy=rows.spread(entropies),
             hidden=picked,

@@ -19,7 +19,8 @@ from covey.learner.packing import PaddedRows, Row
 from covey.learner.policy import Policy
 from covey.learner.shared_prompt import SharedRows
 from covey.learner.signals import Share, Signal
-from covey.learner.teacher import Hints, Teacher, Teachers
+from covey.learner.teacher import Hints, Teacher, Teachers, share_of_text
+from covey.learner.text_alignment import Aligned, TextAlignment
 from covey.rewards.builtin.chat_endpoint import Endpoint, all_of
 from covey.types import Prompt, StepReport
 
@@ -42,6 +43,8 @@ class ServedTeacher:
     hints: Hints | None = None
     hinted: Callable[[Prompt, str], tuple[int, ...]] = lambda prompt, hint: prompt.token_ids
     """Token ids of the prompt with the hint inserted."""
+    alignment: TextAlignment | None = None
+    """Its own tokenizer, for a teacher that reads other tokens than the policy writes. None: they are the same."""
     check_stop: Callable[[], None] = lambda: None
     """Callback while requests are pending; its exception ends the wait."""
     skips: bool = False
@@ -52,6 +55,9 @@ class ServedTeacher:
     def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Signal:
         """The teacher's top-k tokens at the policy's positions: `rows`, in the order of `packed`. Raises ServerError."""
         answers = self._answers(rows)
+        informed = torch.tensor([answer is not None for answer in answers], device=packed.place.device)
+        if self.alignment is not None:
+            return Signal((self._share_of_text(packed, rows, answers),), informed)
         ids = torch.zeros(*packed.shape, self.top_k, dtype=torch.long)
         logp = torch.full((*packed.shape, self.top_k), -torch.inf)
         logp[..., 0] = 0.0  # where it says nothing: one sure token, so that no number is infinite
@@ -65,8 +71,19 @@ class ServedTeacher:
         flat = lambda x: x.flatten(0, 1).to(packed.place.device)[packed.place]
         other = None if self.distance is None else Likeliest(flat(ids), flat(logp), self.distance)
         places = torch.arange(len(packed.place), device=packed.place.device)
-        informed = torch.tensor([answer is not None for answer in answers], device=packed.place.device)
         return Signal((Share(places, other, logp=drawn_logp.flatten().to(places.device)[packed.place]),), informed)
+
+    def _share_of_text(
+        self, packed: PaddedRows | SharedRows, rows: Sequence[Row], answers: Sequence[list[Ranked] | None]
+    ) -> Share:
+        """The share of a teacher of another tokenizer: log-probabilities of the spans of text that both share."""
+        assert self.alignment is not None
+        aligned = [
+            Aligned((), ()) if answer is None else self.alignment(row)
+            for row, answer in zip(rows, answers, strict=True)
+        ]
+        logp = [torch.tensor([value for _, _, value in answer or ()], dtype=torch.float64) for answer in answers]
+        return share_of_text(packed, aligned, logp, range(len(rows)))
 
     def _answers(self, rows: Sequence[Row]) -> list[list[Ranked] | None]:
         """Answers on each completion; None where the server gave none and the run goes on without."""
@@ -125,6 +142,9 @@ class ServedTeacher:
         return endpoint.post("completions", body, read, until)[0]
 
     def _ids(self, row: Row) -> tuple[tuple[int, ...], list[int]]:
+        if self.alignment is not None:
+            aligned = self.alignment(row)
+            return aligned.prompt, list(aligned.completion)
         ids = row.prompt.token_ids if row.hint is None else self.hinted(row.prompt, row.hint)
         return ids, row.completion.token_ids.tolist()
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from covey.learner.logprobs import Head, Likeliest, Other, compared
@@ -25,6 +26,8 @@ class Share:
     """[m], its log-probability of each token; None where it comes with the distance."""
     weight: Tensor | None = None
     """[m], how far it is to be believed."""
+    span: Tensor | None = None
+    """[m], of a teacher of another tokenizer: 1 + the place of the first token of each token's span of text, 0 where none is aligned."""
     distance: Tensor | None = None
     """[m], the policy's distance to it, with gradient, once measured."""
 
@@ -49,6 +52,16 @@ class Signal:
     def measured(self, hidden: Tensor, head: Head, targets: Tensor, **options: Any) -> Signal:
         """The signal with the distances of the policy's `hidden` [M, D] to each teacher."""
         return replace(self, shares=tuple(share.measured(hidden, head, targets, **options) for share in self.shares))
+
+    def spans(self, place: Tensor, shape: torch.Size | tuple[int, int]) -> Tensor | None:
+        """[N, T] spans of the tokens at `place` [M], each token its own where a teacher reads the policy's; None if all do."""
+        if all(share.span is None for share in self.shares):
+            return None
+        flat = torch.zeros(shape[0] * shape[1], dtype=torch.long, device=place.device)
+        for share in self.shares:
+            at = place[share.places]
+            flat[at] = 1 + at % shape[1] if share.span is None else share.span
+        return flat.view(*shape)
 
     def over(self, count: int, value: Callable[[Share], Tensor | None]) -> Tensor | None:
         """[M], the sum of `share x value` where a teacher speaks, 0 elsewhere; None if no teacher has the value."""

@@ -15,6 +15,7 @@ from covey.learner.policy import Policy
 from covey.learner.reference import AdapterCopy, FrozenCopy
 from covey.learner.shared_prompt import SharedRows
 from covey.learner.signals import Share, Signal
+from covey.learner.text_alignment import Aligned, TextAlignment, over_policy
 from covey.types import Group, Prompt, ReferenceRule, StepReport
 
 Hints = Callable[[Group], Sequence[str | None]]
@@ -48,6 +49,8 @@ class Teacher:
     """True if it has nothing to teach without a hint."""
     following: Following | None = None
     """Weights of its own; None: those of `policy`."""
+    alignment: TextAlignment | None = None
+    """Its own tokenizer, for a teacher that reads other tokens than the policy writes. None: they are the same."""
 
     def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Signal:
         """The teacher at the policy's positions: `rows`, in the order of `packed`."""
@@ -62,6 +65,8 @@ class Teacher:
         share: float = 1.0,
     ) -> Share:
         """The teacher at the positions of the chosen rows, by default of all."""
+        if self.alignment is not None:
+            return self._share_of_text(packed, rows, range(len(rows)) if chosen is None else chosen, share)
         hinted = [self._with_hint(rows[i]) for i in (range(len(rows)) if chosen is None else chosen)]
         is_same = chosen is None and all(row.hint is None for row in rows)
         is_same = is_same and (isinstance(packed, PaddedRows) or self.policy.shares_prompts())
@@ -76,6 +81,27 @@ class Teacher:
             weight = self._weights(hidden, head, packed, rows) if self.entropy_sensitivity else None
         other = None if self.distance is None else Other(hidden, head, self.distance)
         return Share(places, other, share, logp, weight)
+
+    def _share_of_text(
+        self, packed: PaddedRows | SharedRows, rows: Sequence[Row], chosen: Sequence[int], share: float
+    ) -> Share:
+        """The share of a teacher of another tokenizer: log-probabilities of the spans of text that both share."""
+        assert self.alignment is not None
+        aligned = [self.alignment(rows[i]) for i in chosen]
+        theirs = pad_rows(
+            [text.row(rows[i]) for text, i in zip(aligned, chosen, strict=True)], self.policy.pad_id, self.policy.device
+        )
+        with self._still():
+            hidden, head = self.policy.hidden_of(theirs)
+            self.policy.release()
+            logp = theirs.spread(self._logp(hidden, head, theirs.target))
+        return share_of_text(
+            packed,
+            aligned,
+            [row[: len(text.completion)] for text, row in zip(aligned, logp, strict=True)],
+            chosen,
+            share,
+        )
 
     def follow(self, policy: Policy, report: StepReport) -> None:
         """Move the weights towards the policy's, as the rule says after the step of `report`."""
@@ -122,6 +148,25 @@ class Teacher:
                 yield
         finally:
             self.policy.model.train(was_training)
+
+
+def share_of_text(
+    packed: PaddedRows | SharedRows,
+    aligned: Sequence[Aligned],
+    logp: Sequence[Tensor],
+    chosen: Sequence[int],
+    share: float = 1.0,
+) -> Share:
+    """The share of log-probabilities [m_i] of a teacher's own tokens, at the policy's positions of the `chosen` rows."""
+    place, (count, width) = packed.place, packed.shape
+    total, span = over_policy(aligned, logp, torch.Size((len(chosen), width)))
+    index = torch.full((count,), -1, dtype=torch.long)
+    index[torch.tensor(chosen)] = torch.arange(len(chosen))
+    places = (index[place.cpu() // width] >= 0).nonzero().squeeze(1)
+    at = place.cpu()[places]
+    flat = index[at // width] * width + at % width
+    device = place.device
+    return Share(places.to(device), None, share, total.flatten()[flat].to(device), span=span.flatten()[flat].to(device))
 
 
 def _aligned(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from covey.learner.packing import Row
 from covey.learner.policy import Measured
-from covey.types import TokenBatch, Totals
+from covey.types import TokenBatch, Totals, over_spans
 
 CPU = torch.device("cpu")
 
@@ -66,12 +66,15 @@ def batch_of(rows: Sequence[Row], measured: Measured, values: Tensor | None, dra
     drawn = [completion.logprobs for completion in completions]
     ref = [completion.ref_logp for completion in completions]
     has_values = all(completion.values is not None for completion in completions)
+    old_logp = measured.logp.detach() if any(x is None for x in old) else padded(old)
+    counts = padded([row.counts for row in rows], False)
+    span = whole_spans(measured.teacher_span, counts)
     return TokenBatch(
         logp=measured.logp,
-        old_logp=measured.logp.detach() if any(x is None for x in old) else padded(old),
+        old_logp=old_logp,
         advantages=advantages(rows, shape, device),
         weight=weights(rows, shape, device),
-        mask=padded([row.counts for row in rows], False),
+        mask=counts,
         group=onto(device, torch.tensor([row.group for row in rows])),
         row=onto(device, torch.tensor([row.index for row in rows])),
         same_weights=same_weights(rows, device) if draws.samples_here else None,
@@ -81,12 +84,27 @@ def batch_of(rows: Sequence[Row], measured: Measured, values: Tensor | None, dra
         full_kl=measured.distance,
         teacher_distance=measured.teacher_distance,
         teacher_weight=measured.teacher_weight,
-        teacher_logp=measured.teacher_logp,
+        teacher_logp=by_span(measured.teacher_logp, old_logp, span),
+        teacher_span=span,
         teacher_mask=measured.teacher_mask,
         values=values,
         old_values=padded([completion.values for completion in completions]) if has_values else None,
         returns=padded([row.returns for row in rows]) if rows[0].returns is not None else None,
     )
+
+
+def whole_spans(span: Tensor | None, counts: Tensor) -> Tensor | None:
+    """[N, T], the spans of which every token counts [N, T]; the others are not aligned."""
+    if span is None:
+        return None
+    return torch.where(over_spans((~counts).double(), span) > 0, 0, span)
+
+
+def by_span(teacher_logp: Tensor | None, old_logp: Tensor, span: Tensor | None) -> Tensor | None:
+    """[N, T], log-probabilities with the gap of a whole span to `old_logp` at each of its tokens; the span's stands at its first token."""
+    if teacher_logp is None or span is None:
+        return teacher_logp
+    return old_logp + over_spans(teacher_logp - old_logp, span)
 
 
 def spread(values: Sequence[Any], shape: torch.Size, device: torch.device, fill: float | bool) -> Tensor:

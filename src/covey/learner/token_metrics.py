@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from covey.algorithms import Algorithm, teacher_gap
+from covey.algorithms import Algorithm
+from covey.algorithms.teacher_signals import gap_of_tokens
 from covey.learner.packing import Row
 from covey.process.world import World
 from covey.types import EffectiveSize, Group, Max, Mean, Metric, Sum, TokenBatch, TokenNumbers, Totals
@@ -41,7 +42,8 @@ def effective_size(tokens: TokenBatch) -> dict[str, Metric]:
 class TokenEntropies:
     """Numbers of single tokens of a step, on the CPU, from the forward pass of the gradient; kept only for logged steps.
 
-    `entropy` in nats, and where a teacher says something `teacher_gap`, `log q - log p`.
+    `entropy` in nats, and where a teacher says something `teacher_gap`, `log q - log p`; that of a span of text is shared out over its
+    tokens, and NaN stands where none is aligned.
     """
 
     def __init__(self, is_due: Callable[[int], bool] = lambda step: False) -> None:
@@ -56,7 +58,9 @@ class TokenEntropies:
         """Store the numbers [N, T] of a micro-batch; a repeated step overwrites."""
         if self._rows is None:
             return
-        gap = None if tokens.teacher_logp is None else teacher_gap(tokens)
+        gap = None if tokens.teacher_logp is None else gap_of_tokens(tokens)
+        if gap is not None and tokens.teacher_span is not None:
+            gap = gap.masked_fill(tokens.teacher_span == 0, math.nan)
         for name, values in (("entropy", tokens.entropy), ("teacher_gap", gap)):
             if values is None:
                 continue

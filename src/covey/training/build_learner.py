@@ -274,7 +274,7 @@ def build_learner(
     sampling = sampling_params(args)
     template = inputs.agents.template_options(args.chat_template_kwargs)
     stop = callbacks.get("interruption", lambda: None)
-    make_teacher = partial(build_teacher, trust_remote_code=args.trust_remote_code, check_stop=stop)
+    teach = partial(build_teacher, eos_ids=inputs.eos_ids, trust_remote_code=args.trust_remote_code, check_stop=stop)
     seed = args.seed if args.data_seed is None else args.data_seed
     batch = args.per_device_train_batch_size
     return Learner(
@@ -296,7 +296,7 @@ def build_learner(
         disable_dropout=args.disable_dropout,
         enable_recomputation=partial(checkpoint_once, policy) if args.checkpoint_when_needed else lambda: False,
         critic=critic,
-        teacher=make_teacher(
+        teacher=teach(
             algorithm, policy, inputs.tokenizer, template, reference=networks.reference, shard=networks.shard
         ),
         supervised=build_supervised(algorithm, policy, inputs.tokenizer, inputs.eos_ids, template, seed),

@@ -14,33 +14,32 @@ import torch
 from covey.adapters import adapter_options, has_adapter, weights_on_same_base
 from covey.algorithms import SFT, Algorithm, Distill, TeacherRole, keep
 from covey.config.combinations import expect_together
-from covey.data import vocabulary_size
 from covey.data.checks import row_at
 from covey.data.examples import encode_example, load_examples
 from covey.data.hints import hints_of, with_hint
 from covey.data.prompts import to_prompt
-from covey.errors import ConfigError, ModelError
+from covey.errors import ConfigError
 from covey.learner import AdapterCopy, FrozenCopy, NoReference, Policy, Reference, ServedTeacher, Supervised, Teacher
 from covey.learner.served_teacher import AnyTeacher
 from covey.learner.supervised import supervised_policy
 from covey.learner.teacher import Following, Member, Teachers
-from covey.models import load_model, load_tokenizer, reads_media
+from covey.learner.teacher_tokenizers import Tokenizers, alignment_of_model, alignment_of_server, expect_same_tokens
+from covey.models import load_model, reads_media
 from covey.process.sharding import Shards, shard_like
 from covey.rewards.builtin.chat_endpoint import Endpoint
 from covey.types import Completion, Prompt
 
 logger = logging.getLogger(__name__)
 
-PROBED = 64
-"""Tokens, spread over the vocabulary, whose texts are compared."""
 MOST_BYTES = 2**26
 """Size limit of an answer: some 100,000 tokens with their top 20 each."""
 
 
 def served_teacher(
-    role: TeacherRole, part: Distill | None, policy: Policy, tokenizer: Any, teacher: Callable[..., ServedTeacher]
+    part: Distill | None, policy: Policy, tokenizers: Tokenizers, teacher: Callable[..., ServedTeacher]
 ) -> ServedTeacher:
     """The teacher behind an address. Raises ConfigError where it cannot teach this policy, ServerError where it does not answer."""
+    role = tokenizers.role
     if policy.temperature != 1.0:
         raise ConfigError(
             f"The teacher {role.teacher} tells log-probabilities of temperature 1, and the policy samples at "
@@ -57,23 +56,10 @@ def served_teacher(
     )
     top_k = 1 if part is None or part.top_k is None else part.top_k
     distance = None if part is None else part.distance_to_likeliest
-    served = teacher(endpoint, top_k, distance, skips=role.when_lost == "skip")
-    expect_same_tokens(served, tokenizer)
+    alignment, theirs = alignment_of_server(tokenizers)
+    served = teacher(endpoint, top_k, distance, alignment=alignment, skips=role.when_lost == "skip")
+    expect_same_tokens(served, theirs)
     return served
-
-
-def expect_same_tokens(teacher: ServedTeacher, tokenizer: Any) -> None:
-    """Raise ConfigError unless the server scores token ids, and tokens spread over the vocabulary have the policy's texts there."""
-    ids = list(range(0, len(tokenizer), max(1, len(tokenizer) // PROBED)))
-    teacher.run_all([partial(teacher.likeliest, ids[:1], ids[1:])])
-    [theirs] = teacher.run_all([partial(teacher.texts, ids)])
-    for token, text in zip(ids, theirs, strict=False):  # a server may add a token of its own
-        expected = tokenizer.decode([token])
-        if "\N{REPLACEMENT CHARACTER}" not in expected + text and expected.strip() != text.strip():
-            raise ConfigError(
-                f"The teacher {teacher.endpoint.model} has another vocabulary: token {token} is {expected!r} of the policy and {text!r} there, "
-                "so their distributions cannot be compared; give a teacher with the policy's tokenizer, or one of the same family."
-            )
 
 
 def without_teaching(algorithm: Algorithm) -> Algorithm:
@@ -92,7 +78,7 @@ class Maker:
     policy: Policy
     tokenizer: Any
     template: Mapping[str, Any]
-    trust_remote_code: bool = False
+    tokenizers: Tokenizers
     shard: Callable[[torch.nn.Module], Shards] | None = None
     """Splits a teacher over the processes, as the policy is. None: every process holds it whole."""
 
@@ -145,12 +131,12 @@ class Maker:
                 source,
             )
         kwargs = {"dtype": self.role.dtype} if isinstance(source, str) else {}
-        model = load_model(source, kwargs, trust_remote_code=self.trust_remote_code)
+        model = load_model(source, kwargs, trust_remote_code=self.tokenizers.trust_remote_code)
         if model is policy.model:
             raise ConfigError(
                 "The teacher is the very model that is trained; give another one, or 'policy' with feedback."
             )
-        expect_same_vocabulary(model, self.tokenizer, policy, trust_remote_code=self.trust_remote_code)
+        alignment = alignment_of_model(model, policy, self.tokenizers)
         if not hasattr(model, "hf_device_map"):
             model = model.to(policy.device)
         model = model.eval().requires_grad_(False)
@@ -162,7 +148,8 @@ class Maker:
                 str(model.dtype).removeprefix("torch."),
             )
         weights = replace(policy, model=model, auxiliary_coefficient=0.0, offloads=False, shards=None)
-        return self._made(weights if self.shard is None else weights.sharded(self.shard))
+        weights = weights if self.shard is None else weights.sharded(self.shard)
+        return self._made(weights, alignment=alignment)
 
     def _made(self, weights: Policy, **options: Any) -> Teacher:
         part = self.part
@@ -181,6 +168,7 @@ def build_teacher(
     tokenizer: Any,
     template: Mapping[str, Any],
     *,
+    eos_ids: Sequence[int] = (),
     trust_remote_code: bool = False,
     check_stop: Callable[[], None] = lambda: None,
     reference: Reference | None = None,
@@ -198,36 +186,16 @@ def build_teacher(
     if len(parts) > 1:
         raise ConfigError("The algorithm has several distill terms; one divergence can be learnt from at a time.")
     part = parts[0] if parts else None
-    maker = Maker(role, part, policy, tokenizer, template, trust_remote_code, shard)
+    media = reads_media(policy.model)
+    tokenizers = Tokenizers(tokenizer, eos_ids, template, role, part is not None, trust_remote_code, media)
+    maker = Maker(role, part, policy, tokenizer, template, tokenizers, shard)
     if role.is_policy:
         return maker.of_policy(reference or NoReference(), role.rule, algorithm)
     if role.is_endpoint:
-        return served_teacher(
-            role, part, policy, tokenizer, partial(ServedTeacher, check_stop=check_stop, **maker.prompts())
-        )
+        made = partial(ServedTeacher, check_stop=check_stop, **maker.prompts())
+        return served_teacher(part, policy, tokenizers, made)
     members = tuple(Member(maker.of_model(source), share, value) for source, share, value in role.shares())
     return members[0].teacher if len(members) == 1 and role.by is None else Teachers(members, role.by)
-
-
-def expect_same_vocabulary(teacher: Any, tokenizer: Any, policy: Policy, *, trust_remote_code: bool = False) -> None:
-    """Raise ConfigError unless each token of the policy has the same id in the teacher's vocabulary."""
-    name = str(getattr(teacher.config, "_name_or_path", "") or type(teacher).__name__)
-    fix = "give a teacher with the policy's tokenizer, or one of the same family"
-    try:
-        theirs = load_tokenizer(teacher, trust_remote_code=trust_remote_code).get_vocab()
-    except ModelError:  # a model created in memory has no tokenizer
-        sizes = [vocabulary_size(model) for model in (teacher, policy.model)]
-        if sizes[0] != sizes[1]:
-            raise ConfigError(f"The teacher {name} knows {sizes[0]} tokens and the policy {sizes[1]}; {fix}.") from None
-        return
-    ours = tokenizer.get_vocab()
-    for token, place in sorted(ours.items(), key=lambda item: item[1]):
-        if theirs.get(token) != place:
-            there = f"has the id {theirs[token]}" if token in theirs else "is unknown"
-            raise ConfigError(
-                f"The teacher {name} has another vocabulary: {token!r} is token {place} of the policy and {there} there, so their "
-                f"distributions cannot be compared; {fix}."
-            )
 
 
 def build_supervised(

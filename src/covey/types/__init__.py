@@ -93,6 +93,9 @@ from covey.types.tokens import (
 from covey.types.tokens import (
     Totals as Totals,
 )
+from covey.types.tokens import (
+    over_spans as over_spans,
+)
 from covey.types.values import (
     Completion as Completion,
 )

@@ -40,7 +40,11 @@ class TokenBatch:
     teacher_weight: Tensor | None = None
     """[N, T], how far a teacher is to be believed at each token, where a distillation asks for it; 0 without feedback."""
     teacher_logp: Tensor | None = None
-    """[N, T], a teacher's log-probability of each token, where a part asks for it."""
+    """[N, T], a teacher's log-probability of each token, where a part asks for it. Of a teacher of another tokenizer it is that which has
+    the gap of the token's span to `old_logp`, and `old_logp` itself where none is aligned."""
+    teacher_span: Tensor | None = None
+    """[N, T] int64, 1 + the place of the first token of each token's span, 0 where none is aligned: pieces of text at whose ends both
+    tokenizers part. None: the teacher reads the policy's tokens."""
     teacher_mask: Tensor | None = None
     """[N] bool, rows that the teacher can teach: it has feedback on them, and answered. None: all of them."""
     entropy: Tensor | None = None
@@ -104,6 +108,14 @@ class TokenBatch:
         """Every tensor that is present, by field name."""
         names = self.__dataclass_fields__
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+def over_spans(x: Tensor, span: Tensor) -> Tensor:
+    """[N, T], the sum of `x` [N, T] over each token's span (as `TokenBatch.teacher_span`); 0 where none is aligned."""
+    place = (span - 1).clamp(min=0)
+    aligned = torch.where(span > 0, x, torch.zeros_like(x))
+    total = torch.zeros_like(x).scatter_add(1, place, aligned).gather(1, place)
+    return torch.where(span > 0, total, torch.zeros_like(x))
 
 
 def _widen(x: Tensor, width: int) -> Tensor:

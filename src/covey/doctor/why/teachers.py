@@ -30,7 +30,10 @@ class Pull:
 
 @dataclass(frozen=True)
 class TeacherSignal:
-    """Signal of a step: mean gap in nats a token, completions with one, and the tokens of its largest pulls."""
+    """Signal of a step: mean gap in nats a token, completions with one, and the tokens of its largest pulls.
+
+    Of a teacher of another tokenizer the tokens in aligned spans alone count.
+    """
 
     gap: float
     informed: int
@@ -63,9 +66,10 @@ def signal_of(rows: Sequence[Mapping[str, Any]], tokenizer: Path) -> TeacherSign
     measured = [row for row in rows if row.get(COLUMN)]
     if not measured:
         return None
-    gaps = [np.where(_written(row), np.array(row[COLUMN], float), 0.0) for row in measured]
-    counts = [int(_written(row).sum()) for row in measured]
-    means = np.array([gap.sum() / max(1, count) for gap, count in zip(gaps, counts, strict=True)])
+    raw = [np.array(row[COLUMN], float) for row in measured]
+    counts = [int((_written(row) & ~np.isnan(gap)).sum()) for row, gap in zip(measured, raw, strict=True)]
+    gaps = [np.where(_written(row), np.nan_to_num(gap), 0.0) for row, gap in zip(measured, raw, strict=True)]
+    means = np.array([gap.sum() / max(1, int(_written(row).sum())) for gap, row in zip(gaps, measured, strict=True)])
     pull = means * np.array([row["advantage"] or 0.0 for row in measured])
     informed = [bool(gap.any()) for gap in gaps]
     tokens = sum(count for count, has_signal in zip(counts, informed, strict=True) if has_signal)
