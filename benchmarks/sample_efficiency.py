@@ -26,13 +26,14 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from algorithms import T95
 from covey import GRPOConfig, GRPOTrainer, demo
@@ -42,7 +43,7 @@ from covey.rewards import Scorer
 from covey.rollout import choose_sampler
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from tiny import taught
+from tiny import learn, taught
 
 Found = dict[str, Any]
 HELD_OUT = 150
@@ -111,8 +112,21 @@ TEACHERS: Mapping[str, Mapping[str, Any]] = {
         "algorithm": "grpo, regularizer=distill(teacher='policy', {quoted})",
         **FAST,
     },
+    "grpo and solutions": {"algorithm": "dapo, high=0.2, regularizer=sft(dataset='{solutions}', weight=0.1)"},
+    "grpo and solutions, weight 1": {"algorithm": "dapo, high=0.2, regularizer=sft(dataset='{solutions}', weight=1.0)"},
+    "mopd": {"algorithm": "mopd, teacher='{teacher}'"},
+    "mopd, reward": {"algorithm": "mopd, teacher='{teacher}', reward=1.0"},
+    "distill": {"algorithm": "dapo, high=0.2, objective=zero, regularizer=distill(teacher='{teacher}')"},
+    "grpo and distill": {"algorithm": "dapo, high=0.2, regularizer=distill(teacher='{teacher}')"},
+    "distill, 4 uses": {
+        "algorithm": "dapo, high=0.2, objective=zero, regularizer=distill(teacher='{teacher}')",
+        "num_iterations": 4,
+    },
+    "grpo and distill, fast": {"algorithm": "dapo, high=0.2, regularizer=distill(teacher='{teacher}')", **FAST},
+    "rlsd of a model": {"algorithm": "rlsd, teacher='{teacher}'"},
 }
-"""Arms with the policy as its own teacher, which sees `{role}`: the answer where the task has hints, else the group's best."""
+"""Arms with a teacher by token. The policy as its own teacher sees `{role}`: the answer where the task has hints, else the
+group's best. `{teacher}` is a model that was trained on right answers, and `{solutions}` the file of these."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +140,8 @@ class Task:
     options: Mapping[str, Any]
     every: int
     """Completions between two looks at the held-out accuracy."""
+    solved: Callable[[random.Random], Mapping[str, Any]]
+    """A training problem with a right `completion`."""
     misread: Callable[[Sequence[str]], float] | None = None
     """Share of the held-out answers that calculate with other operations than the problem's."""
 
@@ -147,26 +163,49 @@ def main() -> None:
             demo_task() if given.task == "demo" else words_task(folder, hinted if given.task == "hints" else sentence)
         )
         found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        words = placeholders(given.task, given.out)
+        if any("{teacher}" in str(arms[arm]) or "{solutions}" in str(arms[arm]) for arm in given.arms):
+            make_teacher(task, words["solutions"], words["teacher"])
         for seed in given.seeds:
             for arm in given.arms:
-                options = with_role(arms[arm], "answer" if given.task == "hints" else "best")
+                options = with_role(arms[arm], words)
                 if any((one["arm"], one["seed"], one["options"]) == (arm, seed, options) for one in found):
                     continue
                 found.append({"arm": arm, "seed": seed, "options": options, **train(task, options, seed)})
                 with file.open("a") as lines:
                     lines.write(json.dumps(found[-1]) + "\n")
-    role = "answer" if given.task == "hints" else "best"
     chosen = [
         one
         for one in found
-        if one["seed"] in given.seeds and one["options"] == with_role(arms.get(one["arm"], {}), role)
+        if one["seed"] in given.seeds and one["options"] == with_role(arms.get(one["arm"], {}), words)
     ]
     print(table(chosen, given.arms))
 
 
-def with_role(options: Mapping[str, Any], feedback: str) -> Found:
+def placeholders(task: str, out: Path) -> dict[str, str]:
+    """What stands in an arm for the feedback that a teacher sees, for the file of solutions and for the trained teacher."""
+    feedback = "answer" if task == "hints" else "best"
+    files = {"solutions": str(out / f"{task}-solutions.jsonl"), "teacher": str(out / f"{task}-teacher")}
+    return {"role": f"feedback={feedback}", "quoted": f"feedback='{feedback}'", **files}
+
+
+def make_teacher(task: Task, solutions: str, folder: str) -> None:
+    """Write 4,096 training problems with right answers, and the task's model after 300 steps on such, unless they are there."""
+    if not Path(solutions).exists():
+        rng = random.Random(2)
+        Path(solutions).write_text("".join(json.dumps(task.solved(rng)) + "\n" for _ in range(4096)))
+    if Path(folder).exists():
+        return
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(task.model)
+    learn(model, tokenizer, task.solved, random.Random(3), steps=300)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def with_role(options: Mapping[str, Any], words: Mapping[str, str]) -> Found:
     """The options with what the teacher sees."""
-    words = {"role": f"feedback={feedback}", "quoted": f"feedback='{feedback}'"}
     fill = lambda value: value.format(**words) if isinstance(value, str) and "{" in value else value
     return {name: fill(value) for name, value in options.items()}
 
@@ -180,8 +219,15 @@ def demo_task() -> Task:
         right=demo.reward,
         options=demo.DEMO_SETTINGS,
         every=256,
+        solved=worked,
         misread=misread,
     )
+
+
+def worked(rng: random.Random) -> Found:
+    """A training problem of the demo with its worked answer."""
+    problem = next(one for one in iter(lambda: demo.task.draw(rng), None) if one.split == "train")
+    return {"prompt": [{"role": "user", "content": problem.question}], "completion": demo.task.worked(problem)}
 
 
 def misread(texts: Sequence[str]) -> float:
@@ -231,7 +277,23 @@ def words_task(folder: str, row: Callable[[random.Random], Found] = sentence) ->
         "gradient_checkpointing": False,
         "logging_steps": 1,
     }
-    return Task(taught(folder, row), rows[HELD_OUT:], rows[:HELD_OUT], right_words, right_sentence, options, every=64)
+    held_out = {one["answer"] for one in rows[:HELD_OUT]}
+    return Task(
+        taught(folder, row),
+        rows[HELD_OUT:],
+        rows[:HELD_OUT],
+        right_words,
+        right_sentence,
+        options,
+        every=64,
+        solved=lambda rng: translated(rng, held_out),
+    )
+
+
+def translated(rng: random.Random, held_out: Collection[str]) -> Found:
+    """A sentence that is not held out, with its translation."""
+    row = next(one for one in iter(lambda: sentence(rng), None) if one["answer"] not in held_out)
+    return {"prompt": row["prompt"], "completion": row["answer"]}
 
 
 def right_words(completions: Sequence[Any], answer: Sequence[str], **columns: Any) -> list[float]:

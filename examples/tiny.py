@@ -87,7 +87,7 @@ def learn(
         prompts = [
             tokenizer.apply_chat_template(one["prompt"], add_generation_prompt=True, tokenize=False) for one in rows
         ]
-        texts = [f"{prompt}{one['completion']}<end>" for prompt, one in zip(prompts, rows, strict=True)]
+        texts = [f"{prompt}{one['completion']}{tokenizer.eos_token}" for prompt, one in zip(prompts, rows, strict=True)]
         batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", return_token_type_ids=False)
         labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
         for line, prompt in zip(labels, prompts, strict=True):
