@@ -54,12 +54,26 @@ def _without_video(model: Any, where: str) -> Any:
 
 
 def without_video(processor_class: Any) -> Any:
-    """The processor class for images and text alone: it has no video processor, which would need torchvision."""
+    """The processor class for every other modality: it has no video processor, which would need torchvision."""
+    from transformers import ProcessorMixin
 
-    class ImagesOnly(processor_class):  # type: ignore[misc]
+    every = processor_class.get_attributes()
+    rest = [name for name in every if name != "video_processor"]
+
+    class Named(ProcessorMixin):
+        """The parts by name: processor classes hand them on by their places in `every`."""
+
+        def __init__(self, *parts: Any, **options: Any) -> None:
+            named = dict(zip(every, parts, strict=False))
+            super().__init__(**{name: named[name] for name in rest if name in named}, **options)
+
+    class WithoutVideo(processor_class, Named):  # type: ignore[misc]
+        def __init__(self, *parts: Any, **options: Any) -> None:
+            super().__init__(**dict(zip(rest, parts, strict=False)), **options)
+
         @classmethod
         def get_attributes(cls) -> list[str]:
-            return [name for name in processor_class.get_attributes() if name != "video_processor"]
+            return rest
 
-    ImagesOnly.__name__ = ImagesOnly.__qualname__ = processor_class.__name__
-    return ImagesOnly
+    WithoutVideo.__name__ = WithoutVideo.__qualname__ = processor_class.__name__
+    return WithoutVideo

@@ -262,7 +262,7 @@ def expect_supported(model: Any) -> None:
     is_stateful = has_states(inner)
     if kinds and not is_stateful:
         raise Unsupported(f"{name} has layers of kind {', '.join(sorted(kinds))}")
-    if not is_stateful and not getattr(inner, "_supports_attention_backend", False):
+    if not is_stateful and not getattr(decoder_of(inner), "_supports_attention_backend", False):
         raise Unsupported(f"{name} does not attend through transformers' attention interface")
     if len({parameter.device for parameter in inner.parameters()}) > 1:
         raise Unsupported(f"{name} is spread over several devices")

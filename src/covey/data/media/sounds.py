@@ -123,7 +123,7 @@ def _checked_rate(value: Any, where: str) -> int:
         isinstance(value, bool)
         or not isinstance(value, int | float | np.number)
         or not low <= value <= high
-        or value % 1
+        or int(value) != value
     ):
         raise DataError(f"{where} has the sampling rate {value!r}; give samples a second, from {low:,} to {high:,}.")
     return int(value)

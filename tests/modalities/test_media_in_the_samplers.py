@@ -1,9 +1,8 @@
-"""Completions of prompts with images: greedy as `generate`, the same whatever the batch, never a token that stands for an image."""
+"""Completions of prompts with media: greedy as `generate`, the same whatever the batch, never a token that stands for an image or a sound."""
 
 import pytest
 import torch
-from image_prompts import prompts
-from models import KINDS, tiny_vlm
+from media_prompts import ALL, EMBEDDED, prompts, tiny_of
 
 from covey.errors import DataError, Unsupported
 from covey.learner import Policy
@@ -12,7 +11,7 @@ from covey.modalities import banned_ids
 from covey.rollout import SamplingParams, choose_sampler
 from covey.rollout.hf import TransformersSampler
 
-KIND = pytest.mark.parametrize("kind", KINDS)
+KIND = pytest.mark.parametrize("kind", ALL)
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 
 
@@ -34,7 +33,7 @@ def generated(model, processor, prompt, tokens=8):
 
 @KIND
 def test_greedy_completions_are_those_of_generate(kind):
-    model, processor = tiny_vlm(kind)
+    model, processor = tiny_of(kind)
     found = prompts(processor, kind)
     groups = list(TransformersSampler(model, processor.tokenizer).sample(found, 2, GREEDY))
     for prompt, group in zip(found, groups, strict=True):
@@ -44,7 +43,7 @@ def test_greedy_completions_are_those_of_generate(kind):
 
 @KIND
 def test_the_learner_measures_what_the_sampler_drew(kind):
-    model, processor = tiny_vlm(kind)
+    model, processor = tiny_of(kind)
     params = SamplingParams(max_tokens=6, seed=3)
     groups = list(TransformersSampler(model, processor.tokenizer).sample(prompts(processor, kind), 3, params))
     rows = [
@@ -61,8 +60,8 @@ def test_the_learner_measures_what_the_sampler_drew(kind):
 
 
 @KIND
-def test_a_token_that_stands_for_an_image_is_never_drawn(kind):
-    model, processor = tiny_vlm(kind)
+def test_a_placeholder_is_never_drawn(kind):
+    model, processor = tiny_of(kind)
     banned = banned_ids(model)
     assert banned
     with torch.no_grad():  # such tokens are the likeliest by far
@@ -79,9 +78,9 @@ def test_a_token_that_stands_for_an_image_is_never_drawn(kind):
     assert drawn.isdisjoint(banned)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gemma3"])
+@pytest.mark.parametrize("kind", EMBEDDED)
 def test_the_native_engine_writes_greedily_what_generate_writes(kind):
-    model, processor = tiny_vlm(kind)
+    model, processor = tiny_of(kind)
     found = prompts(processor, kind)
     sampler = choose_sampler(model, processor.tokenizer, backend="native", dtype="float32")
     groups = {group.prompt.uid: group for group in sampler.sample(found, 2, GREEDY)}
@@ -91,7 +90,7 @@ def test_the_native_engine_writes_greedily_what_generate_writes(kind):
 
 
 def test_images_that_attend_both_ways_are_left_to_transformers_with_the_reason():
-    model, processor = tiny_vlm("gemma3")
+    model, processor = tiny_of("gemma3")
     found = prompts(processor, "gemma3")
     with pytest.raises(Unsupported, match="attend to each other in both directions"):
         list(choose_sampler(model, processor.tokenizer, backend="native", dtype="float32").sample(found, 1, GREEDY))
@@ -103,7 +102,7 @@ def test_images_that_attend_both_ways_are_left_to_transformers_with_the_reason()
 
 
 def test_expanded_ids_without_their_images_are_refused():
-    model, processor = tiny_vlm("llava")
+    model, processor = tiny_of("llava")
     ids = list(prompts(processor, "llava")[0].token_ids)
     with pytest.raises(DataError, match="prompt 0 holds placeholders of images or sounds but none of these"):
         list(TransformersSampler(model, processor.tokenizer).sample([ids], 1, GREEDY))

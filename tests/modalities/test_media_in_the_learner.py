@@ -1,15 +1,14 @@
-"""Log-probabilities and gradients of prompts with images: those of one row at a time, whatever is shared, packed or mixed."""
+"""Log-probabilities and gradients of prompts with media: those of one row at a time, whatever is shared, packed or mixed."""
 
 import pytest
 import torch
-from image_prompts import prompts
-from models import KINDS, tiny_vlm
+from media_prompts import ALL, prompts, tiny_of
 
 from covey.learner import Policy
 from covey.learner.packing import Row
 from covey.types import Completion
 
-KIND = pytest.mark.parametrize("kind", KINDS)
+KIND = pytest.mark.parametrize("kind", ALL)
 
 
 def rows_for(found, lengths=(3, 5, 1)):
@@ -24,15 +23,23 @@ def rows_for(found, lengths=(3, 5, 1)):
 
 
 def by_the_model(model, processor, row):
-    """[T] log-probabilities by the model's own forward, one row, images given as the processor made them."""
+    """[T] log-probabilities by the model's own forward, one row, media as the processor made them."""
     ids = torch.cat([torch.tensor(row.prompt.token_ids), row.completion.token_ids])[None]
     given = {}
     if row.prompt.media is not None:
         given = dict(row.prompt.media.tensors)
         for name, kinds in row.prompt.media.token_types.items():
             given[name] = torch.nn.functional.pad(kinds, (0, row.completion.num_tokens))[None]
-    logits = model(input_ids=ids, **given, use_cache=False).logits[0].float()
-    for name in ("image_token_id", "image_token_index", "video_token_id"):
+    mask = torch.ones_like(ids)  # Qwen2.5-Omni numbers positions of media only with it
+    logits = model(input_ids=ids, attention_mask=mask, **given, use_cache=False).logits[0].float()
+    for name in (
+        "image_token_id",
+        "image_token_index",
+        "video_token_id",
+        "audio_token_id",
+        "audio_token_index",
+        "audio_start_token_id",
+    ):
         if isinstance(getattr(model.config, name, None), int):
             logits[:, getattr(model.config, name)] = -torch.inf
     start = len(row.prompt.token_ids)
@@ -44,7 +51,7 @@ def by_the_model(model, processor, row):
 
 @KIND
 def test_gradients_of_a_mixed_batch_are_those_of_one_row_at_a_time(kind):
-    model, processor = tiny_vlm(kind)
+    model, processor = tiny_of(kind)
     rows = rows_for(prompts(processor, kind))
     weights = [
         torch.randn(row.completion.num_tokens, generator=torch.Generator().manual_seed(i)) for i, row in enumerate(rows)
@@ -62,7 +69,7 @@ def test_gradients_of_a_mixed_batch_are_those_of_one_row_at_a_time(kind):
     sum((measured.logp[i, : len(w)] * w).sum() for i, w in enumerate(weights)).backward()
     together = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert together.keys() == alone.keys()
-    assert any("vis" in name for name in alone), "the vision tower has gradients"
+    assert any("vis" in name or "audio" in name for name in alone), "the towers have gradients"
     for name, gradient in alone.items():
         scale = max(gradient.abs().max().item(), 1e-3)
         torch.testing.assert_close(together[name] / scale, gradient / scale, atol=1e-5, rtol=1e-4, msg=name)
