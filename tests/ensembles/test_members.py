@@ -102,18 +102,12 @@ def max_reward(completions, **columns):
     return [1.0] * len(completions)
 
 
-def test_an_ensemble_does_not_go_with_tools(tmp_path):
-    def add(a: int, b: int) -> int:
-        """Add.
-
-        Args:
-            a: one.
-            b: another.
-        """
-        return a + b
-
-    with pytest.raises(ConfigError, match="answers of one turn"):
-        GRPOTrainer(tiny_model(), max_reward, config(tmp_path), ROWS, tools=[add], ensemble=["demo"])
+def test_a_member_that_cannot_call_the_runs_tools_is_refused():
+    model, tokenizer = foreign()
+    episodes = lambda make, tokenizer, eos_ids: make()
+    for member in (Member(model, tokenizer=tokenizer), Member("http://localhost:1/v1", served_model_name="m")):
+        with pytest.raises(ConfigError, match="Ensemble member other writes text of .* tools cannot answer"):
+            load_writer(member, "other", CPU, encoding(), episodes=episodes)
 
 
 def test_the_role_follows_from_the_tokenizer():

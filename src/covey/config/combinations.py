@@ -66,7 +66,10 @@ def _refusal(features: Iterable[str], why: str, unless: Iterable[str] = (), at_o
 
 
 _ENGINE = "an agent talks to Covey's own engine, which answers its calls between two decode steps; leave rollout_backend, use_vllm and fsdp out."
-_MEMBERS = "ensemble= takes answers of one turn, so tools, environments and rollout_func cannot be given with it; leave one out."
+_MEMBERS = (
+    "an environment, an agent and a rollout_func write the prompt of their own completions, so another model has none to answer; leave "
+    "ensemble out, or use tools."
+)
 _NO_MEDIA = (
     "vLLM's interface of token ids takes no images or sounds, and its chat interface would render the prompt a second time; leave "
     "use_vllm out: the native engine reads them."
@@ -100,7 +103,7 @@ REFUSALS = (
         )
         for other in ("tools", "environment", "agent", "rollout_func")
     ),
-    *(_refusal(("ensemble", other), _MEMBERS) for other in ("tools", "environment", "agent", "rollout_func")),
+    *(_refusal(("ensemble", other), _MEMBERS) for other in ("environment", "agent", "rollout_func")),
     _refusal(
         ("asynchronous", "rollout_func"),
         "rollout_func is handed the trainer, whose weights the learner changes while rollouts run ahead; leave async_rollouts out, or use "

@@ -32,23 +32,20 @@ def load_writer(
     trust_remote_code: bool = False,
     check_stop: Callable[[], None] = lambda: None,
     shard: Callable[[nn.Module], Shards] | None = None,
+    episodes: Callable[[Callable[..., Sampler], Any, Sequence[int]], Sampler] | None = None,
 ) -> Writer:
     """The member, loaded on `device`.
 
     `policy`: how the policy reads text; None at inference, where each member reads and writes in its own tokens. `check_stop`:
     called while the member generates; an exception ends it. `shard`: splits a model that is loaded here over the processes; a loaded
-    object and a quantized model stay whole. Raises ConfigError for a sibling with another tokenizer than the policy's, and ModelError
-    for what cannot be loaded.
+    object and a quantized model stay whole. `episodes`: makes the sampler of completions that call the run's tools. Raises ConfigError
+    for a sibling with another tokenizer than the policy's, for a member that cannot call the run's tools, and ModelError for what cannot
+    be loaded.
     """
     if member.is_endpoint:
-        endpoint = Endpoint(
-            url=member.model,
-            model=str(member.served_model_name),
-            key_env=member.key_env,
-            request_seconds=member.request_seconds,
-            called=f"ensemble member {name}",
-        )
-        return EndpointWriter(name, member.role or "rescue", member.samples, endpoint, policy, check_stop)
+        if episodes is not None:
+            raise _without_tools(name, "an endpoint")
+        return _endpoint_writer(member, name, policy, check_stop)
     named = model_folder(str(member.model)) if isinstance(member.model, (str, Path)) else member.model
     is_named = isinstance(named, str)
     options = {"dtype": "float32" if device.type == "cpu" else "auto"} if is_named else None
@@ -66,16 +63,40 @@ def load_writer(
             f"Ensemble member {name} has another tokenizer than the policy, so its tokens have no probability under it and it "
             "cannot be a sibling; take role=rescue or role=baseline."
         )
+    if episodes is not None and not is_same:
+        raise _without_tools(name, "another tokenizer")
     ends = eos_ids(model, tokenizer)
     if is_same and policy is not None:
         ends = tuple(dict.fromkeys((*policy.eos_ids, *ends)))
 
-    def over(model: Any) -> Sampler:
-        return choose_sampler(model, tokenizer, eos_ids=ends, check_stop=check_stop)
+    is_split = is_named and not getattr(model, "is_quantized", False)
+    shards = shard(model) if shard is not None and is_split else None
 
-    is_split = shard is not None and is_named and not getattr(model, "is_quantized", False)
-    sampler = GatheredSampler(shard(model), over) if shard is not None and is_split else over(model)
+    def make(**more: Any) -> Sampler:
+        over = lambda model: choose_sampler(model, tokenizer, eos_ids=ends, check_stop=check_stop, **more)
+        return over(model) if shards is None else GatheredSampler(shards, over)
+
+    sampler = make() if episodes is None else episodes(make, tokenizer, ends)
     return LocalWriter(name, role, member.samples, sampler, tokenizer, None if is_same else policy, renders=not is_same)
+
+
+def _endpoint_writer(
+    member: Member, name: str, policy: Encoding | None, check_stop: Callable[[], None]
+) -> EndpointWriter:
+    endpoint = Endpoint(
+        url=member.model,
+        model=str(member.served_model_name),
+        key_env=member.key_env,
+        request_seconds=member.request_seconds,
+        called=f"ensemble member {name}",
+    )
+    return EndpointWriter(name, member.role or "rescue", member.samples, endpoint, policy, check_stop)
+
+
+def _without_tools(name: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"Ensemble member {name} writes text of {what}, in which the run's tools cannot answer; leave it out, or the tools."
+    )
 
 
 def load_writers(

@@ -22,15 +22,15 @@ from covey.rollout import Sampler, SamplingParams
 from covey.types import Completion, Group, Metric, Position, Stages
 
 
-def checked_ensemble(ensemble: Any, num_generations: int, *, has_agents: bool) -> Ensemble | None:
+def checked_ensemble(ensemble: Any, num_generations: int, features: Sequence[str]) -> Ensemble | None:
     """The ensemble of a trainer's argument, an ensemble or its members. Raises ConfigError for one that could not act.
 
-    `has_agents`: the run has tools, environments or a rollout function.
+    `features`: what writes the run's completions, such as tools.
     """
     made = Ensemble.of(ensemble)
     if made is None:
         return None
-    expect_together("ensemble", has_agents and "tools")
+    expect_together("ensemble", *features)
     made.refuse_share(num_generations)
     return made
 

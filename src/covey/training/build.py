@@ -264,7 +264,7 @@ def build_supply(
 def ensemble_of(ensemble: Any, agents: Agents, args: GRPOConfig) -> Ensemble | None:
     """The ensemble of a trainer's argument. Raises ConfigError for features of the run that do not go together."""
     expect_together(*features_of(args), *agents.features)
-    return checked_ensemble(ensemble, args.num_generations, has_agents=agents.are_used)
+    return checked_ensemble(ensemble, args.num_generations, agents.features)
 
 
 def build_stages(
@@ -289,9 +289,17 @@ def build_stages(
         trust_remote_code=args.trust_remote_code,
         check_stop=draws.interruption,
         shard=None if shard is None else partial(shard, keeps_whole=True),
+        episodes=partial(_member_episodes, inputs) if inputs.agents.are_used else None,
     )
     stages += ensemble_stages(members, inputs.scorer, learner, inputs.world, sampling, draws.score)
     return replace(draws, sampler=members), stages
+
+
+def _member_episodes(
+    inputs: RunInputs, make: Callable[..., Sampler], tokenizer: Any, eos_ids: Sequence[int]
+) -> Sampler:
+    """The sampler of an ensemble's member, whose completions call the run's tools."""
+    return inputs.agents.sampler(make, agent_options(inputs.args, inputs.world.rank), tokenizer, eos_ids, None)
 
 
 def build_evaluator(inputs: RunInputs, parts: Parts) -> Evaluator:
