@@ -110,6 +110,27 @@ def test_divergences_of_sdft_and_opsd_are_those_of_trl_and_of_the_papers_code(di
         assert opsd is None or warm.mean().item() == pytest.approx(opsd, abs=1e-12)
 
 
+def test_rlsds_strength_warms_up_and_decays_as_ms_swifts():
+    """_rlsd_effective_lambda with rlsd_lambda=0.8, warmup_steps=4, decay_steps=5, at global steps 0 to 10."""
+    from covey.types import StepReport
+
+    algorithm = alg.rlsd(strength=0.8, warmup_steps=4, decay_steps=5)
+    values, used = algorithm.initial_controllers(), []
+    for step in range(11):
+        now = algorithm.resolve(values)
+        used.append(now.objective.shape.strength)
+        same(now.objective.shape(batch()), alg.TeacherReweighted(used[-1])(batch()).tolist())
+        values = algorithm.advance(values, StepReport(step=step + 1, metrics={}))
+    assert used == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8, 0.64, 0.48, 0.32, 0.16, 0.0, 0.0])
+    assert list(values) == ["objective.shape.strength"]
+    assert alg.from_name("rlsd, warmup_steps=4").resolve({}).objective.shape.strength == 0.0
+    assert alg.rlsd().initial_controllers() == {}
+    with pytest.raises(ConfigError, match="no whole number of 0 or more"):
+        alg.rlsd(warmup_steps=1.5)
+    with pytest.raises(ConfigError, match="from 0 to 1"):
+        alg.rlsd(strength=1.5, warmup_steps=3)
+
+
 def test_an_ema_teacher_moves_as_trls():
     """TRL's teacher_update_rate=0.05 at every teacher_sync_steps=2: `(1 - rate) teacher + rate student`."""
     from covey.algorithms.reference import mixed

@@ -25,7 +25,7 @@ from covey.algorithms.aggregation import (
     token_mean,
 )
 from covey.algorithms.algorithm import Algorithm, Needs
-from covey.algorithms.control import Controller
+from covey.algorithms.control import Controller, WarmUp
 from covey.algorithms.covariance import ClipCov, KLCov
 from covey.algorithms.critic import ClippedError, Critic
 from covey.algorithms.distillation import Distill, distill, zero
@@ -162,6 +162,7 @@ __all__ = [
     "TeacherReweighted",
     "TeacherRole",
     "TopEntropy",
+    "WarmUp",
     "WhenFar",
     "abs_kl",
     "batch_token_mean",

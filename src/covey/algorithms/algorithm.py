@@ -223,9 +223,7 @@ class Algorithm:
         """Every coefficient that adapts, by where it is, such as `kl.coefficient`."""
         adaptive: dict[str, Controller] = {}
         for name, part in self._parts():
-            if dataclasses.is_dataclass(part):
-                held = {item.name: getattr(part, item.name) for item in fields(part)}
-                adaptive.update({f"{name}.{key}": value for key, value in held.items() if is_controller(value)})
+            adaptive.update(_controllers_of(name, part))
         return adaptive
 
     def initial_controllers(self) -> dict[str, float]:
@@ -239,11 +237,13 @@ class Algorithm:
             return self
 
         def settle(name: str, part: Any) -> Any:
-            paths = {key.rpartition(".")[2]: key for key in controllers if key.rpartition(".")[0] == name}
-            if not paths:
-                return part
-            at = lambda key: applied(controllers[key], values.get(key, controllers[key].init()))
-            return replace(part, **{item: at(key) for item, key in paths.items()})
+            inside = {
+                key.removeprefix(f"{name}.").partition(".")[0] for key in controllers if key.startswith(f"{name}.")
+            }
+            changes = {item: settle(f"{name}.{item}", getattr(part, item)) for item in inside}
+            if name in controllers:
+                return applied(controllers[name], values.get(name, controllers[name].init()))
+            return replace(part, **changes) if changes else part
 
         return self._mapped(settle)
 
@@ -292,6 +292,17 @@ class Algorithm:
         for slot in _MANY:
             slots[slot] = tuple(parts[f"{slot}.{index}"] for index in range(len(getattr(self, slot))))
         return replace(self, **slots)
+
+
+def _controllers_of(name: str, part: Any) -> dict[str, Controller]:
+    """Adaptive coefficients of a part and of the parts within it, such as the shape of an objective, by path."""
+    if not dataclasses.is_dataclass(part) or isinstance(part, type):
+        return {}
+    adaptive: dict[str, Controller] = {}
+    for item in fields(part):
+        value, path = getattr(part, item.name), f"{name}.{item.name}"
+        adaptive.update({path: value} if is_controller(value) else _controllers_of(path, value))
+    return adaptive
 
 
 def _as_kl(kl: Any) -> KL | None:

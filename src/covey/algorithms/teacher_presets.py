@@ -10,6 +10,7 @@ from typing import Any
 from covey.algorithms.advantages import GroupNormalized
 from covey.algorithms.aggregation import SequenceMean, token_mean
 from covey.algorithms.algorithm import Algorithm
+from covey.algorithms.control import Controller, WarmUp
 from covey.algorithms.distillation import Distill, Divergence, zero
 from covey.algorithms.importance import Correction
 from covey.algorithms.making import DEFAULT_CORRECTION, KLOption, made
@@ -23,14 +24,17 @@ from covey.algorithms.teacher_signals import (
     TeacherReweighted,
 )
 from covey.algorithms.teachers import POLICY, TeacherRole, is_policy
+from covey.errors import ConfigError
 from covey.types import Objective, Weight
 
 
 def rlsd(
     *,
-    strength: float = 0.5,
+    strength: float | Controller = 0.5,
     clip: float = 0.2,
     negative_only: bool = False,
+    warmup_steps: int = 0,
+    decay_steps: int = 0,
     low: float = 0.2,
     high: float | None = None,
     kl: KLOption = None,
@@ -40,8 +44,12 @@ def rlsd(
     """GRPO whose advantage an informed teacher shares out over the tokens, without ever turning its sign.
 
     "Self-Distilled RLVR", 2026, <https://arxiv.org/abs/2604.03128>. `strength` is ms-swift's `rlsd_lambda`, `clip` its
-    `rlsd_reweight_clip_range`.
+    `rlsd_reweight_clip_range`. `warmup_steps` and `decay_steps` are its `rlsd_lambda_warmup_steps` and `rlsd_lambda_decay_steps`.
     """
+    if warmup_steps or decay_steps:
+        if isinstance(strength, Controller):
+            raise ConfigError("rlsd's strength changes by itself already; leave warmup_steps and decay_steps out.")
+        strength = WarmUp(strength, warmup_steps, decay_steps)
     objective = Reshaped(TeacherReweighted(strength, clip, negative_only), Clipped(low, high))
     return _with_teacher(made("rlsd", GroupNormalized(), objective, SequenceMean(), kl, keep, correction), role)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from covey.algorithms.aggregation import token_mean
 from covey.algorithms.composing import metrics_of, needs_whole_step, prepared
-from covey.algorithms.control import Controller, current
+from covey.algorithms.control import Controller, WarmUp, current
 from covey.algorithms.objectives import Clipped
 from covey.errors import ConfigError
 from covey.types import Aggregate, Mean, Metric, Objective, TokenBatch, Totals, over_spans
@@ -90,7 +90,8 @@ class TeacherReweighted:
     negative advantage alone. RLSD, 2026, <https://arxiv.org/abs/2604.03128>; defaults are ms-swift's.
     """
 
-    strength: float = 0.5
+    strength: float | Controller = 0.5
+    """A number, or `WarmUp(target, steps, decay)`."""
     clip: float = 0.2
     negative_only: bool = False
     exempt: ClassVar[tuple[str, ...]] = ("policy_gradient",)
@@ -98,8 +99,9 @@ class TeacherReweighted:
     is_shape = True
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.strength <= 1.0:
-            raise ConfigError(f"strength={self.strength} of the teacher's weights must be from 0 to 1.")
+        strength = self.strength.target if isinstance(self.strength, WarmUp) else self.strength
+        if not isinstance(strength, Controller) and not 0.0 <= strength <= 1.0:
+            raise ConfigError(f"strength={strength} of the teacher's weights must be from 0 to 1.")
         if not 0.0 <= self.clip < 1.0:
             raise ConfigError(f"clip={self.clip} of the teacher's weights must be at least 0 and below 1.")
 
@@ -109,7 +111,8 @@ class TeacherReweighted:
     def factor(self, tokens: TokenBatch) -> Tensor:
         """[N, T]"""
         evidence = self._evidence(tokens)
-        factor = 1.0 - self.strength + self.strength * evidence.clamp(1.0 - self.clip, 1.0 + self.clip)
+        strength = current(self.strength)
+        factor = 1.0 - strength + strength * evidence.clamp(1.0 - self.clip, 1.0 + self.clip)
         return torch.where(tokens.advantages < 0, factor, torch.ones_like(factor)) if self.negative_only else factor
 
     def metrics(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
