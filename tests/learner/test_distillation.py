@@ -245,3 +245,27 @@ def test_srpo_trains_from_its_string(tmp_path):
     curve = [entry["distill/jsd"] for entry in trained(tmp_path, algorithm, num_generations=4)]
     assert all(value >= 0 for value in curve)
     assert max(curve) > 0
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_overlap_is_the_share_of_the_policys_likeliest_tokens_among_the_teachers(name):
+    """As `overlap_ratio` in the code of arXiv 2604.13016: k likeliest tokens of both, and how many of them are the same."""
+    student, teacher = tiny_model("qwen2").eval(), tiny_model("llama", seed=3, hidden=48).eval()
+    at = Teacher(Policy(teacher, pad_id=0), PARTS[name].distance, overlap_k=40)
+    measured = Policy(student, pad_id=0, logits_chunk=2).measure(ROWS, teacher=at)
+    for i, one in enumerate(ROWS):
+        mine, theirs = (whole(model, one, 1.0).topk(40).indices.tolist() for model in (student, teacher))
+        shares = [len(set(a) & set(b)) / 40 for a, b in zip(mine, theirs, strict=True)]
+        assert measured.teacher_overlap[i, : len(shares)].tolist() == pytest.approx(shares)
+        assert any(0 < share < 1 for share in shares)
+    plain = Policy(student, pad_id=0).measure(ROWS, teacher=Teacher(Policy(teacher, pad_id=0), PARTS[name].distance))
+    assert plain.teacher_overlap is None
+    torch.testing.assert_close(plain.teacher_distance, measured.teacher_distance)
+
+
+def test_a_run_reports_the_overlap_where_it_is_asked_for(tmp_path):
+    term = alg.distill(tiny_model("qwen2", seed=7), overlap_k=8)
+    curve = trained(tmp_path, alg.dapo().replace(objective=alg.zero, regularizers=term))
+    assert 0 < curve[0]["teacher/overlap"] < curve[-1]["teacher/overlap"] <= 1
+    with pytest.raises(ConfigError, match="at most its top_k=5"):
+        alg.distill("http://a/v1", served_model_name="big", top_k=5, overlap_k=6)

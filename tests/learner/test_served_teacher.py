@@ -74,6 +74,16 @@ def test_places_where_the_server_tells_fewer_tokens_or_one_that_the_policy_lacks
     assert bool(logp.grad.isfinite().all())
 
 
+def test_the_overlap_with_a_served_teacher_is_that_of_the_same_teacher_in_this_process():
+    student, teacher, tokenizer = tiny_model("qwen2").eval(), tiny_model("llama", seed=3).eval(), tiny_tokenizer()
+    policy = Policy(student, pad_id=0)
+    here = policy.measure(ROWS, teacher=Teacher(Policy(teacher, pad_id=0), alg.Distill("x").distance, overlap_k=5))
+    with serving(teacher, tokenizer) as (url, _):
+        there = policy.measure(ROWS, teacher=built(url, policy, tokenizer, overlap_k=5))
+    torch.testing.assert_close(there.teacher_overlap, here.teacher_overlap)
+    assert there.teacher_overlap.any()
+
+
 def test_a_hint_goes_to_the_server_in_the_prompt():
     student, tokenizer = tiny_model("qwen2").eval(), tiny_tokenizer()
     with serving(student, tokenizer) as (url, asked):

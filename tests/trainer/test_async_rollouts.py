@@ -40,6 +40,24 @@ def test_without_staleness_the_run_is_the_ordinary_one_bit_for_bit(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["rlsd, feedback=answer", "sdpo, feedback=answer, teacher_update_rate=0.5"])
+def test_a_teacher_by_token_teaches_rollouts_that_run_ahead(name: str, tmp_path: Path) -> None:
+    """Without staleness bit for bit as the ordinary run, also where the teacher is an average that follows; and with it."""
+    runs = {
+        "sync": trainer(tmp_path / "sync", 4, async_rollouts=False, algorithm=name, save_strategy="no"),
+        "async": trainer(tmp_path / "async", 4, max_staleness=0, algorithm=name, save_strategy="no"),
+        "stale": trainer(tmp_path / "stale", 4, max_staleness=2, pipeline_depth=2, algorithm=name, save_strategy="no"),
+    }
+    for run in runs.values():
+        run.train()
+    assert digest(runs["async"].model) == digest(runs["sync"].model)
+    logs = [entry for entry in runs["stale"].state.log_history if "teacher/gap" in entry]
+    assert [entry["teacher/informed"] for entry in logs] == [1.0] * 4
+    assert max(entry["staleness/max"] for entry in logs) >= 1
+    assert digest(runs["stale"].model) != digest(runs["sync"].model)
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* goes on from step 3:UserWarning")
 def test_staleness_is_bounded_nothing_is_wasted_and_a_checkpoint_holds_what_is_ahead(tmp_path: Path) -> None:
     run = trainer(tmp_path, 6, max_staleness=2, pipeline_depth=2, steps_per_generation=2, gradient_accumulation_steps=1)

@@ -16,7 +16,7 @@ from covey.algorithms.control import Controller, current
 from covey.algorithms.teacher_signals import informed
 from covey.algorithms.teachers import TeacherRole
 from covey.errors import ConfigError, did_you_mean
-from covey.types import Aggregate, Metric, TokenBatch, Totals
+from covey.types import Aggregate, Mean, Metric, TokenBatch, Totals
 
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
 
@@ -79,6 +79,9 @@ class Distill(TeacherRole):
     entropy_sensitivity: float = 0.0
     """Weigh each token with feedback by `exp(-entropy_sensitivity H)`, H the entropy of the teacher there, over the mean of these
     weights in the step (SRPO, Li et al. 2026, section 3.2, <https://arxiv.org/abs/2604.02288>). 0: all alike."""
+    overlap_k: int | None = None
+    """Measure `teacher/overlap`, the share of the policy's k likeliest tokens that are among the teacher's (Li et al. 2026, "Rethinking
+    On-Policy Distillation", <https://arxiv.org/abs/2604.13016>, and its code). None: not, which is cheaper."""
     mean_weight: float | None = None
     """The mean of these weights, set by `prepare`."""
     aggregate: Aggregate | None = None
@@ -95,6 +98,12 @@ class Distill(TeacherRole):
             )
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"distill's top_k={self.top_k} must be at least 1; None takes the whole vocabulary.")
+        if self.overlap_k is not None and (
+            self.overlap_k < 1 or (self.is_endpoint and self.overlap_k > (self.top_k or 0))
+        ):
+            raise ConfigError(
+                f"distill's overlap_k={self.overlap_k} must be at least 1, and of an endpoint at most its top_k={self.top_k}."
+            )
         if not isinstance(self.weight, Controller) and not float(self.weight) > 0.0:
             raise ConfigError(f"distill's weight={self.weight} must be above 0.")
         if self.is_endpoint and self.top_k is None:
@@ -155,8 +164,13 @@ class Distill(TeacherRole):
         return (reverse_kl if self.divergence == "reverse_kl" else forward_kl)(logp, teacher)
 
     def metrics(self, tokens: TokenBatch) -> Mapping[str, Tensor | Metric]:
-        """`distill/<divergence>`, the mean of a token."""
-        return {f"distill/{self.divergence}": self._measured(tokens)}
+        """`distill/<divergence>`, the mean of a token, and `teacher/overlap` where it is measured."""
+        overlap = tokens.teacher_overlap
+        counted = tokens.mask & (informed(tokens) > 0)
+        return {
+            f"distill/{self.divergence}": self._measured(tokens),
+            **({} if overlap is None else {"teacher/overlap": Mean.of(overlap, counted)}),
+        }
 
     def _measured(self, tokens: TokenBatch) -> Tensor:
         if tokens.teacher_distance is None:

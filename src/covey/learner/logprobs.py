@@ -178,6 +178,8 @@ class Other:
     head: Head
     distance: Callable[[Tensor, Tensor], Tensor]
     """(logp [m, V], other's logp [m, V]) -> [m]"""
+    overlap_k: int | None = None
+    """Compare the k likeliest tokens of both as well."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,6 +192,27 @@ class Likeliest:
     """[M, k], their log-probabilities; -inf: no token."""
     distance: Callable[[Tensor, Tensor, Tensor], Tensor]
     """(logp [m, V], ids [m, k], their logp [m, k]) -> [m]"""
+    overlap_k: int | None = None
+    """Compare the k likeliest tokens of both as well."""
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """The policy's distributions and another model's at M positions."""
+
+    distance: Tensor
+    """[M], with gradient."""
+    logp: Tensor | None = None
+    """[M], the other model's log-probability of the targets; None of one that tells few tokens."""
+    overlap: Tensor | None = None
+    """[M], share of the k likeliest tokens that both have; None unless it was to be measured."""
+
+
+@torch.no_grad()
+def overlap_of(logp: Tensor, others: Tensor, k: int) -> Tensor:
+    """[m], share of the policy's k likeliest tokens, by `logp` [m, V], among the other model's likeliest `others` [m, k]."""
+    mine = logp.topk(min(k, logp.shape[-1]), -1).indices
+    return (mine[:, :, None] == others[:, None, :]).any(-1).to(logp.dtype).mean(-1)
 
 
 def distances(
@@ -200,7 +223,7 @@ def distances(
     As in `score_tokens`, the logits of both exist for one chunk at a time. Vocabularies are cut to the smaller one.
     """
     targets = torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)
-    return compared(hidden, head, other, targets, temperature=temperature, chunk=chunk)[0]
+    return compared(hidden, head, other, targets, temperature=temperature, chunk=chunk).distance
 
 
 def compared(
@@ -211,8 +234,8 @@ def compared(
     *,
     temperature: float = 1.0,
     chunk: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Distances [M] as `distances`, and the other model's log-probability of the `targets` [M]; None of one that tells few tokens."""
+) -> Comparison:
+    """Distances [M] as `distances`, and what else is measured of both distributions at `targets` [M]."""
     if chunk is None and isinstance(head.project, nn.Linear):
         chunk = chunk_for(head.project.weight.shape[0], None, hidden.device)
     chunk = chunk or 1024
@@ -220,14 +243,17 @@ def compared(
     if isinstance(other, Likeliest):
         likeliest = other
 
-        def to_likeliest(rows: Tensor, ids: Tensor, theirs: Tensor) -> Tensor:
+        def to_likeliest(rows: Tensor, ids: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
             logp = torch.log_softmax(head.logits(rows) / temperature, -1)
-            return likeliest.distance(logp, ids, theirs.to(logp.dtype))
+            k = likeliest.overlap_k
+            shared = logp.new_zeros(len(logp)) if k is None else overlap_of(logp, ids[:, :k], k)
+            return likeliest.distance(logp, ids, theirs.to(logp.dtype)), shared
 
         pieces = _by_chunks(to_likeliest, [head], *(x.split(chunk) for x in (hidden, other.ids, other.logp)))
-        return (torch.cat(pieces) if pieces else empty), None
+        apart, shared = zip(*pieces, strict=True) if pieces else ((empty,), (empty,))
+        return Comparison(torch.cat(apart), None, None if other.overlap_k is None else torch.cat(shared))
 
-    def to_other(rows: Tensor, other_rows: Tensor, row_targets: Tensor) -> tuple[Tensor, Tensor]:
+    def to_other(rows: Tensor, other_rows: Tensor, row_targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mine = head.logits(rows)
         with torch.no_grad():
             theirs = other.head.logits(other_rows).to(mine.dtype)
@@ -236,8 +262,10 @@ def compared(
             )  # models of one family pad their embeddings to different sizes
             theirs = torch.log_softmax(theirs[:, :width] / temperature, -1)
             drawn = theirs.gather(-1, row_targets.clamp(max=width - 1)[:, None]).squeeze(-1)
-        return other.distance(torch.log_softmax(mine[:, :width] / temperature, -1), theirs), drawn
+        logp, k = torch.log_softmax(mine[:, :width] / temperature, -1), other.overlap_k
+        shared = drawn if k is None else overlap_of(logp, theirs.topk(min(k, width), -1).indices, k)
+        return other.distance(logp, theirs), drawn, shared
 
-    pairs = _by_chunks(to_other, [head, other.head], *(x.split(chunk) for x in (hidden, other.hidden, targets)))
-    apart, drawn = zip(*pairs, strict=True) if pairs else ((empty,), (empty,))
-    return torch.cat(apart), torch.cat(drawn)
+    triples = _by_chunks(to_other, [head, other.head], *(x.split(chunk) for x in (hidden, other.hidden, targets)))
+    apart, drawn, shared = zip(*triples, strict=True) if triples else ((empty,), (empty,), (empty,))
+    return Comparison(torch.cat(apart), torch.cat(drawn), None if other.overlap_k is None else torch.cat(shared))

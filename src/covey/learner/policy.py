@@ -52,6 +52,8 @@ class Measured:
     """[N, T], weights of the teacher, if it has some."""
     teacher_logp: Tensor | None = None
     """[N, T], the teacher's log-probabilities of the tokens, if it measures them."""
+    teacher_overlap: Tensor | None = None
+    """[N, T], share of the likeliest tokens that policy and teacher share, where it is measured."""
     teacher_span: Tensor | None = None
     """[N, T], spans of text that a teacher of another tokenizer shares with the policy, as in `TokenBatch`."""
     teacher_mask: Tensor | None = None
@@ -231,6 +233,7 @@ class Policy:
             teacher_distance=over(lambda signal: signal.distance),
             teacher_weight=over(lambda signal: signal.weight),
             teacher_logp=over(lambda signal: signal.logp),
+            teacher_overlap=over(lambda signal: signal.overlap),
             teacher_span=span,
             teacher_mask=informed,
             logp=rows.spread(logp),

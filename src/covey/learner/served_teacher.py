@@ -43,6 +43,8 @@ class ServedTeacher:
     hints: Hints | None = None
     hinted: Callable[[Prompt, str], tuple[int, ...]] = lambda prompt, hint: prompt.token_ids
     """Token ids of the prompt with the hint inserted."""
+    overlap_k: int | None = None
+    """Measure the share of the k likeliest tokens that it has in common with the policy; None: not."""
     alignment: TextAlignment | None = None
     """Its own tokenizer, for a teacher that reads other tokens than the policy writes. None: they are the same."""
     check_stop: Callable[[], None] = lambda: None
@@ -69,7 +71,7 @@ class ServedTeacher:
                 logp[n, t, : len(values)] = torch.tensor(values)
                 drawn_logp[n, t] = value
         flat = lambda x: x.flatten(0, 1).to(packed.place.device)[packed.place]
-        other = None if self.distance is None else Likeliest(flat(ids), flat(logp), self.distance)
+        other = None if self.distance is None else Likeliest(flat(ids), flat(logp), self.distance, self.overlap_k)
         places = torch.arange(len(packed.place), device=packed.place.device)
         return Signal((Share(places, other, logp=drawn_logp.flatten().to(places.device)[packed.place]),), informed)
 

@@ -30,6 +30,8 @@ class Share:
     """[m], of a teacher of another tokenizer: 1 + the place of the first token of each token's span of text, 0 where none is aligned."""
     distance: Tensor | None = None
     """[m], the policy's distance to it, with gradient, once measured."""
+    overlap: Tensor | None = None
+    """[m], share of the likeliest tokens that both have, where it is measured."""
 
     def measured(self, hidden: Tensor, head: Head, targets: Tensor, **options: Any) -> Share:
         """The share with its distance to the policy's `hidden` [M, D]."""
@@ -37,8 +39,9 @@ class Share:
             return self
         is_all = len(self.places) == len(hidden)
         mine, tokens = (hidden, targets) if is_all else (pick_rows(hidden, self.places), targets[self.places])
-        distance, logp = compared(mine, head, self.other, tokens, **options)
-        return replace(self, distance=distance, logp=self.logp if logp is None else logp)
+        both = compared(mine, head, self.other, tokens, **options)
+        logp = self.logp if both.logp is None else both.logp
+        return replace(self, distance=both.distance, logp=logp, overlap=both.overlap)
 
 
 @dataclass(frozen=True, eq=False)

@@ -45,6 +45,8 @@ class Teacher:
     """Token ids of the prompt with the hint inserted."""
     entropy_sensitivity: float = 0.0
     """Weigh positions with a hint by `exp(-entropy_sensitivity H)`, H the entropy of this model there; 0: no weights."""
+    overlap_k: int | None = None
+    """Measure the share of the k likeliest tokens that it has in common with the policy; None: not."""
     needs_hint: bool = False
     """True if it has nothing to teach without a hint."""
     following: Following | None = None
@@ -79,7 +81,7 @@ class Teacher:
                 hidden, places = _aligned(hidden, mine, packed, chosen)
             logp = self._logp(hidden, head, packed.target[places]) if self.distance is None else None
             weight = self._weights(hidden, head, packed, rows) if self.entropy_sensitivity else None
-        other = None if self.distance is None else Other(hidden, head, self.distance)
+        other = None if self.distance is None else Other(hidden, head, self.distance, self.overlap_k)
         return Share(places, other, share, logp, weight)
 
     def _share_of_text(

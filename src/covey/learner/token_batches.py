@@ -85,6 +85,7 @@ def batch_of(rows: Sequence[Row], measured: Measured, values: Tensor | None, dra
         teacher_distance=measured.teacher_distance,
         teacher_weight=measured.teacher_weight,
         teacher_logp=by_span(measured.teacher_logp, old_logp, span),
+        teacher_overlap=measured.teacher_overlap,
         teacher_span=span,
         teacher_mask=measured.teacher_mask,
         values=values,

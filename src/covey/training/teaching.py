@@ -57,7 +57,14 @@ def served_teacher(
     top_k = 1 if part is None or part.top_k is None else part.top_k
     distance = None if part is None else part.distance_to_likeliest
     alignment, theirs = alignment_of_server(tokenizers)
-    served = teacher(endpoint, top_k, distance, alignment=alignment, skips=role.when_lost == "skip")
+    served = teacher(
+        endpoint,
+        top_k,
+        distance,
+        alignment=alignment,
+        overlap_k=part and part.overlap_k,
+        skips=role.when_lost == "skip",
+    )
     expect_same_tokens(served, theirs)
     return served
 
@@ -157,6 +164,7 @@ class Maker:
             weights,
             None if part is None else part.distance,
             entropy_sensitivity=0.0 if part is None else part.entropy_sensitivity,
+            overlap_k=None if part is None else part.overlap_k,
             **self.prompts(),
             **options,
         )

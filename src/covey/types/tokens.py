@@ -42,6 +42,8 @@ class TokenBatch:
     teacher_logp: Tensor | None = None
     """[N, T], a teacher's log-probability of each token, where a part asks for it. Of a teacher of another tokenizer it is that which has
     the gap of the token's span to `old_logp`, and `old_logp` itself where none is aligned."""
+    teacher_overlap: Tensor | None = None
+    """[N, T], share of the likeliest tokens that the policy has in common with a teacher, where a distillation measures it."""
     teacher_span: Tensor | None = None
     """[N, T] int64, 1 + the place of the first token of each token's span, 0 where none is aligned: pieces of text at whose ends both
     tokenizers part. None: the teacher reads the policy's tokens."""
