@@ -56,6 +56,22 @@ def test_a_split_model_learns_from_the_members_of_an_ensemble_as_a_whole_one(rol
     assert all(any(entry.get(f"ensemble/{role}/used", 0) > 0 for entry in one) for role in roles.split())
 
 
+HOST = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 0.05, "save_strategy": "steps", "save_steps": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", rest_nightly(["all weights", "LoRA"], 1))
+def test_shards_in_host_memory_learn_as_a_whole_model_and_go_on_to_the_bit(kind, tmp_path):
+    case = {"lora": True} if kind == "LoRA" else {}
+    run(tmp_path / "1", options=HOST, **case)
+    options = {**HOST, "fsdp": "full_shard auto_wrap offload"}
+    run(tmp_path / "2", 2, options=options, **case)
+    assert moved(tmp_path / "1") > 1e-3
+    assert apart(tmp_path / "1", tmp_path / "2") < 5e-5  # Adam divides what is all but zero
+    run(tmp_path / "again", 2, options=options, resume=str(tmp_path / "2" / "checkpoint-2"), **case)
+    assert apart(tmp_path / "2", tmp_path / "again") == 0
+
+
 SAVED = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
 AVERAGES = {
     "moving": {"ema_decay": 0.5},

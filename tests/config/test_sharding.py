@@ -33,6 +33,34 @@ def test_what_a_forward_gathered_may_be_kept_for_the_backward():
     assert not sharding(deepspeed={"zero_optimization": {"stage": 2}}).reshard_after_forward
 
 
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"fsdp": "full_shard auto_wrap offload"},
+        {"fsdp": True, "fsdp_config": {"cpu_offload": True}},
+        {"fsdp": True, "fsdp_config": {"fsdp_offload_params": "true"}},
+        {"deepspeed": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}}}},
+        {"deepspeed": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}},
+        {"deepspeed": {"zero_optimization": {"stage": 3, "cpu_offload": True}}},
+    ],
+    ids=str,
+)
+def test_every_spelling_of_offloading_means_the_same(spelling):
+    assert sharding(**spelling) == Sharding(reshard_after_forward=True, offloads=True)
+
+
+def test_offloading_that_is_off_changes_nothing():
+    off = {"stage": 3, "offload_param": {"device": "none"}, "cpu_offload": False}
+    assert sharding(deepspeed={"zero_optimization": off}) == Sharding()
+    assert sharding(fsdp=True, fsdp_config={"offload_params": "false"}) == Sharding()
+
+
+def test_offloading_of_a_launcher_is_read(monkeypatch):
+    for name, value in {**LAUNCHED, "FSDP_OFFLOAD_PARAMS": "true"}.items():
+        monkeypatch.setenv(name, value)
+    assert sharding().offloads
+
+
 def test_blocks_are_named_by_class_or_left_out():
     assert sharding(fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": "A, B"}).blocks == ("A", "B")
     assert sharding(fsdp=True, fsdp_config={"auto_wrap_policy": "NO_WRAP"}).blocks == ()
@@ -78,7 +106,6 @@ def test_a_launcher_that_shards_is_heard(monkeypatch):
     ("name", "value", "said"),
     [
         ("FSDP_VERSION", "1", "FSDP1 is not supported; set fsdp_version: 2"),
-        ("FSDP_OFFLOAD_PARAMS", "true", "offload_params='true' cannot be honoured"),
         ("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP", "use TRANSFORMER_BASED_WRAP"),
         ("ACCELERATE_USE_DEEPSPEED", "true", "use an FSDP2 config"),
     ],
@@ -94,7 +121,6 @@ def test_a_launcher_that_wants_what_cannot_be_honoured_is_refused(name, value, s
     ("given", "said"),
     [
         ({"fsdp_config": {"version": 2}}, "fsdp_config is given without fsdp"),
-        ({"fsdp": "full_shard offload"}, "cpu_offload=True cannot be honoured"),
         ({"fsdp": "hybrid_shard"}, "'hybrid_shard' is none of"),
         ({"fsdp": True, "fsdp_config": {"version": 1}}, "FSDP1 is not supported"),
         ({"fsdp": True, "fsdp_config": {"reshard_after_foward": True}}, "Did you mean reshard_after_forward"),
@@ -111,7 +137,9 @@ def test_a_launcher_that_wants_what_cannot_be_honoured_is_refused(name, value, s
         ),
         ({"fsdp": True, "deepspeed": {"zero_optimization": {"stage": 3}}}, "keep one of them"),
         ({"deepspeed": {"zero_optimization": {"stage": 1}}}, "ZeRO stage 1"),
-        ({"deepspeed": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}}, "offload_param"),
+        ({"deepspeed": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}}, "offloads to 'nvme'"),
+        ({"fsdp": "full_shard offload", "optim": "paged_adamw_8bit"}, "take an optimizer that is not paged"),
+        ({"fsdp": True, "fsdp_config": {"cpu_offload": "nvme"}}, "it is true or false"),
         ({"fsdp": True, "fsdp_config": {"version": "two"}}, "has version 'two'"),
         ({"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": 3}}, "no list of class names"),
         ({"fsdp": {"version": 2}}, "its options go into fsdp_config"),

@@ -100,6 +100,7 @@ RUNS = {
     "a teacher by token": {"algorithm": alg.rlsd},
     "value model": {**SAVED, "algorithm": lambda: alg.ppo(critic_model="separate")},
     "adapter": {**SAVED, "peft": True},
+    "offloaded": {**SAVED, "fsdp": "full_shard auto_wrap offload", "max_grad_norm": 0.05},
     "ZeRO-2 by DeepSpeed's file": {"fsdp": None, "deepspeed": {"zero_optimization": {"stage": 2}}},
 }
 
@@ -264,7 +265,7 @@ def drawn(folder):
 
 QUICK_CASES = ("grpo", "gspo", "rlsd", "otb", "kl-cov", "ppo with a model of its own")
 QUICK_RUNS = ("adapter", "a teacher by token")
-RESUMED = ("adapter", "moving reference", "value model")
+RESUMED = ("adapter", "offloaded", "moving reference", "value model")
 """Whose checkpoints hold more than a policy and its optimizer."""
 
 

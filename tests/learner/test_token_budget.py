@@ -4,11 +4,20 @@ import pytest
 import torch
 
 from covey import algorithms as alg
+from covey.errors import MemoryLimitError
 from covey.learner import Policy
-from covey.learner.memory_estimate import enough_tokens, starting_rows, starting_tokens, update_bytes
+from covey.learner.memory_estimate import (
+    enough_tokens,
+    expect_host_room,
+    offloaded_bytes,
+    starting_rows,
+    starting_tokens,
+    update_bytes,
+)
 from covey.learner.micro_batches import MicroBatcher
 from covey.learner.packing import rows_of, tokens_in
 from covey.learner.worst_case import groups_of
+from covey.process.world import World
 from kit import learner_of, tiny_model
 
 GIB = 2**30
@@ -95,3 +104,16 @@ def test_sizes_of_another_kind_of_device_are_not_restored():
     assert (gpu.max_rows, gpu.max_tokens) == (256, 2**16)
     gpu.load_state_dict(MicroBatcher(100, 2**14, device="cuda").state_dict())
     assert (gpu.max_rows, gpu.max_tokens) == (100, 2**14)
+
+
+def test_shards_that_host_memory_has_no_room_for_are_refused_before_the_start(monkeypatch):
+    policy = Policy(tiny_model("qwen2", hidden=16, layers=2), pad_id=0)
+    weights = sum(p.nbytes for p in policy.model.parameters())
+    assert offloaded_bytes(policy, "adamw_torch", copies=1) == 5 * weights  # weights, reference, gradients, two moments
+    assert offloaded_bytes(policy, "sgd") == 2 * weights
+    assert offloaded_bytes(policy, "adamw_8bit") == 2 * weights + weights // 2
+    monkeypatch.setattr("covey.learner.memory_estimate.free_memory", lambda: 3 * weights)
+    expect_host_room(3 * weights, World())
+    expect_host_room(5 * weights, World(), held=2 * weights)
+    with pytest.raises(MemoryLimitError, match="in host memory: .* and .* are free; leave the offload out"):
+        expect_host_room(4 * weights, World())

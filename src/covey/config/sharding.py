@@ -26,6 +26,8 @@ _READ = (
     "auto_wrap_policy",
     "transformer_layer_cls_to_wrap",
     "activation_checkpointing",
+    "offload_params",
+    "cpu_offload",
 )
 _INERT: Mapping[str, str] = {
     "cpu_ram_efficient_loading": _READS,
@@ -34,8 +36,6 @@ _INERT: Mapping[str, str] = {
     **dict.fromkeys(("forward_prefetch", "backward_prefetch"), "FSDP2 gathers the next block ahead by itself"),
 }
 _REFUSED: Mapping[str, str] = {
-    "offload_params": "parameters stay on the device; train an adapter, or use more processes",
-    "cpu_offload": "parameters stay on the device; train an adapter, or use more processes",
     "min_num_params": "blocks are split by class; leave it out, or set transformer_layer_cls_to_wrap",
     "sharding_strategy": "it is FSDP1's word; set reshard_after_forward to true (FULL_SHARD) or false (SHARD_GRAD_OP)",
     "ignored_modules": "every module is split; leave it out",
@@ -63,7 +63,14 @@ _ZERO_INERT = (
     *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters"),
     *("stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save"),
 )
-_ZERO_REFUSED = ("offload", "cpu_offload", "zero_quantized", "zero_hpz", "mics")
+_ZERO_OFFLOADS = (
+    "offload_param",
+    "offload_optimizer",
+    "cpu_offload",
+    "cpu_offload_params",
+    "cpu_offload_use_pin_memory",
+)
+_ZERO_REFUSED = ("zero_quantized", "zero_hpz", "mics")
 """Beginnings of names that are refused unless they are off."""
 _TOP_INERT = ("steps_per_print", "wall_clock_breakdown", "zero_allow_untrained_optimizer", "prescale_gradients")
 
@@ -109,6 +116,11 @@ def settle_sharding(config: Any) -> Sharding | None:
             f"optim={optimizer!r} cannot be honoured on a model that is split: it is not known to work on parts of tensors. Use one of "
             f"{', '.join(_OPTIMIZERS)}."
         )
+    if sharding.offloads and optimizer.startswith("paged_"):
+        raise ConfigError(
+            f"optim={optimizer!r} pages its state between device and host memory, and fsdp's offload keeps it in host memory; "
+            "take an optimizer that is not paged, or leave the offload out."
+        )
     _refuse_vllm(config)
     return sharding
 
@@ -150,7 +162,9 @@ def _of_fsdp(config: Any) -> Sharding | None:
     if classes and not isinstance(classes, (list, tuple)):
         raise ConfigError(f"fsdp_config's transformer_layer_cls_to_wrap={classes!r} is no list of class names.")
     blocks = () if wraps == "NO_WRAP" else tuple(classes) if classes else None
-    return Sharding(_is_yes(options.get("reshard_after_forward", True), "reshard_after_forward"), blocks)
+    offloads = [_is_yes(options.get(name, False), name) for name in ("offload_params", "cpu_offload")]
+    reshards = _is_yes(options.get("reshard_after_forward", True), "reshard_after_forward")
+    return Sharding(reshards, blocks, any(offloads))
 
 
 def _options(config: Any) -> dict[str, Any] | None:
@@ -249,24 +263,35 @@ def _of_deepspeed(config: Any) -> Sharding | None:
         )
     for name, value in zero.items():
         is_whole = name == "zero_hpz_partition_size" and value == 1  # DeepSpeed's default: no second partition
-        if name.startswith(_ZERO_REFUSED) and _is_offload(value) and not is_whole:
+        if name.startswith(_ZERO_REFUSED) and _is_set(value) and not is_whole:
             raise ConfigError(
                 f"deepspeed's zero_optimization.{name} cannot be honoured; leave it out, or train an adapter."
             )
-        if name != "stage" and name not in _ZERO_INERT and not name.startswith(_ZERO_REFUSED):
+        if name not in ("stage", *_ZERO_INERT, *_ZERO_OFFLOADS) and not name.startswith(_ZERO_REFUSED):
             raise ConfigError(f"deepspeed's zero_optimization.{name} is not known here; leave it out.")
     _expect_agrees(config, deepspeed)
+    offloads = [_is_offload(name, zero[name]) for name in _ZERO_OFFLOADS[:-1] if name in zero]
     tuned = [name for name in zero if name in _ZERO_INERT]
     logger.warning(
         "deepspeed: ZeRO stage %d is done by PyTorch's FSDP2, which splits the same things; the package is not used%s.",
         stage,
         f", and {', '.join(tuned)} change nothing ({_TUNING})" if tuned else "",
     )
-    return Sharding(_STAGES[stage])
+    if any(offloads):
+        logger.warning(
+            "deepspeed: FSDP2 keeps parameters, gradients and the optimizer's state in host memory together, whichever of them is named."
+        )
+    return Sharding(_STAGES[stage], offloads=any(offloads))
 
 
-def _is_offload(value: Any) -> bool:
-    return _is_set(value.get("device") if isinstance(value, Mapping) else value)
+def _is_offload(name: str, value: Any) -> bool:
+    """True for an entry that offloads to host memory. Raises ConfigError for another place."""
+    device = value.get("device", "none") if isinstance(value, Mapping) else "cpu" if _is_set(value) else "none"
+    if str(device) not in ("cpu", "none"):
+        raise ConfigError(
+            f"deepspeed's zero_optimization.{name} offloads to {device!r}, and FSDP2 to host memory alone; write 'cpu' there, or leave it out."
+        )
+    return str(device) == "cpu"
 
 
 def _expect_agrees(config: Any, deepspeed: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,11 +11,13 @@ import psutil
 import torch
 
 from covey.data import vocabulary_size
+from covey.errors import MemoryLimitError
 from covey.learner.live_memory import LiveBytes
 from covey.learner.policy import Policy
 from covey.models import decoder_of, unwrapped
 from covey.process.device import free_on
 from covey.process.memory import free_memory
+from covey.process.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +111,15 @@ def starting_tokens(
     on_cpu: bool,
     bytes_each: Callable[[], float] | None = None,
     room: Callable[[], float] | None = None,
-    shards: int = 1,
+    shards: float = 1,
 ) -> int | None:
     """Initial token limit of a micro-batch; running out of memory halves it.
 
     "auto" takes the tokens that fit in half of the free memory. On a CPU, where the system kills a process that runs out, these are at
     most `CPU_TOKENS`. On an accelerator, memory of gradients and optimizer is set apart first, and the limit is a power of two up to
     `GPU_TOKENS`, so that a resumed run splits its steps alike. `bytes_each` and `room` give the bytes of a token and the free bytes
-    of a device that is not here; `shards` is the number of devices that will share the model.
+    of a device that is not here; `shards` is the number of devices that will share the
+    model, infinite where gradients and optimizer state are elsewhere.
     """
     if max_tokens != "auto":
         return None if max_tokens is None else int(max_tokens)
@@ -131,6 +135,38 @@ def starting_tokens(
 def update_bytes(policy: Policy) -> int:
     """Bytes that a first update allocates: gradients and the state of Adam."""
     return sum(parameter.nbytes + _ADAM_BYTES * parameter.numel() for parameter in policy.parameters())
+
+
+_STATES = {"adamw": 2, "adagrad": 1, "rmsprop": 1, "lion": 1, "sgd": 0}
+"""State tensors per parameter, by the beginning of the optimizer's name."""
+
+
+def offloaded_bytes(policy: Policy, optimizer: str, *, copies: int = 0) -> int:
+    """Bytes of weights, of so many frozen copies of them, of gradients and of the state of the optimizer of that name."""
+    trained = policy.parameters()
+    gradients, numbers = sum(p.nbytes for p in trained), sum(p.numel() for p in trained)
+    stored = (
+        gradients if "torch" in optimizer or optimizer in _STATES else 4 * numbers
+    )  # bitsandbytes' states are float32
+    state = next((count for name, count in _STATES.items() if name in optimizer), 2)
+    weights = sum(p.nbytes for p in policy.model.parameters())
+    return weights * (1 + copies) + gradients + state * (numbers if "8bit" in optimizer else stored)
+
+
+def expect_host_room(needed: int, world: World, held: int = 0) -> None:
+    """Raise MemoryLimitError on every process unless the host memory of each machine has room for its processes.
+
+    `needed`: bytes of all processes of the run. `held`: bytes that each process will free.
+    """
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    free = free_memory()
+    mine = max(0, needed * here // world.size - held * here)
+    if world.any(free is not None and mine > free):
+        raise MemoryLimitError(
+            f"fsdp's offload keeps weights, gradients and the optimizer's state in host memory: {in_gib(mine)} for the {here} process(es) "
+            f"of this machine, and {in_gib(free or 0)} are free; leave the offload out, use an 8-bit optimizer "
+            "(optim='adamw_8bit'), or train an adapter (peft_config)."
+        )
 
 
 def enough_tokens(max_tokens: int | str | None, *, on_cpu: bool) -> int | None:

@@ -25,7 +25,7 @@ from covey.learner.shared_states import StateLayer, state_layers, whole_row_laye
 from covey.learner.signals import Signal
 from covey.modalities import banned_ids, media_inputs, placed_inputs, reason_against
 from covey.models import accepts, decoder_of, encoder_of, float32_stream, reads_media, unwrapped
-from covey.process.sharding import Shards, depending
+from covey.process.sharding import Shards, compute_device, depending
 from covey.process.world import autocast
 from covey.types import Prompt
 
@@ -116,8 +116,7 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = next(self.model.parameters()).device
-        return device
+        return compute_device(next(self.model.parameters()))
 
     @property
     def is_checkpointing(self) -> bool:

@@ -10,13 +10,14 @@ from typing import Any
 from covey.errors import ConfigError
 from covey.kernels import AttentionHeads, SharedPromptAttention
 from covey.learner import shared_prompt
+from covey.process.sharding import compute_device
 
 logger = logging.getLogger(__name__)
 
 
 def choose_kernel(model: Any, choice: str, heads: Set[AttentionHeads]) -> str:
     """Attention kernel for layers of these shapes. Raises ConfigError if FlexAttention was requested and cannot run."""
-    if choice == "sdpa" or (choice == "auto" and next(model.parameters()).device.type == "cpu"):
+    if choice == "sdpa" or (choice == "auto" and compute_device(next(model.parameters())).type == "cpu"):
         return "sdpa" if choice == "sdpa" else "own"
     dropped = (
         "its attention drops weights at random (disable_dropout=True ends that)" if shared_prompt.drops(model) else None

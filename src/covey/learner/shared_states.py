@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from covey.errors import RAW_ERRORS
 from covey.kernels import Layout, cache_factory, cache_keyword, has_states, tensors_on
 from covey.models import decoder_of, unwrapped
+from covey.process.sharding import compute_device
 
 Way = Literal["states", "rows"]
 """Completions from their prompts' states, or each with its prompt before it."""
@@ -332,7 +333,7 @@ def _note_layers(inner: Any) -> list[StateLayer]:
     inner.eval()
     try:
         cache = _noting(cache_factory(inner)(), lambda: seen.setdefault(stack[-1]) if stack else None)
-        ids = torch.zeros(1, 3, dtype=torch.int64, device=next(inner.parameters()).device)
+        ids = torch.zeros(1, 3, dtype=torch.int64, device=compute_device(next(inner.parameters())))
         with torch.no_grad():
             inner(input_ids=ids, use_cache=True, **{str(cache_keyword(inner)): cache})
     finally:

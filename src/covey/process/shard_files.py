@@ -36,8 +36,9 @@ def taken_out(tree: Any) -> tuple[Any, dict[str, Tensor]]:
     return visit(tree, "state"), tensors
 
 
-def put_back(tree: Any, folder: Path, world: World, *, is_split: bool) -> Any:
-    """The tree with its placeholders replaced by tensors from `folder`, sharded as the run is now (`is_split`) or whole.
+def put_back(tree: Any, folder: Path, world: World, *, is_split: bool, on_host: bool = False) -> Any:
+    """The tree with its placeholders replaced by tensors from `folder`, sharded as the run is now (`is_split`, with shards in
+    host memory if `on_host`) or whole.
 
     Every process must call it. Raises CheckpointError when the files are missing or damaged.
     """
@@ -51,7 +52,9 @@ def put_back(tree: Any, folder: Path, world: World, *, is_split: bool) -> Any:
         return value
 
     def prepare(note: dict[str, Any]) -> None:
-        tensors[note[_MARK]] = _empty(note["shape"], getattr(torch, note["dtype"]), world if is_split else None)
+        tensors[note[_MARK]] = _empty(
+            note["shape"], getattr(torch, note["dtype"]), world if is_split else None, on_host
+        )
 
     visit(tree, prepare)
     if not tensors:
@@ -66,13 +69,13 @@ def put_back(tree: Any, folder: Path, world: World, *, is_split: bool) -> Any:
     return visit(tree, lambda note: tensors[note[_MARK]])
 
 
-def _empty(shape: list[int], dtype: torch.dtype, world: World | None) -> Tensor:
+def _empty(shape: list[int], dtype: torch.dtype, world: World | None, on_host: bool) -> Tensor:
     if world is None:
         return torch.empty(shape, dtype=dtype)
     from torch.distributed.tensor import Shard, zeros
 
     sharded: Tensor = zeros(shape, dtype=dtype, device_mesh=mesh_of(world), placements=[Shard(0)])
-    return sharded
+    return sharded.cpu() if on_host else sharded
 
 
 def shards_refused(tensors: Mapping[str, Tensor], folder: Path) -> OSError | None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +32,8 @@ class Sharding:
     """True: a block's parameters are freed after its forward and gathered again for its backward (ZeRO-3). False: kept (ZeRO-2)."""
     blocks: tuple[str, ...] | None = None
     """Classes of the modules that are gathered one at a time; None: the model's `_no_split_modules`, (): the whole model at once."""
+    offloads: bool = False
+    """Shards, their gradients and the optimizer's state are in host memory; each gather copies a block to the device."""
 
 
 class Shards:
@@ -42,16 +44,18 @@ class Shards:
 
         Raises ModelError for a model without blocks of the requested classes.
         """
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
         self.module, self.world = module, world
         self.whole: nn.Module | None = _alias(module) if keeps_whole else None
         """An unsharded copy of the module; its weights are in memory until the first `free`, and inside `gathered`."""
-        mesh = mesh_of(world)
+        pins = world.device.type == "cuda"
+        place = CPUOffloadPolicy(pin_memory=pins) if sharding.offloads else OffloadPolicy()
+        split = partial(fully_shard, mesh=mesh_of(world), offload_policy=place)
         for block in _blocks(module, sharding.blocks):
-            fully_shard(block, mesh=mesh, reshard_after_forward=sharding.reshard_after_forward)
+            split(block, reshard_after_forward=sharding.reshard_after_forward)
         self.root = _Root(module)
-        fully_shard(self.root, mesh=mesh, reshard_after_forward=None if sharding.reshard_after_forward else False)
+        split(self.root, reshard_after_forward=None if sharding.reshard_after_forward else False)
         for part in self._parts():
             part.set_gradient_divide_factor(1.0)  # losses are divided by the whole step's denominators already
             part.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
@@ -200,6 +204,18 @@ def are_split(module: nn.Module) -> bool:
     return any(is_sharded(parameter) for parameter in module.parameters())
 
 
+def are_on_host(module: nn.Module) -> bool:
+    """True if the module's shards are in host memory, and another device computes with them."""
+    return any(compute_device(parameter) != parameter.device for parameter in module.parameters())
+
+
+def compute_device(value: Tensor) -> torch.device:
+    """Device that computes with a parameter: that of its mesh if it is sharded, whose shards may be in host memory."""
+    if not is_sharded(value) or value.device.type == (kind := value.device_mesh.device_type):  # type: ignore[attr-defined]
+        return value.device
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
 def local(value: Tensor) -> Tensor:
     """Local shard of a DTensor, sharing its memory; any other tensor unchanged."""
     return value.detach().to_local() if is_sharded(value) else value  # type: ignore[attr-defined]
@@ -207,7 +223,10 @@ def local(value: Tensor) -> Tensor:
 
 def whole(value: Tensor) -> Tensor:
     """Full tensor of a DTensor (all-gather, collective); any other tensor unchanged."""
-    return value.detach().full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
+    if not is_sharded(value):
+        return value
+    full: Tensor = _on_mesh(local(value), value).full_tensor()  # type: ignore[attr-defined]
+    return full
 
 
 def shard_like(value: Tensor, like: Tensor) -> Tensor:
@@ -219,7 +238,19 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
 
 
 def shard_as(part: Tensor, like: Tensor) -> Tensor:
-    """The DTensor sharded like `like` whose local shard is `part`, sharing its memory. Not collective."""
+    """The DTensor sharded like `like` whose local shard is `part`, sharing its memory, or a copy in host memory if `like` is there.
+
+    Not collective.
+    """
+    if compute_device(like) == like.device:
+        return _on_mesh(part, like)
+    made = torch.empty_like(like.detach(), dtype=part.dtype)
+    local(made).copy_(part)
+    return made
+
+
+def _on_mesh(part: Tensor, like: Tensor) -> Tensor:
+    """The DTensor sharded like `like` with the local shard `part`, moved to the device of the mesh, where collectives run."""
     from torch.distributed.tensor import DTensor
 
     mesh: Any = like.device_mesh  # type: ignore[attr-defined]
@@ -271,7 +302,7 @@ def total_norm(tensors: Iterable[Tensor], world: World) -> float:
     )
     if not split:
         return torch.nn.utils.get_total_norm(plain).item() if plain else 0.0
-    part = world.sum(norm([local(x) for x in split]).to(split[0].device)).item()
+    part = world.sum(norm([local(x) for x in split]).to(world.device)).item()
     return math.sqrt(part + norm(plain).item())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -20,7 +21,13 @@ from covey.errors import ConfigError
 from covey.kernels import learning
 from covey.learner import AdapterCopy, FrozenCopy, Learner, NoReference, Policy, ValueHead, ValueModel, no_critic
 from covey.learner.critic import Critic
-from covey.learner.memory_estimate import enough_tokens, starting_rows, starting_tokens
+from covey.learner.memory_estimate import (
+    enough_tokens,
+    expect_host_room,
+    offloaded_bytes,
+    starting_rows,
+    starting_tokens,
+)
 from covey.learner.optimizer import make_optimizer, make_scheduler
 from covey.learner.preparation import checkpoint_activations, on_accelerator
 from covey.learner.reference import Reference
@@ -234,7 +241,13 @@ def build_networks(inputs: RunInputs, optimizer: Any = None) -> Networks:
     if args.sharding is not None and inputs.world.size > 1:
         refuse_unsplit(inputs.algorithm, optimizer, inputs.agents.rollout_func)
     policy = on_accelerator(build_policy(inputs), is_split=args.sharding is not None and inputs.world.size > 1)
-    on_cpu, shards = inputs.world.device.type == "cpu", 1 if args.sharding is None else inputs.world.size
+    if args.sharding is not None and args.sharding.offloads and inputs.world.size > 1:
+        copies = int(inputs.algorithm.needs.reference and not has_adapter(inputs.model))
+        needed = offloaded_bytes(policy, str(getattr(args.optim, "value", args.optim)), copies=copies)
+        held = sum(p.nbytes for p in inputs.model.parameters()) if inputs.world.device.type == "cpu" else 0
+        expect_host_room(needed, inputs.world, held)
+    on_cpu = inputs.world.device.type == "cpu"
+    shards = 1 if args.sharding is None else math.inf if args.sharding.offloads else inputs.world.size
     max_tokens = starting_tokens(args.max_tokens_per_microbatch, policy, on_cpu=on_cpu, shards=shards)
     keeps_whole = args.rollout_backend != "vllm" or (args.async_rollouts and args.vllm_mode != "server")
     return networks_of(

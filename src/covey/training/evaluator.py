@@ -19,7 +19,7 @@ from covey.learner import Learner
 from covey.merging import WeightAverage
 from covey.monitor.slices import Slices
 from covey.process.shard_files import put_back
-from covey.process.sharding import are_split
+from covey.process.sharding import are_on_host, are_split
 from covey.process.world import World
 from covey.rewards import Scorer, reward_metrics
 from covey.rollout import SamplingParams
@@ -151,8 +151,9 @@ def end_with_average(parts: Parts, args: Any, state: Any, *, is_whole: bool) -> 
     best = parts.world.broadcast(state.best_model_checkpoint)
     if args.load_best_model_at_end and best is not None:
         saved = checkpoint.load_state(Path(best))["average"]
-        is_split = are_split(parts.learner.policy.model)
-        parts.average.load_state_dict(put_back(saved, Path(best), parts.world, is_split=is_split))
+        model = parts.learner.policy.model
+        options = {"is_split": are_split(model), "on_host": are_on_host(model)}
+        parts.average.load_state_dict(put_back(saved, Path(best), parts.world, **options))
     parts.average.put()
     parts.sampler.load(parts.learner.policy.model, version=state.global_step)
 

@@ -20,7 +20,7 @@ from covey.models import quiet_bars
 from covey.process.lean import ExportableState, TrainerState
 from covey.process.memory import is_out_of_memory
 from covey.process.shard_files import put_back
-from covey.process.sharding import are_split, load_whole_state, shard_like, whole_state
+from covey.process.sharding import are_on_host, are_split, load_whole_state, shard_like, whole_state
 from covey.process.world import World
 from covey.rollout import NativeSampler
 from covey.runs import RunFolder, checkpoint, evaluations, rng, rollouts
@@ -101,8 +101,10 @@ def as_checkpoint_errors(folder: Path) -> Iterator[None]:
 
 
 def _restored(parts: Parts, folder: Path) -> TrainState:
-    is_split = are_split(parts.learner.policy.model)
-    tree = put_back(checkpoint.load_state(folder), folder, parts.world, is_split=is_split)
+    model = parts.learner.policy.model
+    tree = put_back(
+        checkpoint.load_state(folder), folder, parts.world, is_split=are_split(model), on_host=are_on_host(model)
+    )
     if not tree:
         raise CheckpointError(
             f"{folder} was saved with save_only_model, so it holds no state to resume from; give it as the model instead."

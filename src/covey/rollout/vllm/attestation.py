@@ -23,6 +23,7 @@ from torch import Tensor
 
 from covey.errors import AttestationError
 from covey.models import evaluating
+from covey.process.sharding import compute_device
 from covey.process.world import autocast
 from covey.types import Max, Mean, Metric
 
@@ -283,7 +284,7 @@ def probe_ids(vocabulary: int, length: int = PROBE_TOKENS) -> tuple[int, ...]:
 @torch.no_grad()
 def trainer_logprobs(policy: Any, ids: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """[L - 1, V] float32 on the CPU: the policy's log-probabilities after each token but the last, under autocast to `dtype`."""
-    device = next(policy.parameters()).device
+    device = compute_device(next(policy.parameters()))
     with evaluating(policy), autocast(device, dtype):
         logits = policy(input_ids=torch.tensor([list(ids)], device=device), use_cache=False).logits[0, :-1]
     logprobs: Tensor = logits.float().log_softmax(-1).cpu()
