@@ -201,7 +201,15 @@ def test_agreement_says_on_which_side_of_the_reward_a_teacher_stands():
         ({"teacher": "a", "by": "domain"}, "names a column"),
         ({"teacher": []}, "empty list"),
         ({"teacher": ["a", "policy"]}, "teaches itself alone"),
-        ({"teacher": ["a", "http://b/v1"]}, "an endpoint teaches alone"),
+        ({"teacher": ["a", "http://b/v1"]}, "The teacher http://b/v1 is an endpoint: say which model it serves"),
+        (
+            {"teacher": {"x": "http://b/v1", "y": "a"}, "by": "kind", "served_model_name": {"y": "m"}},
+            "say which model it serves",
+        ),
+        (
+            {"teacher": ["a", "http://b/v1"], "served_model_name": "m", "when_lost": "skip"},
+            "the mean of the others would be another one",
+        ),
         ({"teacher": "big", "when_lost": "skip"}, "acts for a teacher at an endpoint"),
         ({"threshold": 0.5, "feedback": "solution"}, "feedback='best' or 'successful'"),
     ],

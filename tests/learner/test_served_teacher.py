@@ -1,5 +1,7 @@
 """A distillation's teacher at an endpoint: the same term as with that model in this process, as far as its likeliest tokens tell."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from distilled import ROWS, row, trained
@@ -82,6 +84,42 @@ def test_the_overlap_with_a_served_teacher_is_that_of_the_same_teacher_in_this_p
         there = policy.measure(ROWS, teacher=built(url, policy, tokenizer, overlap_k=5))
     torch.testing.assert_close(there.teacher_overlap, here.teacher_overlap)
     assert there.teacher_overlap.any()
+
+
+@pytest.mark.parametrize("part", [None, "forward_kl"])
+def test_several_served_teachers_are_averaged_or_chosen_by_a_column_as_loaded_ones(part, tmp_path):
+    student, tokenizer = tiny_model("qwen2").eval(), tiny_tokenizer()
+    models = [tiny_model("llama", seed=seed).eval() for seed in (3, 4)]
+    for name, model in zip("ab", models, strict=True):
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    folders = [str(tmp_path / name) for name in "ab"]
+    kinds = zip(ROWS, ("x", "y", "prose"), strict=True)
+    rows = [replace(one, prompt=replace(one.prompt, columns={"kind": kind})) for one, kind in kinds]
+
+    def measured(teacher, **options):
+        term = {} if part is None else {"divergence": part, "top_k": 5}
+        made = alg.mopd(teacher=teacher, **options) if part is None else alg.distill(teacher, **term, **options)
+        algorithm = made if part is None else alg.dapo().replace(regularizers=made)
+        policy = Policy(student, pad_id=0)
+        return policy.measure(rows, teacher=build_teacher(algorithm, policy, tokenizer, {}))
+
+    with serving(models[0], tokenizer) as (one, asked), serving(models[1], tokenizer) as (two, more):
+        pairs = [
+            (measured(folders), measured([one, two], served_model_name={one: "a", two: "b"})),
+            (
+                measured({"x": folders[0], "y": folders[1]}, by="kind"),
+                measured({"x": one, "y": folders[1]}, by="kind", served_model_name="a"),
+            ),
+        ]
+        assert {body["model"] for body in asked} == {"a"}
+        assert {body["model"] for body in more} == {"b"}
+    for here, there in pairs:
+        torch.testing.assert_close(there.teacher_logp, here.teacher_logp, rtol=1e-4, atol=1e-5)
+        assert there.teacher_mask.tolist() == here.teacher_mask.tolist()
+        if part is not None:
+            torch.testing.assert_close(there.teacher_distance, here.teacher_distance, rtol=1e-4, atol=1e-5)
+    assert pairs[1][1].teacher_mask.tolist() == [True, True, False]
 
 
 def test_a_hint_goes_to_the_server_in_the_prompt():

@@ -50,8 +50,8 @@ class TeacherRole:
     endpoint, or of a model that is loaded. TRL's name."""
     dtype: str = "auto"
     """Type that the teacher's weights are loaded in; auto: as stored."""
-    served_model_name: str | None = None
-    """The model that an endpoint serves."""
+    served_model_name: str | Mapping[str, str] | None = None
+    """The model that an endpoint serves; of several by the value of the column `by`, or by address."""
     key_env: str = "OPENAI_API_KEY"
     """Environment variable with the endpoint's key."""
     request_seconds: float = 60.0
@@ -63,14 +63,22 @@ class TeacherRole:
         self._check_sources()
         self._check_rule()
         self._check_feedback()
+        is_averaged = isinstance(self.teacher, (Mapping, list, tuple)) and self.by is None
+        if self.when_lost == "skip" and is_averaged:
+            raise ConfigError(
+                "when_lost='skip' drops the signal of a teacher that is away, and the mean of the others would be another one; choose "
+                "teachers with by='COLUMN', or stop."
+            )
         if self.when_lost not in ("stop", "skip") or (self.when_lost == "skip" and not self.is_endpoint):
             raise ConfigError(
                 f"when_lost={self.when_lost!r}: it is 'stop' or 'skip', and acts for a teacher at an endpoint."
             )
-        if self.is_endpoint and not self.served_model_name:
-            raise ConfigError(
-                f"The teacher {self.teacher} is an endpoint: say which model it serves, with served_model_name='NAME'."
-            )
+        for source, _, value in self.shares():
+            if is_address(source) and not self.model_at(source, value):
+                raise ConfigError(
+                    f"The teacher {source} is an endpoint: say which model it serves, with served_model_name='NAME', or of several "
+                    "with a mapping from address, or value of the column, to name."
+                )
         if self.served_model_name and not self.is_endpoint:
             raise ConfigError(
                 "served_model_name belongs to an endpoint, whose address begins with http://, and the teacher is none."
@@ -94,8 +102,6 @@ class TeacherRole:
         sources = list(self.teacher.values()) if self.by is not None and isinstance(self.teacher, Mapping) else []
         if self.by is not None and not sources:
             raise ConfigError(f"by={self.by!r} needs teacher={{value of the column: teacher, ...}}, and it is a list.")
-        if any(is_address(source) for source in (*sources, *self.teacher)):
-            raise ConfigError("Several teachers are loaded here; an endpoint teaches alone.")
         if any(map(is_policy, (*sources, *self.teacher))):
             raise ConfigError("The policy teaches itself alone; several teachers are models of their own.")
         if self.by is None and isinstance(self.teacher, Mapping):
@@ -139,7 +145,14 @@ class TeacherRole:
 
     @property
     def is_endpoint(self) -> bool:
-        return is_address(self.teacher)
+        """True if a teacher is at an endpoint."""
+        return any(is_address(source) for source, _, _ in self.shares())
+
+    def model_at(self, address: str, value: str | None) -> str | None:
+        """The model that the endpoint at an address serves, for the value of the column `by`."""
+        if not isinstance(self.served_model_name, Mapping):
+            return self.served_model_name
+        return self.served_model_name.get(address if value is None else value)
 
     @property
     def rule(self) -> ReferenceRule | None:

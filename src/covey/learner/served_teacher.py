@@ -19,7 +19,7 @@ from covey.learner.packing import PaddedRows, Row
 from covey.learner.policy import Policy
 from covey.learner.shared_prompt import SharedRows
 from covey.learner.signals import Share, Signal
-from covey.learner.teacher import Hints, Teacher, Teachers, share_of_text
+from covey.learner.teacher import Hints, Teacher, Teachers, places_of, share_of_text, signal_of
 from covey.learner.text_alignment import Aligned, TextAlignment
 from covey.rewards.builtin.chat_endpoint import Endpoint, all_of
 from covey.types import Prompt, StepReport
@@ -56,27 +56,41 @@ class ServedTeacher:
 
     def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Signal:
         """The teacher's top-k tokens at the policy's positions: `rows`, in the order of `packed`. Raises ServerError."""
-        answers = self._answers(rows)
-        informed = torch.tensor([answer is not None for answer in answers], device=packed.place.device)
+        return signal_of(self, packed, rows)
+
+    def speak(
+        self, packed: PaddedRows | SharedRows, rows: Sequence[Row], chosen: Sequence[int] | None, share: float
+    ) -> tuple[Share, list[bool]]:
+        """The teacher at the positions of the chosen rows, by default of all, and for each of these True if it answered."""
+        chosen = range(len(rows)) if chosen is None else chosen
+        mine = [rows[i] for i in chosen]
+        answers = self._answers(mine)
+        informed = [answer is not None for answer in answers]
         if self.alignment is not None:
-            return Signal((self._share_of_text(packed, rows, answers),), informed)
-        ids = torch.zeros(*packed.shape, self.top_k, dtype=torch.long)
-        logp = torch.full((*packed.shape, self.top_k), -torch.inf)
+            return self._share_of_text(packed, mine, answers, chosen, share), informed
+        shape = (len(mine), packed.shape[1])
+        ids = torch.zeros(*shape, self.top_k, dtype=torch.long)
+        logp = torch.full((*shape, self.top_k), -torch.inf)
         logp[..., 0] = 0.0  # where it says nothing: one sure token, so that no number is infinite
-        drawn_logp = torch.zeros(packed.shape)
+        drawn_logp = torch.zeros(shape)
         for n, answer in enumerate(answers):
             for t, (tokens, values, value) in enumerate(answer or ()):
                 ids[n, t, : len(tokens)] = torch.tensor(tokens)
                 logp[n, t] = -torch.inf
                 logp[n, t, : len(values)] = torch.tensor(values)
                 drawn_logp[n, t] = value
-        flat = lambda x: x.flatten(0, 1).to(packed.place.device)[packed.place]
-        other = None if self.distance is None else Likeliest(flat(ids), flat(logp), self.distance, self.overlap_k)
-        places = torch.arange(len(packed.place), device=packed.place.device)
-        return Signal((Share(places, other, logp=drawn_logp.flatten().to(places.device)[packed.place]),), informed)
+        places, flat = places_of(packed, chosen)
+        there = lambda x: x.flatten(0, 1)[flat].to(packed.place.device)
+        other = None if self.distance is None else Likeliest(there(ids), there(logp), self.distance, self.overlap_k)
+        return Share(places.to(packed.place.device), other, share, there(drawn_logp)), informed
 
     def _share_of_text(
-        self, packed: PaddedRows | SharedRows, rows: Sequence[Row], answers: Sequence[list[Ranked] | None]
+        self,
+        packed: PaddedRows | SharedRows,
+        rows: Sequence[Row],
+        answers: Sequence[list[Ranked] | None],
+        chosen: Sequence[int],
+        share: float,
     ) -> Share:
         """The share of a teacher of another tokenizer: log-probabilities of the spans of text that both share."""
         assert self.alignment is not None
@@ -85,7 +99,7 @@ class ServedTeacher:
             for row, answer in zip(rows, answers, strict=True)
         ]
         logp = [torch.tensor([value for _, _, value in answer or ()], dtype=torch.float64) for answer in answers]
-        return share_of_text(packed, aligned, logp, range(len(rows)))
+        return share_of_text(packed, aligned, logp, chosen, share)
 
     def _answers(self, rows: Sequence[Row]) -> list[list[Ranked] | None]:
         """Answers on each completion; None where the server gave none and the run goes on without."""

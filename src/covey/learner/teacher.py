@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -56,8 +57,15 @@ class Teacher:
 
     def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Signal:
         """The teacher at the policy's positions: `rows`, in the order of `packed`."""
-        informed = [row.hint is not None or not self.needs_hint for row in rows]
-        return Signal((self.share(packed, rows),), torch.tensor(informed, device=packed.place.device))
+        return signal_of(self, packed, rows)
+
+    def speak(
+        self, packed: PaddedRows | SharedRows, rows: Sequence[Row], chosen: Sequence[int] | None, share: float
+    ) -> tuple[Share, list[bool]]:
+        """The teacher at the positions of the chosen rows, by default of all, and for each of these True if it can teach it."""
+        mine = rows if chosen is None else [rows[i] for i in chosen]
+        informed = [row.hint is not None or not self.needs_hint for row in mine]
+        return self.share(packed, rows, chosen, share), informed
 
     def share(
         self,
@@ -160,15 +168,20 @@ def share_of_text(
     share: float = 1.0,
 ) -> Share:
     """The share of log-probabilities [m_i] of a teacher's own tokens, at the policy's positions of the `chosen` rows."""
-    place, (count, width) = packed.place, packed.shape
-    total, span = over_policy(aligned, logp, torch.Size((len(chosen), width)))
+    total, span = over_policy(aligned, logp, torch.Size((len(chosen), packed.shape[1])))
+    places, flat = places_of(packed, chosen)
+    device = packed.place.device
+    return Share(places.to(device), None, share, total.flatten()[flat].to(device), span=span.flatten()[flat].to(device))
+
+
+def places_of(packed: PaddedRows | SharedRows, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Positions [m] of the tokens of the chosen rows, and their flat indices [m] into [len(chosen), T], on the host."""
+    place, (count, width) = packed.place.cpu(), packed.shape
     index = torch.full((count,), -1, dtype=torch.long)
     index[torch.tensor(chosen)] = torch.arange(len(chosen))
-    places = (index[place.cpu() // width] >= 0).nonzero().squeeze(1)
-    at = place.cpu()[places]
-    flat = index[at // width] * width + at % width
-    device = place.device
-    return Share(places.to(device), None, share, total.flatten()[flat].to(device), span=span.flatten()[flat].to(device))
+    places = (index[place // width] >= 0).nonzero().squeeze(1)
+    at = place[places]
+    return places, index[at // width] * width + at % width
 
 
 def _aligned(
@@ -185,11 +198,28 @@ def _aligned(
     return hidden[order[places]], places
 
 
+class Speaking(Protocol):
+    """A teacher, in the process or served, that can be one of several."""
+
+    @property
+    def hints(self) -> Hints | None: ...
+
+    def speak(
+        self, packed: PaddedRows | SharedRows, rows: Sequence[Row], chosen: Sequence[int] | None, share: float
+    ) -> tuple[Share, list[bool]]: ...
+
+
+def signal_of(teacher: Speaking, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Signal:
+    """The signal of a teacher that is alone."""
+    share, informed = teacher.speak(packed, rows, None, 1.0)
+    return Signal((share,), torch.tensor(informed, device=packed.place.device))
+
+
 @dataclass(frozen=True, eq=False)
 class Member:
     """One of several teachers: its share, and the value of the column `by` that it teaches; None: every prompt."""
 
-    teacher: Teacher
+    teacher: Speaking
     share: float = 1.0
     value: str | None = None
 
@@ -212,8 +242,10 @@ class Teachers:
             mine = [i for i, row in enumerate(rows) if member.value in (None, self._value(row))]
             if not mine:
                 continue
-            is_informed[mine] = True
-            shares.append(member.teacher.share(packed, rows, None if len(mine) == len(rows) else mine, member.share))
+            chosen = None if len(mine) == len(rows) else mine
+            share, informed = member.teacher.speak(packed, rows, chosen, member.share)
+            is_informed[mine] = torch.tensor(informed)
+            shares.append(share)
         return Signal(tuple(shares), is_informed.to(packed.place.device))
 
     def _value(self, row: Row) -> str | None:

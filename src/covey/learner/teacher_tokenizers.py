@@ -96,7 +96,8 @@ def readable(policy: Any, teacher: Any) -> float:
     texts = [policy.decode([token]) for token in range(0, len(policy), max(1, len(policy) // PROBED))]
     texts = [text for text in texts if text and "\N{REPLACEMENT CHARACTER}" not in text and text not in controls]
     back = [teacher.decode(plain_ids(teacher, text), clean_up_tokenization_spaces=False) for text in texts]
-    return sum(a.strip() == b.strip() for a, b in zip(texts, back, strict=True)) / max(1, len(texts))
+    same = sum(bool(a.strip() == b.strip()) for a, b in zip(texts, back, strict=True))
+    return same / max(1, len(texts))
 
 
 def first_difference(theirs: Mapping[str, int], ours: Mapping[str, int]) -> str | None:
@@ -128,13 +129,13 @@ def alignment_of_model(teacher: Any, policy: Policy, tokenizers: Tokenizers) -> 
     return tokenizers.alignment(theirs, name)
 
 
-def alignment_of_server(tokenizers: Tokenizers) -> tuple[TextAlignment | None, Any]:
+def alignment_of_server(model: str, tokenizers: Tokenizers) -> tuple[TextAlignment | None, Any]:
     """The alignment with a served teacher whose tokenizer is named, and its tokenizer; else None and the policy's."""
     name = tokenizers.role.teacher_tokenizer_name_or_path
     if name is None:
         return None, tokenizers.policy
     theirs = load_tokenizer(None, name, trust_remote_code=tokenizers.trust_remote_code)
-    return tokenizers.alignment(theirs, str(tokenizers.role.served_model_name)), theirs
+    return tokenizers.alignment(theirs, model), theirs
 
 
 def expect_same_tokens(teacher: ServedTeacher, tokenizer: Any) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from covey.adapters import adapter_options, has_adapter, weights_on_same_base
 from covey.algorithms import SFT, Algorithm, Distill, TeacherRole, keep
+from covey.algorithms.teachers import is_address
 from covey.config.combinations import expect_together
 from covey.data.checks import row_at
 from covey.data.examples import encode_example, load_examples
@@ -36,19 +37,24 @@ MOST_BYTES = 2**26
 
 
 def served_teacher(
-    part: Distill | None, policy: Policy, tokenizers: Tokenizers, teacher: Callable[..., ServedTeacher]
+    address: str,
+    model: str,
+    part: Distill | None,
+    policy: Policy,
+    tokenizers: Tokenizers,
+    teacher: Callable[..., ServedTeacher],
 ) -> ServedTeacher:
     """The teacher behind an address. Raises ConfigError where it cannot teach this policy, ServerError where it does not answer."""
     role = tokenizers.role
     if policy.temperature != 1.0:
         raise ConfigError(
-            f"The teacher {role.teacher} tells log-probabilities of temperature 1, and the policy samples at "
+            f"The teacher {address} tells log-probabilities of temperature 1, and the policy samples at "
             f"{policy.temperature:g}; set temperature=1, or load the teacher here (a folder or a hub id)."
         )
     expect_together("served teacher", reads_media(policy.model) and "media")
     endpoint = Endpoint(
-        url=role.teacher,
-        model=str(role.served_model_name),
+        url=address,
+        model=model,
         key_env=role.key_env,
         request_seconds=role.request_seconds,
         called="teacher",
@@ -56,7 +62,7 @@ def served_teacher(
     )
     top_k = 1 if part is None or part.top_k is None else part.top_k
     distance = None if part is None else part.distance_to_likeliest
-    alignment, theirs = alignment_of_server(tokenizers)
+    alignment, theirs = alignment_of_server(model, tokenizers)
     served = teacher(
         endpoint,
         top_k,
@@ -199,11 +205,17 @@ def build_teacher(
     maker = Maker(role, part, policy, tokenizer, template, tokenizers, shard)
     if role.is_policy:
         return maker.of_policy(reference or NoReference(), role.rule, algorithm)
-    if role.is_endpoint:
-        made = partial(ServedTeacher, check_stop=check_stop, **maker.prompts())
-        return served_teacher(part, policy, tokenizers, made)
-    members = tuple(Member(maker.of_model(source), share, value) for source, share, value in role.shares())
-    return members[0].teacher if len(members) == 1 and role.by is None else Teachers(members, role.by)
+    made = partial(ServedTeacher, check_stop=check_stop, **maker.prompts())
+
+    def teacher_at(source: Any, value: str | None) -> Teacher | ServedTeacher:
+        if not is_address(source):
+            return maker.of_model(source)
+        return served_teacher(source, str(role.model_at(source, value)), part, policy, tokenizers, made)
+
+    made_of = [(teacher_at(source, value), share, value) for source, share, value in role.shares()]
+    if len(made_of) == 1 and role.by is None:
+        return made_of[0][0]
+    return Teachers(tuple(Member(*member) for member in made_of), role.by)
 
 
 def build_supervised(
