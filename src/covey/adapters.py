@@ -257,7 +257,8 @@ def by_rank(factor: Tensor, rank: int, *, is_up: bool) -> Tensor | None:
     dim = 1 if is_up else 0
     if factor.ndim < 2 or factor.shape[dim] % rank:
         return None
-    return factor.unflatten(dim, (rank, -1) if is_up else (-1, rank))
+    view: Tensor = factor.unflatten(dim, (rank, -1) if is_up else (-1, rank))
+    return view
 
 
 def _is_plain_lora(config: Mapping[str, Any]) -> bool:

@@ -58,6 +58,38 @@ def test_a_teacher_by_token_teaches_rollouts_that_run_ahead(name: str, tmp_path:
 
 
 @pytest.mark.slow
+def test_averaged_weights_are_evaluated_without_a_word_in_the_rollouts_ahead(tmp_path: Path) -> None:
+    """Without staleness bit for bit as the ordinary run; with it the rollouts are those of a run that does not evaluate."""
+    more: dict = {
+        "save_strategy": "no",
+        "ema_decay": 0.5,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "eval_on_start": False,
+    }
+    runs = {
+        "sync": trainer(tmp_path / "sync", 4, async_rollouts=False, evaluates=True, **more),
+        "async": trainer(tmp_path / "async", 4, max_staleness=0, evaluates=True, **more),
+        "ahead": trainer(tmp_path / "ahead", 4, max_staleness=1, in_flight_weights=False, evaluates=True, **more),
+        "quiet": trainer(
+            tmp_path / "quiet", 4, max_staleness=1, save_strategy="no", ema_decay=0.5, in_flight_weights=False
+        ),
+    }
+    for run in runs.values():
+        run.train()
+    evaluated = {
+        name: [entry["eval_reward"] for entry in run.state.log_history if "eval_reward" in entry]
+        for name, run in runs.items()
+    }
+    assert evaluated["async"] == evaluated["sync"]
+    assert len(set(evaluated["sync"])) > 1
+    assert digest(runs["async"].model) == digest(runs["sync"].model)
+    assert digest(runs["ahead"].model) == digest(runs["quiet"].model) != digest(runs["sync"].model)
+    after = runs["ahead"].evaluate()["eval_reward"]  # the run ended with the averaged weights, which are evaluated now
+    assert after == evaluated["ahead"][-1]
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* goes on from step 3:UserWarning")
 def test_staleness_is_bounded_nothing_is_wasted_and_a_checkpoint_holds_what_is_ahead(tmp_path: Path) -> None:
     run = trainer(tmp_path, 6, max_staleness=2, pipeline_depth=2, steps_per_generation=2, gradient_accumulation_steps=1)

@@ -136,9 +136,9 @@ REFUSALS = (
         "async_rollouts=True samples from the policy alone, so ensemble would not act; leave one out.",
     ),
     _refusal(
-        ("asynchronous", "average"),
-        "async_rollouts=True and soup_steps or ema_decay cannot go together: an evaluation of averaged weights would write into the "
-        "rollouts that are ahead; leave one of them out.",
+        ("asynchronous", "average", "environment"),
+        "async_rollouts=True with ema_decay or soup_steps: an evaluation of averaged weights would reset environments of the rollouts that "
+        "are ahead; leave one of them out, or use tools.",
     ),
     _refusal(
         ("asynchronous", "generate"),

@@ -150,7 +150,7 @@ def offloaded_bytes(policy: Policy, optimizer: str, *, copies: int = 0) -> int:
     )  # bitsandbytes' states are float32
     state = next((count for name, count in _STATES.items() if name in optimizer), 2)
     weights = sum(p.nbytes for p in policy.model.parameters())
-    return weights * (1 + copies) + gradients + state * (numbers if "8bit" in optimizer else stored)
+    return int(weights) * (1 + copies) + gradients + state * (numbers if "8bit" in optimizer else stored)
 
 
 def expect_host_room(needed: int, world: World, held: int = 0) -> None:

@@ -147,12 +147,29 @@ def build_sampler(inputs: RunInputs, policy: Policy, check_stop: Interruption) -
         if shards is not None:
             shards.free()
         return ahead
-    options = {
-        "eos_ids": inputs.eos_ids,
-        "check_stop": check_stop,
-        **sampler_options(args, inputs.world, inputs.server),
-    }
+    options = sampler_options(args, inputs.world, inputs.server)
     expect_together(*inputs.agents.features, options.get("backend") == "generate" and "generate")
+    name_idle_options(inputs.agents, args)
+    return _sampler_here(inputs, policy, check_stop, options)
+
+
+def build_evaluation_sampler(inputs: RunInputs, policy: Policy, check_stop: Interruption) -> Sampler | None:
+    """Sampler in this process for evaluations of averaged weights, where others write the rollouts ahead. None: that of the run serves.
+
+    Averaged weights that were sent to the workers would write into the rollouts that are ahead.
+    """
+    args = inputs.args
+    if not args.async_rollouts or average_of(args, inputs.model) is None:
+        return None
+    options = sampler_options(args, inputs.world, inputs.server)
+    if options.get("backend") == "vllm-server":
+        options = {"max_rows": args.rollout_max_rows, "backend": "auto"}
+    return _sampler_here(inputs, policy, check_stop, options)
+
+
+def _sampler_here(inputs: RunInputs, policy: Policy, check_stop: Interruption, options: Mapping[str, Any]) -> Sampler:
+    shards = policy.shards
+    options = {"eos_ids": inputs.eos_ids, "check_stop": check_stop, **options}
     gathers = options.get("backend") in ("vllm-server", "vllm")  # by itself, a block at a time
     options |= {"shards": shards} if gathers else {}
     options |= {"check_wait": check_stop.while_waiting} if options.get("backend") == "vllm-server" else {}
@@ -161,8 +178,7 @@ def build_sampler(inputs: RunInputs, policy: Policy, check_stop: Interruption) -
         over = lambda model: choose_sampler(model, inputs.tokenizer, **options, **more)
         return over(inputs.model) if shards is None or gathers else GatheredSampler(shards, over)
 
-    name_idle_options(inputs.agents, args)
-    more = agent_options(args, inputs.world.rank)
+    more = agent_options(inputs.args, inputs.world.rank)
     sampler = inputs.agents.sampler(make, more, inputs.tokenizer, inputs.eos_ids, inputs.trainer)
     if shards is not None:
         shards.free()  # the full weights, which only building the sampler needed
@@ -209,6 +225,7 @@ def build_parts(
         prompts=prompts,
         supply=supply,
         sampler=sampler,
+        evaluation_sampler=build_evaluation_sampler(inputs, networks.policy, interruption),
         check_sampler=partial(expect_served_policy, sampler, inputs.model),
         draws=draws,
         stages=stages + supply.stages,
@@ -306,7 +323,9 @@ def build_evaluator(inputs: RunInputs, parts: Parts) -> Evaluator:
     """Evaluator over the parts of training, with a fixed sampling seed."""
     args = inputs.args
     return Evaluator(
-        draws=replace(parts.draws, sampler=parts.sampler),  # the policy alone, without the members of an ensemble
+        draws=replace(
+            parts.draws, sampler=parts.evaluation_sampler or parts.sampler
+        ),  # without the members of an ensemble
         scorer=inputs.scorer,
         learner=parts.learner,
         algorithm=inputs.algorithm,

@@ -123,14 +123,17 @@ def average_of(args: Any, model: Any) -> WeightAverage | None:
 
 @contextmanager
 def averaged(parts: Parts, step: int) -> Iterator[None]:
-    """Context in which model and sampler have the averaged weights, if there are any."""
+    """Context in which the model and the sampler of evaluations have the averaged weights, if there are any."""
     if parts.average is None or parts.average.is_empty:
         yield
         return
+    is_shared = parts.evaluation_sampler is None
     with parts.average.in_place():
-        parts.sampler.load(parts.learner.policy.model, version=step)
+        if is_shared:
+            parts.sampler.load(parts.learner.policy.model, version=step)
         yield
-    parts.sampler.load(parts.learner.policy.model, version=step)
+    if is_shared:
+        parts.sampler.load(parts.learner.policy.model, version=step)
 
 
 def restore_average(parts: Parts, saved: Mapping[str, Any]) -> None:

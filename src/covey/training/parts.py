@@ -54,6 +54,8 @@ class Parts:
     seed: int
     check_sampler: Callable[[], None] = lambda: None
     """Raises ModelError if the sampler draws from another policy; called once, with the first weights."""
+    evaluation_sampler: Sampler | None = None
+    """Reads the model's weights whenever an evaluation begins. None: `sampler` serves."""
     average: WeightAverage | None = None
     """Averaged weights for evaluation and the end of the run. None: the policy's own."""
     has_rewards: bool = True

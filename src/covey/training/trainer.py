@@ -377,6 +377,8 @@ class GRPOTrainer(TRLInterface):
         if self._parts is None:
             self._parts = self._parts_without_training()
         evaluator: Evaluator = build_evaluator(self._inputs, self._parts)
+        if self._parts.evaluation_sampler is not None:
+            self._parts.evaluation_sampler.load(self._parts.learner.policy.model, self._parts.session.latest.step)
         dataset = finite(dataset)
         count = len(dataset)
         prompts = build_prompts(self._inputs, dataset, shuffle=False)
