@@ -70,7 +70,8 @@ def evaluate(options: Mapping[str, Any]) -> None:
 
 def prompts_of(dataset: Any) -> list[Any]:
     """The rows as prompts without tokens: each member has its own."""
-    from covey.data.prompts import check_prompt, clean
+    from covey.data.prompts import check_prompt
+    from covey.data.rendering import clean
     from covey.types import Prompt
 
     prompts = []

@@ -11,7 +11,8 @@ import torch
 from covey.data.checks import check_dataset, row_of
 from covey.data.layouts import with_prompts
 from covey.data.loading import parted
-from covey.data.prompts import clean, encode_chat
+from covey.data.prompts import encode_chat
+from covey.data.rendering import clean
 from covey.data.sources import AnyDataset, opened, shown
 from covey.errors import DataError
 from covey.types import Completion, Message, Prompt

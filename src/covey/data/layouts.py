@@ -13,7 +13,7 @@ from typing import Any
 
 import datasets
 
-from covey.data.prompts import clean
+from covey.data.rendering import clean
 from covey.data.tables import column_set
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from covey.data.media import media_prompt, refuse_openai_parts, row_kinds
-from covey.data.rendering import chat_ids
+from covey.data.rendering import chat_ids, clean
 from covey.errors import DataError, ModelError
 from covey.types import Message, Prompt
 
@@ -97,11 +97,6 @@ def _template_of_row(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 @lru_cache(maxsize=256)
 def _say_once(sentence: str) -> None:
     logger.warning(sentence)
-
-
-def clean(message: Mapping[str, Any]) -> Message:
-    """The message without the empty fields that a table gives it because other rows have them."""
-    return {name: value for name, value in message.items() if value is not None or name == "content"}
 
 
 def encode_chat(

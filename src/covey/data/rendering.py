@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _OPENS, _CLOSES = "\uf8f0", "\uf8f1"
@@ -18,17 +19,83 @@ def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: A
     A user who writes `<|im_end|>` writes these characters, and not the token that ends a turn. Conversations without such
     text are tokenized in one piece, as transformers does; others piece by piece around it.
     """
+    messages = as_template_takes(tokenizer, messages, options)
     marks = control_texts(tokenizer)
     shown = {name: value for name, value in options.items() if name != "chat_template"}
     if not _holds([list(messages), shown], marks):
-        encoded = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=True, return_dict=True, **options
-        )
+        encoded = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
         return list(encoded["input_ids"])
     hidden, shown = _hidden([list(messages), shown], marks)
     template = {"chat_template": options["chat_template"]} if "chat_template" in options else {}
     rendered = tokenizer.apply_chat_template(hidden, tokenize=False, **template, **shown)
     return _ids_of_hidden(tokenizer, rendered, marks)
+
+
+def clean(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message without the fields that are null, at any depth: a table fills in those of other rows. `content` stays."""
+    return {name: _filled(value) for name, value in message.items() if value is not None or name == "content"}
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _filled(part) for name, part in value.items() if part is not None}
+    return [_filled(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _changed(message: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """The message with the arguments of its tool calls changed."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_with_arguments(call, change) for call in calls]} if calls else dict(message)
+
+
+def _with_arguments(call: Any, change: Callable[[Any], Any]) -> Any:
+    """The call of a message with its arguments changed; other forms of calls as they are."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or "arguments" not in function:
+        return call
+    return {**call, "function": {**function, "arguments": change(function["arguments"])}}
+
+
+def _as_object(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _as_json(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
+
+
+def _objects_in(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Arguments of tool calls that are objects and not empty."""
+    calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    functions = [call["function"] for call in calls if isinstance(call.get("function"), Mapping)]
+    arguments = [function.get("arguments") for function in functions]
+    return [entry for entry in arguments if isinstance(entry, Mapping) and entry]
+
+
+def as_template_takes(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The messages with arguments of tool calls as objects, also those that are JSON in a text.
+
+    As JSON again where the template adds them to a text: where it raises for objects, or writes them as Python does.
+    """
+    plain = [dict(message) for message in messages]
+    if not any(message.get("tool_calls") for message in plain):
+        return plain
+    objects = [_changed(message, _as_object) for message in plain]
+    try:
+        rendered = str(tokenizer.apply_chat_template(objects, tokenize=False, **options))
+    except Exception:  # noqa: BLE001 - a template is a program and may raise anything
+        rendered = None
+    if rendered is not None and not any(str(arguments) in rendered for arguments in _objects_in(objects)):
+        return objects
+    return [_changed(message, _as_json) for message in objects]
 
 
 def keeping_text(processor: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[Any, Sequence[Mapping[str, Any]]]:

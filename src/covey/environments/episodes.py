@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from covey.environments.call_forms import WrittenCall, typed_argument
 from covey.environments.calls import Request, ToolRunner
 from covey.environments.factory import Encode, EnvironmentPool, Reset
 from covey.environments.states import states_of
-from covey.environments.template import Template, WrittenCall, typed_argument
+from covey.environments.template import Template
 from covey.environments.tools import Tool
 from covey.errors import DataError
 from covey.modalities import refuse_media
@@ -84,9 +85,9 @@ class Episodes:
         ]
         results = iter(self.runner.run([request for many in requests for request in many]))
         replies = []
-        for episode, many in zip(episodes, requests, strict=True):
-            done = [next(results) for _ in many]
-            replies.append(self._answer(episode, done) if done else None)
+        for episode, calls in zip(episodes, written, strict=True):
+            done = [next(results) for _ in calls]
+            replies.append(self._answer(episode, done, calls) if done else None)
         return replies
 
     def end(self, group: Group) -> Group:
@@ -161,14 +162,15 @@ class Episodes:
             },
         )
 
-    def _answer(self, episode: _Episode, done: Sequence[ToolCall]) -> list[int] | None:
+    def _answer(self, episode: _Episode, done: Sequence[ToolCall], calls: Sequence[WrittenCall]) -> list[int] | None:
         """Token ids of the answers and of the turn's beginning; None where the environment says that the episode is over."""
         answers = [{"role": "tool", "name": call.name, "content": call.result} for call in done]
+        num_before = len(episode.calls)
         episode.calls += done
         episode.messages += answers
         if episode.reset is not None and getattr(episode.reset.instance, "is_over", False) is True:
             return None
-        ids = self.template.bridge([{**answer, "tool_call_id": "call00001"} for answer in answers])
+        ids = self.template.answer(answers, calls, num_before)
         episode.read += len(ids)
         return ids
 

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from covey.environments.template import WrittenCall, typed_argument
+from covey.environments.call_forms import WrittenCall, typed_argument
 from covey.rollout.live import Top
 from covey.serving.asking import APIRequest
 from covey.serving.engine import Ended, Ticket, Token

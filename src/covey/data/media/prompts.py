@@ -14,7 +14,7 @@ from covey.data.media.kinds import IMAGE, KINDS, SOUND, VIDEO, Kind
 from covey.data.media.places import Items, column_items, expect_places, with_places
 from covey.data.media.sounds import Sound, open_sound, preview_sound
 from covey.data.media.videos import open_video, preview_video
-from covey.data.rendering import HiddenMarks, keeping_text
+from covey.data.rendering import HiddenMarks, as_template_takes, clean, keeping_text
 from covey.errors import DataError
 from covey.types import Media, Message, Prompt
 
@@ -41,18 +41,13 @@ def media_prompt(
         opened = _opened(items, where, processor)
         ids, media = _process(value, opened, where, processor, is_rendered=False)
         return Prompt(uid=uid, text=value, token_ids=ids, media=media, columns=_heard(columns, opened))
-    shown, ordered = with_places([_clean(message) for message in value], items, where)
+    shown, ordered = with_places([clean(message) for message in value], items, where)
     opened = _opened(ordered, where, processor)
     reader, plain = keeping_text(processor, shown)
     text = _render(plain, where, processor, template)
     ids, media = _process(text, opened, where, reader, is_rendered=True)
     heard = _heard(columns, _opened({SOUND: items[SOUND]}, where, processor))
     return Prompt(uid=uid, messages=tuple(shown), token_ids=ids, media=media, columns=heard)
-
-
-def _clean(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the empty fields that a table gives it because others have them."""
-    return {name: value for name, value in message.items() if value is not None}
 
 
 def _opened(items: Items, where: str, processor: Any) -> Items:
@@ -95,9 +90,8 @@ def _render(messages: Sequence[Message], where: str, processor: Any, template: M
     has_template = getattr(processor, "chat_template", None) or template.get("chat_template")
     shown = processor if has_template else processor.tokenizer
     try:
-        text: str = shown.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, **{**how, **template}
-        )
+        messages = as_template_takes(shown, messages, {**how, **template})
+        text: str = shown.apply_chat_template(messages, tokenize=False, **{**how, **template})
     except Exception as error:  # a template is a program and may raise anything
         reason = " ".join(str(error).split())[:300]
         raise DataError(

@@ -1,0 +1,287 @@
+"""Forms of tool calls, inferred from a turn with one call of known words as a chat template writes it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+NAME, KEYS, VALUES = "qxname", ("qxkeya", "qxkeyb"), ("qxvaluea", "qxvalueb")
+ID = "qxcall001"
+"""Nine letters and digits, which Mistral's templates insist on."""
+
+
+@dataclass(frozen=True)
+class WrittenCall:
+    """A tool call as the model wrote it. `problem` says why it could not be read, else None."""
+
+    name: str
+    arguments: Any
+    problem: str | None = None
+    id: str | None = None
+    """Identity that the model wrote with the call, if its form has one."""
+
+
+def reads_back(form: Callable[[str], tuple[str, list[WrittenCall]]], body: str) -> bool:
+    """True where an inferred form parses the call that it was inferred from."""
+    _, calls = form(body)
+    return [(call.name, call.arguments) for call in calls] == [(NAME, dict(zip(KEYS, VALUES, strict=True)))]
+
+
+def json_form(body: str) -> Callable[[str], tuple[str, list[WrittenCall]]] | None:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, or a JSON list of such objects behind a word."""
+    for start, value, stop in _json_values(body):
+        call = value[0] if isinstance(value, list) and value else value
+        if not isinstance(call, Mapping) or NAME not in call.values():
+            continue
+        name_key = next(key for key, held in call.items() if held == NAME)
+        arguments_key = next((key for key, held in call.items() if KEYS[0] in str(held)), None)
+        id_key = next((key for key, held in call.items() if held == ID), None)
+        if arguments_key is not None:
+            closer = last_word(body[stop:], first=True)
+            return _JsonCalls(last_word(body[:start]), closer, name_key, arguments_key, id_key)
+    return None
+
+
+def name_and_json_form(body: str) -> Callable[[str], tuple[str, list[WrittenCall]]] | None:
+    """`...NAME...{"key": "value"}`, as DeepSeek's and gpt-oss' templates write it."""
+    for start, value, _stop in _json_values(body):
+        at = body.find(NAME)
+        if isinstance(value, Mapping) and set(value) == set(KEYS) and 0 <= at < start:
+            between = body[at + len(NAME) : start]
+            opener = last_word(body[:at])
+            id_opens = last_word(between[: between.find(ID)]) if ID in between else None
+            wrapper = body[:at].strip().removesuffix(opener)
+            return _NameThenJson(opener, wrapper, last_word(between.replace(ID, " ")), id_opens)
+    return None
+
+
+def tagged_form(body: str) -> Callable[[str], tuple[str, list[WrittenCall]]] | None:
+    """Keys and values between tags, as Qwen3-Coder's and GLM's templates write them."""
+    places = [body.find(word) for word in (NAME, KEYS[0], VALUES[0], KEYS[1], VALUES[1])]
+    if -1 in places or places != sorted(places):
+        return None
+    name, key, value, second, last = places
+    middle = body[name + len(NAME) : key]
+    between = body[value + len(VALUES[0]) : second]
+    common = 0
+    while common < min(len(middle), len(between)) and middle[-1 - common] == between[-1 - common]:
+        common += 1
+    opens = middle[len(middle) - common :].split("\n")[-1].split(" ")[-1]
+    opens = opens[opens.rfind("<") :] if "<" in opens else opens
+    closes = between[: len(between) - len(opens)].strip()
+    if not opens or not closes:
+        return None
+    return _TaggedCalls(
+        opener=last_word(body[:name]),
+        key_opens=opens,
+        key_closes=body[key + len(KEYS[0]) : value].strip(),
+        value_closes=closes,
+        closer=last_word(body[last + len(VALUES[1]) :].strip().removeprefix(closes)),
+    )
+
+
+def channel_form(body: str) -> Callable[[str], tuple[str, list[WrittenCall]]] | None:
+    """Messages in channels, gpt-oss' harmony: a call is one to `functions.NAME`, and what users read is in the others but `analysis`."""
+    is_harmony = all(word in body for word in ("<|channel|>", "<|message|>", f"functions.{NAME}"))
+    return _read_channels if is_harmony else None
+
+
+_CHANNEL_MESSAGE = re.compile(
+    r"(?P<header>(?:(?!<\|message\|>|<\|end\|>).)*)<\|message\|>(?P<content>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)|$)",
+    re.DOTALL,
+)
+
+
+def _read_channels(text: str) -> tuple[str, list[WrittenCall]]:
+    if "<|message|>" not in text:
+        return text.strip(), []
+    shown, calls = [], list[WrittenCall]()
+    for message in _CHANNEL_MESSAGE.finditer(text):
+        recipient = re.search(r"to=functions\.([\w.\-]+)", message["header"])
+        channel = re.search(r"<\|channel\|>\s*(\w+)", message["header"])
+        loose = re.sub(r"<\|start\|>\s*\w*", "", message["header"]).split("<|")[0]  # words outside of any channel
+        shown.append(re.sub(r"to=\S+", "", loose).strip())
+        if recipient is not None:
+            value, _, problem = _read_json(message["content"], 0)
+            calls.append(WrittenCall(recipient.group(1), value if problem is None else "", problem))
+        elif channel is None or channel.group(1) != "analysis":
+            shown.append(message["content"].strip())
+    return "\n".join(filter(None, shown)), calls
+
+
+FORMS = (channel_form, json_form, name_and_json_form, tagged_form)
+
+
+def last_word(text: str, *, first: bool = False) -> str:
+    """The last tag or word before a call (`first`: the first one after it), which marks it. Empty where there is none."""
+    text = text.strip()
+    if first:
+        match = re.match(r"<[^<>]*>|\[[^\[\]]*\]|\S+", text)
+        return match.group() if match else ""
+    if text.endswith("]") and "[" in text:
+        return text[text.rfind("[") :]
+    if "<" in text:
+        return text[text.rfind("<") :]
+    return text.split()[-1] if text else ""
+
+
+def _json_values(text: str) -> list[tuple[int, Any, int]]:
+    """Every JSON object or list in a text, outermost first: start, value, stop."""
+    decoder, values, at = json.JSONDecoder(), [], 0
+    while at < len(text):
+        if text[at] not in "{[":
+            at += 1
+            continue
+        try:
+            value, stop = decoder.raw_decode(text, at)
+        except ValueError:
+            at += 1
+            continue
+        values.append((at, value, stop))
+        at = stop
+    return values
+
+
+def _read_json(text: str, at: int) -> tuple[Any, int, str | None]:
+    """The JSON value at or after `at` (spaces skipped), where it ends, and what is wrong with it."""
+    while at < len(text) and text[at].isspace():
+        at += 1
+    try:
+        value, stop = json.JSONDecoder().raw_decode(text, at)
+    except ValueError as error:
+        return None, at, f"the call is no JSON ({error}); write it again"
+    return value, stop, None
+
+
+@dataclass(frozen=True)
+class _JsonCalls:
+    opener: str
+    closer: str
+    name_key: str
+    arguments_key: str
+    id_key: str | None
+
+    def __call__(self, text: str) -> tuple[str, list[WrittenCall]]:
+        if not self.opener:
+            return self._alone(text)
+        parts, calls, at = [], list[WrittenCall](), 0
+        while (start := text.find(self.opener, at)) >= 0:
+            parts.append(text[at:start])
+            value, at, problem = _read_json(text, start + len(self.opener))
+            calls += [WrittenCall("", text[at:][:200], problem)] if problem else self._calls(value)
+            if problem:
+                stop = text.find(self.closer, at) if self.closer else -1
+                at = len(text) if stop < 0 else stop
+            rest = text[at:]
+            if self.closer and rest.lstrip().startswith(self.closer):
+                at = len(text) - len(rest.lstrip()) + len(self.closer)
+        return "".join([*parts, text[at:]]).strip(), calls
+
+    def _alone(self, text: str) -> tuple[str, list[WrittenCall]]:
+        """Without a word before it, a call is a turn that is JSON from its first character on."""
+        body = re.sub(r"^\s*<\|python_tag\|>", "", text)
+        if not body.lstrip().startswith("{"):
+            return text.strip(), []
+        value, _, problem = _read_json(body, 0)
+        if problem or not (isinstance(value, Mapping) and self.name_key in value):
+            return text.strip(), []
+        return "", self._calls(value)
+
+    def _calls(self, value: Any) -> list[WrittenCall]:
+        calls = []
+        for call in value if isinstance(value, list) else [value]:
+            if not isinstance(call, Mapping) or not isinstance(call.get(self.name_key), str):
+                calls.append(WrittenCall("", value, f"a call is a JSON object with {self.name_key!r}; write it again"))
+                continue
+            call_id = call.get(self.id_key) if self.id_key else None
+            arguments = as_mapping(call.get(self.arguments_key, {}))
+            calls.append(WrittenCall(call[self.name_key], arguments, id=call_id if isinstance(call_id, str) else None))
+        return calls
+
+
+@dataclass(frozen=True)
+class _NameThenJson:
+    opener: str
+    wrapper: str
+    """Text that comes before the opener of the first call."""
+    before_json: str
+    id_opens: str | None
+    """Text between the name and the call's identity; None where the form writes none of its own."""
+
+    def __call__(self, text: str) -> tuple[str, list[WrittenCall]]:
+        calls, at, first = list[WrittenCall](), 0, len(text)
+        has_name_in_id = self.opener.endswith("functions.")  # Kimi's identity: functions.NAME:0
+        name = re.compile(re.escape(self.opener) + r"\s*([\w.\-]+)(:\d+)?")
+        while match := name.search(text, at):
+            first = min(first, match.start())
+            start = text.find(self.before_json, match.end()) if self.before_json else match.end()
+            value, at, problem = _read_json(text, max(start, match.end()) + len(self.before_json) * (start >= 0))
+            at = max(at, match.end())
+            call_id = f"functions.{match.group(1)}{match.group(2)}" if has_name_in_id and match.group(2) else None
+            if self.id_opens is not None:
+                identity = re.match(re.escape(self.id_opens) + r"\s*([\w.:\-]+)", text[match.end() :].lstrip())
+                call_id = identity.group(1) if identity else None
+            calls.append(WrittenCall(match.group(1), value if problem is None else "", problem, call_id))
+        return text[:first].rstrip().removesuffix(self.wrapper).strip(), calls
+
+
+@dataclass(frozen=True)
+class _TaggedCalls:
+    opener: str
+    key_opens: str
+    key_closes: str
+    value_closes: str
+    closer: str
+
+    def __call__(self, text: str) -> tuple[str, list[WrittenCall]]:
+        calls, first = list[WrittenCall](), len(text)
+        name = re.compile(re.escape(self.opener) + r"\s*([\w.\-]+)")
+        pair = re.compile(
+            re.escape(self.key_opens)
+            + r"\s*(.+?)\s*"
+            + _flexible(self.key_closes)
+            + r"\n?(.*?)\n?"
+            + _flexible(self.value_closes),
+            re.DOTALL,
+        )
+        starts = list(name.finditer(text))
+        for i, match in enumerate(starts):
+            first = min(first, match.start())
+            stop = starts[i + 1].start() if i + 1 < len(starts) else len(text)
+            end = text.find(self.closer, match.end(), stop) if self.closer else -1
+            inside = text[match.end() : stop if end < 0 else end]
+            calls.append(WrittenCall(match.group(1), dict(pair.findall(inside))))
+        return _before_tag(text[:first]), calls
+
+
+def _flexible(literal: str) -> str:
+    """A pattern for a literal whose white space may differ."""
+    return r"\s*".join(re.escape(part) for part in literal.split())
+
+
+def _before_tag(text: str) -> str:
+    """A turn's text without the wrapper tag that opens a call."""
+    return re.sub(r"<[^<>/]*>\s*$", "", text).strip()
+
+
+def as_mapping(arguments: Any) -> Any:
+    """Arguments that are JSON in a text, as some models write them, read."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def typed_argument(value: Any, schema: Mapping[str, Any] | None) -> Any:
+    """Text as the JSON value that the schema asks for; anything else as it is."""
+    if not isinstance(value, str) or schema is None or schema.get("type", "string") == "string":
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
