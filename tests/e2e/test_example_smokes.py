@@ -159,6 +159,7 @@ KINDS = ("maths.py",)
 PROCESSES: dict[str, list[Claim]] = {
     "asynchronous.py": [rises("asynchronous", by=0.15), every_token_is_one_update_old],
     "images/train.py": [],
+    "sound/train.py": [],
     "agents/calculator.py": [],
     "agents/game.py": [],
     "live/feedback.py --likes polite": [what_clients_like_is_written_more_often],
