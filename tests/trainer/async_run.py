@@ -20,7 +20,9 @@ def reward(completions: list[str], **columns: Any) -> list[float]:
     return [hashlib.sha256(text.encode()).digest()[0] / 256 for text in completions]
 
 
-def trainer(folder: Path, steps: int, tools: Any = None, evaluates: bool = False, **options: Any) -> GRPOTrainer:
+def trainer(
+    folder: Path, steps: int, tools: Any = None, evaluates: bool = False, ensemble: Any = None, **options: Any
+) -> GRPOTrainer:
     given = {
         "output_dir": str(folder), "max_steps": steps, "per_device_train_batch_size": 8, "num_generations": 4,
         "max_completion_length": 12, "learning_rate": 1e-2, "report_to": "none", "disable_tqdm": True,
@@ -30,7 +32,7 @@ def trainer(folder: Path, steps: int, tools: Any = None, evaluates: bool = False
     rows = [{"prompt": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(2 * steps)]
     return GRPOTrainer(
         model=tiny_model(), processing_class=tiny_tokenizer(), reward_funcs=reward,
-        args=GRPOConfig(**given | options), train_dataset=Dataset.from_list(rows), tools=tools,
+        args=GRPOConfig(**given | options), train_dataset=Dataset.from_list(rows), tools=tools, ensemble=ensemble,
         eval_dataset=Dataset.from_list(rows[:3]) if evaluates else None,
     )  # fmt: skip
 

@@ -18,10 +18,12 @@ from async_run import digest, prompts_by_step, trainer
 from transformers import TrainerCallback
 
 from covey import GRPOConfig
+from covey.ensembles import Ensemble, Member
 from covey.errors import CheckpointError, ConfigError, CoveyError
 from covey.rollout import worker_process
 from covey.rollout.on_ray import _not_started
 from forked import Forked
+from kit import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")
 HERE = Path(__file__).parent
@@ -55,6 +57,25 @@ def test_a_teacher_by_token_teaches_rollouts_that_run_ahead(name: str, tmp_path:
     assert [entry["teacher/informed"] for entry in logs] == [1.0] * 4
     assert max(entry["staleness/max"] for entry in logs) >= 1
     assert digest(runs["stale"].model) != digest(runs["sync"].model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["sibling", "baseline", "rescue"])
+def test_members_of_an_ensemble_join_rollouts_that_run_ahead(role: str, tmp_path: Path) -> None:
+    """Without staleness bit for bit as in the ordinary run; with it they join each rollout that is delivered."""
+    runs = {}
+    for name, options in {
+        "sync": {"async_rollouts": False},
+        "async": {"max_staleness": 0},
+        "ahead": {"max_staleness": 1, "in_flight_weights": False},
+    }.items():
+        member = Member(tiny_model(seed=3), role=role, samples=2, tokenizer=tiny_tokenizer(), name="peer")
+        ensemble = Ensemble([member], threshold=0.999 if role == "rescue" else 0.5)
+        runs[name] = trainer(tmp_path / name, 3, save_strategy="no", ensemble=ensemble, **options)
+        runs[name].train()
+    assert digest(runs["async"].model) == digest(runs["sync"].model)
+    for run in runs.values():
+        assert [entry["ensemble/peer/asked"] > 0 for entry in run.state.log_history if "reward" in entry] == [True] * 3
 
 
 @pytest.mark.slow

@@ -132,10 +132,6 @@ REFUSALS = (
         "async_rollouts=True samples in another process, where an agent of this one cannot be called; leave one of them out.",
     ),
     _refusal(
-        ("asynchronous", "ensemble"),
-        "async_rollouts=True samples from the policy alone, so ensemble would not act; leave one out.",
-    ),
-    _refusal(
         ("asynchronous", "average", "environment"),
         "async_rollouts=True with ema_decay or soup_steps: an evaluation of averaged weights would reset environments of the rollouts that "
         "are ahead; leave one of them out, or use tools.",

@@ -42,15 +42,12 @@ def load_ensemble(
     tokenizer: Any,
     eos_ids: Sequence[int],
     device: torch.device,
-    *,
-    is_asynchronous: bool,
     **options: Any,
 ) -> EnsembleSampler:
     """A sampler of the policy and the loaded members; `options`: those of `load_writer`.
 
     Raises ConfigError where a member could not act.
     """
-    expect_together("ensemble", is_asynchronous and "asynchronous")
     if any(member.model is model for member in ensemble.members):
         raise ConfigError("ensemble: one member is the policy itself; give a copy of it, or another model.")
     writers = load_writers(

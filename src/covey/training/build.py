@@ -302,7 +302,6 @@ def build_stages(
         inputs.tokenizer,
         inputs.eos_ids,
         inputs.world.device,
-        is_asynchronous=args.async_rollouts,
         trust_remote_code=args.trust_remote_code,
         check_stop=draws.interruption,
         shard=None if shard is None else partial(shard, keeps_whole=True),
