@@ -54,7 +54,7 @@ def test_a_plan_names_the_parts_of_a_step_what_fits_and_what_would_pay(model, pa
     parts = ("rollout", "scoring", "update", "sync")
     assert said["seconds"]["step"] == pytest.approx(sum(said["seconds"][name] for name in parts))
     assert said["memory"]["peak"] < said["memory"]["available"]
-    assert said["rows_that_fit"] > 8
+    assert said["rows_that_fit"] >= said["rows"] > 8  # a micro-batch fills itself, beyond --per-device-train-batch-size
     changes = " ".join(one["change"] for one in said["changes"])
     assert all(word in changes for word in ("fsdp", "4 GPUs", "asynchronous"))
 

@@ -35,10 +35,11 @@ def run(args: Args) -> int:
     for name, example in (("model", "Qwen/Qwen2.5-7B"), ("gpus", "8xH100")):
         if not args.get(name):
             raise ConfigError(f"--{name} is missing, such as covey doctor plan --{name} {example}.")
-    setup = _setup(args)
+    setup = setup_of(args)
     from covey.doctor.roofline.answers import answers, rows_that_fit
     from covey.doctor.roofline.estimate import estimate
 
+    output.say("computing steps from shapes alone, which takes a core half a minute")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what PEFT calls
         plan = estimate(setup)
@@ -50,7 +51,8 @@ def run(args: Args) -> int:
     return 0 if plan.fits else 1
 
 
-def _setup(args: Args) -> Setup:
+def setup_of(args: Args) -> Setup:
+    """The run and its GPUs, from the options of this verb. Raises ConfigError for what a plan does not cover."""
     from covey.doctor.roofline.gpus import gpus
 
     count, gpu = gpus(args["gpus"])
@@ -118,10 +120,9 @@ def _show(plan: Estimate, rows: int, changes: list[Answer]) -> None:
             output.result(f"  {name:<12}{in_gib(value):>12}")
     fits = "fits" if plan.fits else "does not fit"
     output.result(f"  {'peak':<12}{in_gib(plan.held.peak):>12}  of {in_gib(gpu.memory)}: {fits}")
-    most = f"up to {rows}" if rows else "not even 1"
-    output.result(
-        f"\n{most} completions in a micro-batch fit (--per-device-train-batch-size, {args.per_device_train_batch_size} here)"
-    )
+    most = f"up to {rows:,}" if rows else "not even 1"
+    limit = "per-device-train-batch-size" if args.max_tokens_per_microbatch is None else "max-tokens-per-microbatch"
+    output.result(f"\n{most} completions in a micro-batch fit; it begins with {plan.measurement.rows:,} (--{limit})")
     output.result("\nwhat a change would bring:")
     for answer in changes:
         line = f"{'pays' if answer.pays else 'does not pay':<13} {answer.change}: {answer.said}"
@@ -140,6 +141,7 @@ def _as_json(plan: Estimate, rows: int, changes: list[Answer]) -> dict[str, Any]
         "completions_a_step": plan.completions,
         "seconds": {**asdict(plan.seconds), "step": plan.seconds.step},
         "memory": {**asdict(plan.held), "peak": plan.held.peak, "available": setup.gpu.memory},
+        "rows": plan.measurement.rows,
         "rows_that_fit": rows,
         "changes": [asdict(answer) for answer in changes],
     }

@@ -97,9 +97,7 @@ def expanded(
         return _with_file(options, recipes()[name], list(flags), hints or {})
     if name not in RECIPES:
         names = [*RECIPES, *recipes()]
-        raise ConfigError(
-            f"--recipe {name} is unknown.{nearest(name)} `covey recipes` lists the {len(names)} that there are."
-        )
+        raise ConfigError(f"--recipe {name} is unknown.{nearest(name)} `covey recipes` lists all {len(names)}.")
     added = {option: value for option, value in RECIPES[name].items() if option not in options}
     yours = [spelled(option) for option in RECIPES[name] if option in options]
     words = " ".join(f"{spelled(option)} {value}" for option, value in added.items())
@@ -117,7 +115,7 @@ def _with_file(args: dict[str, Any], recipe: Recipe, flags: Sequence[Flag], hint
         output.say(f"recipe {recipe.name}: {recipe.title}; planned, not measured")
     trains = "gpus" not in names and not (args.get("dry_run") or args.get("print_config"))
     if trains and int(os.environ.get("WORLD_SIZE", "1") or 1) == 1:
-        refuse_wrong_machine(recipe, _gpus_here(), "per_device_train_batch_size" in args)
+        refuse_wrong_machine(recipe, _gpus_here(), "max_tokens_per_microbatch" in args)
     return {**options, **args}
 
 
@@ -128,10 +126,10 @@ def _gpus_here() -> list[int]:
     return [torch.cuda.get_device_properties(at).total_memory for at in range(torch.cuda.device_count())]
 
 
-def refuse_wrong_machine(recipe: Recipe, memory: Sequence[int], has_batch: bool = False) -> None:
+def refuse_wrong_machine(recipe: Recipe, memory: Sequence[int], has_limit: bool = False) -> None:
     """Raise ConfigError where the recipe cannot run in this one process: no GPU, too little memory, or more processes.
 
-    `memory`: bytes of each GPU here. `has_batch`: the user has set a micro-batch, which the plan does not know.
+    `memory`: bytes of each GPU here. `has_limit`: the user has limited the micro-batch, which the plan does not know.
     """
     if not memory:
         raise ConfigError(
@@ -142,8 +140,8 @@ def refuse_wrong_machine(recipe: Recipe, memory: Sequence[int], has_batch: bool 
     if recipe.gpus > len(memory):
         raise ConfigError(f"--recipe {recipe.name} is for {recipe.facts['gpus']}, and there is {len(memory)} GPU here.")
     peak = float(recipe.facts["planned_peak_gib"])
-    if peak * 2**30 > memory[0] and not has_batch:
+    if peak * 2**30 > memory[0] and not has_limit:
         raise ConfigError(
             f"--recipe {recipe.name} needs {peak:g} GiB, and the GPU here has {memory[0] / 2**30:.0f} GiB; `covey recipes` "
-            "lists smaller ones, or set --per-device-train-batch-size."
+            "lists smaller ones, or set --max-tokens-per-microbatch 8192."
         )

@@ -51,7 +51,7 @@ def _show(name: str, is_json: bool) -> None:
         output.result("".join(f"{option}: {value}\n" for option, value in RECIPES[name].items()).rstrip())
         return
     if name not in recipes():
-        raise ConfigError(f"There is no recipe {name}.{nearest(name)} covey recipes lists them.")
+        raise ConfigError(f"There is no recipe {name}.{nearest(name)} `covey recipes` lists them.")
     recipe = recipes()[name]
     if is_json:
         output.result_json(_as_json(recipe))

@@ -80,8 +80,10 @@ class Measured:
     held: int
     """Bytes that stay after a step: weights, reference, critic, optimizer state."""
     peak: int
+    rows: int
+    """Completions of the largest micro-batch."""
     tokens: int
-    """Tokens of the largest micro-batch."""
+    """Tokens of it."""
     saved: float
     """Bytes of its activations that kernels for a CPU do without."""
     saved_products: float
@@ -182,7 +184,7 @@ def _accelerator() -> torch.device:
 
 
 def _count_step(learner: Learner, args: GRPOConfig, live: FakeBytes, prompt_tokens: int) -> Measured:
-    held, peak, tokens, seconds = _step(learner, args, live, prompt_tokens)
+    held, peak, (rows, tokens), seconds = _step(learner, args, live, prompt_tokens)
     policy, model = learner.policy, learner.policy.model
     saves = footprint(model, policy.compute_dtype or _dtype_of(model))
     layers = 1 if policy.is_checkpointing else model.config.get_text_config().num_hidden_layers
@@ -195,6 +197,7 @@ def _count_step(learner: Learner, args: GRPOConfig, live: FakeBytes, prompt_toke
         gradients=nbytes(trained),
         held=held,
         peak=peak,
+        rows=rows,
         tokens=tokens,
         saved=float(saves.saved_a_token * layers * tokens),
         saved_products=float(len(live.products) * saves.saved_per_product),
@@ -294,8 +297,10 @@ _LONG = 4096
 """Tokens of a completion beyond which the peak is continued from that of half and of all of these: it grows with the length."""
 
 
-def _step(learner: Learner, args: GRPOConfig, live: FakeBytes, prompt_tokens: int) -> tuple[int, int, int, list[float]]:
-    """Bytes that stay after an update, bytes at the peak of a step with the largest micro-batch, and the tokens of that.
+def _step(
+    learner: Learner, args: GRPOConfig, live: FakeBytes, prompt_tokens: int
+) -> tuple[int, int, tuple[int, int], list[float]]:
+    """Bytes that stay after an update, bytes at the peak of a step with the largest micro-batch, and its completions and tokens.
 
     The list is of `Measured.scoring`, `learning`, `updating`.
     """
@@ -321,14 +326,14 @@ def _step(learner: Learner, args: GRPOConfig, live: FakeBytes, prompt_tokens: in
     count = len(batches[0])
     for parameter in learner.trainable() if len(batches) > 1 else ():
         parameter.grad = torch.zeros_like(parameter)  # of the micro-batch before
-    tokens = tokens_in(batches[0], learner.policy.shares_prompts())
+    sizes = count, tokens_in(batches[0], learner.policy.shares_prompts())
     if length <= _LONG:
-        return held, peak_of(count, prompt_tokens, length), tokens, [*seconds, updating]
+        return held, peak_of(count, prompt_tokens, length), sizes, [*seconds, updating]
     learner.micro_batcher.max_tokens = learner.micro_batcher.enough_tokens = None  # so many rows in one micro-batch
     half, whole = ((peak_of(count, prompt_tokens, answer), *seconds) for answer in (_LONG // 2, _LONG))
     times = (length - _LONG) / (_LONG - _LONG // 2)
     peak, *spent = (b + times * (b - a) for a, b in zip(half, whole, strict=True))
-    return held, int(peak), tokens, [*spent, updating]
+    return held, int(peak), sizes, [*spent, updating]
 
 
 def _first_update(learner: Learner, live: FakeBytes) -> float:

@@ -32,12 +32,14 @@ class Answer:
 
 
 def rows_that_fit(plan: Estimate) -> int:
-    """Completions of a micro-batch that fit on one device, from two dry runs on a line; 0: not even one."""
-    setup, rows = plan.setup, plan.setup.args.per_device_train_batch_size
-    other = max(1, rows // 2) if rows > 1 else 2
-    peak, other_peak = (setup.with_rows(count).measure().peak for count in (rows, other))
-    slope = (peak - other_peak) / (rows - other)
-    free = setup.gpu.memory - plan.held.learning + plan.measurement.peak - peak
+    """Completions of a micro-batch that fit on one device, on the line from the plan's largest one through half of it; 0: not even one.
+
+    Small micro-batches tell little: their peak may be that of the update, which does not grow with them.
+    """
+    setup, rows, peak = plan.setup, plan.measurement.rows, plan.measurement.peak
+    other = rows // 2 if rows > 1 else 2
+    slope = (peak - setup.with_rows(other).measure().peak) / (rows - other)
+    free = setup.gpu.memory - plan.held.learning
     return max(0, int(rows + free // slope)) if slope > 0 else rows
 
 
