@@ -138,6 +138,23 @@ def test_a_script_gets_a_line_before_torch_is_loaded_and_a_library_none():
         assert (done.returncode, done.stderr) == (0, shown)
 
 
+def test_a_script_that_has_loaded_torch_through_datasets_gets_the_line_too():
+    code = (
+        "import sys, types, importlib.abc\n"
+        "sys.modules['torch'] = types.ModuleType('torch')\n"
+        "class Stop(importlib.abc.MetaPathFinder):\n"
+        "    is_due = False\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if self.is_due: raise SystemExit(0)\n"
+        "        self.is_due = name == 'covey.training.trainer'\n"
+        "from covey import names\n"
+        "sys.meta_path.insert(0, Stop())\n"
+        "from covey import GRPOTrainer"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, f"covey {covey.__version__}: loading PyTorch and transformers\n")
+
+
 def test_imports_are_counted_on_a_terminal_while_a_heavy_package_loads(tmp_path, monkeypatch):
     (tmp_path / "heavy_one.py").write_text("import light_one")
     (tmp_path / "light_one.py").write_text("")

@@ -14,6 +14,8 @@ from typing import TextIO
 from covey.process.counter import Counter
 
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "peft")
+_LAST = ("torch", "transformers.modeling_utils")
+"""Modules after which no long import is to come; a script that imports `datasets` first has the first of them only."""
 _WHAT = "loading PyTorch and transformers"
 
 
@@ -76,7 +78,7 @@ class ImportProgress(MetaPathFinder):
 def show_imports(counter: Counter | None = None, *, roots: Sequence[str] = HEAVY, header: str = _WHAT) -> None:
     """Show progress of this process's heavy imports: once, in the main process of a run, if they are still to come."""
     is_shown = any(isinstance(finder, ImportProgress) for finder in sys.meta_path)
-    if is_shown or "torch" in sys.modules or sys.stderr is None or not _is_main():
+    if is_shown or all(name in sys.modules for name in _LAST) or sys.stderr is None or not _is_main():
         return
     sys.meta_path.insert(0, ImportProgress(roots, counter or Counter(), header))
 
