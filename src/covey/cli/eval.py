@@ -107,6 +107,10 @@ def _ks(options: dict[str, Any]) -> list[int]:
     return list(options["k"] or [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k <= samples])
 
 
+def _answers(samples: int) -> str:
+    return f"1 greedy and {samples} drawn answers" if samples else "1 greedy answer"
+
+
 def defaults() -> dict[str, Any]:
     """Every option of `covey eval` by name."""
     return {flag.name: flag.default for flag in _FLAGS}
@@ -138,7 +142,7 @@ def assess_model(model_name: str, options: dict[str, Any], *, called: str | None
     stream = PromptStream(dataset, tokenizer, processor=processor, seed=0, shuffle=False, max_prompt_length=room)
     sampler = choose_sampler(model, tokenizer, eos_ids=eos_ids(model, tokenizer))
     output.say(
-        f"{called or model_name}: {len(dataset)} prompts, 1 greedy and {options['num_samples']} drawn answers each, on {in_words(device)} ..."
+        f"{called or model_name}: {len(dataset)} prompts, {_answers(options['num_samples'])} each, on {in_words(device)} ..."
     )
     return assess(
         sampler,

@@ -71,6 +71,10 @@ _WHAT = (
 _CLI_FLAGS = frozenset(flag.name for flag in _WHAT)
 HINTS = {
     **options.RENAMED,
+    "lr": "Use learning_rate.",
+    "epochs": "Use num_train_epochs.",
+    "steps": "Use max_steps.",
+    "batch_size": "Use per_device_train_batch_size.",
     "model_name_or_path": "Use model.",
     "dataset_name": "Use dataset.",
     "dataset_path": "Use dataset.",

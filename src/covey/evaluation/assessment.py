@@ -127,7 +127,7 @@ def scored_answers(
 ) -> Iterator[Group]:
     """Scored groups in the order of the prompts."""
     per_turn = max(1, batch_size // n)
-    what = f"prompts with {n} drawn answers each" if n > 1 else "prompts with one answer each"
+    what = f"prompts answered {n} times" if n > 1 else "prompts answered"
     tell(what, 0, len(prompts))
     for start in range(0, len(prompts), per_turn):
         turn = prompts[start : start + per_turn]

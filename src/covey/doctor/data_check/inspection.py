@@ -93,13 +93,11 @@ def inspect(rows: Rows, settings: Settings) -> Inspection:
     if answer_column is None:
         notes.append("The rows have no column 'answer' or 'solution'; --answer-column names another.")
     if not settings.against:
-        notes.append("Not held against an evaluation set; --against names one.")
+        notes.append("Not compared with an evaluation set: --against names one.")
     if settings.tokenizer is None:
-        notes.append("Lengths in tokens were not looked at; --tokenizer and --max-prompt-length do.")
+        notes.append("Lengths in tokens were not checked: give --tokenizer and --max-prompt-length.")
     if not knows_many() and traits.languages[None]:
-        notes.append(
-            "Languages beyond sixteen were not looked for: pip install 'covey[data]' brings py3langid, which knows 97."
-        )
+        notes.append("Sixteen languages were looked for; pip install 'covey[data]' brings py3langid, which knows 97.")
     return Inspection(rows, settings, count, answer_column, findings, traits, notes, evaluation)
 
 
