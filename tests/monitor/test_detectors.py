@@ -35,6 +35,7 @@ def metrics_of(step: int, draw: random.Random, skill: float) -> Values:
         "ensemble/peer/asked": 1.0, "ensemble/peer/used": 0.6, "ensemble/peer/lost": 0.0, "ensemble/peer/reward": 0.6,
         "ensemble/peer/share": 0.3, "ensemble/peer/win_rate": 0.6,
         "prompts/drift_p/text": 0.02 + 0.98 * own.random(), "prompts/drift_p/length": 1.0, "rewards/drift_p": 1.0,
+        "experts/entropy": around(0.95, 0.01), "experts/max_load": around(0.2, 0.05), "experts/changed": abs(around(0.01, 0.5)),
         "tools/call_frequency": 1.5, "tools/failure_frequency": 0.1, "tools/looping": 0.02,
         "languages/de/same": 1.0 - 0.02 * own.random(), "languages/de/count": 40.0,
     }  # fmt: skip
@@ -100,6 +101,7 @@ FAULTS: dict[str, tuple[Change | None, Callable[[int], float]]] = {
     "reward_hacking": (by("rewards/audit/mean", 0.3), honest),
     "reward_plateau": (None, stuck),
     "reward_swings": (lambda t, values, draw: {"reward": 0.5 + 0.45 * (-1) ** t}, honest),
+    "router_drift": (by("experts/entropy", 0.4), honest),
     "sampler_mismatch": (to("sampling/sampling_logp_difference/mean", 0.4), honest),
     "slow_convergence": (None, lambda step: 0.3),
     "teacher_collapse": (
@@ -140,6 +142,11 @@ def test_a_planted_fault_is_seen_with_evidence_and_a_remedy(rule):
     assert alert.evidence
     assert alert.step > 20
     assert all(value == value for value in alert.evidence.values())
+
+
+def test_routers_that_choose_other_experts_than_the_sampler_are_named():
+    alert = rules_of(to("experts/changed", 0.4))["router_drift"]
+    assert "of the learner's choices of experts are not the sampler's" in alert.said
 
 
 @pytest.mark.parametrize(("gain", "is_told"), [(0.6, False), (1.3, True)])

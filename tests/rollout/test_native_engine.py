@@ -11,7 +11,8 @@ from covey.errors import ConfigError
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler, Unsupported, choose_sampler
 from covey.rollout.attention import HIDDEN, AttentionPart, RowMap, by_flash, by_one_softmax, wide
 from covey.rollout.kv_cache import KVCache
-from covey.rollout.scheduler import GroupRequest, Scheduler
+from covey.rollout.requests import GroupRequest
+from covey.rollout.scheduler import Scheduler
 from covey.rollout.turns import TurnSampler
 from covey.types import Prompt
 from kit import rest_nightly, tiny_model, tiny_tokenizer

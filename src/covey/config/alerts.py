@@ -13,7 +13,7 @@ from covey.names import rule_of
 ALERT_RULES = (
     "data_drift", "dead_groups", "detector_failed", "diversity_loss", "entropy_collapse", "entropy_explosion", "forgetting", "format_loss",
     "gradient_spike", "kl_runaway", "language_collapse", "large_updates", "length_collapse", "length_explosion", "member_dominates", "member_idle", "non_finite", "repeated_text", "reward_collapse",
-    "reward_conflict", "reward_drift", "reward_errors", "reward_hacking", "reward_plateau", "reward_swings", "sampler_mismatch", "slow_convergence", "teacher_collapse", "teacher_leak", "teacher_worse", "throughput_drop",
+    "reward_conflict", "reward_drift", "reward_errors", "reward_hacking", "reward_plateau", "reward_swings", "router_drift", "sampler_mismatch", "slow_convergence", "teacher_collapse", "teacher_leak", "teacher_worse", "throughput_drop",
     "tiny_updates", "tool_collapse", "truncation", "update_spike",
 )  # fmt: skip
 """Rules that the detectors of `covey.monitor` can report."""

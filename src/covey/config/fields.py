@@ -34,6 +34,9 @@ class Options:
     router_aux_loss_coef: float | None = option(None,
         "Weight of a mixture-of-experts model's load-balancing loss; unset: the model's own, 0: off.", group="model",
         at_least=0)
+    router_replay: str | None = option(None,
+        "Experts in the learner: R3 replays the sampler's choices (rollout routing replay); unset: the router's own.",
+        group="model", words=("R3",))
     disable_dropout: bool = option(False, "Switch off dropout in the trained model.", group="model")
 
     # Data

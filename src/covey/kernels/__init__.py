@@ -16,6 +16,7 @@ from covey.kernels.heap import training_heap, zeros
 from covey.kernels.layout import Layout
 from covey.kernels.matmul import WeightMatmul
 from covey.kernels.prompt_attention import SharedPromptAttention
+from covey.kernels.routers import Routers, find_routers
 from covey.kernels.sampler_linear import InPlaceLinear, SamplerLinear
 from covey.kernels.state_layers import cache_factory, cache_keyword, has_states, tensors_on
 from covey.kernels.state_steps import in_place_steps, state_steps
@@ -34,6 +35,7 @@ __all__ = [
     "Layout",
     "LogitKernels",
     "Recomputing",
+    "Routers",
     "SamplerLinear",
     "SharedPromptAttention",
     "TritonDecode",
@@ -42,6 +44,7 @@ __all__ = [
     "attention_windows",
     "cache_factory",
     "cache_keyword",
+    "find_routers",
     "footprint",
     "fuse",
     "fusing_unavailable_reason",

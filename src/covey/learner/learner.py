@@ -338,6 +338,7 @@ class Learner:
         if measured.auxiliary_loss is not None:
             parts["aux_loss"] = measured.auxiliary_loss
             loss = loss + self.policy.auxiliary_coefficient * (len(batch) / totals.sequences) * parts["aux_loss"]
+        parts |= measured.routing
         parts["loss"] = loss
         return loss, Unread(batch, tokens.detached(), {name: part.detach() for name, part in parts.items()})
 

@@ -199,6 +199,8 @@ class PaddedRows:
     """(N, T)"""
     placed: tuple[Placed, ...] = ()
     """The prompts with media, each once."""
+    spans: tuple[tuple[int, int, int], ...] = ()
+    """By row: flat indices of the prompt's first token and of the completion's, and the completion's tokens that are computed."""
     prompts: tuple[Prompt, ...] = ()
     """[N] prompts, if one of them has images; else empty."""
 
@@ -242,6 +244,9 @@ def pad_rows(rows: Sequence[Row], pad_id: int, device: torch.device) -> PaddedRo
         place=torch.cat(place).to(device),
         shape=(len(rows), longest),
         placed=_placed(rows, width),
+        spans=tuple(
+            (i * width, i * width + len(row.prompt.token_ids), row.completion.num_tokens) for i, row in enumerate(rows)
+        ),
         prompts=tuple(row.prompt for row in rows) if any(row.prompt.media for row in rows) else (),
     )
 

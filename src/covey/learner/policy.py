@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from covey.errors import ConfigError
 from covey.kernels import AttentionHeads, HalfWeights, Window, attention_windows, learning
 from covey.learner import shared_prompt
+from covey.learner.expert_choices import Routing, balanced
 from covey.learner.heads import find_head, short_row, splits_or_warns
 from covey.learner.logprobs import Head, Other, distances, score_tokens, squared_scores
 from covey.learner.offloading import offloaded
@@ -45,7 +46,7 @@ class Measured:
     """[M, D], the hidden states that predicted the completion tokens, for value heads."""
     rows: PaddedRows | SharedRows
     distance: Tensor | None = None
-    """[N, T], distance to another model over the whole vocabulary, if one was given."""
+    """[N, T], distance to another model over the whole vocabulary."""
     teacher_distance: Tensor | None = None
     """[N, T], distance to a teacher, if one was given."""
     teacher_weight: Tensor | None = None
@@ -60,6 +61,8 @@ class Measured:
     """[N] bool, rows that the teacher can teach, if one was given."""
     auxiliary_loss: Tensor | None = None
     """The router's load-balancing loss of a mixture-of-experts model."""
+    routing: Mapping[str, Tensor] = field(default_factory=dict)
+    """Scalars of `routing_metrics`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +74,7 @@ class DistanceTo:
     swapped: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Other:
-        with self.swapped():
+        with self.swapped(), self.policy.routing.watching(self.policy, packed, rows):
             hidden, head = self.policy.hidden_of(packed)
         return Other(hidden, head, self.distance)
 
@@ -100,6 +103,8 @@ class Policy:
     """Kernel for the attention of shared prompts: auto (FlexAttention on CUDA where it works), flex, sdpa."""
     float32_head: bool = False
     """Compute the output layer in float32, independent of the other layers' precision."""
+    replays_experts: bool = False
+    """Take the sampler's experts, where completions have them (routing replay)."""
     packs_always: bool = False
     """Pack rows without padding even if no two share a prompt."""
     half: HalfWeights | None = None
@@ -113,6 +118,7 @@ class Policy:
     _kernel: str = field(default="own", init=False)
     _windows: dict[int, Window | None] = field(default_factory=dict, init=False)
     _state_layers: list[StateLayer] = field(default_factory=list, init=False)
+    routing: Routing = field(default_factory=Routing, init=False)
 
     @property
     def device(self) -> torch.device:
@@ -176,13 +182,19 @@ class Policy:
         has_siblings = self.packs_always or len({row.group for row in rows}) < len(rows)
         seen = next((row.prompt for row in rows if row.prompt.media is not None), None)
         computing = (self,) if against is None else (self, against.policy)
+        _ = [policy._splits() for policy in computing]  # a trial, which is not routed
         if has_siblings and all(policy._shares() and (seen is None or policy._embeds(seen)) for policy in computing):
-            packed: PaddedRows | SharedRows = share_rows(rows, self.device, self._kernel)
+            packed: PaddedRows | SharedRows = share_rows(
+                rows, self.device, self._kernel, is_whole=self.auxiliary_coefficient != 0
+            )
         else:
             packed = pad_rows(rows, self.pad_id, self.device)
         # before the policy's own pass, whose attention may be recomputed in the backward
         other = None if against is None else against.at(packed, rows)
-        return self._measure(packed, entropy, other, None if teacher is None else teacher.at(packed, rows))
+        signal = None if teacher is None else teacher.at(packed, rows)
+        with self.routing.watching(self, packed, rows):
+            measured = self._measure(packed, entropy, other, signal)
+        return replace(measured, routing=self.routing.metrics(packed))
 
     @torch.no_grad()
     def squared_scores(self, measured: Measured) -> Tensor:
@@ -267,8 +279,10 @@ class Policy:
             shared_prompt.switch(unwrapped(self.model))
             for layer in self._state_layers:
                 layer.switch()
+            if self.auxiliary_coefficient:
+                return balanced(self.model, rows, inputs)
             return decoder_of(self.model)(use_cache=False, **inputs).last_hidden_state, None
-        self.release()
+        self.release(routers=False)
         extra: dict[str, Any] = {"use_cache": False}
         inputs, decoder = self._inputs(rows)
         if self.auxiliary_coefficient:
@@ -306,11 +320,13 @@ class Policy:
                 )
         return self._is_embedded
 
-    def release(self) -> None:
-        """Restore the attention that the model was loaded with; the next packed row switches it again."""
+    def release(self, *, routers: bool = True) -> None:
+        """Leave attention, layers with a state, and the routers as the model was loaded; the next pass switches them again."""
         shared_prompt.release(unwrapped(self.model))
         for layer in self._state_layers:
             layer.release()
+        if routers:
+            self.routing.release()
 
     def expect_float32_head(self) -> None:
         """Raise ConfigError if the output layer cannot be called separately, hence not in float32."""
@@ -328,8 +344,6 @@ class Policy:
         """True if prompts can be shared, by the configuration and by a trial on two short completions, made once."""
         if self._is_shared is None:
             reason = None if self._splits() else "its head cannot be called apart"
-            if self.auxiliary_coefficient:
-                reason = "its balancing loss is measured on padded rows"
             reason = reason or shared_prompt.reason_against(self.model) or self._try_sharing()
             self._is_shared = reason is None
             if reason is not None and self.shared_attention != "auto":
@@ -356,13 +370,13 @@ class Policy:
             self._state_layers = self._within(lambda: state_layers(self.model))
             apart = self._measure(pad_rows(rows, self.pad_id, self.device), True)
             heads: set[AttentionHeads] = set()
-            together = self._measure(replace(share_rows(rows, self.device), heads=heads), True)
+            packed = share_rows(rows, self.device, is_whole=self.auxiliary_coefficient != 0)
+            together = self._measure(replace(packed, heads=heads), True)
             gap = (apart.logp - together.logp).abs().max().item()
-            reason = (
-                None
-                if gap < (1e-3 if self._is_exact() else 0.2)
-                else f"its log-probabilities would differ by {gap:.1g}"
-            )
+            if apart.auxiliary_loss is not None and together.auxiliary_loss is not None:
+                gap = max(gap, (apart.auxiliary_loss - together.auxiliary_loss).abs().item())
+            is_same = gap < (1e-3 if self._is_exact() else 0.2)
+            reason = None if is_same else f"its log-probabilities would differ by {gap:.1g}"
         except (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError) as error:
             is_ours = isinstance(error, ValueError) and str(error).startswith("its ")
             reason = str(error) if is_ours else f"its forward takes no packed rows ({type(error).__name__})"

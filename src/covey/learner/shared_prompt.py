@@ -118,6 +118,8 @@ class SharedRows:
     """FlexAttention's block masks by window, created on first use."""
     heads: set[AttentionHeads] | None = None
     """If given, collects the shapes of the attention layers."""
+    spans: tuple[tuple[int, int, int], ...] = ()
+    """By row: indices of the prompt's first token and of the completion's, and the completion's tokens that are computed."""
     placed: tuple[Placed, ...] = ()
     """The prompts with media."""
 
@@ -153,9 +155,10 @@ class SharedRows:
         return flat.index_put((self.place,), values).view(self.shape)
 
 
-def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own") -> SharedRows:
+def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own", *, is_whole: bool = False) -> SharedRows:
     """Pack rows, those of one group after a single copy of their prompt. Values are returned in the order of `rows`.
 
+    `is_whole`: a completion's last token is computed too, which predicts nothing but is routed to experts.
     For the kernel "flex", and on a CPU, the row is padded: to a whole block, or to one of few lengths. No token attends to it.
     """
     longest = max(row.completion.num_tokens for row in rows)
@@ -165,6 +168,7 @@ def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own") -
     ids: list[Tensor] = []
     positions, source, place = list[_Run](), list[_Run](), list[_Run]()
     target, segments, placed = [], [], []
+    spans = dict[int, tuple[int, int, int]]()
     offset = 0
     for members in groups.values():
         prompt = rows[members[0]].prompt.token_ids
@@ -172,7 +176,7 @@ def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own") -
         positions.append((0, len(prompt)))
         start, offset = offset, offset + len(prompt)
         last = offset - 1
-        lengths = tuple(rows[i].num_computed for i in members)
+        lengths = tuple(rows[i].completion.num_tokens if is_whole else rows[i].num_computed for i in members)
         segments.append(Segment(Layout(start, len(prompt), lengths), device))
         if rows[members[0]].prompt.media is not None:
             begins = [offset + sum(lengths[:i]) for i in range(len(lengths))]
@@ -181,7 +185,8 @@ def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own") -
             tokens = rows[i].completion.token_ids
             ids.append(tokens[:count])
             positions.append((len(prompt), count))
-            source += [(last, min(1, len(tokens))), (offset, count)]
+            source += [(last, min(1, len(tokens))), (offset, rows[i].num_computed)]
+            spans[i] = start, offset, count
             target.append(tokens)
             place.append((i * longest, len(tokens)))
             offset += count
@@ -200,6 +205,7 @@ def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own") -
         shape=(len(rows), longest),
         kernel=kernel,
         placed=tuple(placed),
+        spans=tuple(spans[i] for i in range(len(rows))),
     )
 
 

@@ -103,6 +103,9 @@ def metrics_of(unread: Unread, algorithm: Algorithm, totals: Totals, entropies: 
         metrics["value_loss"] = Sum(losses["value_loss"])
     if "aux_loss" in losses:
         metrics["aux_loss"] = Mean(losses["aux_loss"] * len(unread.batch), len(unread.batch))
+    for name in ("experts/max_load", "experts/entropy", "experts/changed"):
+        if name in losses:
+            metrics[name] = Mean(losses[name] * len(unread.batch), len(unread.batch))
     metrics["loss"] = Sum(losses["loss"])
     gap = (tokens.logp - tokens.old_logp).abs()
     metrics[FIRST_UPDATE] = Mean.of(gap, tokens.mask)

@@ -74,6 +74,10 @@ class AutocastForward(ModulesForward):
         with self._autocast():
             return super()._run(*args)
 
+    def _trial(self, ids: Tensor) -> Any:
+        with self._autocast():
+            return super()._trial(ids)
+
     def _layers(self) -> tuple[LayerShape, ...]:
         with self._autocast():
             return super()._layers()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from covey.errors import Unsupported
-from covey.kernels import DecodeKernels, DecodeStep, DecodeWeights, InPlaceLinear, SamplerLinear, TritonDecode
+from covey.kernels import DecodeKernels, DecodeStep, DecodeWeights, InPlaceLinear, Routers, SamplerLinear, TritonDecode
 from covey.models import unwrapped
 from covey.rollout.batches import DecodeBatch, PrefillBatch
 from covey.rollout.forward import ModulesForward, addresses_of
@@ -82,6 +82,7 @@ class DecoderForward:
         probe = ModulesForward(model)  # raises Unsupported where the engine cannot run the model
         self.layers: tuple[LayerShape, ...] = probe.layers
         self.states: StatePlaces | None = None
+        self.routers: Routers | None = None
         self.device, self.dtype = probe.device, dtype
         self.copied = dtype if dtype != probe.dtype else None
         self.vocab_size = int(config.vocab_size)

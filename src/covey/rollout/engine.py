@@ -26,9 +26,10 @@ from covey.rollout.graph_scheduler import GraphScheduler
 from covey.rollout.kept_memory import MemoryBetweenCalls
 from covey.rollout.kernel_choice import AttentionChoice, captures, verified_attention, verified_kernels
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
+from covey.rollout.requests import GroupRequest
 from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams
 from covey.rollout.sampling import fresh_seed, sequence_key
-from covey.rollout.scheduler import GroupRequest, Scheduler
+from covey.rollout.scheduler import Scheduler
 from covey.rollout.static_buffers import StaticBuffers, StaticState
 from covey.rollout.static_kv_cache import Attention, bucket_below
 from covey.rollout.stopping import checked_eos_ids, context_of
@@ -81,6 +82,7 @@ class NativeSampler:
         cuda_graphs: bool | None = None,
         attention: AttentionChoice = "auto",
         float32_head: bool = False,
+        records_experts: bool = False,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """`eos_ids` default to those of the model's generation config and the tokenizer.
@@ -92,6 +94,8 @@ class NativeSampler:
         At most `max_rows` completions, and groups that can hold at most `cache_bytes` of KV cache, are decoded
         at once (but always one group). By default `cache_fraction` of the memory that is free when sampling begins, and
         256 rows on a CPU, on an accelerator as many as those bytes hold with their logits.
+
+        `records_experts` gives each completion the experts that the model's routers chose, for routing replay.
 
         `float32_head` computes the output layer in float32 while the rest runs in lower precision.
 
@@ -120,6 +124,7 @@ class NativeSampler:
         self.check_stop = check_stop
         """Callback between tokens; its exception ends the sampling."""
         self.graphs_option, self.attention_option, self.float32_head = cuda_graphs, attention, float32_head
+        self.records_experts = records_experts
         self._may_keep = True
         self._take(model)
         self._between = MemoryBetweenCalls(self.forward.device)
@@ -130,6 +135,10 @@ class NativeSampler:
     def _take(self, model: Any) -> None:
         """Choose the fastest forward pass and kernels that reproduce this model's logits."""
         self.forward = best_forward(model, self.dtype, self.float32_head)
+        if self.records_experts:
+            if not isinstance(self.forward, ModulesForward):
+                raise Unsupported(f"{type(unwrapped(model)).__name__} has no experts to choose from")
+            self.forward.record_experts()
         device = self.forward.device
         self.cuda_graphs = captures(self.graphs_option, device)
         """True if decode steps are captured as CUDA graphs. False after a failed capture."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -14,9 +14,11 @@ from covey.errors import Unsupported
 from covey.kernels import (
     LOCAL_LAYERS,
     DecodeKernels,
+    Routers,
     SamplerLinear,
     attention_windows,
     cache_keyword,
+    find_routers,
     has_states,
     in_place_steps,
     state_steps,
@@ -44,6 +46,8 @@ class Forward(Protocol):
     vocab_size: int
     states: StatePlaces | None
     """States other than keys and values that the model hands from token to token."""
+    routers: Routers | None
+    """Routers whose choices every pass records; None: it records none."""
 
     def refresh(self) -> bool:
         """Read the live weights after an update. False when the model's structure changed, so that a new Forward is needed."""
@@ -89,11 +93,24 @@ class ModulesForward:
         self.device, self.dtype = parameter.device, dtype or parameter.dtype
         self.extra = {"logits_to_keep": 1} if accepts(self.model, "logits_to_keep") else {}
         self.takes_positions = accepts(self.model, "position_ids")
+        self.routers: Routers | None = None
+        """Routers whose choices every pass records; None: it records none."""
         self.states: StatePlaces | None = None
         with torch.no_grad():
             self.layers = self._layers()
         self.steps: list[Any] = [] if self.states is None else state_steps(self.model)
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
+
+    def record_experts(self) -> None:
+        """Record the experts of every pass from now on. Raises Unsupported, with the reason, for a model without routers to record."""
+        with evaluating(self.model):
+            self.routers = find_routers(self.model, self._trial)
+        if self.routers is None:
+            raise Unsupported(f"{type(self.model).__name__} has no experts to choose from")
+
+    def _trial(self, ids: Tensor) -> Any:
+        with float32_stream(self.model):
+            return self.model(input_ids=ids, use_cache=False)
 
     def refresh(self) -> bool:
         return True  # the weights are read in place
@@ -125,7 +142,8 @@ class ModulesForward:
         """Prefill one prompt with media except its last token. Returns the position of that token."""
         read = embed(self.model, prompt)
         end = len(prompt.token_ids) - 1
-        with our_attention(self.model):
+        watching = nullcontext() if self.routers is None else self.routers.watching()
+        with our_attention(self.model), watching:
             decoder_of(self.model)(
                 inputs_embeds=read.embeds[None, :end],
                 position_ids=read.positions[..., None, :end],
@@ -143,7 +161,8 @@ class ModulesForward:
     def _call(self, ids: Tensor, positions: Tensor, batch: Batch, **inputs: Any) -> Any:
         if self.takes_positions:
             inputs["position_ids"] = positions
-        with float32_stream(self.model), our_attention(self.model):  # tried before attention is replaced
+        watching = nullcontext() if self.routers is None else self.routers.watching()
+        with float32_stream(self.model), our_attention(self.model), watching:  # tried before attention is replaced
             return self.model(input_ids=ids, covey_batch=batch, **inputs, **self.extra)
 
     def _find_states(self, record: _Record) -> StatePlaces:

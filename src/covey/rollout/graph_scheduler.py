@@ -15,8 +15,9 @@ from torch import Tensor
 
 from covey.kernels import TritonDecode
 from covey.rollout.batches import DecodeBatch
+from covey.rollout.requests import GroupRequest, RunningGroup
 from covey.rollout.sampling import Draw, draw, kernel_options
-from covey.rollout.scheduler import LIMIT, OUTPUT_ROW, POSITION, TOKEN, WRITTEN, GroupRequest, RunningGroup, Scheduler
+from covey.rollout.scheduler import LIMIT, OUTPUT_ROW, POSITION, TOKEN, WRITTEN, Scheduler
 from covey.rollout.static_buffers import StaticState
 from covey.rollout.static_kv_cache import NEVER, Attention, StaticKVCache, rows_for
 from covey.types import Group
@@ -40,6 +41,7 @@ TABLES = (
     "live",
     "stopped",
     "is_reply",
+    "experts",
 )
 """Tensors of a scheduler that a decode step reads or writes."""
 
@@ -63,6 +65,7 @@ class GraphScheduler(Scheduler):
         self.no_output = torch.tensor(len(self.tokens), device=device)  # output row for the tokens of padding rows
         self.tokens, self.logprobs, self.uniforms = map(_with_one_more, (self.tokens, self.logprobs, self.uniforms))
         self.replies = None if self.replies is None else _with_one_more(self.replies, -1)
+        self.experts = None if self.experts is None else torch.cat([self.experts, self.experts[:1]])
         self.rows = torch.zeros(6, rows, dtype=torch.int64, device=device)
         self.seen = None if self.seen is None else self.seen.new_zeros(rows, self.seen.shape[1])
         self.live = torch.zeros(rows, dtype=torch.bool, device=device)  # running and not finished
@@ -147,6 +150,10 @@ class GraphScheduler(Scheduler):
         """[rows, V] logits. Tensors only: no synchronization, so that it can be captured."""
         self.cache.begin_step()
         logits = self.forward.decode(self.rows[TOKEN, :rows], self.rows[POSITION, :rows], DecodeBatch(self.cache))
+        if self.experts is not None and self.forward.routers is not None:
+            row, live = self.rows[:, :rows], self.live[:rows]
+            output_row = torch.where(live, row[OUTPUT_ROW], self.no_output)
+            self.experts[output_row, row[WRITTEN] * live] = self.forward.routers.taken()
         self.cache.end_step()
         return logits
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from covey.models import unwrapped
 from covey.rollout.kv_cache import rounded
+from covey.rollout.requests import GroupRequest, RunningGroup
 from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams
 from covey.rollout.sampling import Draw, draw, processed
-from covey.rollout.scheduler import OUTPUT_ROW, SLOT, WRITTEN, GroupRequest, RunningGroup, Scheduler
+from covey.rollout.scheduler import OUTPUT_ROW, SLOT, WRITTEN, Scheduler
 from covey.rollout.stopping import StopStrings, context_of
 from covey.types import Group
 
@@ -92,6 +93,7 @@ class LiveScheduler(Scheduler):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.experts = None  # nobody learns from answers that are served
         self.running: list[_Row] = []
         self.batches: list[tuple[SamplingParams, Tensor]] = []
         self.finished: list[tuple[LiveRequest, Group]] = []

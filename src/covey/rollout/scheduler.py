@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from covey.rollout.batches import DecodeBatch, PrefillBatch
 from covey.rollout.environments import Environment, Turn, replies
 from covey.rollout.forward import UNLIMITED, Forward, ModulesForward, plain_cache
 from covey.rollout.kv_cache import KVCache, padded_rows, rounded
+from covey.rollout.requests import GroupRequest, RunningGroup
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.sampling import Draw, draw, uniforms
 from covey.rollout.stopping import StopStrings, check_finite, completion
@@ -31,38 +31,6 @@ OUTPUT_ROWS_PER_ROW = 4
 TOKEN, POSITION, WRITTEN, LIMIT, OUTPUT_ROW, SLOT = range(6)
 """Columns of the row table: next input token, its position, tokens generated, token limit, output row, and the prompt's slot in
 the KV cache."""
-
-
-@dataclass(frozen=True)
-class GroupRequest:
-    """A group to generate."""
-
-    prompt: Prompt
-    keys: tuple[int, ...]
-    """RNG key of each completion."""
-    limit: int
-    """Most tokens of a completion."""
-
-    def cache_bytes(self, forward: Forward) -> int:
-        """Upper bound of its KV cache in bytes: the prompt once, and every completion at full length."""
-        per_token = sum(layer.bytes_per_token(forward.dtype) for layer in forward.layers)
-        states = 0 if forward.states is None else len(self.keys) * forward.states.nbytes
-        return states + per_token * (rounded(len(self.prompt.token_ids)) + len(self.keys) * rounded(self.limit))
-
-
-@dataclass(eq=False)
-class RunningGroup:
-    """A group that is being decoded."""
-
-    request: GroupRequest
-    slot: int
-    output_rows: list[int]
-    written: dict[int, tuple[int, bool]]
-    """Length of each finished completion by output row, and whether it ended by itself."""
-    version: int
-    """Version of the weights with which it started."""
-    spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """Weight changes during generation, by output row."""
 
 
 class Scheduler:
@@ -103,6 +71,10 @@ class Scheduler:
         self.tokens = torch.zeros(output_rows, longest, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(output_rows, longest, device=device)
         self.uniforms = torch.zeros(output_rows, longest, dtype=widest_float(device), device=device)
+        self.experts: Tensor | None = None  # [output rows, longest, L, k]
+        if (routers := forward.routers) is not None:
+            shape = (output_rows, longest, len(routers.modules), routers.top_k)
+            self.experts = torch.zeros(shape, dtype=routers.dtype, device=device)
         self.is_eos = torch.zeros(self.forward.vocab_size, dtype=torch.bool, device=device)
         self.is_eos[list(eos_ids)] = True
         self.banned = torch.tensor(banned, dtype=torch.int64, device=device) if banned else None  # never drawn
@@ -211,6 +183,7 @@ class Scheduler:
         """Prefill a prompt with media through the model's own modules; its rows continue at the position after them."""
         assert isinstance(self.forward, ModulesForward)  # `DecoderForward` takes text only
         position = self.forward.prefill_media(prompt, PrefillBatch(self.cache, slots))
+        self._keep_prompt_experts([len(prompt.token_ids) - 1], slots)
         rows = self.rows[:, : self.num_rows]
         rows[POSITION, rows[SLOT] == slots.start] = position
 
@@ -226,6 +199,17 @@ class Scheduler:
         positions = torch.arange(longest).expand(len(prompts), -1)
         device = self.forward.device
         self.forward.prefill(ids.to(device), positions.to(device), PrefillBatch(self.cache, slots))
+        self._keep_prompt_experts([len(prompt) for prompt in prompts], slots)
+
+    def _keep_prompt_experts(self, lengths: Sequence[int], slots: range) -> None:
+        """Experts of the tokens of a prefill, which were padded to one length."""
+        if self.forward.routers is None:
+            return
+        taken = self.forward.routers.taken().cpu()
+        for length, slot, experts in zip(lengths, slots, taken.chunk(len(lengths)), strict=True):
+            group = self.open[slot]
+            assert group is not None  # it was placed before its prefill
+            group.prompt_experts = experts[:length].clone()
 
     # -- decode step ------------------------------------------------------------------------------------------------
 
@@ -246,6 +230,8 @@ class Scheduler:
         if self.banned is not None:
             logits = logits.index_fill_(1, self.banned, -torch.inf)
         output_row, written = rows[OUTPUT_ROW], rows[WRITTEN]
+        if self.experts is not None and self.forward.routers is not None:
+            self.experts[output_row, written] = self.forward.routers.taken()[: self.num_rows]
         seen = None if self.seen is None else self.seen[: self.num_rows]
         drawn = self._draw(logits, self.uniforms[output_row, written], seen)
         tokens, logprobs, is_outside = drawn.tokens, drawn.logprobs, None
@@ -360,6 +346,10 @@ class Scheduler:
         longest = max(length for length, _ in group.written.values())
         take = lambda table: table[group.output_rows, :longest].cpu()
         tokens, logprobs = take(self.tokens), take(self.logprobs)
+        experts = None if self.experts is None else take(self.experts)
+        read = group.prompt_experts
+        if read is None and experts is not None:  # a prompt of one token
+            read = experts.new_zeros(0, *experts.shape[2:])
         mask = None if self.replies is None else take(self.replies) < 0
         check_finite(logprobs)  # beyond a completion's end stand zeros, or values that were checked before
         return tuple(
@@ -371,6 +361,8 @@ class Scheduler:
                 version=group.version,
                 versions=group.spans.get(output_row, ()),
                 mask=None if mask is None else mask[i, :length].clone(),
+                experts=None if experts is None else experts[i, :length].clone(),
+                prompt_experts=read,
             )
             for i, output_row in enumerate(group.output_rows)
             for length, stopped in [group.written[output_row]]

@@ -84,13 +84,13 @@ def completion(
     version: int,
     versions: Sequence[tuple[int, int]] = (),
     mask: Tensor | None = None,
+    **recorded: Tensor | None,
 ) -> Completion:
-    """A finished completion, its text without special tokens. Empty spans of `versions` are dropped."""
+    """A finished completion, its text without special tokens; `recorded`: further fields. Empty spans of `versions` are dropped."""
     text = tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
     spans = tuple((start, step) for start, step in versions if start < len(token_ids))
-    return Completion(
-        token_ids=token_ids, text=text, finish=finish, logprobs=logprobs, version=version, versions=spans, mask=mask
-    )
+    fields: dict[str, Any] = {"logprobs": logprobs, "version": version, "versions": spans, "mask": mask, **recorded}
+    return Completion(token_ids=token_ids, text=text, finish=finish, **fields)
 
 
 def checked_eos_ids(eos_ids: Sequence[int] | None, model: Any, tokenizer: Any) -> tuple[int, ...]:

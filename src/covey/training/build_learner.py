@@ -21,6 +21,7 @@ from covey.errors import ConfigError
 from covey.kernels import learning
 from covey.learner import AdapterCopy, FrozenCopy, Learner, NoReference, Policy, ValueHead, ValueModel, no_critic
 from covey.learner.critic import Critic
+from covey.learner.expert_choices import expect_replay
 from covey.learner.memory_estimate import (
     enough_tokens,
     expect_host_room,
@@ -180,7 +181,15 @@ def build_policy(inputs: RunInputs) -> Policy:
         shared_attention=args.shared_attention,
         float32_head=args.cast_lm_head_to_fp32,
         packs_always=inputs.agents.has_single_completions,
+        replays_experts=args.router_replay is not None,
     )
+    if args.router_replay:
+        writer = next((name for name in inputs.agents.features if name in ("agent", "rollout_func")), None)
+        if writer:
+            raise ConfigError(
+                f"router_replay='R3' needs the experts of each token, which no {writer} gives; leave it out."
+            )
+        expect_replay(policy)
     if args.cast_lm_head_to_fp32:
         policy.expect_float32_head()
     if args.shared_attention != "auto":

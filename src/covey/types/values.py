@@ -89,6 +89,10 @@ class Completion:
     """[T_i] float32, the critic's estimates. None: no critic."""
     squared_score: Tensor | None = None
     """[T_i] float32, squared norm of the gradient of each token's log-probability by the logits. None: nothing asked for it."""
+    experts: Tensor | None = None
+    """[T_i, L, k] uint8 or int16, experts by layer where each token was predicted. None: not recorded."""
+    prompt_experts: Tensor | None = None
+    """[prompt's tokens - 1, L, k], those where the prompt was read, which completions of a group share."""
     version: int = 0
     """The optimizer step whose weights wrote it; those that began it, where the weights changed on the way."""
     versions: tuple[tuple[int, int], ...] = ()

@@ -9,6 +9,7 @@ from covey.monitor.detectors.languages import LanguageCollapse
 from covey.monitor.detectors.pace import DataDrift, Forgetting, RewardDrift, ThroughputDrop
 from covey.monitor.detectors.policy import DeadGroups, DiversityLoss, EntropyCollapse, EntropyExplosion, KLRunaway
 from covey.monitor.detectors.rewards import Hacking, Plateau, RewardCollapse, RewardErrors, SlowConvergence
+from covey.monitor.detectors.routers import RouterDrift
 from covey.monitor.detectors.swings import Conflict, Swings
 from covey.monitor.detectors.teachers import TeacherCollapse, TeacherLeak, TeacherWorse
 from covey.monitor.detectors.text import FormatLoss, LengthCollapse, LengthExplosion, RepeatedText, Truncation
@@ -43,6 +44,7 @@ def standard(audits: Sequence[str] = (), weights: Mapping[str, float] | None = N
         LargeUpdates(),
         TinyUpdates(),
         Mismatch(),
+        RouterDrift(),
         RewardErrors(),
         Swings(),
         Conflict(weights or {}),

@@ -1,0 +1,167 @@
+"""Experts that the sampler chose, at the tokens of a micro-batch; and how the learner's routers spread their tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from covey.errors import RAW_ERRORS, ConfigError, Unsupported
+from covey.kernels import Routers, find_routers
+from covey.learner.packing import PaddedRows, Row
+from covey.models import decoder_of, evaluating, unwrapped
+
+if TYPE_CHECKING:
+    from covey.learner.policy import Policy
+    from covey.learner.shared_prompt import SharedRows
+
+
+class Routing:
+    """The routers of a policy: found by a trial pass, then watched in each pass, with the sampler's experts or their own."""
+
+    def __init__(self) -> None:
+        self._routers: tuple[Routers | None] | None = None
+        """None: not looked for yet."""
+        self._replayed: Tensor | None = None
+
+    @contextmanager
+    def watching(self, policy: Policy, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Iterator[None]:
+        """Context of a pass over `packed`, which replays the experts of `rows` if the policy does so.
+
+        With activation checkpointing the backward computes the pass again, so the routers stay switched until `release`.
+        """
+        self._switch(policy, packed, rows)
+        try:
+            yield
+        finally:
+            if not (policy.is_checkpointing and torch.is_grad_enabled()):
+                self.release()
+
+    def _switch(self, policy: Policy, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> None:
+        if self._routers is None:
+            try:
+                self._routers = (None if policy.shards is not None else routers_of(policy),)
+            except (Unsupported, *RAW_ERRORS):  # metrics are left out then; `expect_replay` names the reason
+                self._routers = (None,)
+        (routers,) = self._routers
+        if routers is not None:
+            choices = choices_of(rows, packed.spans, packed.input_ids.numel()) if policy.replays_experts else None
+            self._replayed = None if choices is None else choices.to(policy.device)
+            routers.switch(self._replayed)
+
+    def metrics(self, packed: PaddedRows | SharedRows) -> Mapping[str, Tensor]:
+        """Scalars of the pass that was watched."""
+        (routers,) = self._routers or (None,)
+        is_whole = routers is not None and all(own is not None for own in routers.chosen)
+        return routing_metrics(routers, repeats_in(packed), self._replayed) if routers is not None and is_whole else {}
+
+    def release(self) -> None:
+        (routers,) = self._routers or (None,)
+        if routers is not None:
+            routers.release()
+
+
+def routers_of(policy: Policy) -> Routers | None:
+    """Routers of a policy's model, by a trial pass. Raises Unsupported, with the reason, for such as cannot be replayed."""
+
+    def run(ids: Tensor) -> Any:
+        with policy.autocast():
+            return policy.model(input_ids=ids, use_cache=False)
+
+    with evaluating(policy.model):
+        return find_routers(unwrapped(policy.model), run)
+
+
+def expect_replay(policy: Policy) -> None:
+    """Raise ConfigError, with the reason, for a model whose experts cannot be replayed."""
+    try:
+        routers = routers_of(policy)
+    except Unsupported as reason:
+        raise ConfigError(f"router_replay='R3', but {reason}; leave it out.") from reason
+    if routers is None:
+        name = type(unwrapped(policy.model)).__name__
+        raise ConfigError(f"router_replay='R3', but {name} has no experts to choose from; leave it out.")
+
+
+def repeats_in(packed: PaddedRows | SharedRows) -> Tensor:
+    """[M], how often each computed token stands in the rows, which have their prompt each: 0 for padding."""
+    if isinstance(packed, PaddedRows):
+        return packed.attention_mask.flatten().float()
+    counts = torch.zeros(packed.input_ids.numel())
+    for layout in packed.layouts:
+        counts[layout.prompt] = len(layout.counts)
+        counts[layout.answers] = 1
+    return counts.to(packed.input_ids.device)
+
+
+def choices_of(rows: Sequence[Row], spans: Sequence[tuple[int, int, int]], total: int) -> Tensor | None:
+    """[total, L, k] experts that the sampler chose at each token of a batch, -1 where it did not; None if no row has any.
+
+    `spans`: by row, the places of its prompt's first token and of its completion's, and the completion's tokens in the batch.
+    """
+    first = next((row.completion.experts for row in rows if row.completion.experts is not None), None)
+    if first is None:
+        return None
+    out = torch.full((total, *first.shape[1:]), -1, dtype=torch.int16)
+    for row, (prompt, answer, count) in zip(rows, spans, strict=True):
+        drawn, read = row.completion.experts, row.completion.prompt_experts
+        if drawn is None or not len(drawn):
+            continue
+        last = prompt + len(row.prompt.token_ids) - 1
+        if read is not None and out[last, 0, 0] < 0:  # once a prompt that several rows share
+            out[prompt:last] = read
+            out[last] = drawn[0]
+        used = min(count, len(drawn) - 1)
+        out[answer : answer + used] = drawn[1 : 1 + used]
+    return out
+
+
+def routing_metrics(routers: Routers, computed: Tensor, replayed: Tensor | None = None) -> dict[str, Tensor]:
+    """Scalars of the last forward pass over the tokens where `computed` [M] is above 0, padding left out.
+
+    `max_load`: the largest share of tokens that one expert of a layer gets, from k / E on. `entropy`: of the experts' loads, over
+    log E, in the layer with the lowest. `changed`: share of tokens and layers whose experts are not the sampler's.
+    """
+    own = torch.stack([chosen for chosen in routers.chosen if chosen is not None], 1)  # [M, L, k]
+    weight = (computed > 0).float()
+    counts = own.new_zeros(own.shape[1], routers.num_experts, dtype=torch.float32)
+    spread = weight[:, None, None].expand(own.shape).transpose(0, 1).flatten(1)
+    counts.scatter_add_(1, own.transpose(0, 1).flatten(1), spread)
+    load = counts / weight.sum().clamp(min=1.0)
+    shares = load / routers.top_k
+    entropy = -torch.special.xlogy(shares, shares).sum(-1) / math.log(routers.num_experts)
+    metrics = {"experts/max_load": load.max(), "experts/entropy": entropy.min()}
+    if replayed is not None:
+        is_replayed = (replayed[..., 0] >= 0) & (weight > 0)[:, None]
+        differs = (own.sort(-1)[0] != replayed.to(own).sort(-1)[0]).any(-1)
+        metrics["experts/changed"] = (differs & is_replayed).sum() / is_replayed.sum().clamp(min=1)
+    return metrics
+
+
+def balanced(model: Any, packed: SharedRows, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Hidden states of packed rows, and the load-balancing loss of the rows that they stand for."""
+    output = decoder_of(model)(use_cache=False, output_router_logits=True, **inputs)
+    top_k = unwrapped(model).config.get_text_config().num_experts_per_tok
+    return output.last_hidden_state, balancing_loss(output.router_logits, repeats_in(packed), top_k)
+
+
+def balancing_loss(logits: Sequence[Tensor], weights: Tensor, top_k: int) -> Tensor:
+    """Load-balancing loss of the routers' logits [M, E] by layer, each token counted `weights` [M] times.
+
+    `E sum_e f_e p_e`, with f the experts' shares of choices and p their mean probabilities, over tokens and layers: Fedus et al. 2021,
+    "Switch Transformers", eq. 4 to 6, as transformers computes it over rows without padding.
+    """
+    experts = logits[0].shape[-1]
+    chosen, probability, total = weights.new_zeros(experts), weights.new_zeros(experts), weights.new_zeros(())
+    for layer in logits:
+        p = torch.softmax(layer, -1)
+        picked = torch.topk(p, top_k, -1).indices
+        counts = weights.new_zeros(experts).scatter_add_(0, picked.flatten(), weights.repeat_interleave(top_k))
+        chosen = chosen + counts
+        probability = probability + (p.float() * weights[:, None]).sum(0)
+        total = total + weights.sum()
+    return experts * (chosen / total * probability / total).sum()
