@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from covey.adapters import has_adapter
 from covey.errors import ConfigError
 from covey.kernels import learning
+from covey.learner.measured import Measured
 from covey.learner.packing import Row, pad_rows, pick_rows
-from covey.learner.policy import Measured, Policy
+from covey.learner.policy import Policy
 from covey.process.sharding import Shards
 
 

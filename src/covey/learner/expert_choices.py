@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,11 +13,24 @@ from torch import Tensor
 from covey.errors import RAW_ERRORS, ConfigError, Unsupported
 from covey.kernels import Routers, find_routers
 from covey.learner.packing import PaddedRows, Row
+from covey.learner.shared_prompt import SharedRows
 from covey.models import decoder_of, evaluating, unwrapped
 
-if TYPE_CHECKING:
-    from covey.learner.policy import Policy
-    from covey.learner.shared_prompt import SharedRows
+
+class Policy(Protocol):
+    """A model that rows pass through, as far as its routers are concerned."""
+
+    model: Any
+    shards: Any
+    replays_experts: bool
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def is_checkpointing(self) -> bool: ...
+
+    def autocast(self) -> AbstractContextManager[None]: ...
 
 
 class Routing:

@@ -14,10 +14,11 @@ from torch import Tensor
 from covey.algorithms import Algorithm, Needs
 from covey.learner.critic import Critic, no_critic
 from covey.learner.gradients import clip
+from covey.learner.measured import Measured
 from covey.learner.micro_batches import MicroBatcher
 from covey.learner.optimizer import check_room
 from covey.learner.packing import Row, filler, regrouped, rows_of, unscored_row
-from covey.learner.policy import Measured, Policy
+from covey.learner.policy import Policy
 from covey.learner.reference import Reference
 from covey.learner.served_teacher import AnyTeacher
 from covey.learner.soundness import expect_rates, expect_sound_training

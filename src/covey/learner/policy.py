@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
@@ -18,6 +18,7 @@ from covey.learner import shared_prompt
 from covey.learner.expert_choices import Routing, balanced
 from covey.learner.heads import find_head, short_row, splits_or_warns
 from covey.learner.logprobs import Head, Other, distances, score_tokens, squared_scores
+from covey.learner.measured import Measured
 from covey.learner.offloading import offloaded
 from covey.learner.packing import PaddedRows, Row, pad_rows, pick_rows
 from covey.learner.shared_kernel import choose_kernel
@@ -32,37 +33,6 @@ from covey.types import Prompt
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, eq=False)
-class Measured:
-    """Result of one forward pass over N completions."""
-
-    logp: Tensor
-    """[N, T]"""
-    entropy: Tensor
-    """[N, T], zeros unless requested."""
-    hidden: Tensor
-    """[M, D], the hidden states that predicted the completion tokens, for value heads."""
-    rows: PaddedRows | SharedRows
-    distance: Tensor | None = None
-    """[N, T], distance to another model over the whole vocabulary."""
-    teacher_distance: Tensor | None = None
-    """[N, T], distance to a teacher, if one was given."""
-    teacher_weight: Tensor | None = None
-    """[N, T], weights of the teacher, if it has some."""
-    teacher_logp: Tensor | None = None
-    """[N, T], the teacher's log-probabilities of the tokens, if it measures them."""
-    teacher_overlap: Tensor | None = None
-    """[N, T], share of the likeliest tokens that policy and teacher share, where it is measured."""
-    teacher_span: Tensor | None = None
-    """[N, T], spans of text that a teacher of another tokenizer shares with the policy, as in `TokenBatch`."""
-    teacher_mask: Tensor | None = None
-    """[N] bool, rows that the teacher can teach, if one was given."""
-    auxiliary_loss: Tensor | None = None
-    """The router's load-balancing loss of a mixture-of-experts model."""
-    routing: Mapping[str, Tensor] = field(default_factory=dict)
-    """Scalars of `routing_metrics`."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from covey.errors import ConfigError
+from covey.learner.measured import Measured
 from covey.learner.packing import Row
-from covey.learner.policy import DistanceTo, Measured, Policy
+from covey.learner.policy import DistanceTo, Policy
 from covey.process.sharding import Shards, copy_into, is_sharded, local
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.learner.measured import Measured
 from covey.learner.packing import Row
-from covey.learner.policy import Measured
 from covey.types import TokenBatch, Totals, over_spans
 
 CPU = torch.device("cpu")
