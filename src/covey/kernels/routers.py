@@ -86,7 +86,7 @@ class Routers:
 
     def taken(self) -> Tensor:
         """[M, L, k] of the last forward pass."""
-        return torch.stack([own for own in self.chosen if own is not None], 1).to(self.dtype)
+        return torch.stack([ids for ids in self.chosen if ids is not None], 1).to(self.dtype)
 
     def _watched(self, place: int, module: nn.Module) -> Callable[..., Any]:
         assert self._before is not None
@@ -101,14 +101,14 @@ class Routers:
     def _decide(self, place: int, number: int, scores: Tensor, out: Any) -> Any:
         if number != self.calls[place]:
             return out
-        own = out.indices.flatten(0, -2)
-        self.chosen[place] = own.detach()
+        drawn = out.indices.flatten(0, -2)
+        self.chosen[place] = drawn.detach()
         if self.replayed is None:
             return out
-        if len(self.replayed) != len(own):
-            raise ValueError(f"experts of {len(self.replayed)} tokens cannot be replayed for {len(own)}")
-        wanted = self.replayed[:, place].to(own)
-        indices = torch.where(wanted < 0, own, wanted).view_as(out.indices)
+        if len(self.replayed) != len(drawn):
+            raise ValueError(f"experts of {len(self.replayed)} tokens cannot be replayed for {len(drawn)}")
+        replacing = self.replayed[:, place].to(drawn)
+        indices = torch.where(replacing < 0, drawn, replacing).view_as(out.indices)
         return torch.return_types.topk((scores.gather(-1, indices), indices))
 
 

@@ -69,7 +69,7 @@ class Routing:
     def metrics(self, packed: PaddedRows | SharedRows) -> Mapping[str, Tensor]:
         """Scalars of the pass that was watched."""
         (routers,) = self._routers or (None,)
-        is_whole = routers is not None and all(own is not None for own in routers.chosen)
+        is_whole = routers is not None and all(ids is not None for ids in routers.chosen)
         return routing_metrics(routers, repeats_in(packed), self._replayed) if routers is not None and is_whole else {}
 
     def release(self) -> None:
@@ -139,18 +139,18 @@ def routing_metrics(routers: Routers, computed: Tensor, replayed: Tensor | None 
     `max_load`: the largest share of tokens that one expert of a layer gets, from k / E on. `entropy`: of the experts' loads, over
     log E, in the layer with the lowest. `changed`: share of tokens and layers whose experts are not the sampler's.
     """
-    own = torch.stack([chosen for chosen in routers.chosen if chosen is not None], 1)  # [M, L, k]
+    drawn = torch.stack([chosen for chosen in routers.chosen if chosen is not None], 1)  # [M, L, k]
     weight = (computed > 0).float()
-    counts = own.new_zeros(own.shape[1], routers.num_experts, dtype=torch.float32)
-    spread = weight[:, None, None].expand(own.shape).transpose(0, 1).flatten(1)
-    counts.scatter_add_(1, own.transpose(0, 1).flatten(1), spread)
+    counts = drawn.new_zeros(drawn.shape[1], routers.num_experts, dtype=torch.float32)
+    spread = weight[:, None, None].expand(drawn.shape).transpose(0, 1).flatten(1)
+    counts.scatter_add_(1, drawn.transpose(0, 1).flatten(1), spread)
     load = counts / weight.sum().clamp(min=1.0)
     shares = load / routers.top_k
     entropy = -torch.special.xlogy(shares, shares).sum(-1) / math.log(routers.num_experts)
     metrics = {"experts/max_load": load.max(), "experts/entropy": entropy.min()}
     if replayed is not None:
         is_replayed = (replayed[..., 0] >= 0) & (weight > 0)[:, None]
-        differs = (own.sort(-1)[0] != replayed.to(own).sort(-1)[0]).any(-1)
+        differs = (drawn.sort(-1)[0] != replayed.to(drawn).sort(-1)[0]).any(-1)
         metrics["experts/changed"] = (differs & is_replayed).sum() / is_replayed.sum().clamp(min=1)
     return metrics
 

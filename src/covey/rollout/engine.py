@@ -61,6 +61,13 @@ def best_forward(model: Any, dtype: SamplerPrecision, float32_head: bool = False
         return plain
 
 
+def _check_bounds(cache_fraction: float, max_rows: int | None) -> None:
+    if not 0 < cache_fraction <= 1:
+        raise ConfigError(f"cache_fraction is {cache_fraction}; give a share in (0, 1].")
+    if max_rows is not None and max_rows < 1:
+        raise ConfigError(f"max_rows is {max_rows}; give at least 1.")
+
+
 class NativeSampler:
     """Samples groups with the trainer's own weights: prompts computed and stored once, finished rows replaced at once.
 
@@ -95,9 +102,8 @@ class NativeSampler:
         at once (but always one group). By default `cache_fraction` of the memory that is free when sampling begins, and
         256 rows on a CPU, on an accelerator as many as those bytes hold with their logits.
 
-        `records_experts` gives each completion the experts that the model's routers chose, for routing replay.
-
-        `float32_head` computes the output layer in float32 while the rest runs in lower precision.
+        `float32_head` computes the output layer in float32 while the rest runs in lower precision. `records_experts` gives each
+        completion the experts that the model's routers chose, for routing replay.
 
         `environment` is called whenever a completion ends by itself, and may reply with tokens that enter its context.
 
@@ -108,10 +114,7 @@ class NativeSampler:
         operations replace them where they cannot run, with COVEY_CPU_KERNELS=0 or with `attention="torch"`;
         `attention="compiled"` raises ConfigError, with the reason, where they cannot run.
         """
-        if not 0 < cache_fraction <= 1:
-            raise ConfigError(f"cache_fraction is {cache_fraction}; give a share in (0, 1].")
-        if max_rows is not None and max_rows < 1:
-            raise ConfigError(f"max_rows is {max_rows}; give at least 1.")
+        _check_bounds(cache_fraction, max_rows)
         if attention not in ("auto", "torch", "triton", "compiled"):
             raise ConfigError(
                 f"attention {attention!r} is not known to the sampler; take auto, torch, triton or compiled."

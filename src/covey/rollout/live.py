@@ -93,7 +93,7 @@ class LiveScheduler(Scheduler):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.experts = None  # nobody learns from answers that are served
+        self.experts = None  # served answers are not learnt from
         self.running: list[_Row] = []
         self.batches: list[tuple[SamplingParams, Tensor]] = []
         self.finished: list[tuple[LiveRequest, Group]] = []
