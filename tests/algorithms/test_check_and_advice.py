@@ -197,3 +197,25 @@ def test_plain_descent_has_another_scale_of_learning_rates():
     assert advise(learning_rate=1e-2, optimizer="sgd", is_lora=True, num_parameters=2_000_000_000) == []
     (advice,) = advise(learning_rate=100.0, optimizer="sgd")
     assert "high even for SGD" in advice.said
+
+
+@pytest.mark.parametrize(
+    "name, warns",
+    [
+        ("dapo", True),
+        ("dapo, objective=zero, regularizer=distill(teacher='big')", False),
+        ("mopd, teacher=big", False),
+        ("mopd, teacher=big, reward=1.0", True),
+        ("iw_opd, teacher=big", False),
+        ("sdpo", False),
+        ("rlsd", True),
+    ],
+)
+def test_a_small_group_is_advised_against_where_rewards_teach(name, warns):
+    from covey import GRPOConfig
+    from covey.training.build import advice_for
+    from kit import tiny_model
+
+    args = GRPOConfig(output_dir="x", num_generations=3, per_device_train_batch_size=6)
+    remarks = advice_for(args, tiny_model(), alg.from_name(name))
+    assert any("noisy baseline" in remark for remark in remarks) == warns

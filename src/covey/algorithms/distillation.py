@@ -195,4 +195,5 @@ def zero(tokens: TokenBatch) -> Tensor:
 
 
 zero.scales_with_advantage = True  # type: ignore[attr-defined]
+zero.ignores_rewards = True  # type: ignore[attr-defined]
 zero.exempt = ("policy_gradient",)  # type: ignore[attr-defined]

@@ -78,6 +78,11 @@ class TeacherAdvantage:
     is_shape = True
     """It returns advantages; as an algorithm's objective it becomes `Reshaped(it)`."""
 
+    @property
+    def ignores_rewards(self) -> bool:
+        """True if the teacher alone moves the policy, so that no group needs a baseline."""
+        return self.reward == 0
+
     def __call__(self, tokens: TokenBatch) -> Tensor:
         return self.reward * tokens.advantages + self.weight * teacher_gap(tokens, self.against)
 
@@ -136,6 +141,7 @@ class PositionWeighted:
     epsilon: float = 1e-8
     exempt: ClassVar[tuple[str, ...]] = ("policy_gradient", "zero_advantage")
     is_shape = True
+    ignores_rewards = True
 
     def __post_init__(self) -> None:
         if not self.gamma >= 0.0:
@@ -180,6 +186,10 @@ class Reshaped:
     @property
     def scales_with_advantage(self) -> bool:
         return all(getattr(part, "scales_with_advantage", False) for part in (self.shape, self.objective))
+
+    @property
+    def ignores_rewards(self) -> bool:
+        return bool(getattr(self.shape, "ignores_rewards", False))
 
     @property
     def is_stepwise(self) -> bool:

@@ -177,8 +177,9 @@ def _plan(case: Case, so_far: _Loaded) -> Iterator[Finding]:
         yield plan.memory(peak, *plan.available_memory(args.device, so_far.model))
     yield plan.disk(Path(str(args.output_dir)), so_far.model, args)
     is_small = sum(weight.numel() for weight in so_far.model.parameters()) < SMALL_MODEL
+    algorithm = None if "options" in so_far.has_failed else build_algorithm(args)
     yield from plan.learning_rate(
-        args, advice_for(args, so_far.model), is_adapter=has_adapter(so_far.model), is_small=is_small
+        args, advice_for(args, so_far.model, algorithm), is_adapter=has_adapter(so_far.model), is_small=is_small
     )
 
 

@@ -87,12 +87,14 @@ def build_scorer(
     )
 
 
-def advice_for(args: GRPOConfig, model: Any) -> list[str]:
+def advice_for(args: GRPOConfig, model: Any, algorithm: Algorithm | None) -> list[str]:
     """Warnings about values far from published ones, each with its source. Loss options without effect are skipped."""
     acts = args.algorithm is None
     remarks = advise(
         learning_rate=args.learning_rate,
-        num_generations=args.num_generations,
+        num_generations=None
+        if getattr(getattr(algorithm, "objective", None), "ignores_rewards", False)
+        else args.num_generations,
         temperature=sampling_params(args).temperature,
         num_iterations=args.num_iterations,
         is_lora=hasattr(model, "peft_config"),

@@ -262,7 +262,7 @@ class GRPOTrainer(TRLInterface):
         return parts
 
     def _advice(self) -> list[str]:
-        return advice_for(self.args, self.model)
+        return advice_for(self.args, self.model, self.algorithm)
 
     def _folder(self, start: Path | None) -> RunFolder:
         return RunFolder.create(self.output_dir, resume=start, strict=self.is_strict, restarts=self._restarts)
