@@ -33,7 +33,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TrainerCallback
 
 from algorithms import T95
 from covey import GRPOConfig, GRPOTrainer, demo
@@ -97,6 +98,7 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
 }
 """Options of each arm beside the task's; a learning rate and a batch are factors on the task's."""
 FAST: Mapping[str, Any] = {"num_iterations": 4, "target_kl": 0.02, "curriculum": "frontier"}
+DISTILL = "dapo, high=0.2, objective=zero, regularizer=distill(teacher='{teacher}')"
 TEACHERS: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
     "fast": FAST,
@@ -112,21 +114,36 @@ TEACHERS: Mapping[str, Mapping[str, Any]] = {
         "algorithm": "grpo, regularizer=distill(teacher='policy', {quoted})",
         **FAST,
     },
-    "grpo and solutions": {"algorithm": "dapo, high=0.2, regularizer=sft(dataset='{solutions}', weight=0.1)"},
-    "grpo and solutions, weight 1": {"algorithm": "dapo, high=0.2, regularizer=sft(dataset='{solutions}', weight=1.0)"},
+    "grpo and solutions": {"algorithm": "dapo, high=0.2, regularizer=sft(dataset='{solutions}', weight=1.0)"},
     "mopd": {"algorithm": "mopd, teacher='{teacher}'"},
-    "mopd, reward": {"algorithm": "mopd, teacher='{teacher}', reward=1.0"},
-    "distill": {"algorithm": "dapo, high=0.2, objective=zero, regularizer=distill(teacher='{teacher}')"},
     "grpo and distill": {"algorithm": "dapo, high=0.2, regularizer=distill(teacher='{teacher}')"},
-    "distill, 4 uses": {
-        "algorithm": "dapo, high=0.2, objective=zero, regularizer=distill(teacher='{teacher}')",
-        "num_iterations": 4,
+    "distill": {"algorithm": DISTILL},
+    "distill, 4 uses": {"algorithm": DISTILL, "num_iterations": 4},
+    "distill, 1 a prompt": {"algorithm": DISTILL, "num_generations": 1},
+    "distill, 1 a prompt, half the batch": {
+        "algorithm": DISTILL,
+        "num_generations": 1,
+        "per_device_train_batch_size": 0.5,
     },
-    "grpo and distill, fast": {"algorithm": "dapo, high=0.2, regularizer=distill(teacher='{teacher}')", **FAST},
-    "rlsd of a model": {"algorithm": "rlsd, teacher='{teacher}'"},
+    "mopd, 1 a prompt, half the batch": {
+        "algorithm": "mopd, teacher='{teacher}'",
+        "num_generations": 1,
+        "per_device_train_batch_size": 0.5,
+    },
+    "mopd of another tokenizer, 1 a prompt, half the batch": {
+        "algorithm": "mopd, teacher='{other}'",
+        "num_generations": 1,
+        "per_device_train_batch_size": 0.5,
+    },
+    "opsd, 1 a prompt, half the batch": {
+        "algorithm": "opsd, {role}",
+        "num_generations": 1,
+        "per_device_train_batch_size": 0.5,
+    },
 }
 """Arms with a teacher by token. The policy as its own teacher sees `{role}`: the answer where the task has hints, else the
-group's best. `{teacher}` is a model that was trained on right answers, and `{solutions}` the file of these."""
+group's best. `{teacher}` is a model that was trained on right answers, and `{solutions}` the file of these. `{other}` is such a
+model of the demo with another tokenizer, of half the merges."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +183,8 @@ def main() -> None:
         words = placeholders(given.task, given.out)
         if any("{teacher}" in str(arms[arm]) or "{solutions}" in str(arms[arm]) for arm in given.arms):
             make_teacher(task, words["solutions"], words["teacher"])
+        if any("{other}" in str(arms[arm]) for arm in given.arms):
+            make_other_teacher(task, words["other"])
         for seed in given.seeds:
             for arm in given.arms:
                 options = with_role(arms[arm], words)
@@ -186,6 +205,7 @@ def placeholders(task: str, out: Path) -> dict[str, str]:
     """What stands in an arm for the feedback that a teacher sees, for the file of solutions and for the trained teacher."""
     feedback = "answer" if task == "hints" else "best"
     files = {"solutions": str(out / f"{task}-solutions.jsonl"), "teacher": str(out / f"{task}-teacher")}
+    files["other"] = str(out / f"{task}-other")
     return {"role": f"feedback={feedback}", "quoted": f"feedback='{feedback}'", **files}
 
 
@@ -200,6 +220,35 @@ def make_teacher(task: Task, solutions: str, folder: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(task.model)
     learn(model, tokenizer, task.solved, random.Random(3), steps=300)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def make_other_teacher(task: Task, folder: str) -> None:
+    """Write the task's model with a tokenizer of half its merges, after 600 steps on right answers, unless it is there."""
+    if Path(folder).exists():
+        return
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(task.model)
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    merges, vocab = state["model"]["merges"], state["model"]["vocab"]
+    halved = merges[: len(merges) // 2]
+    gone = {"".join(pair) for pair in merges} - {"".join(pair) for pair in halved}
+    words = sorted((word for word in vocab if word not in gone), key=vocab.__getitem__)
+    state["model"].update(merges=halved, vocab={word: i for i, word in enumerate(words)})
+    added = [token for token in state["added_tokens"] if token["content"] in words]
+    state["added_tokens"] = [{**token, "id": words.index(token["content"])} for token in added]
+    special = {"pad_token": tokenizer.pad_token, "eos_token": tokenizer.eos_token}
+    core = Tokenizer.from_str(json.dumps(state))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, chat_template=tokenizer.chat_template, **special)
+    rows = torch.tensor([vocab[word] for word in words])
+    with torch.no_grad():
+        weight = model.get_input_embeddings().weight[rows].clone()
+    model.resize_token_embeddings(len(words), mean_resizing=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.copy_(weight)
+    learn(model, tokenizer, task.solved, random.Random(3), steps=600)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
