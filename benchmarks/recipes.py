@@ -128,8 +128,6 @@ RECIPES = (
     Recipe("7b", "full", "2x8xh100", 16, prompts=128),
     Recipe("14b", "lora", "48gb", 2),
     Recipe("14b", "lora", "h100", 8),
-    Recipe("14b", "full", "8xh100", 8, prompts=128),
-    Recipe("14b", "full", "2x8xh100", 8, prompts=128),
     Recipe("32b", "lora", "8xh100", 4, prompts=128),
     Recipe("32b", "lora", "2x8xh100", 4, data="math", prompts=128),
 )
