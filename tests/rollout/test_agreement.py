@@ -124,3 +124,17 @@ def test_a_trial_leaves_random_generators_and_hooks_alone():
     assert calls == []
     list(sampler.sample(PROMPTS, 1, SamplingParams(max_tokens=2, seed=1)))
     assert calls
+
+
+@pytest.mark.filterwarnings("default:Completions are written by plain transformers")
+def test_the_fallback_names_its_price_by_a_trial_that_moves_no_random_number():
+    from transformers import BloomConfig, BloomForCausalLM
+
+    torch.manual_seed(0)
+    tokenizer = tiny_tokenizer()
+    model = BloomForCausalLM(BloomConfig(vocab_size=len(tokenizer), hidden_size=32, n_layer=1, n_head=2)).eval()
+    before = torch.get_rng_state()
+    price = r"trial of 4 short completions, 1,000 tokens of each take [\d.e+]+ s\.$"
+    with pytest.warns(UserWarning, match=price):
+        choose_sampler(model, tokenizer)
+    assert torch.equal(torch.get_rng_state(), before)

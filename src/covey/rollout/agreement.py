@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ ROUNDED_ERROR = 0.2
 _LENGTHS = (2, 5)
 """Tokens of the prompts: unlike, so that a sampler that pads them is seen."""
 _STEPS = 5
+TRIAL_ROWS = 4
+"""Completions of a trial: two of each of two prompts."""
 
 
 def expect_agreement(sampler: Sampler, model: Any) -> None:
@@ -67,6 +70,18 @@ def reason_against(sampler: Sampler, model: Any) -> str | None:
     if gap <= limit:
         return None
     return f"log-probabilities of the same tokens are {gap:.3g} a token from those of a plain forward, where {limit:g} is rounding"
+
+
+def trial_seconds(sampler: Sampler, model: Any) -> float:
+    """Seconds of a decoding step, the prompts' share included, of `TRIAL_ROWS` short completions; the fastest of two trials."""
+    seconds = []
+    for _ in range(2):
+        started = time.perf_counter()
+        groups = list(sampler.sample(short_prompts(model), 2, SamplingParams(max_tokens=_STEPS, seed=0)))
+        steps = max(completion.num_tokens for group in groups for completion in group.completions)
+        seconds.append((time.perf_counter() - started) / steps)
+    sampler_metrics(sampler)  # of no rollout
+    return min(seconds)
 
 
 def raw_reason(error: Exception) -> str:
