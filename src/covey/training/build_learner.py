@@ -220,7 +220,7 @@ def auxiliary_coefficient(args: GRPOConfig, model: Any) -> float:
     declared = getattr(config, "router_aux_loss_coef", None)
     if declared is None and args.router_aux_loss_coef:
         raise ConfigError(
-            f"router_aux_loss_coef={args.router_aux_loss_coef}, but {type(model).__name__} has no router; leave it out."
+            f"router_aux_loss_coef={args.router_aux_loss_coef}, but {type(model).__name__} computes no load-balancing loss; leave it out."
         )
     chosen = declared if args.router_aux_loss_coef is None else args.router_aux_loss_coef
     has_router = declared is not None and getattr(config, "output_router_logits", None) is not None and _routes(model)
