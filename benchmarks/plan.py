@@ -144,7 +144,7 @@ def memory_plan(where: str, *, prompt: int, adapter: Any = None, is_split: bool 
 
 
 def setup_of(model: str, where: str, prompt: int, is_split: bool, options: dict[str, Any]) -> Setup:
-    config, _ = planned({"output_dir": "unused", "report_to": "none", **options})
+    config, *_ = planned({"output_dir": "unused", "report_to": "none", **options})
     count, gpu = gpus(where)
     return Setup(
         args=config, model_config=config_by_name(model), gpu=gpu, gpus=count, is_split=is_split, prompt_tokens=prompt

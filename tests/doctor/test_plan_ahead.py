@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from covey.doctor.layers import shortened
 from covey.doctor.roofline.answers import answers
 from covey.doctor.roofline.estimate import Setup, estimate
-from covey.doctor.roofline.gpus import GPUS, LINKS, NETWORK, PRODUCTS, READS, gpus
+from covey.doctor.roofline.gpus import GPUS, HOST_LINK, LINKS, NETWORK, PRODUCTS, READS, gpus
 from covey.doctor.roofline.known_models import MODELS, config_by_name
 from covey.doctor.roofline.operations import TimedBytes
 from covey.doctor.roofline.options import planned
@@ -162,11 +162,20 @@ def test_what_a_plan_cannot_look_at_is_refused(given, said):
         planned({"output_dir": "unused", **given})
 
 
+def test_a_split_model_may_be_sampled_by_vllm_and_lie_in_host_memory():
+    options = {"output_dir": "unused", "use_vllm": True, "vllm_mode": "colocate", "fsdp": "full_shard offload"}
+    config, is_split, offloads = planned(options)
+    assert config.use_vllm
+    assert is_split
+    assert offloads
+
+
 @pytest.fixture(scope="module")
 def setup():
     options = {"output_dir": "unused", "report_to": "none", "per_device_train_batch_size": 4, "num_generations": 4}
-    config, is_split = planned({**options, "max_completion_length": 1024, "fsdp": "true"})
+    config, is_split, offloads = planned({**options, "max_completion_length": 1024, "fsdp": "true"})
     assert is_split
+    assert not offloads
     return Setup(
         args=config, model_config=config_by_name("meta-llama/Llama-3.1-8B"), gpu=H100, gpus=4, prompt_tokens=32
     )
@@ -185,6 +194,13 @@ def test_splitting_divides_what_a_learner_keeps_and_products_take_most_of_the_ti
     assert split.held.optimizer == -(-whole.held.optimizer // 4)
     assert split.held.activations == whole.held.activations
     assert split.held.gathered > 0 == whole.held.gathered
+    host = estimate(replace(setup, is_split=True, offloads=True), split.measurement)
+    assert host.host == 4 * (split.held.weights + split.held.gradients + split.held.optimizer)
+    assert host.held.stays == host.held.gradients == 0
+    assert host.held.peak < split.held.peak
+    assert host.seconds.update > split.seconds.update
+    by_link = split.measurement.weights / 4 / HOST_LINK  # PCIe takes longer than NVLink
+    assert host.seconds.sync == pytest.approx(by_link)
     # time of the products alone, without reading and writing what lies between them
     products = 8 * size * whole.measurement.tokens  # forward, again for the backward, and backward
     assert 0.95 < whole.measurement.learning / (products / H100.flops(2)) < 2
@@ -193,7 +209,7 @@ def test_splitting_divides_what_a_learner_keeps_and_products_take_most_of_the_ti
 @pytest.mark.nightly
 def test_frozen_weights_in_bfloat16_are_proposed_to_a_run_that_trains_adapters_beside_float32():
     peft = pytest.importorskip("peft")
-    config, _ = planned(
+    config, *_ = planned(
         {"output_dir": "unused", "report_to": "none", "num_generations": 4, "max_completion_length": 256}
     )
     model = AutoConfig.for_model("llama", hidden_size=256, num_hidden_layers=2, intermediate_size=512, vocab_size=4096)

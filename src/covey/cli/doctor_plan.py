@@ -66,7 +66,7 @@ def setup_of(args: Args) -> Setup:
     from covey.doctor.roofline.options import planned
 
     verb_flags = {flag.name for flag in _FLAGS}
-    config, is_split = planned(
+    config, is_split, offloads = planned(
         train.config_options({name: value for name, value in args.items() if name not in verb_flags})
     )
     if args.get("mean_completion_tokens", 0) > config.max_completion_length:
@@ -81,6 +81,7 @@ def setup_of(args: Args) -> Setup:
         gpu=gpu,
         gpus=count,
         is_split=is_split and count > 1,
+        offloads=offloads and count > 1,
         adapter=adapter_to_train(args),
         prompt_tokens=args.get("prompt_tokens", 512),
         mean_tokens=args.get("mean_completion_tokens"),
@@ -120,12 +121,15 @@ def _show(plan: Estimate, rows: int, changes: list[Answer]) -> None:
             output.result(f"  {name:<12}{in_gib(value):>12}")
     fits = "fits" if plan.fits else "does not fit"
     output.result(f"  {'peak':<12}{in_gib(plan.held.peak):>12}  of {in_gib(gpu.memory)}: {fits}")
+    if plan.host:
+        output.result(f"\nhost memory of each node: {in_gib(plan.host)}, for shards, gradients and optimizer state")
     most = f"up to {rows:,}" if rows else "not even 1"
     limit = "per-device-train-batch-size" if args.max_tokens_per_microbatch is None else "max-tokens-per-microbatch"
     output.result(f"\n{most} completions in a micro-batch fit; it begins with {plan.measurement.rows:,} (--{limit})")
     output.result("\nwhat a change would bring:")
     for answer in changes:
-        line = f"{'pays' if answer.pays else 'does not pay':<13} {answer.change}: {answer.said}"
+        host = f", {in_gib(answer.host)} in the host memory of each node" if answer.host else ""
+        line = f"{'pays' if answer.pays else 'does not pay':<13} {answer.change}: {answer.said}{host}"
         output.result(textwrap.fill(line, output.width(), initial_indent="  ", subsequent_indent=" " * 16))
     output.say("\nBy calculation, from data sheets: docs/plan.md says how near published runs come.")
 
@@ -138,6 +142,8 @@ def _as_json(plan: Estimate, rows: int, changes: list[Answer]) -> dict[str, Any]
         "gpu": asdict(setup.gpu),
         "gpus": setup.gpus,
         "is_split": setup.is_split,
+        "offloads": setup.offloads,
+        "host_memory": plan.host,
         "completions_a_step": plan.completions,
         "seconds": {**asdict(plan.seconds), "step": plan.seconds.step},
         "memory": {**asdict(plan.held), "peak": plan.held.peak, "available": setup.gpu.memory},

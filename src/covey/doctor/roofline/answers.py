@@ -29,6 +29,8 @@ class Answer:
     """Steps a second, by those of the plan; None: not comparable."""
     peak: int | None = None
     """Bytes on each device."""
+    host: int = 0
+    """Bytes in the host memory of each node."""
 
 
 def rows_that_fit(plan: Estimate) -> int:
@@ -51,11 +53,16 @@ def answers(plan: Estimate, lora: Any) -> Iterator[Answer]:
         yield _answer_of(plan, estimate(replace(_in_bfloat16(setup), adapter=lora)), change)
     elif setup.adapter is not None and plan.measurement.dtype == torch.float32 and setup.args.bf16:
         yield _answer_of(plan, estimate(_in_bfloat16(setup)), "frozen weights in bfloat16 (--dtype bfloat16)")
+    split = plan
     if not setup.is_split and setup.gpus > 1:
         split = estimate(
             replace(setup, is_split=True), plan.measurement if plan.fits else None
         )  # with room, for longer passes
         yield _answer_of(plan, split, "a split model (--fsdp true)")
+    if split.setup.is_split and not setup.offloads and not split.fits:
+        change = "a split model with its shards in host memory (--fsdp 'full_shard offload')"
+        on_host = estimate(replace(split.setup, offloads=True), split.measurement)
+        yield replace(_answer_of(plan, on_host, change), host=on_host.host)
     doubled = _on(setup, 2 * setup.gpus)
     if doubled is not None:
         more = estimate(doubled, plan.measurement)

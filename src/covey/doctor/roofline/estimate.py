@@ -10,7 +10,7 @@ from typing import Any
 from covey.config import GRPOConfig
 from covey.config.grpo_config import batch_arithmetic
 from covey.doctor.dry_run import Measured, Target, measured, memory_of
-from covey.doctor.roofline.gpus import Gpu
+from covey.doctor.roofline.gpus import A_NODE, HOST_LINK, HOST_READS, Gpu
 from covey.doctor.roofline.operations import TimedBytes
 from covey.doctor.roofline.rollout import PASSES_OF_LOGITS, Decoding, kernels_of
 from covey.learner.lm_head import elements_of
@@ -28,6 +28,8 @@ class Setup:
     gpus: int
     is_split: bool = False
     """FSDP2: each device holds a shard of weights, gradients and optimizer state."""
+    offloads: bool = False
+    """The shards, their gradients and the optimizer's state are in host memory."""
     adapter: Any = None
     prompt_tokens: int = 512
     mean_tokens: float | None = None
@@ -116,6 +118,8 @@ class Estimate:
     decoding: Decoding
     completions: int
     """A step."""
+    host: int = 0
+    """Bytes in the host memory of each node."""
 
     @property
     def fits(self) -> bool:
@@ -126,7 +130,7 @@ def estimate(setup: Setup, measurement: Measured | None = None) -> Estimate:
     """The plan for this setup. Raises ConfigError where its batch does not divide. `measurement`: of `setup.measure()`, where it was made before."""
     measurement = measurement or setup.measure()
     counts = batch_arithmetic(setup.args, setup.gpus, num_prompts=1)
-    held, decoding = _memory_of(setup, measurement, counts.completions_per_generation)
+    held, decoding, host = _memory_of(setup, measurement, counts.completions_per_generation)
     steps = counts.optimizer_steps_per_generation
     engines = max(1, setup.gpus // decoding.gpus)
     share = -(-counts.completions_per_generation // engines)
@@ -141,10 +145,12 @@ def estimate(setup: Setup, measurement: Measured | None = None) -> Estimate:
         seconds=seconds,
         decoding=decoding,
         completions=counts.completions_per_step,
+        host=host,
     )
 
 
-def _memory_of(setup: Setup, measurement: Measured, completions: int) -> tuple[Held, Decoding]:
+def _memory_of(setup: Setup, measurement: Measured, completions: int) -> tuple[Held, Decoding, int]:
+    """What each device holds, how it decodes, and bytes in the host memory of a node."""
     args, shards = setup.args, setup.shards
     prompts = -(-completions // args.num_generations // setup.gpus)
     drawn = prompts * (setup.prompt_tokens + args.num_generations * args.max_completion_length)
@@ -152,12 +158,15 @@ def _memory_of(setup: Setup, measurement: Measured, completions: int) -> tuple[H
     copied = bool(whole.sampler) or args.use_vllm
     item = 2 if copied else measurement.dtype.itemsize
     split = args.vllm_tensor_parallel_size if args.use_vllm else 1
-    sampled = (item * measurement.size // split if copied else 0) + (measurement.weights if setup.is_split else 0)
+    gathers_whole = setup.is_split and not args.use_vllm  # vLLM takes the weights a layer at a time
+    sampled = (item * measurement.size // split if copied else 0) + (measurement.weights if gathers_whole else 0)
     gathered = _gathered_bytes(setup, measurement) if setup.is_split and setup.gpus > 1 else 0
     sharded = {
         name: -(-getattr(whole, name) // shards)
         for name in ("weights", "reference", "critic", "gradients", "optimizer")
     }
+    host = sum(sharded.values()) * min(setup.gpus, A_NODE) if setup.offloads else 0
+    sharded = dict.fromkeys(sharded, 0) if setup.offloads else sharded
     held = Held(**sharded, gathered=gathered, activations=whole.activations, sampler=sampled, cache=0)
     room = setup.gpu.memory - held.stays - held.sampler
     text = setup.model_config.get_text_config()
@@ -174,7 +183,7 @@ def _memory_of(setup: Setup, measurement: Measured, completions: int) -> tuple[H
         is_replayed=args.use_vllm or args.cuda_graphs is not False,
         shares_prompts=not args.use_vllm,
     )
-    return replace(held, cache=min(whole.cache, max(0, room))), decoding
+    return replace(held, cache=min(whole.cache, max(0, room))), decoding, host
 
 
 def _gathered_bytes(setup: Setup, measurement: Measured) -> int:
@@ -202,14 +211,26 @@ def _learning(setup: Setup, measurement: Measured, completions: int) -> tuple[fl
     there = (gpus - 1) / gpus / setup.gpu.sends(gpus)
     if setup.is_split:
         gather, scatter = measurement.weights * there, measurement.gradients * there
+        if setup.offloads:
+            gather = max(gather, measurement.weights / setup.shards / HOST_LINK)
+            scatter = max(scatter, measurement.gradients / setup.shards / HOST_LINK)
+            update = _host_update(setup, measurement)
         scoring = passes * max(one_score, gather) if one_score else 0.0
         return scoring, passes * max(one_pass, 2 * gather + scatter) + update
     summed = 2 * measurement.gradients * there
     return passes * one_score, (passes - 1) * one_pass + max(one_pass, summed) + update
 
 
+def _host_update(setup: Setup, measurement: Measured) -> float:
+    """Seconds of an optimizer step in host memory, whose processes share it: weights and state read and written, gradients read."""
+    state = measurement.held - measurement.weights - measurement.reference - measurement.critic
+    moved = 3 * measurement.gradients + 2 * state
+    return moved / setup.shards * min(setup.gpus, A_NODE) / HOST_READS
+
+
 def _sync(setup: Setup, measurement: Measured) -> float:
     """Seconds to bring new weights to the sampler: gathered where they are split, else copied in their memory."""
     if setup.is_split:
-        return measurement.weights * (setup.gpus - 1) / setup.gpus / setup.gpu.sends(setup.gpus)
+        gather = measurement.weights * (setup.gpus - 1) / setup.gpus / setup.gpu.sends(setup.gpus)
+        return max(gather, measurement.weights / setup.shards / HOST_LINK) if setup.offloads else gather
     return (measurement.weights + 2 * measurement.size) / setup.gpu.reads

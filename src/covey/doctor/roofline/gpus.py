@@ -15,6 +15,10 @@ READS = 0.886
 its kernels, Llama 2 7B on an A100 comes to 9.0 ms a token; gpt-fast's README has 9.6."""
 LINKS = 0.8
 """Share of a link that collectives get; assumed."""
+HOST_LINK = 25e9
+"""Bytes a second between a GPU and its host, each way: 80% of PCIe 4 x16; assumed."""
+HOST_READS = 200e9
+"""Bytes a second that the processors of a node read and write in an optimizer step: half of 8 channels of DDR5-4800 and more; assumed."""
 NETWORK = 50e9
 """Bytes a second of a GPU between nodes: InfiniBand or RoCE at 400 Gb/s a GPU."""
 A_NODE = 8

@@ -17,8 +17,8 @@ _ELSEWHERE = {
 _NO = ("", "false", "no", "off", "0", "none")
 
 
-def planned(options: Mapping[str, Any]) -> tuple[GRPOConfig, bool]:
-    """The configuration on a GPU, in bfloat16 unless `bf16` says otherwise, and True where FSDP splits the model.
+def planned(options: Mapping[str, Any]) -> tuple[GRPOConfig, bool, bool]:
+    """The configuration on a GPU, in bfloat16 unless `bf16` says otherwise; whether FSDP splits the model, and offloads its shards.
 
     Raises ConfigError for options that a plan does not cover.
     """
@@ -30,10 +30,9 @@ def planned(options: Mapping[str, Any]) -> tuple[GRPOConfig, bool]:
         raise ConfigError(
             "A plan is for GPUs that write and learn in turn; add --vllm-mode colocate, or leave vLLM out."
         )
-    is_split = str(options.pop("fsdp", None) or "").lower() not in _NO
-    if is_split and options.get("use_vllm"):
-        raise ConfigError("fsdp gathers the weights for the native sampler; leave --use-vllm or --fsdp out.")
+    words = str(options.pop("fsdp", None) or "").lower()
+    is_split, offloads = words not in _NO, "offload" in words.split()
     bf16 = options.pop("bf16", True)
     config = GRPOConfig(**options)
     config.bf16 = bf16
-    return config, is_split
+    return config, is_split, offloads
