@@ -25,7 +25,7 @@ TRIPLES = [
 ]
 ELSEWHERE = {
     "vLLM in process": "it needs vLLM in the environment of the run",
-    "QLoRA": "it needs a GPU: bitsandbytes has no gradient on a CPU",
+    "QLoRA": "it needs a GPU: bitsandbytes packs weights for inference on a CPU",
 }
 """Features that these tests cannot run, and why."""
 REAL = {

@@ -4,12 +4,14 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
+import quantized_split
 import torch
 from datasets import Dataset
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError
 from covey.models import refuse_quantized
+from forked import Forked, free_port, rank_environment
 from kit import tiny_model, tiny_tokenizer
 
 
@@ -85,6 +87,25 @@ def test_a_quantized_model_on_a_gpu_is_trained_by_an_adapter_alone():
     refuse_quantized(tiny_model(), gpu, has_adapter=False)
     with pytest.raises(ConfigError, match="peft_config=LoraConfig"):
         refuse_quantized(quantized, gpu, has_adapter=False)
+
+
+@pytest.mark.slow
+def test_two_processes_that_split_a_4_bit_model_train_and_sample_its_adapter_as_one(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    tiny_model("qwen2", hidden=64, layers=2).save_pretrained(tmp_path)
+    port = free_port()
+    for envs in ([{}], [rank_environment(rank, port) for rank in range(2)]):
+        ranks = [Forked(quantized_split.__file__, tmp_path, env=env) for env in envs]
+        assert [rank.wait(200) for rank in ranks] == [0] * len(ranks), "\n".join(rank.err[-3000:] for rank in ranks)
+    alone, first, second = (torch.load(tmp_path / f"{name}.pt") for name in ("1-0", "2-0", "2-1"))
+    assert alone["gradient"].abs().max() > 1e-3
+    for found in (first, second):
+        assert torch.equal(found["logp"], alone["logp"])
+        assert torch.equal(found["gradient"], alone["gradient"])
+    assert first["drawn"] == second["drawn"] == alone["drawn"]
+    assert first["names"] == alone["names"]
+    assert alone["split"] == 0
+    assert (first["split"], first["held"]) == (14, 0.5), "seven layers in each of two blocks"
 
 
 @pytest.mark.gpu

@@ -76,12 +76,6 @@ _NO_MEDIA = (
 )
 REFUSALS = (
     _refusal(
-        ("FSDP2", "QLoRA"),
-        "fsdp cannot split quantized weights, which share a scale among 64 of a block that a part would cut; leave quantization_config out "
-        "(bf16 weights: model_init_kwargs={'dtype': 'bfloat16'}), or leave fsdp out: an adapter on a quantized model is summed over "
-        "processes without it.",
-    ),
-    _refusal(
         ("FSDP2", "rollout_func"),
         "rollout_func is handed a trainer whose model fsdp has split, which cannot generate; leave one of them out, or use tools or "
         "environment_factory.",

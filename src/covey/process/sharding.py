@@ -178,8 +178,9 @@ def _alias(module: nn.Module) -> nn.Module:
 
 
 def _owning(value: Tensor) -> Tensor:
-    """The tensor, or a copy if it shares storage with others, so that it can be freed alone."""
-    return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+    """The tensor, or a copy if it shares storage with others or with a library, so that it can be freed alone."""
+    storage = value.untyped_storage()
+    return value if storage.nbytes() == value.nbytes and storage.resizable() else value.clone()
 
 
 # -- sharded tensors ----------------------------------------------------------------------------------------------------

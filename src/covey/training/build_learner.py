@@ -80,9 +80,8 @@ def networks_of(
     if sharding is None or world.size == 1:
         whole = build_reference(algorithm, policy, frozen=frozen)
         return Networks(policy, whole, build_critic(algorithm, policy), max_tokens)
-    if getattr(policy.model, "is_quantized", False):
-        expect_together("FSDP2", "QLoRA")
-    if hasattr(policy.model, "hf_device_map"):
+    devices = set(getattr(policy.model, "hf_device_map", {}).values())
+    if len(devices) > 1 or (devices and not getattr(policy.model, "is_quantized", False)):  # quantizing sets one device
         raise ConfigError("device_map spreads the model over devices and fsdp over processes; leave one of them out.")
 
     def shard(module: nn.Module, keeps_whole: bool = False) -> Shards:

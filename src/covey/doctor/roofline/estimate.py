@@ -150,7 +150,7 @@ def estimate(setup: Setup, measurement: Measured | None = None) -> Estimate:
 
 
 def _memory_of(setup: Setup, measurement: Measured, completions: int) -> tuple[Held, Decoding, int]:
-    """What each device holds, how it decodes, and bytes in the host memory of a node."""
+    """Memory of each device, its decoding, and bytes in the host memory of a node."""
     args, shards = setup.args, setup.shards
     prompts = -(-completions // args.num_generations // setup.gpus)
     drawn = prompts * (setup.prompt_tokens + args.num_generations * args.max_completion_length)
