@@ -48,7 +48,7 @@ export function runsPage(main) {
   const kept = { sort: null, descending: true, wanted: "", group: localStorage.getItem("group") ?? "no groups" };
   const body = h("tbody");
   const heads = h("tr");
-  const search = h("input", { type: "search", placeholder: "Filter by name, model, data, state or tag", "aria-label": "Filter runs",
+  const search = h("input", { type: "search", placeholder: "Filter runs", title: "By name, model, data, state or tag", "aria-label": "Filter runs",
     oninput: () => { kept.wanted = search.value.toLowerCase(); draw(); } });
   const groups = h("select", { "aria-label": "Group runs by", onchange: () => { kept.group = groups.value; localStorage.setItem("group", groups.value); draw(); } },
     Object.keys(GROUPS).map((name) => h("option", { value: name, selected: name === kept.group }, name === "no groups" ? name : `by ${name}`)));
