@@ -1,10 +1,15 @@
-"""Tiny models of every kind, and prompts with images or sounds for them."""
+"""Tiny models of every kind, prompts with images or sounds for them, and what the models themselves make of these."""
 
+import torch
 from models import KINDS, picture, tiny_vlm
 from sound_models import KINDS as HEARING
 from sound_models import tiny_hearing_model, tone
 
 from covey.data.prompts import to_prompt
+from covey.learner.packing import Row
+from covey.modalities import banned_ids
+from covey.rollout import SamplingParams
+from covey.types import Completion
 
 ALL = (*KINDS, *HEARING)
 EMBEDDED = tuple(kind for kind in ALL if kind not in ("gemma3", "gemma3n"))
@@ -37,3 +42,60 @@ def prompts(processor, kind):
     return [
         to_prompt(row, f"0:{i}", f"row {i}", processor.tokenizer, {}, processor) for i, row in enumerate(rows_of(kind))
     ]
+
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+
+
+def generated(model, processor, prompt, tokens=8):
+    given = {} if prompt.media is None else dict(prompt.media.tensors)
+    if prompt.media is not None:
+        given |= {name: kinds[None] for name, kinds in prompt.media.token_types.items()}
+    ids = torch.tensor([prompt.token_ids])
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        **given,
+        max_new_tokens=tokens,
+        do_sample=False,
+        suppress_tokens=list(banned_ids(model)),
+    )
+    return out[0, ids.shape[1] :].tolist()
+
+
+def rows_for(found, lengths=(3, 5, 1)):
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for group, prompt in enumerate(found):
+        for length in lengths:
+            ids = torch.randint(3, 300, (length,), generator=generator)
+            done = Completion(token_ids=ids, text="", finish="stop")
+            rows.append(Row(prompt, done, group, torch.ones(()), torch.ones(length, dtype=torch.bool)))
+    return rows
+
+
+def by_the_model(model, processor, row):
+    """[T] log-probabilities by the model's own forward, one row, media as the processor made them."""
+    ids = torch.cat([torch.tensor(row.prompt.token_ids), row.completion.token_ids])[None]
+    given = {}
+    if row.prompt.media is not None:
+        given = dict(row.prompt.media.tensors)
+        for name, kinds in row.prompt.media.token_types.items():
+            given[name] = torch.nn.functional.pad(kinds, (0, row.completion.num_tokens))[None]
+    mask = torch.ones_like(ids)  # Qwen2.5-Omni numbers positions of media only with it
+    logits = model(input_ids=ids, attention_mask=mask, **given, use_cache=False).logits[0].float()
+    for name in (
+        "image_token_id",
+        "image_token_index",
+        "video_token_id",
+        "audio_token_id",
+        "audio_token_index",
+        "audio_start_token_id",
+    ):
+        if isinstance(getattr(model.config, name, None), int):
+            logits[:, getattr(model.config, name)] = -torch.inf
+    start = len(row.prompt.token_ids)
+    logp = logits[start - 1 : -1].log_softmax(-1)
+    if getattr(getattr(model, "model", None), "rope_deltas", None) is not None:
+        model.model.rope_deltas = None
+    return logp.gather(-1, row.completion.token_ids[:, None]).squeeze(-1)

@@ -2,51 +2,11 @@
 
 import pytest
 import torch
-from media_prompts import ALL, prompts, tiny_of
+from media_prompts import ALL, by_the_model, prompts, rows_for, tiny_of
 
 from covey.learner import Policy
-from covey.learner.packing import Row
-from covey.types import Completion
 
 KIND = pytest.mark.parametrize("kind", ALL)
-
-
-def rows_for(found, lengths=(3, 5, 1)):
-    generator = torch.Generator().manual_seed(1)
-    rows = []
-    for group, prompt in enumerate(found):
-        for length in lengths:
-            ids = torch.randint(3, 300, (length,), generator=generator)
-            done = Completion(token_ids=ids, text="", finish="stop")
-            rows.append(Row(prompt, done, group, torch.ones(()), torch.ones(length, dtype=torch.bool)))
-    return rows
-
-
-def by_the_model(model, processor, row):
-    """[T] log-probabilities by the model's own forward, one row, media as the processor made them."""
-    ids = torch.cat([torch.tensor(row.prompt.token_ids), row.completion.token_ids])[None]
-    given = {}
-    if row.prompt.media is not None:
-        given = dict(row.prompt.media.tensors)
-        for name, kinds in row.prompt.media.token_types.items():
-            given[name] = torch.nn.functional.pad(kinds, (0, row.completion.num_tokens))[None]
-    mask = torch.ones_like(ids)  # Qwen2.5-Omni numbers positions of media only with it
-    logits = model(input_ids=ids, attention_mask=mask, **given, use_cache=False).logits[0].float()
-    for name in (
-        "image_token_id",
-        "image_token_index",
-        "video_token_id",
-        "audio_token_id",
-        "audio_token_index",
-        "audio_start_token_id",
-    ):
-        if isinstance(getattr(model.config, name, None), int):
-            logits[:, getattr(model.config, name)] = -torch.inf
-    start = len(row.prompt.token_ids)
-    logp = logits[start - 1 : -1].log_softmax(-1)
-    if getattr(getattr(model, "model", None), "rope_deltas", None) is not None:
-        model.model.rope_deltas = None
-    return logp.gather(-1, row.completion.token_ids[:, None]).squeeze(-1)
 
 
 @KIND

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from media_prompts import ALL, EMBEDDED, prompts, tiny_of
+from media_prompts import ALL, EMBEDDED, GREEDY, generated, prompts, tiny_of
 
 from covey.errors import DataError, Unsupported
 from covey.learner import Policy
@@ -12,23 +12,6 @@ from covey.rollout import SamplingParams, choose_sampler
 from covey.rollout.hf import TransformersSampler
 
 KIND = pytest.mark.parametrize("kind", ALL)
-GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
-
-
-def generated(model, processor, prompt, tokens=8):
-    given = {} if prompt.media is None else dict(prompt.media.tensors)
-    if prompt.media is not None:
-        given |= {name: kinds[None] for name, kinds in prompt.media.token_types.items()}
-    ids = torch.tensor([prompt.token_ids])
-    out = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        **given,
-        max_new_tokens=tokens,
-        do_sample=False,
-        suppress_tokens=list(banned_ids(model)),
-    )
-    return out[0, ids.shape[1] :].tolist()
 
 
 @KIND

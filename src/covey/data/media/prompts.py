@@ -149,6 +149,8 @@ def _arguments(opened: Items, processor: Any) -> dict[str, Any]:
     arguments: dict[str, Any] = {kind.argument: values[kind] for kind in KINDS if values[kind]}
     if opened[SOUND]:
         arguments["sampling_rate"] = sound_reader(processor).sampling_rate
+    if opened[VIDEO]:
+        arguments["do_sample_frames"] = False  # every frame of the list is read
     return arguments
 
 
