@@ -153,6 +153,7 @@ def _ids_of_hidden(tokenizer: Any, text: str, marks: Sequence[str]) -> list[int]
 def control_texts(tokenizer: Any) -> list[str]:
     """The texts of a tokenizer's control tokens."""
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    added = {} if callable(added) else added  # mistral-common's tokenizers have none
     texts = {
         *getattr(tokenizer, "all_special_tokens", ()),
         *(str(token) for token in added.values() if getattr(token, "special", False)),

@@ -202,7 +202,7 @@ class PaddedRows:
     spans: tuple[tuple[int, int, int], ...] = ()
     """By row: flat indices of the prompt's first token and of the completion's, and the completion's tokens that are computed."""
     prompts: tuple[Prompt, ...] = ()
-    """[N] prompts, if one of them has images; else empty."""
+    """[N] prompts, if one of them has media; else empty."""
 
     def spread(self, values: Tensor) -> Tensor:
         """[M] values of the completion tokens -> [N, T], 0 beyond each end. Differentiable."""

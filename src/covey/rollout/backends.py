@@ -56,7 +56,7 @@ class SplitSampler(NativeSampler):
             )
         self._other.load(self.model, self.version)
         yield from self._other.sample(seen, n, params)
-        rest = [prompt for prompt in prompts if not any(prompt is image_prompt for image_prompt in seen)]
+        rest = [prompt for prompt in prompts if not any(prompt is other for other in seen)]
         if rest:
             yield from super().sample(rest, n, params)
 

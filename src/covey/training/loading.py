@@ -88,8 +88,8 @@ def load_for_training(
 ) -> LoadedPolicy:
     """Load the policy, add adapters, move it to its device and prepare it for training; shared by trainer and doctor.
 
-    `model` and `tokenizer` are names, folders or loaded objects; tokenizer None: the model's own. The image
-    part of a processor is used if the model reads images or sounds. A model placed by `device_map` is not moved.
+    `model` and `tokenizer` are names, folders or loaded objects; tokenizer None: the model's own. The parts
+    of a processor for media are used if the model reads them. A model placed by `device_map` is not moved.
     The adapter in a folder is trained further. Raises ModelError or ConfigError for a model that cannot be loaded or trained.
     """
     refuse_second_adapter(model, peft_config)

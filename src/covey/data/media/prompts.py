@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,8 @@ def media_prompt(
     """
     items = column_items(row, where)
     value = row["prompt"]
+    if reads_conversations(processor):
+        return _conversation(row, items, uid, where, processor, template, columns)
     if isinstance(value, str):
         opened = _opened(items, where, processor)
         ids, media = _process(value, opened, where, processor, is_rendered=False)
@@ -47,6 +50,54 @@ def media_prompt(
     text = _render(plain, where, processor, template)
     ids, media = _process(text, opened, where, reader, is_rendered=True)
     heard = _heard(columns, _opened({SOUND: items[SOUND]}, where, processor))
+    return Prompt(uid=uid, messages=tuple(shown), token_ids=ids, media=media, columns=heard)
+
+
+def reads_conversations(processor: Any) -> bool:
+    """True for a processor that reads sounds inside of chat messages and takes none in its call, as Voxtral's."""
+    return SOUND.is_read_by(processor) and "audio" not in inspect.signature(type(processor).__call__).parameters
+
+
+def _conversation(
+    row: Mapping[str, Any],
+    items: Items,
+    uid: str,
+    where: str,
+    processor: Any,
+    template: Mapping[str, Any],
+    columns: Mapping[str, Any],
+) -> Prompt:
+    """A row for such a processor, which tokenizes messages itself; control tokens in a message are text to it."""
+    value, name = row["prompt"], type(processor).__name__
+    if isinstance(value, str):
+        if any(items.values()):
+            raise DataError(
+                f"{where} is plain text, but {name} takes sounds in chat messages alone; give chat messages."
+            )
+        ids = tuple(processor.tokenizer(value)["input_ids"])
+        return Prompt(uid=uid, text=value, token_ids=ids, columns=columns)
+    if template or value[-1]["role"] == "assistant":
+        raise DataError(
+            f"{where}: {name} has no chat template that takes options or continues a message; leave out chat_template_kwargs, and let "
+            "the prompt end with a message of the user."
+        )
+    shown, ordered = with_places([clean(message) for message in value], items, where)
+    opened = _opened(ordered, where, processor)
+    waiting = list(opened[SOUND])
+    place = lambda part: {**part, "base64": waiting.pop(0).as_base64()} if part.get("type") == SOUND.name else part
+    messages = [
+        {**message, "content": [place(part) for part in message["content"]]} if message.get("content") else message
+        for message in shown
+    ]
+    try:
+        made = processor.apply_chat_template(messages)
+    except Exception as error:  # processors may raise anything on items they cannot read
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(f"{where}: the processor refused its messages ({type(error).__name__}: {reason}).") from error
+    expect_whole(made, opened[SOUND], where, processor)
+    heard = _heard(columns, _opened({SOUND: items[SOUND]}, where, processor))
+    ids = tuple(made["input_ids"][0].tolist())
+    media = _media(made, opened) if opened[SOUND] else None
     return Prompt(uid=uid, messages=tuple(shown), token_ids=ids, media=media, columns=heard)
 
 
@@ -123,10 +174,14 @@ def _process(
         reason = " ".join(str(error).split())[:300]
         raise DataError(f"{where}: the processor refused its {nouns} ({type(error).__name__}: {reason}).") from error
     expect_whole(made, opened[SOUND], where, processor)
-    ids = made["input_ids"][0]
+    return tuple(made["input_ids"][0].tolist()), _media(made, opened)
+
+
+def _media(made: Mapping[str, Any], opened: Items) -> Media:
+    """The model inputs that the processor made of the items, with previews."""
     kinds = {name: value[0] for name, value in made.items() if name.endswith("token_type_ids")}
     tensors = {name: _tensor(value) for name, value in made.items() if name not in (*_TEXT_KEYS, *kinds)}
-    media = Media(
+    return Media(
         tensors=tensors,
         token_types=kinds,
         count=sum(map(len, opened.values())),
@@ -136,7 +191,6 @@ def _process(
             *map(preview_video, opened[VIDEO]),
         ),
     )
-    return tuple(ids.tolist()), media
 
 
 def _articled(kind: Kind) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import wave
 from collections.abc import Mapping
@@ -38,6 +39,12 @@ class Sound:
     @property
     def seconds(self) -> float:
         return len(self.samples) / self.rate
+
+    def as_base64(self) -> str:
+        """A WAV file of float32 samples, which keeps every bit, in base64. DataError without soundfile."""
+        file = io.BytesIO()
+        _soundfile().write(file, self.samples, self.rate, format="WAV", subtype="FLOAT")
+        return base64.b64encode(file.getvalue()).decode()
 
     def as_column(self) -> dict[str, Any]:
         """The form in which rewards receive it, which is `datasets.Audio`'s."""
@@ -81,10 +88,7 @@ def open_sound(value: Any, where: str, rate: int) -> Sound:
 
 def _read_file(content: bytes, where: str) -> tuple[np.ndarray, int]:
     """[n, channels] float32 and the rate, by soundfile; nothing is decoded of a file that is too long."""
-    try:
-        import soundfile
-    except (ImportError, OSError) as error:  # OSError: without libsndfile
-        raise DataError("Files of sound need soundfile: pip install 'covey[audio]'.") from error
+    soundfile = _soundfile()
     try:
         with soundfile.SoundFile(io.BytesIO(content)) as file:
             if file.channels > _MOST_CHANNELS or file.frames > _MOST_SECONDS * file.samplerate:
@@ -100,6 +104,14 @@ def _read_file(content: bytes, where: str) -> tuple[np.ndarray, int]:
         raise DataError(
             f"{where} cannot be read as a sound ({' '.join(str(error).split())}); mend or remove it."
         ) from error
+
+
+def _soundfile() -> Any:
+    try:
+        import soundfile
+    except (ImportError, OSError) as error:  # OSError: without libsndfile
+        raise DataError("Files of sound need soundfile: pip install 'covey[audio]'.") from error
+    return soundfile
 
 
 def _one_channel(samples: np.ndarray, where: str) -> np.ndarray:
