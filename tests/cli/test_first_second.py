@@ -96,6 +96,9 @@ def test_the_header_says_what_is_trained_and_where_it_goes_on(tmp_path):
     assert "demo, LoRA of rank 4" in text
     assert "16 completions a step, 8 a prompt; 20 steps" in text
     assert f"{tmp_path}, goes on from step 8" in text
+    assert "algorithm  dapo, TRL's default loss of GRPO\n" in text
+    chosen = header_lines(given, {"output_dir": str(tmp_path), "loss_type": "grpo"})
+    assert "algorithm  grpo" in chosen
 
 
 def test_the_header_is_there_before_torch_is():

@@ -47,10 +47,16 @@ def header_lines(args: Args, overrides: Mapping[str, Any]) -> list[str]:
         _entry("data", f"{args['dataset']}{held_out}"),
         _entry("reward", ", ".join(rewards) or "the agent's score"),
         *tools,
-        _entry("algorithm", str(overrides.get("algorithm") or _value(overrides, "loss_type"))),
+        _entry("algorithm", _algorithm(overrides)),
         _entry("batch", _batch(overrides)),
         _entry("folder", f"{overrides['output_dir']}{resumed}"),
     ]
+
+
+def _algorithm(overrides: Mapping[str, Any]) -> str:
+    """Preset of the run; where neither it nor the loss is set, TRL's default, which is not `grpo`."""
+    default = "" if "loss_type" in overrides else ", TRL's default loss of GRPO"
+    return str(overrides.get("algorithm") or f"{_value(overrides, 'loss_type')}{default}")
 
 
 def _entry(name: str, text: str) -> str:
