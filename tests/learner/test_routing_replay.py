@@ -10,6 +10,7 @@ from datasets import Dataset
 from shared_rows import ROWS, assert_same, checkpointing, gradients
 
 from covey import GRPOConfig, GRPOTrainer
+from covey.doctor.why import recorded
 from covey.errors import ConfigError, Unsupported
 from covey.kernels import find_routers
 from covey.learner.expert_choices import expect_replay
@@ -205,9 +206,13 @@ def trainer(place: Any, **options: Any) -> GRPOTrainer:
 
 
 def test_a_run_replays_and_reports_the_routers(tmp_path):
-    run = trainer(tmp_path, router_replay="R3", logging_steps=1)
+    run = trainer(
+        tmp_path, router_replay="R3", logging_steps=1, save_strategy="steps", save_steps=1, rollout_log_steps=1
+    )
     run.train()
     logged = [entry for entry in run.state.log_history if "experts/changed" in entry]
+    with pytest.raises(ConfigError, match="sampler's experts, which rollouts do not record"):
+        recorded.load(tmp_path, 2)
     assert logged
     assert all(entry["experts/changed"] == 0.0 and entry["experts/entropy"] > 0.3 for entry in logged)
     assert all(0.25 <= entry["experts/max_load"] <= 1.0 and entry["aux_loss"] > 0 for entry in logged)

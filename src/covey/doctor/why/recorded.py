@@ -89,7 +89,7 @@ def load(run_dir: Path, step: int) -> Recorded:
     args = _options(described, run_dir)
     tree = checkpoint.load_state(folder)
     algorithm = build_algorithm(args)
-    _refuse_unrecorded(algorithm)
+    _refuse_unrecorded(args, algorithm)
     algorithm = algorithm.resolve(tree["state"]["controllers"])
     rows = rollouts.read(path)
     names = tuple(name.removeprefix("reward/") for name in rows[0] if name.startswith("reward/"))
@@ -116,8 +116,13 @@ def load(run_dir: Path, step: int) -> Recorded:
     )
 
 
-def _refuse_unrecorded(algorithm: Algorithm) -> None:
-    """Raise ConfigError for an algorithm that learns from what rollouts do not record."""
+def _refuse_unrecorded(args: GRPOConfig, algorithm: Algorithm) -> None:
+    """Raise ConfigError for a run that learns from what rollouts do not record."""
+    if args.router_replay:
+        raise ConfigError(
+            f"router_replay={args.router_replay!r} learns with the sampler's experts, which rollouts do not record; covey why cannot make "
+            "its steps again."
+        )
     if (
         algorithm.critic is not None
         or algorithm.needs.distribution
