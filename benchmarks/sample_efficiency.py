@@ -243,11 +243,10 @@ def make_other_teacher(task: Task, folder: str) -> None:
     core = Tokenizer.from_str(json.dumps(state))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, chat_template=tokenizer.chat_template, **special)
     rows = torch.tensor([vocab[word] for word in words])
-    with torch.no_grad():
-        weight = model.get_input_embeddings().weight[rows].clone()
+    weight = model.get_parameter("model.embed_tokens.weight").detach()[rows].clone()
     model.resize_token_embeddings(len(words), mean_resizing=False)
     with torch.no_grad():
-        model.get_input_embeddings().weight.copy_(weight)
+        model.get_parameter("model.embed_tokens.weight").copy_(weight)
     learn(model, tokenizer, task.solved, random.Random(3), steps=600)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

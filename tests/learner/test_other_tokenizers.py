@@ -248,6 +248,9 @@ def test_a_column_chooses_between_teachers_of_two_tokenizers(bytewise, tmp_path)
     torch.testing.assert_close(both.teacher_logp[0], alone[0].teacher_logp[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(both.teacher_logp[1], alone[1].teacher_logp[1], rtol=1e-4, atol=1e-5)
     assert both.teacher_span[0].tolist() == alone[0].teacher_span[0].tolist()
+    teacher = made({"bytes": folder, "same": str(tmp_path / "same")}, student, tokenizer, by="kind")
+    apart = [measured(student, teacher, [row]) for row in named]  # a micro-batch of one kind has the same fields
+    assert set(apart[0].tensors()) == set(apart[1].tensors()) == set(both.tensors())
     count = rows[1].completion.num_tokens
     assert both.teacher_span[1, :count].tolist() == list(range(1, count + 1))
 

@@ -10,8 +10,9 @@ from covey import algorithms as alg
 from covey.errors import ConfigError
 from covey.learner import FrozenCopy, Policy
 from covey.learner.teacher import Member, Teacher, Teachers
+from covey.learner.token_batches import Draws, batch_of
 from covey.training.teaching import build_teacher, hints_of
-from covey.types import StepReport
+from covey.types import StepReport, Totals
 from kit import completion, group, learner_of, tiny_model, tiny_tokenizer
 
 
@@ -76,6 +77,33 @@ def test_a_column_chooses_the_teacher_of_each_prompt_and_shares_average_them(dis
         torch.testing.assert_close(getattr(by, name)[2], b[2], rtol=1e-4, atol=1e-5)
         assert not getattr(by, name)[3].any()
         torch.testing.assert_close(getattr(mean, name), 0.75 * a + 0.25 * b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [alg.mopd(teacher="x", reward=1.0), alg.dapo().replace(regularizers=alg.Distill("x"))],
+    ids=["logp", "distance"],
+)
+def test_prompts_of_which_no_column_names_a_teacher_learn_from_the_reward_alone(algorithm):
+    """Also where a whole micro-batch has none."""
+    student, teacher = tiny_model("qwen2").eval(), tiny_model("llama", seed=3).eval()
+    parts = [part for part in algorithm.regularizers if isinstance(part, alg.Distill)]
+    at = Teacher(Policy(teacher, pad_id=0), parts[0].distance if parts else None)
+    teachers = Teachers((Member(at, value="math"), Member(at, value="code")), by="domain")
+
+    def gradient(algorithm, teacher, domain):
+        rows = [
+            replace(one, advantage=torch.tensor(a), prompt=replace(one.prompt, columns={"domain": domain}))
+            for one, a in zip(ROWS, (1.0, -1.0, 0.5), strict=True)
+        ]
+        student.zero_grad()
+        tokens = batch_of(rows, Policy(student, pad_id=0).measure(rows, teacher=teacher), None, Draws())
+        algorithm.loss(tokens, Totals.of(tokens.mask, tokens.group, 8)).backward()
+        return torch.cat([p.grad.flatten() for p in student.parameters()])
+
+    plain = algorithm.replace(regularizers=(), objective=alg.policy_gradient, teacher=None)
+    torch.testing.assert_close(gradient(algorithm, teachers, "prose"), gradient(plain, None, "prose"))
+    assert not torch.allclose(gradient(algorithm, teachers, "math"), gradient(plain, None, "math"))
 
 
 def test_a_teacher_that_is_an_average_follows_and_is_restored():

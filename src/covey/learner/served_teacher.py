@@ -164,6 +164,10 @@ class ServedTeacher:
         ids = row.prompt.token_ids if row.hint is None else self.hinted(row.prompt, row.hint)
         return ids, row.completion.token_ids.tolist()
 
+    @property
+    def is_split(self) -> bool:
+        return False
+
     def follow(self, policy: Policy, report: StepReport) -> None:
         """Nothing: it is a model of its own."""
 

@@ -57,14 +57,12 @@ class Signal:
         return replace(self, shares=tuple(share.measured(hidden, head, targets, **options) for share in self.shares))
 
     def spans(self, place: Tensor, shape: torch.Size | tuple[int, int]) -> Tensor | None:
-        """[N, T] spans of the tokens at `place` [M], each token its own where a teacher reads the policy's; None if all do."""
-        if all(share.span is None for share in self.shares):
-            return None
+        """[N, T] spans of the tokens at `place` [M]; None if no teacher reads other tokens than the policy writes."""
+        spans = [(share.places, share.span) for share in self.shares if share.span is not None]
         flat = torch.zeros(shape[0] * shape[1], dtype=torch.long, device=place.device)
-        for share in self.shares:
-            at = place[share.places]
-            flat[at] = 1 + at % shape[1] if share.span is None else share.span
-        return flat.view(*shape)
+        for places, span in spans:
+            flat[place[places]] = span
+        return flat.view(*shape) if spans else None
 
     def over(self, count: int, value: Callable[[Share], Tensor | None]) -> Tensor | None:
         """[M], the sum of `share x value` where a teacher speaks, 0 elsewhere; None if no teacher has the value."""

@@ -113,6 +113,10 @@ class Teacher:
             share,
         )
 
+    @property
+    def is_split(self) -> bool:
+        return self.policy.shards is not None
+
     def follow(self, policy: Policy, report: StepReport) -> None:
         """Move the weights towards the policy's, as the rule says after the step of `report`."""
         if self.following is not None and not self.following.is_constant:
@@ -204,6 +208,13 @@ class Speaking(Protocol):
     @property
     def hints(self) -> Hints | None: ...
 
+    @property
+    def alignment(self) -> TextAlignment | None: ...
+
+    @property
+    def is_split(self) -> bool:
+        """True if every process must make each of its passes, with rows of it or without."""
+
     def speak(
         self, packed: PaddedRows | SharedRows, rows: Sequence[Row], chosen: Sequence[int] | None, share: float
     ) -> tuple[Share, list[bool]]: ...
@@ -237,15 +248,21 @@ class Teachers:
 
     def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Signal:
         """The teachers at the policy's positions. A prompt whose column names none of them has no teacher."""
-        shares, is_informed = [], torch.zeros(len(rows), dtype=torch.bool)
-        for member in self.members:
-            mine = [i for i, row in enumerate(rows) if member.value in (None, self._value(row))]
+        shares: list[Share] = []
+        is_informed = torch.zeros(len(rows), dtype=torch.bool)
+        chosen_by = [[i for i, row in enumerate(rows) if m.value in (None, self._value(row))] for m in self.members]
+        for place, (member, mine) in enumerate(zip(self.members, chosen_by, strict=True)):
             if not mine:
+                if member.teacher.is_split or (place == 0 and not any(chosen_by)):
+                    shares.insert(0, member.teacher.speak(packed, rows, [0], 0.0)[0])  # counts nothing
                 continue
             chosen = None if len(mine) == len(rows) else mine
             share, informed = member.teacher.speak(packed, rows, chosen, member.share)
             is_informed[mine] = torch.tensor(informed)
             shares.append(share)
+        if any(member.teacher.alignment is not None for member in self.members):
+            each = lambda share: 1 + packed.place[share.places] % packed.shape[1]
+            shares = [share if share.span is not None else replace(share, span=each(share)) for share in shares]
         return Signal(tuple(shares), is_informed.to(packed.place.device))
 
     def _value(self, row: Row) -> str | None:
