@@ -20,7 +20,11 @@ TRIPLES = [
     ("LoRA", "vLLM server", "asynchronous"),
     ("vLLM server", "asynchronous", "tools"),
     ("vLLM server", "asynchronous", "environment"),
+    ("vLLM server", "asynchronous", "agent"),
+    ("DDP", "vLLM server", "agent"),
+    ("FSDP2", "vLLM server", "agent"),
     ("DDP", "asynchronous", "environment"),
+    ("DDP", "asynchronous", "agent"),
     ("FSDP2", "QLoRA", "vLLM server"),
 ]
 ELSEWHERE = {

@@ -94,6 +94,31 @@ def test_an_environment_scores_its_own_episode(way, tmp_path):
     assert rewards == [1.0] * 3
 
 
+class Shown(Sum):
+    """The same environment, whose prompt `reset` writes."""
+
+    def reset(self, **row):
+        super().reset(**row)
+        return " and more"
+
+
+@pytest.mark.slow
+def test_a_prompt_that_reset_wrote_is_learnt_from_ahead_too(tmp_path, monkeypatch):
+    from covey.learner import Policy
+
+    learnt, measure = [], Policy.measure
+
+    def measured(self, rows, *parts, **options):
+        learnt.extend(tuple(row.prompt.token_ids) for row in rows)
+        return measure(self, rows, *parts, **options)
+
+    monkeypatch.setattr(Policy, "measure", measured)
+    _, _, prompts = trained("ahead", tmp_path, environment_factory=Shown)
+    assert learnt
+    assert set(learnt) <= {tuple(ids) for ids in prompts}
+    assert all("and more" in chat_tokenizer().decode(ids) for ids in learnt)
+
+
 @pytest.mark.slow
 def test_log_probabilities_over_a_server_are_a_plain_forwards(tmp_path):
     from covey.data.prompts import to_prompt

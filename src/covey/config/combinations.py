@@ -65,7 +65,11 @@ def _refusal(features: Iterable[str], why: str, unless: Iterable[str] = (), at_o
     return Refusal(frozenset(features), why, frozenset(unless), at_once)
 
 
-_ENGINE = "an agent talks to Covey's own engine, which answers its calls between two decode steps; leave rollout_backend, use_vllm and fsdp out."
+_AGENT = "an agent writes by what answers its calls, and fsdp has split the model; leave one of them out, or let vLLM write (use_vllm=True)."
+_UNSCORED = (
+    "an agent's calls are recorded with their log-probabilities, which completions of transformers' generate do not have; leave those "
+    "generation_kwargs out."
+)
 _MEMBERS = (
     "an environment, an agent and a rollout_func write the prompt of their own completions, so another model has none to answer; leave "
     "ensemble out, or use tools."
@@ -80,10 +84,8 @@ REFUSALS = (
         "rollout_func is handed a trainer whose model fsdp has split, which cannot generate; leave one of them out, or use tools or "
         "environment_factory.",
     ),
-    *(
-        _refusal(("agent", other), _ENGINE)
-        for other in ("FSDP2", "vLLM server", "vLLM in process", "transformers", "generate")
-    ),
+    _refusal(("agent", "FSDP2"), _AGENT, unless=("vLLM server", "vLLM in process")),
+    _refusal(("agent", "generate"), _UNSCORED),
     *(_refusal(("media", other), _NO_MEDIA) for other in ("vLLM server", "vLLM in process")),
     _refusal(
         ("media", "served teacher"),
@@ -106,10 +108,10 @@ REFUSALS = (
     *(
         _refusal(
             ("asynchronous", other, several),
-            "async_rollouts=True with several learner processes: an environment is an object of the main process, which the rewards of "
+            f"async_rollouts=True with several learner processes: {what} is an object of the main process, which the rewards of "
             "others cannot be handed; start one learner process, leave async_rollouts out, or use tools.",
         )
-        for other in ("environment",)
+        for other, what in (("environment", "an environment"), ("agent", "an agent's episode"))
         for several in ("DDP", "FSDP2")
     ),
     *(
@@ -119,11 +121,7 @@ REFUSALS = (
             "vLLM server write (use_vllm=True, vllm_mode='server').",
             unless=("vLLM server",),
         )
-        for feature, name in (("tools", "tools"), ("environment", "environment_factory"))
-    ),
-    _refusal(
-        ("asynchronous", "agent"),
-        "async_rollouts=True samples in another process, where an agent of this one cannot be called; leave one of them out.",
+        for feature, name in (("tools", "tools"), ("environment", "environment_factory"), ("agent", "an agent"))
     ),
     _refusal(
         ("asynchronous", "average", "environment"),

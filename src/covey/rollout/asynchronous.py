@@ -132,7 +132,7 @@ class AsynchronousSampler:
             for prompt in prompts:
                 if prompt.uid in order.groups and prompt.uid not in delivered:
                     delivered.add(prompt.uid)
-                    yield replace(order.groups[prompt.uid], prompt=prompt)
+                    yield with_columns(order.groups[prompt.uid], prompt)
             if len(delivered) == len(prompts):
                 return
             self._wait()
@@ -338,3 +338,9 @@ class _Clock:
             metrics["publish_lag"] = Mean(sum(lags), len(lags))
         self.since, self.waited, self.busy = now, 0.0, 0.0
         return metrics
+
+
+def with_columns(group: Group, prompt: Prompt) -> Group:
+    """A worker's group with the columns and images of the ordered prompt. Its tokens stay, which an environment or agent may have changed."""
+    shown = group.prompt
+    return replace(group, prompt=replace(prompt, token_ids=shown.token_ids, messages=shown.messages, text=shown.text))

@@ -10,7 +10,7 @@ from covey.errors import CoveyError
 from covey.models import unwrapped
 from covey.process.interruption import on_main
 from covey.process.world import World
-from covey.rollout.asynchronous import AsynchronousSampler
+from covey.rollout.asynchronous import AsynchronousSampler, with_columns
 from covey.rollout.prompts import PromptLike, as_prompts
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.stopping import context_of
@@ -52,7 +52,7 @@ class CentralSampler(AsynchronousSampler):
         groups = self.world.broadcast(on_main(self.world, lambda: list(write(everyone, n, params)), failed))
         by_uid = {group.prompt.uid: group for group in groups or ()}
         for prompt in share:
-            yield replace(by_uid[prompt.uid], prompt=prompt)
+            yield with_columns(by_uid[prompt.uid], prompt)
 
     def take_metrics(self) -> dict[str, Metric]:
         """Those of the main process; the others measure nothing."""

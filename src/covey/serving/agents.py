@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from covey.environments import Agent, AgentResult
-from covey.errors import ConfigError, DataError
+from covey.errors import CoveyError, DataError
 from covey.modalities import refuse_media
 from covey.rollout import NativeSampler, Sampler, SamplingParams
 from covey.rollout.prompts import PromptLike, occurrences
+from covey.rollout.sampler import sampler_metrics
 from covey.rollout.sampling import sequence_key
 from covey.serving.endpoint import Endpoint
 from covey.serving.engine import Call
@@ -64,11 +65,11 @@ class _Run:
 
 
 class AgentSampler:
-    """A sampler whose completions `agent` writes, by calls of an endpoint on `sampler`'s engine.
+    """A sampler whose completions `agent` writes, by calls of an endpoint that `sampler` answers.
 
     Each episode has a session of its own. An agent that raises, or is not done after `timeout_seconds`, loses its episode: the
     group goes on without it, with an event. `max_turns`: most calls of an episode. At most `concurrency` agents run at once, each
-    in a thread. `record` gets the trace of each episode. Raises ConfigError for a sampler other than the native one.
+    in a thread. `record` gets the trace of each episode. Another sampler than the native one answers calls that wait as one batch.
     """
 
     def __init__(
@@ -82,27 +83,24 @@ class AgentSampler:
         concurrency: int = 64,
         record: Callable[[int, Sequence[Trace]], None] = lambda version, traces: None,
     ) -> None:
-        if not isinstance(sampler, NativeSampler):
-            raise ConfigError(
-                f"an agent talks to Covey's own engine, and this run samples with {type(sampler).__name__}; leave rollout_backend, "
-                "use_vllm and fsdp out."
-            )
-        self.sampler, self.agent, self.record = sampler, agent, record
+        self.sampler: Any = sampler
+        self.agent, self.record = agent, record
         self.timeout_seconds, self.concurrency = timeout_seconds, concurrency
         self.sessions = Sessions(max_tokens, max_turns, sampler.eos_ids)
         self.endpoint: Endpoint | None = None
         self._ended: queue.SimpleQueue[_Run] = queue.SimpleQueue()
         self._metrics: list[dict[str, Metric]] = []
         self._count = 0
+        self._is_left = False
 
     @property
     def check_stop(self) -> Callable[[], None]:
         """Called while agents run; what it raises ends the sampling."""
-        return self.sampler.check_stop
+        return self.sampler.check_stop  # type: ignore[no-any-return]
 
     @property
     def version(self) -> int:
-        return self.sampler.version
+        return self.sampler.version  # type: ignore[no-any-return]
 
     def load(self, policy: Any, version: int) -> None:
         """From now on answer with these weights; completions carry `version`."""
@@ -120,7 +118,7 @@ class AgentSampler:
     def take_metrics(self) -> dict[str, Metric]:
         """Of the episodes since the last call."""
         taken, self._metrics = self._metrics, []
-        return dict(merge_metrics(taken)) if taken else {}
+        return {**sampler_metrics(self.sampler), **merge_metrics(taken)}
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of at most `n` episodes for each prompt, as they are over. Raises DataError where every agent failed."""
@@ -128,6 +126,8 @@ class AgentSampler:
         if len(encoded) < len(prompts):
             raise DataError("an AgentSampler takes Prompts; encode text or messages with covey.data first.")
         refuse_media(encoded, "a run with an agent")
+        if hasattr(self.sampler, "go_on"):  # of all processes together: the weights, which each call finds there
+            list(self.sampler.sample([], n, params))
         self._open()
         self.sessions.params = params
         self._count += 1
@@ -143,6 +143,8 @@ class AgentSampler:
         if self.endpoint is None:
             limits = Limits(max_waiting=_MANY, max_connections=_MANY, max_choices=_MANY, drain_seconds=1.0)
             hooks: dict[str, Any] = {"on_call": self.sessions.record, "admit": self.sessions.admit}
+            if not isinstance(self.sampler, NativeSampler):
+                hooks["logprobs_mode"] = "processed_logprobs"  # the only ones that it reports
             self.endpoint = Endpoint(self.sampler, name=MODEL, limits=limits, **hooks)
             self.endpoint.open()
 
@@ -151,12 +153,18 @@ class AgentSampler:
     def _groups(self, runs: list[_Run], num_prompts: int) -> Iterator[Group]:
         waiting, running = deque(runs), dict[int, _Run]()
         left = Counter(run.place[0] for run in runs)
+        check_stop, self._is_left = self.check_stop, False
+        if not isinstance(
+            self.sampler, NativeSampler
+        ):  # it asks on the engine's thread, where a stop of the run is not looked for
+            self.sampler.check_stop = self._expect_listeners
         try:
             while waiting or running:
                 while waiting and len(running) < self.concurrency:
                     run = waiting.popleft()
                     running[id(run)] = run
                     self._start(run)
+                check_stop()
                 for run in self._over(running):
                     del running[id(run)]
                     self._settle(run)
@@ -165,11 +173,20 @@ class AgentSampler:
                     if not left[p]:
                         yield self._group([run for run in runs if run.place[0] == p])
         finally:
+            self._is_left = True
             for run in running.values():
                 self.sessions.close(run.session)
-            if self.endpoint is not None:  # answers that nobody waits for are written before the weights change
+            if (
+                self.endpoint is not None
+            ):  # answers that nobody waits for are written, or left, before the weights change
                 self.endpoint.engine.when_idle(lambda: None).result()
+            if not isinstance(self.sampler, NativeSampler):
+                self.sampler.check_stop = check_stop
         self._finish(runs)
+
+    def _expect_listeners(self) -> None:
+        if self._is_left:
+            raise CoveyError("the rollout of this agent is over.")
 
     def _start(self, run: _Run) -> None:
         assert self.endpoint is not None  # opened before
@@ -201,7 +218,6 @@ class AgentSampler:
 
     def _over(self, running: Mapping[int, _Run]) -> list[_Run]:
         """Episodes that have just ended, by themselves or at their deadline."""
-        self.check_stop()
         ended = []
         try:
             ended.append(self._ended.get(timeout=_POLL_SECONDS))

@@ -18,6 +18,7 @@ from covey.rollout.live import LiveRequest, LiveScheduler, LogprobsMode, Top
 from covey.rollout.sampling import sequence_key
 from covey.serving.counters import Counters
 from covey.serving.errors import APIError
+from covey.serving.sampled import SampledScheduler, decoding, scheduler_of
 from covey.serving.scoring import Scored, score_prompts
 from covey.types import Group, Prompt
 
@@ -138,13 +139,13 @@ class _Lane:
     """One model: its sampler, and its running batch while there is one."""
 
     sampler: NativeSampler
-    scheduler: LiveScheduler | None = None
+    scheduler: LiveScheduler | SampledScheduler | None = None
     tickets: dict[int, Ticket] = field(default_factory=dict)
     requests: dict[int, LiveRequest] = field(default_factory=dict)
 
     def begin(self, ticket: Ticket, mode: LogprobsMode) -> None:
         if self.scheduler is None:
-            self.scheduler = LiveScheduler.of(self.sampler)
+            self.scheduler = scheduler_of(self.sampler)
         request = ticket.request(mode)
         self.tickets[id(request)], self.requests[id(ticket)] = ticket, request
         self.scheduler.add(request)
@@ -296,6 +297,8 @@ class Engine:
     def _begin(self, ticket: Ticket) -> None:
         lane, prompt_request = self._lanes[ticket.model], ticket.prompt_request
         try:
+            if prompt_request.scores_prompt and not isinstance(lane.sampler, NativeSampler):
+                raise APIError(400, "The sampler of this run scores no prompts; leave echo with logprobs out.")
             if prompt_request.scores_prompt:
                 ticket.scored = score_prompts(
                     lane.sampler.model, [prompt_request.prompt.token_ids], prompt_request.num_top or 0
@@ -316,9 +319,9 @@ class Engine:
             self.counters.add("covey_cancelled_total")
             self._rest(lane)
 
-    def _step(self, lane: _Lane, scheduler: LiveScheduler) -> None:
+    def _step(self, lane: _Lane, scheduler: LiveScheduler | SampledScheduler) -> None:
         try:
-            with lane.sampler.forward.evaluating():
+            with decoding(lane.sampler):
                 finished = scheduler.step()
         except Exception as error:  # noqa: BLE001 - returned to every request that lost its rows
             self._broke(lane, scheduler, error)
@@ -338,7 +341,7 @@ class Engine:
         if lane.scheduler is not None and not lane.scheduler.is_busy:
             lane.scheduler = None
 
-    def _broke(self, lane: _Lane, scheduler: LiveScheduler, error: Exception) -> None:
+    def _broke(self, lane: _Lane, scheduler: LiveScheduler | SampledScheduler, error: Exception) -> None:
         logger.error("Decoding failed (%s: %s); its requests are answered with an error.", type(error).__name__, error)
         if is_out_of_memory(error):
             lane.sampler.max_rows, lane.sampler.cache_bytes = max(1, scheduler.max_rows // 2), scheduler.held // 2

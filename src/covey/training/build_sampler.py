@@ -207,7 +207,7 @@ def sampler_ahead(
             pack=lambda model, tokenizer: b"",
             world=world,
             collect=weights.collect,
-            keeps_columns=agents.environments is not None,
+            keeps_columns=agents.environments is not None or agents.agent is not None,
         )
     setup = Setup(
         options=options,

@@ -61,6 +61,7 @@ class VLLMSampler:
         Raises ConfigError without vLLM, ModelError for a model that it cannot run.
         """
         self.tokenizer, self.shards = tokenizer, shards
+        self.model, self.max_rows = model, None
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
         self.check_stop = check_stop
         """Callback between tokens; its exception ends the sampling."""

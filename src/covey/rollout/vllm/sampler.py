@@ -80,6 +80,7 @@ class ServerSampler:
         Raises ConfigError for a server of another model or without the endpoints, ServerError if no server answers.
         """
         self.tokenizer, self.regex, self.timeout = tokenizer, regex, timeout
+        self.model, self.max_rows = model, None
         self.world, self.shards = world or World(), shards
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
         self.check_stop = check_stop
