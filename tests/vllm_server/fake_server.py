@@ -47,7 +47,7 @@ class FakeServer:
         self.reached: list[int] | None = None
         """Replicas that an update reaches; None: all."""
         self.is_varied = False
-        """Completion i begins with the token of rank i; all are the greedy one otherwise."""
+        """Completion i begins with the token of rank i, a single one with that of its seed; all are the greedy one otherwise."""
         self.noise = 0.0
         """Standard deviation of what is added to each log-probability."""
         self.reads_cached: dict[str, Any] = {}
@@ -194,7 +194,8 @@ class FakeServer:
         while len(drawn) < body["max_tokens"]:
             logits = model(torch.tensor([ids + drawn])).logits[0, -1].float()
             logp = (logits / (body.get("temperature") or 1.0)).log_softmax(-1)
-            rank = index if self.is_varied and not drawn else 0
+            place = index if body.get("n", 1) > 1 else int(body.get("seed") or 0) % 5
+            rank = place if self.is_varied and not drawn else 0
             drawn.append(int(logp.topk(rank + 1).indices[-1]))
             logprobs.append(float(logp[drawn[-1]]))
             if drawn[-1] in body["stop_token_ids"]:
