@@ -86,7 +86,7 @@ class AgentSampler:
         self.sampler: Any = sampler
         self.agent, self.record = agent, record
         self.timeout_seconds, self.concurrency = timeout_seconds, concurrency
-        self.sessions = Sessions(max_tokens, max_turns, sampler.eos_ids)
+        self.sessions = Sessions(max_tokens, max_turns, self.sampler.eos_ids)
         self.endpoint: Endpoint | None = None
         self._ended: queue.SimpleQueue[_Run] = queue.SimpleQueue()
         self._metrics: list[dict[str, Metric]] = []
