@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from covey.environments import Agent, AgentResult
-from covey.errors import CoveyError, DataError
+from covey.errors import DataError
 from covey.modalities import refuse_media
 from covey.rollout import NativeSampler, Sampler, SamplingParams
 from covey.rollout.prompts import PromptLike, occurrences
@@ -25,6 +25,7 @@ from covey.serving.endpoint import Endpoint
 from covey.serving.engine import Call
 from covey.serving.episodes import Episode, Recorded, episodes_of
 from covey.serving.limits import Limits
+from covey.serving.sampled import Watch
 from covey.serving.sessions import Session, Sessions
 from covey.serving.traces import Trace, expect_recorded
 from covey.types import (
@@ -91,7 +92,6 @@ class AgentSampler:
         self._ended: queue.SimpleQueue[_Run] = queue.SimpleQueue()
         self._metrics: list[dict[str, Metric]] = []
         self._count = 0
-        self._is_left = False
 
     @property
     def check_stop(self) -> Callable[[], None]:
@@ -153,18 +153,14 @@ class AgentSampler:
     def _groups(self, runs: list[_Run], num_prompts: int) -> Iterator[Group]:
         waiting, running = deque(runs), dict[int, _Run]()
         left = Counter(run.place[0] for run in runs)
-        check_stop, self._is_left = self.check_stop, False
-        if not isinstance(
-            self.sampler, NativeSampler
-        ):  # it asks on the engine's thread, where a stop of the run is not looked for
-            self.sampler.check_stop = self._expect_listeners
+        watch = Watch(self.sampler)
         try:
             while waiting or running:
                 while waiting and len(running) < self.concurrency:
                     run = waiting.popleft()
                     running[id(run)] = run
                     self._start(run)
-                check_stop()
+                watch.check_stop()
                 for run in self._over(running):
                     del running[id(run)]
                     self._settle(run)
@@ -173,20 +169,13 @@ class AgentSampler:
                     if not left[p]:
                         yield self._group([run for run in runs if run.place[0] == p])
         finally:
-            self._is_left = True
+            watch.leave()
             for run in running.values():
                 self.sessions.close(run.session)
-            if (
-                self.endpoint is not None
-            ):  # answers that nobody waits for are written, or left, before the weights change
+            if self.endpoint is not None:  # answers are written, or left, before the weights change
                 self.endpoint.engine.when_idle(lambda: None).result()
-            if not isinstance(self.sampler, NativeSampler):
-                self.sampler.check_stop = check_stop
+            watch.end()
         self._finish(runs)
-
-    def _expect_listeners(self) -> None:
-        if self._is_left:
-            raise CoveyError("the rollout of this agent is over.")
 
     def _start(self, run: _Run) -> None:
         assert self.endpoint is not None  # opened before
