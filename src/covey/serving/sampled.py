@@ -106,7 +106,7 @@ class Watch:
 
 
 def scheduler_of(sampler: Any) -> LiveScheduler | SampledScheduler:
-    """What decodes an endpoint's requests by this sampler: the native engine within its decode steps, another one by batches."""
+    """Scheduler of an endpoint's requests over this sampler: the native engine answers within its decode steps, another one by batches."""
     return LiveScheduler.of(sampler) if isinstance(sampler, NativeSampler) else SampledScheduler(sampler)
 
 
