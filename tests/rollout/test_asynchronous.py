@@ -8,12 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from covey.process.world import World
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.asynchronous import AsynchronousSampler
+from covey.rollout.central import CentralSampler
 from covey.rollout.on_ray import Actor
 from covey.rollout.worker import Order, Setup, Writer, packed, unpacked
 from covey.rollout.worker_process import ProcessWorker
-from covey.types import Group, Prompt
+from covey.training.build_sampler import worker_devices
+from covey.types import Completion, Group, Prompt
 from kit import tiny_model, tiny_tokenizer
 
 PARAMS = SamplingParams(max_tokens=24, seed=5)
@@ -48,7 +51,7 @@ def model() -> torch.nn.Module:
 
 
 def asynchronous(model: torch.nn.Module, workers: int = 1) -> AsynchronousSampler:
-    start = lambda model, content, version, tell: ProcessWorker(model, content, version, SETUP, tell)
+    start = lambda model, content, version, tell, place: ProcessWorker(model, content, version, SETUP, tell)
     return AsynchronousSampler(model, tiny_tokenizer(), start, workers)
 
 
@@ -143,3 +146,67 @@ def test_an_actor_that_is_late_does_too(model, takes_newest, version) -> None:
         said = [pickle.loads(one) for one in actor.write(Order(0, tuple(prompts()), 2, PARAMS, at_least=at_least))]
         groups = [one[1] for one in said if one[0] == "group"]
         assert {one.version for group in groups for one in group.completions} == {expected}
+
+
+class Echo:
+    """A worker that writes the uid of a prompt as its only completion, at once."""
+
+    def __init__(self, tell, place: int) -> None:
+        self.tell, self.place = tell, place
+
+    def send(self, order: Order) -> None:
+        for prompt in order.prompts:
+            completion = Completion(token_ids=torch.tensor([len(prompt.uid)]), text=prompt.uid, finish="stop")
+            self.tell(("group", order.number, Group(prompt=prompt, completions=(completion,))))
+
+    def publish(self, version: int) -> bool:
+        return True
+
+    def close(self) -> None: ...
+
+
+def echoing(kind=AsynchronousSampler, workers: int = 2, **options):
+    start = lambda model, content, version, tell, place: Echo(tell, place)
+    return kind(tiny_model(), tiny_tokenizer(), start, workers, pack=lambda model, tokenizer: b"", **options)
+
+
+def test_a_prompt_that_is_drawn_twice_gets_two_groups_of_its_own() -> None:
+    first, second = prompts(2)
+    groups = list(echoing().sample([first, second, first], 1, PARAMS))
+    assert sorted(group.completions[0].text for group in groups) == ["0:0", "0:0#1", "0:1"]
+    assert sorted(group.prompt.uid for group in groups) == ["0:0", "0:0", "0:1"]
+    assert all(group.prompt.columns for group in groups)
+
+
+class Halves(World):
+    """Each of two processes, one after the other, that draw the same texts, whose uids are the same there."""
+
+    def interleave(self, items):
+        return [(rank, item[1]) for item in items for rank in (0, 1)]
+
+    def broadcast(self, value):
+        if self.rank == 0:
+            Halves.sent = value
+        return Halves.sent
+
+    def max(self, count):
+        return count
+
+
+def test_processes_whose_prompts_share_uids_get_groups_of_their_own() -> None:
+    written = []
+    for rank in (0, 1):
+        sampler = echoing(CentralSampler, world=Halves(rank=rank, size=2), collect=lambda policy, version: policy)
+        written.append([g.completions[0].text for g in sampler.sample(["a text", "another"], 1, PARAMS)])
+    assert written == [["0", "1"], ["0#1", "1#1"]]
+
+
+@pytest.mark.parametrize(
+    ("count", "processes", "expected"), [(4, 1, ["cuda:1", "cuda:2", "cuda:3"]), (4, 4, ["cuda:0"]), (1, 1, ["cuda:0"])]
+)
+def test_workers_take_the_devices_behind_the_learners_in_turn(count, processes, expected, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    assert worker_devices(None, torch.device("cuda", 0)) == expected
+    assert worker_devices(None, torch.device("cpu")) == ["cpu"]
+    assert worker_devices("cpu", torch.device("cuda", 0)) == ["cpu"]

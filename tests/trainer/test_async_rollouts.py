@@ -133,7 +133,6 @@ def test_staleness_is_bounded_nothing_is_wasted_and_a_checkpoint_holds_what_is_a
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"ema_decay": 0.9}, "ema_decay cannot go together"),
         ({"max_staleness": -1}, "max_staleness=-1 must be at least 0"),
         ({"pipeline_depth": 0}, "pipeline_depth=0 must be at least 1"),
         ({"rollout_placement": "slurm"}, "rollout_placement='slurm' is not known"),

@@ -15,7 +15,7 @@ from typing import Any
 
 from covey.errors import CoveyError
 from covey.models import unwrapped
-from covey.rollout.prompts import PromptLike, as_prompts
+from covey.rollout.prompts import PromptLike, as_prompts, with_distinct_uids
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.stopping import context_of
 from covey.rollout.worker import Order, packed
@@ -29,8 +29,8 @@ DEATHS_IN_A_ROW = 3
 _LOOK_SECONDS = 0.05
 """Polling interval for a stop signal while no message arrives."""
 
-Start = Callable[[Any, bytes, int, Callable[[tuple[Any, ...]], None]], Worker]
-"""Worker factory `(model, content, version, tell)`; `content`: the model with its current weights, and the tokenizer, by `pack`."""
+Start = Callable[[Any, bytes, int, Callable[[tuple[Any, ...]], None], int], Worker]
+"""Worker factory `(model, content, version, tell, place)`; `place`: the worker's number, from 0; `content`: the model with its current weights, and the tokenizer, by `pack`."""
 Pack = Callable[[Any, Any], bytes]
 
 
@@ -110,13 +110,16 @@ class AsynchronousSampler:
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, as they finish."""
-        encoded = as_prompts(prompts, self.tokenizer, context_of(unwrapped(self.model)))
-        if not encoded:
+        originals = as_prompts(prompts, self.tokenizer, context_of(unwrapped(self.model)))
+        if not originals:
             return
+        encoded = with_distinct_uids(originals)
+        by_uid = {distinct.uid: prompt for distinct, prompt in zip(encoded, originals, strict=True)}
         ordered = next((key for key, order in self.orders.items() if order.is_of(encoded, n, params)), None)
         number = self.order(encoded, n, params, self.version) if ordered is None else ordered
         try:
-            yield from self._delivered(number, encoded)
+            for group in self._delivered(number, encoded):
+                yield with_columns(group, by_uid[group.prompt.uid])
         except BaseException:
             if ordered is None:
                 del self.orders[number]
@@ -142,7 +145,7 @@ class AsynchronousSampler:
     def order(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, at_least: int) -> int:
         """Request groups, to be delivered by `sample` with the same arguments. Returns the order's number."""
         number, self._orders = self._orders, self._orders + 1
-        self.orders[number] = RolloutOrder(tuple(prompts), n, params, at_least)
+        self.orders[number] = RolloutOrder(tuple(with_distinct_uids(prompts)), n, params, at_least)
         if self._workers:
             self._pump()
             for place in range(len(self._workers)):
@@ -222,7 +225,7 @@ class AsynchronousSampler:
         self._generation += 1
         generation = self._generation
         worker = self.start(
-            self.model, content, self.version, lambda message: self._inbox.put((place, generation, message))
+            self.model, content, self.version, lambda message: self._inbox.put((place, generation, message)), place
         )
         self._workers[place : place + 1] = [worker]
         self._ids[place : place + 1] = [generation]

@@ -11,7 +11,7 @@ from covey.models import unwrapped
 from covey.process.interruption import on_main
 from covey.process.world import World
 from covey.rollout.asynchronous import AsynchronousSampler, with_columns
-from covey.rollout.prompts import PromptLike, as_prompts
+from covey.rollout.prompts import PromptLike, as_prompts, with_distinct_uids
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.stopping import context_of
 from covey.types import Group, Metric, Prompt
@@ -46,13 +46,15 @@ class CentralSampler(AsynchronousSampler):
             return
         share = as_prompts(prompts, self.tokenizer, context_of(unwrapped(self.model)))
         plain = share if self.keeps_columns else [replace(prompt, columns={}) for prompt in share]
-        everyone = self.world.interleave(plain)
+        ranked = self.world.interleave([(self.world.rank, prompt) for prompt in plain])
+        everyone = with_distinct_uids([prompt for _, prompt in ranked])
+        mine = [prompt.uid for (rank, _), prompt in zip(ranked, everyone, strict=True) if rank == self.world.rank]
         write = super().sample
         failed = CoveyError("the rollouts that run ahead failed on the main process; its log says why.")
         groups = self.world.broadcast(on_main(self.world, lambda: list(write(everyone, n, params)), failed))
         by_uid = {group.prompt.uid: group for group in groups or ()}
-        for prompt in share:
-            yield with_columns(by_uid[prompt.uid], prompt)
+        for uid, prompt in zip(mine, share, strict=True):
+            yield with_columns(by_uid[uid], prompt)
 
     def take_metrics(self) -> dict[str, Metric]:
         """Those of the main process; the others measure nothing."""

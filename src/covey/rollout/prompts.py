@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -53,6 +54,14 @@ def _encoded(prompt: str | Sequence[Message] | Sequence[int], uid: str, tokenize
     messages: Any = tuple(prompt)
     ids = chat_ids(tokenizer, messages, add_generation_prompt=True)
     return Prompt(uid=uid, messages=messages, token_ids=tuple(ids))
+
+
+def with_distinct_uids(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts, where a repeated one has a uid of its own: `uid`, `uid#1`, `uid#2`."""
+    return [
+        replace(prompt, uid=f"{prompt.uid}#{occurrence}") if occurrence else prompt
+        for prompt, occurrence in zip(prompts, occurrences(prompts), strict=True)
+    ]
 
 
 def occurrences(prompts: Sequence[Prompt]) -> list[int]:

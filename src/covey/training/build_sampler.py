@@ -6,7 +6,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -202,27 +202,29 @@ def sampler_ahead(
         return CentralSampler(
             model,
             tokenizer,
-            lambda model, content, version, tell: ThreadWorker(writer, weights, tell),
+            lambda model, content, version, tell, place: ThreadWorker(writer, weights, tell),
             check_stop=check_stop,
             pack=lambda model, tokenizer: b"",
             world=world,
             collect=weights.collect,
             keeps_columns=agents.environments is not None or agents.agent is not None,
         )
+    devices = worker_devices(args.rollout_device, world.device)
     setup = Setup(
         options=options,
-        device=_device(args.rollout_device, world.device),
+        device=devices[0],
         threads=_threads(args, world.device),
         in_flight=args.in_flight_weights,
         takes_newest=takes_newest,
     )
 
-    def start(model: Any, content: bytes, version: int, tell: Tell) -> Worker:
+    def start(model: Any, content: bytes, version: int, tell: Tell, place: int) -> Worker:
         if args.rollout_placement == "ray":
             from covey.rollout.on_ray import RayWorker
 
             return RayWorker(model, content, version, setup, tell)
-        return ProcessWorker(model, content, version, setup, tell)
+        mine = replace(setup, device=devices[place % len(devices)])
+        return ProcessWorker(model, content, version, mine, tell)
 
     host = shards.copy_on_host() if shards is not None and world.is_main else None
 
@@ -245,18 +247,18 @@ def _refuse(args: GRPOConfig, options: dict[str, Any], agents: Agents) -> None:
     expect_together(*features_of(args), *agents.features, is_uncorrected and "generate")
 
 
-def _device(name: str | None, learner: torch.device) -> str:
-    """Device of the workers. Raises ConfigError for an absent device."""
+def worker_devices(name: str | None, learner: torch.device) -> list[str]:
+    """Devices of the workers, which take them in turn. Raises ConfigError for an absent device."""
     if name is None:
         if learner.type != "cuda":
-            return learner.type
+            return [learner.type]
         behind = max((learner.index or 0) + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        return f"cuda:{behind}" if behind < torch.cuda.device_count() else str(learner)
+        return [f"cuda:{i}" for i in range(behind, torch.cuda.device_count())] or [str(learner)]
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"rollout_device={name!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    return name
+    return [name]
 
 
 def _threads(args: GRPOConfig, device: torch.device) -> int:
