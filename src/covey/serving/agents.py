@@ -10,7 +10,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -84,7 +84,7 @@ class AgentSampler:
         concurrency: int = 64,
         record: Callable[[int, Sequence[Trace]], None] = lambda version, traces: None,
     ) -> None:
-        self.sampler: Any = sampler
+        self.sampler: Any = cast(Any, sampler)
         self.agent, self.record = agent, record
         self.timeout_seconds, self.concurrency = timeout_seconds, concurrency
         self.sessions = Sessions(max_tokens, max_turns, self.sampler.eos_ids)
