@@ -4,7 +4,7 @@
 
 It draws the sounds, teaches a tiny model, trains it in FOLDER (`runs/sound`), and prints the accuracy before and after on
 400 sounds that were not trained on, one drawn answer each, with 95% intervals. A real model: `model = "Qwen/Qwen2-Audio-7B-Instruct"`.
-The smoke shows that everything runs; with two steps its reward does not rise.
+Expect: about half are right before and nine of ten after. The smoke shows that everything runs; with two steps its reward does not rise.
 """
 
 from __future__ import annotations

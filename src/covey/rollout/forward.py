@@ -281,7 +281,8 @@ def expect_supported(model: Any) -> None:
     is_stateful = has_states(inner)
     if kinds and not is_stateful:
         raise Unsupported(f"{name} has layers of kind {', '.join(sorted(kinds))}")
-    if not is_stateful and not getattr(decoder_of(inner), "_supports_attention_backend", False):
+    attends = any(getattr(part, "_supports_attention_backend", False) for part in (inner, decoder_of(inner)))
+    if not is_stateful and not attends:
         raise Unsupported(f"{name} does not attend through transformers' attention interface")
     if len({parameter.device for parameter in inner.parameters()}) > 1:
         raise Unsupported(f"{name} is spread over several devices")
