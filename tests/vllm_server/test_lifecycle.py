@@ -9,6 +9,7 @@ import pytest
 
 from covey.cli import main
 from covey.errors import ConfigError, ServerError
+from covey.rollout.vllm import VLLMSampler
 from covey.rollout.vllm.client import Address, Client
 from covey.rollout.vllm.lifecycle import Sleep
 from covey.rollout.vllm.server import Server, warn_if_exposed
@@ -75,6 +76,20 @@ def test_awake_it_is_sent_weights_and_told_nothing():
     sleep.sync(lambda: engine.told.append("weights sent"))
     sleep.wake()
     assert engine.told == ["weights sent"]
+
+
+def test_a_sampler_that_slept_is_sent_its_weights_again_without_a_new_load():
+    """Turns of tools, dynamic sampling and an evaluation draw several times between two updates."""
+    engine = Engine()
+    sampler = object.__new__(VLLMSampler)  # whose engine would need vLLM
+    vars(sampler).update(sleep=Sleep(engine), sleeps=True, _send=lambda policy: engine.told.append(policy))
+    for policy in ("weights 1", None, "weights 2"):
+        if policy is not None:
+            sampler.load(policy, version=1)
+        sampler._settle()
+        sampler.sleep.sleep(2)
+    again = ["wake weights", "weights 1", "wake kv_cache", "sleep 2"]
+    assert engine.told == ["weights 1", "sleep 2", *again, "wake weights", "weights 2", "wake kv_cache", "sleep 2"]
 
 
 def test_a_server_in_development_mode_is_not_opened_to_the_network_by_accident():

@@ -88,17 +88,17 @@ class VLLMSampler:
 
         A sleeping engine gets them when the next rollout wakes it.
         """
-        self.pending, self.version = policy, version
+        self.model, self.version, self.is_new = policy, version, True
         if not self.sleeps:
             self._settle()
 
     def _settle(self) -> None:
-        """Wake the engine, with the weights of the last `load`."""
-        policy, self.pending = self.pending, None
-        if policy is None:
+        """Wake the engine with the weights of the last `load`, which are sent again where its sleep has dropped them."""
+        if self.is_new or self.sleep.is_empty:
+            self.sleep.sync(lambda: self._send(self.model))
+            self.is_new = False
+        else:
             self.sleep.wake()
-            return
-        self.sleep.sync(lambda: self._send(policy))
 
     def _send(self, policy: Any) -> None:
         if self.tensor_parallel_size == 1:
@@ -149,7 +149,8 @@ class VLLMSampler:
             if waiting:  # the caller stopped early: abort the rest
                 engine.abort_request(list(waiting))
             if self.sleeps:
-                self.sleep.sleep(2)
+                # gathering a split model is collective, and a rollout of turns samples in one process more often than in others
+                self.sleep.sleep(2 if self.shards is None else 1)
 
     def _vllm_params(self, params: SamplingParams, n: int, room: int, seed: int | None) -> Any:
         from vllm import SamplingParams as VLLMParams

@@ -21,6 +21,11 @@ class Sleep:
     engine: Any
     state: State = "awake"
 
+    @property
+    def is_empty(self) -> bool:
+        """True if the engine holds no weights, or not all of them."""
+        return self.state in ("asleep(2)", "weights are back")
+
     def sleep(self, level: int) -> None:
         """Free device memory: level 1 keeps the weights in host memory, level 2 drops them. No effect if asleep."""
         if self.state.startswith("asleep"):
