@@ -193,6 +193,8 @@ class FakeServer:
         ids, drawn, logprobs = list(body["prompt"]), [], []
         while len(drawn) < body["max_tokens"]:
             logits = model(torch.tensor([ids + drawn])).logits[0, -1].float()
+            for token, bias in body.get("logit_bias", {}).items():
+                logits[int(token)] += bias
             logp = (logits / (body.get("temperature") or 1.0)).log_softmax(-1)
             place = index if body.get("n", 1) > 1 else int(body.get("seed") or 0) % 5
             rank = place if self.is_varied and not drawn else 0

@@ -15,11 +15,12 @@ from fake_server import FakeServer, nudged
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import AttestationError, ConfigError, ServerError
-from covey.rollout import SamplingParams
+from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.vllm import ServerSampler
 from covey.rollout.vllm.client import Address, Client, Deadlines, NoAnswerError
 from covey.rollout.vllm.weights import Source
 from kit import rest_nightly, tiny_model, tiny_tokenizer
+from modalities.models import tiny_vlm
 
 SHORT = dict.fromkeys(("connect", "read", "init", "pause", "start", "update", "finish", "resume", "probe"), 0.4)
 PATIENT = {"deadlines": dict.fromkeys(SHORT, 30.0), "timeout": 60.0}
@@ -61,6 +62,26 @@ def test_groups_come_back_whole_with_their_log_probabilities_and_version(fake, m
             expected = logp.gather(1, completion.token_ids[:, None])[:, 0]
             assert torch.allclose(completion.logprobs, expected, atol=1e-5)
     assert fake.version.endswith(":7")
+
+
+def test_a_server_writes_no_placeholder_of_an_image_that_is_not_there(tmp_path):
+    """As the native engine, on prompts of text: the learner gives these tokens no probability."""
+    model, processor = tiny_vlm("qwen2_5_vl")
+    placeholder = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+    head = torch.nn.Linear(model.lm_head.in_features, model.lm_head.out_features)
+    head.weight.data, head.bias.data = model.lm_head.weight.detach().clone(), torch.zeros(len(model.lm_head.weight))
+    head.bias.data[placeholder] = 9.0
+    model.lm_head = head
+    with FakeServer(model, processor.tokenizer) as fake:
+        server = ServerSampler(model, processor.tokenizer, port=fake.port, directory=tmp_path, attest="off", **PATIENT)
+        server.load(model, version=0)
+        groups, native = list(server.sample(PROMPTS, 1, GREEDY)), NativeSampler(model, processor.tokenizer)
+        expected = {group.prompt.uid: group.completions[0] for group in native.sample(PROMPTS, 1, GREEDY)}
+    for group in groups:
+        completion = group.completions[0]
+        assert completion.token_ids.tolist() == expected[group.prompt.uid].token_ids.tolist()
+        assert placeholder not in completion.token_ids
+        torch.testing.assert_close(completion.logprobs, expected[group.prompt.uid].logprobs, atol=1e-4, rtol=0)
 
 
 def test_several_loads_before_a_rollout_send_the_weights_once(fake, model, tmp_path):

@@ -18,6 +18,7 @@ import torch
 
 from covey.config.combinations import expect_together
 from covey.errors import ConfigError, ModelError
+from covey.modalities import banned_ids
 from covey.models import unwrapped
 from covey.process.sharding import Shards
 from covey.process.world import has_several_processes
@@ -25,7 +26,7 @@ from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.stopping import checked_eos_ids, context_of
-from covey.rollout.vllm.lifecycle import Sleep
+from covey.rollout.vllm.lifecycle import NEVER, Sleep
 from covey.rollout.vllm.weights import Source, write_weights
 from covey.rollout.vllm.worker.covey_worker import repack
 from covey.types import Completion, Group, Prompt
@@ -63,6 +64,7 @@ class VLLMSampler:
         self.tokenizer, self.shards = tokenizer, shards
         self.model, self.max_rows = model, None
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
+        self.banned = banned_ids(model)
         self.check_stop = check_stop
         """Callback between tokens; its exception ends the sampling."""
         self.context = max_model_length or context_of(unwrapped(model))
@@ -171,6 +173,7 @@ class VLLMSampler:
             logprobs=0,
             skip_special_tokens=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            logit_bias=dict.fromkeys(self.banned, NEVER) or None,
             structured_outputs=None if self.regex is None else StructuredOutputsParams(regex=self.regex),
         )
 

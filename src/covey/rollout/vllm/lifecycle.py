@@ -1,4 +1,4 @@
-"""Sleep mode of a vLLM engine as a state machine: level 2 drops the weights, so only a sync leads back to awake."""
+"""Sleep mode of a vLLM engine as a state machine, where level 2 drops the weights; and the bias that bans a token."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any, Literal
 from covey.errors import ServerError
 
 State = Literal["awake", "asleep(1)", "asleep(2)", "weights are back", "synced"]
+
+NEVER = -100.0
+"""Logit bias of a token that no completion may hold; OpenAI's interface takes no lower one."""
 
 
 @dataclass(eq=False)

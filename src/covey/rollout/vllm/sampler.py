@@ -15,6 +15,7 @@ import torch
 
 from covey.config.combinations import expect_together
 from covey.errors import AttestationError, ConfigError, ServerError
+from covey.modalities import banned_ids
 from covey.models import unwrapped
 from covey.process.interruption import on_main
 from covey.process.sharding import Shards
@@ -24,6 +25,7 @@ from covey.rollout.sampler import SamplingParams
 from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.stopping import check_finite, checked_eos_ids, context_of
 from covey.rollout.vllm.client import Address, Client, Deadlines, NoAnswerError
+from covey.rollout.vllm.lifecycle import NEVER
 from covey.rollout.vllm.server import Server, refuse_other_model, refuse_raw_logprobs, warn_if_exposed
 from covey.rollout.vllm.sync import Attest, RestartedError, Sync, Update
 from covey.rollout.vllm.transports import (
@@ -83,6 +85,7 @@ class ServerSampler:
         self.model, self.max_rows = model, None
         self.world, self.shards = world or World(), shards
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
+        self.banned = banned_ids(model)
         self.check_stop = check_stop
         """Callback while the server generates; its exception aborts the requests."""
         self.check_wait = check_wait or check_stop
@@ -261,6 +264,8 @@ class ServerSampler:
             "return_token_ids": True,
             "skip_special_tokens": True,
         }
+        if self.banned:
+            body["logit_bias"] = {str(token_id): NEVER for token_id in self.banned}
         return body if self.regex is None else {**body, "structured_outputs": {"regex": self.regex}}
 
     def _drawn(self, prompts: list[Prompt], requests: dict[int, dict[str, Any]], n: int) -> Iterator[Group]:
