@@ -24,8 +24,17 @@ def run_in(folder: Path) -> Path:
     return folder
 
 
-def test_the_address_that_is_printed_answers_at_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", CODE, "view", str(run_in(tmp_path)), "--port", "0"]
+def test_the_address_that_is_printed_answers_at_once_and_without_pytorch(tmp_path: Path) -> None:
+    """Files are shown: what takes seconds to import has no part in it."""
+    command = [
+        sys.executable,
+        "-c",
+        f"import sys; sys.modules['torch'] = None; {CODE}",
+        "view",
+        str(run_in(tmp_path)),
+        "--port",
+        "0",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None

@@ -36,7 +36,7 @@ def run(args: Args) -> None:
 
         from covey.monitor.view import Library, make_app
         from covey.monitor.view.access import is_loopback
-        from covey.serving.connections import impatient
+        from covey.process.connections import impatient
     except ModuleNotFoundError as error:
         raise ConfigError(f"covey view needs {error.name}; install it with pip install 'covey[view]'.") from error
     token = options["token"] or (None if is_loopback(options["host"]) else secrets.token_urlsafe(24))

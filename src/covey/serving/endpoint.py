@@ -12,12 +12,12 @@ from typing import Any
 import uvicorn
 
 from covey.errors import ConfigError
+from covey.process.connections import impatient
 from covey.rollout import NativeSampler
 from covey.rollout.live import LogprobsMode
 from covey.serving.access import checked_key
 from covey.serving.app import Admit, Routes, Service
 from covey.serving.asking import APIRequest
-from covey.serving.connections import impatient
 from covey.serving.engine import Call, Engine
 from covey.serving.limits import Limits
 
