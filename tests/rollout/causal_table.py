@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import tempfile
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -45,11 +46,12 @@ class Verdict:
     """A key of `ROLLOUTS`."""
     shared: str = ""
     adapters: str = ""
+    export: str = ""
 
     def begin(self) -> str:
         """The row but for its kinds."""
         tools = "" if not self.shared else "yes" if self.rollout in ("native", "states") else "no"
-        return f"| {ROLLOUTS[self.rollout]} | {tools} | {self.shared} | {self.adapters} |"
+        return f"| {ROLLOUTS[self.rollout]} | {tools} | {self.shared} | {self.adapters} | {self.export} |"
 
 
 def gap_of(sampler: Any, model: Any) -> float:
@@ -76,9 +78,11 @@ def verdict_of(kind: str) -> Verdict:
         if (gap := gap_of(sampler, model)) > MOST:
             raise ValueError(f"{kind}: sampled {gap:.2g} nats from its plain forward")
     if isinstance(sampler, TransformersSampler):
-        return Verdict(sampler.way, shared_by(model), adapters_on(model))
-    assert isinstance(sampler, NativeSampler)
-    return Verdict("native" if sampler.forward.states is None else "states", shared_by(model), adapters_on(model))
+        way = sampler.way
+    else:
+        assert isinstance(sampler, NativeSampler)
+        way = "native" if sampler.forward.states is None else "states"
+    return Verdict(way, shared_by(model), export=exported(model), adapters=adapters_on(model))
 
 
 def shared_by(model: Any) -> str:
@@ -87,6 +91,18 @@ def shared_by(model: Any) -> str:
     if not policy.shares_prompts():
         return "no"
     return "in part" if any(layer.way == "rows" for layer in policy._state_layers) else "yes"
+
+
+def exported(model: Any) -> str:
+    """`yes` if the folder that a run writes (`--format merged`) is read back as the same model."""
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        try:
+            model.save_pretrained(folder)
+            back = type(model).from_pretrained(folder, dtype=torch.float32).eval()
+            return "yes" if torch.allclose(back(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-5) else "no"
+        except Exception:  # noqa: BLE001 - a class that transformers does not write or read back
+            return "no"
 
 
 def adapters_on(model: Any) -> str:
@@ -113,7 +129,9 @@ def table() -> str:
     order = sorted(kinds, key=lambda verdict: (list(ROLLOUTS).index(verdict.rollout), -len(kinds[verdict])))
     named = lambda verdict: ", ".join(f"`{kind}`" for kind in kinds[verdict])
     rows = [f"{verdict.begin()} {named(verdict)} |" for verdict in order]
-    return "\n".join(["| rollout | tools | prompt shared | LoRA | kinds |", "|---|---|---|---|---|", *rows])
+    return "\n".join(
+        ["| rollout | tools | prompt shared | LoRA | export | kinds |", "|---|---|---|---|---|---|", *rows]
+    )
 
 
 if __name__ == "__main__":
