@@ -113,6 +113,17 @@ def test_the_card_tells_data_algorithm_rewards_run_and_evaluations_with_their_in
     assert "hf_secret" not in str(json.loads((tmp_path / "apples" / "run.json").read_text())["config"])
 
 
+def test_uploads_are_committed_in_the_order_in_which_they_were_started(tmp_path, hub):
+    one = trainer(tmp_path)
+    (tmp_path / "apples").mkdir(exist_ok=True)
+    (tmp_path / "apples" / "file").write_text("content")
+    hub.waits.clear()
+    uploads = [one.hub.upload(tmp_path / "apples", ["file"], f"save {i}") for i in range(12)]
+    hub.waits.set()
+    assert [upload.result(60).oid for upload in uploads] == [f"{i + 1:040x}" for i in range(12)]
+    assert hub.messages == [f"save {i}" for i in range(12)]
+
+
 @pytest.mark.parametrize(
     ("strategy", "places"),
     rest_nightly(

@@ -48,7 +48,8 @@ class Hub:
         self.args, self.output_dir, self.tell = args, output_dir, tell
         self.repo_id: str | None = None
         self._uploads: list[tuple[str, Future[Any]]] = []
-        self._one_at_a_time = threading.Lock()
+        self._latest: Future[Any] | None = None
+        """The upload that was started last: each waits for the one before, so that the newest save is the last commit."""
 
     @property
     def name(self) -> str:
@@ -134,12 +135,14 @@ class Hub:
         """
         staged = self._staged(folder, names, card)
         result: Future[Any] = Future()
+        before, self._latest = self._latest, result
 
         def work() -> None:
             commit, failure = None, None
+            if before is not None:
+                wait([before])
             try:
-                with self._one_at_a_time:
-                    commit = self._commit(staged, message, place, **overrides)
+                commit = self._commit(staged, message, place, **overrides)
             except BaseException as error:  # noqa: BLE001 - set on the future
                 failure = error
             # before the result is set: a waiting caller finds the folder clean
