@@ -14,7 +14,16 @@ from faults.small_runs import lines, trainer
 PAGE = (Path(__file__).parents[2] / "docs" / "runs.md").read_text()
 ROWS = [{"prompt": f"Tom has {i} apples.", "task": "ab"[i % 2]} for i in range(12)]
 ELSEWHERE = {
-    *("aux_loss", "value_loss", "value_grad_norm", "memory/rollout_device_peak_gb", "memory/learn_device_peak_gb"),
+    *(
+        "aux_loss",
+        "experts/max_load",
+        "experts/entropy",
+        "experts/changed",
+        "value_loss",
+        "value_grad_norm",
+        "memory/rollout_device_peak_gb",
+        "memory/learn_device_peak_gb",
+    ),
     *(f"same_language/<column>=<value>{end}" for end in ("", "/low", "/high")),  # a column of languages
     *("languages/<code>/count", "languages/<code>/same"),  # a column of languages
     *("prompts/drift_p/length", "prompts/drift_p/text", "rewards/drift_p"),  # at the end of a block of steps
