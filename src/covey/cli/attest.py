@@ -54,9 +54,13 @@ def run(args: Args) -> int:
 
 
 def _margins(result: Any) -> str:
-    lines = [
-        f"chance that this is wrong: {_at_least(result.chance)}; a change of {result.detectable:.2g} nats or more would have been noticed"
-    ]
+    noticed = f"a change of {result.detectable:.2g} nats or more would have been noticed"
+    if result.verdict == "attested" and not result.slopes:
+        lines = [
+            f"{noticed}; a smaller one can hide in rounding, unless --other names the weights that it may have instead"
+        ]
+    else:
+        lines = [f"chance that this is wrong: {_at_least(result.chance)}; {noticed}"]
     lines += [
         f"against {name}: slope {slope.value:.3f} ± {slope.error:.2g}, where 1 is --model and 0 is {name}"
         for name, slope in result.slopes.items()
