@@ -135,7 +135,7 @@ class AsynchronousSampler:
             for prompt in prompts:
                 if prompt.uid in order.groups and prompt.uid not in delivered:
                     delivered.add(prompt.uid)
-                    yield with_columns(order.groups[prompt.uid], prompt)
+                    yield order.groups[prompt.uid]
             if len(delivered) == len(prompts):
                 return
             self._wait()
