@@ -16,7 +16,7 @@ from covey.data.rendering import control_texts, plain_ids
 from covey.errors import ConfigError, ModelError
 from covey.learner.policy import Policy
 from covey.learner.served_teacher import ServedTeacher
-from covey.learner.text_alignment import TextAlignment
+from covey.learner.text_alignment import BROKEN, TextAlignment
 from covey.models import load_tokenizer
 from covey.types import Prompt
 
@@ -94,7 +94,7 @@ def readable(policy: Any, teacher: Any) -> float:
     """Share of tokens spread over the policy's vocabulary whose text the teacher's tokenizer encodes and gives back; bytes count not."""
     controls = set(control_texts(policy))
     texts = [policy.decode([token]) for token in range(0, len(policy), max(1, len(policy) // PROBED))]
-    texts = [text for text in texts if text and "\N{REPLACEMENT CHARACTER}" not in text and text not in controls]
+    texts = [text for text in texts if text and BROKEN not in text and text not in controls]
     back = [teacher.decode(plain_ids(teacher, text), clean_up_tokenization_spaces=False) for text in texts]
     same = sum(bool(a.strip() == b.strip()) for a, b in zip(texts, back, strict=True))
     return same / max(1, len(texts))
@@ -149,7 +149,7 @@ def expect_same_tokens(teacher: ServedTeacher, tokenizer: Any) -> None:
     [theirs] = teacher.run_all([partial(teacher.texts, ids)])
     for token, text in zip(ids, theirs, strict=False):  # a server may add a token of its own
         expected = tokenizer.decode([token])
-        if "\N{REPLACEMENT CHARACTER}" not in expected + text and expected.strip() != text.strip():
+        if BROKEN not in expected + text and expected.strip() != text.strip():
             raise ConfigError(
                 f"The teacher {teacher.endpoint.model} has another vocabulary: token {token} is {expected!r} of the policy and {text!r} there; "
                 f"give one with the policy's tokenizer, or {fix}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def read_ends(tokenizer: Any, before: Sequence[int], ids: Sequence[int], text: s
 
     It stops where the tokens spell another text. `before`: tokens in front of them, as context for the decoder.
     """
-    decode = lambda some: tokenizer.decode(some, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    decode = partial(_decoded, tokenizer)
     tokens = [*before, *ids]
     start, shown, place = 0, len(before), 0
     ends = {0: 0}
@@ -102,12 +102,10 @@ class TextAlignment:
         last = next((place for place, token in enumerate(ids) if token in self.controls[0]), len(ids))
         text = _text_of(self.policy, before, ids[:last])
         theirs = tuple(plain_ids(self.teacher, text))
-        mine_at, theirs_at = (
-            read_ends(self.policy, before, ids[:last], text),
-            read_ends(self.teacher, theirs_before, theirs, text),
-        )
-        whole = text.find(BROKEN)
-        limit = len(text) + (last == len(ids)) * -1 if whole < 0 else whole  # a cut end may go on in the same token
+        mine_at = read_ends(self.policy, before, ids[:last], text)
+        theirs_at = read_ends(self.teacher, theirs_before, theirs, text)
+        is_cut = last == len(ids)  # its end may go on in the same token
+        limit = text.find(BROKEN) if BROKEN in text else len(text) - is_cut
         places = sorted(place for place in mine_at.keys() & theirs_at.keys() if place <= limit)
         spans = [(mine_at[a], mine_at[b], theirs_at[a], theirs_at[b]) for a, b in itertools.pairwise(places)]
         end = getattr(self.teacher, "eos_token_id", None)
@@ -119,8 +117,11 @@ class TextAlignment:
 
 
 def _text_of(tokenizer: Any, before: Sequence[int], ids: Sequence[int]) -> str:
-    decode = lambda some: tokenizer.decode(some, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return str(decode([*before, *ids])[len(decode(list(before))) :])
+    return _decoded(tokenizer, [*before, *ids])[len(_decoded(tokenizer, before)) :]
+
+
+def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _ids_of(tokenizer: Any, texts: Sequence[str]) -> frozenset[int]:
