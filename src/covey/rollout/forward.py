@@ -108,6 +108,10 @@ class ModulesForward:
         if self.routers is None:
             raise Unsupported(f"{type(self.model).__name__} has no experts to choose from")
 
+    def _watching(self) -> AbstractContextManager[None]:
+        """Context of a pass, in which the routers' choices are recorded if the sampler records experts."""
+        return nullcontext() if self.routers is None else self.routers.watching()
+
     def _trial(self, ids: Tensor) -> Any:
         with float32_stream(self.model):
             return self.model(input_ids=ids, use_cache=False)
@@ -142,8 +146,7 @@ class ModulesForward:
         """Prefill one prompt with media except its last token. Returns the position of that token."""
         read = embed(self.model, prompt)
         end = len(prompt.token_ids) - 1
-        watching = nullcontext() if self.routers is None else self.routers.watching()
-        with our_attention(self.model), watching:
+        with our_attention(self.model), self._watching():
             decoder_of(self.model)(
                 inputs_embeds=read.embeds[None, :end],
                 position_ids=read.positions[..., None, :end],
@@ -161,8 +164,11 @@ class ModulesForward:
     def _call(self, ids: Tensor, positions: Tensor, batch: Batch, **inputs: Any) -> Any:
         if self.takes_positions:
             inputs["position_ids"] = positions
-        watching = nullcontext() if self.routers is None else self.routers.watching()
-        with float32_stream(self.model), our_attention(self.model), watching:  # tried before attention is replaced
+        with (
+            float32_stream(self.model),
+            our_attention(self.model),
+            self._watching(),
+        ):  # tried before attention is replaced
             return self.model(input_ids=ids, covey_batch=batch, **inputs, **self.extra)
 
     def _find_states(self, record: _Record) -> StatePlaces:
