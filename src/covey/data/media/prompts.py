@@ -49,7 +49,7 @@ def media_prompt(
     reader, plain = keeping_text(processor, shown)
     text = _render(plain, where, processor, template)
     ids, media = _process(text, opened, where, reader, is_rendered=True)
-    heard = _heard(columns, _opened({SOUND: items[SOUND]}, where, processor))
+    heard = _heard(columns, _of_columns(items, ordered, opened))
     return Prompt(uid=uid, messages=tuple(shown), token_ids=ids, media=media, columns=heard)
 
 
@@ -95,7 +95,7 @@ def _conversation(
         reason = " ".join(str(error).split())[:300]
         raise DataError(f"{where}: the processor refused its messages ({type(error).__name__}: {reason}).") from error
     expect_whole(made, opened[SOUND], where, processor)
-    heard = _heard(columns, _opened({SOUND: items[SOUND]}, where, processor))
+    heard = _heard(columns, _of_columns(items, ordered, opened))
     ids = tuple(made["input_ids"][0].tolist())
     media = _media(made, opened) if opened[SOUND] else None
     return Prompt(uid=uid, messages=tuple(shown), token_ids=ids, media=media, columns=heard)
@@ -124,6 +124,12 @@ def _open(kind: Kind, value: Any, where: str, processor: Any) -> Any:
 def sound_reader(processor: Any) -> Any:
     """The part of a processor that reads sounds."""
     return next(part for name in SOUND.parts if (part := getattr(processor, name, None)) is not None)
+
+
+def _of_columns(items: Items, ordered: Items, opened: Items) -> Items:
+    """The opened sounds of the columns, in their order there. `opened` has the order of `ordered`, with those of message parts."""
+    by_id = {id(value): sound for value, sound in zip(ordered[SOUND], opened[SOUND], strict=True)}
+    return {SOUND: [by_id[id(value)] for value in items[SOUND]]}
 
 
 def _heard(columns: Mapping[str, Any], opened: Items) -> dict[str, Any]:
