@@ -154,5 +154,10 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+def message_of(error: BaseException, most: int = 200) -> str:
+    """An error's message on a single line, of at most so many characters."""
+    return " ".join(str(error).split())[:most]
+
+
 RAW_ERRORS = (TypeError, ValueError, LookupError, AttributeError, NotImplementedError, RuntimeError, AssertionError)
 """Exceptions of a model's own code that is called in another way than it expects. A RuntimeError may say that memory ran out."""

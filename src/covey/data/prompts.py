@@ -9,7 +9,7 @@ from typing import Any
 
 from covey.data.media import media_prompt, refuse_openai_parts, row_kinds
 from covey.data.rendering import chat_ids, clean
-from covey.errors import DataError, ModelError
+from covey.errors import DataError, ModelError, message_of
 from covey.types import Message, Prompt
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def encode_chat(
     try:
         return tuple(chat_ids(tokenizer, messages, **{**how, **template}))
     except Exception as error:  # a template is a program and may raise anything
-        reason = " ".join(str(error).split())[:300]
+        reason = message_of(error, 300)
         raise DataError(
             f"{where}: the chat template refused its messages ({type(error).__name__}: {reason})."
         ) from error

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from transformers.utils import get_json_schema
 
-from covey.errors import ConfigError, did_you_mean
+from covey.errors import ConfigError, did_you_mean, message_of
 
 T = TypeVar("T")
 
@@ -146,7 +146,7 @@ def _tool_of(function: Any) -> Tool:
     try:
         schema = get_json_schema(function)
     except Exception as error:  # its own parser of docstrings raises several kinds
-        reason = " ".join(str(error).split())[:200]
+        reason = message_of(error)
         raise ConfigError(
             f"tool {name!r} cannot be described to the model ({reason}); give every parameter a type hint and a line in an "
             "`Args:` section of its docstring."

@@ -16,7 +16,7 @@ from covey.data.media.places import Items, column_items, expect_places, with_pla
 from covey.data.media.sounds import Sound, open_sound, preview_sound
 from covey.data.media.videos import open_video, preview_video
 from covey.data.rendering import HiddenMarks, as_template_takes, clean, keeping_text
-from covey.errors import DataError
+from covey.errors import DataError, message_of
 from covey.types import Media, Message, Prompt
 
 _TEXT_KEYS = ("input_ids", "attention_mask")
@@ -92,7 +92,7 @@ def _conversation(
     try:
         made = processor.apply_chat_template(messages)
     except Exception as error:  # processors may raise anything on items they cannot read
-        reason = " ".join(str(error).split())[:300]
+        reason = message_of(error, 300)
         raise DataError(f"{where}: the processor refused its messages ({type(error).__name__}: {reason}).") from error
     expect_whole(made, opened[SOUND], where, processor)
     heard = _heard(columns, _of_columns(items, ordered, opened))
@@ -150,7 +150,7 @@ def _render(messages: Sequence[Message], where: str, processor: Any, template: M
         messages = as_template_takes(shown, messages, {**how, **template})
         text: str = shown.apply_chat_template(messages, tokenize=False, **{**how, **template})
     except Exception as error:  # a template is a program and may raise anything
-        reason = " ".join(str(error).split())[:300]
+        reason = message_of(error, 300)
         raise DataError(
             f"{where}: the chat template refused its messages ({type(error).__name__}: {reason})."
         ) from error
@@ -177,7 +177,7 @@ def _process(
                 f"{where}: its messages spell out a control token of the model beside {_articled(present[0])}, which "
                 f"{type(processor).__name__} cannot read as text; remove it from the message."
             ) from error
-        reason = " ".join(str(error).split())[:300]
+        reason = message_of(error, 300)
         raise DataError(f"{where}: the processor refused its {nouns} ({type(error).__name__}: {reason}).") from error
     expect_whole(made, opened[SOUND], where, processor)
     return tuple(made["input_ids"][0].tolist()), _media(made, opened)

@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from covey.errors import DataError
+from covey.errors import DataError, message_of
 from covey.files.bounded import LONGEST_LINE
 
 _LINES = (".jsonl", ".ndjson")
@@ -94,7 +94,7 @@ class Rows:
         except (ValueError, TypeError, OSError, NotImplementedError, DatasetsError) as error:
             if isinstance(error, DataError):
                 raise
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            reason = message_of(error) or type(error).__name__
             where = f"after row {number}" if number >= 0 else "at all"
             raise DataError(f"{self.source} cannot be read {where}: {reason.rstrip('.')}.") from error
 

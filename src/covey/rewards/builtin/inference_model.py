@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from covey.data.rendering import chat_ids, spells_control
-from covey.errors import ModelError, RewardError, TooLongError
+from covey.errors import ModelError, RewardError, TooLongError, message_of
 from covey.models import quiet_bars
 from covey.rewards.adaptive_batches import AdaptiveBatches
 from covey.rewards.builtin.text import clean
@@ -155,7 +155,7 @@ def _load_tokenizer(source: Any, name: str) -> Any:
             raise OSError("the model was given as an object")
         return AutoTokenizer.from_pretrained(str(source))
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = message_of(error)
         raise ModelError(f"No tokenizer for the model {name!r} ({reason}); pass tokenizer=.") from error
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from covey.data.rendering import plain_ids, spells_control
-from covey.errors import ModelError, TooLongError
+from covey.errors import ModelError, TooLongError, message_of
 from covey.models import quiet_bars
 from covey.process.device import dtype_to_read_in
 from covey.rewards.adaptive_batches import AdaptiveBatches
@@ -174,7 +174,7 @@ def _load(source: str, options: dict[str, Any]) -> Any:
                 source, num_labels=1, output_loading_info=True, **options
             )
     except (OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = message_of(error)
         raise ModelError(f"The reward model {source!r} cannot be loaded: {reason}") from error
     missing = sorted(info["missing_keys"])
     if missing:
@@ -193,7 +193,7 @@ def _load_tokenizer(model: Any, name: str) -> Any:
             raise OSError("the model was not loaded from a folder or id")
         return AutoTokenizer.from_pretrained(where)
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = message_of(error)
         raise ModelError(
             f"No tokenizer for the reward model {name!r} ({reason}); pass it in reward_processing_classes."
         ) from error
