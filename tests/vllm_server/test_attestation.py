@@ -290,3 +290,17 @@ def test_the_trainers_probe_is_its_plain_forward(model):
     found = trainer_logprobs(model, [5, 6, 7])
     expected = model(torch.tensor([[5, 6, 7]])).logits[0, :2].float().log_softmax(-1)
     assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_the_time_and_the_bytes_of_each_update_are_measured(fake, model, tmp_path):
+    for attest in ("stop", "off"):
+        sampler = sampler_of(fake, model, tmp_path, attest=attest)
+        sampler.take_metrics()
+        drawn(sampler)
+        assert "weights/mb" not in sampler.take_metrics(), "nothing was sent"
+        step(sampler, model, 1)
+        step(sampler, model, 2)
+        seen = sampler.take_metrics()
+        assert seen["weights/mb"].count == 2
+        assert seen["weights/mb"].value == pytest.approx(sum(p.nbytes for p in model.parameters()) / 1e6)
+        assert 0 < seen["weights/seconds"].value < 60

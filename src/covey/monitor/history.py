@@ -15,7 +15,7 @@ from covey.types import Alert
 
 FIRST = 20
 RECENT = 200
-_TIMES = ("seconds/", "tokens_per_second/", "memory/")
+_TIMES = ("seconds/", "tokens_per_second/", "memory/", "weights/")
 
 
 @dataclass(eq=False)

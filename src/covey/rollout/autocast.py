@@ -70,6 +70,11 @@ class AutocastForward(ModulesForward):
                 mine.copy_(live)
         return True
 
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the copies that autocast reads."""
+        return sum(mine.nbytes for _, mine in self._copies)
+
     def _run(self, *args: Any) -> Any:
         with self._autocast():
             return super()._run(*args)

@@ -110,6 +110,15 @@ class DecoderForward:
             return False
         return True
 
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the packed copy; 0 where the live weights are read."""
+        if self.copied is None:
+            return 0
+        products = [*(product for block in self.blocks for product in block.products), self.head]
+        tensors = (tensor for product in products if product is not None for tensor in product.tensors)
+        return sum(tensor.numel() * tensor.itemsize for tensor in tensors if tensor is not None)
+
     def _take(self) -> None:
         decoder = self.model.model
         if any(is_hooked(module) for module in self.model.modules()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,13 +28,13 @@ from covey.rollout.kept_memory import MemoryBetweenCalls
 from covey.rollout.kernel_choice import AttentionChoice, captures, verified_attention, verified_kernels
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.requests import GroupRequest
-from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams
+from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams, update_metrics
 from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.scheduler import Scheduler
 from covey.rollout.static_buffers import StaticBuffers, StaticState
 from covey.rollout.static_kv_cache import Attention, bucket_below
 from covey.rollout.stopping import checked_eos_ids, context_of
-from covey.types import Group, Prompt
+from covey.types import Group, Metric, Prompt, merge_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +130,7 @@ class NativeSampler:
         self.graphs_option, self.attention_option, self.float32_head = cuda_graphs, attention, float32_head
         self.records_experts = records_experts
         self._may_keep = True
+        self._measured: dict[str, Metric] = {}
         self._take(model)
         self._between = MemoryBetweenCalls(self.forward.device)
         self.version = 0
@@ -164,9 +166,17 @@ class NativeSampler:
 
     def load(self, policy: Any, version: int) -> None:
         """Sample with the current weights of this model from now on."""
+        started = time.perf_counter()
         if policy is not self.model or not self.forward.refresh():
             self._take(policy)
         self.version = version
+        update = update_metrics(time.perf_counter() - started, self.forward.copied_bytes)
+        self._measured = merge_metrics([self._measured, update])
+
+    def take_metrics(self) -> dict[str, Metric]:
+        """The updates of its weights since the last call; on a GPU without the copies that were queued."""
+        measured, self._measured = self._measured, {}
+        return measured
 
     @property
     def is_running(self) -> bool:

@@ -53,6 +53,11 @@ class Forward(Protocol):
         """Read the live weights after an update. False when the model's structure changed, so that a new Forward is needed."""
         ...
 
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the weights that `refresh` copies; the others are read in place."""
+        ...
+
     def capture_key(self) -> Hashable:
         """All that a captured step keeps of this forward pass: addresses of weights and tables, adapters, hooks."""
         ...
@@ -118,6 +123,11 @@ class ModulesForward:
 
     def refresh(self) -> bool:
         return True  # the weights are read in place
+
+    @property
+    def copied_bytes(self) -> int:
+        """0: the weights are read in place."""
+        return 0
 
     def capture_key(self) -> Hashable:
         head = () if self.head is None else self.head.tensors

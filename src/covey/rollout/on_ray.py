@@ -17,6 +17,7 @@ from torch import Tensor
 
 from covey.errors import CoveyError, first_line
 from covey.process.cluster import connected
+from covey.rollout.sampler import update_metrics
 from covey.rollout.worker import Order, Setup, Writer
 from covey.rollout.worker_process import Tell, trained
 
@@ -87,8 +88,11 @@ class RayWorker:
 
     def publish(self, version: int) -> bool:
         """Put the weights into Ray's object store; the actor takes them at its next group or token boundary."""
+        started = time.perf_counter()
         weights = {name: value.cpu().clone() for name, value in trained(self.model).items()}
         self.actor.put.remote(version, self.ray.put(weights))
+        sent = sum(value.nbytes for value in weights.values())
+        self.tell(("measured", update_metrics(time.perf_counter() - started, sent)))
         return True
 
     def send(self, order: Order) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from covey.errors import ConfigError
 from covey.rollout.prompts import PromptLike
-from covey.types import Group, Metric
+from covey.types import Group, Mean, Metric
 
 DEFAULT_ROWS = 256
 """Default number of completions decoded at once."""
@@ -115,6 +115,11 @@ def sampler_metrics(sampler: Any) -> dict[str, Metric]:
         inner = getattr(sampler, "sampler", None)
         return {} if inner is None else sampler_metrics(inner)
     return dict(take())
+
+
+def update_metrics(seconds: float, num_bytes: int) -> dict[str, Metric]:
+    """Metrics of one update of a sampler's weights: its seconds, and the bytes that were copied or sent."""
+    return {"weights/seconds": Mean(seconds, 1), "weights/mb": Mean(num_bytes / 1e6, 1)}
 
 
 _GAINS_BY_THREADS = 500_000

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from covey.errors import CoveyError
+from covey.rollout.sampler import update_metrics
 from covey.rollout.worker import Order, Setup, layout, views
 
 Tell = Callable[[tuple[Any, ...]], None]
@@ -73,8 +75,11 @@ class ProcessWorker:
         """Copy the weights into the shared memory and notify the worker; see `Worker`."""
         if not self.is_free:
             return False
+        started = time.perf_counter()
         for name, value in trained(self.model).items():
             self.shared[name].copy_(value)
+        sent = sum(value.nbytes for value in self.shared.values())
+        self.tell(("measured", update_metrics(time.perf_counter() - started, sent)))
         self.is_free = False
         self.outbox.put(version)
         return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,13 +24,13 @@ from covey.models import unwrapped
 from covey.process.sharding import Shards
 from covey.process.world import has_several_processes
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
-from covey.rollout.sampler import SamplingParams
+from covey.rollout.sampler import SamplingParams, update_metrics
 from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.stopping import checked_eos_ids, context_of
 from covey.rollout.vllm.lifecycle import NEVER, Sleep
 from covey.rollout.vllm.weights import Source, write_weights
 from covey.rollout.vllm.worker.covey_worker import repack
-from covey.types import Completion, Group, Prompt
+from covey.types import Completion, Group, Metric, Prompt, merge_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class VLLMSampler:
         self.engine = _engine(model, dtype, gpu_memory_utilization, self.context, extra)
         self.sleep = Sleep(self.engine)
         self.requests = 0
+        self.measured: dict[str, Metric] = {}
         self.load(model, version=0)
 
     def load(self, policy: Any, version: int) -> None:
@@ -102,18 +104,31 @@ class VLLMSampler:
         else:
             self.sleep.wake()
 
+    def take_metrics(self) -> dict[str, Metric]:
+        """The updates of its weights since the last call."""
+        measured, self.measured = self.measured, {}
+        return measured
+
     def _send(self, policy: Any) -> None:
+        started, sent = time.perf_counter(), 0
+
+        def counted() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal sent
+            for name, weight in Source(policy, self.shards).plain():
+                sent += weight.nbytes
+                yield name, weight
+
         if self.tensor_parallel_size == 1:
-            self.engine.collective_rpc(
-                "reload_weights", kwargs={"weights_iterator": Source(policy, self.shards).plain()}
-            )
+            self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": counted()})
         else:  # the workers are separate processes
             memory = Path("/dev/shm")
             with tempfile.TemporaryDirectory(prefix="covey-vllm-", dir=memory if memory.is_dir() else None) as folder:
-                write_weights(Source(policy), Path(folder) / "weights", next(policy.parameters()).dtype)
+                sent = write_weights(Source(policy), Path(folder) / "weights", next(policy.parameters()).dtype)
                 self.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(Path(folder) / "weights")})
         self.engine.collective_rpc(repack)
         self.engine.reset_prefix_cache()
+        update = update_metrics(time.perf_counter() - started, sent)
+        self.measured = merge_metrics([self.measured, update])
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, as they finish."""

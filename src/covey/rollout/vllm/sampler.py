@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,7 +22,7 @@ from covey.process.interruption import on_main
 from covey.process.sharding import Shards
 from covey.process.world import World
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
-from covey.rollout.sampler import SamplingParams
+from covey.rollout.sampler import SamplingParams, update_metrics
 from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.stopping import check_finite, checked_eos_ids, context_of
 from covey.rollout.vllm.client import Address, Client, Deadlines, NoAnswerError
@@ -140,7 +141,7 @@ class ServerSampler:
         return encoded
 
     def take_metrics(self) -> dict[str, Metric]:
-        """Results of the attestations since the last call."""
+        """The updates of the server's weights since the last call, and the results of their attestation."""
         seen, self.seen = self.seen, []
         return merge_metrics(seen)
 
@@ -211,6 +212,7 @@ class ServerSampler:
         self._push(self.update)
 
     def _push(self, update: Update) -> None:
+        started = time.perf_counter()
         try:
             seen = self.sync.push(update)
         except ServerError as error:
@@ -220,6 +222,7 @@ class ServerSampler:
             self.client.wait_until_up(self.timeout, self.check_wait)
             self.sync.is_broken = True  # it may have been started again, with the weights of its folder
             seen = self.sync.push(update)
+        self.seen.append(update_metrics(update.seconds + time.perf_counter() - started, update.shipment.num_bytes))
         if seen is not None:
             self.seen.append(seen.metrics())
 

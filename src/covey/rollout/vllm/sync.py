@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -55,6 +56,8 @@ class Update:
     """None: nothing is attested."""
     digests: Mapping[str, str] | None
     """By block, in the server's dtype; None where the server has none to compare."""
+    seconds: float
+    """Time of the preparation."""
 
 
 class RestartedError(AttestationError):
@@ -83,10 +86,11 @@ class Sync:
 
     def prepare(self, source: Source, version: int) -> Update:
         """Weights ready to be sent. Of a split model all processes take part, with one forward pass for the probe."""
-        label = self._next_label(version)
+        started, label = time.perf_counter(), self._next_label(version)
         probe = self._probe(source) if self.attest != "off" else None
         shipment = self.transport.prepare(source, label)  # last: it may fail on the process that writes
-        return Update(source, version, label, shipment, probe, self._digests(source) if probe else None)
+        digests = self._digests(source) if probe else None
+        return Update(source, version, label, shipment, probe, digests, time.perf_counter() - started)
 
     def _digests(self, source: Source) -> dict[str, str] | None:
         """Digests of the weights, as they were written; None where the server has none to compare."""
