@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument(
-        "--kernels", action="store_true", help="steps with and without those for layers, head and products, in turns"
+        "--kernels", action="store_true", help="steps with and without those for layers and head, in turns"
     )
     given = parser.parse_args()
     now = time.process_time if given.cpu_time else time.perf_counter
@@ -83,16 +83,14 @@ def main() -> None:
 
 
 def by_kernels(work: Callable[[], object], repeats: int, now: Callable[[], float]) -> str:
-    """What a step takes with transformers' layers, with layers in kernels, and with products too."""
+    """What a step takes with transformers' layers, and with layers in kernels."""
     layers: Any = fused_layers  # its functions are replaced
-    matmul: Any = products
-    real = layers.fused, matmul.bf16_matmul
-    sides = ["transformers' layers", "layers in kernels", "and the products"]
+    real = layers.fused
+    sides = ["transformers' layers", "layers in kernels"]
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats + 1):
         for count, name in enumerate(sides):
-            layers.fused = real[0] if count > 0 else lambda model: nullcontext()
-            matmul.bf16_matmul = real[1] if count > 1 else lambda: None
+            layers.fused = real if count > 0 else lambda model: nullcontext()
             seconds[name].append(timed(work, now))
     middle = {name: statistics.median(found[1:]) for name, found in seconds.items()}
     first = middle[sides[0]]

@@ -9,7 +9,7 @@ from covey.kernels import compile as compiled
 from covey.kernels import decode
 from covey.kernels import matmul_fp32 as live
 from covey.kernels.decode import DecodeKernels
-from covey.kernels.matmul_bf16 import Epilogue
+from covey.kernels.matmul_fp32 import Epilogue
 from covey.rollout import NativeSampler, SamplingParams, decoder
 from kit import forgotten, live_kernels, rest_nightly, threads, tiny_model, tiny_tokenizer
 

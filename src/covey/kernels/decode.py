@@ -12,9 +12,9 @@ from torch import Tensor
 
 from covey.kernels.compile import NUMBERS, load
 from covey.kernels.layout import Layout
-from covey.kernels.matmul_fp32 import fp32_matmul, transposed_size
+from covey.kernels.matmul_fp32 import Fp32Matmul, fp32_matmul, transposed_size
 from covey.kernels.packed_attention import packed_attention_for
-from covey.kernels.sampler_linear import Bf16PairLinear, InPlaceLinear
+from covey.kernels.sampler_linear import InPlaceLinear
 
 SOURCE = Path(__file__).parent / "cpp" / "decode.cpp"
 WIDTHS = range(16, 257, 16)
@@ -87,10 +87,8 @@ class _Linear(ctypes.Structure):
     )
 
     @classmethod
-    def each(cls, linear: InPlaceLinear | Bf16PairLinear) -> list[_Linear]:
+    def each(cls, linear: InPlaceLinear) -> list[_Linear]:
         """One entry per weight matrix."""
-        if isinstance(linear, Bf16PairLinear):
-            return [cls(linear.weight.data_ptr(), _address(linear.bias), linear.in_features, linear.out_features)]
         return [cls(part.data_ptr(), _address(bias), part.shape[1], len(part)) for part, bias in linear.parts]
 
 
@@ -120,23 +118,17 @@ class _Decoder(ctypes.Structure):
 class DecodeWeights:
     """Addresses of all weights of a decoder, for a decode step in one call."""
 
-    def __init__(
-        self,
-        blocks: Sequence[Block],
-        norm: Tensor,
-        head: InPlaceLinear | Bf16PairLinear,
-        share: int | None,
-        transpose: int | None,
-    ) -> None:
+    def __init__(self, blocks: Sequence[Block], norm: Tensor, head: InPlaceLinear, matmul: Fp32Matmul) -> None:
         self.held = blocks, norm, head
         self._layers = (_Layer * len(blocks))(*map(_Layer.of, blocks))
         (last,) = _Linear.each(head)
-        self.decoder = _Decoder(ctypes.addressof(self._layers), len(blocks), norm.data_ptr(), last, share, transpose)
+        functions = matmul.function_pointer, matmul.transpose_pointer
+        self.decoder = _Decoder(ctypes.addressof(self._layers), len(blocks), norm.data_ptr(), last, *functions)
         layer = self._layers[0]
         heads = layer.query.out_features + layer.key.out_features + layer.value.out_features
         self.vocabulary = int(last.out_features)
         self._a_row = 2 * layer.query.in_features + heads + layer.out.in_features + 2 * layer.gate.out_features
-        self._widest = max(layer.query.in_features, layer.out.in_features, layer.down.in_features) if transpose else 0
+        self._widest = max(layer.query.in_features, layer.out.in_features, layer.down.in_features)
 
     def scratch(self, rows: int) -> int:
         """Elements of scratch space for `rows` rows."""
@@ -146,16 +138,13 @@ class DecodeWeights:
     def of(blocks: Sequence[Block], norm: Tensor, head: Any) -> DecodeWeights | None:
         """Addresses of these layers; None if another library multiplies, or layers differ in size."""
         used = [*(linear for block in blocks for linear in block.products), head]
-        if all(isinstance(linear, Bf16PairLinear) for linear in used):
-            share, transpose = head.kernels.function_pointer, None
-        elif all(isinstance(linear, InPlaceLinear) and linear.is_plain for linear in used) and (
-            matmul := fp32_matmul()
-        ):
-            share, transpose = matmul.function_pointer, matmul.transpose_pointer
-        else:
+        matmul = (
+            fp32_matmul() if all(isinstance(linear, InPlaceLinear) and linear.is_plain for linear in used) else None
+        )
+        if matmul is None:
             return None
         sizes = {tuple((linear.in_features, linear.out_features) for linear in block.products) for block in blocks}
-        return DecodeWeights(blocks, norm, head, share, transpose) if len(sizes) == 1 else None
+        return DecodeWeights(blocks, norm, head, matmul) if len(sizes) == 1 else None
 
 
 class DecodeKernels:

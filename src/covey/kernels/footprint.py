@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from covey.kernels.compile import NUMBERS, unavailable_reason
+from covey.kernels.compile import NUMBERS
 from covey.kernels.fused_model import would_fuse
 from covey.kernels.matmul import ONEDNN_BYTES_PER_SHAPE, is_onednn_faster
-from covey.kernels.matmul_bf16 import is_for_this_processor
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,7 @@ def footprint(model: Any, dtype: torch.dtype) -> Footprint:
     are frozen and save as little without kernels.
     """
     is_narrow = dtype in (torch.bfloat16, torch.float16)
-    in_kernels = is_narrow and unavailable_reason() is None and is_for_this_processor()
-    onednn_bytes = ONEDNN_BYTES_PER_SHAPE if is_onednn_faster() or (is_narrow and not in_kernels) else 0
+    onednn_bytes = ONEDNN_BYTES_PER_SHAPE if is_narrow or is_onednn_faster() else 0
     if dtype not in NUMBERS or not would_fuse(model):  # no kernels for float64 and float16
         return Footprint(0, onednn_bytes)
     text = model.config.get_text_config()

@@ -129,7 +129,7 @@ class _GatedDown(torch.autograd.Function):
     def forward(
         ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, kernels: LayerKernels
     ) -> Tensor:
-        narrow = weight if matmul.bf16_for(gate, weight) else weight.to(gate.dtype)
+        narrow = weight.to(gate.dtype)
         ctx.save_for_backward(gate, up, narrow)
         ctx.kernels, ctx.dtype, ctx.bias = kernels, weight.dtype, None if bias is None else bias.dtype
         return matmul.linear_forward(kernels.gate(gate, up), narrow, bias)

@@ -3,16 +3,13 @@
 In float32 that is oneDNN on AMD processors with AVX-512: torch's builds for x86-64 multiply float32 matrices with MKL, which
 reaches half of peak there (one Zen 5 core, 3072 x 448 x 128: 95 GFLOP/s with MKL, 229 with oneDNN). oneDNN comes
 with torch and reads the weights in place. It sums in another order, so results agree to float32's rounding.
-
-In bfloat16, on processors with AVX-512 BF16 but without AMX, it is `cpp/matmul_bf16.cpp`: an eighth faster than oneDNN, no code kept
-for each shape, and the weight gradient in float32.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from covey.kernels.compile import NUMBERS, is_fake
-from covey.kernels.matmul_bf16 import BLOCK, PANEL, Bf16Matmul, bf16_matmul
+from covey.kernels.compile import is_fake
 
 ONEDNN_BYTES_PER_SHAPE = 580 * 2**10
 """Bytes of compiled code that oneDNN keeps for each matmul shape until the process ends (measured over a thousand shapes with
@@ -94,60 +90,18 @@ def onednn_weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
     return onednn_linear(x.t(), gradient.t(), None).t()
 
 
-def bf16_for(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Bf16Matmul | None:
-    """The bfloat16 kernels for `x` [.., K], cast to `dtype`, times `weight` [N, K]; None where torch multiplies."""
-    return _bf16_for(x, weight, dtype or x.dtype) if weight.ndim == 2 and x.shape[-1] == weight.shape[1] else None
-
-
-def _bf16_for(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Bf16Matmul | None:
-    """`bf16_for` an input [.., K], or a gradient [.., N] of the output."""
-    is_fit = (
-        dtype == torch.bfloat16
-        and weight.dtype in NUMBERS
-        and x.is_cpu
-        and weight.is_cpu
-        and type(x) in PLAIN
-        and type(weight) in PLAIN
-        and weight.is_contiguous()
-        and fits_bf16(weight.shape[1], weight.shape[0])
-        and x.numel() // x.shape[-1] * weight.numel() >= MIN_MULTIPLICATIONS
-    )
-    return bf16_matmul() if is_fit else None
-
-
-def fits_bf16(in_features: int, out_features: int) -> bool:
-    """True if the bfloat16 kernels take a layer with this many inputs and outputs."""
-    return not out_features % PANEL and not in_features % BLOCK
-
-
 def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`x @ weight.T + bias` [.., N] in the type of `x`; `weight` [N, K] and `bias` may have another. No gradient."""
-    kernels = bf16_for(x, weight)
-    if kernels is None:
-        return plain_linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-    out = x.new_empty(*x.shape[:-1], weight.shape[0])
-    return kernels.multiply(out, x.contiguous(), kernels.pair_columns(weight), float32_bias(bias, weight.shape[0]))
-
-
-def float32_bias(bias: Tensor | None, size: int) -> Tensor | None:
-    """`bias` as the bfloat16 kernels read it: [size] float32."""
-    return None if bias is None else bias.float().expand(size).contiguous()
+    return plain_linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
     """`gradient @ weight` [.., K] from `gradient` [.., N], in its type."""
-    kernels = _bf16_for(gradient, weight, gradient.dtype)
-    if kernels is None:
-        return plain_linear(gradient, weight.to(gradient.dtype).t(), None)
-    out = gradient.new_empty(*gradient.shape[:-1], weight.shape[1])
-    return kernels.multiply(out, gradient.contiguous(), kernels.pair_rows(weight, weight.shape[0]))
+    return plain_linear(gradient, weight.to(gradient.dtype).t(), None)
 
 
 def weight_gradient(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """`gradient.T @ x` in the type of `weight`, from `gradient` [M, N] and `x` [M, K]; bfloat16 kernels sum in float32."""
-    kernels = bf16_for(x, weight)
-    if kernels is not None:
-        return kernels.weight_gradient(gradient.contiguous(), x.contiguous()).to(weight.dtype)
+    """`gradient.T @ x` in the type of `weight`, from `gradient` [M, N] and `x` [M, K]."""
     sums = onednn_weight_gradient(gradient, x) if uses_onednn(gradient.t(), x.t()) else gradient.t() @ x
     return sums.to(weight.dtype)
 
@@ -176,17 +130,8 @@ class _Linear(torch.autograd.Function):
 
 def faster_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`, with autocast and gradients, by the fastest library."""
-    is_cast = torch.is_autocast_enabled("cpu")
-    dtype = torch.get_autocast_dtype("cpu") if is_cast else x.dtype
-    if is_cast or dtype == weight.dtype:  # otherwise torch raises
-        if x.dtype in NUMBERS and bf16_for(x, weight, dtype):
-            return _applied(x.to(dtype), weight, bias)
-        if not is_cast and uses_onednn(x, weight):
-            return _applied(x, weight, bias)
-    return F.linear(x, weight, bias)
-
-
-def _applied(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if torch.is_autocast_enabled("cpu") or not uses_onednn(x, weight):
+        return F.linear(x, weight, bias)
     out: Tensor = _Linear.apply(x, weight, bias)
     return out
 
@@ -198,7 +143,7 @@ class FasterLinears:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.linears = [module for module in modules if type(module) is nn.Linear] if is_any_faster() else []
+        self.linears = [module for module in modules if type(module) is nn.Linear] if is_onednn_faster() else []
         self._replaced: list[nn.Linear] = []
 
     def __enter__(self) -> None:
@@ -223,47 +168,21 @@ def is_routed(module: nn.Module) -> bool:
     return isinstance(forward, partial) and forward.func is _forward_of
 
 
-def is_any_faster() -> bool:
-    """True if this processor has a faster library than torch's choice, in float32 or bfloat16."""
-    return is_onednn_faster() or bf16_matmul() is not None
-
-
 class WeightMatmul:
     """The three products of a large weight [V, D], chunk by chunk: outputs, input gradient, and weight gradient summed in place."""
 
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """Choose the library for inputs like `x` [.., D]."""
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
-        self.bf16 = bf16_for(x, weight)
-
-    @staticmethod
-    def casts_weight(x: Tensor, weight: Tensor) -> bool:
-        """True if `weight` must have the type of `x`; the bfloat16 kernels also read float32."""
-        return bf16_for(x, weight) is None
 
     @staticmethod
     def padded_rows(rows: int, device: torch.device) -> int:
         """Rows to compute for `rows`, so that few counts occur on a CPU; see `padded_rows`."""
         return padded_rows(rows) if device.type == "cpu" else rows
 
-    @cached_property
-    def _columns(self) -> Tensor:
-        """The weight in the kernels' layout for outputs."""
-        assert self.bf16 is not None
-        return self.bf16.pair_columns(self.weight)
-
-    @cached_property
-    def _rows(self) -> Tensor:
-        """The weight in the kernels' layout for input gradients."""
-        assert self.bf16 is not None
-        return self.bf16.pair_rows(self.weight, self.weight.shape[0])
-
     def forward(self, x: Tensor, out: Tensor) -> Tensor:
         """`x @ weight.T + bias` [m, V] in the dtype of `x`, if possible in the buffer `out` [m, V]."""
         if uses_onednn(x, self.weight):
             return onednn_linear(x, self.weight, self.bias)
-        if self.bf16 is not None:
-            return self.bf16.multiply(out, x, self._columns, float32_bias(self.bias, self.weight.shape[0]))
         torch.mm(x, self.weight.t(), out=out)
         if self.bias is not None:
             out += self.bias
@@ -271,18 +190,14 @@ class WeightMatmul:
 
     def input_gradient(self, gradient: Tensor, out: Tensor) -> None:
         """`out = gradient @ weight`."""
-        if self.bf16 is not None:
-            self.bf16.multiply(out, gradient, self._rows)
-        elif uses_onednn(gradient, self.weight.t()):
+        if uses_onednn(gradient, self.weight.t()):
             out.copy_(onednn_linear(gradient, self.weight.t(), None))
         else:
             torch.mm(gradient, self.weight, out=out)
 
     def add_weight_gradient(self, total: Tensor, gradient: Tensor, x: Tensor) -> None:
         """`total += gradient.T @ x`, with the sum over chunks in the type of `total`."""
-        if self.bf16 is not None:
-            self.bf16.weight_gradient(gradient, x, total)
-        elif len(x) >= MIN_GRADIENT_TOKENS and uses_onednn(x.t(), gradient.t()):
+        if len(x) >= MIN_GRADIENT_TOKENS and uses_onednn(x.t(), gradient.t()):
             for part in range(0, total.shape[0], WEIGHT_ROWS):
                 rows = slice(part, part + WEIGHT_ROWS)
                 total[rows] += onednn_weight_gradient(gradient[:, rows].contiguous(), x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from enum import IntEnum
 from pathlib import Path
 
 import torch
@@ -11,11 +12,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from covey.kernels.compile import largest_gap, load_verified
-from covey.kernels.matmul_bf16 import Epilogue
 
 SOURCE = Path(__file__).parent / "cpp" / "matmul_fp32.cpp"
 PANEL = 16
 """Rows per transposed panel."""
+
+
+class Epilogue(IntEnum):
+    """Operation on a matmul's result before it is written; the same numbers as in vectors.h."""
+
+    NONE, SILU, MUL = range(3)
 
 
 class Fp32Matmul:

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from covey.errors import Unsupported
-from covey.kernels.fused_ops import layer_kernels
 from covey.kernels.half_weights import share_copy
 from covey.kernels.matmul import PLAIN, plain_linear
-from covey.kernels.matmul_bf16 import PANEL, Bf16Matmul, Epilogue, bf16_matmul
 
 
 class SamplerLinear(ABC):
@@ -34,7 +32,7 @@ class SamplerLinear(ABC):
             return kind.of(*linears)
         weights, biases = _parts_of(linears)
         if dtype == torch.bfloat16 and has_bfloat16(weights[0].device):
-            return Bf16PairLinear.from_parts(weights, biases, into)
+            return OneDnnLinear.from_parts(weights, biases)
         before = into.parts[0] if isinstance(into, InPlaceLinear) and into.is_copy else (None, None)
         bias = None if biases is None else stacked(biases, dtype, before[1])
         weight = stacked(weights, dtype, before[0])
@@ -206,13 +204,13 @@ class OneDnnLinear(SamplerLinear):
     def of(*linears: Any) -> OneDnnLinear:
         """These layers concatenated along outputs, active LoRA adapters merged. Raises Unsupported for other kinds."""
         weights, biases = _parts_of(linears)
-        return OneDnnLinear.from_bfloat16(stacked(weights, torch.bfloat16), biases)
+        return OneDnnLinear.from_parts(weights, biases)
 
     @staticmethod
-    def from_bfloat16(weight: Tensor, biases: Sequence[Tensor] | None) -> OneDnnLinear:
-        """Of `weight` [N, K] bfloat16."""
+    def from_parts(weights: Sequence[Tensor], biases: Sequence[Tensor] | None) -> OneDnnLinear:
+        """Of several [N, K] and [N]."""
         half = None if biases is None else stacked(biases, torch.bfloat16)
-        return OneDnnLinear(torch.ops.mkldnn._reorder_linear_weight(weight, None), half)
+        return OneDnnLinear(torch.ops.mkldnn._reorder_linear_weight(stacked(weights, torch.bfloat16), None), half)
 
     def __call__(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
@@ -229,74 +227,6 @@ class OneDnnLinear(SamplerLinear):
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, factor, self.weight, self.bias, "mul")
         return out
-
-
-@dataclass(frozen=True, eq=False)
-class Bf16PairLinear(SamplerLinear):
-    """A bfloat16 copy in VNNI pairs for `matmul_bf16`, bfloat16 in and out.
-
-    Unlike oneDNN it compiles and keeps no code (0.6 MiB) for each number of rows.
-    """
-
-    weight: Tensor
-    """[N / 16, K / 2, 16, 2]"""
-    bias: Tensor | None
-    """[N] float32"""
-    kernels: Bf16Matmul
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.weight, self.bias
-
-    @staticmethod
-    def of(*linears: Any) -> Bf16PairLinear | OneDnnLinear:
-        """These layers concatenated along outputs; a `OneDnnLinear` if the kernels are missing or do not support the size."""
-        return Bf16PairLinear.from_parts(*_parts_of(linears))
-
-    @staticmethod
-    def from_parts(
-        weights: Sequence[Tensor], biases: Sequence[Tensor] | None, into: SamplerLinear | None = None
-    ) -> Bf16PairLinear | OneDnnLinear:
-        """Of several [N, K] and [N], in the memory of `into` where it fits."""
-        weight, kernels = stacked(weights, torch.bfloat16), bf16_matmul()
-        if kernels is None or weight.shape[1] % 2 or weight.shape[0] % PANEL:
-            return OneDnnLinear.from_bfloat16(weight, biases)
-        before = into.tensors if isinstance(into, Bf16PairLinear) else (None, None)
-        bias = None if biases is None else stacked(biases, torch.float32, before[1])
-        return Bf16PairLinear(kernels.pair_columns(weight, before[0]), bias, kernels)
-
-    @property
-    def in_features(self) -> int:
-        """Inputs, K."""
-        return 2 * self.weight.shape[1]
-
-    @property
-    def out_features(self) -> int:
-        """Outputs, N."""
-        return PANEL * self.weight.shape[0]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._product(x)
-
-    def split(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
-        parts: Sequence[Tensor] = self(x).split(widths, -1)
-        return parts
-
-    def silu(self, x: Tensor) -> Tensor:
-        return self._product(x, Epilogue.SILU)
-
-    def times(self, x: Tensor, factor: Tensor) -> Tensor:
-        factor = factor.contiguous()
-        return self.kernels.multiply(factor, x.contiguous(), self.weight, self.bias, factor, Epilogue.MUL)
-
-    def gated(self, up: SamplerLinear, x: Tensor) -> Tensor:
-        """`silu(self(x)) * up(x)`, bitwise equal to the fused decode step."""
-        kernels = layer_kernels(x.dtype, x.dtype) if isinstance(up, Bf16PairLinear) else None
-        return super().gated(up, x) if kernels is None else kernels.gate(self(x), up(x))
-
-    def _product(self, x: Tensor, epilogue: Epilogue = Epilogue.NONE) -> Tensor:
-        out = x.new_empty(*x.shape[:-1], self.out_features)
-        return self.kernels.multiply(out, x.contiguous(), self.weight, self.bias, epilogue=epilogue)
 
 
 def _share(linears: Sequence[Any], weight: Tensor, bias: Tensor | None) -> None:

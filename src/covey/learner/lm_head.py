@@ -79,7 +79,7 @@ class Workspace:
     def __init__(self, rows: int, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self.rows, self.weight = rows, weight
         self.dtype, self.wide = hidden.dtype, torch.promote_types(hidden.dtype, torch.float32)
-        self.matmul = WeightMatmul(hidden, weight, bias)
+        self.matmul = WeightMatmul(weight, bias)
 
     def _empty(self, dtype: torch.dtype) -> Tensor:
         return self.weight.new_empty(self.rows, self.weight.shape[0], dtype=dtype)
@@ -183,8 +183,7 @@ class LinearLogProbability(torch.autograd.Function):
     """`(hidden [M, D], weight [V, D], bias [V] or None, targets [M], shape, with_entropy)` -> `logp [M], entropy [M]`.
 
     With z the tempered logits and p their softmax: log p_y = z_y - log Z and H = log Z - E_p[z], so
-    d log p_y / dz = 1_y - p and dH / dz = -p (z - E_p[z]). Matmuls run in the dtype of `hidden`, which is that of `weight`
-    unless `WeightMatmul` reads a float32 weight directly.
+    d log p_y / dz = 1_y - p and dH / dz = -p (z - E_p[z]). Matmuls run in the dtype of `hidden`, which is that of `weight`.
     """
 
     @staticmethod

@@ -158,8 +158,7 @@ def _fused(
     if head.banned:
         bias = weight.new_zeros(weight.shape[0]) if bias is None else bias
         bias = bias.index_fill(0, torch.tensor(head.banned, device=bias.device), NEVER / head.multiply)
-    if WeightMatmul.casts_weight(hidden, weight):
-        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     rest = count % shape.chunk
     extra = min(WeightMatmul.padded_rows(rest, hidden.device), shape.chunk) - rest
     if extra:

@@ -1,5 +1,5 @@
 // Decode attention and RMSNorm on a CPU, one pass over memory each, and a whole decode step in one call, with the matmuls of
-// matmul_bf16.cpp or matmul_fp32.cpp: for a small model, calling operations from Python takes as long as computing them.
+// matmul_fp32.cpp: for a small model, calling operations from Python takes as long as computing them.
 //
 // Scores of one key per SIMD lane; bfloat16 dot products with AVX-512 BF16.
 // Threads are those of the OpenMP runtime that torch has loaded.
@@ -252,12 +252,12 @@ struct CacheTable {
     int64_t by_kind, by_row, by_head;
 };
 
-// covey_matmul_bf16_share of matmul_bf16.cpp, or covey_matmul_fp32_share of matmul_fp32.cpp, whose input covey_transpose_fp32 transposes.
+// covey_matmul_fp32_share of matmul_fp32.cpp, and covey_transpose_fp32, which transposes its input.
 typedef void Transpose(const void* x, int64_t rows, int64_t in_features, void* room);
 typedef void Share(const void* x, int64_t rows, int64_t in_features, int64_t out_features, const void* weight, const float* bias,
                    const void* factor, void* out, int64_t epilogue);
 
-// A linear layer: weight in VNNI pairs, or unchanged for the float32 kernels.
+// A linear layer.
 struct Linear {
     const void* weight;
     const float* bias;  // or null
@@ -275,7 +275,7 @@ struct Decoder {
     const float* norm;
     Linear head;
     Share* share;
-    Transpose* transpose;  // or null
+    Transpose* transpose;
 };
 }
 
@@ -410,7 +410,6 @@ void decode(const Step& step, const Decoder& decoder, const CacheTable* own, con
     T *attended = projected + rows * heads * (step.repeats + 2), *inner = attended + rows * first.out.in_features;
     T *ups = inner + rows * wide, *transposed = ups + rows * wide;
     const auto ready = [&](const T* from, int64_t in_features) -> const T* {
-        if (!decoder.transpose) return from;
         decoder.transpose(from, rows, in_features, transposed);
         return transposed;
     };

@@ -34,8 +34,8 @@ typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
-// Operation on a result before it is written: FP32_OUT writes float32, FP32_ACCUMULATE adds to it. Mirrored in matmul_bf16.py.
-enum Epilogue { EPILOGUE_NONE, EPILOGUE_SILU, EPILOGUE_MUL, EPILOGUE_FP32_OUT, EPILOGUE_FP32_ACCUMULATE };
+// Operation on a result before it is written. Mirrored in matmul_fp32.py.
+enum Epilogue { EPILOGUE_NONE, EPILOGUE_SILU, EPILOGUE_MUL };
 
 struct bf16 {
     uint16_t bits;
