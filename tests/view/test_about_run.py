@@ -36,6 +36,21 @@ def test_a_run_says_its_model_data_steps_duration_and_best_evaluation(tmp_path):
     assert told["reward_from"] == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(
+    ("dataset", "shown"),
+    [
+        ({"rows": 4096, "columns": ["prompt", "answer"]}, "4096 rows: prompt, answer"),
+        ({"rows": 5, "columns": []}, "5 rows"),
+        ({"rows": None, "columns": ["prompt"]}, None),
+        ({"rows": "many"}, None),
+        ({"rows": 5, "columns": "prompt"}, "5 rows"),
+        (["prompt"], None),
+    ],
+)
+def test_data_without_a_name_is_shown_by_its_rows_and_columns(dataset, shown, tmp_path):
+    assert about_of(tmp_path, {"dataset": dataset})["data"] == shown
+
+
 def test_the_only_reward_that_repeats_the_total_is_a_double(tmp_path):
     same = about_of(tmp_path, reward=[0.0, 1.0], rewards__math__mean=[0.0, 1.0])
     assert same["doubles"] == ["rewards/math/mean"]

@@ -36,7 +36,7 @@ def about(run_json: Mapping[str, Any], path: Path, names: Iterable[str], column:
     best = int(np.argmax(np.where(is_finite, held_out, -np.inf))) if is_finite.any() else None
     return {
         "model": _short_name(run_json.get("model")),
-        "data": _data_of(path),
+        "data": _data_of(path) or _shape_of(run_json.get("dataset")),
         "steps": most if isinstance(most, int) and is_step(most) and most > 0 else None,
         "seconds": float(times[-1] - times[0]) if len(times) > 1 else None,
         "best": None if best is None else {"value": float(held_out[best]), "step": int(steps[best])},
@@ -81,13 +81,23 @@ def _short_name(model: Any) -> str | None:
 
 
 def _data_of(path: Path) -> str | None:
-    """The data set in the run's `train.yaml`; None for a run of a script."""
+    """The data set in the run's `train.yaml`; None for a run of a script or of the demo."""
     try:
         with (path / "train.yaml").open(encoding="utf-8", errors="replace") as file:
             match = _DATASET.search(file.read(100_000))
     except OSError:
         return None
     return match[1][:_LONGEST] if match else None
+
+
+def _shape_of(dataset: Any) -> str | None:
+    """`4096 rows: prompt, answer` of a data set that has no name; None where the run does not say."""
+    rows = dataset.get("rows") if isinstance(dataset, Mapping) else None
+    columns = dataset.get("columns") if isinstance(dataset, Mapping) else None
+    if not is_step(rows):
+        return None
+    names = ", ".join(map(text_of, columns)) if isinstance(columns, list) else ""
+    return f"{rows} rows{': ' if names else ''}{names}"[:_LONGEST]
 
 
 def _finite(values: np.ndarray) -> np.ndarray:
