@@ -39,6 +39,8 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     heartbeat: Heartbeat | None = field(default=None, repr=False, compare=False)
     """Detects lost processes; None: every collective waits as long as torch does."""
+    context: int = 1
+    """Neighbouring processes that have the same items and compute each together (context parallelism)."""
 
     @staticmethod
     def of(args: Any) -> World:
@@ -56,11 +58,14 @@ class World:
         return self.rank == 0
 
     def share(self, items: Sequence[T]) -> list[T]:
-        """Every `size`-th item, from `rank`: together the processes have each item once."""
-        return list(items[self.rank :: self.size])
+        """Every `size`-th item, from `rank`: together the processes have each item once; those of one context the same ones."""
+        return list(items[self.rank // self.context :: self.size // self.context])
 
     def gather(self, items: Sequence[T]) -> list[list[T]]:
-        """Items of each process, in the order of ranks, on every process. Tensors in them keep their dtype and arrive on the CPU."""
+        """Items of each process, in the order of ranks, on every process. Tensors in them keep their dtype and arrive on the CPU.
+
+        Of processes with the same items (`context`), those of the first.
+        """
         if self.size == 1:
             return [list(items)]
         packed = to_bytes(list(items))
@@ -71,7 +76,7 @@ class World:
         sent = torch.nn.functional.pad(packed, (0, longest - packed.numel())).to(self.device)
         everyone = [torch.empty_like(sent) for _ in range(self.size)]
         self._meet(lambda: dist.all_gather(everyone, sent))
-        return [from_bytes(part.cpu()) for part in everyone]
+        return [from_bytes(part.cpu()) for part in everyone[:: self.context]]
 
     def interleave(self, items: Sequence[T]) -> list[T]:
         """Undo `share`: the items of all processes in their first order."""
