@@ -96,7 +96,7 @@ class Learner:
             enough_tokens=self.enough_tokens,
             enable_recomputation=self.enable_recomputation,
             device=self.policy.device.type,
-            agree=None if self.policy.shards is None else self.world.max,
+            agree=self.world.max if self.policy.is_collective else None,
         )
 
     # -- before the advantages ------------------------------------------------------------------------------------
@@ -187,8 +187,8 @@ class Learner:
 
     @contextmanager
     def _abortable(self) -> Iterator[None]:
-        """Context of micro-batches, between which no weight changes, and that a stop signal may abort; if sharded, together."""
-        with self.policy.weights_of_a_step(), self.interruption.together(in_step=self.policy.shards is not None):
+        """Context of micro-batches, between which no weight changes, and that a stop signal may abort; if collective, together."""
+        with self.policy.weights_of_a_step(), self.interruption.together(in_step=self.policy.is_collective):
             yield
 
     def _rows(self, groups: Sequence[Group]) -> list[Row]:

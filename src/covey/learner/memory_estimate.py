@@ -112,6 +112,7 @@ def starting_tokens(
     bytes_each: Callable[[], float] | None = None,
     room: Callable[[], float] | None = None,
     shards: float = 1,
+    context: int = 1,
 ) -> int | None:
     """Initial token limit of a micro-batch; running out of memory halves it.
 
@@ -119,17 +120,17 @@ def starting_tokens(
     most `CPU_TOKENS`. On an accelerator, memory of gradients and optimizer is set apart first, and the limit is a power of two up to
     `GPU_TOKENS`, so that a resumed run splits its steps alike. `bytes_each` and `room` give the bytes of a token and the free bytes
     of a device that is not here; `shards` is the number of devices that will share the
-    model, infinite where gradients and optimizer state are elsewhere.
+    model, infinite where gradients and optimizer state are elsewhere. `context`: devices that share out the tokens of each row.
     """
     if max_tokens != "auto":
         return None if max_tokens is None else int(max_tokens)
     each = bytes_each() if bytes_each else bytes_a_token(policy)
     if on_cpu:
         free = free_memory() or psutil.virtual_memory().available
-        return max(256, min(CPU_TOKENS, int(0.5 * free / each)))
+        return context * max(256, min(CPU_TOKENS, int(0.5 * free / each)))
     free_bytes = room() if room else free_on(policy.device) - update_bytes(policy) / shards
     fitting = max(GPU_FEWEST, min(GPU_TOKENS, int(0.5 * free_bytes / each)))
-    return 1 << (fitting.bit_length() - 1)
+    return context << (fitting.bit_length() - 1)
 
 
 def update_bytes(policy: Policy) -> int:

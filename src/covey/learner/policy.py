@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from covey.errors import ConfigError
 from covey.kernels import AttentionHeads, HalfWeights, Window, attention_windows, learning
-from covey.learner import shared_prompt
+from covey.learner import context_parallel, shared_prompt
 from covey.learner.expert_choices import Routing, balanced
 from covey.learner.heads import find_head, short_row, splits_or_warns
 from covey.learner.logprobs import Head, Other, distances, score_tokens, squared_scores
@@ -27,6 +27,7 @@ from covey.learner.shared_states import StateLayer, state_layers, whole_row_laye
 from covey.learner.signals import Signal
 from covey.modalities import banned_ids, media_inputs, placed_inputs, reason_against
 from covey.models import accepts, decoder_of, encoder_of, float32_stream, reads_media, unwrapped
+from covey.process.context import ContextGroup
 from covey.process.sharding import Shards, compute_device, depending
 from covey.process.world import autocast
 from covey.types import Prompt
@@ -81,6 +82,8 @@ class Policy:
     """A 16-bit copy of float32 weights, made once a step."""
     shards: Shards | None = None
     """FSDP shards of the model; every process must then run the same number of forward passes."""
+    context: ContextGroup | None = None
+    """Processes that compute each row together; those of one group must run the same passes."""
     _head: Head | None = field(default=None, init=False)
     _is_split: bool | None = field(default=None, init=False)
     _is_shared: bool | None = field(default=None, init=False)
@@ -89,6 +92,8 @@ class Policy:
     _windows: dict[int, Window | None] = field(default_factory=dict, init=False)
     _state_layers: list[StateLayer] = field(default_factory=list, init=False)
     routing: Routing = field(default_factory=Routing, init=False)
+    heads: set[AttentionHeads] = field(default_factory=set, init=False)
+    """Shapes of the attention layers, once prompts are shared."""
 
     @property
     def device(self) -> torch.device:
@@ -113,6 +118,11 @@ class Policy:
         with learning(self.model), float32_stream(self.model), autocast(self.device, self.compute_dtype):
             yield
 
+    @property
+    def is_collective(self) -> bool:
+        """True if a pass is one of several processes, which all must make together."""
+        return self.shards is not None or self.context is not None
+
     def weights_of_a_step(self) -> AbstractContextManager[None]:
         """Context of passes between which no weight changes: weights are cast once, at its beginning."""
         return nullcontext() if self.half is None else self.half.fresh()
@@ -131,7 +141,10 @@ class Policy:
 
     def _within(self, work: Callable[[], T]) -> T:
         """Result of `work()`, with sharded weights gathered."""
-        return work() if self.shards is None else self.shards.run(work)
+        if self.shards is not None:
+            return self.shards.run(work)
+        with nullcontext() if self.context is None else self.context.passes():
+            return work()
 
     def parameters(self) -> list[nn.Parameter]:
         """Trainable parameters, in the model's order."""
@@ -157,6 +170,7 @@ class Policy:
             packed: PaddedRows | SharedRows = share_rows(
                 rows, self.device, self._kernel, is_whole=self.auxiliary_coefficient != 0
             )
+            packed = packed if self.context is None else context_parallel.split(packed, self.context)
         else:
             packed = pad_rows(rows, self.pad_id, self.device)
         # before the policy's own pass, whose attention may be recomputed in the backward
@@ -306,6 +320,11 @@ class Policy:
                 "load the model in float32 instead."
             )
 
+    def expect_context(self) -> None:
+        """Raise ConfigError, with the reason, if several processes cannot compute a row of this model together."""
+        if self.context is not None:
+            context_parallel.expect_shared_out(self.model, self.context.size, self.heads if self._shares() else None)
+
     def shares_prompts(self) -> bool:
         """True if the completions of a group share the computation of their prompt."""
         return self._is_embedded is not False and self._shares()
@@ -339,9 +358,8 @@ class Policy:
             self._windows = attention_windows(unwrapped(self.model))
             self._state_layers = self._within(lambda: state_layers(self.model))
             apart = self._measure(pad_rows(rows, self.pad_id, self.device), True)
-            heads: set[AttentionHeads] = set()
             packed = share_rows(rows, self.device, is_whole=self.auxiliary_coefficient != 0)
-            together = self._measure(replace(packed, heads=heads), True)
+            together = self._measure(replace(packed, heads=self.heads), True)
             gap = (apart.logp - together.logp).abs().max().item()
             if apart.auxiliary_loss is not None and together.auxiliary_loss is not None:
                 gap = max(gap, (apart.auxiliary_loss - together.auxiliary_loss).abs().item())
@@ -354,7 +372,7 @@ class Policy:
             self.model.train(was_training)
             self.release()
         if reason is None:
-            self._kernel = choose_kernel(self.model, self.shared_attention, heads)
+            self._kernel = choose_kernel(self.model, self.shared_attention, self.heads)
         return reason
 
     def _is_exact(self) -> bool:

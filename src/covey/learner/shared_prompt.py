@@ -20,10 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from covey.kernels import LOCAL_LAYERS, AttentionHeads, Layout, SharedPromptAttention, Window, has_states
+from covey.learner import context_parallel
 from covey.learner.packing import Row
 from covey.learner.shared_states import Unpacked
 from covey.modalities import Placed, placed_inputs
 from covey.models import unwrapped
+from covey.process.context import ContextGroup
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +124,8 @@ class SharedRows:
     """By row: indices of the prompt's first token and of the completion's, and the completion's tokens that are computed."""
     placed: tuple[Placed, ...] = ()
     """The prompts with media."""
+    context: ContextGroup | None = None
+    """Processes over which the tokens are shared out, see `context_parallel`; None: all are here."""
 
     @functools.cached_property
     def layouts(self) -> tuple[Layout, ...]:
@@ -151,8 +155,10 @@ class SharedRows:
 
     def spread(self, values: Tensor) -> Tensor:
         """[M] values of the completion tokens -> [N, T], 0 beyond each end. Differentiable."""
-        flat = values.new_zeros(self.shape[0] * self.shape[1])
-        return flat.index_put((self.place,), values).view(self.shape)
+        size = self.shape[0] * self.shape[1]
+        spare = int(self.context is not None)  # a place for positions that predict nothing
+        flat = values.new_zeros(size + spare).index_put((self.place,), values)
+        return (flat if self.context is None else self.context.sum(flat[:size])).view(self.shape)
 
 
 def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own", *, is_whole: bool = False) -> SharedRows:
@@ -250,6 +256,8 @@ def attention(
     for name in _NOT_UNDERSTOOD:
         if kwargs.get(name) is not None:
             raise ValueError(f"its attention uses {name}")
+    if covey_rows.context is not None:
+        return context_parallel.attend(attention, module, (query, key, value), covey_rows, product)
     if covey_rows.heads is not None:
         covey_rows.heads.add(_heads_of(query, key, value))
     window = covey_rows.window_of(getattr(module, "layer_idx", None))

@@ -1,0 +1,91 @@
+"""Packed rows whose tokens are shared out over a group of processes (context parallelism), with the gradients of one process.
+
+Every process of a group packs the same rows and computes every C-th token: embeddings, norms, MLPs, the output layer and what
+they save for the backward are a C-th each. Attention sees whole rows, for a C-th of the heads, through the kernels and masks of
+rows that are not shared out. Log-probabilities are summed back to every process, so any loss of whole completions is computed
+as before; a process's gradient of the weights is that of its tokens, and the sum over processes that of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from covey.errors import ConfigError
+from covey.kernels import AttentionHeads, has_states
+from covey.models import unwrapped
+from covey.process.context import ContextGroup
+
+
+def split(rows: Any, group: ContextGroup) -> Any:
+    """The `SharedRows` with this process's tokens: `source`, `target` and `place` are those of its own positions.
+
+    The last place [N T] stands for none: every process scores equally many tokens, so that each has a gradient to pass on.
+    """
+    size, rank, (count, width) = group.size, group.rank, rows.shape
+    padding = -rows.input_ids.shape[1] % size
+    ids, positions = (F.pad(x, (0, padding))[:, rank::size] for x in (rows.input_ids, rows.position_ids))
+    owner = (rows.source % size).cpu()
+    most = int(torch.bincount(owner, minlength=size).max())
+    mine = (owner == rank).nonzero().squeeze(1).to(rows.source.device)
+    filled = lambda x, fill: F.pad(x[mine], (0, most - len(mine)), value=fill)
+    return replace(
+        rows,
+        input_ids=ids,
+        position_ids=positions,
+        source=filled(rows.source // size, 0),
+        target=filled(rows.target, 0),
+        place=filled(rows.place, count * width),
+        context=group,
+    )
+
+
+def attend(
+    attention: Callable[..., tuple[Tensor, None]],
+    module: Any,
+    projected: tuple[Tensor, Tensor, Tensor],
+    rows: Any,
+    product: Any,
+) -> tuple[Tensor, None]:
+    """`attention` over whole rows for this process's heads. `projected`: query, key and value [1, H or K, t, D] of its tokens.
+
+    Key heads of which there are too few to share out are repeated first. `product`: scale, dropout, cap and sinks of the scores.
+    """
+    group: ContextGroup = rows.context
+    query, key, value = projected
+    heads, shared_by, tokens = query.shape[1], query.shape[1] // key.shape[1], rows.layouts[-1].answers.stop
+    repeats = next(r for r in range(1, shared_by + 1) if shared_by % r == 0 and key.shape[1] * r % group.size == 0)
+    key, value = (x if repeats == 1 else x.repeat_interleave(repeats, 1) for x in (key, value))
+    whole = [group.by_head(x)[:, :, :tokens] for x in (query, key, value)]
+    mine = slice(group.rank * heads // group.size, (group.rank + 1) * heads // group.size)
+    sinks = None if product.sinks is None else product.sinks[mine]
+    options = {"dropout": product.dropout, "scaling": product.scale, "softcap": product.softcap, "s_aux": sinks}
+    out, _ = attention(module, *whole, None, covey_rows=replace(rows, context=None), **options)  # [1, S, H / C, D]
+    out = F.pad(out.transpose(1, 2), (0, 0, 0, -tokens % group.size))
+    return group.by_token(out).transpose(1, 2), None
+
+
+def expect_shared_out(model: Any, size: int, heads: Collection[AttentionHeads] | None) -> None:
+    """Raise ConfigError, with the reason, if `size` processes cannot compute a row of the model together.
+
+    `heads`: shapes of its attention layers; None: its rows cannot be packed.
+    """
+    reason = None
+    if heads is None:
+        reason = "its rows cannot be packed, for the reason above"
+    elif has_states(model):
+        reason = "layers with a state read the tokens of a row one after the other"
+    elif not heads:
+        reason = "its attention is not called through transformers' interface"
+    elif odd := sorted({layer.query for layer in heads if layer.query % size}):
+        fitting = ", ".join(str(n) for n in range(2, odd[0] + 1) if odd[0] % n == 0)
+        reason = f"it has {odd[0]} attention heads, so cp_size may be {fitting or '1 alone'}"
+    if reason is not None:
+        raise ConfigError(
+            f"parallelism_config has cp_size={size}, and {type(unwrapped(model)).__name__} cannot share out the tokens of a row: {reason}."
+        )

@@ -1,0 +1,146 @@
+"""What `test_context_parallel.py` has each of two or four processes do with rows that they share out, and one process with whole ones."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import sharded_cases
+from two_process_work import BY_TOKEN, CASES, groups_of, policy_of
+
+from covey import GRPOConfig
+from covey import algorithms as alg
+from covey.learner import Policy
+from covey.process.context import ContextGroup
+from covey.process.sharding import Sharding, whole, whole_state
+from covey.process.world import World
+from covey.training.build_learner import networks_of
+from kit import learner_of, tiny_model
+
+PRESETS = [
+    name
+    for name, algorithm in CASES.items()
+    if algorithm.role is None and getattr(algorithm.critic, "model", "head") == "head"
+]
+QUICK_PRESETS = ["grpo", "gspo", "ppo", "clip-cov", "prompt mean"]
+MODELS = {
+    "sliding window": ("mistral", {"sliding_window": 3, "layers": 2}),
+    "window by layer, soft cap": ("gemma2", {"sliding_window": 4, "layers": 2}),
+    "one key head": ("llama", {"layers": 2}),
+    "four heads, two key heads": ("qwen3", {"layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}),
+    "tied, learnt positions": ("gpt2", {"layers": 2}),
+}
+
+
+def learner_in(algorithm, policy, world, sharding):
+    """A learner at rate 1 whose processes share out each row, where there are several."""
+    if world.size > 1:
+        policy = replace(policy, context=ContextGroup(world), packs_always=True)
+    networks = networks_of(algorithm, policy, world, sharding, None)
+    critic = networks.critic
+    if hasattr(critic, "linear"):
+        critic.linear.double()
+        torch.nn.init.constant_(critic.linear.weight, 0.1)
+    return learner_of(
+        networks.policy,
+        torch.optim.SGD([*networks.policy.parameters(), *critic.parameters()], lr=1.0),
+        world=world,
+        critic=critic,
+        reference=networks.reference,
+        max_completion_length=8,
+        max_rows=3,
+        max_grad_norm=0.0,
+        mask_truncated=True,
+        overlaps_reduction=sharding is None,
+    )
+
+
+def step_of(algorithm, policy, groups, world, sharding=None):
+    """The gradient of one step and what it reported."""
+    learner = learner_in(algorithm, policy, world, sharding)
+    flat = lambda: torch.cat([whole(p.detach()).flatten().clone() for p in learner.trainable()])
+    before = flat()
+    report = learner.step(groups, algorithm, 1)
+    return before - flat(), {key: metric.value for key, metric in report.metrics.items()}
+
+
+def preset(name, world, sharding=None):
+    return step_of(CASES[name], policy_of(), groups_of(name in BY_TOKEN), world, sharding)
+
+
+def model(name, world, sharding=None):
+    kind, shape = MODELS[name]
+    policy = Policy(tiny_model(kind, dtype=torch.float64, **shape), pad_id=0)
+    return step_of(alg.grpo(kl=alg.KL(coefficient=0.1)), policy, groups_of(False), world, sharding)
+
+
+def single(world, checkpoints=False):
+    """One completion of a prompt, in float32: fewer tokens that predict something than processes."""
+    made = tiny_model("qwen2", hidden=16, layers=2)
+    if checkpoints:
+        from covey.learner.preparation import checkpoint_activations
+
+        checkpoint_activations(made)
+        made.train()
+    return step_of(alg.dapo(), Policy(made, pad_id=0), [groups_of(False)[1].take([0])], world)
+
+
+def trained(folder, processes, **changed):
+    """A run of the trainer: weights, and what it logged."""
+    torch.manual_seed(0)  # of the adapter
+    one = sharded_cases.trainer_of(folder, processes, **{"fsdp": None, "save_strategy": "no", **changed})
+    one.train()
+    weights = sorted(whole_state(one.model).items())
+    return {
+        "weights": torch.cat([value.flatten().double() for _, value in weights]),
+        "history": one.state.log_history,
+        "context": one._parts.learner.world.context,
+    }
+
+
+RUNS = {
+    "plain": {},
+    "checkpointed adapter": {"peft": True, "gradient_checkpointing": True},
+    "split": {"fsdp": True},
+    "full KL": {"algorithm": lambda: alg.grpo(kl=alg.KL(alg.full, 0.1))},
+    "moving reference": {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
+}
+
+
+def work(folder, which):
+    args = GRPOConfig(str(folder / "none"), use_cpu=True, report_to="none")
+    world = World.of(args)
+    pair = replace(world, context=2)
+    done = {}
+    if which == "quick":
+        done["presets"] = {name: preset(name, pair) for name in QUICK_PRESETS}
+        done["models"] = {name: model(name, pair) for name in MODELS}
+        done["split"] = {name: preset(name, pair, Sharding()) for name in ("grpo", "ppo")}
+        done["single"] = {again: single(pair, again) for again in (False, True)}
+        done["runs"] = {
+            name: trained(folder / name, 2, parallelism_config={"cp_size": 2}, **RUNS[name])
+            for name in ("plain", "split")
+        }
+    if which == "every":
+        done["presets"] = {name: preset(name, pair) for name in PRESETS}
+        done["runs"] = {
+            name: trained(folder / name, 2, parallelism_config={"cp_size": 2}, **RUNS[name]) for name in RUNS
+        }
+    if which == "four":
+        done["presets"] = {name: preset(name, pair) for name in ("grpo", "ppo")}
+        done["split"] = {name: preset(name, pair, Sharding()) for name in ("grpo",)}
+    torch.save(done, folder / f"{world.rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    import signal
+
+    signal.alarm(300)  # one that hangs ends
+    torch.set_num_threads(1)
+    work(Path(sys.argv[1]), sys.argv[2])
