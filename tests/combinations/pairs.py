@@ -26,6 +26,8 @@ TRIPLES = [
     ("DDP", "asynchronous", "environment"),
     ("DDP", "asynchronous", "agent"),
     ("FSDP2", "QLoRA", "vLLM server"),
+    ("FSDP2", "context parallel", "LoRA"),
+    ("FSDP2", "context parallel", "vLLM server"),
 ]
 ELSEWHERE = {
     "vLLM in process": "it needs vLLM in the environment of the run",
@@ -88,6 +90,7 @@ def rollout_func(prompts: Any, trainer: Any) -> dict[str, Any]:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "FSDP2": {"fsdp": True},
+    "context parallel": {"parallelism_config": {"cp_size": 2}},
     "8-bit optimizer": {"optim": "adamw_8bit", "learning_rate": 1e-2},
     "vLLM server": {"use_vllm": True, "vllm_mode": "server"},
     "vLLM in process": {"use_vllm": True},
@@ -115,7 +118,7 @@ def case_of(features: tuple[str, ...], url: str | None = None) -> dict[str, Any]
 
 
 def num_processes(features: tuple[str, ...]) -> int:
-    return 2 if {"DDP", "FSDP2"} & set(features) else 1
+    return 2 if {"DDP", "FSDP2", "context parallel"} & set(features) else 1
 
 
 def write_others(features: tuple[str, ...], folder: Path) -> None:

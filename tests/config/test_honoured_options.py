@@ -49,7 +49,7 @@ def test_every_honoured_option_is_read_by_someone():
     elsewhere = set().union(*BY_TRANSFORMERS.values())
     settled = {"use_vllm", "vllm_mode"}  # they say rollout_backend="vllm"
     counted = {"steps_per_generation", "generation_batch_size", "max_steps", "num_train_epochs"}  # by config/batches.py
-    split = {"fsdp", "fsdp_config", "deepspeed"}  # they say `sharding`, by config/sharding.py
+    split = {"fsdp", "fsdp_config", "deepspeed", "parallelism_config"}  # they say `sharding`, by config/sharding.py
     former = {"vllm_importance_sampling_cap"}  # it says vllm_importance_sampling_clip_max
     assert options.HONOURED - read_in_covey() - elsewhere - counted - settled - split - former == set()
 

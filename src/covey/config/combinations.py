@@ -11,6 +11,7 @@ from covey.errors import ConfigError
 FEATURES = {
     "DDP": "several learner processes, each with the whole model",
     "FSDP2": "several learner processes that share the model (`fsdp`, `deepspeed`)",
+    "context parallel": "processes that share out the tokens of each row (`parallelism_config` with `cp_size`)",
     "LoRA": "an adapter on a frozen base",
     "QLoRA": "an adapter on a base in 4 bits",
     "8-bit optimizer": "bitsandbytes' optimizers",
@@ -84,6 +85,18 @@ REFUSALS = (
         "rollout_func is handed a trainer whose model fsdp has split, which cannot generate; leave one of them out, or use tools or "
         "environment_factory.",
     ),
+    _refusal(
+        ("context parallel", "media"),
+        "parallelism_config has cp_size, and the embeddings of images and sounds are placed in whole rows; leave it out.",
+    ),
+    *(
+        _refusal(
+            ("context parallel", other),
+            "parallelism_config has cp_size, and a teacher tells of whole completions, which would be in the memory of every process; leave "
+            "one of them out.",
+        )
+        for other in ("teacher", "served teacher")
+    ),
     _refusal(("agent", "FSDP2"), _AGENT, unless=("vLLM server", "vLLM in process")),
     _refusal(("agent", "generate"), _UNSCORED),
     *(_refusal(("media", other), _NO_MEDIA) for other in ("vLLM server", "vLLM in process")),
@@ -155,6 +168,7 @@ def features_of(args: Any) -> list[str]:
     """Features that the options of a run ask for."""
     several, is_vllm = args.world_size > 1, args.rollout_backend == "vllm"
     active = {
+        "context parallel": args.context > 1,
         "FSDP2": several and args.sharding is not None,
         "DDP": several and args.sharding is None,
         "vLLM server": is_vllm and args.vllm_mode == "server",

@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 from covey.config import alerts, checks, options
 from covey.config.batches import Arithmetic, arithmetic
 from covey.config.fields import Options
+from covey.config.parallelism import expect_processes, settle_parallelism
 from covey.config.sharding import settle_sharding, split_by_covey
 from covey.errors import ArgumentTypeError, ConfigError, did_you_mean
 from covey.names import refuse_text_for_yes
@@ -53,6 +54,14 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
                 raise ArgumentTypeError(f"{name} is not an option of GRPOConfig.{hint}")
         return super().__new__(cls)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Options by name; transformers would ask accelerate's object for its `parallelism_config`."""
+        held, self.parallelism_config = self.parallelism_config, None
+        try:
+            return {**super().to_dict(), "parallelism_config": held}
+        finally:
+            self.parallelism_config = held
+
     def to_json_string(self) -> str:
         """As trackers log it; an algorithm or a detector that is an object is written as its `repr`."""
         return json.dumps(self.to_dict(), indent=2, default=repr)
@@ -81,10 +90,13 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
         checks.settle_sampler(self, changed)
         self.sharding = settle_sharding(self)
         """Sharding of the model over ranks; None: each holds all of it."""
+        context = settle_parallelism(self)
         self.use_cpu = self.use_cpu or is_on_cpu_with_others()
         with starting_on_a_free_port():
             join(cpu=self.use_cpu, backend=self.ddp_backend, seconds=self.ddp_timeout)  # before transformers would
             self._settle_as_transformers()
+        self.context = expect_processes(context, self.world_size)
+        """Ranks that compute each row together."""
         checks.refuse_unsupported({"accelerator_config": self.accelerator_config})  # which may have been a file
         if checks.is_default_accelerator(self.accelerator_config):
             changed.pop("accelerator_config", None)

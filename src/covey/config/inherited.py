@@ -126,6 +126,9 @@ _ACTING: Mapping[str, Mapping[str, Option]] = {
         "fsdp": Option("Split parameters, gradients and optimizer state over the processes (FSDP2).", bare="true"),
         "fsdp_config": Option("How they are split: a dict, or the path of a JSON file."),
         "deepspeed": Option("A ZeRO-2 or ZeRO-3 configuration, which FSDP2 carries out."),
+        "parallelism_config": Option(
+            "Share out the tokens of each row over processes (context parallelism), as in {'cp_size': 2}."
+        ),
     },
 }
 
@@ -176,7 +179,6 @@ _REFUSED: Mapping[str, str] = {
     "neftune_noise_alpha": "noise in the embeddings would make the learner another model than the sampler",
     "label_smoothing_factor": "there are no labels to smooth in GRPO",
     "optim_target_modules": "GaLore and APOLLO are not supported; use LoRA or an 8-bit optimizer to save memory",
-    "parallelism_config": "tensor and context parallelism are not supported; fsdp=True splits a model over processes",
     "train_sampling_strategy": "use shuffle_dataset: True draws prompts at random, False in the order of the data",
 }
 

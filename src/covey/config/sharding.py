@@ -77,8 +77,8 @@ _TOP_INERT = ("steps_per_print", "wall_clock_breakdown", "zero_allow_untrained_o
 
 @contextmanager
 def split_by_covey(config: Any) -> Iterator[None]:
-    """Context manager that hides the sharding options: transformers would make its own plugins of them."""
-    names = ("fsdp", "fsdp_config", "deepspeed")
+    """Context manager that hides the options of splitting: transformers would make its own plugins of them."""
+    names = ("fsdp", "fsdp_config", "deepspeed", "parallelism_config")
     held = {name: getattr(config, name) for name in names}
     for name in names:
         setattr(config, name, None)

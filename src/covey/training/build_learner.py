@@ -35,6 +35,7 @@ from covey.learner.reference import Reference
 from covey.learner.token_metrics import TokenEntropies
 from covey.learner.update_guard import GuardPolicy, UpdateGuard
 from covey.models import decoder_of, reads_media, unwrapped
+from covey.process.context import ContextGroup
 from covey.process.sharding import Sharding, Shards, layer_classes
 from covey.process.world import World
 from covey.rewards import Scorer
@@ -167,8 +168,33 @@ class RunInputs:
     """Callback after each optimizer step."""
 
 
+def learner_world(inputs: RunInputs) -> World:
+    """The run's processes as the learner shares out completions over them: those of one context compute each together."""
+    return replace(inputs.world, context=inputs.args.context if inputs.world.size > 1 else 1)
+
+
+def refuse_in_context(inputs: RunInputs) -> None:
+    """Raise ConfigError for what computes whole rows, or counts the tokens of one, where processes share out the tokens."""
+    algorithm, name = inputs.algorithm, type(unwrapped(inputs.model)).__name__
+    expect_together(
+        "context parallel",
+        reads_media(inputs.model) and "media",
+        algorithm.role is not None and "teacher",
+    )
+    if getattr(algorithm.critic, "model", None) == "separate":
+        raise ConfigError(
+            "parallelism_config has cp_size, and a separate critic computes whole rows on every process; take the critic as a head."
+        )
+    if (getattr(unwrapped(inputs.model), "_can_record_outputs", None) or {}).get("router_logits") and _routes(
+        inputs.model
+    ):
+        raise ConfigError(
+            f"parallelism_config has cp_size, and {name} routes tokens to experts, which are counted over whole rows; leave it out."
+        )
+
+
 def build_policy(inputs: RunInputs) -> Policy:
-    args = inputs.args
+    args, shared_out = inputs.args, learner_world(inputs)
     policy = Policy(
         model=inputs.model,
         pad_id=inputs.tokenizer.pad_token_id,
@@ -179,7 +205,8 @@ def build_policy(inputs: RunInputs) -> Policy:
         offloads=args.activation_offloading and inputs.world.device.type != "cpu",
         shared_attention=args.shared_attention,
         float32_head=args.cast_lm_head_to_fp32,
-        packs_always=inputs.agents.has_single_completions,
+        packs_always=inputs.agents.has_single_completions or shared_out.context > 1,
+        context=ContextGroup(shared_out) if shared_out.context > 1 else None,
         replays_experts=args.router_replay is not None,
     )
     if args.router_replay:
@@ -248,6 +275,8 @@ def build_networks(inputs: RunInputs, optimizer: Any = None) -> Networks:
     args = inputs.args
     if args.sharding is not None and inputs.world.size > 1:
         refuse_unsplit(inputs.algorithm, optimizer, inputs.agents.rollout_func)
+    if learner_world(inputs).context > 1:
+        refuse_in_context(inputs)
     policy = on_accelerator(build_policy(inputs), is_split=args.sharding is not None and inputs.world.size > 1)
     if args.sharding is not None and args.sharding.offloads and inputs.world.size > 1:
         copies = int(inputs.algorithm.needs.reference and not has_adapter(inputs.model))
@@ -256,11 +285,15 @@ def build_networks(inputs: RunInputs, optimizer: Any = None) -> Networks:
         expect_host_room(needed, inputs.world, held)
     on_cpu = inputs.world.device.type == "cpu"
     shards = 1 if args.sharding is None else math.inf if args.sharding.offloads else inputs.world.size
-    max_tokens = starting_tokens(args.max_tokens_per_microbatch, policy, on_cpu=on_cpu, shards=shards)
+    max_tokens = starting_tokens(
+        args.max_tokens_per_microbatch, policy, on_cpu=on_cpu, shards=shards, context=learner_world(inputs).context
+    )
     keeps_whole = args.rollout_backend != "vllm" or (args.async_rollouts and args.vllm_mode != "server")
-    return networks_of(
+    networks = networks_of(
         inputs.algorithm, policy, inputs.world, args.sharding, max_tokens, inputs.frozen, keeps_whole=keeps_whole
     )
+    networks.policy.expect_context()
+    return networks
 
 
 def samples_here(inputs: RunInputs) -> bool:
@@ -303,7 +336,7 @@ def build_learner(
         reference=networks.reference,
         optimizer=optimizer,
         scheduler=scheduler,
-        world=inputs.world,
+        world=learner_world(inputs),
         max_completion_length=args.max_completion_length,
         max_rows=starting_rows(
             args.max_tokens_per_microbatch, batch, batch * args.gradient_accumulation_steps, on_cpu=on_cpu

@@ -1,0 +1,70 @@
+"""What processes cannot share out is refused by name, before a step."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from covey import GRPOConfig
+from covey import algorithms as alg
+from covey.errors import ConfigError
+from covey.learner import Policy
+from covey.learner.context_parallel import expect_shared_out
+from covey.process.context import ContextGroup
+from covey.process.world import World
+from covey.training.build_learner import RunInputs, refuse_in_context
+from kit import tiny_model
+
+
+def inputs(tmp_path, model, algorithm):
+    args = GRPOConfig(str(tmp_path), report_to="none", use_cpu=True)
+    return RunInputs(args, model, None, (), algorithm, None, None, World())
+
+
+@pytest.mark.parametrize(
+    "algorithm, said",
+    [
+        (alg.ppo(critic_model="separate"), "a separate critic computes whole rows"),
+        (alg.rlsd(), "a teacher tells of whole completions"),
+    ],
+)
+def test_parts_that_compute_whole_rows_are_refused(algorithm, said, tmp_path):
+    with pytest.raises(ConfigError, match=f"parallelism_config has cp_size, and {said}"):
+        refuse_in_context(inputs(tmp_path, tiny_model(), algorithm))
+
+
+def test_a_model_of_experts_is_refused_by_name(tmp_path):
+    config = AutoConfig.for_model("mixtral", hidden_size=16, intermediate_size=16, num_hidden_layers=1, vocab_size=64,
+                                  num_attention_heads=2, num_key_value_heads=1, num_local_experts=2)  # fmt: skip
+    with pytest.raises(ConfigError, match="MixtralForCausalLM routes tokens to experts"):
+        refuse_in_context(inputs(tmp_path, AutoModelForCausalLM.from_config(config), alg.grpo()))
+    refuse_in_context(inputs(tmp_path, tiny_model(), alg.ppo()))  # the critic as a head runs
+
+
+def test_a_number_of_heads_that_does_not_divide_names_those_that_do():
+    policy = Policy(tiny_model("qwen3", hidden=36, num_attention_heads=6, num_key_value_heads=3, head_dim=6), pad_id=0)
+    assert policy.shares_prompts()
+    with pytest.raises(
+        ConfigError, match="cp_size=4, and Qwen3ForCausalLM .* it has 6 attention heads, so cp_size may be 2, 3, 6"
+    ):
+        expect_shared_out(policy.model, 4, policy.heads)
+    expect_shared_out(policy.model, 3, policy.heads)
+
+
+def test_a_model_whose_rows_cannot_be_packed_is_refused():
+    from shared_rows import biased_by_distance
+
+    policy = Policy(biased_by_distance(), pad_id=0)
+    policy = replace(policy, context=ContextGroup(World(context=2)))
+    with (
+        torch.no_grad(),
+        pytest.raises(ConfigError, match="BloomForCausalLM cannot share out .* rows cannot be packed"),
+    ):
+        policy.expect_context()
+
+
+def test_a_layer_with_a_state_is_refused():
+    config = AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=1, vocab_size=64, state_size=4)
+    with pytest.raises(ConfigError, match="layers with a state read the tokens of a row one after the other"):
+        expect_shared_out(AutoModelForCausalLM.from_config(config), 2, set())
