@@ -15,12 +15,7 @@ if TYPE_CHECKING:
     from covey.algorithms import Algorithm
     from covey.config import GRPOConfig
     from covey.config.grpo_config import batch_arithmetic
-    from covey.ensembles import Ensemble, Member
-    from covey.errors import CoveyError
-    from covey.evaluation.figures import Run, plot
-    from covey.experiments.together import train_together
-    from covey.rollout import NativeSampler, SamplingParams
-    from covey.training.scripts import (
+    from covey.config.scripts import (
         DatasetMixtureConfig,
         ModelConfig,
         ScriptArguments,
@@ -30,6 +25,11 @@ if TYPE_CHECKING:
         get_peft_config,
         get_quantization_config,
     )
+    from covey.ensembles import Ensemble, Member
+    from covey.errors import CoveyError
+    from covey.evaluation.figures import Run, plot
+    from covey.experiments.together import train_together
+    from covey.rollout import NativeSampler, SamplingParams
     from covey.training.trainer import GRPOTrainer
     from covey.training.warm_up import SFTTrainer, sft_config
 
@@ -38,23 +38,23 @@ __version__ = "0.1.0"
 _WHERE = {
     "Algorithm": "covey.algorithms",
     "CoveyError": "covey.errors",
-    "DatasetMixtureConfig": "covey.training.scripts",
+    "DatasetMixtureConfig": "covey.config.scripts",
     "Ensemble": "covey.ensembles",
     "GRPOConfig": "covey.config.grpo_config",
     "GRPOTrainer": "covey.training.trainer",
     "Member": "covey.ensembles",
-    "ModelConfig": "covey.training.scripts",
+    "ModelConfig": "covey.config.scripts",
     "NativeSampler": "covey.rollout",
     "Run": "covey.evaluation.figures",
     "SFTTrainer": "covey.training.warm_up",
     "SamplingParams": "covey.rollout",
-    "ScriptArguments": "covey.training.scripts",
-    "TrlParser": "covey.training.scripts",
+    "ScriptArguments": "covey.config.scripts",
+    "TrlParser": "covey.config.scripts",
     "batch_arithmetic": "covey.config.grpo_config",
-    "get_dataset": "covey.training.scripts",
-    "get_kbit_device_map": "covey.training.scripts",
-    "get_peft_config": "covey.training.scripts",
-    "get_quantization_config": "covey.training.scripts",
+    "get_dataset": "covey.config.scripts",
+    "get_kbit_device_map": "covey.config.scripts",
+    "get_peft_config": "covey.config.scripts",
+    "get_quantization_config": "covey.config.scripts",
     "plot": "covey.evaluation.figures",
     "sft_config": "covey.training.warm_up",
     "train_together": "covey.experiments.together",

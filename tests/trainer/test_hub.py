@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError
 from covey.files import hub as reach
-from covey.training.hub import UploadError
+from covey.runs.hub import UploadError
 from kit import rest_nightly, tiny_model, tiny_tokenizer
 from trainer.hub_server import serving
 

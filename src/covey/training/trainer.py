@@ -28,6 +28,7 @@ from covey.rollout.joint import Steps
 from covey.runs import RunFolder, StopRequest, checkpoint
 from covey.runs.console import lasting_output
 from covey.runs.disk import as_disk_errors, tell_stopped
+from covey.runs.hub import Hub
 from covey.runs.resuming import expect_resumable
 from covey.training import loop
 from covey.training.agents import Agents, with_environment_rewards, with_prompts
@@ -46,7 +47,6 @@ from covey.training.build_learner import RunInputs
 from covey.training.datasets import finite, loader_for_callbacks, refuse_no_data
 from covey.training.evaluator import Evaluator, averaged, end_with_average
 from covey.training.hooks import handler_of, is_overridden, refuse_dead_hooks
-from covey.training.hub import Hub
 from covey.training.invariants import comparable_inputs, comparable_options
 from covey.training.loading import expect_engine, load_for_training
 from covey.training.parts import Parts

@@ -20,6 +20,7 @@ from covey.algorithms.regularizers import EntropyBonus
 from covey.config import GRPOConfig
 from covey.config.options import DECLARED, GROUPS
 from covey.errors import ConfigError, NotOfferedError
+from covey.evaluation.model_card import Card
 from covey.learner import FrozenCopy, frozen_copy
 from covey.process import lean
 from covey.process.accelerator import accelerator_of
@@ -28,11 +29,10 @@ from covey.rewards import Scorer
 from covey.rewards.builtin.reward_model import ModelReward
 from covey.rollout.joint import Steps, to_the_end
 from covey.runs.disk import as_disk_errors, write_whole
+from covey.runs.hub import CARD, Hub, raise_refused
 from covey.runs.storage import REFUSALS
 from covey.training.agents import Agents
 from covey.training.hooks import TransformersInterface, refuse_set_hook
-from covey.training.hub import CARD, Hub, raise_refused
-from covey.training.model_card import Card
 from covey.training.parts import Parts
 from covey.training.recording import weights_to_write, write_model
 
