@@ -316,3 +316,59 @@ def test_an_agent_of_two_turns_learns_from_its_rewards(tmp_path, algorithm):
     trainer.train()
     earned = [line["reward"] for line in trainer.state.log_history if "reward" in line]
     assert sum(earned[-5:]) / 5 > sum(earned[:5]) / 5 + 0.4
+
+
+def duel(row, client, model):
+    """A game of the model against itself: each player writes twice and sees the other's words; what one wins the other loses."""
+    words = {"white": [], "black": []}
+    for turn in range(4):
+        role, other = ("white", "black") if turn % 2 == 0 else ("black", "white")
+        messages = [{"role": "user", "content": f"{role}: {row['answer']}"}]
+        for mine, theirs in zip(words[role], words[other][turn % 2 :], strict=False):
+            messages += [{"role": "assistant", "content": mine}, {"role": "user", "content": theirs}]
+        reply = client.chat.completions.create(model=model, messages=messages, max_tokens=4, user=role)
+        words[role].append(reply.choices[0].message.content)
+    won = float(len("".join(words["white"]).encode()) % 5) - 2.0
+    return {"score": {"white": won, "black": -won}}
+
+
+def test_a_game_against_itself_has_a_completion_and_an_average_for_each_role(tmp_path):
+    options = {"algorithm": "dr_grpo, advantage=RoleConditioned(decay=0.5)", "num_generations": 2}
+    trainer = trainer_of(tmp_path, duel, per_device_train_batch_size=4, max_steps=2, **options)
+    trainer.train()
+    averages, seen = {"white": 0.0, "black": 0.0}, []
+    for step in (1, 2):
+        rows = rows_of(tmp_path, step)
+        assert [row["reward"] for row in rows[::2]] == [-row["reward"] for row in rows[1::2]]
+        assert len(rows) == 8  # two rows of two games of two roles
+        for row, role in zip(rows, ("white", "black") * 4, strict=True):
+            assert row["advantage"] == pytest.approx(row["reward"] - averages[role], abs=1e-6)
+            averages[role] = 0.5 * averages[role] + 0.5 * row["reward"]
+            asked = json.loads(row["conversation"])[0]["content"]
+            assert asked.startswith(role)
+        seen.append(dict(averages))
+    logged = [line for line in trainer.state.log_history if "advantage/white" in line]
+    assert [(line["advantage/white"], line["advantage/black"]) for line in logged] == [
+        (pytest.approx(each["white"]), pytest.approx(each["black"])) for each in seen
+    ]
+    assert any(seen[0].values())
+
+
+@pytest.mark.parametrize(
+    ("user", "score", "said"),
+    [
+        ("grey", {"white": 1.0}, "'grey' as their user, and it has scores for white"),
+        (None, {"white": 1.0}, "None as their user"),
+        ("white", {"white": "much"}, "'much' as the score of white"),
+        ("white", {}, "returned {} as a score"),
+    ],
+)
+def test_a_score_by_role_that_does_not_fit_the_calls_loses_the_episode_and_says_why(tmp_path, user, score, said):
+    def agent(row, client, model):
+        extra = {} if user is None else {"user": user}
+        client.chat.completions.create(model=model, messages=list(row["prompt"]), max_tokens=4, **extra)
+        return {"score": score}
+
+    with pytest.raises(DataError, match="failed in all of its") as caught:
+        trainer_of(tmp_path, agent, max_steps=1).train()
+    assert said in str(caught.value)

@@ -282,6 +282,22 @@ def test_an_environment_alone_gives_reward_and_prompts(tmp_path):
     assert last(trainer)["rewards/Asking/mean"] == 7.0
 
 
+def test_the_role_that_an_environment_names_has_an_average_of_returns(tmp_path):
+    class Player(Counter):
+        def reset(self, start, **row):
+            self.total, self.role = start, "even" if start % 2 == 0 else "odd"
+
+    data = Dataset.from_list([{"prompt": [{"role": "user", "content": "q"}], "start": start} for start in (2, 5)])
+    args = options(tmp_path, algorithm="dr_grpo, advantage=RoleConditioned(decay=0.5)", max_steps=1)
+    trainer = trainer_of(tmp_path, data=data, environment_factory=Player, args=args)[0]
+    trainer.train()
+    name, total = ("even", 9.0) if "advantage/even" in last(trainer) else ("odd", 12.0)
+    average = 0.0
+    for i in range(4):
+        average = 0.5 * average + 0.5 * (total + i)  # 7 was added to its start, and the reward of the test adds i
+    assert last(trainer)[f"advantage/{name}"] == average
+
+
 def test_one_environment_of_several_is_chosen_by_a_column(tmp_path):
     class Other:
         def reset(self, **row):

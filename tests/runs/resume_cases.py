@@ -133,6 +133,11 @@ SETTINGS = [
     Case("checkpoints that wait for the disk", {"save_async": False}),
     Case("two processes", {"per_device_train_batch_size": 4}, processes=2),
     Case(
+        "two processes, with averages of returns by role",
+        {"per_device_train_batch_size": 4, "algorithm": "dr_grpo, advantage=RoleConditioned(column='difficulty')"},
+        processes=2,
+    ),
+    Case(
         "two processes, LoRA and a KL term", {"per_device_train_batch_size": 4, "beta": 0.1}, peft=_lora(), processes=2
     ),
 ]

@@ -77,6 +77,7 @@ from covey.algorithms.presets import (
 )
 from covey.algorithms.reference import EMA, Every, FrozenAt, WhenFar, keep
 from covey.algorithms.regularizers import AdaptiveEntropy, EntropyBonus, TopEntropy, entropy_bonus
+from covey.algorithms.roles import RoleConditioned
 from covey.algorithms.routing import SampleRouted
 from covey.algorithms.sequence_objectives import GMPO, VESPO
 from covey.algorithms.slices import SliceNormalized
@@ -149,6 +150,7 @@ __all__ = [
     "Rejection",
     "Reshaped",
     "RewardsAsLabels",
+    "RoleConditioned",
     "RowMean",
     "SampleRouted",
     "SequenceMean",

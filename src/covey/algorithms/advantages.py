@@ -239,14 +239,10 @@ class Shaped(Wrapping):
     def exempt(self) -> tuple[str, ...]:
         return (*super().exempt, "tied_groups")
 
-    @property
-    def column(self) -> str | None:
-        return getattr(self.advantage, "column", None)
-
     def __call__(self, scores: Scores) -> Tensor:
-        return self.advantage(self.shaped(scores))
+        return self.advantage(self.inner(scores))
 
-    def shaped(self, scores: Scores) -> Scores:
+    def inner(self, scores: Scores) -> Scores:
         """The scores with one more function a shape, of weight 1; unscored completions stay unscored."""
         unscored = scores.total.isnan()
         extra = [shape(scores).masked_fill(unscored, torch.nan).unsqueeze(-1) for shape in self.shapes]

@@ -22,7 +22,7 @@ from covey.algorithms.reference import keep
 from covey.algorithms.teacher_signals import Reshaped, signal_metrics
 from covey.algorithms.teachers import TeacherRole, role_of
 from covey.algorithms.token_advantages import reward_to_go, token_rewards
-from covey.algorithms.wrapping import zeroed
+from covey.algorithms.wrapping import recalled, remembered, zeroed
 from covey.errors import ConfigError, did_you_mean
 from covey.types import (
     Advantage,
@@ -70,6 +70,8 @@ class Needs:
 
 _SINGLE = ("advantage", "objective", "aggregate", "kl", "reference", "critic", "teacher")
 _MANY = ("regularizers", "weights")
+_MEMORY = "advantage/"
+"""Prefix of an advantage's memory among the states of coefficients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +233,12 @@ class Algorithm:
         return {name: controller.init() for name, controller in self.controllers().items()}
 
     def resolve(self, values: Mapping[str, float]) -> Algorithm:
-        """The algorithm with each adaptive coefficient replaced by its current value, from its state in `values` (its start, where absent)."""
+        """The algorithm with each adaptive coefficient replaced by its current value, from its state in `values` (its start, where
+        absent), and the advantage with its memory.
+        """
+        if memory := {key.removeprefix(_MEMORY): value for key, value in values.items() if key.startswith(_MEMORY)}:
+            others = {key: value for key, value in values.items() if not key.startswith(_MEMORY)}
+            return replace(self, advantage=recalled(self.advantage, memory)).resolve(others)
         controllers = self.controllers()
         if not controllers:
             return self
@@ -248,11 +255,16 @@ class Algorithm:
         return self._mapped(settle)
 
     def advance(self, values: Mapping[str, float], report: StepReport) -> dict[str, float]:
-        """State of each adaptive coefficient after the step of `report`."""
-        return {
+        """State of each adaptive coefficient after the step of `report`; an advantage's memory stays."""
+        memory = {key: value for key, value in values.items() if key.startswith(_MEMORY)}
+        return memory | {
             name: controller.update(values.get(name, controller.init()), report)
             for name, controller in self.controllers().items()
         }
+
+    def remembered(self, scores: Scores) -> dict[str, float]:
+        """State of the advantage's memory after the completions of `scores`; empty where it has none."""
+        return {f"{_MEMORY}{key}": value for key, value in remembered(self.advantage, scores).items()}
 
     def has_left(self, report: StepReport) -> bool:
         """True if the policy's approximate KL from the policy that sampled the completions exceeds `target_kl`."""

@@ -41,11 +41,11 @@ class GroupFiltered(Wrapping):
         return max(self.keep, getattr(self.advantage, "least_group", 1))
 
     def __call__(self, scores: Scores) -> Tensor:
+        return zeroed(self.advantage(self.inner(scores)), ~self.retained(scores))
+
+    def inner(self, scores: Scores) -> Scores:
         rejected = ~self.retained(scores)
-        judged = self.advantage(
-            replace(scores, per_function=scores.per_function.masked_fill(rejected.unsqueeze(-1), torch.nan))
-        )
-        return zeroed(judged, rejected)
+        return replace(scores, per_function=scores.per_function.masked_fill(rejected.unsqueeze(-1), torch.nan))
 
     def retained(self, scores: Scores) -> Tensor:
         """[P, G] bool, the completions that are trained on; never an unscored one."""

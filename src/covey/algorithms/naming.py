@@ -24,6 +24,7 @@ from covey.algorithms import (
     pass_at_k,
     reference,
     regularizers,
+    roles,
     routing,
     sequence_objectives,
     slices,
@@ -50,6 +51,7 @@ _HOMES = {
         pass_at_k,
         filtering,
         routing,
+        roles,
         slices,
     ),
     "objective": (

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
 from torch import Tensor
 
-from covey.types import Advantage
+from covey.types import Advantage, Scores
 
 
 class Wrapping:
@@ -19,6 +23,34 @@ class Wrapping:
     @property
     def exempt(self) -> tuple[str, ...]:
         return tuple(getattr(self.advantage, "exempt", ()))
+
+    @property
+    def column(self) -> str | None:
+        return getattr(self.advantage, "column", None)
+
+    def inner(self, scores: Scores) -> Scores:
+        """The scores that the inner advantage judges."""
+        return scores
+
+    def recalled(self, memory: Mapping[str, float]) -> Any:
+        """The part around the inner advantage with its memory of earlier rollouts."""
+        return replace(self, advantage=recalled(self.advantage, memory))  # type: ignore[type-var]
+
+    def remembered(self, scores: Scores) -> dict[str, float]:
+        """The inner advantage's memory after these completions."""
+        return remembered(self.advantage, self.inner(scores))
+
+
+def recalled(advantage: Any, memory: Mapping[str, float]) -> Any:
+    """The advantage with its memory of earlier rollouts, where it has one."""
+    recall = getattr(advantage, "recalled", None)
+    return recall(memory) if callable(recall) else advantage
+
+
+def remembered(advantage: Any, scores: Scores) -> dict[str, float]:
+    """An advantage's memory after these completions; empty where it has none."""
+    remember = getattr(advantage, "remembered", None)
+    return dict(remember(scores)) if callable(remember) else {}
 
 
 def zeroed(judged: Tensor, completions: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ class AgentResult:
     """Return value of an agent, taken apart."""
 
     score: float | None = None
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """Score of each role of a game that the model plays against itself; its calls name theirs in the field `user`."""
     answer: str | None = None
     turn_rewards: tuple[float, ...] = ()
     trace: Sequence[Mapping[str, Any]] | None = None
@@ -52,10 +54,15 @@ class AgentResult:
             trace = trace.get("turns")
         if trace is not None and not (isinstance(trace, Sequence) and all(isinstance(x, Mapping) for x in trace)):
             raise DataError("the agent returned a trace that is no list of turns, each a dict with its token ids.")
+        roles = {str(role): _number(value, f"the score of {role}") for role, value in score.items()} if isinstance(score, Mapping) else {}  # fmt: skip
+        turn_rewards = tuple(_number(reward, "a turn's reward") for reward in result.get("turn_rewards") or ())
+        if turn_rewards and roles:
+            raise DataError("the agent returned turn_rewards and a score for each role; leave one out.")
         return AgentResult(
-            score=None if score is None else _number(score, "a score"),
+            score=None if score is None or roles else _number(score, "a score"),
+            scores=roles,
             answer=answer,
-            turn_rewards=tuple(_number(reward, "a turn's reward") for reward in result.get("turn_rewards") or ()),
+            turn_rewards=turn_rewards,
             trace=trace,
             columns={str(name): value for name, value in result.items() if name not in _FIELDS},
         )

@@ -176,10 +176,15 @@ class Episodes:
 
 
 def _notes(prompt: Prompt, episode: _Episode) -> EpisodeNotes:
-    """The states that turns began in, and their rewards where the environment has `turn_rewards`."""
+    """The states that turns began in, and what the environment says of them: `turn_rewards`, and the `role` that the model played."""
     rewards = () if episode.reset is None else getattr(episode.reset.instance, "turn_rewards", ())
     first = [[message.get("role"), message.get("content")] for message in prompt.messages or ()]
-    return EpisodeNotes(states=states_of(episode.messages, first), rewards=tuple(float(reward) for reward in rewards))
+    role = None if episode.reset is None else getattr(episode.reset.instance, "role", None)
+    return EpisodeNotes(
+        states=states_of(episode.messages, first),
+        rewards=tuple(float(reward) for reward in rewards),
+        role=None if role is None else str(role),
+    )
 
 
 def _as_message(call: WrittenCall) -> dict[str, Any]:

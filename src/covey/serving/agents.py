@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
 import time
@@ -23,7 +22,7 @@ from covey.rollout.sampler import sampler_metrics
 from covey.rollout.sampling import sequence_key
 from covey.serving.endpoint import Endpoint
 from covey.serving.engine import Call
-from covey.serving.episodes import Episode, Recorded, episodes_of
+from covey.serving.episodes import Episode, Recorded, episodes_of, tool_calls_in
 from covey.serving.limits import Limits
 from covey.serving.sampled import Watch
 from covey.serving.sessions import Session, Sessions
@@ -38,7 +37,6 @@ from covey.types import (
     Message,
     Metric,
     Prompt,
-    ToolCall,
     merge_metrics,
 )
 
@@ -62,7 +60,13 @@ class _Run:
     lost: str = ""
     """Why there is nothing to train on; empty: there is."""
     traceback: str = ""
-    recorded: Recorded = field(default_factory=lambda: Recorded(episodes=(), num_breaks=0))
+    recorded: Mapping[str | None, Recorded] = field(default_factory=dict)
+    """Episodes by the role that the model played in them; None: the agent has no roles."""
+
+    @property
+    def episodes(self) -> list[Episode]:
+        """Of all roles."""
+        return [episode for recorded in self.recorded.values() for episode in recorded.episodes]
 
 
 class AgentSampler:
@@ -234,7 +238,16 @@ class AgentSampler:
                 calls = expect_recorded(run.result.trace, calls)
             except DataError as error:
                 run.lost = str(error)
-        run.recorded = episodes_of(calls, last_first=True)
+        roles = {} if run.result is None else run.result.scores
+        if roles and not run.lost and (strangers := {call.user for call in calls} - roles.keys()):
+            run.lost = (
+                f"its calls name {', '.join(sorted(map(repr, strangers)))} as their user, and it has scores for {', '.join(roles)}; "
+                "name the role in each call: create(..., user=ROLE)"
+            )
+        run.recorded = {
+            role: episodes_of([call for call in calls if role is None or call.user == role], last_first=True)
+            for role in roles or (None,)
+        }
 
     # -- from calls to completions ----------------------------------------------------------------------------------
 
@@ -242,20 +255,18 @@ class AgentSampler:
         prompt = runs[0].prompt
         self._refuse_strangers(runs)
         finished = [run for run in runs if not run.lost]
-        first = [episode.prompt.token_ids for run in finished for episode in run.recorded.episodes]
+        first = [episode.prompt.token_ids for run in finished for episode in run.episodes]
         shared = common_prefix(first) if first else prompt.token_ids
         events = tuple(self._event(run) for run in runs if run.lost)
-        done = tuple(_completion(run, len(shared), self.version) for run in finished)
+        done = tuple(_completion(run, role, len(shared), self.version) for run in finished for role in run.recorded)
         done = done or (_nothing(self.version),)
         return Group(prompt=replace(prompt, token_ids=shared), completions=done, events=events)
 
     def _refuse_strangers(self, runs: Sequence[_Run]) -> None:
         """A group shares its first tokens, if only one; episodes that begin with another are lost."""
-        first = Counter(
-            episode.prompt.token_ids[0] for run in runs if not run.lost for episode in run.recorded.episodes
-        )
+        first = Counter(episode.prompt.token_ids[0] for run in runs if not run.lost for episode in run.episodes)
         for run in runs:
-            begins = {episode.prompt.token_ids[0] for episode in run.recorded.episodes}
+            begins = {episode.prompt.token_ids[0] for episode in run.episodes}
             if not run.lost and begins - {token for token, _ in first.most_common(1)}:
                 run.lost = (
                     "its calls begin with another token than the group's; use chat completions, or one first token"
@@ -282,13 +293,14 @@ class AgentSampler:
                 "from; call the model through the `client`, or the `base_url` and `api_key`, that it is given."
             )
         calls = [len(run.session.calls) for run in runs]
-        rows = [len(run.recorded.episodes) for run in runs if not run.lost]
+        rows = [len(recorded.episodes) for run in runs if not run.lost for recorded in run.recorded.values()]
+        breaks = [recorded.num_breaks for run in runs for recorded in run.recorded.values()]
         self._metrics.append(
             {
                 "agents/lost": Mean(len(lost), len(runs)),
                 "agents/calls": Mean(sum(calls), len(calls)),
                 "agents/branches": Mean(sum(max(0, count - 1) for count in rows), len(rows)),
-                "agents/breaks": Mean(sum(run.recorded.num_breaks for run in runs), len(runs)),
+                "agents/breaks": Mean(sum(breaks), len(runs)),
                 "agents/seconds": Mean(sum(run.seconds for run in runs), len(runs)),
                 "agents/max_seconds": Max(max((run.seconds for run in runs), default=0.0)),
             }
@@ -317,19 +329,24 @@ def _nothing(version: int) -> Completion:
     return Completion(token_ids=ids, text="", finish="error", logprobs=none, mask=mask, version=version, messages=())
 
 
-def _completion(run: _Run, start: int, version: int) -> Completion:
-    """The last path of an episode, with its other paths as branches. `start`: tokens of the group's prompt."""
+def _completion(run: _Run, role: str | None, start: int, version: int) -> Completion:
+    """The last path of a role's episode, with its other paths as branches. `start`: tokens of the group's prompt."""
     result = run.result or AgentResult()
-    episodes = run.recorded.episodes
+    episodes = run.recorded[role].episodes
     scored = {"agent_score": result.score, **result.columns}
+    if role is not None:
+        scored |= {"agent_score": result.scores[role], "role": role}
+    name = None if scored.get("role") is None else str(scored["role"])
     if not episodes:
-        return replace(_nothing(version), text=result.answer or "", finish="stop", columns=scored)
+        notes = None if name is None else EpisodeNotes(role=name)
+        return replace(_nothing(version), text=result.answer or "", finish="stop", columns=scored, episode=notes)
     last, others = episodes[-1], episodes[:-1]
     notes = EpisodeNotes(
         states=last.states,
         rewards=result.turn_rewards,
         conversation=_conversation(last),
         branches=tuple(_as_completion(branch, start) for branch in others),
+        role=name,
     )
     completion = _as_completion(last, start)
     return replace(
@@ -361,32 +378,3 @@ def _conversation(episode: Episode) -> tuple[Message, ...]:
     if not episode.shown:
         return ()
     return (*episode.shown, {"role": "assistant", "content": episode.completion.text})
-
-
-def tool_calls_in(messages: Sequence[Message]) -> Iterator[ToolCall]:
-    """Calls of tools in a conversation in OpenAI's form, with their answers; an answer `{"error": ...}` is an error."""
-    answers = {
-        message.get("tool_call_id"): str(message.get("content"))
-        for message in messages
-        if message.get("role") == "tool"
-    }
-    for message in messages:
-        for call in message.get("tool_calls") or ():
-            result = answers.get(call.get("id"))
-            if result is None:
-                continue
-            function = call.get("function") or {}
-            yield ToolCall(
-                name=str(function.get("name")),
-                arguments=function.get("arguments"),
-                result=result,
-                status="error" if _is_error(result) else "ok",
-            )
-
-
-def _is_error(result: str) -> bool:
-    try:
-        value = json.loads(result)
-    except ValueError:
-        return False
-    return isinstance(value, Mapping) and "error" in value

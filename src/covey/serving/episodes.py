@@ -7,8 +7,9 @@ history, a text that was tokenized otherwise) is a root. Each path from a root t
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,7 +17,7 @@ import torch
 
 from covey.environments.states import digest, state_before
 from covey.serving.engine import Call
-from covey.types import Completion, Message, Prompt
+from covey.types import Completion, Message, Prompt, ToolCall
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -135,3 +136,32 @@ def _episode(path: Sequence[_Node]) -> Episode:
 def state_of(prompt: Prompt) -> str:
     """State key: a hash of the messages since the assistant's last one; of all tokens where the prompt is no chat."""
     return digest(prompt.token_ids) if prompt.messages is None else state_before(prompt.messages)
+
+
+def tool_calls_in(messages: Sequence[Message]) -> Iterator[ToolCall]:
+    """Calls of tools in a conversation in OpenAI's form, with their answers; an answer `{"error": ...}` is an error."""
+    answers = {
+        message.get("tool_call_id"): str(message.get("content"))
+        for message in messages
+        if message.get("role") == "tool"
+    }
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            result = answers.get(call.get("id"))
+            if result is None:
+                continue
+            function = call.get("function") or {}
+            yield ToolCall(
+                name=str(function.get("name")),
+                arguments=function.get("arguments"),
+                result=result,
+                status="error" if _is_error(result) else "ok",
+            )
+
+
+def _is_error(result: str) -> bool:
+    try:
+        value = json.loads(result)
+    except ValueError:
+        return False
+    return isinstance(value, Mapping) and "error" in value

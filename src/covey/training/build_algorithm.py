@@ -12,7 +12,7 @@ from covey.config.options import ALGORITHM_OPTIONS
 from covey.data.checks import row_at
 from covey.data.hints import text_of_feedback
 from covey.data.together import columns_of, refuse_missing_languages
-from covey.errors import ConfigError
+from covey.errors import ConfigError, did_you_mean
 from covey.monitor import refuse_unknown_columns
 
 
@@ -73,8 +73,8 @@ def refuse_small_groups(algorithm: Algorithm, num_generations: int) -> None:
         )
 
 
-def check_columns(args: Any, dataset: Any, agents: Any, scorer: Any) -> None:
-    """Raise CoveyError if the training set lacks a column needed by a reward, a slice or `group_languages`."""
+def check_columns(args: Any, dataset: Any, agents: Any, scorer: Any, advantage: Any) -> None:
+    """Raise CoveyError if the training set lacks a column needed by a reward, a slice, the advantage or `group_languages`."""
     if dataset is None:
         return
     columns = dataset.column_names
@@ -83,6 +83,28 @@ def check_columns(args: Any, dataset: Any, agents: Any, scorer: Any) -> None:
         refuse_missing_languages(columns, args.group_languages)
         columns = columns_of(columns, args.group_languages)
     scorer.check(agents.columns(columns))
+    check_advantage(advantage, columns, dataset)
+
+
+def check_advantage(advantage: Any, columns: Any, dataset: Any) -> None:
+    """Raise ConfigError for an advantage by a column that is not there, or that names no role in one of the first rows."""
+    column = getattr(advantage, "column", None)
+    if column is None or columns is None:
+        return
+    if column not in columns:
+        raise ConfigError(
+            f"The advantage is by the column {column!r}, and the data set has {', '.join(columns)}."
+            f"{did_you_mean(column, columns)}"
+        )
+    while hasattr(advantage, "advantage"):
+        advantage = advantage.advantage
+    count = min(LOOKED_AT, len(dataset)) if hasattr(dataset, "__len__") else 0
+    if isinstance(advantage, alg.RoleConditioned):
+        for index in range(count):
+            if row_at(dataset, index).get(column) in (None, ""):
+                raise ConfigError(
+                    f"train_dataset, row {index}, names no role: its column {column!r} is empty; fill it."
+                )
 
 
 LOOKED_AT = 256

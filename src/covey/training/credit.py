@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,6 +25,13 @@ def with_advantages(
 
     `scaled`: the same groups with the rewards for the advantages, if these differ from the recorded ones.
     """
+    return judged_groups(groups, algorithm, weights, scaled)[0]
+
+
+def judged_groups(
+    groups: Sequence[Group], algorithm: Algorithm, weights: Tensor, scaled: Sequence[Group] | None = None
+) -> tuple[list[Group], Mapping[str, float]]:
+    """The groups as of `with_advantages`, and the state of the advantage's memory after them; empty where it has none."""
     column = getattr(algorithm.advantage, "column", None)
     units = questions(groups)  # each group alone, except for one question in several languages
     judging = [joined([(scaled or groups)[place] for place in places]) for places in units]
@@ -41,7 +48,7 @@ def with_advantages(
             totals = scores.total[p, rows]
             out[place] = replace(group, advantages=judged[p, rows], totals=totals, returns=group_returns)
             start += group.size
-    return out
+    return out, algorithm.remembered(scores)
 
 
 def reward_kl(groups: Sequence[Group], algorithm: Algorithm) -> Tensor | None:

@@ -10,7 +10,7 @@ from covey.errors import NumericsError
 from covey.process.interruption import StopNow
 from covey.process.memory import collecting_new_garbage_only
 from covey.rollout.joint import Steps
-from covey.training.credit import num_without_signal, outcomes, rollout_metrics, with_advantages, with_signal_first
+from covey.training.credit import judged_groups, num_without_signal, outcomes, rollout_metrics, with_signal_first
 from covey.training.drawing import WAITING, split, through, timed
 from covey.training.parts import Parts
 from covey.training.recovery import after_spoiled, after_step, expect_sound_end, rewound_on_failure, undone_when_stopped
@@ -61,11 +61,11 @@ def roll_out(parts: Parts, state: TrainState) -> Steps[TrainState]:
             groups = parts.learner.annotate(groups, algorithm)
             parts.session.monitor.begin(of_policy(groups))
         scaled = scorer.combiner(groups)
-        groups = with_advantages(groups, algorithm, scorer.weights, scaled)
+        groups, memory = judged_groups(groups, algorithm, scorer.weights, scaled)
         groups = through(stages.after_advantages, groups, position, seconds)
     metrics = rollout_metrics(parts, drawn, groups, scaled)
     batches = split(groups, parts.batches_per_rollout, seed=parts.seed + state.num_rollouts)
-    return state.queued(batches * parts.num_iterations, metrics, seconds)
+    return state.queued(batches * parts.num_iterations, metrics, seconds, memory)
 
 
 def draw(parts: Parts, state: TrainState, prompts: Sequence[Prompt], seconds: dict[str, float]) -> Steps[list[Group]]:

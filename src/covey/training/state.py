@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from covey.algorithms import Algorithm
-from covey.types import Group, Metric, Position, StepReport, merge_metrics
+from covey.types import Group, Mean, Metric, Position, StepReport, merge_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class TrainState:
     num_rollouts: int = 0
     """Number of generation batches so far."""
     controllers: Mapping[str, float] = field(default_factory=dict)
-    """Value of each adaptive coefficient."""
+    """Value of each adaptive coefficient, and of an advantage's memory."""
     bad_steps: int = 0
     """Consecutive steps whose update was skipped for bad numbers."""
     roll_backs: int = 0
@@ -41,13 +41,17 @@ class TrainState:
         batches: Sequence[Sequence[Group]],
         metrics: Mapping[str, Metric],
         seconds: Mapping[str, float],
+        memory: Mapping[str, float],
     ) -> TrainState:
-        """The state with the batches of a new rollout queued."""
+        """The state with the batches of a new rollout queued, and the advantage's `memory` after it, which is logged."""
         return replace(
             self,
             pending=(*self.pending, *(tuple(batch) for batch in batches)),
             num_rollouts=self.num_rollouts + 1,
-            rollout_metrics=merge_metrics([self.rollout_metrics, metrics]),
+            controllers={**self.controllers, **memory},
+            rollout_metrics=merge_metrics(
+                [self.rollout_metrics, metrics, {name: Mean(value, 1.0) for name, value in memory.items()}]
+            ),
             rollout_seconds={**self.rollout_seconds, **seconds},
         )
 

@@ -19,5 +19,7 @@ class EpisodeNotes:
     """All messages, those of the prompt included, as they went over the wire. Empty: the prompt's and the completion's own."""
     branches: tuple[Any, ...] = ()
     """Completions of the same agent's calls that did not go on to its end; they get this completion's advantage."""
+    role: str | None = None
+    """Role that the model played, such as a player of a game. None: the environment names none."""
     shares: int | None = None
     """Index in the group of the completion whose advantage this one gets, without a score of its own. None: it has its own."""

@@ -1,0 +1,70 @@
+"""Role-conditioned advantages (RAE) for self-play: each role is compared with its earlier returns, never with its opponent's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from covey.algorithms.advantages import sequence_rewards
+from covey.errors import ConfigError
+from covey.types import Scores
+
+_ALL = "all"
+"""Role of completions that have none."""
+
+
+@dataclass(frozen=True)
+class RoleConditioned:
+    """`A = R - b`, then `b <- decay b + (1 - decay) R`: b is an exponential average of the returns of the completion's role.
+
+    Averages start at 0 and move completion by completion, in the order of the rollout; each completion is judged before it moves
+    its average. A role is the one that an environment or an agent names (`EpisodeNotes.role`), or the value of `column` of the
+    prompt; with both it is the pair, as the paper's (game, role). Without either all completions have one role. No division by a
+    deviation. Liu et al. 2025, "SPIRAL", section 3.3, <https://arxiv.org/abs/2506.24119>, decay as there.
+    """
+
+    column: str | None = None
+    decay: float = 0.95
+    averages: Mapping[str, float] = field(default_factory=dict)
+    """By role, before these completions; a run keeps them in its state."""
+    exempt = ("tied_groups", "order")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.decay, bool) or not isinstance(self.decay, (int, float)) or not 0.0 <= self.decay < 1.0:
+            raise ConfigError(f"RoleConditioned's decay={self.decay!r} must be at least 0 and below 1.")
+
+    def __call__(self, scores: Scores) -> Tensor:
+        out = torch.zeros_like(scores.total)
+        for p, g, _, advantage in self._judged(scores, dict(self.averages)):
+            out[p, g] = advantage
+        return out
+
+    def recalled(self, averages: Mapping[str, float]) -> RoleConditioned:
+        """The part with these averages, where there are any."""
+        return replace(self, averages=dict(averages)) if averages else self
+
+    def remembered(self, scores: Scores) -> dict[str, float]:
+        """The averages after these completions."""
+        averages = dict(self.averages)
+        for _ in self._judged(scores, averages):
+            pass
+        return averages
+
+    def _judged(self, scores: Scores, averages: dict[str, float]) -> Iterator[tuple[int, int, str, float]]:
+        """(prompt, completion, role, advantage) of every scored completion; moves the averages."""
+        for p, row in enumerate(sequence_rewards(scores).tolist()):
+            for g, reward in enumerate(row):
+                if reward != reward:  # unscored
+                    continue
+                role = self._role(scores, p, g)
+                before = averages.get(role, 0.0)
+                yield p, g, role, reward - before
+                averages[role] = self.decay * before + (1.0 - self.decay) * reward
+
+    def _role(self, scores: Scores, p: int, g: int) -> str:
+        notes = None if scores.episodes is None else scores.episodes[p][g]
+        pair = (None if scores.slices is None else scores.slices[p], None if notes is None else notes.role)
+        return "/".join(name for name in pair if name is not None) or _ALL
