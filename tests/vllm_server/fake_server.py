@@ -50,6 +50,8 @@ class FakeServer:
         """Completion i begins with the token of rank i, a single one with that of its seed; all are the greedy one otherwise."""
         self.noise = 0.0
         """Standard deviation of what is added to each log-probability."""
+        self.read: list[list[str]] = []
+        """Names of the weights of each update that held a part of them."""
         self.reads_cached: dict[str, Any] = {}
         self.caches_paths = False
         """Whether a path that was read before gives what it held then, as memory-mapped files do."""
@@ -143,6 +145,11 @@ class FakeServer:
             from covey.rollout.vllm.weights import digests_of, distinct_weights
 
             return digests_of(distinct_weights(self.replicas[0], torch.float32))
+        if method == "covey_reload" and not self.moves_nothing:
+            weights = {name: weight for file in kwargs["files"] for name, weight in load_file(file).items()}
+            self.read.append(sorted(weights))
+            for model in self.replicas:
+                model.load_state_dict(weights, strict=False)
         if method == "reload_weights" and not self.moves_nothing:
             path = kwargs["weights_path"]
             if not (self.caches_paths and path in self.reads_cached):

@@ -310,3 +310,19 @@ def test_a_tiny_run_from_yaml_trains_on_the_server(running, tmp_path):
         assert line["vllm/exact"] == 1
     assert [line.get("vllm/moved") for line in steps[1:]] == [1, 1, 1]
     shutil.rmtree(tmp_path / "run" / "vllm-weights")
+
+
+@pytest.mark.parametrize("part", ["layers.1.mlp", "embed_tokens"])
+def test_parts_alone_reach_it_and_the_others_stay(running, model, tmp_path, part):
+    sampler = sampler_of(running, model, tmp_path)
+    greedy(sampler)
+    sampler.take_metrics()
+    with torch.no_grad():
+        trained = [weight for name, weight in model.named_parameters() if part in name]
+        for weight in trained:
+            weight.mul_(1.02)
+    sampler.load(model, 1)
+    expect_the_trainers(sampler, model)
+    seen = {name: metric.value for name, metric in sampler.take_metrics().items()}
+    assert seen["vllm/exact"] == 1
+    assert seen["weights/mb"] == pytest.approx(sum(weight.nbytes for weight in trained) / 1e6)

@@ -87,7 +87,9 @@ def test_a_split_model_trains_with_a_server_as_one_process_does(tied, has_digest
             fake.is_varied = True
             seen = trained(fake, tmp_path / str(processes), processes, tied=tied)
             ends[processes] = weights_of(tmp_path / str(processes))
-            assert fake.calls.count("reload_weights") == 3, "the weights are sent once a step"
+            assert fake.calls.count("/update_weight_version") == 3, "one update a step"
+            sent = fake.calls.count("reload_weights") + fake.calls.count("covey_reload")
+            assert sent == 3 or (has_digest and sent >= 2), "a step without signal changes no weights"
             assert fake.version.endswith(":2")
     assert seen["largest"] < 0.7 * seen["whole"], "no process holds a whole copy"
     start = dict(tiny_model("qwen2", layers=3, tie_word_embeddings=tied).state_dict())

@@ -123,7 +123,8 @@ class VLLMSampler:
         else:  # the workers are separate processes
             memory = Path("/dev/shm")
             with tempfile.TemporaryDirectory(prefix="covey-vllm-", dir=memory if memory.is_dir() else None) as folder:
-                sent = write_weights(Source(policy), Path(folder) / "weights", next(policy.parameters()).dtype)
+                pieces = write_weights(Source(policy), Path(folder) / "weights", next(policy.parameters()).dtype)
+                sent = sum(piece.num_bytes for piece in pieces.values())
                 self.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(Path(folder) / "weights")})
         self.engine.collective_rpc(repack)
         self.engine.reset_prefix_cache()

@@ -101,6 +101,8 @@ class ServerSampler:
         self.context = min(limits) if limits else None
         name = f"{safe_name(run)}-{self.world.broadcast(secrets.token_hex(3))}"
         carrier = _transport(self.server, model, transport, Path(directory) / name, host=host, port=group_port)
+        if isinstance(carrier, DirectoryTransport):
+            carrier.sends_changed = attest != "off" and self.server.has_digests and facts.data_parallel == 1
         self.sync = Sync(self.server, carrier, run=name, attest=attest)
         self.seen: list[dict[str, Metric]] = []
         self.pending: tuple[Any, int] | None = None
@@ -222,7 +224,7 @@ class ServerSampler:
             self.client.wait_until_up(self.timeout, self.check_wait)
             self.sync.is_broken = True  # it may have been started again, with the weights of its folder
             seen = self.sync.push(update)
-        self.seen.append(update_metrics(update.seconds + time.perf_counter() - started, update.shipment.num_bytes))
+        self.seen.append(update_metrics(update.seconds + time.perf_counter() - started, self.sync.sent_bytes))
         if seen is not None:
             self.seen.append(seen.metrics())
 

@@ -21,7 +21,7 @@ REQUIRED = (
     *("/v1/completions", "/v1/models", "/server_info", "/pause", "/resume", "/is_paused", "/reset_prefix_cache"),
     *("/update_weight_version", "/weight_info"),
 )
-DIGEST, REPACK = "covey_digest", "covey_repack"
+DIGEST, REPACK, RELOAD = "covey_digest", "covey_repack", "covey_reload"
 """Methods of the worker extension in servers started by `covey serve-vllm`."""
 
 
@@ -120,6 +120,10 @@ class Server:
             weights_path=folder,
             is_checkpoint_format=True,
         )
+
+    def reload_files(self, files: Sequence[str], num_bytes: int) -> None:
+        """Load the weights of these safetensors files, by paths on the server's machine; the other weights stay. Needs the extension."""
+        self.call_workers(RELOAD, seconds=self.client.deadlines.update_of(num_bytes), files=list(files))
 
     def repack(self) -> None:
         """Make a CPU server pack tied matrices again, which its reload omits."""

@@ -27,7 +27,7 @@ from covey.rollout.vllm.attestation import (
 )
 from covey.rollout.vllm.server import Server
 from covey.rollout.vllm.transports import Shipment, Transport, dtype_of
-from covey.rollout.vllm.weights import Source, differing_blocks, digests_of, texts_of
+from covey.rollout.vllm.weights import Source, differing_blocks, digests_of, sums_of, texts_of
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,8 @@ class Sync:
     is_broken: bool = False
     """True if the last update failed, so that nothing may be generated before a successful one."""
     pushed: int = 0
+    sent_bytes: int = 0
+    """Bytes of the last update."""
     ids: tuple[int, ...] = ()
     """Token ids of the probe."""
 
@@ -89,15 +91,15 @@ class Sync:
         started, label = time.perf_counter(), self._next_label(version)
         probe = self._probe(source) if self.attest != "off" else None
         shipment = self.transport.prepare(source, label)  # last: it may fail on the process that writes
-        digests = self._digests(source) if probe else None
+        digests = self._digests(source, shipment) if probe else None
         return Update(source, version, label, shipment, probe, digests, time.perf_counter() - started)
 
-    def _digests(self, source: Source) -> dict[str, str] | None:
+    def _digests(self, source: Source, shipment: Shipment) -> dict[str, str] | None:
         """Digests of the weights, as they were written; None where the server has none to compare."""
         if not (self.server.has_digests and self.transport.pauses):
             return None
-        if source.sums or source.shards is not None:
-            return texts_of(source.sums)
+        if shipment.place is not None:
+            return texts_of(sums_of(shipment.pieces.values()))
         return digests_of(source.distinct(dtype_of(self.server)))
 
     def _probe(self, source: Source) -> Probe:
@@ -119,15 +121,13 @@ class Sync:
         was_broken, self.is_broken = self.is_broken, True
         if was_broken:
             self.attestation.forget()
+            transport.forget()
         try:
             if transport.pauses:
                 self.server.pause()
             elif self.server.is_paused():
                 self.server.resume()
-            transport.send(update.source, label, update.shipment)
-            if transport.pauses:
-                self.server.forget_prefixes()
-            exact = self._is_exact(update)
+            exact = self._sent(update, label)
             self.server.set_version(label)
             if exact is False:
                 raise AttestationError("The digest of the server's weights is not that of the weights that were sent.")
@@ -135,12 +135,30 @@ class Sync:
                 self.server.resume()
             self.label, self.model = label, transport.model_for(label)
             seen = self._attested(update.probe, exact)
-            transport.finish(label)
+            transport.finish(update.shipment, is_exact=exact is True)
         except ServerError:
             self._stay_paused()
             raise
         self.is_broken = False
         return seen
+
+    def _sent(self, update: Update, label: str) -> bool | None:
+        """Send what has changed, or everything where the digests then disagree. Returns `_is_exact`."""
+        self.sent_bytes = 0
+        exact: bool | None = None
+        for _ in range(2):
+            num_bytes = self.transport.send(update.source, label, update.shipment)
+            self.sent_bytes += num_bytes
+            if self.transport.pauses:
+                self.server.forget_prefixes()
+            exact = self._is_exact(update)
+            if exact or num_bytes == update.shipment.num_bytes:
+                break
+            logger.warning(
+                "The server lacks weights that were sent before; all are sent to it now and in later updates."
+            )
+            self.transport.forget(for_good=True)
+        return exact
 
     def expect_current(self) -> None:
         """Raise AttestationError unless the server has the label of the last update and answers the probe as it did then.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from covey.errors import ConfigError, ServerError
+from covey.rollout.vllm.pieces import Piece, changed_pieces
 from covey.rollout.vllm.server import Server
 from covey.rollout.vllm.weights import Source, safe_name, write_adapter, write_weights
 
@@ -27,6 +28,8 @@ class Shipment:
     num_bytes: int
     place: Path | None = None
     """Folder that the server reads; None: they travel from this process's memory."""
+    pieces: Mapping[str, Piece] = field(default_factory=dict)
+    """Whole weights in pieces; empty where they are sent at once."""
 
     @property
     def folder(self) -> str:
@@ -47,39 +50,70 @@ class Transport(Protocol):
         """Prepare a transfer while the server still generates. Of a split model all processes take part."""
         ...
 
-    def send(self, source: Source, label: str, shipment: Shipment) -> None:
-        """Send the weights of `prepare`. After a ServerError the server's weights are undefined."""
+    def send(self, source: Source, label: str, shipment: Shipment) -> int:
+        """Send the weights of `prepare`; the bytes. After a ServerError the server's weights are undefined.
+
+        After `finish` only what has changed since is sent; if the update that follows fails, the next call sends everything.
+        """
         ...
 
-    def finish(self, label: str) -> None:
-        """Remove files and adapters that no request uses any more."""
+    def finish(self, shipment: Shipment, *, is_exact: bool) -> None:
+        """Remove files and adapters that no request uses any more. `is_exact`: digests proved that the server has these weights."""
+        ...
+
+    def forget(self, *, for_good: bool = False) -> None:
+        """Send everything next time, as the server may have lost what it had, or (`for_good`) every time."""
         ...
 
 
 @dataclass(eq=False)
 class DirectoryTransport:
-    """Full weights in a new folder that the server reads: for any device, on a shared file system."""
+    """Weights in a new folder that the server reads: for any device, on a shared file system.
+
+    Every folder holds all weights. The server reads the pieces that changed where digests prove the others afterwards.
+    """
 
     server: Server
     folder: Path
     pauses: bool = True
+    sends_changed: bool = False
+    """True: unchanged pieces are linked instead of written, and not read again."""
     written: list[Path] = field(default_factory=list)
+    pieces: Mapping[str, Piece] = field(default_factory=dict)
+    """Those that were written last."""
+    held: Mapping[str, int] = field(default_factory=dict)
+    """Numbers of the pieces that the server has; empty where that is not known."""
 
     def model_for(self, label: str) -> str:
         return self.server.facts.model
 
     def prepare(self, source: Source, label: str) -> Shipment:
         place = _new_place(self.folder, label)
-        size = write_weights(source, place, dtype_of(self.server), has_digests=self.server.has_digests)
+        before = self.pieces if self.sends_changed else {}
+        has_digests = self.server.has_digests
+        pieces = write_weights(source, place, dtype_of(self.server), has_digests=has_digests, before=before)
         self.written.append(place)
-        return Shipment(size, place)
+        self.pieces = pieces
+        return Shipment(sum(piece.num_bytes for piece in pieces.values()), place, pieces)
 
-    def send(self, source: Source, label: str, shipment: Shipment) -> None:
-        self.server.reload(shipment.folder, shipment.num_bytes)
+    def send(self, source: Source, label: str, shipment: Shipment) -> int:
+        held, self.held = self.held, {}
+        changed = changed_pieces(shipment.pieces, held)
+        num_bytes = sum(piece.num_bytes for piece in changed)
+        if len(changed) == len(shipment.pieces):
+            self.server.reload(shipment.folder, num_bytes)
+        elif changed:
+            self.server.reload_files([str(piece.file.absolute()) for piece in changed], num_bytes)
         self.server.repack()
+        return num_bytes
 
-    def finish(self, label: str) -> None:
-        _remove_old(self.written)
+    def finish(self, shipment: Shipment, *, is_exact: bool) -> None:
+        if self.sends_changed and is_exact:
+            self.held = {key: piece.number for key, piece in shipment.pieces.items()}
+        _remove_before(self.written, shipment)
+
+    def forget(self, *, for_good: bool = False) -> None:
+        self.held, self.sends_changed = {}, self.sends_changed and not for_good
 
 
 @dataclass(eq=False)
@@ -101,17 +135,21 @@ class AdapterTransport:
         self.written.append(place)
         return Shipment(size, place)
 
-    def send(self, source: Source, label: str, shipment: Shipment) -> None:
+    def send(self, source: Source, label: str, shipment: Shipment) -> int:
         self.server.load_adapter(label, shipment.folder)
         self.names.append(label)
+        return shipment.num_bytes
 
-    def finish(self, label: str) -> None:
+    def forget(self, *, for_good: bool = False) -> None:
+        return None
+
+    def finish(self, shipment: Shipment, *, is_exact: bool) -> None:
         """Unload old adapters; one earlier adapter stays for requests that still run."""
         while len(self.names) > max(1, min(MOST_VERSIONS, self.server.facts.max_loras)):
             oldest = self.names.pop(0)
             if oldest in self.server.models():  # a restarted server has lost it
                 self.server.unload_adapter(oldest)
-        _remove_old(self.written)
+        _remove_before(self.written, shipment)
 
 
 @dataclass(eq=False)
@@ -130,7 +168,7 @@ class NCCLTransport:
     def prepare(self, source: Source, label: str) -> Shipment:
         return Shipment(sum(weight.nbytes for _, weight in source.plain()))
 
-    def send(self, source: Source, label: str, shipment: Shipment) -> None:
+    def send(self, source: Source, label: str, shipment: Shipment) -> int:
         deadlines = self.server.client.deadlines
         if self.engine is None:
             self.engine = within(lambda: self._start(source), deadlines.init, "setting up NCCL")
@@ -141,6 +179,7 @@ class NCCLTransport:
         except ServerError:
             self.engine = None  # the process group cannot be reused after a partial broadcast
             raise
+        return shipment.num_bytes
 
     def _start(self, source: Source) -> Any:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
@@ -154,7 +193,10 @@ class NCCLTransport:
             info, client=_Lifecycle(self.server), source=_PlainSource(source)
         )
 
-    def finish(self, label: str) -> None:
+    def finish(self, shipment: Shipment, *, is_exact: bool) -> None:
+        return None
+
+    def forget(self, *, for_good: bool = False) -> None:
         return None
 
 
@@ -280,6 +322,7 @@ def _new_place(folder: Path, label: str) -> Path:
     return folder / safe_name(label)
 
 
-def _remove_old(written: list[Path]) -> None:
-    while len(written) > MOST_VERSIONS:
+def _remove_before(written: list[Path], shipment: Shipment) -> None:
+    """Remove the folders before the one that was sent and its predecessor; later ones are still to be sent."""
+    while len(written) > MOST_VERSIONS and shipment.place not in written[: MOST_VERSIONS - 1]:
         shutil.rmtree(written.pop(0), ignore_errors=True)

@@ -7,9 +7,10 @@ import re
 import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,9 +21,8 @@ from covey.errors import ConfigError
 from covey.models import unwrapped
 from covey.process.sharding import Shards, is_sharded, whole_state
 from covey.rollout.vllm.attestation import trainer_logprobs
-from covey.rollout.vllm.worker.covey_worker import block_of, digest_of, text_of
-
-_SHARD_BYTES = 4 * 2**30
+from covey.rollout.vllm.pieces import Piece, add_digest, in_pieces
+from covey.rollout.vllm.worker.covey_worker import text_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +33,6 @@ class Source:
     shards: Shards | None = None
     writes: bool = True
     """False: this process only takes part in gathering."""
-    sums: dict[str, int] = field(default_factory=dict)
-    """Digests of blocks, filled as the weights go by (`digested`)."""
 
     def plain(self) -> Iterator[tuple[str, Tensor]]:
         """Weights under the names of a checkpoint, adapters merged into a copy; of a split model a block at a time."""
@@ -48,13 +46,6 @@ class Source:
             return distinct_weights(self.policy, dtype)
         base = unwrapped(self.policy)
         return as_saved(base, _once(base, _gathered_weights(self.policy, self.shards), dtype))
-
-    def digested(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same weights, their digests added to `sums` as they go by."""
-        self.sums.clear()
-        for name, weight in weights:
-            _add_digest(self.sums, name, weight)
-            yield name, weight
 
     def logprobs(self, ids: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         """`trainer_logprobs` of this policy."""
@@ -152,48 +143,52 @@ def _once(model: Any, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype)
     )
 
 
-def write_weights(source: Source, folder: Path, dtype: torch.dtype, *, has_digests: bool = False) -> int:
-    """Write config and safetensors to a temporary folder, then rename it to `folder`, which must be new. Returns the bytes.
+def write_weights(
+    source: Source,
+    folder: Path,
+    dtype: torch.dtype,
+    *,
+    has_digests: bool = False,
+    before: Mapping[str, Piece] = MappingProxyType({}),
+) -> dict[str, Piece]:
+    """Write config and safetensors to a temporary folder, then rename it to `folder`, which must be new. Returns the pieces.
 
-    `has_digests`: fills `source.sums` as the weights go by.
+    Those that equal their piece of `before` bit for bit are linked to its file instead of written.
     """
     weights = source.distinct(dtype)
     try:
-        return (
-            _write_whole(source.policy, source.digested(weights) if has_digests else weights, folder)
-            if source.writes
-            else 0
-        )
+        return _write_whole(source.policy, weights, folder, before, has_digests) if source.writes else {}
     finally:
         if source.shards is not None:  # the other processes gather to the end, whatever became of the files
             deque(weights, maxlen=0)
 
 
-def _write_whole(policy: Any, weights: Iterable[tuple[str, Tensor]], folder: Path) -> int:
+def _write_whole(
+    policy: Any, weights: Iterable[tuple[str, Tensor]], folder: Path, before: Mapping[str, Piece], has_digests: bool
+) -> dict[str, Piece]:
     aside = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     unwrapped(policy).config.save_pretrained(aside)
-    total = _write_shards(weights, aside)
+    pieces: dict[str, Piece] = {}
+    for key, tensors in in_pieces(weights):
+        name = f"model-{len(pieces):05d}.safetensors"
+        pieces[key] = _written(tensors, aside / name, folder / name, before.get(key), has_digests)
     _publish(aside, folder)
-    return total
+    return pieces
 
 
-def _write_shards(weights: Iterable[tuple[str, Tensor]], folder: Path) -> int:
-    """Write shards of some gigabytes; the host holds one at a time. Returns the bytes."""
+def _written(tensors: Mapping[str, Tensor], aside: Path, file: Path, before: Piece | None, has_digests: bool) -> Piece:
     from safetensors.torch import save_file
 
-    shard: dict[str, Tensor] = {}
-    size, number, total = 0, 0, 0
-    for name, weight in weights:
-        held = weight.cpu().contiguous()
-        if size and size + held.nbytes > _SHARD_BYTES:
-            save_file(shard, folder / f"model-{number:05d}.safetensors", {"format": "pt"})
-            shard, size, number = {}, 0, number + 1
-        shard[name] = held
-        size, total = size + held.nbytes, total + held.nbytes
-    save_file(shard, folder / f"model-{number:05d}.safetensors", {"format": "pt"})
-    return total
+    if before is not None and before.holds(tensors):
+        try:
+            os.link(before.file, aside)
+        except OSError:  # a file system without links: the same bits once more
+            save_file(dict(tensors), aside, {"format": "pt"})
+        return replace(before, file=file)
+    save_file(dict(tensors), aside, {"format": "pt"})
+    return Piece.of(tensors, file, has_digests)
 
 
 def write_adapter(source: Source, folder: Path) -> int:
@@ -256,18 +251,22 @@ def digests_of(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """Digest of each block's values as bits, independent of how a server fuses or packs them; comparable with a worker's."""
     sums: dict[str, int] = {}
     for name, weight in weights:
-        _add_digest(sums, name, weight)
+        add_digest(sums, name, weight)
     return texts_of(sums)
+
+
+def sums_of(pieces: Iterable[Piece]) -> dict[str, int]:
+    """Sums of the digest of all pieces, by block."""
+    sums: dict[str, int] = {}
+    for piece in pieces:
+        for block, part in piece.sums.items():
+            sums[block] = (sums.get(block, 0) + part) % 2**64
+    return sums
 
 
 def texts_of(sums: Mapping[str, int]) -> dict[str, str]:
     """Digests of blocks as a worker writes them."""
     return {block: text_of(total) for block, total in sums.items()}
-
-
-def _add_digest(sums: dict[str, int], name: str, weight: Tensor) -> None:
-    block = block_of(name)
-    sums[block] = (sums.get(block, 0) + digest_of(weight)) % 2**64
 
 
 def differing_blocks(expected: Mapping[str, str], digests: Mapping[str, str]) -> list[str]:

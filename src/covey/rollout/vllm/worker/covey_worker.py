@@ -8,8 +8,10 @@ it finds mistakes, not forgeries). Imports torch alone, because it runs in the s
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,6 +52,7 @@ class CoveyWorker:
     """Mixin of vLLM's worker; its methods are called over `/collective_rpc`."""
 
     model_runner: Any
+    reload_weights: Any
 
     def covey_digest(self) -> dict[str, str]:
         """Digest of the weights that this worker computes with, by block."""
@@ -60,9 +63,39 @@ class CoveyWorker:
                 sums[block] = (sums.get(block, 0) + digest_of(weight)) % 2**64
         return {block: text_of(total) for block, total in sums.items()}
 
+    def covey_reload(self, files: list[str]) -> None:
+        """Load the weights of these safetensors files. They hold all matrices that are fused with each other, or none of them."""
+        with _quiet(
+            "vllm.model_executor.model_loader.reload.layerwise", "vllm.model_executor.model_loader.reload.inplace"
+        ):
+            self.reload_weights(weights_iterator=_read(files), is_checkpoint_format=True)
+
     def covey_repack(self) -> None:
         """`repack` on this worker."""
         repack(self)
+
+
+def _read(files: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open
+
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                yield name, opened.get_tensor(name)
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Without the warnings of these loggers, which expect every weight of the model."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def repack(worker: Any) -> None:
