@@ -23,7 +23,12 @@ WAYS = {
     "server": {"use_vllm": True, "vllm_mode": "server"},
     "ahead": {"use_vllm": True, "vllm_mode": "server", "async_rollouts": True},
     "transformers": {"rollout_backend": "transformers"},
+    "process": {"async_rollouts": True, "max_staleness": 0},
+    "processes": {"async_rollouts": True, "max_staleness": 0, "rollout_workers": 2},
+    "process ahead": {"async_rollouts": True},
+    "transformers in a process": {"async_rollouts": True, "max_staleness": 0, "rollout_backend": "transformers"},
 }
+AHEAD = ("ahead", "process ahead")
 REPLIES = ("go on", "and then?")
 
 
@@ -60,14 +65,14 @@ def trained(way, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", rest_nightly(["server", "ahead", "transformers"], ["server", "ahead"]))
+@pytest.mark.parametrize("way", rest_nightly([*WAYS][1:], ["server", "ahead", "processes", "process ahead"]))
 def test_an_agent_writes_as_over_the_native_engine(way, tmp_path):
     native, expected, _ = trained("native", tmp_path / "native")
     trainer, seen, prompts = trained(way, tmp_path / way)
     assert seen[0] == expected[0]
     logs = [line for line in trainer.state.log_history if "agents/calls" in line]
     assert all(line["agents/calls"] == 3.0 and line["agents/lost"] == 0.0 for line in logs)
-    if way == "ahead":
+    if way in AHEAD:
         assert max(line.get("staleness/max", 0) for line in trainer.state.log_history) == 1
         return
     assert seen == expected

@@ -39,7 +39,12 @@ WAYS = {
     "server": {"use_vllm": True, "vllm_mode": "server"},
     "ahead": {"use_vllm": True, "vllm_mode": "server", "async_rollouts": True},
     "transformers": {"rollout_backend": "transformers"},
+    "process": {"async_rollouts": True, "max_staleness": 0},
+    "processes": {"async_rollouts": True, "max_staleness": 0, "rollout_workers": 2},
+    "process ahead": {"async_rollouts": True},
+    "transformers in a process": {"async_rollouts": True, "max_staleness": 0, "rollout_backend": "transformers"},
 }
+AHEAD = ("ahead", "process ahead")
 
 
 def trained(way, folder, **made_of):
@@ -64,7 +69,7 @@ def trained(way, folder, **made_of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", rest_nightly(["server", "ahead", "transformers"], ["server", "ahead"]))
+@pytest.mark.parametrize("way", rest_nightly([*WAYS][1:], ["server", "ahead", "processes", "process ahead"]))
 def test_a_tool_is_called_as_by_the_native_engine(way, tmp_path):
     native, expected, _ = trained("native", tmp_path / "native", tools=[add])
     trainer, seen, asked = trained(way, tmp_path / way, tools=[add])
@@ -72,7 +77,7 @@ def test_a_tool_is_called_as_by_the_native_engine(way, tmp_path):
     assert seen[0][0][0][1] == {"role": "tool", "name": "add", "content": "7"}
     logs = [line for line in trainer.state.log_history if "tools/call_frequency" in line]
     assert all(line["tools/call_frequency"] == 1.0 and line["tools/failure_frequency"] == 0.0 for line in logs)
-    if way == "ahead":
+    if way in AHEAD:
         assert max(line.get("staleness/max", 0) for line in trainer.state.log_history) == 1
         return
     for one, other in zip(native.model.parameters(), trainer.model.parameters(), strict=True):
@@ -86,7 +91,7 @@ def test_a_tool_is_called_as_by_the_native_engine(way, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["server", "ahead"])
+@pytest.mark.parametrize("way", ["server", "ahead", "processes", "process ahead"])
 def test_an_environment_scores_its_own_episode(way, tmp_path):
     trainer, seen, _ = trained(way, tmp_path, environment_factory=Sum)
     assert all([one.calls for one in columns["environments"]] == [[(3, 4)]] * 4 for _, columns in seen)

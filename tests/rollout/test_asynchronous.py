@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,9 +14,10 @@ from covey.process.world import World
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.asynchronous import AsynchronousSampler
 from covey.rollout.central import CentralSampler
-from covey.rollout.on_ray import Actor
-from covey.rollout.worker import Order, Setup, Writer, packed, unpacked
-from covey.rollout.worker_process import ProcessWorker
+from covey.rollout.live import LiveRequest, LiveScheduler
+from covey.rollout.on_ray import Queues
+from covey.rollout.worker import Call, Cancelled, Order, Served, Setup, Writer, packed, unpacked
+from covey.rollout.worker_process import ProcessWorker, decoded
 from covey.training.build_sampler import worker_devices
 from covey.types import Completion, Group, Prompt
 from kit import tiny_model, tiny_tokenizer
@@ -135,17 +138,84 @@ def test_a_worker_that_is_late_writes_with_the_weights_of_the_order_where_runs_r
     assert {one.version for group in groups for one in group.completions} == {version}
 
 
+def messages_of(line: Queues, last: str, count: int = 1) -> list[tuple]:
+    """Messages up to the given number of messages of this kind."""
+    messages: list[tuple] = []
+    while sum(one[0] == last for one in messages) < count:
+        messages.append(decoded(line.outbox.get(timeout=60)))
+    return messages
+
+
+def serve(line: Queues, model: torch.nn.Module, setup: Setup) -> None:
+    """Begin to serve this line, in a thread."""
+    served = Served(line, packed(model, tiny_tokenizer()), setup, 0, lambda announced: announced)
+    threading.Thread(target=served.serve, daemon=True).start()
+
+
 @pytest.mark.parametrize(("takes_newest", "version"), [(False, 1), (True, 2)])
 def test_an_actor_that_is_late_does_too(model, takes_newest, version) -> None:
-    """The body of the actor, in this process."""
+    """The line of an actor, in this process."""
     weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    actor = Actor(packed(model, tiny_tokenizer()), replace(SETUP, in_flight=False, takes_newest=takes_newest), 0)
-    actor.put(1, weights)
-    actor.put(2, {name: weight + 0.1 for name, weight in weights.items()})
-    for at_least, expected in ((1, version), (2, 2)):
-        said = [pickle.loads(one) for one in actor.write(Order(0, tuple(prompts()), 2, PARAMS, at_least=at_least))]
-        groups = [one[1] for one in said if one[0] == "group"]
+    line = Queues()
+    line.put("message", pickle.dumps(Order(0, tuple(prompts()), 2, PARAMS, at_least=1)))
+    line.put("weights", 1, weights)
+    line.put("weights", 2, {name: weight + 0.1 for name, weight in weights.items()})
+    serve(line, model, replace(SETUP, in_flight=False, takes_newest=takes_newest))
+    for number, expected in ((0, version), (1, 2)):
+        groups = [one[2] for one in messages_of(line, "done") if one[0] == "group"]
         assert {one.version for group in groups for one in group.completions} == {expected}
+        line.put("message", pickle.dumps(Order(number + 1, tuple(prompts()), 2, PARAMS, at_least=2)))
+
+
+def call(number: int, key: int, limit: int = 24) -> Call:
+    return Call(number, LiveRequest(prompts()[number % 3], (key,), limit, params=SamplingParams(max_tokens=1)))
+
+
+def answers(messages: list[tuple]) -> dict[int, list[int]]:
+    return {one[1]: one[2].completions[0].token_ids.tolist() for one in messages if one[0] == "answered"}
+
+
+def test_calls_are_answered_side_by_side_by_the_weights_of_their_order(model) -> None:
+    weights = {name: weight + 0.1 for name, weight in model.named_parameters()}
+    alone = LiveScheduler.of(NativeSampler(model, tiny_tokenizer(), dtype="float32"))
+    expected = {}
+    for number in range(3):
+        alone.add(call(number, 7 + number).request)
+        while alone.is_busy:
+            expected |= {number: group.completions[0].token_ids.tolist() for _, group in alone.step()}
+    line = Queues()
+    for number in range(3):
+        line.put("message", pickle.dumps(call(number, 7 + number)))
+    line.put("message", pickle.dumps(call(3, 3)))
+    line.put("message", pickle.dumps(Cancelled(3)))
+    serve(line, model, replace(SETUP, in_flight=False, takes_newest=False, has_calls=True))
+    assert answers(messages_of(line, "answered", 3)) == expected
+    line.put("weights", 1, weights)  # of the next rollout: calls of this one go on with theirs
+    line.put("message", pickle.dumps(call(0, 7)))
+    assert answers(messages_of(line, "answered")) == {0: expected[0]}
+    line.put("message", pickle.dumps(Order(0, (), 1, PARAMS, at_least=1)))
+    line.put("message", pickle.dumps(call(0, 7)))
+    messages = messages_of(line, "answered")
+    assert [one[2].completions[0].version for one in messages if one[0] == "answered"] == [1]
+    assert answers(messages) != {0: expected[0]}
+
+
+def test_calls_are_answered_with_fewer_rows_where_memory_runs_out(model, monkeypatch) -> None:
+    tried, step = [], LiveScheduler.step
+
+    def scarce(self):
+        tried.append(self.max_rows)
+        if len(tried) == 3:
+            raise torch.OutOfMemoryError
+        return step(self)
+
+    writer = Writer(packed(model, tiny_tokenizer()), SETUP, 0, lambda: None)
+    expected = dict(writer.answer(deque([call(0, 5), call(1, 6)]), lambda: None))
+    monkeypatch.setattr(LiveScheduler, "step", scarce)
+    groups = dict(writer.answer(deque([call(0, 5), call(1, 6)]), lambda: None))
+    assert tried[3] == tried[2] // 2
+    for number, group in expected.items():
+        assert group.completions[0].token_ids.tolist() == groups[number].completions[0].token_ids.tolist()
 
 
 class Echo:

@@ -167,20 +167,6 @@ def test_staleness_that_nothing_corrects_is_told(tmp_path: Path, caplog: pytest.
     assert "updates from completions of older weights are not corrected" in caplog.text
 
 
-def test_tools_are_refused(tmp_path: Path) -> None:
-    def add(a: int, b: int) -> int:
-        """Add.
-
-        Args:
-            a: one
-            b: other
-        """
-        return a + b
-
-    with pytest.raises(ConfigError, match="where tools of this one cannot be called"):
-        trainer(tmp_path, 2, tools=[add]).train()
-
-
 def test_an_actor_that_does_not_start_says_what_the_cluster_lacks() -> None:
     assert "has 0 GPU free and it needs 1; add machines" in _not_started({"num_gpus": 1}, {"CPU": 8.0})
     assert "slow to start a process" in _not_started({"num_cpus": 2}, {"CPU": 8.0})
@@ -194,8 +180,8 @@ def full_cluster() -> SimpleNamespace:
         is_over.wait(60)
         raise LookupError("the cluster is gone")
 
-    pending = SimpleNamespace(remote=lambda *given: "pending")
-    actor = SimpleNamespace(process_id=pending, put=pending, write=pending)
+    pending = SimpleNamespace(remote=lambda *given: "pending", options=lambda **given: pending)
+    actor = SimpleNamespace(process_id=pending, put=pending, messages=pending)
     return SimpleNamespace(
         __spec__=ModuleSpec("ray", None), is_initialized=lambda: True, available_resources=dict, get=get,
         remote=lambda **needs: lambda body: SimpleNamespace(remote=lambda *given: actor),

@@ -66,7 +66,6 @@ def _refusal(features: Iterable[str], why: str, unless: Iterable[str] = (), at_o
     return Refusal(frozenset(features), why, frozenset(unless), at_once)
 
 
-_AGENT = "an agent writes by what answers its calls, and fsdp has split the model; leave one of them out, or let vLLM write (use_vllm=True)."
 _UNSCORED = (
     "an agent's calls are recorded with their log-probabilities, which completions of transformers' generate do not have; leave those "
     "generation_kwargs out."
@@ -97,7 +96,6 @@ REFUSALS = (
         )
         for other in ("teacher", "served teacher")
     ),
-    _refusal(("agent", "FSDP2"), _AGENT, unless=("vLLM server", "vLLM in process")),
     _refusal(("agent", "generate"), _UNSCORED),
     *(_refusal(("media", other), _NO_MEDIA) for other in ("vLLM server", "vLLM in process")),
     _refusal(
@@ -117,29 +115,6 @@ REFUSALS = (
         ("asynchronous", "rollout_func"),
         "rollout_func is handed the trainer, whose weights the learner changes while rollouts run ahead; leave async_rollouts out, or use "
         "tools or environment_factory.",
-    ),
-    *(
-        _refusal(
-            ("asynchronous", other, several),
-            f"async_rollouts=True with several learner processes: {what} is an object of the main process, which the rewards of "
-            "others cannot be handed; start one learner process, leave async_rollouts out, or use tools.",
-        )
-        for other, what in (("environment", "an environment"), ("agent", "an agent's episode"))
-        for several in ("DDP", "FSDP2")
-    ),
-    *(
-        _refusal(
-            ("asynchronous", feature),
-            f"async_rollouts=True samples in another process, where {name} of this one cannot be called; leave one of them out, or let a "
-            "vLLM server write (use_vllm=True, vllm_mode='server').",
-            unless=("vLLM server",),
-        )
-        for feature, name in (("tools", "tools"), ("environment", "environment_factory"), ("agent", "an agent"))
-    ),
-    _refusal(
-        ("asynchronous", "average", "environment"),
-        "async_rollouts=True with ema_decay or soup_steps: an evaluation of averaged weights would reset environments of the rollouts that "
-        "are ahead; leave one of them out, or use tools.",
     ),
     _refusal(
         ("asynchronous", "generate"),

@@ -126,7 +126,7 @@ def _walk(
             call = {"type": "function", "function": {"name": tool.name, "arguments": arguments}}
             messages[k].append({"role": "assistant", "content": "", "tool_calls": [call]})
             messages[k].append({"role": "tool", "name": tool.name, "content": text})
-    pool.release()
+    pool.release(session.instance for session in sessions)
     return [
         Walk(
             shown=tuple(shown[k]),

@@ -204,10 +204,10 @@ class EpisodeSampler:
         episodes: Episodes,
         environments: EnvironmentPool | None = None,
         encode: Encode | None = None,
-        keeps: int = 0,
+        is_ahead: bool = False,
     ) -> None:
-        """`keeps`: rollouts after which an environment may be used again, where rewards read it while the next ones are written."""
-        self.episodes, self.environments, self.encode, self.keeps = episodes, environments, encode, keeps
+        """`is_ahead`: groups are scored while others are written, and their environments released then: `EnvironmentPool.release_of`."""
+        self.episodes, self.environments, self.encode, self.is_ahead = episodes, environments, encode, is_ahead
         self.sampler = make(episodes)
 
     def __getattr__(self, name: str) -> Any:
@@ -220,23 +220,26 @@ class EpisodeSampler:
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` episodes for each prompt, as they finish. Raises DataError for a prompt that is no chat."""
         refuse_media([prompt for prompt in prompts if isinstance(prompt, Prompt)], "a run with tools or environments")
-        begun = [self._begin(prompt, n) for prompt in prompts]
-        shown = {prompt.uid: original for prompt, original in zip(begun, prompts, strict=True)}
+        used: dict[str, list[Any]] = {}
+        ended = []
         try:
-            for group in self.sampler.sample(begun, n, params):
+            for group in self.sampler.sample([self._begin(prompt, n, used) for prompt in prompts], n, params):
+                ended.append(group.prompt.uid)
                 yield self.episodes.end(group)
-                shown.pop(group.prompt.uid)
         finally:
-            self.episodes.forget(list(shown))
+            unfinished = used.keys() - set(ended)
+            self.episodes.forget(list(unfinished))
             if self.environments is not None:
-                self.environments.release(self.keeps)
+                for uid in unfinished if self.is_ahead else used:
+                    self.environments.release(used[uid])
 
-    def _begin(self, prompt: PromptLike, n: int) -> Prompt:
+    def _begin(self, prompt: PromptLike, n: int, used: dict[str, list[Any]]) -> Prompt:
+        """The prompt that is shown, its episodes begun; their environments are added to `used`."""
         if not isinstance(prompt, Prompt):
             raise DataError("an EpisodeSampler takes Prompts; encode text or messages with covey.data first.")
-        if self.environments is None or self.encode is None:
-            self.episodes.begin(prompt, [None] * n)
-            return prompt
-        prompt, resets = self.environments.reset(prompt, n, self.encode)
+        resets: Sequence[Reset | None] = [None] * n
+        if self.environments is not None and self.encode is not None:
+            prompt, resets = self.environments.reset(prompt, n, self.encode)
+        used[prompt.uid] = [reset.instance for reset in resets if reset is not None]
         self.episodes.begin(prompt, resets)
         return prompt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from zlib import crc32
 
 from covey.environments.tools import Tool, bound, tools_of
 from covey.errors import ConfigError, CoveyError, DataError, did_you_mean
-from covey.types import Message, Prompt
+from covey.types import Group, Message, Prompt
 
 Factory = Callable[[], Any]
 Encode = Callable[[Sequence[Message], Prompt, Sequence[Tool]], tuple[int, ...]]
@@ -31,7 +31,7 @@ class Reset:
 
 
 class EnvironmentPool:
-    """Instances of environments, made once and reset for every completion.
+    """Instances of environments, made once and reset for every completion, in any thread.
 
     `factories`: one factory, or a mapping of names to factories; then the column `environment` of a row names its own.
     Raises ConfigError for a factory that fails, an instance without `reset`, or a method without type hints and docstring.
@@ -42,9 +42,8 @@ class EnvironmentPool:
         self.factories: dict[str | None, Factory] = dict(named)
         self.tools: dict[str | None, tuple[Tool, ...]] = {}
         self._idle: dict[str | None, list[Any]] = {}
-        self._busy: list[tuple[str | None, Any]] = []
-        self._ended: list[list[tuple[str | None, Any]]] = []
-        """Instances of the last rollouts, which rewards may still read."""
+        self._busy: dict[int, tuple[str | None, Any]] = {}
+        """Instances whose episodes run, or are not scored yet, by identity."""
         self._kinds: list[type] = []
         for name, factory in self.factories.items():
             instance = _make(factory, name)
@@ -71,23 +70,27 @@ class EnvironmentPool:
         observations = [_reset(instance, row) for instance in instances]
         if any(observation != observations[0] for observation in observations[1:]):
             instances[1:] = [_copy(instances[0]) for _ in instances[1:]]
-        self._busy += [(name, instance) for instance in instances]
+        self._busy |= {id(instance): (name, instance) for instance in instances}
         shown = _with_observation(prompt, observations[0], self.tools[name], encode)
         return shown, [
             Reset(instance, bound(self.tools[name], instance), partial(_reset, instance, row)) for instance in instances
         ]
 
-    def release(self, keeps: int = 0) -> None:
-        """Make the instances of finished episodes free for the next ones; `keeps`: but those of so many last calls."""
-        self._ended.append(self._busy)
-        self._busy = []
-        while len(self._ended) > keeps:
-            for name, instance in self._ended.pop(0):
+    def release(self, instances: Iterable[Any]) -> None:
+        """Make instances free for the next episodes: theirs are over, and scored."""
+        for instance in instances:
+            name, instance = self._busy.pop(id(instance), (None, None))
+            if instance is not None:
                 self._idle[name].append(instance)
+
+    def release_of(self, groups: Iterable[Group]) -> None:
+        """Make the instances of scored groups free."""
+        completions = [completion for group in groups for completion in group.completions]
+        self.release(completion.columns.get("environments") for completion in completions)
 
     def close(self) -> None:
         """Call `close` of every instance that has one."""
-        self.release()
+        self.release([instance for _, instance in self._busy.values()])
         for instances in self._idle.values():
             for instance in instances:
                 if callable(getattr(instance, "close", None)):
@@ -106,7 +109,10 @@ class EnvironmentPool:
         return str(name)
 
     def _take(self, name: str | None) -> Any:
-        return self._idle[name].pop() if self._idle[name] else _make(self.factories[name], name)
+        try:
+            return self._idle[name].pop()  # of several threads: no look before
+        except IndexError:
+            return _make(self.factories[name], name)
 
 
 def environment_reward(kind: Any) -> Callable[..., Any]:

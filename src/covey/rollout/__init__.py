@@ -8,7 +8,7 @@ from covey.rollout.gathered import GatheredSampler
 from covey.rollout.hf import TransformersSampler
 from covey.rollout.joint import Drawing, Drawn, JointRollouts
 from covey.rollout.prompts import PromptLike
-from covey.rollout.sampler import Sampler, SamplingParams, sampler_metrics
+from covey.rollout.sampler import Sampler, SamplingParams, TokenSampler, sampler_metrics
 
 __all__ = [
     "Backend",
@@ -22,6 +22,7 @@ __all__ = [
     "Reply",
     "Sampler",
     "SamplingParams",
+    "TokenSampler",
     "TransformersSampler",
     "Turn",
     "Unsupported",

@@ -72,10 +72,16 @@ class AsynchronousSampler:
         check_stop: Callable[[], None] = lambda: None,
         pack: Pack = packed,
         keeps_columns: bool = False,
+        forget: Callable[[Sequence[Group]], None] = lambda groups: None,
     ) -> None:
-        """`keeps_columns`: the workers read the prompts' columns, as environments do."""
+        """`keeps_columns`: the workers read the prompts' columns, as environments do.
+
+        `forget` receives groups once they have been scored, or are dropped: what they hold, such as environments, is free then.
+        """
         self.model, self.tokenizer, self.start, self.num_workers = model, tokenizer, start, workers
-        self.pack, self.keeps_columns = pack, keeps_columns
+        self.pack, self.keeps_columns, self.forget = pack, keeps_columns, forget
+        self._scored: list[Group] = []
+        """Groups that were delivered without an order, and are scored by the next call."""
         self.check_stop = check_stop
         """Callback while waiting for groups; its exception ends the wait, but the workers go on."""
         self.version = 0
@@ -111,6 +117,7 @@ class AsynchronousSampler:
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, as they finish."""
         originals = as_prompts(prompts, self.tokenizer, context_of(unwrapped(self.model)))
+        self._forget_scored()
         if not originals:
             return
         encoded = with_distinct_uids(originals)
@@ -120,13 +127,10 @@ class AsynchronousSampler:
         try:
             for group in self._delivered(number, encoded):
                 yield with_columns(group, by_uid[group.prompt.uid])
-        except BaseException:
+        finally:
             if ordered is None:
-                del self.orders[number]
-            raise
-        if ordered is None:
-            del self.orders[number]
-        else:  # kept until the loop has consumed it: `forget_first`
+                self._scored += self.orders.pop(number).groups.values()
+        if ordered is not None:  # kept until the loop has consumed it: `forget_first`
             self.orders[number].is_delivered = True
 
     def _delivered(self, number: int, prompts: Sequence[Prompt]) -> Iterator[Group]:
@@ -144,6 +148,7 @@ class AsynchronousSampler:
 
     def order(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, at_least: int) -> int:
         """Request groups, to be delivered by `sample` with the same arguments. Returns the order's number."""
+        self._forget_scored()
         number, self._orders = self._orders, self._orders + 1
         self.orders[number] = RolloutOrder(tuple(with_distinct_uids(prompts)), n, params, at_least)
         if self._workers:
@@ -159,8 +164,13 @@ class AsynchronousSampler:
         if not self.orders:
             return 0
         order = self.orders.pop(next(iter(self.orders)))
+        self.forget(list(order.groups.values()))
         written = sum(completion.num_tokens for group in order.groups.values() for completion in group.completions)
         return 0 if order.is_delivered else written
+
+    def _forget_scored(self) -> None:
+        scored, self._scored = self._scored, []
+        self.forget(scored)
 
     def finish(self, is_enough: Callable[[], bool] = lambda: False) -> None:
         """Wait until all ordered groups have arrived, or until `is_enough()`. Starts no worker."""
@@ -193,7 +203,8 @@ class AsynchronousSampler:
         `again` restores all data set columns of a saved prompt.
         """
         self.close()
-        self.orders = {}
+        while self.orders:
+            self.forget_first()
         for saved in state["orders"]:
             prompts = tuple(again(prompt) for prompt in saved["prompts"])
             order = RolloutOrder(prompts, saved["n"], SamplingParams(**saved["params"]), at_least=0)
@@ -263,6 +274,8 @@ class AsynchronousSampler:
             while True:
                 if place < len(self._ids) and self._ids[place] == generation:
                     self._hear(place, message)
+                elif message[0] == "group":
+                    self.forget([message[2]])
                 place, generation, message = self._inbox.get_nowait()
         except queue.Empty:
             return
@@ -273,6 +286,8 @@ class AsynchronousSampler:
                 self._deaths = 0
                 if number in self.orders:
                     self.orders[number].groups[group.prompt.uid] = group
+                else:
+                    self.forget([group])
             case ("began", _, when):
                 self._clock.begin(place, when)
             case ("done", _, when):

@@ -14,7 +14,7 @@ from covey.rollout.environments import Environment
 from covey.rollout.generate import GenerateSampler
 from covey.rollout.hf import TransformersSampler, Way
 from covey.rollout.prompts import PromptLike
-from covey.rollout.sampler import Sampler, SamplingParams
+from covey.rollout.sampler import SamplingParams, TokenSampler
 from covey.rollout.stopping import context_of
 from covey.rollout.turns import TurnSampler
 from covey.rollout.vllm import ServerSampler, VLLMSampler
@@ -63,7 +63,7 @@ class SplitSampler(NativeSampler):
 
 def choose_sampler(
     model: Any, tokenizer: Any, *, eos_ids: Sequence[int] | None = None, backend: Backend = "auto", **options: Any
-) -> Sampler:
+) -> TokenSampler:
     """The fastest sampler that is exact for this model.
 
     `auto` takes the native engine and falls back to plain transformers with a warning that names the reason;
@@ -74,7 +74,7 @@ def choose_sampler(
         raise ConfigError(f"sampler backend {backend!r} does not exist; take one of {', '.join(get_args(Backend))}.")
     if backend not in ("auto", "native"):
         environment = options.pop("environment", None)
-        make: dict[str, Callable[..., Sampler]] = {
+        make: dict[str, Callable[..., TokenSampler]] = {
             "vllm": VLLMSampler,
             "vllm-server": ServerSampler,
             "generate": GenerateSampler,
@@ -102,7 +102,7 @@ def choose_sampler(
         return with_turns(plain, options.get("environment"), tokenizer, model)
 
 
-def with_turns(sampler: Sampler, environment: Environment | None, tokenizer: Any, model: Any) -> Sampler:
+def with_turns(sampler: TokenSampler, environment: Environment | None, tokenizer: Any, model: Any) -> TokenSampler:
     """The sampler, whose completions the environment may answer, turn by turn."""
     if environment is None:
         return sampler

@@ -30,6 +30,8 @@ class CentralSampler(AsynchronousSampler):
         super().__init__(*parts, **options)
         self.world, self.collect = world, collect
         self.num_workers = self.num_workers if world.is_main else 0
+        self.scores_on_main = self.keeps_columns and world.size > 1
+        """True: completions hold objects of the main process, such as environments, so that it scores them for all."""
 
     def load(self, policy: Any, version: int) -> None:
         """Publish new weights, gathered from every process where the model is split."""
@@ -43,18 +45,32 @@ class CentralSampler(AsynchronousSampler):
         """The groups of this process's prompts, once those of all processes have arrived at the main one."""
         if self.world.size == 1:
             yield from super().sample(prompts, n, params)
-            return
+        else:
+            yield from self.sample_for_all(prompts, n, params)
+
+    def sample_for_all(
+        self,
+        prompts: Sequence[PromptLike],
+        n: int,
+        params: SamplingParams,
+        finish: Callable[[Sequence[Group]], Sequence[Group]] = list,
+    ) -> list[Group]:
+        """This process's groups, in the order of its prompts, of those that the main process has finished for all."""
         share = as_prompts(prompts, self.tokenizer, context_of(unwrapped(self.model)))
         plain = share if self.keeps_columns else [replace(prompt, columns={}) for prompt in share]
         ranked = self.world.interleave([(self.world.rank, prompt) for prompt in plain])
         everyone = with_distinct_uids([prompt for _, prompt in ranked])
         mine = [prompt.uid for (rank, _), prompt in zip(ranked, everyone, strict=True) if rank == self.world.rank]
         write = super().sample
+
+        def whole() -> Sequence[Group]:
+            by_uid = {group.prompt.uid: group for group in write(everyone, n, params)}
+            return finish([by_uid[prompt.uid] for prompt in everyone])
+
         failed = CoveyError("the rollouts that run ahead failed on the main process; its log says why.")
-        groups = self.world.broadcast(on_main(self.world, lambda: list(write(everyone, n, params)), failed))
+        groups = self.world.broadcast(on_main(self.world, whole, failed))
         by_uid = {group.prompt.uid: group for group in groups or ()}
-        for uid, prompt in zip(mine, share, strict=True):
-            yield with_columns(by_uid[uid], prompt)
+        return [with_columns(by_uid[uid], prompt) for uid, prompt in zip(mine, share, strict=True)]
 
     def take_metrics(self) -> dict[str, Metric]:
         """Those of the main process; the others measure nothing."""

@@ -178,6 +178,10 @@ class NativeSampler:
         measured, self._measured = self._measured, {}
         return measured
 
+    def runs(self, scheduler: Scheduler) -> None:
+        """From now on `change_weights` reaches this scheduler."""
+        self._running = weakref.ref(scheduler)
+
     @property
     def is_running(self) -> bool:
         """True if completions are being written, so that `change_weights` may be called between two of their tokens."""
@@ -240,7 +244,7 @@ class NativeSampler:
     def _groups(self, requests: deque[GroupRequest], n: int, params: SamplingParams) -> Iterator[Group]:
         while requests:
             scheduler = self._scheduler(requests, params)
-            self._running = weakref.ref(scheduler)
+            self.runs(scheduler)
             failed = None
             while scheduler.is_busy and failed is None:
                 try:

@@ -45,3 +45,9 @@ class GatheredSampler:
         """Metrics since the last call: those of the inner sampler, and the gathers as updates of its weights."""
         measured, self.measured = self.measured, {}
         return {**sampler_metrics(self.sampler), **measured}
+
+    def close(self) -> None:
+        """Close the inner sampler, where it has something open, such as an agent's endpoint."""
+        close = getattr(self.sampler, "close", None)
+        if close is not None:
+            close()

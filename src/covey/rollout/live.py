@@ -76,8 +76,8 @@ class LiveScheduler(Scheduler):
 
     @staticmethod
     def of(sampler: NativeSampler) -> LiveScheduler:
-        """A scheduler over the current weights of `sampler`; valid until its next `load`."""
-        return LiveScheduler(
+        """A scheduler over the current weights of `sampler`; valid until its next `load`, and changed by its `change_weights`."""
+        made = LiveScheduler(
             sampler.forward,
             deque(),
             SamplingParams(),
@@ -90,6 +90,8 @@ class LiveScheduler(Scheduler):
             environment=None,
             kernels=sampler.kernels,
         )
+        sampler.runs(made)
+        return made
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -9,63 +9,67 @@ import pickle
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-from torch import Tensor
 
 from covey.errors import CoveyError, first_line
 from covey.process.cluster import connected
 from covey.rollout.sampler import update_metrics
-from covey.rollout.worker import Order, Setup, Writer
-from covey.rollout.worker_process import Tell, trained
+from covey.rollout.worker import Served, Setup, ToWorker
+from covey.rollout.worker_process import Tell, decoded, trained
 
 logger = logging.getLogger(__name__)
 
 RAY_OPTION = ("rollout_placement='ray'", "leave it out for a process")
 """Option that asks for Ray, and its alternative, for errors."""
-_LOOK_SECONDS = 0.002
 _SLOW_SECONDS = 60.0
 """Wait for an actor after which the log says why: Ray queues it silently until the cluster has room."""
 
 
+class Queues:
+    """The line of an actor; see `covey.rollout.worker.Line`."""
+
+    def __init__(self) -> None:
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.recv, self.send = self.inbox.get, self.outbox.put
+
+    def poll(self) -> bool:
+        return not self.inbox.empty()
+
+    def put(self, kind: str, *content: Any) -> None:
+        """A message that arrives."""
+        self.inbox.put((kind, content if kind == "weights" else content[0]))
+
+
 class Actor:
-    """Body of the Ray actor: one thread generates orders in turn, another receives new weights."""
+    """Body of the Ray actor: one thread serves what arrives, others take it in and give messages out."""
 
     def __init__(self, content: bytes, setup: Setup, version: int) -> None:
-        self.waiting: deque[tuple[int, Mapping[str, Tensor]]] = deque()
-        self.took: list[int] = []
-        self.takes_newest = setup.takes_newest
-        self.writer = Writer(content, setup, version, self._newest)
+        self.line = Queues()
+        self.served = Served(self.line, content, setup, version, lambda announced: announced)
+        threading.Thread(target=self._serve, name="covey-served", daemon=True).start()
 
     def process_id(self) -> int:
         return os.getpid()
 
-    def put(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """Queue weights for the next group or token boundary. Those still waiting are dropped, unless each order has its own."""
-        if self.takes_newest:
-            self.waiting.clear()
-        self.waiting.append((version, weights))
+    def put(self, kind: str, *content: Any) -> None:
+        """A message to the actor. Tensors are an argument of their own, which Ray fetches."""
+        self.line.put(kind, *content)
 
-    def write(self, order: Order) -> Iterator[bytes]:
-        """("took", version), ("began",), ("group", group) and ("done",), pickled, as they occur."""
-        while self.writer.version < order.at_least:
-            self.writer.take_newest()
-            time.sleep(_LOOK_SECONDS)
-        yield pickle.dumps(("began",))
-        for group in self.writer.write(order):
-            while self.took:
-                yield pickle.dumps(("took", self.took.pop(0)))
-            yield pickle.dumps(("group", group))
-        yield pickle.dumps(("done",))
+    def messages(self) -> Iterator[tuple[Any, ...]]:
+        """Messages of the actor as they come. Raises the error that ends it."""
+        while True:
+            message = self.line.outbox.get()
+            if isinstance(message, BaseException):
+                raise message
+            yield message
 
-    def _newest(self) -> tuple[int, Mapping[str, Tensor]] | None:
-        with contextlib.suppress(IndexError):  # `put` runs in another thread
-            newest = self.waiting.popleft()
-            self.took.append(newest[0])
-            return newest
-        return None
+    def _serve(self) -> None:
+        try:
+            self.served.serve()
+        except BaseException as error:  # noqa: BLE001 - raised by `messages`
+            self.line.outbox.put(error)
 
 
 class RayWorker:
@@ -81,36 +85,37 @@ class RayWorker:
         self.process_id: int | None = None
         """Process of the actor; None: it has not started."""
         self.needs = {"num_gpus": 1} if setup.device.startswith("cuda") else {"num_cpus": setup.threads}
-        made = ray.remote(max_concurrency=2, **self.needs)(Actor)
+        made = ray.remote(concurrency_groups={"in": 1, "out": 1}, **self.needs)(Actor)
         self.actor = made.remote(ray.put(content), setup, version)
-        self.orders: queue.Queue[Order | None] = queue.Queue()
+        self.put = self.actor.put.options(concurrency_group="in")  # one thread: messages arrive in their order
+        self.is_free = True
         threading.Thread(target=self._work, name="covey-ray", daemon=True).start()
 
     def publish(self, version: int) -> bool:
         """Put the weights into Ray's object store; the actor takes them at its next group or token boundary."""
+        if not self.is_free:
+            return False
+        self.is_free = False
         started = time.perf_counter()
         weights = {name: value.cpu().clone() for name, value in trained(self.model).items()}
-        self.actor.put.remote(version, self.ray.put(weights))
+        self.put.remote("weights", version, self.ray.put(weights))
         sent = sum(value.nbytes for value in weights.values())
         self.tell(("measured", update_metrics(time.perf_counter() - started, sent)))
         return True
 
-    def send(self, order: Order) -> None:
-        self.orders.put(order)
+    def send(self, message: ToWorker) -> None:
+        self.put.remote("message", pickle.dumps(message))
 
     def close(self) -> None:
         self.is_closed = True
-        self.orders.put(None)
         with contextlib.suppress(self.ray.exceptions.RayError):
             self.ray.kill(self.actor, no_restart=True)
 
     def _work(self) -> None:
         try:
             self._await_start()
-            while (order := self.orders.get()) is not None:
-                for reference in self.actor.write.options(num_returns="streaming").remote(order):
-                    message = pickle.loads(self.ray.get(reference))  # trusted: from an actor that this run started
-                    self._say(order.number, message)
+            for reference in self._messages():
+                self._say(decoded(self.ray.get(reference)))
         except self.ray.exceptions.RayTaskError as error:
             self._end("failed", _plain(error))
         except self.ray.exceptions.RayError as error:
@@ -118,6 +123,9 @@ class RayWorker:
                 self._end("failed", CoveyError(f"Ray could not start an actor that samples: {first_line(error)}"))
             else:
                 self._end("gone", f"the actor that samples ended ({first_line(error)})")
+
+    def _messages(self) -> Any:
+        return self.actor.messages.options(num_returns="streaming", concurrency_group="out").remote()
 
     def _await_start(self) -> None:
         reference = self.actor.process_id.remote()
@@ -129,15 +137,12 @@ class RayWorker:
         if not self.is_closed:
             self.tell((kind, why))
 
-    def _say(self, number: int, message: tuple[Any, ...]) -> None:
-        now = time.monotonic()  # clocks of other machines are not comparable
-        match message:
-            case ("group", group):
-                self.tell(("group", number, group))
-            case ("took", version):
-                self.tell(("took", version, now))
-            case (what,):
-                self.tell((what, number, now))
+    def _say(self, message: tuple[Any, ...]) -> None:
+        if message[0] == "took":
+            self.is_free = True
+        if message[0] in ("ready", "took", "began", "done"):  # clocks of other machines are not comparable
+            message = (*message[:-1], time.monotonic())
+        self.tell(message)
 
 
 def _not_started(needs: Mapping[str, int], free: Mapping[str, float]) -> str:

@@ -108,6 +108,18 @@ class Sampler(Protocol):
         ...
 
 
+class TokenSampler(Sampler, Protocol):
+    """A sampler that draws tokens itself, by weights of one version at a time."""
+
+    @property
+    def eos_ids(self) -> Sequence[int]:
+        """Tokens that end a completion."""
+        ...
+
+    @property
+    def version(self) -> int: ...
+
+
 def sampler_metrics(sampler: Any) -> dict[str, Metric]:
     """Metrics of a sampler and of the samplers that it wraps since the last call; empty if they measure none."""
     take = getattr(sampler, "take_metrics", None)

@@ -1,4 +1,4 @@
-"""A sampler in a separate process with its own copy of the weights: takes orders, generates groups, reloads weights between tokens.
+"""A sampler in a separate process with its own copy of the weights: takes orders and calls, generates groups, reloads weights between tokens.
 
     python -m covey.rollout.worker DESCRIPTOR
 
@@ -16,18 +16,22 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import FunctionType, SimpleNamespace
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from covey.errors import CoveyError, ModelError
+from covey.process.memory import is_out_of_memory, release
 from covey.rollout.backends import choose_sampler
+from covey.rollout.calls import CallScheduler, decoding, scheduler_of
 from covey.rollout.engine import NativeSampler
+from covey.rollout.environments import Environment, Reply, Turn
+from covey.rollout.live import LiveRequest
 from covey.rollout.sampler import Sampler, SamplingParams
 from covey.types import Group, Prompt
 
@@ -49,6 +53,31 @@ class Order:
 
 
 @dataclass(frozen=True)
+class Replies:
+    """What an environment of the training process replies to the turns that a worker asked about."""
+
+    values: tuple[Reply, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Single request of an agent, with the weights that the worker has."""
+
+    number: int
+    request: LiveRequest
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """A call that nobody waits for."""
+
+    number: int
+
+
+ToWorker: TypeAlias = Order | Replies | Call | Cancelled
+
+
+@dataclass(frozen=True)
 class Setup:
     """Setup of a worker, without the model."""
 
@@ -61,23 +90,34 @@ class Setup:
     """True if running completions continue with newer weights (in-flight updates)."""
     takes_newest: bool = True
     """False: each order is generated with the oldest weights it allows, even if newer ones have arrived, so that a slow worker changes no result."""
+    has_turns: bool = False
+    """True if an environment of the training process may reply to a completion that ends."""
+    has_calls: bool = False
+    """True if an order has no prompts, but is followed by the calls of agents."""
 
 
 class Writer:
     """A sampler that polls for newer weights before an order, and between tokens with in-flight updates."""
 
     def __init__(
-        self, packed: bytes, setup: Setup, version: int, newest: Callable[[], tuple[int, Mapping[str, Tensor]] | None]
+        self,
+        packed: bytes,
+        setup: Setup,
+        version: int,
+        newest: Callable[[], tuple[int, Mapping[str, Tensor]] | None],
+        ask: Environment | None = None,
     ) -> None:
-        """`newest()`, called between tokens, returns version and weights newer than the current ones, or None."""
+        """`newest()`, called between tokens, returns version and weights newer than the current ones, or None.
+
+        `ask`: asks the training process for an environment's replies.
+        """
         torch.set_num_threads(setup.threads)
         self.model, tokenizer = unpacked(packed, setup.device)
         self.places = dict(self.model.named_parameters())
         self.newest, self.in_flight, self.takes_newest = newest, setup.in_flight, setup.takes_newest
         self.version = version
-        self.sampler: Sampler = choose_sampler(
-            self.model, tokenizer, check_stop=self._between_tokens, **dict(setup.options)
-        )
+        options = dict(setup.options) | ({"environment": ask} if setup.has_turns else {})
+        self.sampler: Sampler = choose_sampler(self.model, tokenizer, check_stop=self._between_tokens, **options)
         self.sampler.load(self.model, version)
 
     def take_newest(self) -> None:
@@ -90,7 +130,40 @@ class Writer:
         """The groups of an order, as they finish."""
         if self.takes_newest or self.version < order.at_least:
             self.take_newest()
-        yield from self.sampler.sample(order.prompts, order.n, order.params)
+        if order.prompts:
+            yield from self.sampler.sample(order.prompts, order.n, order.params)
+
+    def answer(self, calls: deque[Call | Cancelled], poll: Callable[[], None]) -> Iterator[tuple[int, Group]]:
+        """Answers to calls by number, as they finish, until none is left; those that `poll` adds meanwhile join."""
+        running: dict[int, LiveRequest] = {}
+        scheduler = scheduler_of(self.sampler)
+        while calls or scheduler.is_busy:
+            while calls:
+                _change(scheduler, running, calls.popleft())
+            try:
+                with decoding(self.sampler):
+                    finished = scheduler.step()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error) or scheduler.max_rows == 1:
+                    raise
+                scheduler = self._smaller(scheduler, running)
+                continue
+            for request, group in finished:
+                number = next(number for number, other in running.items() if other is request)
+                del running[number]
+                yield number, group
+            poll()
+            self._between_tokens()
+
+    def _smaller(self, scheduler: CallScheduler, running: Mapping[int, LiveRequest]) -> CallScheduler:
+        """Half as many rows at once, from the beginning: each completion has its own seed, so none of them changes."""
+        sampler: Any = self.sampler
+        sampler.max_rows = max(1, scheduler.max_rows // 2)
+        release()
+        smaller = scheduler_of(sampler)
+        for request in running.values():
+            smaller.add(request)
+        return smaller
 
     def _between_tokens(self) -> None:
         can_change = self.in_flight and isinstance(self.sampler, NativeSampler) and self.sampler.is_running
@@ -104,6 +177,15 @@ class Writer:
         for name, value in weights.items():
             self.places[name].copy_(value)
         self.version = version
+
+
+def _change(scheduler: CallScheduler, running: dict[int, LiveRequest], call: Call | Cancelled) -> None:
+    """Add a call, or drop one that still runs."""
+    if isinstance(call, Call):
+        running[call.number] = call.request
+        scheduler.add(call.request)
+    elif (request := running.pop(call.number, None)) is not None:
+        scheduler.cancel(request)
 
 
 # -- serialization of the model ---------------------------------------------------------------------------------------
@@ -180,55 +262,101 @@ def views(path: str, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) 
 # -- the process ------------------------------------------------------------------------------------------------------
 
 
-class _Served:
-    """One connection: orders and versions of weights in, groups out."""
+class Line(Protocol):
+    """A line to the training process, such as a `multiprocessing.connection.Connection`."""
 
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        first = connection.recv()
+    def recv(self) -> Any:
+        """The next message. Raises EOFError once there will be none."""
+        ...
+
+    def poll(self) -> bool: ...
+
+    def send(self, message: tuple[Any, ...]) -> None: ...
+
+
+class Served:
+    """A `Writer` at the end of a line: ("message", pickled `ToWorker`) and ("weights", announced) in, messages of `Tell` out."""
+
+    def __init__(
+        self,
+        line: Line,
+        content: bytes,
+        setup: Setup,
+        version: int,
+        weights: Callable[[Any], tuple[int, Mapping[str, Tensor]]],
+    ) -> None:
+        """`weights` gives version and weights of an announcement, not to change afterwards."""
+        self.line, self.weights = line, weights
         self.orders: deque[Order] = deque()
-        self.shared = views(first["weights"], first["shapes"])
-        self.announced: int | None = None
-        self.writer = Writer(connection.recv_bytes(), first["setup"], first["version"], self._newest)
-        connection.send(("ready", time.monotonic()))
+        self.calls: deque[Call | Cancelled] = deque()
+        self.replies: Replies | None = None
+        self.announced: Any = None
+        self.waits_for_orders = setup.has_calls and not setup.in_flight
+        """True: new weights are taken with an order only, since calls belong to the one before them."""
+        self.writer = Writer(content, setup, version, self._newest, self._ask)
+        line.send(("ready", time.monotonic()))
 
     def serve(self) -> None:
-        """Serve orders until the connection is closed."""
+        """Serve orders and calls until the line is closed."""
         while True:
-            while not self.orders:
+            while not self.orders and not self.calls:
                 self._receive()
-                if self.announced is not None and not self.orders:
+                if self.announced is not None and not self.orders and not self.waits_for_orders:
                     self.writer.take_newest()
-            order = self.orders.popleft()
-            while self.writer.version < order.at_least:
+            if self.orders:
+                self._write(self.orders.popleft())
+            for number, group in self.writer.answer(self.calls, self._poll):
+                self.line.send(("answered", number, _sendable(group)))
+
+    def _write(self, order: Order) -> None:
+        while self.writer.version < order.at_least:
+            if self.announced is None:
                 self._receive()
-                self.writer.take_newest()
-            self.connection.send(("began", order.number, time.monotonic()))
-            for group in self.writer.write(order):
-                self.connection.send(("group", order.number, _sendable(group)))
-            self.connection.send(("done", order.number, time.monotonic()))
+            self.writer.take_newest()
+        self.line.send(("began", order.number, time.monotonic()))
+        for group in self.writer.write(order):
+            self.line.send(("group", order.number, _sendable(group)))
+        self.line.send(("done", order.number, time.monotonic()))
+
+    def _ask(self, turns: Sequence[Turn]) -> Sequence[Reply]:
+        """Replies of the training process's environment."""
+        self.line.send(("turns", _sendable(list(turns))))
+        while self.replies is None:
+            self._receive()
+        replies, self.replies = self.replies, None
+        return replies.values
 
     def _receive(self) -> None:
-        message = self.connection.recv()
-        if isinstance(message, tuple):
-            self.orders.append(pickle.loads(message[1]))  # trusted: from the process that started this one
-        else:
-            self.announced = message
+        kind, content = self.line.recv()
+        if kind == "weights":
+            self.announced = content
+            return
+        match pickle.loads(content):  # trusted: from the process that started this one
+            case Order() as order:
+                self.orders.append(order)
+            case Replies() as replies:
+                self.replies = replies
+            case call:
+                self.calls.append(call)
+
+    def _poll(self) -> None:
+        while self.line.poll():
+            self._receive()
 
     def _newest(self) -> tuple[int, Mapping[str, Tensor]] | None:
-        while self.connection.poll():
-            self._receive()
+        if self.announced is None:
+            self._poll()
         if self.announced is None:
             return None
-        version, self.announced = self.announced, None
-        taken = {name: value.clone() for name, value in self.shared.items()}
-        self.connection.send(("took", version, time.monotonic()))
-        return version, taken
+        announced, self.announced = self.announced, None
+        version, weights = self.weights(announced)
+        self.line.send(("took", version, time.monotonic()))
+        return version, weights
 
 
-def _sendable(group: Group) -> bytes:
-    """The group pickled with the bytes of its tensors: torch would send file descriptors instead."""
-    return pickle.dumps(group)
+def _sendable(content: Group | list[Turn]) -> bytes:
+    """The content pickled with the bytes of its tensors: torch would send file descriptors instead."""
+    return pickle.dumps(content)
 
 
 def main() -> None:
@@ -236,7 +364,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the training process
     connection = Connection(int(sys.argv[1]))
     try:
-        _Served(connection).serve()
+        first = connection.recv()
+        shared = views(first["weights"], first["shapes"])
+        taken = lambda version: (version, {name: value.clone() for name, value in shared.items()})
+        Served(connection, connection.recv_bytes(), first["setup"], first["version"], taken).serve()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)  # the training process has ended
     except BaseException as error:  # noqa: BLE001 - sent to the training process, which raises it

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from covey.errors import CoveyError
 from covey.rollout.sampler import update_metrics
-from covey.rollout.worker import Order, Setup, layout, views
+from covey.rollout.worker import Order, Setup, ToWorker, layout, views
 
 Tell = Callable[[tuple[Any, ...]], None]
 """Message callback, called from any thread with ("ready", t), ("took", version, t), ("began", number, t), ("group", number, Group),
-("done", number, t), ("measured", metrics), ("failed", error) or ("gone", words); t in seconds of `time.monotonic`."""
+("done", number, t), ("turns", list of Turn), ("answered", number, Group), ("measured", metrics), ("failed", error) or ("gone", words);
+t in seconds of `time.monotonic`."""
 
 
 class Worker(Protocol):
@@ -42,6 +43,14 @@ class Worker(Protocol):
 
     def close(self) -> None:
         """Terminate the worker; unfinished groups are lost."""
+        ...
+
+
+class AskingWorker(Worker, Protocol):
+    """A worker that asks for the replies of an environment, and answers single calls."""
+
+    def send(self, message: ToWorker) -> None:
+        """Queue an order or a call, or reply to the order that asked."""
         ...
 
 
@@ -81,11 +90,11 @@ class ProcessWorker:
         sent = sum(value.nbytes for value in self.shared.values())
         self.tell(("measured", update_metrics(time.perf_counter() - started, sent)))
         self.is_free = False
-        self.outbox.put(version)
+        self.outbox.put(("weights", version))
         return True
 
-    def send(self, order: Order) -> None:
-        self.outbox.put(("order", pickle.dumps(order)))  # torch would send file descriptors of tensors instead
+    def send(self, message: ToWorker) -> None:
+        self.outbox.put(("message", pickle.dumps(message)))  # torch would send file descriptors of tensors instead
 
     def close(self) -> None:
         self.is_closed = True
@@ -114,9 +123,7 @@ class ProcessWorker:
                 has_started = True
                 if message[0] == "took":
                     self.is_free = True
-                if message[0] == "group":
-                    message = (*message[:2], pickle.loads(message[2]))  # trusted: from a process that this run started
-                self.tell(message)
+                self.tell(decoded(message))
                 message = self.connection.recv()
             self.tell(("failed", _error(message)))
         except (EOFError, OSError, TypeError):  # TypeError: this process has closed it meanwhile
@@ -143,6 +150,13 @@ def _start(theirs: Connection) -> subprocess.Popen[bytes]:
             env={**os.environ, "PYTHONPATH": search},
             start_new_session=True,  # Ctrl-C is handled by the training process
         )
+
+
+def decoded(message: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A worker's message, for `Tell`."""
+    if message[0] not in ("group", "turns", "answered"):
+        return message
+    return (*message[:-1], pickle.loads(message[-1]))  # trusted: from a worker that this run started
 
 
 def _error(message: tuple[Any, ...]) -> CoveyError:

@@ -16,7 +16,7 @@ import torch
 from covey.environments import Agent, AgentResult
 from covey.errors import DataError
 from covey.modalities import refuse_media
-from covey.rollout import NativeSampler, Sampler, SamplingParams
+from covey.rollout import NativeSampler, SamplingParams, TokenSampler
 from covey.rollout.prompts import PromptLike, occurrences
 from covey.rollout.sampler import sampler_metrics
 from covey.rollout.sampling import sequence_key
@@ -79,7 +79,7 @@ class AgentSampler:
 
     def __init__(
         self,
-        sampler: Sampler,
+        sampler: TokenSampler,
         agent: Agent,
         *,
         max_tokens: int,
@@ -88,7 +88,7 @@ class AgentSampler:
         concurrency: int = 64,
         record: Callable[[int, Sequence[Trace]], None] = lambda version, traces: None,
     ) -> None:
-        self.sampler: Any = cast(Any, sampler)
+        self.sampler = sampler
         self.agent, self.record = agent, record
         self.timeout_seconds, self.concurrency = timeout_seconds, concurrency
         self.sessions = Sessions(max_tokens, max_turns, self.sampler.eos_ids)
@@ -100,11 +100,11 @@ class AgentSampler:
     @property
     def check_stop(self) -> Callable[[], None]:
         """Called while agents run; what it raises ends the sampling."""
-        return self.sampler.check_stop  # type: ignore[no-any-return]
+        return self.sampler.check_stop
 
     @property
     def version(self) -> int:
-        return self.sampler.version  # type: ignore[no-any-return]
+        return self.sampler.version
 
     def load(self, policy: Any, version: int) -> None:
         """From now on answer with these weights; completions carry `version`."""
@@ -149,7 +149,7 @@ class AgentSampler:
             hooks: dict[str, Any] = {"on_call": self.sessions.record, "admit": self.sessions.admit}
             if not isinstance(self.sampler, NativeSampler):
                 hooks["logprobs_mode"] = "processed_logprobs"  # the only ones that it reports
-            self.endpoint = Endpoint(self.sampler, name=MODEL, limits=limits, **hooks)
+            self.endpoint = Endpoint(cast(Any, self.sampler), name=MODEL, limits=limits, **hooks)
             self.endpoint.open()
 
     # -- episodes side by side --------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from covey.errors import CoveyError
 from covey.models import context_limit, unwrapped
 from covey.rollout import NativeSampler
+from covey.rollout.calls import NotReportedError
 from covey.serving.access import Guard
 from covey.serving.asking import LONG_BYTES, APIRequest, Reader
 from covey.serving.bodies import body_of
@@ -369,5 +370,5 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, APIError):
         return error
     if isinstance(error, CoveyError):
-        return APIError(500, str(error))
+        return APIError(400 if isinstance(error, NotReportedError) else 500, str(error))
     return APIError(500, f"The server failed ({type(error).__name__}); its log says where.")

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, TypeVar
 from covey.errors import MemoryLimitError
 from covey.process.memory import is_out_of_memory, release
 from covey.rollout import NativeSampler, SamplingParams
-from covey.rollout.live import LiveRequest, LiveScheduler, LogprobsMode, Top
+from covey.rollout.calls import CallScheduler, decoding, scheduler_of
+from covey.rollout.live import LiveRequest, LogprobsMode, Top
 from covey.rollout.sampling import sequence_key
 from covey.serving.counters import Counters
 from covey.serving.errors import APIError
-from covey.serving.sampled import SampledScheduler, decoding, scheduler_of
 from covey.serving.scoring import Scored, score_prompts
 from covey.types import Group, Prompt
 
@@ -139,7 +139,7 @@ class _Lane:
     """One model: its sampler, and its running batch while there is one."""
 
     sampler: NativeSampler
-    scheduler: LiveScheduler | SampledScheduler | None = None
+    scheduler: CallScheduler | None = None
     tickets: dict[int, Ticket] = field(default_factory=dict)
     requests: dict[int, LiveRequest] = field(default_factory=dict)
 
@@ -319,7 +319,7 @@ class Engine:
             self.counters.add("covey_cancelled_total")
             self._rest(lane)
 
-    def _step(self, lane: _Lane, scheduler: LiveScheduler | SampledScheduler) -> None:
+    def _step(self, lane: _Lane, scheduler: CallScheduler) -> None:
         try:
             with decoding(lane.sampler):
                 finished = scheduler.step()
@@ -341,7 +341,7 @@ class Engine:
         if lane.scheduler is not None and not lane.scheduler.is_busy:
             lane.scheduler = None
 
-    def _broke(self, lane: _Lane, scheduler: LiveScheduler | SampledScheduler, error: Exception) -> None:
+    def _broke(self, lane: _Lane, scheduler: CallScheduler, error: Exception) -> None:
         logger.error("Decoding failed (%s: %s); its requests are answered with an error.", type(error).__name__, error)
         if is_out_of_memory(error):
             lane.sampler.max_rows, lane.sampler.cache_bytes = max(1, scheduler.max_rows // 2), scheduler.held // 2

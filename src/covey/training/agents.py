@@ -27,8 +27,8 @@ from covey.environments import (
 )
 from covey.errors import ConfigError
 from covey.names import load
-from covey.rollout import Sampler
-from covey.types import Message, Prompt
+from covey.rollout import Sampler, TokenSampler
+from covey.types import Group, Message, Prompt
 
 if TYPE_CHECKING:
     from covey.serving import Trace
@@ -94,6 +94,16 @@ class Agents:
         return bool(self.features)
 
     @property
+    def have_turns(self) -> bool:
+        """True if tools or environments may answer a completion that ends."""
+        return bool(self.tools) or self.environments is not None
+
+    @property
+    def reads_rows(self) -> bool:
+        """True if episodes read the columns of their rows."""
+        return self.environments is not None or self.agent is not None
+
+    @property
     def features(self) -> list[str]:
         """Names of what is used, as `covey.config.combinations` has them."""
         used = {
@@ -129,16 +139,16 @@ class Agents:
 
     def sampler(
         self,
-        make: Callable[..., Sampler],
+        make: Callable[..., TokenSampler],
         options: AgentOptions,
         tokenizer: Any,
         eos_ids: Sequence[int],
         trainer: Any,
-        num_ahead: int = 0,
+        is_ahead: bool = False,
     ) -> Sampler:
         """The sampler built by `make(environment=...)`; it generates episodes if there are tools or environments.
 
-        `num_ahead`: rollouts that are written before one is scored.
+        `is_ahead`: rollouts are written before the one before them is scored.
         """
         if self.rollout_func is not None:
             return RolloutFuncSampler(make(), self.rollout_func, trainer, tokenizer, eos_ids)
@@ -156,11 +166,15 @@ class Agents:
             how = {**template, **row_template, **({"tools": shown} if shown else {})}
             return encode_chat(messages, f"prompt {prompt.uid}", tokenizer, how)
 
-        keeps = num_ahead + 1 if num_ahead else 0
-        return EpisodeSampler(lambda hook: make(environment=hook), episodes, self.environments, encode, keeps)
+        return EpisodeSampler(lambda hook: make(environment=hook), episodes, self.environments, encode, is_ahead)
+
+    def forget(self, groups: Sequence[Group]) -> None:
+        """Release what groups hold that are scored, or dropped."""
+        if self.environments is not None:
+            self.environments.release_of(groups)
 
 
-def agent_sampler(sampler: Sampler, agent: Agent, options: AgentOptions) -> Sampler:
+def agent_sampler(sampler: TokenSampler, agent: Agent, options: AgentOptions) -> Sampler:
     """The sampler of a run whose completions an agent writes. Raises ConfigError where what it needs is missing."""
     for name in ("starlette", "uvicorn"):
         if importlib.util.find_spec(name) is None:

@@ -25,7 +25,7 @@ from covey.models import context_limit
 from covey.monitor.slices import Slices
 from covey.process.interruption import Interruption
 from covey.rewards import Combiner, Scorer, resolve
-from covey.rollout import GatheredSampler, Sampler, choose_sampler
+from covey.rollout import GatheredSampler, Sampler, TokenSampler, choose_sampler
 from covey.rollout.ahead import Ahead, OnDemand, PromptSupply
 from covey.rollout.asynchronous import AsynchronousSampler
 from covey.training.agents import Agents
@@ -163,7 +163,7 @@ def build_evaluation_sampler(inputs: RunInputs, policy: Policy, check_stop: Inte
     args = inputs.args
     if not args.async_rollouts or average_of(args, inputs.model) is None:
         return None
-    options = sampler_options(args, inputs.world, inputs.server)
+    options = sampler_options(args, inputs.world, inputs.server, is_second=True)
     if options.get("backend") == "vllm-server":
         options = {"max_rows": args.rollout_max_rows, "backend": "auto"}
     return _sampler_here(inputs, policy, check_stop, options)
@@ -176,12 +176,15 @@ def _sampler_here(inputs: RunInputs, policy: Policy, check_stop: Interruption, o
     options |= {"shards": shards} if gathers else {}
     options |= {"check_wait": check_stop.while_waiting} if options.get("backend") == "vllm-server" else {}
 
-    def make(**more: Any) -> Sampler:
-        over = lambda model: choose_sampler(model, inputs.tokenizer, **options, **more)
-        return over(inputs.model) if shards is None or gathers else GatheredSampler(shards, over)
-
+    over = lambda model, **more: choose_sampler(model, inputs.tokenizer, **options, **more)
     more = agent_options(inputs.args, inputs.world.rank)
-    sampler = inputs.agents.sampler(make, more, inputs.tokenizer, inputs.eos_ids, inputs.trainer)
+    drives = lambda make: inputs.agents.sampler(make, more, inputs.tokenizer, inputs.eos_ids, inputs.trainer)
+    if shards is None or gathers:
+        sampler = drives(partial(over, inputs.model))
+    elif inputs.agents.agent is not None:  # whose calls are answered in the midst of a rollout
+        sampler = GatheredSampler(shards, lambda model: drives(partial(over, model)))
+    else:
+        sampler = drives(lambda **more: GatheredSampler(shards, lambda model: over(model, **more)))
     if shards is not None:
         shards.free()  # the full weights, which only building the sampler needed
     return sampler
@@ -314,7 +317,7 @@ def build_stages(
 
 
 def _member_episodes(
-    inputs: RunInputs, make: Callable[..., Sampler], tokenizer: Any, eos_ids: Sequence[int]
+    inputs: RunInputs, make: Callable[..., TokenSampler], tokenizer: Any, eos_ids: Sequence[int]
 ) -> Sampler:
     """The sampler of an ensemble's member, whose completions call the run's tools."""
     return inputs.agents.sampler(make, agent_options(inputs.args, inputs.world.rank), tokenizer, eos_ids, None)

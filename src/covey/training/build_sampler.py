@@ -22,10 +22,12 @@ from covey.rollout import SamplingParams
 from covey.rollout.asynchronous import AsynchronousSampler
 from covey.rollout.backends import with_turns
 from covey.rollout.central import CentralSampler
+from covey.rollout.remote import RemoteSampler
+from covey.rollout.thread_worker import ThreadWorker
 from covey.rollout.vllm import ServerSampler
-from covey.rollout.vllm.ahead import ServedWeights, ThreadWorker
+from covey.rollout.vllm.ahead import ServedWeights
 from covey.rollout.worker import Setup
-from covey.rollout.worker_process import ProcessWorker, Tell, Worker, halves
+from covey.rollout.worker_process import AskingWorker, ProcessWorker, Tell, Worker, halves
 from covey.runs import rollouts, traces
 from covey.training.agents import AgentOptions, Agents
 
@@ -95,9 +97,13 @@ def _refuse_unknown(others: Mapping[str, Any], names: set[str], args: GRPOConfig
             )
 
 
-def sampler_options(args: GRPOConfig, world: World, server: Any = None) -> dict[str, Any]:
-    """Arguments of `choose_sampler` that differ from its defaults; `server`: a connection that `expect_engine` made."""
-    if others := generate_options(args):
+def sampler_options(args: GRPOConfig, world: World, server: Any = None, is_second: bool = False) -> dict[str, Any]:
+    """Arguments of `choose_sampler` that differ from its defaults; `server`: a connection that `expect_engine` made.
+
+    `is_second`: of one more sampler of the run, about which nothing is said again.
+    """
+    others = generate_options(args)
+    if others and not is_second:
         logger.warning(
             "generation_kwargs has %s: completions are drawn by transformers' generate, which takes longer and gives no "
             "log-probabilities of its own.",
@@ -193,12 +199,13 @@ def sampler_ahead(
     options = {"eos_ids": tuple(eos_ids), **sampler_options(args, world, server)}
     _refuse(args, options, agents)
     takes_newest = args.in_flight_weights or args.pipeline_depth > 1
+    more = agent_options(args, world.rank)
+    drives = lambda make: agents.sampler(make, more, tokenizer, eos_ids, None, is_ahead=True)
+    held: dict[str, Any] = {"keeps_columns": agents.reads_rows, "forget": agents.forget}
     if options.get("backend") == "vllm-server":
         served = ServerSampler(model, tokenizer, shards=shards, **without(options, "backend"))
         weights = ServedWeights(served, takes_newest=takes_newest)
-        turns = lambda environment=None: with_turns(served, environment, tokenizer, model)
-        more = agent_options(args, world.rank)
-        writer = agents.sampler(turns, more, tokenizer, eos_ids, None, num_ahead=args.pipeline_depth)
+        writer = drives(lambda environment=None: with_turns(served, environment, tokenizer, model))
         return CentralSampler(
             model,
             tokenizer,
@@ -207,7 +214,7 @@ def sampler_ahead(
             pack=lambda model, tokenizer: b"",
             world=world,
             collect=weights.collect,
-            keeps_columns=agents.environments is not None or agents.agent is not None,
+            **held,
         )
     devices = worker_devices(args.rollout_device, world.device)
     setup = Setup(
@@ -216,15 +223,18 @@ def sampler_ahead(
         threads=_threads(args, world.device),
         in_flight=args.in_flight_weights,
         takes_newest=takes_newest,
+        has_turns=agents.have_turns,
+        has_calls=agents.agent is not None,
     )
 
     def start(model: Any, content: bytes, version: int, tell: Tell, place: int) -> Worker:
-        if args.rollout_placement == "ray":
-            from covey.rollout.on_ray import RayWorker
-
-            return RayWorker(model, content, version, setup, tell)
-        mine = replace(setup, device=devices[place % len(devices)])
-        return ProcessWorker(model, content, version, mine, tell)
+        is_ray = args.rollout_placement == "ray"  # which chooses the devices of its actors
+        mine = setup if is_ray else replace(setup, device=devices[place % len(devices)])
+        begin = lambda tell: _worker(is_ray, model, content, version, mine, tell)
+        if not agents.are_used:
+            return begin(tell)
+        remote = RemoteSampler(model, tokenizer, eos_ids, version, begin)
+        return ThreadWorker(drives(remote.over), remote, tell)
 
     host = shards.copy_on_host() if shards is not None and world.is_main else None
 
@@ -235,7 +245,18 @@ def sampler_ahead(
         return policy if host is None else host
 
     model = model if host is None else host
-    return CentralSampler(model, tokenizer, start, args.rollout_workers, check_stop, world=world, collect=collect)
+    return CentralSampler(
+        model, tokenizer, start, args.rollout_workers, check_stop, world=world, collect=collect, **held
+    )
+
+
+def _worker(is_ray: bool, model: Any, content: bytes, version: int, setup: Setup, tell: Tell) -> AskingWorker:
+    """A worker of rollouts: a process, or an actor."""
+    if is_ray:
+        from covey.rollout.on_ray import RayWorker
+
+        return RayWorker(model, content, version, setup, tell)
+    return ProcessWorker(model, content, version, setup, tell)
 
 
 def without(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -296,7 +317,7 @@ def _record(args: GRPOConfig, rank: int, version: int, recorded: Sequence[Trace]
 
 def name_idle_options(agents: Agents, args: GRPOConfig) -> None:
     """Warn about each option of tools, environments and agents that is set but has no effect in this run."""
-    turns = bool(agents.tools) or agents.environments is not None
+    turns = agents.have_turns
     acting = {
         "max_tool_calling_iterations": (turns or agents.agent is not None, "tools, an environment or an agent"),
         "episode_timeout_seconds": (turns, "tools or an environment"),

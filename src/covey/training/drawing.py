@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -13,6 +13,7 @@ from covey.process.interruption import Interruption
 from covey.process.world import World
 from covey.rewards import Scorer, Scoring
 from covey.rollout import Drawing, Drawn, Sampler, SamplingParams
+from covey.rollout.central import CentralSampler
 from covey.types import Group, Position, Prompt, Stage
 
 WAITING = "waiting"
@@ -48,6 +49,8 @@ class Draws:
     ) -> list[Group]:
         """Scored groups in the order of the prompts. `drawn`: the sampled groups if others have drawn them."""
         seconds = {} if seconds is None else seconds
+        if isinstance(request.sampler, CentralSampler) and request.sampler.scores_on_main:
+            return self._of_main(request, request.sampler, seconds)
         scoring = self.scorer.begin()  # streaming rewards score a group while others are decoded
         groups = []
         with timed(seconds, "rollout"), self.interruption.together():
@@ -59,7 +62,22 @@ class Draws:
                 groups.append(group)
         place = {prompt.uid: i for i, prompt in enumerate(request.prompts) if isinstance(prompt, Prompt)}
         with timed(seconds, "reward"):
-            return self._finish(scoring, sorted(groups, key=lambda group: place[group.prompt.uid]))
+            ordered = sorted(groups, key=lambda group: place[group.prompt.uid])
+            return self._together(lambda: _finished(scoring, ordered))
+
+    def _of_main(self, request: Drawing, sampler: CentralSampler, seconds: dict[str, float]) -> list[Group]:
+        """Groups that the main process scores for all, because their completions hold objects of its own."""
+        with timed(seconds, "rollout"), self.interruption.together():
+            groups = sampler.sample_for_all(request.prompts, request.n, request.params, self._scored)
+        self.scorer.check_first(self.world.any)
+        return groups
+
+    def _scored(self, groups: Sequence[Group]) -> list[Group]:
+        """Scored groups, on this process alone."""
+        scoring = self.scorer.begin()
+        for group in groups:
+            scoring.add(group)
+        return _finished(scoring, groups)
 
     def greedy(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Group]:
         """Scored greedy answers to the prompts, one each, of all processes."""
@@ -67,23 +85,24 @@ class Draws:
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
         """Scored groups of completions that were drawn elsewhere. Every process must call it."""
-        scoring = self.scorer.begin()
-        for group in groups:
-            scoring.add(group)
-        return self._finish(scoring, groups)
+        return self._together(lambda: self._scored(groups))
 
-    def _finish(self, scoring: Scoring, groups: Sequence[Group]) -> list[Group]:
+    def _together(self, score: Callable[[], list[Group]]) -> list[Group]:
         """Scored groups. A reward error that ends the run on one process ends it on all, so that none hangs."""
         failed: RewardError | None = None
         scored: list[Group] = []
         try:
-            scored = [without_columns(group) for group in scoring.finish(groups)]
+            scored = score()
         except RewardError as error:
             failed = error
         if self.world.any(failed is not None):
             raise failed or RewardError("a reward failed on another process; its message is in that process's log.")
         self.scorer.check_first(self.world.any)
         return scored
+
+
+def _finished(scoring: Scoring, groups: Sequence[Group]) -> list[Group]:
+    return [without_columns(group) for group in scoring.finish(groups)]
 
 
 def without_columns(group: Group) -> Group:

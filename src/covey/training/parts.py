@@ -63,9 +63,10 @@ class Parts:
 
     def close(self) -> None:
         """Release resources that are needed only during the run."""
-        close = getattr(self.sampler, "close", None)  # of samplers that run workers, or an endpoint
-        if close is not None:
-            close()
+        for sampler in (self.sampler, self.evaluation_sampler):
+            close = getattr(sampler, "close", None)  # of samplers that run workers, or an endpoint
+            if close is not None:
+                close()
         self.learner.policy.release()
         self.session.monitor.close()
         self.session.display.close()
