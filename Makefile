@@ -62,7 +62,7 @@ extras: $(DEV) .venv-extras/.installed   ## the tests of trackers and task libra
 	$(call beside,"covey[wandb$(comma)trackio$(comma)mlflow$(comma)gym]" "sacrebleu[ja$(comma)ko]")
 
 test-ray: $(DEV) .venv-ray/.installed   ## asynchronous rollouts, rewards, and a torchrun a node, under a real Ray on this machine
-	.venv-ray/bin/python -m pytest -n 0 tests/trainer/test_async_rollouts.py tests/rewards/test_rewards_on_ray.py tests/e2e/test_distributed_examples.py -k ray
+	.venv-ray/bin/python -m pytest -n 0 tests/trainer/test_async_rollouts.py tests/combinations/test_episodes_ahead.py tests/rewards/test_rewards_on_ray.py tests/e2e/test_distributed_examples.py -k ray
 
 .venv-ray/.installed: pyproject.toml   ## sees the packages of .venv, and keeps Ray to itself
 	$(call beside,"ray>=2.40$(comma)<3")

@@ -12,12 +12,12 @@ from covey.config.combinations import FEATURES, REFUSALS, refusal_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
 EQUAL = {
-    "DDP or FSDP2, asynchronous, native or a vLLM server": "test_asynchronous_learners.py",
+    "DDP or FSDP2, asynchronous, native or a vLLM server, or with tools, an environment or an agent": "test_asynchronous_learners.py",
     "tools and environments over a vLLM server, ahead, over transformers": "test_tools_over_vllm.py",
     "agents over a vLLM server, ahead, over transformers": "test_agents_over_vllm.py",
     "context parallelism, DDP or FSDP2, adapters, references": "../learner/test_context_parallel.py",
     "tools, environments and agents ahead, in worker processes": "test_episodes_ahead.py",
-    "FSDP2 with teachers, examples, media, averages, ensembles": "test_split_models.py",
+    "FSDP2 with teachers, examples, media, averages, ensembles, agents": "test_split_models.py",
 }
 """Combinations whose weights or completions are compared with one process, or with the native engine; in tests/combinations."""
 HEAD = """# Combinations

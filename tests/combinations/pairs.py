@@ -67,7 +67,10 @@ class Room:
     """An environment with one tool."""
 
     def reset(self, **row: Any) -> None:
-        self.steps = 0
+        self.steps, self.task = 0, sum(map(ord, row["prompt"][-1]["content"]))
+
+    def get_reward(self) -> float:
+        return float(self.task % 5)
 
     def go(self, direction: str) -> str:
         """Walk.

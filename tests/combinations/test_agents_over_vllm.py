@@ -23,7 +23,7 @@ WAYS = {
     "server": {"use_vllm": True, "vllm_mode": "server"},
     "ahead": {"use_vllm": True, "vllm_mode": "server", "async_rollouts": True},
     "transformers": {"rollout_backend": "transformers"},
-    "process": {"async_rollouts": True, "max_staleness": 0},
+    "process": {"async_rollouts": True, "max_staleness": 0, "in_flight_weights": False},
     "processes": {"async_rollouts": True, "max_staleness": 0, "rollout_workers": 2},
     "process ahead": {"async_rollouts": True},
     "transformers in a process": {"async_rollouts": True, "max_staleness": 0, "rollout_backend": "transformers"},
@@ -107,8 +107,8 @@ def test_log_probabilities_of_a_conversation_are_a_plain_forwards(backend, tmp_p
 
 
 def test_a_request_is_cut_at_its_own_limit_and_a_cancelled_one_is_dropped():
+    from covey.rollout.calls import SampledScheduler
     from covey.rollout.live import LiveRequest
-    from covey.serving.sampled import SampledScheduler
 
     model, tokenizer = tiny_llama(chat_tokenizer()), chat_tokenizer()
     scheduler = SampledScheduler(choose_sampler(model, tokenizer, backend="transformers"))

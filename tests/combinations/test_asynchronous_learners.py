@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from combinations.combined_run import apart, moved, policy, run
-from kit import tiny_tokenizer
+from kit import rest_nightly, tiny_tokenizer
 from vllm_server.fake_server import FakeServer
 
+ACTING = ("tools", "environment", "agent")
 AHEAD = {"async_rollouts": True, "in_flight_weights": False}
 
 
@@ -45,5 +46,22 @@ def test_worker_processes_write_ahead_for_two_learners_as_for_one(sharding, tmp_
     run(tmp_path / "1", options=AHEAD)
     logs = run(tmp_path / "2", 2, options={**AHEAD, **sharding})
     assert max(entry.get("staleness/max", 0) for entry in logs) == 1
+    assert moved(tmp_path / "1") > 1e-3
+    assert apart(tmp_path / "1", tmp_path / "2") < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("feature", "sharding"), rest_nightly([(one, sharding) for sharding in ({}, {"fsdp": True}) for one in ACTING], 3)
+)
+def test_episodes_are_scored_for_two_learners_as_for_one(feature, sharding, tmp_path):
+    case = {"features": [feature], "others": str(tmp_path), "url": None, "chat": True}
+    alone = run(tmp_path / "1", options=AHEAD, **case)
+    logs = run(tmp_path / "2", 2, options={**AHEAD, **sharding}, **case)
+    assert max(entry.get("staleness/max", 0) for entry in logs) == 1
+    name = "rewards/Room/mean" if feature == "environment" else "rewards/agent/mean" if feature == "agent" else "reward"
+    means = [[entry[name] for entry in log if name in entry] for log in (alone, logs)]
+    assert means[0] == pytest.approx(means[1])
+    assert means[0]
     assert moved(tmp_path / "1") > 1e-3
     assert apart(tmp_path / "1", tmp_path / "2") < 1e-6

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from datasets import Dataset
@@ -38,7 +40,10 @@ def conversing(row, client):
     messages = list(row["prompt"])
     for reply in ("go on", ""):
         answer = client.chat.completions.create(model="policy", messages=messages, max_tokens=9)
-        messages += [{"role": "assistant", "content": answer.choices[0].message.content}, {"role": "user", "content": reply}]
+        messages += [
+            {"role": "assistant", "content": answer.choices[0].message.content},
+            {"role": "user", "content": reply},
+        ]
     return float(len(messages[-2]["content"]) % 5)
 
 
@@ -62,7 +67,7 @@ def started(folder, made_of, callbacks=None, **options):
         "gradient_checkpointing": False, "rollout_dtype": "float32", "max_tool_calling_iterations": 3, "learning_rate": 1e-2,
     }  # fmt: skip
     trainer = GRPOTrainer(
-        calling(), [reward], GRPOConfig(str(folder), **settings | options), rows, processing_class=chat_tokenizer(),
+        copy.deepcopy(calling()), [reward], GRPOConfig(str(folder), **settings | options), rows, processing_class=chat_tokenizer(),
         callbacks=callbacks, eval_dataset=rows.select(range(6)) if "eval_strategy" in options else None, **ACTING[made_of],
     )  # fmt: skip
     return trainer, seen
@@ -80,8 +85,24 @@ def test_two_processes_draw_as_the_synchronous_run_bit_for_bit(made_of, tmp_path
         pytest.importorskip("openai")
     here, expected = started(tmp_path / "here", made_of)
     here.train()
-    there, seen = started(tmp_path / "there", made_of, async_rollouts=True, max_staleness=0, rollout_workers=2)
+    ahead = {"async_rollouts": True, "max_staleness": 0, "in_flight_weights": False}
+    there, seen = started(tmp_path / "there", made_of, rollout_workers=2, **ahead)
     there.train()
+    assert seen == expected
+    expect_equal(here, there)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("made_of", ACTING)
+def test_on_ray_actors_draw_as_the_synchronous_run(made_of, tmp_path):
+    ray = pytest.importorskip("ray")
+    here, expected = started(tmp_path / "here", made_of)
+    here.train()
+    there, seen = started(tmp_path / "there", made_of, async_rollouts=True, max_staleness=0, rollout_placement="ray")
+    try:
+        there.train()
+    finally:
+        ray.shutdown()
     assert seen == expected
     expect_equal(here, there)
 

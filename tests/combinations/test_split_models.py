@@ -43,6 +43,16 @@ def test_a_split_model_reads_images_as_a_whole_one(kind, images, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("feature", rest_nightly(["agent", "environment"], 1))
+def test_a_split_model_learns_from_episodes_as_a_whole_one(feature, tmp_path):
+    case = {"features": [feature], "others": str(tmp_path), "url": None, "chat": True}
+    run(tmp_path / "1", **case)
+    run(tmp_path / "2", 2, options={"fsdp": True}, **case)
+    assert moved(tmp_path / "1") > 1e-3
+    assert apart(tmp_path / "1", tmp_path / "2") < 2e-6
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("roles", rest_nightly(["sibling rescue", "baseline"], 1))
 def test_a_split_model_learns_from_the_members_of_an_ensemble_as_a_whole_one(roles, tmp_path):
     place = teacher_folder(tmp_path)

@@ -182,7 +182,8 @@ def test_calls_are_answered_side_by_side_by_the_weights_of_their_order(model) ->
     for number in range(3):
         alone.add(call(number, 7 + number).request)
         while alone.is_busy:
-            expected |= {number: group.completions[0].token_ids.tolist() for _, group in alone.step()}
+            for _, group in alone.step():
+                expected[number] = group.completions[0].token_ids.tolist()
     line = Queues()
     for number in range(3):
         line.put("message", pickle.dumps(call(number, 7 + number)))

@@ -1,5 +1,7 @@
 """Calls of an unmodified agent become episodes that are exact to the token: turns, retries, branches and changed histories."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -89,6 +91,18 @@ def test_a_conversation_of_several_turns_is_one_episode_with_the_tokens_that_wer
     assert torch.equal(episode.completion.logprobs[episode.completion.mask], drawn)
     roles = [message["role"] for message in episode.completion.messages]
     assert roles == ["assistant", "user", "assistant", "user", "assistant"]
+    ((versioned,),) = [episodes_of([by_version(call, 3 + i) for i, call in enumerate(calls)]).episodes]
+    versions = [3 + i for i, call in enumerate(calls) for _ in call.group.completions[0].token_ids[:-1]]
+    is_first = torch.cat([torch.arange(call.group.completions[0].num_tokens) < 1 for call in calls])
+    spans = versioned.completion.token_versions[versioned.completion.mask]
+    assert spans[~is_first].tolist() == [version + (version == 3) for version in versions]
+    assert spans[is_first].tolist() == [3, 4, 5]
+
+
+def by_version(call, version):
+    """The call as if weights of this version had begun its answer, and the first call's had changed to 4 after a token."""
+    changed = {"version": version, "versions": ((1, 4),) if version == 3 else ()}
+    return replace(call, group=replace(call.group, completions=(replace(call.group.completions[0], **changed),)))
 
 
 def test_a_retry_is_a_branch_and_a_shared_turn_is_trained_on_once(sampler):

@@ -96,6 +96,9 @@ class RemoteSampler:
         self.worker.send(Order(number, plain, n, params, self.at_least))
         return self._groups(number, len(plain))
 
+    go_on = sample
+    """Further turns of an order; its presence has an agent's rollout begin with an order of no prompts."""
+
     def _groups(self, number: int, left: int) -> Iterator[Group]:
         while left:
             match self.receive():

@@ -370,6 +370,7 @@ def _as_completion(episode: Episode, start: int) -> Completion:
         token_ids=torch.cat([torch.tensor(rest, dtype=torch.int64), done.token_ids]),
         mask=torch.cat([torch.zeros(len(rest), dtype=torch.bool), done.mask]),
         logprobs=torch.cat([torch.zeros(len(rest)), done.logprobs]),
+        versions=tuple((len(rest) + t, version) for t, version in done.versions),
         episode=EpisodeNotes(conversation=_conversation(episode)),
     )
 

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 
@@ -28,8 +29,8 @@ class Episode:
     prompt: Prompt
     """The first call's."""
     completion: Completion
-    """All that follows: `mask` is True for what the model wrote, and `logprobs` are as drawn, 0 elsewhere. `version` is the oldest
-    weights', `finish` and `text` are the last turn's."""
+    """All that follows: `mask` is True for what the model wrote, and `logprobs` are as drawn, 0 elsewhere. `version` and `versions`
+    are the weights of each turn, `finish` and `text` the last turn's."""
     call_ids: tuple[str, ...]
     """Ids of the calls, first to last."""
     states: tuple[str, ...] = ()
@@ -104,11 +105,14 @@ def _parent(nodes: Sequence[_Node], prompt: tuple[int, ...]) -> _Node | None:
 def _episode(path: Sequence[_Node]) -> Episode:
     prompt = path[0].call.group.prompt
     ids, mask, logprobs = list[int](), list[bool](), list[float]()
+    spans: list[tuple[int, int]] = []
     for node in path:
         between = node.call.group.prompt.token_ids[len(prompt.token_ids) + len(ids) :]
         written = node.completion.token_ids.tolist()
         drawn = node.completion.logprobs
-        ids += [*between, *written]
+        ids += between
+        spans += [(len(ids) + t, version) for t, version in ((0, node.completion.version), *node.completion.versions)]
+        ids += written
         mask += [*([False] * len(between)), *([not node.is_counted] * len(written))]
         logprobs += [*([0.0] * len(between)), *([0.0] * len(written) if drawn is None else drawn.tolist())]
         node.is_counted = True
@@ -120,7 +124,8 @@ def _episode(path: Sequence[_Node]) -> Episode:
         finish=last.completion.finish,
         logprobs=torch.tensor(logprobs),
         mask=torch.tensor(mask, dtype=torch.bool),
-        version=min(node.completion.version for node in path),
+        version=spans[0][1],
+        versions=tuple(span for before, span in pairwise(spans) if span[1] != before[1]),
         messages=(*shown, {"role": "assistant", "content": last.completion.text}),
     )
     return Episode(

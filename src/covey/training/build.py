@@ -134,6 +134,7 @@ def build_prompts(
 def build_sampler(inputs: RunInputs, policy: Policy, check_stop: Interruption) -> Sampler:
     """Sampler of the run: in this process (with gathered weights if sharded), or asynchronous in worker processes."""
     args, shards = inputs.args, policy.shards
+    name_idle_options(inputs.agents, args)
     if args.async_rollouts:
         ahead = sampler_ahead(
             args,
@@ -151,7 +152,6 @@ def build_sampler(inputs: RunInputs, policy: Policy, check_stop: Interruption) -
         return ahead
     options = sampler_options(args, inputs.world, inputs.server)
     expect_together(*inputs.agents.features, options.get("backend") == "generate" and "generate")
-    name_idle_options(inputs.agents, args)
     return _sampler_here(inputs, policy, check_stop, options)
 
 
