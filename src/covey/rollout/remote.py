@@ -144,7 +144,7 @@ class RemoteScheduler:
         """The next answer, if it comes at once."""
         try:
             message = self.sampler.receive(_JOIN_SECONDS)
-        except BaseException:  # nobody waits any more
+        except BaseException:  # the rollout is over
             for request in list(self.running.values()):
                 self.cancel(request)
             raise

@@ -54,7 +54,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Replies:
-    """What an environment of the training process replies to the turns that a worker asked about."""
+    """Replies of an environment of the training process to the turns that a worker asked about."""
 
     values: tuple[Reply, ...]
 

@@ -181,7 +181,7 @@ def _sampler_here(inputs: RunInputs, policy: Policy, check_stop: Interruption, o
     drives = lambda make: inputs.agents.sampler(make, more, inputs.tokenizer, inputs.eos_ids, inputs.trainer)
     if shards is None or gathers:
         sampler = drives(partial(over, inputs.model))
-    elif inputs.agents.agent is not None:  # whose calls are answered in the midst of a rollout
+    elif inputs.agents.agent is not None:  # calls are answered in the midst of a rollout
         sampler = GatheredSampler(shards, lambda model: drives(partial(over, model)))
     else:
         sampler = drives(lambda **more: GatheredSampler(shards, lambda model: over(model, **more)))

@@ -198,13 +198,12 @@ def sampler_ahead(
     """The asynchronous sampler. Raises ConfigError for options that workers cannot honour, before any is started."""
     options = {"eos_ids": tuple(eos_ids), **sampler_options(args, world, server)}
     _refuse(args, options, agents)
-    takes_newest = args.in_flight_weights or args.pipeline_depth > 1
     more = agent_options(args, world.rank)
     drives = lambda make: agents.sampler(make, more, tokenizer, eos_ids, None, is_ahead=True)
     held: dict[str, Any] = {"keeps_columns": agents.reads_rows, "forget": agents.forget}
     if options.get("backend") == "vllm-server":
         served = ServerSampler(model, tokenizer, shards=shards, **without(options, "backend"))
-        weights = ServedWeights(served, takes_newest=takes_newest)
+        weights = ServedWeights(served, takes_newest=_takes_newest(args))
         writer = drives(lambda environment=None: with_turns(served, environment, tokenizer, model))
         return CentralSampler(
             model,
@@ -217,15 +216,7 @@ def sampler_ahead(
             **held,
         )
     devices = worker_devices(args.rollout_device, world.device)
-    setup = Setup(
-        options=options,
-        device=devices[0],
-        threads=_threads(args, world.device),
-        in_flight=args.in_flight_weights,
-        takes_newest=takes_newest,
-        has_turns=agents.have_turns,
-        has_calls=agents.agent is not None,
-    )
+    setup = _setup(args, options, agents, devices[0], world.device)
 
     def start(model: Any, content: bytes, version: int, tell: Tell, place: int) -> Worker:
         is_ray = args.rollout_placement == "ray"  # which chooses the devices of its actors
@@ -247,6 +238,23 @@ def sampler_ahead(
     model = model if host is None else host
     return CentralSampler(
         model, tokenizer, start, args.rollout_workers, check_stop, world=world, collect=collect, **held
+    )
+
+
+def _takes_newest(args: GRPOConfig) -> bool:
+    """False: a rollout is written by the weights of its order, so that runs repeat."""
+    return args.in_flight_weights or args.pipeline_depth > 1
+
+
+def _setup(args: GRPOConfig, options: Mapping[str, Any], agents: Agents, device: str, learner: torch.device) -> Setup:
+    return Setup(
+        options=options,
+        device=device,
+        threads=_threads(args, learner),
+        in_flight=args.in_flight_weights,
+        takes_newest=_takes_newest(args),
+        has_turns=agents.have_turns,
+        has_calls=agents.agent is not None,
     )
 
 
