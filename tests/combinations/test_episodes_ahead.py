@@ -73,14 +73,15 @@ def started(folder, made_of, callbacks=None, **options):
     return trainer, seen
 
 
-def expect_equal(one, other):
+def expect_equal(one, other, made_of):
+    """Bit for bit, but for an agent: the last bits of its log-probabilities depend on which calls met in a batch."""
     for mine, theirs in zip(one.model.parameters(), other.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+        torch.testing.assert_close(mine, theirs, atol=1e-6 if made_of == "agent" else 0, rtol=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("made_of", ACTING)
-def test_two_processes_draw_as_the_synchronous_run_bit_for_bit(made_of, tmp_path):
+def test_two_processes_draw_as_the_synchronous_run(made_of, tmp_path):
     if made_of == "agent":
         pytest.importorskip("openai")
     here, expected = started(tmp_path / "here", made_of)
@@ -89,7 +90,7 @@ def test_two_processes_draw_as_the_synchronous_run_bit_for_bit(made_of, tmp_path
     there, seen = started(tmp_path / "there", made_of, rollout_workers=2, **ahead)
     there.train()
     assert seen == expected
-    expect_equal(here, there)
+    expect_equal(here, there, made_of)
 
 
 @pytest.mark.nightly
@@ -104,7 +105,7 @@ def test_on_ray_actors_draw_as_the_synchronous_run(made_of, tmp_path):
     finally:
         ray.shutdown()
     assert seen == expected
-    expect_equal(here, there)
+    expect_equal(here, there, made_of)
 
 
 class Kill(TrainerCallback):
@@ -128,7 +129,7 @@ def test_a_worker_that_is_killed_is_replaced_and_its_episodes_begin_again(made_o
     there.train()
     assert there._parts.sampler.replaced == 1
     assert seen == expected
-    expect_equal(here, there)
+    expect_equal(here, there, made_of)
 
 
 @pytest.mark.slow

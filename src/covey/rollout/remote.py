@@ -42,7 +42,7 @@ class RemoteSampler:
         """Called while waiting for the worker; what it raises ends the wait."""
         self.at_least = version
         """Oldest weights of the running order."""
-        self._start, self.numbers = start, count()
+        self.start, self.numbers = start, count()
         self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
 
     def over(self, environment: Environment | None = None) -> RemoteSampler:
@@ -55,7 +55,7 @@ class RemoteSampler:
     def attach(self, tell: Tell, check_open: Callable[[], None]) -> None:
         """Start the worker; it tells `tell` of its weights and of its end."""
         self.tell, self.check_stop = tell, check_open
-        self.worker = self._start(self._hear)
+        self.worker = self.start(self._hear)
 
     def begin(self, order: Order) -> None:
         self.at_least = order.at_least

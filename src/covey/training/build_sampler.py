@@ -218,15 +218,17 @@ def sampler_ahead(
     devices = worker_devices(args.rollout_device, world.device)
     setup = _setup(args, options, agents, devices[0], world.device)
 
-    def start(model: Any, content: bytes, version: int, tell: Tell, place: int) -> Worker:
+    def far(model: Any, content: bytes, version: int, place: int = 0) -> RemoteSampler:
         is_ray = args.rollout_placement == "ray"  # which chooses the devices of its actors
         mine = setup if is_ray else replace(setup, device=devices[place % len(devices)])
         begin = lambda tell: _worker(is_ray, model, content, version, mine, tell)
-        if not agents.are_used:
-            return begin(tell)
-        remote = RemoteSampler(model, tokenizer, eos_ids, version, begin)
-        return ThreadWorker(drives(remote.over), remote, tell)
+        return RemoteSampler(model, tokenizer, eos_ids, version, begin)
 
+    def start(model: Any, content: bytes, version: int, tell: Tell, place: int) -> Worker:
+        remote = far(model, content, version, place)
+        return ThreadWorker(drives(remote.over), remote, tell) if agents.are_used else remote.start(tell)
+
+    drives(far(model, b"", 0).over)  # refuses what cannot be driven before a worker is started
     host = shards.copy_on_host() if shards is not None and world.is_main else None
 
     def collect(policy: Any, version: int) -> Any:
