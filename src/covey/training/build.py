@@ -135,6 +135,16 @@ def build_sampler(inputs: RunInputs, policy: Policy, check_stop: Interruption) -
     """Sampler of the run: in this process (with gathered weights if sharded), or asynchronous in worker processes."""
     args, shards = inputs.args, policy.shards
     name_idle_options(inputs.agents, args)
+    if (
+        args.async_rollouts
+        and inputs.agents.reads_rows
+        and inputs.world.size > 1
+        and inputs.scorer.replaced is not None
+    ):
+        raise ConfigError(
+            "async_rollouts=True with an environment or an agent scores on the main process for all, and _calculate_rewards of a "
+            "trainer's own is called by every process; start one learner process, or give reward_funcs instead."
+        )
     if args.async_rollouts:
         ahead = sampler_ahead(
             args,
