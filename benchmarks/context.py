@@ -17,15 +17,19 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from covey.process.world import World
 
 PROMPT = 512
 
 
-def step(tokens: int, world: object, folder: Path) -> dict[str, float]:
+def step(tokens: int, world: World, folder: Path) -> dict[str, float]:
     """Forward and backward of one completion, by this process's share."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from covey.learner import Policy
     from covey.learner.live_memory import LiveBytes
@@ -36,7 +40,8 @@ def step(tokens: int, world: object, folder: Path) -> dict[str, float]:
     torch.manual_seed(0)
     shape = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 32}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": tokens}
-    model = Qwen3ForCausalLM(Qwen3Config(**shape, **heads)).train()
+    auto: Any = AutoModelForCausalLM  # its methods carry no types
+    model = auto.from_config(AutoConfig.for_model("qwen3", **shape, **heads)).train()
     context = ContextGroup(world) if world.size > 1 else None
     policy = Policy(model, pad_id=0, context=context, packs_always=True)
     ids = torch.randint(8192, (tokens,), generator=torch.Generator().manual_seed(1))
