@@ -133,8 +133,8 @@ class MicroBatcher:
         """Raise MemoryLimitError for a sharded model: the other processes wait in the collectives of the pass that failed here."""
         rows, tokens = len(self._current), tokens_in(self._current, self.shares_prompts())
         raise MemoryLimitError(
-            f"Memory ran out on a micro-batch of {rows} completions ({tokens} tokens), and a model that is split over processes "
-            f"cannot take a pass again on one of them ({reason}); set max_tokens_per_microbatch below {max(1, tokens)}, "
+            f"Memory ran out on a micro-batch of {rows} completions ({tokens} tokens), and a pass that processes make together "
+            f"cannot be taken again by one of them ({reason}); set max_tokens_per_microbatch below {max(1, tokens)}, "
             "per_device_train_batch_size lower, or gradient_checkpointing=True, and resume."
         )
 
