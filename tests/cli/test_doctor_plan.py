@@ -14,6 +14,11 @@ from covey.cli import main
         (["plan"], "--model is missing"),
         (["plan", "--model", "demo"], "--gpus is missing"),
         (["plan", "--model", "demo", "--gpus", "8xH99"], "known: A100"),
+        (["plan", "--model", "demo", "--gpus", "H100", "--cluster", "H100"], "leave one out"),
+        (["plan", "--model", "demo", "--cluster", "8xH99"], "known: A100"),
+        (["plan", "--model", "demo", "--gpus", "8xH100", "--use-vllm", "true"], "--rollout-gpus is missing"),
+        (["plan", "--model", "demo", "--gpus", "8xH100", "--rollout-gpus", "2"], "add --use-vllm true"),
+        (["plan", "--model", "demo", "--gpus", "H100", "--async-rollouts", "true"], "leaves none to learn"),
         (["plan", "--model", "demo", "--gpus", "0xH100", "--fsdp"], "asks for no GPU at all"),
         (["plan", "--model", "Qwen/Qwen2.5-9B", "--gpus", "H100"], "Did you mean Qwen/Qwen2.5-7B?"),
         (["plan", "--model", "demo", "--gpus", "H100", "--prompt-tokens", "0"], "--prompt-tokens is less than 1"),
@@ -68,3 +73,21 @@ def test_a_run_that_does_not_fit_is_exit_code_1_and_is_told_what_would(capsys, m
     assert "not even 1 completions" in said
     assert re.search(r"pays a split model \(--fsdp true\): [\d.]+ s a step, [\d.]+ GiB at the peak; it would fit", said)
     assert "asked of a run that fits" in said
+
+
+@pytest.mark.slow
+def test_a_cluster_lists_the_combinations_that_fit_with_the_options_of_each(capsys):
+    assert (
+        main(["doctor", "plan", "--model", "demo", "--cluster", "1x2xA100", "--async-rollouts", "true", "--json"]) == 0
+    )
+    captured = capsys.readouterr()
+    assert "--cluster decides --async-rollouts" in captured.err
+    found = json.loads(captured.out.splitlines()[-1])
+    assert (found["ok"], found["gpus"], found["nearest"]) == (True, 2, None)
+    first = found["combinations"][0]
+    assert first["seconds"]["step"] == min(choice["seconds"]["step"] for choice in found["combinations"])
+    served = next(
+        choice for choice in found["combinations"] if {"vLLM server", "asynchronous"} <= set(choice["features"])
+    )
+    assert (served["learners"], served["writers"]) == (1, 1)
+    assert {"use_vllm": True, "vllm_mode": "server", "async_rollouts": True}.items() <= served["options"].items()

@@ -53,8 +53,7 @@ def test_a_recipe_fits_and_its_head_says_what_its_plan_says(name):
     facts = recipe.recipes()[name].facts
     assert plan.fits
     assert plan.held.peak / 2**30 == pytest.approx(float(facts["planned_peak_gib"]), rel=0.1)
-    if "-async-" not in name:
-        assert plan.seconds.step == pytest.approx(float(facts["planned_seconds_a_step"]), rel=0.1)
+    assert plan.seconds.step == pytest.approx(float(facts["planned_seconds_a_step"]), rel=0.1)
 
 
 @pytest.mark.parametrize("name", recipe.recipes())

@@ -156,7 +156,7 @@ def test_a_model_is_known_without_its_owner_and_with_a_suffix():
 
 
 @pytest.mark.parametrize("given, said", [({"deepspeed": "x.json"}, "--deepspeed"), ({"use_cpu": True}, "doctor memory"),
-                                         ({"use_vllm": True}, "colocate"), ({"fp16": True}, "bfloat16")])  # fmt: skip
+                                         ({"fp16": True}, "bfloat16")])  # fmt: skip
 def test_what_a_plan_cannot_look_at_is_refused(given, said):
     with pytest.raises(ConfigError, match=said):
         planned({"output_dir": "unused", **given})

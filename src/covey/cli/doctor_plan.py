@@ -7,7 +7,7 @@ import warnings
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from covey.cli import output, train
+from covey.cli import doctor_cluster, output, train
 from covey.cli.adapter import adapter, adapter_to_train
 from covey.cli.fields import other_flags
 from covey.cli.flags import Flag, spelled
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _FLAGS = (
     Flag(name="gpus", help="Number and kind of the GPUs: 8xH100, 2xA100-40GB, L4.", group="run"),
+    Flag(name="cluster", help="Number and kind of the GPUs, to list the combinations that fit them: 2x8xH100.", group="run"),
+    Flag(name="rollout_gpus", help="GPUs of the plan that a vLLM server has.", type=int, group="run"),
     Flag(name="prompt_tokens", help="Tokens of a prompt.", type=int, default=512, group="run"),
     Flag(name="mean_completion_tokens", help="Mean tokens of a completion; left out: all are as long as allowed.", type=float, group="run"),
 )  # fmt: skip
@@ -32,9 +34,13 @@ def flags() -> tuple[Flag, ...]:
 
 def run(args: Args) -> int:
     """Print the plan. Exit code 1 where the run does not fit."""
+    if args.get("cluster") and args.get("gpus"):
+        raise ConfigError("--cluster lists combinations, and --gpus plans one of them; leave one out.")
     for name, example in (("model", "Qwen/Qwen2.5-7B"), ("gpus", "8xH100")):
-        if not args.get(name):
+        if not args.get(name) and not (name == "gpus" and args.get("cluster")):
             raise ConfigError(f"--{name} is missing, such as covey doctor plan --{name} {example}.")
+    if args.get("cluster"):
+        return doctor_cluster.show(setup_of(doctor_cluster.plain(args)), _lora(), is_json=bool(args.get("json")))
     setup = setup_of(args)
     from covey.doctor.roofline.answers import answers, rows_that_fit
     from covey.doctor.roofline.estimate import estimate
@@ -55,7 +61,7 @@ def setup_of(args: Args) -> Setup:
     """The run and its GPUs, from the options of this verb. Raises ConfigError for what a plan does not cover."""
     from covey.doctor.roofline.gpus import gpus
 
-    count, gpu = gpus(args["gpus"])
+    count, gpu = gpus(args.get("cluster") or args["gpus"])
     least = {"prompt_tokens": 1, "mean_completion_tokens": 1}
     for name, lowest in least.items():
         if args.get(name, lowest) < lowest:
@@ -63,7 +69,8 @@ def setup_of(args: Args) -> Setup:
     from covey.cli.plan import model_config
     from covey.doctor.roofline.estimate import Setup
     from covey.doctor.roofline.known_models import config_of
-    from covey.doctor.roofline.options import planned
+    from covey.doctor.roofline.options import division, planned
+    from covey.doctor.roofline.teachers import teachers_of
 
     verb_flags = {flag.name for flag in _FLAGS}
     config, is_split, offloads = planned(
@@ -71,15 +78,26 @@ def setup_of(args: Args) -> Setup:
     )
     if args.get("mean_completion_tokens", 0) > config.max_completion_length:
         raise ConfigError("--mean-completion-tokens is more than --max-completion-length; raise that one too.")
-    if count % (config.vllm_tensor_parallel_size if config.use_vllm else 1):
+    writers, is_asynchronous = division(config, count, args.get("rollout_gpus"))
+    tensor = config.vllm_tensor_parallel_size if config.use_vllm else 1
+    if (writers or count) % tensor:
+        raise ConfigError(f"--vllm-tensor-parallel-size {tensor} does not divide {writers or count} GPUs.")
+    count -= writers
+    if count % config.context:
         raise ConfigError(
-            f"--vllm-tensor-parallel-size {config.vllm_tensor_parallel_size} does not divide {count} GPUs."
+            f"parallelism_config has cp_size={config.context}, which does not divide {count} GPUs that learn."
         )
+    described = config_of(args["model"], config.trust_remote_code, model_config)
     return Setup(
         args=config,
-        model_config=config_of(args["model"], config.trust_remote_code, model_config),
+        model_config=described,
         gpu=gpu,
         gpus=count,
+        writers=writers,
+        engine_gpus=tensor if writers else 1,
+        is_asynchronous=is_asynchronous,
+        context=config.context,
+        teachers=teachers_of(config, described, model_config),
         is_split=is_split and count > 1,
         offloads=offloads and count > 1,
         adapter=adapter_to_train(args),
@@ -102,13 +120,17 @@ def _show(plan: Estimate, rows: int, changes: list[Answer]) -> None:
     setup, seconds = plan.setup, plan.seconds
     args, gpu = setup.args, setup.gpu
     split = ", split over all of them" if setup.is_split else ""
+    own = f", and {setup.writers} that only write" if setup.writers else ""
     output.result(
-        f"{plan.measurement.size / 1e9:.2f} billion parameters on {setup.gpus} x {gpu.name}{split}; {plan.completions} completions a step of "
+        f"{plan.measurement.size / 1e9:.2f} billion parameters on {setup.gpus} x {gpu.name}{split}{own}; {plan.completions} completions a step of "
         f"{setup.mean:.0f} tokens (at most {args.max_completion_length}) behind prompts of {setup.prompt_tokens}"
     )
     output.result("\na step, in seconds by the roofline:")
-    for name, value in asdict(seconds).items() if plan.decoding.room else ():
-        output.result(f"  {name:<12}{value:>10.3g}{100 * value / seconds.step:>6.0f}%")
+    for name, value in seconds.parts.items() if plan.decoding.room else ():
+        if value or name != "teacher":
+            output.result(f"  {name:<12}{value:>10.3g}{100 * value / seconds.step:>6.0f}%")
+    if seconds.overlaps:
+        output.result("  the rollout goes on while the others learn: the longer of the two counts")
     whole = (
         f"{seconds.step:>10.3g}        (rewards come on top)"
         if plan.decoding.room
@@ -121,6 +143,8 @@ def _show(plan: Estimate, rows: int, changes: list[Answer]) -> None:
             output.result(f"  {name:<12}{in_gib(value):>12}")
     fits = "fits" if plan.fits else "does not fit"
     output.result(f"  {'peak':<12}{in_gib(plan.held.peak):>12}  of {in_gib(gpu.memory)}: {fits}")
+    if plan.writer:
+        output.result(f"\nmemory on each device that only writes: {in_gib(plan.writer)}, weights and keys and values")
     if plan.host:
         output.result(f"\nhost memory of each node: {in_gib(plan.host)}, for shards, gradients and optimizer state")
     most = f"up to {rows:,}" if rows else "not even 1"
@@ -140,12 +164,14 @@ def _as_json(plan: Estimate, rows: int, changes: list[Answer]) -> dict[str, Any]
         "ok": plan.fits,
         "parameters": plan.measurement.size,
         "gpu": asdict(setup.gpu),
-        "gpus": setup.gpus,
+        "gpus": plan.gpus,
+        "writers": setup.writers,
+        "memory_of_a_writer": plan.writer,
         "is_split": setup.is_split,
         "offloads": setup.offloads,
         "host_memory": plan.host,
         "completions_a_step": plan.completions,
-        "seconds": {**asdict(plan.seconds), "step": plan.seconds.step},
+        "seconds": {**plan.seconds.parts, "step": plan.seconds.step},
         "memory": {**asdict(plan.held), "peak": plan.held.peak, "available": setup.gpu.memory},
         "rows": plan.measurement.rows,
         "rows_that_fit": rows,
@@ -161,6 +187,7 @@ verb = Verb(
     examples=(
         "covey doctor plan --model Qwen/Qwen2.5-7B --gpus 8xH100 --fsdp true --gradient-accumulation-steps 8",
         "covey doctor plan --model Qwen/Qwen2.5-7B --gpus H100 --lora-r 16 --dtype bfloat16",
+        "covey doctor plan --model Qwen/Qwen2.5-32B --cluster 2x8xH100 --mean-completion-tokens 600 --max-completion-length 2048",
         "covey doctor plan run.yaml --gpus 2xA100 --mean-completion-tokens 300 --json",
     ),
     flags=flags,

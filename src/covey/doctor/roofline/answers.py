@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from covey.doctor.roofline.cluster import in_bfloat16
 from covey.doctor.roofline.estimate import Estimate, Setup, estimate
 from covey.errors import ConfigError
 from covey.learner.memory_estimate import in_gib
-from covey.training.build_sampler import as_dict
 
 PAYS = 1.1
 """Speed-up from which a change pays."""
@@ -50,9 +50,11 @@ def answers(plan: Estimate, lora: Any) -> Iterator[Answer]:
     setup = plan.setup
     if lora is not None and setup.adapter is None:
         change = "LoRA of rank 16 on frozen weights in bfloat16 (--lora-r 16 --dtype bfloat16)"
-        yield _answer_of(plan, estimate(replace(_in_bfloat16(setup), adapter=lora)), change)
+        yield _answer_of(plan, estimate(replace(in_bfloat16(setup), adapter=lora)), change)
     elif setup.adapter is not None and plan.measurement.dtype == torch.float32 and setup.args.bf16:
-        yield _answer_of(plan, estimate(_in_bfloat16(setup)), "frozen weights in bfloat16 (--dtype bfloat16)")
+        yield _answer_of(plan, estimate(in_bfloat16(setup)), "frozen weights in bfloat16 (--dtype bfloat16)")
+    if setup.writers:
+        return  # the rest changes who writes, which --cluster compares
     split = plan
     if not setup.is_split and setup.gpus > 1:
         split = estimate(
@@ -68,14 +70,6 @@ def answers(plan: Estimate, lora: Any) -> Iterator[Answer]:
         more = estimate(doubled, plan.measurement)
         yield _answer_of(plan, more, f"{doubled.gpus} GPUs instead of {setup.gpus}", must=1.6)
     yield asynchrony(plan)
-
-
-def _in_bfloat16(setup: Setup) -> Setup:
-    """The same with the weights loaded in bfloat16, where the GPU has it."""
-    args = copy.copy(setup.args)
-    if args.bf16:
-        args.model_init_kwargs = {**as_dict(args.model_init_kwargs), "dtype": "bfloat16"}
-    return replace(setup, args=args)
 
 
 def _answer_of(plan: Estimate, other: Estimate, change: str, must: float = PAYS) -> Answer:

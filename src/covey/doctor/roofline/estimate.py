@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from covey.config import GRPOConfig
 from covey.config.grpo_config import batch_arithmetic
 from covey.doctor.dry_run import Measured, Target, measured, memory_of
-from covey.doctor.roofline.gpus import A_NODE, HOST_LINK, HOST_READS, Gpu
+from covey.doctor.roofline.gpus import A_NODE, FOLDER, HOST_LINK, HOST_READS, Gpu
 from covey.doctor.roofline.operations import TimedBytes
 from covey.doctor.roofline.rollout import PASSES_OF_LOGITS, Decoding, kernels_of
-from covey.learner.lm_head import elements_of
+from covey.learner.lm_head import BYTES_AN_ELEMENT, elements_of
 from covey.learner.memory_estimate import cache_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teaching:
+    """A teacher in the learners' processes: a forward pass over the completions, by weights of its own or the policy's."""
+
+    parameters: int
+    weights: int
+    """Bytes of its own weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +35,16 @@ class Setup:
     """transformers' configuration of the model."""
     gpu: Gpu
     gpus: int
+    """GPUs that learn, and write where no others do."""
+    writers: int = 0
+    """GPUs that only write: of a vLLM server, or of workers; 0: those that learn write too, in turn."""
+    engine_gpus: int = 1
+    """GPUs of one engine of a vLLM server (tensor parallel)."""
+    is_asynchronous: bool = False
+    """Writers work while the learners do."""
+    context: int = 1
+    """GPUs that share out the tokens of each row."""
+    teachers: tuple[Teaching, ...] = ()
     is_split: bool = False
     """FSDP2: each device holds a shard of weights, gradients and optimizer state."""
     offloads: bool = False
@@ -67,6 +86,7 @@ class Held:
     weights: int
     reference: int
     critic: int
+    teacher: int = 0
     gradients: int
     optimizer: int
     gathered: int
@@ -79,7 +99,7 @@ class Held:
 
     @property
     def stays(self) -> int:
-        return self.weights + self.reference + self.critic + self.optimizer
+        return self.weights + self.reference + self.critic + self.teacher + self.optimizer
 
     @property
     def learning(self) -> int:
@@ -98,13 +118,23 @@ class Seconds:
     rollout: float
     scoring: float
     """Log-probabilities of the policy at rollout time and of the reference, where the algorithm needs them."""
+    teacher: float = 0.0
+    """Forward passes of teachers in the process."""
     update: float
     sync: float
     """The new weights on their way to the sampler."""
+    overlaps: bool = False
+    """The rollout of the next step goes on while this one is learnt."""
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by part."""
+        return {name: value for name, value in asdict(self).items() if name != "overlaps"}
 
     @property
     def step(self) -> float:
-        return self.rollout + self.scoring + self.update + self.sync
+        learning = self.scoring + self.teacher + self.update
+        return (max(self.rollout, learning) if self.overlaps else self.rollout + learning) + self.sync
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +150,13 @@ class Estimate:
     """A step."""
     host: int = 0
     """Bytes in the host memory of each node."""
+    writer: int = 0
+    """Bytes on each GPU that only writes: weights, keys and values."""
+
+    @property
+    def gpus(self) -> int:
+        """All GPUs."""
+        return self.setup.gpus + self.setup.writers
 
     @property
     def fits(self) -> bool:
@@ -132,12 +169,21 @@ def estimate(setup: Setup, measurement: Measured | None = None) -> Estimate:
     counts = batch_arithmetic(setup.args, setup.gpus, num_prompts=1)
     held, decoding, host = _memory_of(setup, measurement, counts.completions_per_generation)
     steps = counts.optimizer_steps_per_generation
-    engines = max(1, setup.gpus // decoding.gpus)
+    engines = max(1, (setup.writers or setup.gpus) // decoding.gpus)
     share = -(-counts.completions_per_generation // engines)
     group = setup.args.num_generations
+    tokens = share * (setup.mean + setup.prompt_tokens / group)
     rolled = decoding.seconds(share, group, setup.prompt_tokens, setup.mean, setup.args.max_completion_length)
     scoring, update = _learning(setup, measurement, counts.completions_per_step)
-    seconds = Seconds(rollout=rolled / steps, scoring=scoring, update=update, sync=_sync(setup, measurement) / steps)
+    seconds = Seconds(
+        rollout=rolled / steps,
+        scoring=scoring,
+        teacher=_teaching(setup, measurement, counts.completions_per_step),
+        update=update,
+        sync=_sync(setup, measurement) / steps,
+        overlaps=setup.is_asynchronous,
+    )
+    writer = int(decoding.weights / decoding.gpus + min(decoding.room, decoding.key_bytes * tokens) / decoding.gpus)
     return Estimate(
         setup=setup,
         measurement=measurement,
@@ -146,6 +192,7 @@ def estimate(setup: Setup, measurement: Measured | None = None) -> Estimate:
         decoding=decoding,
         completions=counts.completions_per_step,
         host=host,
+        writer=writer if setup.writers else 0,
     )
 
 
@@ -155,20 +202,23 @@ def _memory_of(setup: Setup, measurement: Measured, completions: int) -> tuple[H
     prompts = -(-completions // args.num_generations // setup.gpus)
     drawn = prompts * (setup.prompt_tokens + args.num_generations * args.max_completion_length)
     whole = memory_of(measurement, args, setup.model_config, drawn, Target(on_cpu=False))
-    copied = bool(whole.sampler) or args.use_vllm
+    writes_here, is_vllm = not setup.writers, args.use_vllm
+    copied = bool(whole.sampler) or is_vllm
     item = 2 if copied else measurement.dtype.itemsize
-    split = args.vllm_tensor_parallel_size if args.use_vllm else 1
-    gathers_whole = setup.is_split and not args.use_vllm  # vLLM takes the weights a layer at a time
+    split = args.vllm_tensor_parallel_size if is_vllm and writes_here else setup.engine_gpus
+    gathers_whole = setup.is_split and not is_vllm  # vLLM takes the weights a layer at a time
     sampled = (item * measurement.size // split if copied else 0) + (measurement.weights if gathers_whole else 0)
     gathered = _gathered_bytes(setup, measurement) if setup.is_split and setup.gpus > 1 else 0
     sharded = {
         name: -(-getattr(whole, name) // shards)
         for name in ("weights", "reference", "critic", "gradients", "optimizer")
     }
+    sharded["teacher"] = -(-sum(teacher.weights for teacher in setup.teachers) // shards)
     host = sum(sharded.values()) * min(setup.gpus, A_NODE) if setup.offloads else 0
     sharded = dict.fromkeys(sharded, 0) if setup.offloads else sharded
-    held = Held(**sharded, gathered=gathered, activations=whole.activations, sampler=sampled, cache=0)
-    room = setup.gpu.memory - held.stays - held.sampler
+    activations = _of_a_context(setup, measurement, whole.activations)
+    held = Held(**sharded, gathered=gathered, activations=activations, sampler=sampled * writes_here, cache=0)
+    room = setup.gpu.memory - (held.stays + held.sampler if writes_here else item * measurement.size // split)
     text = setup.model_config.get_text_config()
     decoding = Decoding(
         gpu=setup.gpu,
@@ -178,12 +228,21 @@ def _memory_of(setup: Setup, measurement: Measured, completions: int) -> tuple[H
         key_bytes=cache_bytes(setup.model_config, 1, item),
         room=max(0, room) * split,
         item_bytes=item,
-        kernels=kernels_of(text.model_type, text.num_hidden_layers, is_vllm=args.use_vllm),
+        kernels=kernels_of(text.model_type, text.num_hidden_layers, is_vllm=is_vllm),
         logit_bytes=PASSES_OF_LOGITS * item * text.vocab_size,
-        is_replayed=args.use_vllm or args.cuda_graphs is not False,
-        shares_prompts=not args.use_vllm,
+        is_replayed=is_vllm or args.cuda_graphs is not False,
+        shares_prompts=not is_vllm,
     )
-    return replace(held, cache=min(whole.cache, max(0, room))), decoding, host
+    return replace(held, cache=min(whole.cache, max(0, room)) * writes_here), decoding, host
+
+
+def _of_a_context(setup: Setup, measurement: Measured, activations: int) -> int:
+    """Bytes of activations on each GPU of a context: a share of the tokens' and a chunk of logits, of its own tokens at most."""
+    if setup.context == 1:
+        return activations
+    logits = measurement.tokens // setup.context * setup.model_config.get_text_config().vocab_size
+    chunk = min(activations, BYTES_AN_ELEMENT * min(int(logits), elements_of(int(setup.gpu.memory_gb * 1e9))))
+    return max(chunk, activations // setup.context)
 
 
 def _gathered_bytes(setup: Setup, measurement: Measured) -> int:
@@ -202,11 +261,13 @@ def _learning(setup: Setup, measurement: Measured, completions: int) -> tuple[fl
     Movement overlaps with arithmetic; whichever is longer counts.
     """
     args, gpus = setup.args, setup.gpus
-    rows = completions / gpus
+    rows = completions / (gpus // setup.context)
     real = rows * setup.mean + max(1.0, rows / args.num_generations) * setup.prompt_tokens
     passes = max(1.0, real / measurement.tokens)
-    share = min(1.0, real / measurement.tokens)
-    one_score, one_pass = measurement.scoring * share, (measurement.learning - measurement.updating) * share
+    share = min(1.0, real / measurement.tokens) / setup.context
+    moved = _exchanged(setup, min(real, measurement.tokens))
+    one_score = measurement.scoring * share + (moved if measurement.scoring else 0.0)
+    one_pass = (measurement.learning - measurement.updating) * share + 3 * moved  # forward, again, backward
     update = measurement.updating / setup.shards
     there = (gpus - 1) / gpus / setup.gpu.sends(gpus)
     if setup.is_split:
@@ -221,6 +282,29 @@ def _learning(setup: Setup, measurement: Measured, completions: int) -> tuple[fl
     return passes * one_score, (passes - 1) * one_pass + max(one_pass, summed) + update
 
 
+def _exchanged(setup: Setup, tokens: float) -> float:
+    """Seconds of a forward pass over `tokens` in which the GPUs of a context exchange queries, keys, values and results."""
+    if setup.context == 1:
+        return 0.0
+    text = setup.model_config.get_text_config()
+    heads = text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    keys = max(getattr(text, "num_key_value_heads", None) or heads, setup.context)
+    sent = tokens / setup.context * text.num_hidden_layers * 2 * (heads + keys) * width * (2 if setup.args.bf16 else 4)
+    return float(sent * (setup.context - 1) / setup.context / setup.gpu.sends(setup.context))
+
+
+def _teaching(setup: Setup, measurement: Measured, completions: int) -> float:
+    """Seconds of the teachers' forward passes over the completions of a step, each behind its prompt."""
+    tokens = completions / setup.gpus * (setup.mean + setup.prompt_tokens)
+    item = 2 if setup.args.bf16 else 4
+    each = [
+        max(2 * teacher.parameters * tokens / setup.gpu.flops(item), teacher.weights / setup.gpu.reads)
+        for teacher in setup.teachers
+    ]
+    return sum(each)
+
+
 def _host_update(setup: Setup, measurement: Measured) -> float:
     """Seconds of an optimizer step in host memory, whose processes share it: weights and state read and written, gradients read."""
     state = measurement.held - measurement.weights - measurement.reference - measurement.critic
@@ -229,8 +313,13 @@ def _host_update(setup: Setup, measurement: Measured) -> float:
 
 
 def _sync(setup: Setup, measurement: Measured) -> float:
-    """Seconds to bring new weights to the sampler: gathered where they are split, else copied in their memory."""
+    """Seconds to bring new weights to the sampler: to writers through a folder or as a broadcast, here gathered or copied in memory."""
+    gather = 0.0
     if setup.is_split:
         gather = measurement.weights * (setup.gpus - 1) / setup.gpus / setup.gpu.sends(setup.gpus)
-        return max(gather, measurement.weights / setup.shards / HOST_LINK) if setup.offloads else gather
-    return (measurement.weights + 2 * measurement.size) / setup.gpu.reads
+        gather = max(gather, measurement.weights / setup.shards / HOST_LINK) if setup.offloads else gather
+    if setup.writers:
+        sent = measurement.gradients if measurement.is_adapted else 2 * measurement.size
+        is_broadcast = setup.args.vllm_transport == "nccl" and setup.args.use_vllm
+        return gather + sent / (setup.gpu.sends(setup.gpus + setup.writers) if is_broadcast else FOLDER)
+    return gather if setup.is_split else (measurement.weights + 2 * measurement.size) / setup.gpu.reads

@@ -19,6 +19,8 @@ HOST_LINK = 25e9
 """Bytes a second between a GPU and its host, each way: 80% of PCIe 4 x16; assumed."""
 HOST_READS = 200e9
 """Bytes a second that the processors of a node read and write in an optimizer step: half of 8 channels of DDR5-4800 and more; assumed."""
+FOLDER = 2e9
+"""Bytes a second of weights that are written to a folder and read again by a vLLM server: an NVMe disk; assumed."""
 NETWORK = 50e9
 """Bytes a second of a GPU between nodes: InfiniBand or RoCE at 400 Gb/s a GPU."""
 A_NODE = 8
@@ -87,19 +89,20 @@ GPUS = {
 
 
 def gpus(text: str) -> tuple[int, Gpu]:
-    """The number and kind of GPUs of "8xH100"; a name alone is one. Raises ConfigError with the known names."""
-    match = re.fullmatch(r"\s*(?:(\d+)\s*[xX*]\s*)?([A-Za-z].*?)\s*", text)
+    """The number and kind of GPUs of "8xH100", or of nodes, "2x8xH100"; a name alone is one. Raises ConfigError with the known names."""
+    match = re.fullmatch(r"\s*(?:(\d+)\s*[xX*]\s*)?(?:(\d+)\s*[xX*]\s*)?([A-Za-z].*?)\s*", text)
     by_plain = {_plain(name): gpu for name, gpu in GPUS.items()}
-    gpu = by_plain.get(_plain(match[2])) if match else None
-    if gpu is not None and match is not None and int(match[1] or 1) < 1:
+    gpu = by_plain.get(_plain(match[3])) if match else None
+    count = int(match[1] or 1) * int(match[2] or 1) if match else 0
+    if gpu is not None and count < 1:
         raise ConfigError(f"--gpus {text!r} asks for no GPU at all; give a number of 1 or more, such as 8x{gpu.name}.")
     if match is None or gpu is None:
-        near = did_you_mean(match[2], GPUS) if match else ""
+        near = did_you_mean(match[3], GPUS) if match else ""
         raise ConfigError(
             f"--gpus {text!r} names no GPU that is known here.{near} Write a number and a name, such as 8xH100; known: "
             f"{', '.join(GPUS)}."
         )
-    return int(match[1] or 1), gpu
+    return count, gpu
 
 
 def _plain(name: str) -> str:

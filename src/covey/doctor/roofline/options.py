@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from covey.config import GRPOConfig
+from covey.config.parallelism import settle_parallelism
 from covey.errors import ConfigError
 
 _ELSEWHERE = {
@@ -26,13 +28,33 @@ def planned(options: Mapping[str, Any]) -> tuple[GRPOConfig, bool, bool]:
     for name, instead in _ELSEWHERE.items():
         if options.get(name):
             raise ConfigError(f"covey doctor plan does not take --{name.replace('_', '-')}: {instead}.")
-    if options.get("use_vllm") and options.get("vllm_mode", "server") != "colocate":
-        raise ConfigError(
-            "A plan is for GPUs that write and learn in turn; add --vllm-mode colocate, or leave vLLM out."
-        )
     words = str(options.pop("fsdp", None) or "").lower()
     is_split, offloads = words not in _NO, "offload" in words.split()
     bf16 = options.pop("bf16", True)
+    shared = SimpleNamespace(parallelism_config=options.pop("parallelism_config", None))
     config = GRPOConfig(**options)
     config.bf16 = bf16
+    config.context = settle_parallelism(shared)  # the processes of the plan are not here
     return config, is_split, offloads
+
+
+def division(config: GRPOConfig, gpus: int, writers: int | None) -> tuple[int, bool]:
+    """GPUs that only write, of `gpus`, and whether they do so while the others learn. `writers`: those of a vLLM server.
+
+    Raises ConfigError where none is left to write or to learn.
+    """
+    is_server = config.use_vllm and config.vllm_mode == "server"
+    if not is_server and not config.async_rollouts:
+        if writers:
+            raise ConfigError("--rollout-gpus are those of a vLLM server: add --use-vllm true, or leave it out.")
+        return 0, False
+    if is_server and writers is None:
+        raise ConfigError(
+            "--rollout-gpus is missing: how many of the GPUs the vLLM server has, such as --rollout-gpus 1. Or add --vllm-mode colocate."
+        )
+    count = config.rollout_workers if writers is None else writers
+    if not 0 < count < gpus:
+        raise ConfigError(
+            f"{count} of {gpus} GPUs would only write, which leaves none to learn; plan for more GPUs, or have them write in turn."
+        )
+    return count, bool(config.async_rollouts)
