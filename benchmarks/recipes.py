@@ -137,7 +137,6 @@ def facts(recipe: Recipe) -> dict[str, str]:
     """Lines of the head: hardware, lengths, and what the plan says."""
     from covey.cli import doctor_plan, train
     from covey.cli.flags import typed
-    from covey.doctor.roofline.answers import asynchrony
     from covey.doctor.roofline.estimate import estimate
 
     gpus, _ = CARDS[recipe.card]
@@ -147,14 +146,11 @@ def facts(recipe: Recipe) -> dict[str, str]:
     plan = estimate(doctor_plan.setup_of(typed(options, types)))
     if not plan.fits:
         raise SystemExit(f"{recipe.name} does not fit: {plan.held.peak / GIB:.1f} GiB")
-    seconds = plan.seconds.step
-    if recipe.more == "async":
-        seconds /= asynchrony(plan).speed or 1.0
     return {
         "gpus": gpus,
         "prompt_tokens": str(prompt),
         "mean_completion_tokens": str(mean),
-        "planned_seconds_a_step": f"{seconds:.3g}",
+        "planned_seconds_a_step": f"{plan.seconds.step:.3g}",
         "planned_peak_gib": f"{plan.held.peak / GIB:.1f}",
         "measured": "no",
     }
