@@ -46,7 +46,9 @@ def division(config: GRPOConfig, gpus: int, writers: int | None) -> tuple[int, b
     is_server = config.use_vllm and config.vllm_mode == "server"
     if not is_server and not config.async_rollouts:
         if writers:
-            raise ConfigError("--rollout-gpus are those of a vLLM server: add --use-vllm true, or leave it out.")
+            raise ConfigError(
+                "--rollout-gpus are those of a vLLM server: add --use-vllm true --vllm-mode server, or leave it out."
+            )
         return 0, False
     if is_server and writers is None:
         raise ConfigError(
