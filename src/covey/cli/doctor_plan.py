@@ -120,9 +120,9 @@ def _show(plan: Estimate, rows: int, changes: list[Answer]) -> None:
     setup, seconds = plan.setup, plan.seconds
     args, gpu = setup.args, setup.gpu
     split = ", split over all of them" if setup.is_split else ""
-    own = f", and {setup.writers} that only write" if setup.writers else ""
+    apart = f", and {setup.writers} that only write" if setup.writers else ""
     output.result(
-        f"{plan.measurement.size / 1e9:.2f} billion parameters on {setup.gpus} x {gpu.name}{split}{own}; {plan.completions} completions a step of "
+        f"{plan.measurement.size / 1e9:.2f} billion parameters on {setup.gpus} x {gpu.name}{split}{apart}; {plan.completions} completions a step of "
         f"{setup.mean:.0f} tokens (at most {args.max_completion_length}) behind prompts of {setup.prompt_tokens}"
     )
     output.result("\na step, in seconds by the roofline:")

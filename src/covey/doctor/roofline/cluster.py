@@ -192,7 +192,10 @@ def _with_writers(setup: Setup, way: Way) -> Iterator[Choice]:
         if refusal_of([name for name in features if name not in ("all weights", "offload", "native")]) is None:
             kinds.setdefault(features, []).append(Choice(features=features, plan=plan, options=options))
     for made in kinds.values():
-        yield min(made, key=lambda one: (not one.plan.fits, one.plan.seconds.step if one.plan.fits else one.memory))
+        yield min(
+            made,
+            key=lambda choice: (not choice.plan.fits, choice.plan.seconds.step if choice.plan.fits else choice.memory),
+        )
 
 
 def _written(setup: Setup, way: Way) -> Iterator[tuple[tuple[str, ...], Estimate, dict[str, Any]]]:
@@ -205,12 +208,12 @@ def _written(setup: Setup, way: Way) -> Iterator[tuple[tuple[str, ...], Estimate
         ("vLLM server", tensor, True, True),
         ("native", 1, False, True),
     ):
-        has_own = writes == "vLLM server" or is_asynchronous
-        if has_own and not is_vllm and count > A_NODE:
+        is_apart = writes == "vLLM server" or is_asynchronous
+        if is_apart and not is_vllm and count > A_NODE:
             continue  # workers are processes of this machine
-        if not has_own and count % engine:
+        if not is_apart and count % engine:
             continue
-        for writers in range(engine, count, engine) if has_own else (0,):
+        for writers in range(engine, count, engine) if is_apart else (0,):
             learners = count - writers
             if learners % way.setup.context or (learners > A_NODE and learners % A_NODE):
                 continue  # a launcher starts equally many processes on each node
@@ -218,7 +221,7 @@ def _written(setup: Setup, way: Way) -> Iterator[tuple[tuple[str, ...], Estimate
             if base is None:
                 continue
             args = copy.copy(base.args)
-            args.use_vllm, args.vllm_tensor_parallel_size = is_vllm, 1 if has_own else engine
+            args.use_vllm, args.vllm_tensor_parallel_size = is_vllm, 1 if is_apart else engine
             split = base.is_split and learners > 1
             made = replace(
                 base,
