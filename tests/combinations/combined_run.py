@@ -34,10 +34,10 @@ def teacher_folder(folder: Path) -> Path:
     return place
 
 
-def seeing(kind: str) -> tuple[Any, Any]:
+def seeing(kind: str, hidden: int = 32) -> tuple[Any, Any]:
     from modalities.models import tiny_vlm
 
-    return tiny_vlm(kind)
+    return tiny_vlm(kind, hidden=hidden)
 
 
 def picture_rows(counts: list[int]) -> list[dict[str, Any]]:
@@ -76,7 +76,7 @@ def trainer(folder: Path, case: dict[str, Any]) -> Any:
 
         given["peft_config"] = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
     if "vlm" in case:
-        given["model"], given["processing_class"] = seeing(case["vlm"])
+        given["model"], given["processing_class"] = seeing(case["vlm"], case.get("hidden", 32))
         rows = picture_rows(case["images"])
     if "chat" in case:
         from environments.acting import chat_tokenizer, tiny_llama

@@ -41,6 +41,7 @@ ELSEWHERE = {
 REAL = {
     ("DDP", "vLLM in process"): "tests/vllm_server/test_real_combinations.py",
     ("FSDP2", "vLLM in process"): "tests/vllm_server/test_real_combinations.py",
+    ("vLLM in process", "media"): "tests/vllm_server/test_real_media.py",
 }
 """Pairs of them that a test of another environment has run."""
 

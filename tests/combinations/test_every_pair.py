@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from combinations.combined_run import moved, policy, run, trainer
+from combinations.combined_run import moved, policy, run, seeing, trainer
 from combinations.pairs import ELSEWHERE, PAIRS, REAL, TRIPLES, case_of, num_processes, write_others
 from covey.config.combinations import AXES, FEATURES, REFUSALS, expect_together, refusal_of
 from covey.errors import ConfigError, CoveyError
@@ -34,9 +34,12 @@ def started(stack: ExitStack, features: tuple[str, ...], folder: Path) -> dict:
     write_others(features, folder)
     case = {**case_of(features, url), "others": str(folder)}
     if "vLLM server" in features:
-        model, tokenizer = (
-            (tiny_llama(chat_tokenizer()), chat_tokenizer()) if "chat" in case else (policy(), tiny_tokenizer())
-        )
+        model, tokenizer = policy(), tiny_tokenizer()
+        if "chat" in case:
+            model, tokenizer = tiny_llama(chat_tokenizer()), chat_tokenizer()
+        if "media" in features:
+            model, processor = seeing(case["vlm"])
+            tokenizer = processor.tokenizer
         fake = stack.enter_context(FakeServer(model, tokenizer, has_digest=True))
         fake.is_varied = True
         case["options"]["vllm_server_port"] = fake.port

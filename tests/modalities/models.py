@@ -94,7 +94,9 @@ def tiny_vlm(kind: str, *, seed: int = 0, layers: int = 2, hidden: int = 32) -> 
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     if kind == "qwen2_5_vl":
-        rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+        half = hidden // 4  # of a head's size
+        sections = [half // 4, 3 * half // 8, 3 * half // 8]
+        rope = {"rope_type": "default", "mrope_section": sections, "rope_theta": 10000.0}
         vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
         vision |= {"out_hidden_size": hidden, "spatial_merge_size": 2, "window_size": 16, "fullatt_block_indexes": [1]}
         config: Any = transformers.Qwen2_5_VLConfig(

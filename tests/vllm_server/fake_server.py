@@ -6,21 +6,26 @@ The real server is tested in `test_real_server.py`; here each phase fails in way
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
+
+from covey.modalities import whole_inputs
+from covey.types import Media, Prompt
 
 PATHS = (
     *("/health", "/openapi.json", "/v1/models", "/server_info", "/v1/completions", "/tokenize", "/weight_info"),
     *("/is_paused", "/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"),
-    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/covey/media", "/covey/completions"),
 )
 
 
@@ -57,6 +62,9 @@ class FakeServer:
         """Whether a path that was read before gives what it held then, as memory-mapped files do."""
         self.adapters: dict[str, list[Any]] = {}
         self.version, self.paused, self.calls = "default", False, []
+        self.uploads: dict[str, bytes] = {}
+        self.sees: Callable[[Media], Media] = lambda media: media
+        """What it makes of the media of a prompt before its model reads them."""
         self.prompts: list[list[int]] = []
         """Token ids of the prompts that it has continued."""
         self.logprobs_mode = "processed_logprobs"
@@ -118,10 +126,15 @@ class FakeServer:
             return {"results": [self._work(body["method"], body["kwargs"])]}
         if path == "/v1/load_lora_adapter":
             return self._load_adapter(body)
+        if path == "/covey/media":
+            self.uploads[hashlib.sha256(body).hexdigest()] = body
+            return {}
         if path == "/v1/unload_lora_adapter":
             del self.adapters[body["lora_name"]]
             return {}
-        return self._complete(body, headers) if path == "/v1/completions" else {}
+        if path == "/covey/completions" and not body:
+            return {"media": True}
+        return self._complete(body, headers) if path.endswith("/completions") else {}
 
     def _config(self) -> dict[str, Any]:
         return {
@@ -149,19 +162,27 @@ class FakeServer:
             weights = {name: weight for file in kwargs["files"] for name, weight in load_file(file).items()}
             self.read.append(sorted(weights))
             for model in self.replicas:
-                model.load_state_dict(weights, strict=False)
+                model.load_state_dict(self._named(weights), strict=False)
         if method == "reload_weights" and not self.moves_nothing:
             path = kwargs["weights_path"]
             if not (self.caches_paths and path in self.reads_cached):
-                self.reads_cached[path] = {
-                    name: weight.clone()
-                    for file in Path(path).glob("*.safetensors")
-                    for name, weight in load_file(file).items()
-                }
+                files = Path(path).glob("*.safetensors")
+                read = {name: weight.clone() for file in files for name, weight in load_file(file).items()}
+                self.reads_cached[path] = self._named(read)
             for rank, model in enumerate(self.replicas):
                 if self.reached is None or rank in self.reached:
                     model.load_state_dict(self.reads_cached[path], strict=False)
         return None
+
+    def _named(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Weights under the model's names, where those of a checkpoint are others."""
+        from covey.rollout.vllm.weights import distinct_weights
+
+        model = self.replicas[0]
+        if weights.keys() <= model.state_dict().keys():
+            return weights
+        whole = {**dict(distinct_weights(model, torch.float32)), **weights}
+        return type(model).from_pretrained(None, config=model.config, state_dict=whole).state_dict()
 
     def _load_adapter(self, body: dict[str, Any]) -> Any:
         from peft import PeftModel
@@ -185,9 +206,16 @@ class FakeServer:
             self.prompts.append(list(body["prompt"]))
             return {"choices": [self._greedy(model, body, index) for index in range(body["n"])]}
 
+    def _logits(self, model: Any, body: dict[str, Any], more: list[int]) -> torch.Tensor:
+        media = None
+        if "media" in body:
+            media = self.sees(Media(tensors=load(self.uploads[body["media"]]), count=body["media_count"]))
+        prompt = Prompt(uid="", token_ids=tuple(body["prompt"]), media=media)
+        return model(**whole_inputs(model, prompt, more)).logits[0].float()
+
     def _scores(self, model: Any, body: dict[str, Any]) -> list[Any]:
         ids = body["prompt"]
-        logp = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        logp = self._logits(model, body, []).log_softmax(-1)
         logp = logp + self.noise * torch.randn_like(logp) if self.noise else logp
         found: list[Any] = [None]
         for position in range(1, len(ids)):
@@ -197,9 +225,9 @@ class FakeServer:
         return found
 
     def _greedy(self, model: Any, body: dict[str, Any], index: int) -> Any:
-        ids, drawn, logprobs = list(body["prompt"]), [], []
+        drawn, logprobs = [], []
         while len(drawn) < body["max_tokens"]:
-            logits = model(torch.tensor([ids + drawn])).logits[0, -1].float()
+            logits = self._logits(model, body, drawn)[-1]
             for token, bias in body.get("logit_bias", {}).items():
                 logits[int(token)] += bias
             logp = (logits / (body.get("temperature") or 1.0)).log_softmax(-1)
@@ -227,7 +255,9 @@ def _handler(fake: FakeServer) -> type[BaseHTTPRequestHandler]:
         def _serve(self) -> None:
             parts = urlsplit(self.path)
             length = int(self.headers.get("Content-Length") or 0)
-            body = json.loads(self.rfile.read(length)) if length else {}
+            body = self.rfile.read(length) if length else b"{}"
+            if "json" in self.headers.get("Content-Type", "json"):
+                body = json.loads(body)
             name = body.get("method", parts.path) if isinstance(body, dict) else parts.path
             fake.calls.append(name)
             fault = fake.faults.get(name)
@@ -240,6 +270,8 @@ def _handler(fake: FakeServer) -> type[BaseHTTPRequestHandler]:
             if isinstance(fault, int):
                 return self._send(fault, {"error": {"message": "told to fail"}})
             known = parts.path in fake.paths
+            if isinstance(body, dict) and "media" in body and body["media"] not in fake.uploads:
+                return self._send(410, {"error": {"message": "no such upload"}})
             found = (
                 fake.answer(parts.path, parse_qs(parts.query), body, self.headers) if known else {"detail": "Not Found"}
             )

@@ -29,12 +29,12 @@ def free_port() -> int:
 class Running:
     """A server in a process group of its own."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.port = folder, free_port()
+    def __init__(self, folder: Path, model: str = "demo") -> None:
+        self.folder, self.port, self.model = folder, free_port(), model
         self.start()
 
     def start(self) -> None:
-        command, environment = serve_command("demo", port=self.port, python=PYTHON, lora_rank=8, more=SMALL)
+        command, environment = serve_command(self.model, port=self.port, python=PYTHON, lora_rank=8, more=SMALL)
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)

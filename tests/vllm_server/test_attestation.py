@@ -15,6 +15,7 @@ from covey.rollout.vllm import ServerSampler
 from covey.rollout.vllm.attestation import Answer, Attestation, Slope, check_replicas, trainer_logprobs
 from covey.rollout.vllm.weights import differing_blocks, digests_of, distinct_weights
 from covey.rollout.vllm.worker.covey_worker import digest_of, weights_of
+from covey.types import Prompt
 from kit import tiny_model, tiny_tokenizer
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0)
@@ -287,7 +288,7 @@ def test_a_packed_copy_that_stayed_behind_is_not_right():
 
 
 def test_the_trainers_probe_is_its_plain_forward(model):
-    found = trainer_logprobs(model, [5, 6, 7])
+    found = trainer_logprobs(model, Prompt(uid="", token_ids=(5, 6, 7)))
     expected = model(torch.tensor([[5, 6, 7]])).logits[0, :2].float().log_softmax(-1)
     assert torch.allclose(found, expected, atol=1e-6)
 

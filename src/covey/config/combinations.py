@@ -74,10 +74,6 @@ _MEMBERS = (
     "an environment, an agent and a rollout_func write the prompt of their own completions, so another model has none to answer; leave "
     "ensemble out, or use tools."
 )
-_NO_MEDIA = (
-    "vLLM's interface of token ids takes no images or sounds, and its chat interface would render the prompt a second time; leave "
-    "use_vllm out: the native engine reads them."
-)
 REFUSALS = (
     _refusal(
         ("FSDP2", "rollout_func"),
@@ -97,7 +93,6 @@ REFUSALS = (
         for other in ("teacher", "served teacher")
     ),
     _refusal(("agent", "generate"), _UNSCORED),
-    *(_refusal(("media", other), _NO_MEDIA) for other in ("vLLM server", "vLLM in process")),
     _refusal(
         ("media", "served teacher"),
         "A teacher at an endpoint reads token ids, not images or sounds; load it here (a folder or a hub id).",

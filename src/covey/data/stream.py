@@ -6,12 +6,13 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import Any, Literal
 
 from covey.data.checks import first_prompts, row_at, row_of
 from covey.data.curriculum import order_of
 from covey.data.live.dataset import LiveDataset
-from covey.data.media import MEDIA_COLUMNS, media_digest
+from covey.data.media import MEDIA_COLUMNS, has_media, media_digest
 from covey.data.order import Order, Outcome
 from covey.data.prompts import to_prompt
 from covey.data.together import Together, question_of
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _FIRST_CHECK_ROWS = 100_000
 """Most rows whose prompt lengths are checked before training; further rows are checked when they are drawn."""
+_EXAMPLE_ROWS = 1000
+"""Rows of which one with media is looked for."""
 
 
 class PromptStream:
@@ -98,6 +101,17 @@ class PromptStream:
                     f"Every prompt of {self.name} is longer than the {self.max_prompt_length} tokens that fit; nothing is left to train on."
                 )
         return taken
+
+    def first_with_media(self) -> Prompt | None:
+        """The first prompt with an image, a sound or a video, out of the first rows; the stream stays where it is."""
+        if self.processor is None or isinstance(self._dataset, LiveDataset):
+            return None
+        dropped = self.num_dropped
+        rows = enumerate(islice(self._dataset, _EXAMPLE_ROWS))
+        seen = (self._prompt(f"example:{i}", row) for i, row in rows if has_media(row))
+        example = next((prompt for prompt in seen if prompt is not None), None)
+        self.num_dropped = dropped
+        return example
 
     def again(self, prompt: Prompt) -> Prompt:
         """The prompt of this uid with every column of its row, where rows have numbers; else as it is."""

@@ -1,6 +1,15 @@
 """Images, sounds and videos inside a model: its inputs for several prompts, and its embeddings of a prompt with media."""
 
-from covey.modalities.embedding import Embedded, Placed, embed, placed_inputs, reason_against, watched_positions
+from covey.modalities.embedding import (
+    Embedded,
+    Placed,
+    embed,
+    forget_positions,
+    placed_inputs,
+    reason_against,
+    watched_positions,
+    whole_inputs,
+)
 from covey.modalities.inputs import banned_ids, computes_positions, media_inputs, refuse_loose_places, refuse_media
 from covey.modalities.processors import load_processing, without_video
 
@@ -10,6 +19,7 @@ __all__ = [
     "banned_ids",
     "computes_positions",
     "embed",
+    "forget_positions",
     "load_processing",
     "media_inputs",
     "placed_inputs",
@@ -17,5 +27,6 @@ __all__ = [
     "refuse_loose_places",
     "refuse_media",
     "watched_positions",
+    "whole_inputs",
     "without_video",
 ]

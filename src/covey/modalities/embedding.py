@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from covey.modalities.inputs import media_inputs
-from covey.models import decoder_of, encoder_of, evaluating, unwrapped
+from covey.models import accepts, decoder_of, encoder_of, evaluating, unwrapped
 from covey.types import Prompt
 
 _ARGUMENTS = (
@@ -73,12 +73,12 @@ def _caught(model: Any, prompt: Prompt) -> dict[str, Any]:
     base = encoder_of(model)
     hook = decoder_of(model).register_forward_pre_hook(catch, with_kwargs=True)
     try:
-        base(**_whole(model, prompt))
+        base(**whole_inputs(model, prompt))
     except _CaughtError as caught:
         return caught.arguments
     finally:
         hook.remove()
-        _forget_positions(model)
+        forget_positions(model)
     raise RuntimeError(f"{type(unwrapped(model)).__name__} does not call its language model")
 
 
@@ -95,23 +95,29 @@ def watched_positions(model: Any) -> Iterator[list[Tensor]]:
         yield seen
     finally:
         hook.remove()
-        _forget_positions(model)
+        forget_positions(model)
 
 
-def _whole(model: Any, prompt: Prompt) -> dict[str, Any]:
+def whole_inputs(model: Any, prompt: Prompt, more: Sequence[int] = ()) -> dict[str, Any]:
+    """Arguments of the whole model's forward for the prompt with its media, and `more` ids behind it. No mask for text alone.
+
+    Afterwards `forget_positions`.
+    """
     device = next(unwrapped(model).parameters()).device
-    ids = torch.tensor([prompt.token_ids], device=device)
+    ids = torch.tensor([[*prompt.token_ids, *more]], device=device)
+    plain = {"input_ids": ids} | ({"use_cache": False} if accepts(model, "use_cache") else {})
+    if prompt.media is None:
+        return plain
     mask = torch.ones_like(ids)  # without it Qwen2.5-Omni would number media like text
     return {
-        "input_ids": ids,
+        **plain,
         "attention_mask": mask,
-        "use_cache": False,
         **media_inputs(model, [prompt], ids.shape[1], [0]),
     }
 
 
-def _forget_positions(model: Any) -> None:
-    """Some models keep the offsets of the last media, which would count for the next text."""
+def forget_positions(model: Any) -> None:
+    """Drop the offsets of the last media, which some models keep and would count for the next text."""
     base = encoder_of(model)
     if getattr(base, "rope_deltas", None) is not None:
         base.rope_deltas = None
@@ -149,8 +155,8 @@ def reason_against(model: Any, prompt: Prompt) -> str | None:
         ):
             return "tokens of an image attend to each other in both directions"
         read = embed(model, prompt)
-        theirs = encoder_of(model)(**_whole(model, prompt)).last_hidden_state[0]
-        _forget_positions(model)
+        theirs = encoder_of(model)(**whole_inputs(model, prompt)).last_hidden_state[0]
+        forget_positions(model)
         positions = read.positions[..., None, :]
         mine = decoder_of(model)(inputs_embeds=read.embeds[None], position_ids=positions, use_cache=False)
         gap = (mine.last_hidden_state[0] - theirs).norm() / theirs.norm().clamp(min=1e-6)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from covey.data import vocabulary_size
 from covey.errors import RAW_ERRORS, CoveyError, ModelError
-from covey.modalities import banned_ids
-from covey.models import accepts, evaluating, unwrapped
+from covey.modalities import banned_ids, forget_positions, whole_inputs
+from covey.models import evaluating, unwrapped
 from covey.process.memory import is_out_of_memory
 from covey.rollout.autocast import SamplerPrecision, in_precision
 from covey.rollout.sampler import Sampler, SamplingParams, sampler_metrics
@@ -30,9 +30,9 @@ TRIAL_ROWS = 4
 """Completions of a trial: two of each of two prompts."""
 
 
-def expect_agreement(sampler: Sampler, model: Any) -> None:
+def expect_agreement(sampler: Sampler, model: Any, media: Prompt | None = None) -> None:
     """Raise ModelError, with the model's class, if there is a `reason_against` the sampler."""
-    if reason := reason_against(sampler, model):
+    if reason := reason_against(sampler, model, media):
         raise ModelError(refusal(model, reason))
 
 
@@ -40,14 +40,15 @@ def refusal(model: Any, reason: str) -> str:
     return f"{type(unwrapped(model)).__name__} cannot be sampled here: {reason}; choose another model."
 
 
-def reason_against(sampler: Sampler, model: Any) -> str | None:
+def reason_against(sampler: Sampler, model: Any, media: Prompt | None = None) -> str | None:
     """The reason if `sampler` does not give the model's own log-probabilities for what it draws; None if it does.
 
-    Draws two short completions of each of two short prompts. No random generator changes. A sampler without log-probabilities
+    Draws two short completions of each of two short prompts, then of `media`, a prompt with images or sounds. No random generator changes. A sampler without log-probabilities
     is not compared.
     """
     try:
-        groups = list(sampler.sample(short_prompts(model), 2, SamplingParams(max_tokens=_STEPS, seed=0)))
+        prompts = [*short_prompts(model), *([] if media is None else [media])]
+        groups = list(sampler.sample(prompts, 2, SamplingParams(max_tokens=_STEPS, seed=0)))
     except RAW_ERRORS as error:
         return raw_reason(error)
     sampler_metrics(sampler)  # of no rollout
@@ -55,21 +56,25 @@ def reason_against(sampler: Sampler, model: Any) -> str | None:
     if any(completion.logprobs is None for completion in drawn):
         return None
     precision: SamplerPrecision | None = getattr(sampler, "dtype", None)
-    mine = plain_logprobs(model, groups, precision or "auto")
-    gaps = [
-        (completion.logprobs.cpu() - plain).abs()
-        for completion, plain in zip(drawn, mine, strict=True)
-        if completion.logprobs is not None
-    ]
     computes_in = getattr(getattr(sampler, "forward", None), "dtype", torch.float32)
     has_float32 = precision in ("auto", "float32") and computes_in == torch.float32
-    if has_float32 and is_exact(model):  # one token that is off tells as much as all
-        gap, limit = float(torch.cat(gaps).max()), FLOAT_ERROR
-    else:
-        gap, limit = float(torch.cat(gaps).mean()), ROUNDED_ERROR
-    if gap <= limit:
-        return None
-    return f"log-probabilities of the same tokens are {gap:.3g} a token from those of a plain forward, where {limit:g} is rounding"
+    is_sharp = has_float32 and is_exact(model)  # one token that is off tells as much as all
+    limit = FLOAT_ERROR if is_sharp else ROUNDED_ERROR
+    for of_media in (False, True):
+        compared = [group for group in groups if (group.prompt.media is not None) == of_media]
+        mine = plain_logprobs(model, compared, precision or "auto")
+        theirs = [done.logprobs.cpu() for group in compared for done in group.completions if done.logprobs is not None]
+        if not mine:
+            continue
+        gaps = (torch.cat(theirs) - torch.cat(mine)).abs()
+        gap = float(gaps.max() if is_sharp else gaps.mean())
+        if not gap <= limit:
+            behind = " behind an image or a sound" if of_media else ""
+            return (
+                f"log-probabilities of the same tokens{behind} are {gap:.3g} a token from those of a plain forward, where {limit:g} is "
+                "rounding"
+            )
+    return None
 
 
 def trial_seconds(sampler: Sampler, model: Any) -> float:
@@ -102,14 +107,15 @@ def short_prompts(model: Any) -> list[Prompt]:
 @torch.no_grad()
 def plain_logprobs(model: Any, groups: Sequence[Group], precision: SamplerPrecision = "auto") -> list[Tensor]:
     """Log-probabilities [T_i] of each completion, on the host, by a forward pass of its own, without cache and padding."""
-    device, logprobs = next(model.parameters()).device, []
+    device, logprobs = next(model.parameters()).device, list[Tensor]()
     barred = torch.tensor(banned_ids(model), dtype=torch.int64, device=device)
-    extra = {"use_cache": False} if accepts(model, "use_cache") else {}
     with evaluating(model), in_precision(model, precision):
         for group in groups:
             for completion in group.completions:
-                ids = torch.tensor([[*group.prompt.token_ids, *completion.token_ids.tolist()]], device=device)
-                logits = model(input_ids=ids, **extra).logits[0, len(group.prompt.token_ids) - 1 : -1]
+                inputs = whole_inputs(model, group.prompt, completion.token_ids.tolist())
+                logits = model(**inputs).logits[0, len(group.prompt.token_ids) - 1 : -1]
+                if group.prompt.media is not None:
+                    forget_positions(model)
                 logp = torch.log_softmax(logits.float().index_fill(-1, barred, -torch.inf), -1)
                 logprobs.append(logp.gather(-1, completion.token_ids.to(device)[:, None]).squeeze(-1).cpu())
     return logprobs

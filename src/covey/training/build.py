@@ -44,7 +44,7 @@ from covey.training.evaluator import Evaluator, average_of
 from covey.training.invariants import OnPolicyCheck, expect_served_policy
 from covey.training.parts import Parts
 from covey.training.session import Session, StopSignal
-from covey.types import Stages
+from covey.types import Prompt, Stages
 
 
 def build_scorer(
@@ -131,8 +131,20 @@ def build_prompts(
     )
 
 
-def build_sampler(inputs: RunInputs, policy: Policy, check_stop: Interruption) -> Sampler:
-    """Sampler of the run: in this process (with gathered weights if sharded), or asynchronous in worker processes."""
+def media_example(inputs: RunInputs) -> Prompt | None:
+    """A prompt of the data set with images or sounds, by which vLLM is compared with the learner; None for any other run."""
+    if inputs.args.rollout_backend != "vllm" or inputs.processor is None:
+        return None
+    return build_prompts(inputs, inputs.train_dataset, shuffle=False).first_with_media()
+
+
+def build_sampler(
+    inputs: RunInputs, policy: Policy, check_stop: Interruption, example: Prompt | None = None
+) -> Sampler:
+    """Sampler of the run: in this process (with gathered weights if sharded), or asynchronous in worker processes.
+
+    `example`: a prompt with media, by which a vLLM server is compared with the learner.
+    """
     args, shards = inputs.args, policy.shards
     name_idle_options(inputs.agents, args)
     if (
@@ -156,11 +168,12 @@ def build_sampler(inputs: RunInputs, policy: Policy, check_stop: Interruption) -
             check_stop,
             shards,
             inputs.server,
+            example,
         )
         if shards is not None:
             shards.free()
         return ahead
-    options = sampler_options(args, inputs.world, inputs.server)
+    options = sampler_options(args, inputs.world, inputs.server, example)
     expect_together(*inputs.agents.features, options.get("backend") == "generate" and "generate")
     return _sampler_here(inputs, policy, check_stop, options)
 
@@ -184,6 +197,7 @@ def _sampler_here(inputs: RunInputs, policy: Policy, check_stop: Interruption, o
     options = {"eos_ids": inputs.eos_ids, "check_stop": check_stop, **options}
     gathers = options.get("backend") in ("vllm-server", "vllm")  # by itself, a block at a time
     options |= {"shards": shards} if gathers else {}
+    options |= {"processor": inputs.processor} if options.get("backend") == "vllm" else {}
     options |= {"check_wait": check_stop.while_waiting} if options.get("backend") == "vllm-server" else {}
 
     over = lambda model, **more: choose_sampler(model, inputs.tokenizer, **options, **more)
@@ -216,7 +230,8 @@ def build_parts(
     interruption = Interruption(lambda: world.hears_stop(stop.requested), world.any if world.size > 1 else None)
     networks = build_networks(inputs, optimizers[0])
     steps_per_epoch = updates * (num_prompts or 0) / counts.prompts_per_generation
-    sampler = build_sampler(inputs, networks.policy, interruption)
+    example = media_example(inputs)
+    sampler = build_sampler(inputs, networks.policy, interruption, example)
     on_policy = OnPolicyCheck(networks.policy, sampler.sampler if isinstance(sampler, GatheredSampler) else sampler)
     callbacks: dict[str, Any] = {"interruption": interruption, "before_first_update": on_policy}
     callbacks["samples_here"] = samples_here(inputs)
@@ -241,7 +256,7 @@ def build_parts(
         supply=supply,
         sampler=sampler,
         evaluation_sampler=build_evaluation_sampler(inputs, networks.policy, interruption),
-        check_sampler=partial(expect_served_policy, sampler, inputs.model),
+        check_sampler=partial(expect_served_policy, sampler, inputs.model, example),
         draws=draws,
         stages=stages + supply.stages,
         scorer=inputs.scorer,

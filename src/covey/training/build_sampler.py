@@ -30,6 +30,7 @@ from covey.rollout.worker import Setup
 from covey.rollout.worker_process import AskingWorker, ProcessWorker, Tell, Worker, halves
 from covey.runs import rollouts, traces
 from covey.training.agents import AgentOptions, Agents
+from covey.types import Prompt
 
 if TYPE_CHECKING:
     from covey.serving import Trace
@@ -97,10 +98,12 @@ def _refuse_unknown(others: Mapping[str, Any], names: set[str], args: GRPOConfig
             )
 
 
-def sampler_options(args: GRPOConfig, world: World, server: Any = None, is_second: bool = False) -> dict[str, Any]:
+def sampler_options(
+    args: GRPOConfig, world: World, server: Any = None, example: Prompt | None = None, *, is_second: bool = False
+) -> dict[str, Any]:
     """Arguments of `choose_sampler` that differ from its defaults; `server`: a connection that `expect_engine` made.
 
-    `is_second`: of one more sampler of the run, about which nothing is said again.
+    `example`: a prompt with media for its attestation. `is_second`: of one more sampler of the run, about which nothing is said again.
     """
     others = generate_options(args)
     if others and not is_second:
@@ -118,7 +121,7 @@ def sampler_options(args: GRPOConfig, world: World, server: Any = None, is_secon
     if others:
         return {**options, "backend": "generate", "generate": others}
     if args.rollout_backend == "vllm":
-        options = {"backend": vllm_backend(args), **vllm_options(args, world, server)}
+        options = {"backend": vllm_backend(args), **vllm_options(args, world, server, example)}
         return options if dtype == "auto" or args.vllm_mode == "server" else {**options, "dtype": dtype}
     if args.rollout_backend == "transformers":
         return {**options, "backend": "transformers"}
@@ -157,7 +160,7 @@ def vllm_backend(args: GRPOConfig) -> str:
     return "vllm-server" if args.vllm_mode == "server" else "vllm"
 
 
-def vllm_options(args: GRPOConfig, world: World, server: Any = None) -> dict[str, Any]:
+def vllm_options(args: GRPOConfig, world: World, server: Any = None, example: Prompt | None = None) -> dict[str, Any]:
     """Options of vLLM, in this process or as a server."""
     shared: dict[str, Any] = {"regex": args.vllm_structured_outputs_regex}
     if args.vllm_mode == "server":
@@ -174,6 +177,7 @@ def vllm_options(args: GRPOConfig, world: World, server: Any = None) -> dict[str
             "deadlines": args.vllm_deadlines if isinstance(args.vllm_deadlines, dict) else None,
             "world": world,
             "server": server,
+            "example": example,
         }
     return shared | {
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
@@ -194,9 +198,10 @@ def sampler_ahead(
     check_stop: Callable[[], None],
     shards: Shards | None = None,
     server: Any = None,
+    example: Prompt | None = None,
 ) -> AsynchronousSampler:
     """The asynchronous sampler. Raises ConfigError for options that workers cannot honour, before any is started."""
-    options = {"eos_ids": tuple(eos_ids), **sampler_options(args, world, server)}
+    options = {"eos_ids": tuple(eos_ids), **sampler_options(args, world, server, example)}
     _refuse(args, options, agents)
     more = agent_options(args, world.rank)
     drives = lambda make: agents.sampler(make, more, tokenizer, eos_ids, None, is_ahead=True)

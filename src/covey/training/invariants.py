@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
@@ -18,13 +19,14 @@ from covey.config import GRPOConfig
 from covey.config.options import HONOURED
 from covey.errors import InvariantError
 from covey.learner import FIRST_UPDATE, Learner, Policy
+from covey.models import reads_media
 from covey.process.sharding import is_sharded, local
 from covey.process.world import World
 from covey.rewards.contract import RewardSpec
 from covey.rollout import GatheredSampler, NativeSampler
 from covey.rollout.agreement import FLOAT_ERROR, ROUNDED_ERROR, expect_agreement, is_exact
 from covey.rollout.vllm import ServerSampler, VLLMSampler
-from covey.types import Metric
+from covey.types import Metric, Prompt
 
 Fingerprints = dict[str, str]
 
@@ -77,8 +79,8 @@ _SAMPLER = "sampling/sampling_logp_difference/mean"
 class OnPolicyCheck:
     """On-policy check: at a rollout's first update the policy is the one that sampled it, so every ratio is 1 up to rounding.
 
-    Compares with the learner's log-probabilities at the rollout, if computed, and with the native sampler's, if it has the
-    learner's dtype. Costs one subtraction per token. Models that are random in training mode (dropout, router noise) are
+    Compares with the learner's log-probabilities at the rollout, if computed, with the native sampler's, if it has the
+    learner's dtype, and with vLLM's of a model that reads media, whose towers no probe of text sees. Costs one subtraction per token. Models that are random in training mode (dropout, router noise) are
     skipped.
     """
 
@@ -99,7 +101,9 @@ class OnPolicyCheck:
                 f"own at the rollout, where {limit:g} is float error; look for a callback or reward that writes to the model, "
                 "and resume from the last checkpoint."
             )
-        if self._is_same_type() and _SAMPLER in metrics and (gap := metrics[_SAMPLER].value) > limit:
+        if not self._is_same_type():
+            limit = ROUNDED_ERROR if self._sees_by_vllm() else math.inf
+        if _SAMPLER in metrics and (gap := metrics[_SAMPLER].value) > limit:
             raise InvariantError(
                 f"The sampler does not sample from the policy that is trained: their log-probabilities of the same tokens are "
                 f"{gap:.3g} a token apart, where {limit:g} is float error; look for a callback or reward that writes to the "
@@ -109,6 +113,10 @@ class OnPolicyCheck:
     def _is_exact(self) -> bool:
         return self.policy.compute_dtype is None and is_exact(self.policy.model)
 
+    def _sees_by_vllm(self) -> bool:
+        is_vllm = isinstance(self.sampler, (VLLMSampler, ServerSampler))
+        return is_vllm and self.sampler.regex is None and reads_media(self.policy.model)
+
     def _is_same_type(self) -> bool:
         if not isinstance(self.sampler, NativeSampler):
             return False
@@ -116,16 +124,17 @@ class OnPolicyCheck:
         return self.sampler.forward.dtype == trained_in
 
 
-def expect_served_policy(sampler: Any, model: torch.nn.Module) -> None:
+def expect_served_policy(sampler: Any, model: torch.nn.Module, example: Prompt | None = None) -> None:
     """Raise ModelError unless vLLM, colocated or a server, draws from `model`; other samplers are compared when they are made.
 
-    Not compared: a model split over processes, and completions under a grammar, whose log-probabilities are of other distributions.
+    `example`: a prompt with images or sounds, which is compared too. Not compared: a model split over processes, and completions under
+    a grammar, whose log-probabilities are of other distributions.
     """
     while not isinstance(sampler, GatheredSampler) and hasattr(sampler, "sampler"):  # an agent's, a rollout function's
         sampler = sampler.sampler
     is_whole = getattr(sampler, "shards", None) is None
     if is_whole and isinstance(sampler, (VLLMSampler, ServerSampler)) and sampler.regex is None:
-        expect_agreement(sampler, model)
+        expect_agreement(sampler, model, example)
 
 
 def draws_while_training(model: torch.nn.Module) -> bool:

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from covey.errors import AttestationError
+from covey.modalities import forget_positions, whole_inputs
 from covey.models import evaluating
 from covey.process.sharding import compute_device
 from covey.process.world import autocast
-from covey.types import Max, Mean, Metric
+from covey.types import Max, Mean, Metric, Prompt
 
 PROBE_TOKENS = 64
 TOP = 20
@@ -282,10 +283,16 @@ def probe_ids(vocabulary: int, length: int = PROBE_TOKENS) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def trainer_logprobs(policy: Any, ids: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+def trainer_logprobs(policy: Any, prompt: Prompt, dtype: torch.dtype | None = None) -> Tensor:
     """[L - 1, V] float32 on the CPU: the policy's log-probabilities after each token but the last, under autocast to `dtype`."""
     device = compute_device(next(policy.parameters()))
     with evaluating(policy), autocast(device, dtype):
-        logits = policy(input_ids=torch.tensor([list(ids)], device=device), use_cache=False).logits[0, :-1]
+        inputs = {
+            name: value.to(device) if isinstance(value, Tensor) else value
+            for name, value in whole_inputs(policy, prompt).items()
+        }
+        logits = policy(**inputs).logits[0, :-1]
+    if prompt.media is not None:
+        forget_positions(policy)
     logprobs: Tensor = logits.float().log_softmax(-1).cpu()
     return logprobs

@@ -166,20 +166,23 @@ class Client:
         seconds: float,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """One request within `seconds`, connecting and reading together.
+        """One request within `seconds`, connecting and reading together. `body`: bytes as they are, anything else as JSON.
 
         Raises RefusedError for an HTTP error, NoAnswerError for silence, a broken connection or half an answer.
         """
         what = f"{method} {self.address}{path}"
         until = time.monotonic() + seconds
-        sent = None if body is None else json.dumps(body).encode()
-        header_fields = {"Content-Type": "application/json", "Connection": "close", **(headers or {})}
+        sent = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
+        kind = "application/octet-stream" if isinstance(body, bytes) else "application/json"
+        header_fields = {"Content-Type": kind, "Connection": "close", **(headers or {})}
         where = f"{self.address.prefix}{path}" + (f"?{urlencode(query)}" if query else "")
         try:
             with self._connected(until) as connection:
                 connection.request(method, where, sent, header_fields)
-                response = connection.getresponse()
-                content = _read(connection, response, until)
+                with (
+                    connection.getresponse() as response
+                ):  # its socket is open until it is closed, or collected as garbage
+                    content = _read(connection, response, until)
         except TimeoutError as error:
             raise NoAnswerError(f"{what} did not answer within {seconds:g} seconds.") from error
         except (http.client.HTTPException, OSError, AttributeError) as error:  # a closed connection has no socket

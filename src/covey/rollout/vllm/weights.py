@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from covey.adapters import has_adapter
 from covey.errors import ConfigError
-from covey.models import unwrapped
+from covey.models import decoder_of, reads_media, unwrapped
 from covey.process.sharding import Shards, is_sharded, whole_state
 from covey.rollout.vllm.attestation import trainer_logprobs
 from covey.rollout.vllm.pieces import Piece, add_digest, in_pieces
 from covey.rollout.vllm.worker.covey_worker import text_of
+from covey.types import Prompt
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,9 +48,9 @@ class Source:
         base = unwrapped(self.policy)
         return as_saved(base, _once(base, _gathered_weights(self.policy, self.shards), dtype))
 
-    def logprobs(self, ids: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    def logprobs(self, prompt: Prompt, dtype: torch.dtype | None = None) -> Tensor:
         """`trainer_logprobs` of this policy."""
-        work = lambda: trainer_logprobs(self.policy, ids, dtype)
+        work = lambda: trainer_logprobs(self.policy, prompt, dtype)
         with torch.no_grad():
             return work() if self.shards is None else self.shards.run(work)
 
@@ -238,6 +239,7 @@ def why_not_alone(policy: Any, max_rank: int, data_parallel: int) -> str | None:
         "the adapter uses DoRA": bool(getattr(config, "use_dora", False)),
         "the adapter trains modules_to_save": bool(config.modules_to_save),
         "the adapter trains biases": config.bias != "none",
+        "the adapter changes what reads images or sounds": reads_media(policy) and not targets <= _of_decoder(policy),
         "the adapter changes experts (target_parameters)": bool(getattr(config, "target_parameters", None)),
         "the adapter has targets among embeddings or lm_head": bool(
             ends & {"lm_head", "embed_tokens", "wte", "embed_out"}
@@ -245,6 +247,12 @@ def why_not_alone(policy: Any, max_rank: int, data_parallel: int) -> str | None:
         f"it has {data_parallel} replicas, of which an adapter may reach one only": data_parallel > 1,
     }
     return next((reason for reason, is_so in reasons.items() if is_so), None)
+
+
+def _of_decoder(policy: Any) -> set[str]:
+    """Names of the modules of the language model, in which alone servers apply adapters."""
+    inner = set(map(id, decoder_of(policy).modules()))
+    return {name for name, module in policy.named_modules() if id(module) in inner or name.endswith("lm_head")}
 
 
 def digests_of(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
