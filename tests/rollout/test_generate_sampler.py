@@ -90,6 +90,7 @@ def test_options_are_parted_by_who_takes_them(caplog):
     assert generate_options(args) == {"num_beams": 4}
     options = sampler_options(args, World())
     assert options == {"backend": "generate", "generate": {"num_beams": 4}, "max_rows": None}
+    assert sampler_options(args, World(), is_second=True) == options, "one more sampler of a run says nothing again"
     assert [record.getMessage() for record in caplog.records if "num_beams" in record.getMessage()] == [
         "generation_kwargs has num_beams: completions are drawn by transformers' generate, which takes longer and gives no "
         "log-probabilities of its own."
