@@ -98,11 +98,33 @@ RUNS = {
     "moving reference": {**SAVED, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
     "value head": {"algorithm": alg.ppo},
     "a teacher by token": {"algorithm": alg.rlsd},
+    "a teacher that is an average": {**SAVED, "algorithm": lambda: alg.sdft(feedback="best", teacher_update_rate=0.3)},
+    "a teacher of the start": {**SAVED, "algorithm": lambda: alg.opsd(feedback="best")},
+    "an adapter's average": {
+        **SAVED,
+        "peft": True,
+        "algorithm": lambda: alg.sdft(feedback="best", teacher_update_rate=0.3),
+    },
+    "teachers by a column": {"algorithm": lambda: alg.mopd(teacher=teachers(), by="kind")},
+    "divergences of teachers by a column": {"algorithm": lambda: by_divergence()},
     "value model": {**SAVED, "algorithm": lambda: alg.ppo(critic_model="separate")},
     "adapter": {**SAVED, "peft": True},
     "offloaded": {**SAVED, "fsdp": "full_shard auto_wrap offload", "max_grad_norm": 0.05},
     "ZeRO-2 by DeepSpeed's file": {"fsdp": None, "deepspeed": {"zero_optimization": {"stage": 2}}},
 }
+
+
+KINDS = ["a", "b", "a", "none", "b", "b", "a", "none"]
+"""Of each prompt, its teacher: a step of three prompts has those of one process without a teacher of the other's."""
+
+
+def teachers():
+    """Two models that a column chooses from."""
+    return {name: tiny_model(hidden=16, layers=2, seed=seed) for name, seed in (("a", 7), ("b", 8))}
+
+
+def by_divergence():
+    return alg.dapo().replace(objective=alg.zero, regularizers=alg.distill(teachers(), by="kind"))
 
 
 def trainer_of(folder, processes, *, algorithm=None, peft=False, model=None, **changed):
@@ -133,7 +155,7 @@ def trainer_of(folder, processes, *, algorithm=None, peft=False, model=None, **c
         model=tiny_model(hidden=16, layers=2) if model is None else model,
         processing_class=tiny_tokenizer(),
         reward_funcs=reward,
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS, "kind": KINDS}),
         args=GRPOConfig(output_dir=str(folder), **{**given, **changed}),
         algorithm=None if algorithm is None else algorithm(),
         peft_config=LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False) if peft else None,
@@ -264,8 +286,11 @@ def drawn(folder):
 # -- all of it ------------------------------------------------------------------------------------------------------------------
 
 QUICK_CASES = ("grpo", "gspo", "rlsd", "otb", "kl-cov", "ppo with a model of its own")
-QUICK_RUNS = ("adapter", "a teacher by token")
-RESUMED = ("adapter", "offloaded", "moving reference", "value model")
+QUICK_RUNS = ("adapter", "a teacher by token", "a teacher that is an average", "teachers by a column")
+RESUMED = (
+    *("adapter", "offloaded", "moving reference", "value model"),
+    *("a teacher that is an average", "a teacher of the start", "an adapter's average"),
+)
 """Whose checkpoints hold more than a policy and its optimizer."""
 
 

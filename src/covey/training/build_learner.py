@@ -44,7 +44,7 @@ from covey.training.agents import Agents
 from covey.training.build_algorithm import build_algorithm as build_algorithm
 from covey.training.build_algorithm import choose_algorithm as choose_algorithm
 from covey.training.build_sampler import as_dict, sampling_params
-from covey.training.teaching import build_supervised, build_teacher
+from covey.training.teaching import build_supervised, build_teacher, past_rule
 
 Shard = Callable[..., Shards]
 """Function that splits a module over the processes; `keeps_whole`: as of `Shards`."""
@@ -59,6 +59,8 @@ class Networks:
     critic: Critic
     max_tokens: int | None
     """Initial token limit of a micro-batch, measured before sharding."""
+    past: FrozenCopy | None = None
+    """Copy of the policy for a teacher that is its past, made before sharding. None: the teacher makes its own, or needs none."""
     shard: Shard | None = None
     """Splits another model over the processes in the same way. None: every process holds models whole."""
 
@@ -93,8 +95,11 @@ def networks_of(
 
     critic = build_critic(algorithm, policy, shard)
     reference = None if has_adapter(policy.model) else build_reference(algorithm, policy, shard)
+    past = None
+    if not has_adapter(policy.model) and (rule := past_rule(algorithm)) is not None:
+        past = FrozenCopy.of(policy, follows=rule is not alg.keep, shard=shard)
     policy = policy.sharded(partial(shard, keeps_whole=keeps_whole))
-    return Networks(policy, reference or build_reference(algorithm, policy), critic, max_tokens, shard)
+    return Networks(policy, reference or build_reference(algorithm, policy), critic, max_tokens, past, shard)
 
 
 def text_layers(model: Any) -> tuple[str, ...]:
@@ -106,14 +111,8 @@ def text_layers(model: Any) -> tuple[str, ...]:
     return tuple(sorted(inside & set(layer_classes(model))))
 
 
-def refuse_unsplit(algorithm: Algorithm, optimizer: Any, rollout_func: Any) -> None:
+def refuse_unsplit(optimizer: Any, rollout_func: Any) -> None:
     """Raise ConfigError for what would hold the unsharded parameters of a sharded model, or measures it before each step."""
-    role = algorithm.role
-    if role is not None and role.is_policy and role.rule is not None:
-        raise ConfigError(
-            "A teacher that is the policy of earlier steps does not work with a model that fsdp splits; take teacher_model_kind='live', or "
-            "leave fsdp out."
-        )
     if optimizer is not None:
         raise ConfigError(
             "fsdp replaces the parameters that the optimizer of optimizers=(...) was made for; leave it out, and set optim."
@@ -274,12 +273,13 @@ def build_networks(inputs: RunInputs, optimizer: Any = None) -> Networks:
     """
     args = inputs.args
     if args.sharding is not None and inputs.world.size > 1:
-        refuse_unsplit(inputs.algorithm, optimizer, inputs.agents.rollout_func)
+        refuse_unsplit(optimizer, inputs.agents.rollout_func)
     if learner_world(inputs).context > 1:
         refuse_in_context(inputs)
     policy = on_accelerator(build_policy(inputs), is_split=args.sharding is not None and inputs.world.size > 1)
     if args.sharding is not None and args.sharding.offloads and inputs.world.size > 1:
-        copies = int(inputs.algorithm.needs.reference and not has_adapter(inputs.model))
+        copies = int(inputs.algorithm.needs.reference) + int(past_rule(inputs.algorithm) is not None)
+        copies *= int(not has_adapter(inputs.model))
         needed = offloaded_bytes(policy, str(getattr(args.optim, "value", args.optim)), copies=copies)
         held = sum(p.nbytes for p in inputs.model.parameters()) if inputs.world.device.type == "cpu" else 0
         expect_host_room(needed, inputs.world, held)
@@ -351,7 +351,13 @@ def build_learner(
         enable_recomputation=partial(checkpoint_once, policy) if args.checkpoint_when_needed else lambda: False,
         critic=critic,
         teacher=teach(
-            algorithm, policy, inputs.tokenizer, template, reference=networks.reference, shard=networks.shard
+            algorithm,
+            policy,
+            inputs.tokenizer,
+            template,
+            reference=networks.reference,
+            past=networks.past,
+            shard=networks.shard,
         ),
         supervised=build_supervised(algorithm, policy, inputs.tokenizer, inputs.eos_ids, template, seed),
         uses_sampler_logp=not (sampling.truncates or args.vllm_structured_outputs_regex)

@@ -92,6 +92,8 @@ class Maker:
     tokenizer: Any
     template: Mapping[str, Any]
     tokenizers: Tokenizers
+    past: FrozenCopy | None = None
+    """Copy of the policy for a teacher that is its past, where it was made before. None: such a teacher makes its own."""
     shard: Callable[[torch.nn.Module], Shards] | None = None
     """Splits a teacher over the processes, as the policy is. None: every process holds it whole."""
 
@@ -109,17 +111,16 @@ class Maker:
         teacher = replace(self.policy, auxiliary_coefficient=0.0).tried()
         if rule is None:
             return self._made(teacher, needs_hint=True)
-        is_shared = rule is keep and algorithm.reference is keep and isinstance(reference, (FrozenCopy, AdapterCopy))
-        if is_shared:
-            following = Following(reference, rule, is_constant=True)  # type: ignore[arg-type]  # one of the two
+        if is_reference(rule, algorithm) and isinstance(reference, (FrozenCopy, AdapterCopy)):
+            following = Following(reference, rule, is_constant=True)
         elif has_adapter(self.policy.model):
             following = Following(AdapterCopy.of(self.policy), rule)
         else:
-            following = Following(FrozenCopy.of(self.policy, follows=rule is not keep), rule)
+            following = Following(self.past or FrozenCopy.of(self.policy, follows=rule is not keep), rule)
         copy = following.copy
         if isinstance(copy, AdapterCopy):
             self._expect_plain_head()
-        weights = teacher if isinstance(copy, AdapterCopy) else replace(copy.policy, auxiliary_coefficient=0.0)
+        weights = teacher if isinstance(copy, AdapterCopy) else replace(copy.policy, auxiliary_coefficient=0.0).tried()
         return self._made(weights, needs_hint=True, following=following)
 
     def _expect_plain_head(self) -> None:
@@ -176,6 +177,18 @@ class Maker:
         )
 
 
+def is_reference(rule: Any, algorithm: Algorithm) -> bool:
+    """True if a teacher that follows the policy by `rule` is the frozen reference of the algorithm, where that has one."""
+    return rule is keep and algorithm.reference is keep
+
+
+def past_rule(algorithm: Algorithm) -> Any:
+    """Rule of a teacher that is the policy's past with a copy of the weights of its own; None without such a teacher."""
+    role = algorithm.role
+    rule = role.rule if role is not None and role.is_policy else None
+    return None if is_reference(rule, algorithm) and algorithm.needs.reference else rule
+
+
 def build_teacher(
     algorithm: Algorithm,
     policy: Policy,
@@ -186,6 +199,7 @@ def build_teacher(
     trust_remote_code: bool = False,
     check_stop: Callable[[], None] = lambda: None,
     reference: Reference | None = None,
+    past: FrozenCopy | None = None,
     shard: Callable[[torch.nn.Module], Shards] | None = None,
 ) -> AnyTeacher | None:
     """The teacher of the algorithm's parts; None where none learns from one.
@@ -202,7 +216,7 @@ def build_teacher(
     part = parts[0] if parts else None
     media = reads_media(policy.model)
     tokenizers = Tokenizers(tokenizer, eos_ids, template, role, part is not None, trust_remote_code, media)
-    maker = Maker(role, part, policy, tokenizer, template, tokenizers, shard)
+    maker = Maker(role, part, policy, tokenizer, template, tokenizers, past, shard)
     if role.is_policy:
         return maker.of_policy(reference or NoReference(), role.rule, algorithm)
     made = partial(ServedTeacher, check_stop=check_stop, **maker.prompts())
