@@ -318,6 +318,18 @@ def test_an_agent_of_two_turns_learns_from_its_rewards(tmp_path, algorithm):
     assert sum(earned[-5:]) / 5 > sum(earned[:5]) / 5 + 0.4
 
 
+def test_a_run_learns_to_predict_what_the_agent_told_the_model_and_no_turn_of_the_model(tmp_path):
+    trainer = trainer_of(tmp_path, main, algorithm="grpo, regularizer=Echo(weight=1.0)", max_steps=1)
+    trainer.train()
+    assert 0.0 < log_of(trainer)["echo/loss"] < 20.0
+    for row in rows_of(tmp_path):
+        written, observed = torch.tensor(row["mask"]), torch.tensor(row["observations"])
+        assert not (written & observed).any()
+        between = ~written & (written.cumsum(0) > 0)
+        assert torch.equal(observed, between)
+        assert observed.any()
+
+
 def duel(row, client, model):
     """A game of the model against itself: each player writes twice and sees the other's words; what one wins the other loses."""
     words = {"white": [], "black": []}

@@ -76,7 +76,7 @@ from covey.algorithms.presets import (
     vespo,
 )
 from covey.algorithms.reference import EMA, Every, FrozenAt, WhenFar, keep
-from covey.algorithms.regularizers import AdaptiveEntropy, EntropyBonus, TopEntropy, entropy_bonus
+from covey.algorithms.regularizers import AdaptiveEntropy, Echo, EntropyBonus, TopEntropy, entropy_bonus
 from covey.algorithms.roles import RoleConditioned
 from covey.algorithms.routing import SampleRouted
 from covey.algorithms.sequence_objectives import GMPO, VESPO
@@ -124,6 +124,7 @@ __all__ = [
     "Correction",
     "Critic",
     "Distill",
+    "Echo",
     "EntropyBonus",
     "Every",
     "FrozenAt",

@@ -53,6 +53,8 @@ class Needs:
     values: bool = False
     squared_score: bool = False
     """The squared norm of the gradient of each token's log-probability by the logits."""
+    observed: bool = False
+    """The tokens with which tools and environments answered."""
     greedy: bool = False
     """The reward of each prompt's greedy answer."""
     teacher_logp: bool = False
@@ -70,6 +72,8 @@ class Needs:
 
 _SINGLE = ("advantage", "objective", "aggregate", "kl", "reference", "critic", "teacher")
 _MANY = ("regularizers", "weights")
+_OUTSIDE = ("mask", "observed", "observed_logp")
+"""Fields of a batch that are not about the tokens that count."""
 _MEMORY = "advantage/"
 """Prefix of an advantage's memory among the states of coefficients."""
 
@@ -336,7 +340,7 @@ def _clean(tokens: TokenBatch) -> TokenBatch:
     """The same tokens with 0 where they do not count, so that nothing there can reach a value or a gradient."""
     mask, out = tokens.mask, {}
     for name, value in tokens.tensors().items():
-        is_per_token = value.shape == mask.shape and name != "mask"
+        is_per_token = value.shape == mask.shape and name not in _OUTSIDE
         out[name] = torch.where(mask, value, torch.zeros_like(value)) if is_per_token else value
     return TokenBatch(**out)
 

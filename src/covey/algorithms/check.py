@@ -178,7 +178,7 @@ def _nothing(tokens: TokenBatch) -> Tensor:
 
 
 def _totals(tokens: TokenBatch) -> Totals:
-    return Totals.of(tokens.mask, tokens.group, 16)
+    return Totals.of(tokens.mask, tokens.group, 16, tokens.observed)
 
 
 def step_gradients(algorithm: Any, tokens: TokenBatch, sizes: Sequence[int] = ()) -> dict[str, Tensor]:

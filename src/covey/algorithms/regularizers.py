@@ -11,6 +11,7 @@ from torch import Tensor
 
 from covey.algorithms.composing import needs_whole_step, prepared
 from covey.algorithms.control import Controller, current
+from covey.errors import ConfigError
 from covey.types import Aggregate, Last, Mean, Metric, StepReport, TokenBatch, Totals
 
 
@@ -95,6 +96,41 @@ def _tokens_per_selected(tokens: TokenBatch, selected: Tensor) -> float:
 def entropy_bonus(coefficient: float | Controller) -> EntropyBonus:
     """The bonus as a regularizer: `alg.grpo().replace(regularizers=(alg.entropy_bonus(0.01),))`."""
     return EntropyBonus(coefficient)
+
+
+@dataclass(frozen=True)
+class Echo:
+    """`weight x` the mean `-log p` of the tokens with which tools and environments answered: the model learns to predict them.
+
+    The mean is over all such tokens of the step. Log-probabilities are those of the policy gradient, at its temperature. Shrivastava
+    et al. 2026, "ECHO: Terminal Agents Learn World Models for Free", <https://arxiv.org/abs/2605.24517>; the weight is prime-rl's.
+    """
+
+    weight: float = 0.1
+    needs: ClassVar[tuple[str, ...]] = ("observed",)
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.weight, (int, float)) and not isinstance(self.weight, bool)
+        if not is_number or not 0.0 < self.weight < math.inf:
+            raise ConfigError(f"Echo's weight={self.weight!r} must be a number above 0.")
+
+    def __call__(self, tokens: TokenBatch) -> Tensor:
+        return -self.weight * _observed(tokens)[1]
+
+    def aggregate(self, per_token: Tensor, tokens: TokenBatch, totals: Totals) -> Tensor:
+        return per_token.sum() / max(totals.observed, 1)
+
+    def metrics(self, tokens: TokenBatch) -> dict[str, Metric]:
+        """`echo/loss`: the mean `-log p` of these tokens."""
+        observed, logp = _observed(tokens)
+        return {"echo/loss": Mean.of(-logp, observed)}
+
+
+def _observed(tokens: TokenBatch) -> tuple[Tensor, Tensor]:
+    """[N, T] both. Raises ValueError where the batch does not say what was observed."""
+    if tokens.observed is None or tokens.observed_logp is None:
+        raise ValueError("This part reads the answers of tools and environments; this batch has none.")
+    return tokens.observed, tokens.observed_logp
 
 
 @dataclass(frozen=True)

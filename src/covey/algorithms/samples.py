@@ -54,7 +54,9 @@ def made_tokens(
         "teacher_weight": torch.where(mask, noise(0.3).abs(), noise(rubbish).abs()).to(dtype),
         "teacher_mask": torch.arange(rows) % 5 != 2,
     }
-    return TokenBatch(**leaves, **off, **of_teacher, advantages=advantages, mask=mask, group=group)
+    observed = ~mask & (mask.cumsum(-1) > 0)
+    answers = {"observed": observed, "observed_logp": torch.where(observed, logp, 0.0).to(dtype)}
+    return TokenBatch(**leaves, **off, **of_teacher, **answers, advantages=advantages, mask=mask, group=group)
 
 
 def made_scores(

@@ -351,7 +351,7 @@ class Learner:
         self.interruption()
         measured = self.policy.measure(batch, entropy=True, against=against, teacher=self.teacher)
         values = self.critic.values(measured, batch) if algorithm.critic is not None else None
-        draws = Draws(uses_sampler_logp=self.uses_sampler_logp, samples_here=self.samples_here)
+        draws = Draws(self.uses_sampler_logp, self.samples_here, algorithm.needs.observed)
         return batch_of(batch, measured, values, draws), measured
 
     def _update(self, metrics: dict[str, Metric], step: int) -> StepReport:

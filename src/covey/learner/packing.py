@@ -25,6 +25,8 @@ class Row:
     counts: Tensor
     """[T_i] bool, tokens that enter the loss: written by the model, and not of a masked truncated completion."""
     returns: Tensor | None = None
+    observed: Tensor | None = None
+    """[T_i] bool, tokens with which a tool or an environment answered; None: none."""
     index: int = 0
     """Index of the completion in the step."""
     hint: str | None = None
@@ -57,9 +59,9 @@ def rows_of(
             raise ValueError("rows_of needs groups with advantages; call the algorithm's advantage first.")
         feedback = None if hints is None else hints(group)
         for g, completion in enumerate(group.completions):
-            counts = completion.written
+            counts, observed = completion.written, None if completion.mask is None else completion.observed
             if mask_truncated and completion.is_truncated:
-                counts = torch.zeros_like(counts)
+                counts, observed = torch.zeros_like(counts), None
             advantage = group.advantages[g]
             returns = None if group.returns is None else group.returns[g][: completion.num_tokens]
             rows.append(
@@ -70,6 +72,7 @@ def rows_of(
                     advantage=advantage if advantage.ndim == 0 else advantage[: completion.num_tokens],
                     counts=counts,
                     returns=returns,
+                    observed=observed,
                     index=len(rows),
                     hint=None if feedback is None else feedback[g],
                 )

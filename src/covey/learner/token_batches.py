@@ -28,6 +28,7 @@ def totals_of(rows: Sequence[Row], max_length: int) -> Totals:
         nonempty_sequences=sum(count > 0 for count in counts),
         prompts=len({row.group for row in rows}),
         max_length=max_length,
+        observed=sum(int(row.observed.sum()) for row in rows if row.observed is not None),
         tokens_by_prompt=by_prompt,
     )
 
@@ -51,10 +52,12 @@ def as_drawn(rows: Sequence[Row]) -> TokenBatch:
 
 @dataclass(frozen=True)
 class Draws:
-    """Path of the completions to the learner, as in its fields of the same names."""
+    """Path of the completions to the learner, as in its fields of the same names, and what is read of them."""
 
     uses_sampler_logp: bool = True
     samples_here: bool = False
+    has_observations: bool = False
+    """True if a part learns from what tools and environments answered."""
 
 
 def batch_of(rows: Sequence[Row], measured: Measured, values: Tensor | None, draws: Draws) -> TokenBatch:
@@ -69,6 +72,7 @@ def batch_of(rows: Sequence[Row], measured: Measured, values: Tensor | None, dra
     old_logp = measured.logp.detach() if any(x is None for x in old) else padded(old)
     counts = padded([row.counts for row in rows], False)
     span = whole_spans(measured.teacher_span, counts)
+    observed = padded([_observed(row) for row in rows], False) if draws.has_observations else None
     return TokenBatch(
         logp=measured.logp,
         old_logp=old_logp,
@@ -80,6 +84,8 @@ def batch_of(rows: Sequence[Row], measured: Measured, values: Tensor | None, dra
         same_weights=same_weights(rows, device) if draws.samples_here else None,
         sampler_logp=padded(drawn) if draws.uses_sampler_logp and all(x is not None for x in drawn) else None,
         ref_logp=None if any(x is None for x in ref) else padded(ref),
+        observed=observed,
+        observed_logp=None if observed is None else torch.where(observed, measured.logp, 0.0),
         entropy=measured.entropy,
         full_kl=measured.distance,
         teacher_distance=measured.teacher_distance,
@@ -92,6 +98,10 @@ def batch_of(rows: Sequence[Row], measured: Measured, values: Tensor | None, dra
         old_values=padded([completion.values for completion in completions]) if has_values else None,
         returns=padded([row.returns for row in rows]) if rows[0].returns is not None else None,
     )
+
+
+def _observed(row: Row) -> Tensor:
+    return torch.zeros_like(row.counts) if row.observed is None else row.observed
 
 
 def whole_spans(span: Tensor | None, counts: Tensor) -> Tensor | None:

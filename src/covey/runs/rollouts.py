@@ -30,7 +30,7 @@ from covey.runs.storage import refuse_link, sync_folder, temporary_sibling
 from covey.types import Completion, Group, Prompt, TokenNumbers
 
 _FILE = re.compile(r"step-(\d+)\.parquet")
-_PER_TOKEN = ("logprobs", "old_logp", "ref_logp", "values", "mask")
+_PER_TOKEN = ("logprobs", "old_logp", "ref_logp", "values", "mask", "observations")
 
 
 def write(

@@ -365,10 +365,12 @@ def _as_completion(episode: Episode, start: int) -> Completion:
     rest = list(episode.prompt.token_ids[start:])
     done = episode.completion
     assert done.mask is not None and done.logprobs is not None  # episodes have both  # noqa: PT018
+    before = torch.zeros(len(rest), dtype=torch.bool)
     return replace(
         done,
         token_ids=torch.cat([torch.tensor(rest, dtype=torch.int64), done.token_ids]),
-        mask=torch.cat([torch.zeros(len(rest), dtype=torch.bool), done.mask]),
+        mask=torch.cat([before, done.mask]),
+        observations=torch.cat([before, done.observed]),
         logprobs=torch.cat([torch.zeros(len(rest)), done.logprobs]),
         versions=tuple((len(rest) + t, version) for t, version in done.versions),
         episode=EpisodeNotes(conversation=_conversation(episode)),

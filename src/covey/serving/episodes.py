@@ -75,6 +75,7 @@ def episodes_of(calls: Iterable[Call], *, last_first: bool = False) -> Recorded:
     """The episodes of calls, session by session, in the order of their first calls. Calls without a session are one session.
 
     A turn that several branches share is trained on once: its mask is True in the first of them alone, with `last_first` in the last.
+    So are the answers before it.
     """
     sessions: dict[str | None, list[_Node]] = defaultdict(list)
     num_breaks = 0
@@ -104,7 +105,7 @@ def _parent(nodes: Sequence[_Node], prompt: tuple[int, ...]) -> _Node | None:
 
 def _episode(path: Sequence[_Node]) -> Episode:
     prompt = path[0].call.group.prompt
-    ids, mask, logprobs = list[int](), list[bool](), list[float]()
+    ids, mask, logprobs, observed = list[int](), list[bool](), list[float](), list[bool]()
     spans: list[tuple[int, int]] = []
     for node in path:
         between = node.call.group.prompt.token_ids[len(prompt.token_ids) + len(ids) :]
@@ -114,6 +115,7 @@ def _episode(path: Sequence[_Node]) -> Episode:
         spans += [(len(ids) + t, version) for t, version in ((0, node.completion.version), *node.completion.versions)]
         ids += written
         mask += [*([False] * len(between)), *([not node.is_counted] * len(written))]
+        observed += [*([not node.is_counted] * len(between)), *([False] * len(written))]
         logprobs += [*([0.0] * len(between)), *([0.0] * len(written) if drawn is None else drawn.tolist())]
         node.is_counted = True
     last = path[-1]
@@ -124,6 +126,7 @@ def _episode(path: Sequence[_Node]) -> Episode:
         finish=last.completion.finish,
         logprobs=torch.tensor(logprobs),
         mask=torch.tensor(mask, dtype=torch.bool),
+        observations=torch.tensor(observed, dtype=torch.bool),
         version=spans[0][1],
         versions=tuple(span for before, span in pairwise(spans) if span[1] != before[1]),
         messages=(*shown, {"role": "assistant", "content": last.completion.text}),

@@ -73,17 +73,25 @@ def refuse_small_groups(algorithm: Algorithm, num_generations: int) -> None:
         )
 
 
-def check_columns(args: Any, dataset: Any, agents: Any, scorer: Any, advantage: Any) -> None:
-    """Raise CoveyError if the training set lacks a column needed by a reward, a slice, the advantage or `group_languages`."""
+def check_columns(args: Any, dataset: Any, agents: Any, scorer: Any, algorithm: Algorithm) -> None:
+    """Raise CoveyError if the training set lacks a column needed by a reward, a slice, the advantage or `group_languages`.
+
+    So for a part that learns from the answers of tools and environments, without any.
+    """
     if dataset is None:
         return
+    if algorithm.needs.observed and not agents.are_used:
+        raise ConfigError(
+            "The algorithm learns from the answers of tools and environments (Echo), and this run has none; give tools, an environment or "
+            "an agent, or leave it out."
+        )
     columns = dataset.column_names
     refuse_unknown_columns(args, columns)
     if args.group_languages and columns is not None:
         refuse_missing_languages(columns, args.group_languages)
         columns = columns_of(columns, args.group_languages)
     scorer.check(agents.columns(columns))
-    check_advantage(advantage, columns, dataset)
+    check_advantage(algorithm.advantage, columns, dataset)
 
 
 def check_advantage(advantage: Any, columns: Any, dataset: Any) -> None:

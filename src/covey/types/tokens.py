@@ -14,7 +14,7 @@ from torch import Tensor
 class TokenBatch:
     """Input of objectives, KL terms and regularizers: N completions padded to T tokens, whether or not the learner packed them.
 
-    Only `logp`, `entropy`, `full_kl`, `teacher_distance` and `values` carry gradient. Where `mask` is False every entry is finite and means nothing.
+    Only `logp`, `observed_logp`, `entropy`, `full_kl`, `teacher_distance` and `values` carry gradient. Where `mask` is False every entry is finite and means nothing.
     """
 
     logp: Tensor
@@ -49,6 +49,10 @@ class TokenBatch:
     tokenizers part. None: the teacher reads the policy's tokens."""
     teacher_mask: Tensor | None = None
     """[N] bool, rows that the teacher can teach: it has feedback on them, and answered. None: all of them."""
+    observed: Tensor | None = None
+    """[N, T] bool, tokens with which a tool or an environment answered, where a part asks for them; none of them is in `mask`."""
+    observed_logp: Tensor | None = None
+    """[N, T], the policy's log-probability of these tokens, with gradient; 0 elsewhere."""
     entropy: Tensor | None = None
     """[N, T], entropy of the policy's distribution at each token, in nats."""
     values: Tensor | None = None
@@ -138,17 +142,20 @@ class Totals:
     prompts: int
     max_length: int
     """`max_completion_length`, the constant of Dr. GRPO."""
+    observed: int = 0
+    """Tokens with which tools and environments answered."""
     tokens_by_prompt: Mapping[int, int] = field(default_factory=dict)
     """Tokens that count of each prompt, by its number in `TokenBatch.group`. Empty: not counted."""
 
     @staticmethod
-    def of(mask: Tensor, group: Tensor, max_length: int) -> Totals:
-        """Count a step held in one batch: `mask` [N, T], `group` [N]."""
+    def of(mask: Tensor, group: Tensor, max_length: int, observed: Tensor | None = None) -> Totals:
+        """Count a step held in one batch: `mask` [N, T], `group` [N], `observed` [N, T]."""
         return Totals(
             tokens=int(mask.sum()),
             sequences=int(mask.shape[0]),
             nonempty_sequences=int(mask.any(-1).sum()),
             prompts=int(group.unique().numel()),
             max_length=max_length,
+            observed=0 if observed is None else int(observed.sum()),
             tokens_by_prompt={int(g): int(mask[group == g].sum()) for g in group.unique()},
         )

@@ -81,6 +81,8 @@ class Completion:
     """[T_i] float32, as drawn: after temperature, penalties and truncation of the distribution (`sampler_logp`)."""
     mask: Tensor | None = None
     """[T_i] bool, False where the model did not write the token (tool results). None: it wrote all of them."""
+    observations: Tensor | None = None
+    """[T_i] bool, True where an environment answered the model. None: behind its first token, all that it did not write."""
     old_logp: Tensor | None = None
     """[T_i] float32, the learner's own log-probability at the time of the rollout. None: not measured."""
     ref_logp: Tensor | None = None
@@ -130,6 +132,11 @@ class Completion:
     def written(self) -> Tensor:
         """[T_i] bool, True where the model wrote the token."""
         return torch.ones(self.num_tokens, dtype=torch.bool) if self.mask is None else self.mask
+
+    @property
+    def observed(self) -> Tensor:
+        """[T_i] bool, True where a tool or an environment answered the model."""
+        return ~self.written & (self.written.cumsum(-1) > 0) if self.observations is None else self.observations
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

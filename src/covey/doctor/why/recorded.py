@@ -194,6 +194,7 @@ def _group(rows: Sequence[Mapping[str, Any]], reward_names: Sequence[str]) -> Gr
             old_logp=tensor(row.get("old_logp")),
             ref_logp=tensor(row.get("ref_logp")),
             mask=None if row.get("mask") is None else torch.tensor(row["mask"]),
+            observations=None if row.get("observations") is None else torch.tensor(row["observations"]),
             version=row["version"],
             source=row["source"],
         )
