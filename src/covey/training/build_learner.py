@@ -329,6 +329,7 @@ def build_learner(
     template = inputs.agents.template_options(args.chat_template_kwargs)
     stop = callbacks.get("interruption", lambda: None)
     teach = partial(build_teacher, eos_ids=inputs.eos_ids, trust_remote_code=args.trust_remote_code, check_stop=stop)
+    copies: dict[str, Any] = {"reference": networks.reference, "past": networks.past, "shard": networks.shard}
     seed = args.seed if args.data_seed is None else args.data_seed
     batch = args.per_device_train_batch_size
     return Learner(
@@ -350,15 +351,7 @@ def build_learner(
         disable_dropout=args.disable_dropout,
         enable_recomputation=partial(checkpoint_once, policy) if args.checkpoint_when_needed else lambda: False,
         critic=critic,
-        teacher=teach(
-            algorithm,
-            policy,
-            inputs.tokenizer,
-            template,
-            reference=networks.reference,
-            past=networks.past,
-            shard=networks.shard,
-        ),
+        teacher=teach(algorithm, policy, inputs.tokenizer, template, **copies),
         supervised=build_supervised(algorithm, policy, inputs.tokenizer, inputs.eos_ids, template, seed),
         uses_sampler_logp=not (sampling.truncates or args.vllm_structured_outputs_regex)
         and sampling.repetition_penalty == 1.0,
