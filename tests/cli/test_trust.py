@@ -82,8 +82,11 @@ def again(sent, tmp_path, monkeypatch):
     return repeat
 
 
+NAMED = [(name, form) for name in trust.CODE for form in SPECIAL.get(name, FORMS)]
+
+
 @pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "sent"])
-@pytest.mark.parametrize(("option", "value"), [(name, one) for name in trust.CODE for one in SPECIAL.get(name, FORMS)])
+@pytest.mark.parametrize(("option", "value"), rest_nightly(NAMED, NAMED[::2]))
 def test_code_is_asked_about_before_it_is_imported(again, capsys, option, value, is_ours):
     is_list = "list" in str({flag.name: flag.type for flag in (*train.other_flags(), *train.flags())}[option])
     assert again(option, [value] if is_list else value, is_ours) == 2

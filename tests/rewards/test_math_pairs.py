@@ -41,13 +41,16 @@ def test_bombs_are_wrong_and_the_answers_beside_them_are_judged():
     assert after.user - before.user < 5  # of this process: the bombs go off elsewhere
 
 
-@pytest.mark.parametrize(
-    "form",
-    ["#### {}", "\\boxed{{{}}}", "$\\boxed{{{}}}$", "The answer is {}.", "so it is {}.", "**{}**", "#### ${}", "#### {}.00",
-     "Therefore, {} in all.", "#### {} dollars", "Final Answer: {}"],
-)  # fmt: skip
+FORMS = [
+    "#### {}", "\\boxed{{{}}}", "$\\boxed{{{}}}$", "The answer is {}.", "so it is {}.", "**{}**", "#### ${}", "#### {}.00",
+    "Therefore, {} in all.", "#### {} dollars", "Final Answer: {}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_gold_answers_of_gsm8k_are_right_in_every_usual_form_and_others_are_wrong(form):
-    rows = [json.loads(line) for line in GSM8K.read_text(encoding="utf-8").splitlines()]
+    """Every fourth row in a form: each row is read in two or three forms."""
+    rows = [json.loads(line) for line in GSM8K.read_text(encoding="utf-8").splitlines()][FORMS.index(form) % 4 :: 4]
     golds = [row["answer"] for row in rows]
     answers = [gold.rpartition("#### ")[2].replace(",", "") for gold in golds]
     right = scores([(gold, "3 + 4 = 7.\n" + form.format(a)) for gold, a in zip(golds, answers, strict=True)])

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from covey.sandbox import Sandbox
+from kit import rest_nightly
 from sandbox import fair_apart, fair_forms, fair_manners, fair_values
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can isolate")
@@ -26,7 +27,7 @@ def test_there_are_at_least_180_of_them_each_with_its_own_fault() -> None:
     assert [name for name, (code, _, (old, new)) in FAIR.items() if code.replace(old, new) == code] == []
 
 
-@pytest.mark.parametrize("name", FAIR)
+@pytest.mark.parametrize("name", rest_nightly(FAIR, set(list(FAIR)[::3])))
 def test_a_right_program_is_judged_right_and_a_wrong_one_wrong(name: str, sandbox: Sandbox) -> None:
     code, tests, (old, new) = FAIR[name]
     right = sandbox.run(code, tests, timeout=20)
