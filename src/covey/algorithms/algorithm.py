@@ -15,6 +15,7 @@ from covey.algorithms.aggregation import token_mean
 from covey.algorithms.composing import is_apart, metrics_of, needs_whole_step, prepared
 from covey.algorithms.control import Controller, applied, is_controller
 from covey.algorithms.critic import Critic
+from covey.algorithms.declared import expect_declared
 from covey.algorithms.kl import KL
 from covey.algorithms.objectives import Clipped
 from covey.algorithms.ratios import approximate_kl
@@ -127,6 +128,8 @@ class Algorithm:
             raise ConfigError(
                 f"critic={self.critic!r} has no loss(tokens, totals); use alg.Critic(error=your_function)."
             )
+        for _, part in self._parts():
+            expect_declared(part)
 
     def replace(self, **slots: Any) -> Algorithm:
         """The same algorithm with other parts. Raises ConfigError for a slot that does not exist."""

@@ -104,7 +104,7 @@ class Distill(TeacherRole):
             raise ConfigError(
                 f"distill's overlap_k={self.overlap_k} must be at least 1, and of an endpoint at most its top_k={self.top_k}."
             )
-        if not isinstance(self.weight, Controller) and not float(self.weight) > 0.0:
+        if isinstance(self.weight, (int, float)) and not self.weight > 0.0:
             raise ConfigError(f"distill's weight={self.weight} must be above 0.")
         if self.is_endpoint and self.top_k is None:
             raise ConfigError(

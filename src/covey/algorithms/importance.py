@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from covey.errors import ConfigError
 from covey.types import Max, Mean, Metric, Min, TokenBatch, Totals, precise
 
 LIMIT = 60.0
@@ -60,6 +61,12 @@ class Correction:
     mean: float | None = None
     """Divisor of `normalize`: the mean weight, set by `prepare`."""
     needs: ClassVar[tuple[str, ...]] = ("sampler_logp",)
+
+    def __post_init__(self) -> None:
+        if self.low is not None and self.high is not None and not self.low <= self.high:
+            raise ConfigError(
+                f"Correction's low={self.low} is above its high={self.high}, so no weight is within; exchange them."
+            )
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         weight = self.bounded(tokens)
@@ -177,6 +184,10 @@ class VACO:
 
     high: float = 2.0
     needs: ClassVar[tuple[str, ...]] = ("sampler_logp",)
+
+    def __post_init__(self) -> None:
+        if not self.high > 0:
+            raise ConfigError(f"VACO's high={self.high} must be above 0.")
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         return torch.where(self._is_outside(tokens), 0.0, torch.ones_like(tokens.old_logp))

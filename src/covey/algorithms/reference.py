@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from covey.errors import ConfigError
 from covey.types import StepReport
 
 
@@ -27,6 +28,10 @@ class Every:
     steps: int = 512
     alpha: float = 0.6
 
+    def __post_init__(self) -> None:
+        if not self.steps >= 1 or not 0.0 <= self.alpha <= 1.0:
+            raise ConfigError(f"{self} takes at least 1 step, and an alpha from 0 (keep) to 1 (copy).")
+
     def __call__(self, report: StepReport) -> float:
         return self.alpha if report.step % self.steps == 0 else 0.0
 
@@ -37,6 +42,10 @@ class FrozenAt:
 
     step: int
 
+    def __post_init__(self) -> None:
+        if not self.step >= 0:
+            raise ConfigError(f"{self} takes the number of a step, 0 or more.")
+
     def __call__(self, report: StepReport) -> float:
         return 1.0 if report.step == self.step else 0.0
 
@@ -46,6 +55,10 @@ class EMA:
     """An exponential moving average of the policy: `1 - decay` at every step."""
 
     decay: float = 0.99
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.decay <= 1.0:
+            raise ConfigError(f"{self} takes a decay from 0 (copy) to 1 (keep).")
 
     def __call__(self, report: StepReport) -> float:
         return 1.0 - self.decay

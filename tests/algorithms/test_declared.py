@@ -1,0 +1,47 @@
+"""A value that a part's declaration rules out is refused when the algorithm is made, whatever the part."""
+
+from __future__ import annotations
+
+import pytest
+
+from covey import algorithms as alg
+from covey.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("cispo, objective=CISPO(anchor='rollout')", "CISPO's anchor='rollout' must be 'old' or 'sampler'"),
+        ("grpo, weight=Correction(mode='maks')", "mode='maks' must be 'truncate' or 'mask'"),
+        ("grpo, objective=Clipped(level='tokens')", "level='tokens' must be"),
+        ("otb, advantage=OptimalTokenBaseline(zero_tail='x')", "zero_tail='x' must be True or False"),
+        ("sdpo, threshold='x'", "threshold='x' must be a number or None"),
+        (
+            "mopd, teacher='http://h', served_model_name='m', request_seconds='x'",
+            "request_seconds='x' must be a number",
+        ),
+        ("dapo, regularizer=distill(teacher='T', weight='x')", "weight='x' must be"),
+        ("dapo, regularizer=distill(teacher='T', top_k=1.5)", "top_k=1.5 must be a whole number or None"),
+        ("grpo, advantage=GroupNormalized(scale='groups')", "scale='groups' must be"),
+        ("dapo, weight=VACO(high=-1)", "must be above 0"),
+        ("mopd, teacher='T', low=3.0, high=2.0", "low=3.0 is above its high=2.0"),
+        ("grpo, reference=Every(steps=0)", "at least 1 step"),
+        ("grpo, reference=Every(alpha=2.0)", "alpha from 0"),
+        ("grpo, reference=EMA(decay=2.0)", "decay from 0"),
+        ("grpo, reference=FrozenAt(step=-1)", "number of a step"),
+        ("grpo, reference=FrozenAt(step=1.5)", "step=1.5 must be a whole number"),
+    ],
+)
+def test_a_value_that_a_part_does_not_take_is_named(name, said):
+    with pytest.raises(ConfigError) as caught:
+        alg.from_name(name)
+    assert said in str(caught.value)
+
+
+def test_a_rule_within_a_teacher_and_a_part_within_a_part_are_looked_at():
+    with pytest.raises(ConfigError, match="FrozenAt's step=1.5"):
+        alg.sdft(feedback="solution", teacher_model_kind=alg.FrozenAt(1.5))
+    with pytest.raises(ConfigError, match="level='tokens'"):
+        alg.grpo().replace(objective=alg.Reshaped(alg.TeacherReweighted(), alg.Clipped(level="tokens")), teacher="T")
+    with pytest.raises(ConfigError, match="share=nan must be a number"):
+        alg.grpo().replace(weights=(alg.TopEntropy(float("nan")),))
