@@ -36,6 +36,12 @@ SMALL: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "linear_head_dim": 8, "linear_num_heads": 2, "state_size": 8, "expand": 2, "n_groups": 1, "chunk_size": 16, "ssm_state_size": 8, "dropout": 0.0, "is_decoder": True,
 }  # fmt: skip
+WITH_STATES = (
+    "qwen3_5_text", "recurrent_gemma", "falcon_h1", "lfm2", "granitemoehybrid", "mamba", "mamba2", "nemotron_h", "jamba",
+    "minimax", "bamba", "olmo_hybrid", "qwen3_next", "qwen3_5_moe_text", "falcon_mamba", "lfm2_moe", "lfm3",
+    "bailing_hybrid", "kimi_linear",
+)  # fmt: skip
+"""Gated delta nets, RG-LRU (whose states lie on modules), Mamba beside attention, short convolutions, Mamba2, Mamba, lightning attention."""
 MOST = 30_000_000
 LINEAR, FULL = "linear_attention", "full_attention"
 _BOTH = {"layer_types": [LINEAR, FULL, LINEAR]}

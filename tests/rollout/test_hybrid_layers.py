@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from causal_classes import WITH_STATES as KINDS
 from causal_classes import build
 from plain_sampling import collect, ids_of
 from static_runs import keeping_sampler, sampler_of
@@ -14,12 +15,6 @@ from covey.rollout.agreement import plain_logprobs, reason_against
 from covey.types import Prompt
 from kit import rest_nightly, tiny_tokenizer
 
-KINDS = (
-    "qwen3_5_text", "recurrent_gemma", "falcon_h1", "lfm2", "granitemoehybrid", "mamba", "mamba2", "nemotron_h", "jamba",
-    "minimax", "bamba", "olmo_hybrid", "qwen3_next", "qwen3_5_moe_text", "falcon_mamba", "lfm2_moe", "lfm3",
-    "bailing_hybrid", "kimi_linear",
-)  # fmt: skip
-"""Gated delta nets, RG-LRU (whose states lie on modules), Mamba beside attention, short convolutions, Mamba2, Mamba, lightning attention."""
 LENGTHS = (9, 1, 3, 9, 40, 2, 17)
 PROMPTS = [Prompt(uid=str(i), token_ids=tuple(range(5 + i, 5 + i + n))) for i, n in enumerate(LENGTHS)]
 ENDS = list(range(3, 40))

@@ -195,8 +195,8 @@ def test_two_parts_equal_one_softmax_over_all_keys(merge, softcap):
     scores = query @ all_keys.transpose(2, 3) * 0.3
     scores = scores if softcap is None else (scores / softcap).tanh() * softcap
     expected = (scores + torch.cat((bias[owners], own_bias), 1)[:, None, None]).softmax(-1) @ all_values
-    own = AttentionPart(own_keys, own_values, own_bias, wide(own_bias, heads))
-    shared = AttentionPart(keys, values, bias, wide(bias, heads))
+    own = AttentionPart(own_keys, own_values, own_bias[:, None], wide(own_bias[:, None], heads))
+    shared = AttentionPart(keys, values, bias[:, None], wide(bias[:, None], heads))
     row_map = RowMap.of(owners, 3, torch.device("cpu"))
     torch.testing.assert_close(merge(query, own, shared, row_map, 0.3, softcap), expected)
 

@@ -65,7 +65,7 @@ def test_a_row_that_belongs_to_no_prompt_is_finite_and_disturbs_nobody(kernels):
         first=torch.tensor([0, 0, 2**30], dtype=torch.int32),
         step_column=torch.tensor([4]),
     )
-    biases = torch.zeros(rows, 32), torch.zeros(1, 8)
+    biases = torch.zeros(rows, 32), torch.zeros(rows, 8)
     key, value = torch.randn(2, rows, 1, width)
     for splits in ((1, 1), (1, 2)):
         out = kernels.decode(query, key, value, own, biases[0], shared, biases[1], spans, 0.25, splits=splits)

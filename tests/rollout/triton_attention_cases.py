@@ -47,13 +47,13 @@ def both(
     own[:, :rows, :, step_column] = torch.nan  # the kernel writes what it was handed, and reads only what it wrote
     own = there(own)
     given = map(there, (query, key, value))
-    biases = (there(own_bias), there(bias)) if has_bias else (None, None)
+    biases = (there(own_bias), there(bias[owners])) if has_bias else (None, None)
     out = kernels.decode(*given, own, biases[0], there(shared), biases[1], spans, scale, softcap, **options).cpu()
     own = own.cpu()
     assert torch.equal(own[:, :rows, :, step_column], torch.stack((key, value)))
     parts = [
-        AttentionPart(slab[0].float(), slab[1].float(), bias.float(), wide(bias.float(), heads))
-        for slab, bias in ((own[:, :rows], own_bias[:rows]), (shared, bias))
+        AttentionPart(slab[0].float(), slab[1].float(), bias, wide(bias, heads))
+        for slab, bias in ((own[:, :rows], own_bias[:rows, None].float()), (shared, bias[:, None].float()))
     ]
     row_map = RowMap.of(owners, prompts, torch.device("cpu"))
     grouped = query.float().view(rows, heads, repeats, width)

@@ -181,8 +181,9 @@ def _part(
             past = past.to(tl.float32)
         scores = _capped(tl.dot(seeking, tl.trans(past), input_precision="ieee") * scale, softcap, HAS_SOFTCAP)
         if HAS_BIAS:
-            hidden = tl.load(bias + b.to(tl.int64) * bias_stride + k, mask=is_key, other=0.0).to(tl.float32)
-            scores += hidden[None, :]
+            place_of_bias = row.to(tl.int64)[:, None] * bias_stride + k[None, :]
+            hidden = tl.load(bias + place_of_bias, mask=is_query[:, None] & is_key[None, :], other=0.0)
+            scores += hidden.to(tl.float32)
         scores = tl.where(is_key[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp(scores - higher[:, None])
@@ -255,7 +256,8 @@ def decode(
     """[R, Hq, D] attention of one query a row over its prompt's keys and its own, in the precision of `query` [R, Hq, D].
 
     Writes `key` and `value` [R, Hkv, D] into the step column of `suffix` [2, rows, Hkv, C, D]; `shared` [2, P, Hkv, K, D]
-    holds the prompts' keys and values. Biases [rows, C] and [P, K] are added to the scores. With `rotation`, `query` and
+    holds the prompts' keys and values. Biases [rows, C] and [rows, K], the latter of the prompts' keys as each row sees them, are
+    added to the scores. With `rotation`, `query` and
     `key` are those of the projection. `splits` fixes the numbers of splits of the prompt's and the own keys.
     Two launches, three where rows are too few to fill the device without splitting their own keys.
     """

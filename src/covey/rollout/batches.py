@@ -152,3 +152,75 @@ class PrefillBatch:
         if self.cache.kernels is None or not layouts or not query.dtype == key.dtype == value.dtype:
             return None
         return self.cache.kernels.prefill(query, key, value, layouts, scale)
+
+
+@dataclass(frozen=True, eq=False)
+class AnswerBatch:
+    """Batch of a prefill of answers: further tokens of running rows, padded on the right, or concatenated.
+
+    `KVCache.extend_rows` has made room for them.
+    """
+
+    cache: KVCache
+    rows: Sequence[int]
+    lengths: Sequence[int]
+    """Tokens of each of these rows."""
+
+    def states(self) -> AbstractContextManager[Any]:
+        """Context with transformers' cache of the states of these rows, whose answers are of one length."""
+        assert self.cache.states is not None
+        return self.cache.states.extending(self.rows)
+
+    def token_indices(self, width: int) -> Tensor:
+        """[M] int64, flat indices of the answers' tokens among answers padded to `width`."""
+        return torch.cat([torch.arange(length) + a * width for a, length in enumerate(self.lengths)])
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """[A, L, Hq, D]; see `Batch`."""
+        out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
+        for a, (row, length) in enumerate(zip(self.rows, self.lengths, strict=True)):
+            self._keep(layer, row, key[a, :, :length], value[a, :, :length])
+            out[a, :length] = self._attended(layer, row, query[a, :, :length], scale, softcap, sinks)
+        return out
+
+    def attend_end_to_end(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """[M, Hq, D] from `query` [M, Hq, D], `key` and `value` [M, Hkv, D] of the concatenated answers; zeros for padding."""
+        self.keep_end_to_end(layer, key, value)
+        out, start = torch.zeros_like(query), 0
+        for row, length in zip(self.rows, self.lengths, strict=True):
+            place = slice(start, start + length)
+            out[place] = self._attended(layer, row, query[place].transpose(0, 1), scale, None, None)
+            start += length
+        return out
+
+    def keep_end_to_end(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Store `key` and `value` [M, Hkv, D]; prefill needs nothing else of the last layer."""
+        start = 0
+        for row, length in zip(self.rows, self.lengths, strict=True):
+            place = slice(start, start + length)
+            self._keep(layer, row, key[place].transpose(0, 1), value[place].transpose(0, 1))
+            start += length
+
+    def _keep(self, layer: int, row: int, key: Tensor, value: Tensor) -> None:
+        """Store `key` and `value` [Hkv, L, D] in the row's last columns."""
+        columns = slice(self.cache.step_column - key.shape[1], self.cache.step_column)
+        keys, values = self.cache.suffix[layer]
+        keys[row, :, columns], values[row, :, columns] = key, value
+
+    def _attended(
+        self, layer: int, row: int, query: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        """[L, Hq, D] from `query` [Hq, L, D] of the row's last tokens, whose keys are stored."""
+        keys, values = self.cache.keys_of(layer, row)
+        window = self.cache.layers[layer].window_within(keys.shape[1])
+        out = causal(query[None], keys[None], values[None], scale, softcap, sinks=sinks, window=window)
+        return out[0]

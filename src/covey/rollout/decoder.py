@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from covey.errors import Unsupported
 from covey.kernels import DecodeKernels, DecodeStep, DecodeWeights, InPlaceLinear, Routers, SamplerLinear, TritonDecode
 from covey.models import unwrapped
-from covey.rollout.batches import DecodeBatch, PrefillBatch
+from covey.rollout.batches import AnswerBatch, DecodeBatch, PrefillBatch
 from covey.rollout.forward import ModulesForward, addresses_of
 from covey.rollout.kv_cache import KVCache, LayerShape
 from covey.rollout.row_states import StatePlaces
@@ -194,8 +194,8 @@ class DecoderForward:
         self._rotate_up_to(positions)
         self.is_reserved = True
 
-    def prefill(self, ids: Tensor, positions: Tensor, batch: PrefillBatch) -> None:
-        """Compute the prompts' tokens concatenated, without padding; attention alone may pad them."""
+    def prefill(self, ids: Tensor, positions: Tensor, batch: PrefillBatch | AnswerBatch) -> None:
+        """Compute the batch's tokens concatenated, without padding; attention alone may pad them."""
         real = batch.token_indices(ids.shape[1])
         # padded with token 0, whose result is not read
         real = F.pad(real, (0, -len(real) % PACKED)).to(ids.device)

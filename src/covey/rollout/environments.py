@@ -26,6 +26,13 @@ class Turn:
     text: str
     """Text that the model wrote since the last reply, without special tokens."""
 
+    @staticmethod
+    def of(prompt: Prompt, sample: int, token_ids: Sequence[int], is_written: Sequence[bool], tokenizer: Any) -> Turn:
+        """The turn that ends with `token_ids` [T], which the model wrote where `is_written` [T]."""
+        since = max((t + 1 for t, is_sampled in enumerate(is_written) if not is_sampled), default=0)
+        text = tokenizer.decode(token_ids[since:], skip_special_tokens=True)
+        return Turn(prompt=prompt, sample=sample, token_ids=tuple(token_ids), text=text)
+
 
 Reply: TypeAlias = "str | Sequence[int] | None"
 """Text (encoded without adding special tokens) or token ids to append to the completion; None ends it."""

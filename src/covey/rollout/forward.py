@@ -26,7 +26,7 @@ from covey.kernels import (
 from covey.modalities import embed
 from covey.models import accepts, decoder_of, evaluating, float32_stream, unwrapped
 from covey.rollout.attention import NAME, Batch, causal, register
-from covey.rollout.batches import DecodeBatch, PrefillBatch
+from covey.rollout.batches import AnswerBatch, DecodeBatch, PrefillBatch
 from covey.rollout.kv_cache import KVCache, LayerShape
 from covey.rollout.row_states import StatePlaces, find_states
 from covey.rollout.sampler import decoding_threads
@@ -70,7 +70,7 @@ class Forward(Protocol):
         """Build position tables up to `positions` now, so that no step has to check their size."""
         ...
 
-    def prefill(self, ids: Tensor, positions: Tensor, batch: PrefillBatch) -> None:
+    def prefill(self, ids: Tensor, positions: Tensor, batch: PrefillBatch | AnswerBatch) -> None:
         """Prefill `ids` [A, L]; the batch stores their keys and values."""
         ...
 
@@ -145,7 +145,7 @@ class ModulesForward:
     def reserve(self, positions: int) -> None:
         """Nothing to do: the modules compute their own position tables."""
 
-    def prefill(self, ids: Tensor, positions: Tensor, batch: PrefillBatch) -> None:
+    def prefill(self, ids: Tensor, positions: Tensor, batch: PrefillBatch | AnswerBatch) -> None:
         self._run(ids, positions, batch)
 
     def decode(self, ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:

@@ -216,6 +216,7 @@ class GraphScheduler(Scheduler):
             stops |= self._completes_stop_string(self.rows[TOKEN, :count]) & live & ~self.is_reply[:count]
         if self.environment is not None:
             stops &= ~self._continues(stops & ~is_full)
+            is_full = self.rows[WRITTEN, :count] >= self.rows[LIMIT, :count]
         self.stopped[:count] = torch.where(live, stops, self.stopped[:count])
         live &= ~(stops | is_full)
 

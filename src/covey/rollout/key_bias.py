@@ -2,43 +2,58 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from covey.rollout.attention import HIDDEN, wide
+from covey.rollout.attention import HIDDEN, RowMap, wide
 
 
 @dataclass(frozen=True, eq=False)
 class KeyBias:
-    """Biases of P prompts' keys and of R rows' own keys, also repeated for each head, by number of heads."""
+    """Biases of P prompts' keys and of R rows' own keys."""
 
     prefix: Tensor
-    """[P, columns]"""
+    """[P, columns]; with `is_by_row` [R, columns], as each row sees the keys of its prompt."""
     suffix: Tensor
     """[R, columns]"""
-    wide_prefix: dict[int, Tensor]
-    """[P * H, 1, columns] by H, filled on first use."""
-    wide_suffix: dict[int, Tensor]
-    """[R * H, 1, columns] by H, filled on first use."""
+    of_prompts: dict[Hashable, Tensor] = field(default_factory=dict)
+    """Biases of the prompts' keys by query and by head, filled on first use."""
+    of_rows: dict[Hashable, Tensor] = field(default_factory=dict)
+    """Biases of the rows' own keys by head, filled on first use."""
+    is_by_row: bool = False
 
-    def before_hidden(self, first_of_prompts: Tensor, first_of_rows: Tensor) -> KeyBias:
-        """A copy with the columns before `first_of_prompts` [P] and `first_of_rows` [R or more] hidden too."""
-        rows = first_of_rows[: len(self.suffix)]
-        return KeyBias(_hidden_before(self.prefix, first_of_prompts), _hidden_before(self.suffix, rows), {}, {})
+    def in_window(self, owners: Tensor, first_of_prompts: Tensor, first_of_rows: Tensor) -> KeyBias:
+        """A copy by row, with the columns before `first_of_prompts` and `first_of_rows` [R or more] hidden too.
 
-    def prefix_by_head(self, heads: int) -> Tensor:
-        return _by_head(self.wide_prefix, self.prefix, heads)
+        `owners` [R or more] are the prompts of the rows.
+        """
+        rows = len(self.suffix)
+        prefix = _hidden_before(self.prefix[owners[:rows]], first_of_prompts[:rows])
+        return KeyBias(prefix, _hidden_before(self.suffix, first_of_rows[:rows]), is_by_row=True)
 
-    def suffix_by_head(self, heads: int) -> Tensor:
-        return _by_head(self.wide_suffix, self.suffix, heads)
+    def shared(self, row_map: RowMap, repeats: int, heads: int) -> tuple[Tensor, Tensor]:
+        """Biases [P, Q or 1, columns] of the prompts' keys for the queries that `row_map` gathers, and the same for each head."""
+        bias = _made(self.of_prompts, repeats, lambda: self._gathered(row_map, repeats))
+        return bias, _made(self.of_prompts, (repeats, heads), lambda: wide(bias, heads))
+
+    def of_suffix(self, heads: int) -> tuple[Tensor, Tensor]:
+        """Biases [R, 1, columns] of the rows' own keys, and the same for each head."""
+        bias = self.suffix[:, None]
+        return bias, _made(self.of_rows, heads, lambda: wide(bias, heads))
+
+    def _gathered(self, row_map: RowMap, repeats: int) -> Tensor:
+        if not self.is_by_row:
+            return self.prefix[:, None]
+        return self.prefix[row_map.members].repeat_interleave(repeats, 1)
 
 
-def _by_head(cache: dict[int, Tensor], bias: Tensor, heads: int) -> Tensor:
-    if heads not in cache:
-        cache[heads] = wide(bias, heads)
-    return cache[heads]
+def _made(cache: dict[Hashable, Tensor], key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+    if key not in cache:
+        cache[key] = make()
+    return cache[key]
 
 
 def _hidden_before(bias: Tensor, first: Tensor) -> Tensor:

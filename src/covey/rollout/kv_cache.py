@@ -6,7 +6,7 @@ Keys carry their positions, so their order in memory is free: all rows write the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,7 +72,7 @@ class KVCache:
         self.prompt_lengths: list[int] = []  # of the P running prompts
         self.starts: list[int] = []  # first column of each of the R rows
         self.step_column = 0
-        self.wide_prefix, self.wide_suffix = dict[int, Tensor](), dict[int, Tensor]()  # by heads; see KeyBias
+        self.of_prompts, self.of_rows = dict[Hashable, Tensor](), dict[Hashable, Tensor]()  # see KeyBias
         self.windows = {layer.window for layer in layers if layer.window is not None}
         self.reach, self.in_window = (
             0,
@@ -128,22 +128,46 @@ class KVCache:
         if self.states is not None:
             self.states.begin(self.num_rows - len(owners), owners)
 
-    def _resize(self, old: int) -> None:
-        """Reallocate the suffixes: columns that none of the first `old` rows reads are dropped, and new columns added."""
+    def extend_rows(self, rows: Sequence[int], counts: Sequence[int]) -> None:
+        """Give each of `rows` columns for so many more keys, the last ones before the step column.
+
+        A row's keys stay in one run of columns: its earlier keys move to the left, and all rows to the right where that takes room.
+        """
+        missing = max(count - self.starts[row] for row, count in zip(rows, counts, strict=True))
+        if missing > 0:
+            self._make_room(missing + min(self.starts))
+        now = self.step_column
+        for row, count in zip(rows, counts, strict=True):
+            start = self.starts[row]
+            for buffer in self.suffix:
+                buffer[:, row, :, start - count : now - count] = buffer[:, row, :, start:now].clone()
+            self.starts[row] -= count
+            self.suffix_bias[row, start - count : now] = 0.0
+        self._tables = None
+
+    def _make_room(self, ahead: int) -> None:
+        """Drop the columns that no row reads, and put `ahead` new ones before the others."""
+        self._resize(self.num_rows, ahead)
+
+    def _resize(self, old: int, ahead: int = 0) -> None:
+        """Reallocate the suffixes: columns that none of the first `old` rows reads are dropped, and new columns added.
+
+        `ahead` of these stand before the columns in use.
+        """
         first = min(self.starts[:old], default=self.step_column)
         used = self.step_column - first
         # kernels read used columns only, and untouched pages take no memory
         soon = min(used // 2, 4 * STEP) if self.kernels is not None else 0
-        columns = rounded(used + max(STEP, used // 8, soon))
+        columns, place = rounded(ahead + used + max(STEP, used // 8, soon)), slice(ahead, ahead + used)
         for i, layer in enumerate(self.layers):
             held = self.suffix[i][:, :old, :, first : self.step_column]
             self.suffix[i] = self._zeros(layer, self.num_computed, columns)
-            self.suffix[i][:, :old, :, :used] = held
+            self.suffix[i][:, :old, :, place] = held
         bias = torch.full((self.num_computed, columns), HIDDEN, device=self.device, dtype=self.dtype)
-        bias[:old, :used] = self.suffix_bias[:old, first : self.step_column]
+        bias[:old, place] = self.suffix_bias[:old, first : self.step_column]
         self.suffix_bias = bias
-        self.starts = [start - first for start in self.starts]
-        self.step_column = used
+        self.starts = [start - first + ahead for start in self.starts]
+        self.step_column = ahead + used
         self._tables = self._cache_tables = None
 
     def drop_rows(self, freed: list[int], moved: list[int], left: int) -> None:
@@ -173,7 +197,7 @@ class KVCache:
     def set_row_owners(self, owners: list[int]) -> None:
         """Set the prompt slot of each row; called after every change of rows or prompts."""
         self.owners, self._row_map, self._tables = owners, None, None
-        self.wide_prefix = {}
+        self.of_prompts = {}
 
     @property
     def row_map(self) -> RowMap:
@@ -213,7 +237,7 @@ class KVCache:
         if self.step_column >= self.suffix_bias.shape[1]:
             self._resize(self.num_rows)
         self.suffix_bias[:, self.step_column] = 0.0
-        self.wide_suffix, self.in_window = {}, {}
+        self.of_rows, self.in_window = {}, {}
         if self.windows:
             self.reach = max(self._positions(), default=0) + 1
 
@@ -234,24 +258,22 @@ class KVCache:
         """True if some layer's window masks keys in this step, which the kernels do not support."""
         return any(window.hides(self.reach) for window in self.windows)
 
-    def _window_firsts(self, window: Window) -> tuple[Tensor, Tensor]:
-        """First column in the window: of each prompt's keys [P], and of each computed row's own keys [R].
-
-        Rows of a prompt begin together, so its keys have one first column for all of them.
-        """
-        positions = self._positions()
-        at = dict(zip(self.owners, positions, strict=True))
-        prompts = [window.first(at.get(p, 0)) for p in range(len(self.prompt_lengths))]
-        rows = [window.first(position) - position + self.step_column for position in positions]
-        rows += [0] * (self.num_computed - len(rows))
-        return torch.tensor(prompts, device=self.device), torch.tensor(rows, device=self.device)
+    def _in_window(self, window: Window, bias: KeyBias) -> KeyBias:
+        """`bias` for the rows of this step, without the keys before the window of each."""
+        padding = [0] * (self.num_computed - self.num_rows)
+        of_prompts = [window.first(position) for position in self._positions()]
+        of_rows = [
+            first - position + self.step_column for first, position in zip(of_prompts, self._positions(), strict=True)
+        ]
+        firsts = (torch.tensor(x + padding, device=self.device) for x in (self.owners, of_prompts, of_rows))
+        return bias.in_window(*firsts)
 
     def biases(self, layer: int, rows: int) -> KeyBias:
         """Biases of the prompts' keys and of the own keys of `rows` rows, computed once a step for layers with the same window."""
         window = self.window_of(layer)
-        everything = KeyBias(self.prefix_bias, self.suffix_bias[:rows], self.wide_prefix, self.wide_suffix)
+        everything = KeyBias(self.prefix_bias, self.suffix_bias[:rows], self.of_prompts, self.of_rows)
         if window is not None and window not in self.in_window:
-            self.in_window[window] = everything.before_hidden(*self._window_firsts(window))
+            self.in_window[window] = self._in_window(window, everything)
         return everything if window is None else self.in_window[window]
 
     def attend_decode(
@@ -273,12 +295,20 @@ class KVCache:
         keys, values = self.suffix[layer][:, :rows]
         keys[:, :, self.step_column], values[:, :, self.step_column] = key, value
         query = query.view(rows, heads, repeats, width)
-        suffix, shared = self._parts(layer, keys, values)
+        suffix, shared = self._parts(layer, keys, values, self.row_map, repeats)
         return self.merge(query, suffix, shared, self.row_map, scale, softcap, sinks).view(rows, -1, width)
 
-    def _parts(self, layer: int, keys: Tensor, values: Tensor) -> tuple[AttentionPart, AttentionPart]:
+    def _parts(
+        self, layer: int, keys: Tensor, values: Tensor, row_map: RowMap, repeats: int
+    ) -> tuple[AttentionPart, AttentionPart]:
         """Parts of the rows' own `keys` and `values` [R, Hkv, columns, D] and of their prompts', masked by the layer's window."""
         rows, heads = keys.shape[:2]
         buffer, bias = self.prefix[layer], self.biases(layer, rows)
-        suffix = AttentionPart(keys, values, bias.suffix, bias.suffix_by_head(heads))
-        return suffix, AttentionPart(buffer[0], buffer[1], bias.prefix, bias.prefix_by_head(heads))
+        suffix = AttentionPart(keys, values, *bias.of_suffix(heads))
+        return suffix, AttentionPart(buffer[0], buffer[1], *bias.shared(row_map, repeats, heads))
+
+    def keys_of(self, layer: int, row: int) -> Tensor:
+        """[2, Hkv, K, D] keys and values of the row's prompt, and its own before the step column."""
+        owner = self.owners[row]
+        prompt = self.prefix[layer][:, owner, :, : self.prompt_lengths[owner]]
+        return torch.cat((prompt, self.suffix[layer][:, row, :, self.starts[row] : self.step_column]), 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -26,6 +27,26 @@ class GroupRequest:
         per_token = sum(layer.bytes_per_token(forward.dtype) for layer in forward.layers)
         states = 0 if forward.states is None else len(self.keys) * forward.states.nbytes
         return states + per_token * (rounded(len(self.prompt.token_ids)) + len(self.keys) * rounded(self.limit))
+
+
+def prefill_batches(requests: Sequence[GroupRequest], most: int, *, is_padded: bool) -> Iterator[range]:
+    """Places of the prompts that are prefilled together: at most `most` tokens, padding included, or one prompt.
+
+    A prompt with media is alone. Without `is_padded`, prompts are of one length.
+    """
+    start, stop, longest = 0, 0, 0
+    while start < len(requests):
+        while stop < len(requests):
+            length, has_media = len(requests[stop].prompt.token_ids) - 1, requests[stop].prompt.media is not None
+            is_other = has_media or not (is_padded or length == longest)
+            longest = max(longest, length)
+            if stop > start and (is_other or longest * (stop + 1 - start) > most):
+                break
+            stop += 1
+            if has_media:
+                break
+        yield range(start, stop)
+        start, longest = stop, 0
 
 
 @dataclass(eq=False)

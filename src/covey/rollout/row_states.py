@@ -8,7 +8,7 @@ Keys and values of attention layers pass through that cache unchanged: the engin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeAlias
@@ -190,11 +190,23 @@ class RowStates:
             self.places.clear(cache)
         self._prompts |= {slot: (after, place) for place, slot in enumerate(slots)}
 
-    @contextmanager
-    def decoding(self, rows: int) -> Iterator[Any]:
+    def decoding(self, rows: int) -> AbstractContextManager[Any]:
         """Context of a decode step of the first `rows` rows: yields the cache for the model's forward."""
+        return self._continuing([x[:rows] for x in self.tensors])
+
+    @contextmanager
+    def extending(self, rows: Sequence[int]) -> Iterator[Any]:
+        """Context of a prefill of answers, all of one length, into these rows: yields the cache for the model's forward."""
+        held = [x[list(rows)] for x in self.tensors]
+        with self._continuing(held) as cache:
+            yield cache
+        for x, now in zip(self.tensors, held, strict=True):
+            x[list(rows)] = now
+
+    @contextmanager
+    def _continuing(self, held: Sequence[Tensor]) -> Iterator[Any]:
+        """Context of a forward pass from the states `held`, which it overwrites: yields the cache."""
         cache = self.places.carrier
-        held = [x[:rows] for x in self.tensors]
         for place, x in zip(self.places.places, held, strict=True):
             place.write(cache, x)
         try:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from covey.kernels import DecodeKernels
+from covey.rollout.answers import fewest_tokens, prefill_answers, takes_answers
 from covey.rollout.batches import DecodeBatch, PrefillBatch
 from covey.rollout.environments import Environment, Turn, replies
 from covey.rollout.forward import UNLIMITED, Forward, ModulesForward, plain_cache
 from covey.rollout.kv_cache import KVCache, padded_rows, rounded
-from covey.rollout.requests import GroupRequest, RunningGroup
+from covey.rollout.requests import GroupRequest, RunningGroup, prefill_batches
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.sampling import Draw, draw, uniforms
 from covey.rollout.stopping import StopStrings, check_finite, completion
@@ -63,6 +64,7 @@ class Scheduler:
         self.open: list[RunningGroup | None] = []  # by slot; None where a group has finished
         self.max_rows, output_rows = self._table_rows(max_rows)
         device, longest = forward.device, max((request.limit for request in requests), default=0)
+        self.prefill_tokens = CPU_PREFILL_TOKENS if device.type == "cpu" else PREFILL_TOKENS
         forward.reserve(rounded(max((len(request.prompt.token_ids) for request in requests), default=0)) + longest)
         self.cache = self._new_cache(longest)
         self.free_output_rows = list(range(output_rows))[::-1]
@@ -131,9 +133,8 @@ class Scheduler:
         if not taken:
             return
         if self.forward.states is not None:
-            taken.sort(
-                key=lambda request: len(request.prompt.token_ids)
-            )  # prompts of one length are prefilled together
+            # prompts of one length are prefilled together
+            taken.sort(key=lambda request: len(request.prompt.token_ids))
         self._drop_finished_prompts()
         slots = self.cache.add_prompts([len(request.prompt.token_ids) - 1 for request in taken])
         self.cache.add_rows(sum(len(request.keys) for request in taken))
@@ -161,23 +162,15 @@ class Scheduler:
 
     def _prefill(self, requests: list[GroupRequest], slots: range) -> None:
         """Prefill the prompts except their last tokens, in batches of bounded size."""
-        start, most = 0, CPU_PREFILL_TOKENS if self.forward.device.type == "cpu" else PREFILL_TOKENS
-        while start < len(requests):
-            stop, longest = start, 0
-            if requests[start].prompt.media is not None:
-                self._prefill_media(requests[start].prompt, slots[start : start + 1])
-                start += 1
-                continue
-            while stop < len(requests):
-                length = len(requests[stop].prompt.token_ids) - 1
-                has_media = requests[stop].prompt.media is not None
-                is_padded = self.forward.states is not None and stop > start and length != longest
-                longest = max(longest, length)
-                if stop > start and (has_media or is_padded or longest * (stop + 1 - start) > most):
-                    break
-                stop += 1
-            self._prefill_batch([request.prompt.token_ids[:-1] for request in requests[start:stop]], slots[start:stop])
-            start = stop
+        for batch in prefill_batches(requests, self.prefill_tokens, is_padded=self.forward.states is None):
+            prompts, place = (
+                [request.prompt for request in requests[batch.start : batch.stop]],
+                slots[batch.start : batch.stop],
+            )
+            if prompts[0].media is not None:
+                self._prefill_media(prompts[0], place)
+            else:
+                self._prefill_batch([prompt.token_ids[:-1] for prompt in prompts], place)
 
     def _prefill_media(self, prompt: Prompt, slots: range) -> None:
         """Prefill a prompt with media through the model's own modules; its rows continue at the position after them."""
@@ -197,8 +190,8 @@ class Scheduler:
         for a, prompt in enumerate(prompts):
             ids[a, : len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
         positions = torch.arange(longest).expand(len(prompts), -1)
-        device = self.forward.device
-        self.forward.prefill(ids.to(device), positions.to(device), PrefillBatch(self.cache, slots))
+        to = self.rows.device
+        self.forward.prefill(ids.to(to), positions.to(to), PrefillBatch(self.cache, slots))
         self._keep_prompt_experts([len(prompt) for prompt in prompts], slots)
 
     def _keep_prompt_experts(self, lengths: Sequence[int], slots: range) -> None:
@@ -250,6 +243,7 @@ class Scheduler:
         is_full = rows[WRITTEN] >= rows[LIMIT]
         if self.environment is not None:
             stops &= ~self._continues(stops & ~is_full)
+            is_full = rows[WRITTEN] >= rows[LIMIT]
         ends = stops | is_full
         return self._retire(ends, stops) if bool(ends.any()) else []
 
@@ -273,29 +267,43 @@ class Scheduler:
         ended = stops.nonzero().squeeze(-1).tolist()
         if not ended or self.environment is None or self.replies is None:
             return continues
-        columns = self.rows[:, ended].T.tolist()
+        columns, answers = self.rows[:, ended].T.tolist(), dict[int, list[int]]()
         turns = [self._turn(column) for column in columns]
         for row, column, reply in zip(ended, columns, replies(self.environment, turns, self.tokenizer), strict=True):
             if reply is None:
                 continue
-            start, stop = column[WRITTEN], min(column[WRITTEN] + len(reply), column[LIMIT])
-            self.replies[column[OUTPUT_ROW], start:stop] = torch.tensor(reply[: stop - start], dtype=torch.int64)
+            answer = reply[: column[LIMIT] - column[WRITTEN]]
+            place = slice(column[WRITTEN], column[WRITTEN] + len(answer))
+            self.replies[column[OUTPUT_ROW], place] = torch.tensor(answer, dtype=torch.int64)
             continues[row] = True
+            if len(answer) >= fewest_tokens(self.forward, self.num_rows):
+                answers[row] = answer
+        if answers and takes_answers(self.forward):
+            self._prefill_answers(answers)
         return continues
+
+    def _prefill_answers(self, answers: dict[int, list[int]]) -> None:
+        """Prefill the last drawn tokens of these rows and their answers but for the last tokens, which are the next inputs."""
+        columns = {row: self.rows[:, row].tolist() for row in answers}
+        read = {row: [columns[row][TOKEN], *ids[:-1]] for row, ids in answers.items()}
+        positions = {row: column[POSITION] for row, column in columns.items()}
+        for row, experts in prefill_answers(self.forward, self.cache, read, positions, self.prefill_tokens):
+            ids, column = torch.tensor(answers[row], device=self.rows.device), columns[row]
+            place = column[OUTPUT_ROW], slice(column[WRITTEN], column[WRITTEN] + len(ids))
+            self.tokens[place], self.logprobs[place] = ids, 0.0
+            if self.experts is not None and experts is not None:
+                self.experts[place] = experts
+            if self.seen is not None:
+                self.seen[row, ids] = True
+            self.rows[TOKEN, row] = ids[-1]
+            self.rows[POSITION : WRITTEN + 1, row] += len(ids)
 
     def _turn(self, column: list[int]) -> Turn:
         group, output_row, written = self.open[column[SLOT]], column[OUTPUT_ROW], column[WRITTEN]
         assert group is not None  # a running row belongs to a running group
         assert self.replies is not None
-        is_reply = self.replies[output_row, :written] >= 0
-        last = int(is_reply.nonzero().max()) + 1 if bool(is_reply.any()) else 0
-        ids = self.tokens[output_row, :written].tolist()
-        return Turn(
-            prompt=group.request.prompt,
-            sample=group.output_rows.index(output_row),
-            token_ids=tuple(ids),
-            text=self.tokenizer.decode(ids[last:], skip_special_tokens=True),
-        )
+        ids, is_written = self.tokens[output_row, :written].tolist(), (self.replies[output_row, :written] < 0).tolist()
+        return Turn.of(group.request.prompt, group.output_rows.index(output_row), ids, is_written, self.tokenizer)
 
     def _completes_stop_string(self, tokens: Tensor) -> Tensor:
         is_end = self.enders[tokens]

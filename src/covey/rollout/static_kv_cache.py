@@ -14,6 +14,7 @@ from torch import Tensor
 
 from covey.kernels import TritonDecode, Window
 from covey.rollout.attention import HIDDEN, RowMap
+from covey.rollout.key_bias import KeyBias
 from covey.rollout.kv_cache import STEP, KVCache, LayerShape, rounded
 from covey.rollout.row_states import RowStates, StatePlaces
 from covey.rollout.static_buffers import StaticBuffers
@@ -195,7 +196,24 @@ class StaticKVCache(KVCache):
         self.step_column = step_column
         self.now.fill_(step_column)
 
+    def extend_rows(self, rows: Sequence[int], counts: Sequence[int]) -> None:
+        super().extend_rows(rows, counts)
+        self.first[: self.num_rows] = torch.tensor(self.starts, dtype=torch.int32)
+
+    def _make_room(self, ahead: int) -> None:
+        self._forget(min(self.starts))
+        used, columns = self.step_column, self.suffix_bias.shape[1]
+        if used + ahead > columns:
+            self._grow_suffix(self.num_rows, len(self.first), columns_for(used + ahead))
+        for buffer in self.suffix:
+            buffer[:, :, :, ahead : ahead + used] = buffer[:, :, :, :used].clone()
+        self.suffix_bias[:, ahead : ahead + used] = self.suffix_bias[:, :used].clone()
+        self.suffix_bias[:, :ahead] = HIDDEN
+        self.starts = [start + ahead for start in self.starts]
+        self._set_step_column(used + ahead)
+
     def set_row_owners(self, owners: list[int]) -> None:
+        self.owners = owners
         members: list[list[int]] = [[] for _ in range(len(self.lengths))]
         back = [0] * len(self.back)
         for row, owner in enumerate(owners):
@@ -212,14 +230,14 @@ class StaticKVCache(KVCache):
     def begin_step(self) -> None:
         """Make the step column visible to every row. No buffer grows in a step."""
         self.suffix_bias.index_fill_(1, self.now, 0.0)
-        self.wide_prefix, self.wide_suffix, self.in_window = {}, {}, {}
+        self.of_prompts, self.of_rows, self.in_window = {}, {}, {}
 
-    def _window_firsts(self, window: Window) -> tuple[Tensor, Tensor]:
-        """`KVCache._window_firsts` from tensors, for every prompt slot and row; arbitrary for unused ones."""
-        oldest = self.first[self.members[:, 0]]
-        of_prompts = window.first(self.lengths + self.now - oldest)
-        position = self.lengths[self.back // self.group_size] + self.now - self.first
-        return of_prompts, window.first(position) - position + self.now
+    def _in_window(self, window: Window, bias: KeyBias) -> KeyBias:
+        """`KVCache._in_window` from tensors, for every row; arbitrary for unused ones."""
+        owners = self.back // self.group_size
+        position = self.lengths[owners] + self.now - self.first
+        of_prompts = window.first(position)
+        return bias.in_window(owners, of_prompts, of_prompts - position + self.now)
 
     def end_step(self) -> None:
         """Increment the step column on the device; the host's copy follows in `advance`."""
@@ -246,7 +264,7 @@ class StaticKVCache(KVCache):
         suffix[0].index_copy_(2, self.now, key[:, :, None])
         suffix[1].index_copy_(2, self.now, value[:, :, None])
         row_map = RowMap(self.members, self.back[:rows], is_regular=False)
-        parts = self._parts(layer, suffix[0], suffix[1])
+        parts = self._parts(layer, suffix[0], suffix[1], row_map, query.shape[1] // heads)
         out = self.merge(query.view(rows, heads, -1, width), *parts, row_map, scale, softcap, sinks)
         return out.view(rows, -1, width)
 

@@ -141,11 +141,6 @@ class TurnSampler:
         self._answer([row for row in rows if row.finish is None])
 
     def _answer(self, rows: Sequence[_Writing]) -> None:
-        turns = [self._turn(row) for row in rows]
+        turns = [Turn.of(row.prompt, row.place[1], row.ids, row.mask, self.tokenizer) for row in rows]
         for row, reply in zip(rows, replies(self.environment, turns, self.tokenizer) if turns else [], strict=True):
             row.answer(reply)
-
-    def _turn(self, row: _Writing) -> Turn:
-        since = max((t + 1 for t, is_sampled in enumerate(row.mask) if not is_sampled), default=0)
-        text = self.tokenizer.decode(row.ids[since:], skip_special_tokens=True)
-        return Turn(prompt=row.prompt, sample=row.place[1], token_ids=tuple(row.ids), text=text)
