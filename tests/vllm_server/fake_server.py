@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load, load_file
 
 from covey.modalities import whole_inputs
+from covey.process.link.covey_link import Link, meeting, store_at
 from covey.types import Media, Prompt
 
 PATHS = (
@@ -57,6 +58,8 @@ class FakeServer:
         """Standard deviation of what is added to each log-probability."""
         self.read: list[list[str]] = []
         """Names of the weights of each update that held a part of them."""
+        self.sees_folders = True
+        self.link: Any = None
         self.reads_cached: dict[str, Any] = {}
         self.caches_paths = False
         """Whether a path that was read before gives what it held then, as memory-mapped files do."""
@@ -94,7 +97,7 @@ class FakeServer:
         """Come up at the same port with this model and the label of a new server."""
         self.stop()
         self.replicas = [copy.deepcopy(model).eval() for _ in self.replicas]
-        self.version, self.paused, self.adapters = "default", False, {}
+        self.version, self.paused, self.adapters, self.link = "default", False, {}, None
         self.http = ThreadingHTTPServer((self.host, self.port), _handler(self))
         self.http.daemon_threads = True
         threading.Thread(target=lambda: self.http.serve_forever(0.02), daemon=True).start()
@@ -158,6 +161,10 @@ class FakeServer:
             from covey.rollout.vllm.weights import digests_of, distinct_weights
 
             return digests_of(distinct_weights(self.replicas[0], torch.float32))
+        if method == "covey_sees":
+            return self.sees_folders
+        if method in ("covey_join", "covey_try", "covey_receive"):
+            return self._over_link(method, kwargs)
         if method == "covey_reload" and not self.moves_nothing:
             weights = {name: weight for file in kwargs["files"] for name, weight in load_file(file).items()}
             self.read.append(sorted(weights))
@@ -183,6 +190,21 @@ class FakeServer:
             return weights
         whole = {**dict(distinct_weights(model, torch.float32)), **weights}
         return type(model).from_pretrained(None, config=model.config, state_dict=whole).state_dict()
+
+    def _over_link(self, method: str, kwargs: dict[str, Any]) -> Any:
+        if method == "covey_join":
+            self.link = None
+            size, limit = kwargs["size"], kwargs["limit"]
+            store = meeting(store_at(kwargs["host"], kwargs["port"], size=size, seconds=limit), kwargs["number"])
+            self.link = Link(kwargs["backend"], store, rank=1, size=size, seconds=limit)
+            return None
+        received = {name: weight.clone() for name, weight in self.link.receive()}
+        if method == "covey_try":
+            return [weight.tolist() for weight in received.values()]
+        self.read.append(sorted(received))
+        for model in self.replicas:
+            model.load_state_dict(received, strict=False)
+        return None
 
     def _load_adapter(self, body: dict[str, Any]) -> Any:
         from peft import PeftModel

@@ -7,17 +7,15 @@ import os
 
 import pytest
 import torch
+from changed_parts import expect_the_trainers, megabytes, moved, update
 from fake_server import FakeServer
 from safetensors.torch import load_file, save_file
 
 from covey.errors import AttestationError
-from covey.rollout import SamplingParams
 from covey.rollout.vllm import ServerSampler
 from covey.rollout.vllm.pieces import Piece, changed_pieces, in_pieces
 from covey.rollout.vllm.weights import Source, write_weights
 from kit import tiny_model, tiny_tokenizer
-
-GREEDY = SamplingParams(max_tokens=3, temperature=0.0)
 
 
 @pytest.fixture(params=[False, True], ids=["apart", "tied"])
@@ -35,33 +33,6 @@ def sampler_of(fake, model, tmp_path, **options):
     sampler = ServerSampler(model, tiny_tokenizer(), port=fake.port, directory=tmp_path, eos_ids=[2], **options)
     update(sampler)
     return sampler
-
-
-def update(sampler, model=None, version=0):
-    """Send the weights, if a model is passed; megabytes that were sent, None for no update."""
-    if model is not None:
-        sampler.load(model, version)
-    list(sampler.sample(["2 + 2 ="], 2, GREEDY))
-    sent = sampler.take_metrics().get("weights/mb")
-    return None if sent is None else sent.value
-
-
-def moved(model, *parts):
-    """Move the weights whose names hold one of these."""
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if any(part in name for part in parts):
-                weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))))
-
-
-def megabytes(model, *parts):
-    held = {id(weight): weight for name, weight in model.named_parameters() if any(part in name for part in parts)}
-    return pytest.approx(sum(weight.nbytes for weight in held.values()) / 1e6)
-
-
-def expect_the_trainers(fake, model):
-    theirs = dict(fake.replicas[0].named_parameters())
-    assert all(torch.equal(weight, theirs[name]) for name, weight in model.named_parameters())
 
 
 def test_the_bytes_fall_to_those_of_what_was_trained(fake, model, tmp_path):

@@ -152,7 +152,6 @@ def test_the_command_has_what_updates_need(tmp_path, capsys):
         "-m vllm.entrypoints.cli.main serve",
         "--host 127.0.0.1",
         "--worker-extension-cls covey_worker.CoveyWorker",
-        """--weight-transfer-config '{"backend": "nccl"}'""",
         "--enable-lora --max-lora-rank 8",
     ):
         assert needed in said

@@ -15,7 +15,7 @@ import time
 import pytest
 import torch
 from fake_server import nudged
-from real_server import PYTHON
+from real_server import PYTHON, free_port
 
 from covey import algorithms as alg
 from covey.demo import model_path
@@ -326,3 +326,15 @@ def test_parts_alone_reach_it_and_the_others_stay(running, model, tmp_path, part
     seen = {name: metric.value for name, metric in sampler.take_metrics().items()}
     assert seen["vllm/exact"] == 1
     assert seen["weights/mb"] == pytest.approx(sum(weight.nbytes for weight in trained) / 1e6)
+
+
+def test_weights_reach_it_by_a_broadcast(running, model, tmp_path):
+    sampler = sampler_of(running, model, tmp_path, transport="gloo", group_port=free_port())
+    expect_the_trainers(sampler, model)
+    sampler.take_metrics()
+    for version in (1, 2):
+        nudged(model, seed=version + 20)
+        sampler.load(model, version)
+        expect_the_trainers(sampler, model)
+        assert sampler.take_metrics()["vllm/exact"].value == 1
+    assert not list(tmp_path.rglob("*.safetensors"))

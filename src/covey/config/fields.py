@@ -147,10 +147,10 @@ class Options:
     vllm_server_host: str = option("0.0.0.0", "Host of a vLLM server; 0.0.0.0 is this machine.", group="vLLM")
     vllm_server_port: int = option(8000, "Port of a vLLM server.", group="vLLM", at_least=1)
     vllm_server_timeout: float = option(240.0, "Seconds to wait for a vLLM server.", group="vLLM", above=0)
-    vllm_group_port: int = option(51216, "Port on which NCCL meets a vLLM server.", group="vLLM", at_least=1)
+    vllm_group_port: int = option(51216, "Port at which the workers of a vLLM server meet a run that broadcasts weights.", group="vLLM", at_least=1)
     vllm_transport: str = option("auto",
-        "How weights reach a vLLM server: directory (a folder a version, which both see), nccl (CUDA), or auto (adapters alone, else directory).",
-        group="vLLM", words=("auto", "directory", "nccl"))
+        "How weights reach a vLLM server: directory (a folder that both see), gloo or nccl (a broadcast), or auto (the first that works).",
+        group="vLLM", words=("auto", "directory", "gloo", "nccl"))
     vllm_directory: str | None = option(None,
         "Folder of the versions that a vLLM server reads; unset: `vllm-weights` in output_dir.", group="vLLM")
     vllm_attestation: str = option("stop",

@@ -129,10 +129,10 @@ def _refuse_vllm(config: Any) -> None:
     """Raise ConfigError where weights that are split cannot reach vLLM: they go to a server, a block at a time, through a folder."""
     if not (config.use_vllm or config.rollout_backend == "vllm"):
         return
-    if config.vllm_mode == "server" and config.vllm_transport == "nccl":
+    if config.vllm_mode == "server" and config.vllm_transport in ("gloo", "nccl"):
         raise ConfigError(
-            "vllm_transport='nccl' sends weights that one process holds whole, and fsdp splits them; leave it out: they travel "
-            "through a folder."
+            f"vllm_transport={config.vllm_transport!r} sends weights that one process holds whole, and fsdp splits them; leave it out: "
+            "they travel through a folder."
         )
 
 

@@ -26,21 +26,28 @@ class Piece:
     num_bytes: int
     sums: Mapping[str, int]
     """Sums of the digest by block; empty where nothing compares them."""
-    file: Path
-    """Safetensors file of its tensors."""
+    file: Path | None = None
+    """Safetensors file of its tensors; None: they are in memory."""
+    tensors: Mapping[str, Tensor] | None = None
 
     @staticmethod
-    def of(tensors: Mapping[str, Tensor], file: Path, has_digests: bool) -> Piece:
-        """A piece with a new number."""
+    def of(tensors: Mapping[str, Tensor], file: Path | None, has_digests: bool) -> Piece:
+        """A piece with a new number. Without a file it holds a copy of the tensors."""
         sums: dict[str, int] = {}
         for name, weight in tensors.items() if has_digests else ():
             add_digest(sums, name, weight)
-        return Piece(next(_NUMBERS), sum(weight.nbytes for weight in tensors.values()), sums, file)
+        held = None if file is not None else {name: weight.clone() for name, weight in tensors.items()}
+        return Piece(next(_NUMBERS), sum(weight.nbytes for weight in tensors.values()), sums, file, held)
 
     def holds(self, tensors: Mapping[str, Tensor]) -> bool:
-        """True if the file has exactly these tensors, bit for bit. A file that cannot be read holds nothing."""
+        """True if it has exactly these tensors, bit for bit. A file that cannot be read holds nothing."""
         from safetensors import SafetensorError, safe_open
 
+        if self.tensors is not None:
+            return self.tensors.keys() == tensors.keys() and all(
+                _is_same(self.tensors[name], weight) for name, weight in tensors.items()
+            )
+        assert self.file is not None
         try:
             with safe_open(self.file, framework="pt") as opened:
                 return set(opened.keys()) == tensors.keys() and all(

@@ -24,21 +24,20 @@ from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import SamplingParams, update_metrics
 from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.stopping import check_finite, checked_eos_ids, context_of
+from covey.rollout.vllm.choice import transport_for
 from covey.rollout.vllm.client import Address, Client, Deadlines, NoAnswerError
 from covey.rollout.vllm.lifecycle import NEVER
 from covey.rollout.vllm.media import complete, expect_media_taken
 from covey.rollout.vllm.server import Server, refuse_other_model, refuse_raw_logprobs, warn_if_exposed
 from covey.rollout.vllm.sync import Attest, RestartedError, Sync, Update
 from covey.rollout.vllm.transports import (
-    AdapterTransport,
+    BroadcastTransport,
     Carrier,
     DirectoryTransport,
-    NCCLTransport,
-    Transport,
     refuse_carrier,
     refuse_stale_head,
 )
-from covey.rollout.vllm.weights import Source, safe_name, why_not_alone
+from covey.rollout.vllm.weights import Source, safe_name
 from covey.types import Completion, Group, Metric, Prompt, merge_metrics
 
 logger = logging.getLogger(__name__)
@@ -85,8 +84,7 @@ class ServerSampler:
         without the endpoints, ServerError if no server answers.
         """
         self.tokenizer, self.regex, self.timeout = tokenizer, regex, timeout
-        self.model, self.max_rows = model, None
-        self.world, self.shards = world or World(), shards
+        self.model, self.max_rows, self.world, self.shards = model, None, world or World(), shards
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
         self.banned = banned_ids(model)
         self.check_stop = check_stop
@@ -97,17 +95,18 @@ class ServerSampler:
             server = Server.connect(Client(Address.of(base_url, host, port), Deadlines.of(deadlines)), timeout)
             refuse_other_model(server, unwrapped(model).config, tokenizer)
             warn_if_exposed(server)
-        self.server, self.client = server, server.client
-        facts = self.server.facts
+        self.server, self.client, facts = server, server.client, server.facts
         self.dtype = "float32" if facts.dtype == "float32" else None
         """Type that it computes in, where its log-probabilities are to equal a plain forward's."""
-        limits = [limit for limit in (context_of(unwrapped(model)), facts.max_model_length) if limit is not None]
-        self.context = min(limits) if limits else None
-        name = f"{safe_name(run)}-{self.world.broadcast(secrets.token_hex(3))}"
-        carrier = _transport(self.server, model, transport, Path(directory) / name, host=host, port=group_port)
-        if isinstance(carrier, DirectoryTransport):
+        limits = (context_of(unwrapped(model)), facts.max_model_length)
+        self.context = min((limit for limit in limits if limit is not None), default=None)
+        folder = Path(directory) / f"{safe_name(run)}-{self.world.broadcast(secrets.token_hex(3))}"
+        carrier = transport_for(
+            self.server, model, transport, folder, group_port, world=self.world, is_split=shards is not None
+        )
+        if isinstance(carrier, (DirectoryTransport, BroadcastTransport)):
             carrier.sends_changed = attest != "off" and self.server.has_digests and facts.data_parallel == 1
-        self.sync = Sync(self.server, carrier, run=name, attest=attest, example=example)
+        self.sync = Sync(self.server, carrier, run=folder.name, attest=attest, example=example)
         self.seen: list[dict[str, Metric]] = []
         self.pending: tuple[Any, int] | None = None
         self.update: Update | None = None
@@ -369,19 +368,5 @@ def refuse_unfit(
     refuse_carrier(server, transport, is_on_cuda=is_on_cuda)
     refuse_raw_logprobs(server, params)
     refuse_other_model(server, config, tokenizer)
-    if transport != "nccl" and not has_adapter:  # an adapter may travel alone
+    if not has_adapter:  # an adapter may travel alone
         refuse_stale_head(server, config)
-
-
-def _transport(server: Server, model: Any, carrier: Carrier, folder: Path, *, host: str, port: int) -> Transport:
-    """Transport: the adapter alone if only that is trained and the server takes it; else NCCL if requested; else a folder."""
-    refuse_carrier(server, carrier, is_on_cuda=next(model.parameters()).is_cuda)
-    if carrier == "nccl":
-        return NCCLTransport(server, host if host not in ("0.0.0.0", "localhost") else "127.0.0.1", port)
-    if hasattr(model, "peft_config"):
-        reason = why_not_alone(model, server.facts.max_lora_rank, server.facts.data_parallel)
-        if reason is None:
-            return AdapterTransport(server, folder)
-        logger.warning("Whole weights are sent to the vLLM server instead of the adapter alone: %s.", reason)
-    refuse_stale_head(server, unwrapped(model).config)
-    return DirectoryTransport(server, folder)

@@ -22,6 +22,7 @@ REQUIRED = (
     *("/update_weight_version", "/weight_info"),
 )
 DIGEST, REPACK, RELOAD = "covey_digest", "covey_repack", "covey_reload"
+JOIN, TRY, RECEIVE, SEES = "covey_join", "covey_try", "covey_receive", "covey_sees"
 """Methods of the worker extension in servers started by `covey serve-vllm`."""
 
 
@@ -40,8 +41,6 @@ class ServerInfo:
     data_parallel: int
     logprobs_mode: str
     max_logprobs: int
-    transfer_backend: str | None
-    """Backend of `--weight-transfer-config`; None: started without it."""
     max_lora_rank: int
     """0: adapters are not enabled."""
     max_loras: int
@@ -176,7 +175,6 @@ def _read_info(client: Client) -> ServerInfo:
     try:
         config, listed = info["vllm_config"], models["data"][0]
         model, parallel, lora = config["model_config"], config["parallel_config"], config.get("lora_config") or {}
-        transfer = config.get("weight_transfer_config") or {}
         return ServerInfo(
             model=str(listed["id"]),
             folder=str(model["model"]),
@@ -187,7 +185,6 @@ def _read_info(client: Client) -> ServerInfo:
             data_parallel=int(parallel["data_parallel_size"]),
             logprobs_mode=str(model.get("logprobs_mode")),
             max_logprobs=int(model.get("max_logprobs", 20)),
-            transfer_backend=transfer.get("backend"),
             max_lora_rank=int(lora.get("max_lora_rank") or 0) if client.has("/v1/load_lora_adapter") else 0,
             max_loras=int(lora.get("max_loras") or 0),
             has_digest="covey" in str(parallel.get("worker_extension_cls") or "") and client.has("/collective_rpc"),

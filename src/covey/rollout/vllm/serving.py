@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from covey.errors import ConfigError
 from covey.models import resolve_source
+from covey.process import link
 from covey.rollout.vllm import worker
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -45,15 +45,15 @@ def serve_command(
     interpreter = shutil.which(python or sys.executable)
     if interpreter is None:
         raise ConfigError(f"--python {python} cannot be run; give the python of the environment that has vLLM.")
-    entry, device, plain = _entry_and_device(interpreter)
+    entry, _, plain = _entry_and_device(interpreter)
     command = [interpreter, *entry, source, "--host", host, "--port", str(port), "--generation-config", "vllm"]
     command += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", "covey_worker.CoveyWorker"]
     command += ["--middleware", "covey_media.Media", *plain]
-    if device == "cuda":
-        command += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
     if lora_rank is not None:
         command += ["--enable-lora", "--max-lora-rank", str(lora_rank), "--max-loras", "2"]
-    paths = [str(Path(worker.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(Path(str(module.__file__)).parent) for module in (worker, link)] + [
+        *filter(None, [os.environ.get("PYTHONPATH")])
+    ]
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.pathsep.join(paths)}
     if lora_rank is not None:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

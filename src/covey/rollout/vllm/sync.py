@@ -28,7 +28,7 @@ from covey.rollout.vllm.attestation import (
 from covey.rollout.vllm.media import expect_near, score
 from covey.rollout.vllm.server import Server
 from covey.rollout.vllm.transports import Shipment, Transport, dtype_of
-from covey.rollout.vllm.weights import Source, differing_blocks, digests_of, sums_of, texts_of
+from covey.rollout.vllm.weights import Source, differing_blocks, sums_of, texts_of
 from covey.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -97,16 +97,14 @@ class Sync:
         started, label = time.perf_counter(), self._next_label(version)
         probe = self._probe(source) if self.attest != "off" else None
         shipment = self.transport.prepare(source, label)  # last: it may fail on the process that writes
-        digests = self._digests(source, shipment) if probe else None
+        digests = self._digests(shipment) if probe else None
         return Update(source, version, label, shipment, probe, digests, time.perf_counter() - started)
 
-    def _digests(self, source: Source, shipment: Shipment) -> dict[str, str] | None:
+    def _digests(self, shipment: Shipment) -> dict[str, str] | None:
         """Digests of the weights, as they were written; None where the server has none to compare."""
         if not (self.server.has_digests and self.transport.pauses):
             return None
-        if shipment.place is not None:
-            return texts_of(sums_of(shipment.pieces.values()))
-        return digests_of(source.distinct(dtype_of(self.server)))
+        return texts_of(sums_of(shipment.pieces.values()))
 
     def _probe(self, source: Source) -> Probe:
         policy, dtype = source.policy, dtype_of(self.server)

@@ -1,22 +1,30 @@
-"""Transports of weights to a vLLM server: a folder per version, the adapter alone, or NCCL."""
+"""Transports of weights to a vLLM server: a folder per version, the adapter alone, or a broadcast by gloo or NCCL."""
 
 from __future__ import annotations
 
+import logging
+import queue
 import shutil
+import socket
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor
 
-from covey.errors import ConfigError, ServerError
+from covey.errors import ConfigError, ServerError, first_line
+from covey.process.link.covey_link import Link, meeting, store_at
 from covey.rollout.vllm.pieces import Piece, changed_pieces
-from covey.rollout.vllm.server import Server
-from covey.rollout.vllm.weights import Source, safe_name, write_adapter, write_weights
+from covey.rollout.vllm.server import JOIN, RECEIVE, SEES, TRY, Server
+from covey.rollout.vllm.weights import Source, copy_weights, safe_name, write_adapter, write_weights
 
-Carrier = Literal["auto", "directory", "nccl"]
+logger = logging.getLogger(__name__)
+
+Carrier = Literal["auto", "directory", "gloo", "nccl"]
 MOST_VERSIONS = 2
 """Number of versions whose folders are kept: the current and the previous one."""
 
@@ -87,6 +95,18 @@ class DirectoryTransport:
     def model_for(self, label: str) -> str:
         return self.server.facts.model
 
+    def attempt(self) -> None:
+        """Let the server look for one small file. Raises ServerError where it does not see it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / "trial"
+        file.write_text("Does the server see this folder?")
+        try:
+            seen = self.server.call_workers(SEES, seconds=self.server.client.deadlines.init, path=str(file.absolute()))
+        finally:
+            file.unlink()
+        if not seen or not all(seen):
+            raise ServerError(f"the server does not see {self.folder.absolute()}.")
+
     def prepare(self, source: Source, label: str) -> Shipment:
         place = _new_place(self.folder, label)
         before = self.pieces if self.sends_changed else {}
@@ -103,7 +123,8 @@ class DirectoryTransport:
         if len(changed) == len(shipment.pieces):
             self.server.reload(shipment.folder, num_bytes)
         elif changed:
-            self.server.reload_files([str(piece.file.absolute()) for piece in changed], num_bytes)
+            files = [str(piece.file.absolute()) for piece in changed if piece.file is not None]
+            self.server.reload_files(files, num_bytes)
         self.server.repack()
         return num_bytes
 
@@ -153,120 +174,117 @@ class AdapterTransport:
 
 
 @dataclass(eq=False)
-class NCCLTransport:
-    """Full weights over NCCL by vLLM's own trainer client. Needs CUDA and vLLM here. Follows vLLM 0.32; not run on a GPU yet."""
+class BroadcastTransport:
+    """Weights over a process group with the server's workers: gloo between any devices, NCCL between CUDA devices. Needs the extension.
+
+    The main process has a copy in host memory, in the server's type, with which later weights are compared. NCCL was not run on a GPU yet.
+    """
 
     server: Server
-    host: str
+    backend: str
     port: int
     pauses: bool = True
-    engine: Any = None
+    sends_changed: bool = False
+    pieces: Mapping[str, Piece] = field(default_factory=dict)
+    held: Mapping[str, int] = field(default_factory=dict)
+    """Numbers of the pieces that the server has; empty where that is not known."""
+    link: Link | None = None
+    store: Any = None
+    meetings: int = 0
 
     def model_for(self, label: str) -> str:
         return self.server.facts.model
 
     def prepare(self, source: Source, label: str) -> Shipment:
-        return Shipment(sum(weight.nbytes for _, weight in source.plain()))
+        before = self.pieces if self.sends_changed else {}
+        dtype = dtype_of(self.server)
+        self.pieces = copy_weights(source, dtype, has_digests=self.server.has_digests, before=before)
+        return Shipment(sum(piece.num_bytes for piece in self.pieces.values()), pieces=self.pieces)
 
     def send(self, source: Source, label: str, shipment: Shipment) -> int:
-        deadlines = self.server.client.deadlines
-        if self.engine is None:
-            self.engine = within(lambda: self._start(source), deadlines.init, "setting up NCCL")
-        self.engine.source = _PlainSource(source)
-        seconds = deadlines.start + deadlines.update_of(shipment.num_bytes) + deadlines.finish
+        held, self.held = self.held, {}
+        changed = changed_pieces(shipment.pieces, held)
+        num_bytes = sum(piece.num_bytes for piece in changed)
+        if changed:
+            seconds = self.server.client.deadlines.update_of(num_bytes)
+            self._broadcast([piece.tensors or {} for piece in changed], RECEIVE, seconds)
+        self.server.repack()
+        return num_bytes
+
+    def attempt(self) -> None:
+        """Send one small tensor and compare what arrived. Raises ServerError where that fails, within the deadline `init`."""
+        values = [1.0, 2.0, 3.0]
+        answers = self._broadcast([{"trial": torch.tensor(values)}], TRY, self.server.client.deadlines.init)
+        if answers != [[values]] * self.server.facts.tensor_parallel:
+            raise ServerError(f"a broadcast by {self.backend} arrived changed.")
+
+    def _broadcast(self, messages: Sequence[Mapping[str, Tensor]], method: str, seconds: float) -> list[Any]:
+        """Results of the workers' `method`, which receives these messages. After an error the next call meets them again."""
+        link, self.link = self.link or self._meet(), None
+        call = lambda: self.server.call_workers(method, seconds=seconds)
+        _, answers = together([lambda: link.send(messages), call], seconds, f"sending weights by {self.backend}")
+        self.link = link
+        return list(answers)
+
+    def _meet(self) -> Any:
+        seconds, size = self.server.client.deadlines.init, 1 + self.server.facts.tensor_parallel
+        device = f"cuda:{torch.cuda.current_device()}" if self.backend == "nccl" else "cpu"
         try:
-            within(self.engine.send_weights, seconds, "sending weights over NCCL")
-        except ServerError:
-            self.engine = None  # the process group cannot be reused after a partial broadcast
-            raise
-        return shipment.num_bytes
-
-    def _start(self, source: Source) -> Any:
-        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-        reply = self.server.client.get("/get_world_size")
-        info = NCCLTrainerInitInfo(
-            rank=0, master_address=self.host, master_port=self.port, world_size=1 + int(reply["world_size"])
-        )
-        return WeightTransferTrainerFactory.trainer_init(
-            info, client=_Lifecycle(self.server), source=_PlainSource(source)
-        )
+            self.store = self.store or store_at("0.0.0.0", self.port, size=size, seconds=seconds, is_master=True)
+        except RuntimeError as error:
+            raise ServerError(
+                f"port {self.port}, at which the server's workers meet this process, cannot be used ({first_line(error)}); give "
+                "another vllm_group_port."
+            ) from error
+        self.meetings += 1
+        store = meeting(self.store, self.meetings)
+        join = lambda: Link(self.backend, store, rank=0, size=size, seconds=seconds, device=device)
+        where = {"host": local_address(self.server), "port": self.port, "number": self.meetings, "size": size}
+        call = lambda: self.server.call_workers(JOIN, seconds=seconds, backend=self.backend, limit=seconds, **where)
+        link, _ = together([join, call], seconds, f"meeting the server's workers by {self.backend}")
+        return link
 
     def finish(self, shipment: Shipment, *, is_exact: bool) -> None:
-        return None
+        if self.sends_changed and is_exact:
+            self.held = {key: piece.number for key, piece in shipment.pieces.items()}
 
     def forget(self, *, for_good: bool = False) -> None:
-        return None
+        """Also meet the workers again: those of a server that was started again are others."""
+        self.held, self.link, self.sends_changed = {}, None, self.sends_changed and not for_good
 
 
-@dataclass(frozen=True, eq=False)
-class _Lifecycle:
-    """vLLM's `VLLMWeightSyncClient`: its lifecycle over HTTP, each call once and within its deadline."""
-
-    server: Server
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._post("/init_weight_transfer_engine", {"init_info": init_info}, self.server.client.deadlines.init)
-
-    def shutdown_weight_transfer_engine(self) -> None:
-        self._post("/shutdown_weight_transfer_engine", None, self.server.client.deadlines.finish)
-
-    def start_weight_update(self) -> None:
-        self._post("/start_weight_update", None, self.server.client.deadlines.start)
-
-    def update_weights(self, update_info: Any) -> None:
-        deadlines = self.server.client.deadlines
-        sizes = zip(update_info["shapes"], update_info["dtype_names"], strict=True)
-        num_bytes = sum(torch.Size(shape).numel() * getattr(torch, name).itemsize for shape, name in sizes)
-        self._post("/update_weights", {"update_info": update_info}, deadlines.update_of(num_bytes))
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        body = None if weight_version is None else {"weight_version": weight_version}
-        self._post("/finish_weight_update", body, self.server.client.deadlines.finish)
-
-    def _post(self, path: str, body: Any, seconds: float) -> None:
-        self.server.client.post(path, body, seconds=seconds)
+def local_address(server: Server) -> str:
+    """Address of this machine as the server's machine reaches it."""
+    address = server.client.address
+    if address.is_local:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address.host, address.port))  # sends nothing
+        return str(probe.getsockname()[0])
 
 
-@dataclass(frozen=True, eq=False)
-class _PlainSource:
-    """vLLM's `WeightSource` over `Source.plain`: metadata and tensors in the same order."""
+def together(works: Sequence[Callable[[], Any]], seconds: float, what: str) -> list[Any]:
+    """Results of `works`, each in a daemon thread. Raises ServerError at the first failure, and past `seconds`."""
+    results: queue.Queue[tuple[int, Any, Exception | None]] = queue.Queue()
 
-    source: Source
-
-    def metadata(self) -> list[Any]:
-        from vllm.distributed.weight_transfer.base import ParamMeta
-
-        return [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in self.source.plain()]
-
-    def __iter__(self) -> Any:
-        return self.source.plain()
-
-    def held_names(self) -> None:
-        return None
-
-
-def within(work: Callable[[], Any], seconds: float, what: str) -> Any:
-    """The result of `work`, done in a daemon thread. Raises ServerError past `seconds`, and any exception of `work`."""
-    box: list[Any] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
+    def run(place: int, work: Callable[[], Any]) -> None:
         try:
-            box.append(work())
-        except Exception as error:  # noqa: BLE001 - handed to the caller
-            failed.append(error)
+            results.put((place, work(), None))
+        except Exception as error:  # noqa: BLE001 - raised by the thread that waits
+            results.put((place, None, error))
 
-    thread = threading.Thread(target=run, daemon=True, name="covey-nccl")
-    thread.start()
-    thread.join(seconds)
-    if failed:
-        error = failed[0]
-        raise error if isinstance(error, ServerError) else ServerError(f"{what} failed: {error}") from error
-    if not box:
-        raise ServerError(f"{what} was not done within {seconds:g} seconds.")
-    return box[0]
+    for place, work in enumerate(works):
+        threading.Thread(target=run, args=(place, work), daemon=True, name="covey-broadcast").start()
+    until, done = time.monotonic() + seconds, dict[int, Any]()
+    while len(done) < len(works):
+        try:
+            place, result, error = results.get(timeout=max(0.01, until - time.monotonic()))
+        except queue.Empty:
+            raise ServerError(f"{what} was not done within {seconds:g} seconds.") from None
+        if error is not None:
+            raise ServerError(f"{what} failed: {first_line(error)}") from error
+        done[place] = result
+    return [done[place] for place in range(len(works))]
 
 
 def dtype_of(server: Server) -> torch.dtype:
@@ -281,8 +299,9 @@ def dtype_of(server: Server) -> torch.dtype:
 
 def refuse_carrier(server: Server, carrier: Carrier, *, is_on_cuda: bool) -> None:
     """Raise ConfigError if weights of a run on such a device cannot travel to the server by `carrier`."""
-    if carrier == "nccl":
-        refuse_nccl(server, is_on_cuda)
+    if carrier in ("gloo", "nccl"):
+        if reason := why_not_broadcast(server, carrier, is_on_cuda=is_on_cuda):
+            raise ConfigError(f"vllm_transport={carrier!r} cannot be used: {reason}; use 'directory'.")
     elif not server.client.has("/collective_rpc"):
         raise ConfigError(
             f"The server at {server.client.address} lacks /collective_rpc, through which it reads weights from a folder; start it "
@@ -290,22 +309,51 @@ def refuse_carrier(server: Server, carrier: Carrier, *, is_on_cuda: bool) -> Non
         )
 
 
-def refuse_nccl(server: Server, is_on_cuda: bool) -> None:
-    """Raise ConfigError if NCCL cannot carry the weights: a CPU server may report success without a transfer."""
-    import importlib.util
-
-    needed = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update")
+def why_not_broadcast(server: Server, backend: str, *, is_on_cuda: bool) -> str | None:
+    """Reason why weights cannot travel by this backend; None if a trial may show that they can."""
+    facts = server.facts
     reasons = {
-        f"the server computes on {server.facts.device}": server.facts.device != "cuda",
-        "the run's model is not on a CUDA device": not is_on_cuda,
-        'the server was started without --weight-transfer-config \'{"backend": "nccl"}\'': server.facts.transfer_backend
-        != "nccl",
-        "the server lacks the endpoints of weight transfer": not server.client.has(*needed),
-        "vLLM is not installed beside Covey": importlib.util.find_spec("vllm") is None,
+        f"the server computes on {facts.device}": backend == "nccl" and facts.device != "cuda",
+        "the run's model is not on a CUDA device": backend == "nccl" and not is_on_cuda,
+        f"the server has {facts.data_parallel} replicas": facts.data_parallel > 1,
+        "the server was not started by covey serve-vllm": not facts.has_digest,
     }
-    reason = next((reason for reason, is_so in reasons.items() if is_so), None)
-    if reason:
-        raise ConfigError(f"vllm_transport='nccl' cannot be used: {reason}; use 'directory'.")
+    return next((reason for reason, is_so in reasons.items() if is_so), None)
+
+
+def whole_transport(
+    server: Server, carrier: Carrier, folder: Path, port: int, *, is_on_cuda: bool, tries: bool
+) -> DirectoryTransport | BroadcastTransport:
+    """The first transport of whole weights that a trial shows to work: a folder that both see, or gloo. NCCL must be asked for.
+
+    `tries` False: the process that only takes part in gathering. Raises ServerError where a transport that was asked for fails.
+    """
+    by_folder = DirectoryTransport(server, folder)
+    if not tries or carrier == "directory" or (carrier == "auto" and not server.facts.has_digest):
+        return by_folder
+    if carrier != "auto":
+        chosen = BroadcastTransport(server, carrier, port)
+        chosen.attempt()
+        return chosen
+    try:
+        by_folder.attempt()
+        logger.info("Weights travel to the vLLM server by a folder that it sees.")
+        return by_folder
+    except ServerError as error:
+        unseen = str(error).rstrip(".")
+    reason = why_not_broadcast(server, "gloo", is_on_cuda=is_on_cuda)
+    broadcast = BroadcastTransport(server, "gloo", port)
+    try:
+        if reason is None:
+            broadcast.attempt()
+            logger.warning("Weights travel to the vLLM server by gloo (not by a folder: %s).", unseen)
+            return broadcast
+    except ServerError as error:
+        reason = str(error).rstrip(".")
+    raise ServerError(
+        f"Weights cannot travel to the vLLM server: not by a folder ({unseen}), and not by gloo ({reason}). Give a vllm_directory that "
+        "both see, or a vllm_group_port that the server reaches."
+    )
 
 
 def refuse_stale_head(server: Server, config: Any) -> None:

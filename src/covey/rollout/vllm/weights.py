@@ -182,7 +182,7 @@ def _write_whole(
 def _written(tensors: Mapping[str, Tensor], aside: Path, file: Path, before: Piece | None, has_digests: bool) -> Piece:
     from safetensors.torch import save_file
 
-    if before is not None and before.holds(tensors):
+    if before is not None and before.file is not None and before.holds(tensors):
         try:
             os.link(before.file, aside)
         except OSError:  # a file system without links: the same bits once more
@@ -190,6 +190,18 @@ def _written(tensors: Mapping[str, Tensor], aside: Path, file: Path, before: Pie
         return replace(before, file=file)
     save_file(dict(tensors), aside, {"format": "pt"})
     return Piece.of(tensors, file, has_digests)
+
+
+def copy_weights(
+    source: Source, dtype: torch.dtype, *, has_digests: bool, before: Mapping[str, Piece]
+) -> dict[str, Piece]:
+    """The weights copied to host memory; pieces that equal theirs of `before` bit for bit are those. {} where `source` does not write."""
+    pieces: dict[str, Piece] = {}
+    for key, tensors in in_pieces(source.distinct(dtype)):
+        if source.writes:
+            old = before.get(key)
+            pieces[key] = old if old is not None and old.holds(tensors) else Piece.of(tensors, None, has_digests)
+    return pieces
 
 
 def write_adapter(source: Source, folder: Path) -> int:

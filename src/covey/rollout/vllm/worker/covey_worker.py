@@ -9,6 +9,7 @@ it finds mistakes, not forgeries). Imports torch alone, because it runs in the s
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import torch
 _MIX = (-7046029254386353131, -4658895280553007687)  # 2^64/phi, and a multiplier of SplitMix64, as signed numbers
 _CHUNK = 2**24
 _EYE_ROWS = 512
+_LOADERS = tuple(f"vllm.model_executor.model_loader.reload.{name}" for name in ("layerwise", "inplace"))
 
 
 def block_of(name: str) -> str:
@@ -53,6 +55,10 @@ class CoveyWorker:
 
     model_runner: Any
     reload_weights: Any
+    rank: int
+    device: torch.device
+    link: Any = None
+    """This end of the process group with a trainer."""
 
     def covey_digest(self) -> dict[str, str]:
         """Digest of the weights that this worker computes with, by block."""
@@ -65,10 +71,30 @@ class CoveyWorker:
 
     def covey_reload(self, files: list[str]) -> None:
         """Load the weights of these safetensors files. They hold all matrices that are fused with each other, or none of them."""
-        with _quiet(
-            "vllm.model_executor.model_loader.reload.layerwise", "vllm.model_executor.model_loader.reload.inplace"
-        ):
+        with _quiet(*_LOADERS):
             self.reload_weights(weights_iterator=_read(files), is_checkpoint_format=True)
+
+    def covey_join(self, backend: str, host: str, port: int, number: int, size: int, limit: float) -> None:
+        """Join a trainer's process group, in place of an earlier one."""
+        from covey_link import Link, meeting, store_at
+
+        self.link = None
+        device = str(self.device) if backend == "nccl" else "cpu"
+        store = meeting(store_at(host, port, size=size, seconds=limit), number)
+        self.link = Link(backend, store, rank=1 + self.rank, size=size, seconds=limit, device=device)
+
+    def covey_sees(self, path: str) -> bool:
+        """True if this file can be read here."""
+        return os.access(path, os.R_OK)
+
+    def covey_try(self) -> list[list[float]]:
+        """The values that the trainer sends over the group."""
+        return [tensor.tolist() for _, tensor in self.link.receive()]
+
+    def covey_receive(self) -> None:
+        """Load the weights that the trainer sends over the group, as `covey_reload` does."""
+        with _quiet(*_LOADERS):
+            self.reload_weights(weights_iterator=self.link.receive(), is_checkpoint_format=True)
 
     def covey_repack(self) -> None:
         """`repack` on this worker."""

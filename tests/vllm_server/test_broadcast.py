@@ -1,0 +1,158 @@
+"""Weights by a broadcast: over gloo to a server that shares no folder, chosen by a trial, and met again after a fault."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+
+import pytest
+import torch
+from changed_parts import expect_the_trainers, megabytes, moved, update
+from fake_server import FakeServer, nudged
+
+from covey.errors import ConfigError, ServerError
+from covey.process.link.covey_link import Link, store_at
+from covey.rollout.vllm import ServerSampler
+from covey.rollout.vllm.transports import together
+from forked import Forked, free_port
+from kit import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture
+def model():
+    return tiny_model("qwen2", layers=2)
+
+
+@pytest.fixture
+def fake(model):
+    with FakeServer(model, tiny_tokenizer(), has_digest=True) as server:
+        yield server
+
+
+def sampler_of(fake, model, tmp_path, **options):
+    options = {"group_port": int(free_port()), "transport": "gloo", **options}
+    sampler = ServerSampler(model, tiny_tokenizer(), port=fake.port, directory=tmp_path, eos_ids=[2], **options)
+    update(sampler)
+    return sampler
+
+
+RECEIVER = """
+import json, sys
+from covey.process.link.covey_link import Link, store_at
+link = Link("gloo", store_at("127.0.0.1", int(sys.argv[1]), size=2, seconds=60), rank=1, size=2, seconds=60)
+print(json.dumps([[name, str(x.dtype), list(x.shape), x.float().flatten().tolist()] for name, x in link.receive()]))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_hand_over_tensors_of_every_type():
+    import json
+
+    messages = [
+        {"odd": torch.tensor([1.5, -2.0, 3.0], dtype=torch.bfloat16), "matrix": torch.arange(6.0).reshape(2, 3)},
+        {"whole": torch.tensor([7, 8]), "scalar": torch.tensor(2.5, dtype=torch.float64), "none": torch.zeros(0, 4)},
+    ]
+    port = int(free_port())
+    store = store_at("127.0.0.1", port, size=2, seconds=60, is_master=True)
+    receiver = Forked("-c", RECEIVER, port)
+    link = Link("gloo", store, rank=0, size=2, seconds=60)
+    link.send(messages)
+    assert receiver.wait(60) == 0, receiver.err[-2000:]
+    expected = {name: weight for message in messages for name, weight in message.items()}
+    received = json.loads(receiver.out)
+    assert [name for name, *_ in received] == list(expected)
+    for name, dtype, shape, values in received:
+        weight = expected[name]
+        assert (dtype, shape, values) == (str(weight.dtype), list(weight.shape), weight.float().flatten().tolist())
+
+
+def test_only_what_has_changed_is_broadcast_and_no_folder_is_written(fake, model, tmp_path):
+    sampler = sampler_of(fake, model, tmp_path)
+    nudged(model)
+    update(sampler, model, 1)
+    expect_the_trainers(fake, model)
+    moved(model, "layers.1.mlp")
+    assert update(sampler, model, 2) == megabytes(model, "layers.1.mlp")
+    assert update(sampler, model, 3) == 0
+    expect_the_trainers(fake, model)
+    assert "reload_weights" not in fake.calls
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_weights_that_were_prepared_do_not_follow_the_policy(fake, model, tmp_path):
+    sampler = sampler_of(fake, model, tmp_path)
+    moved(model, "layers.0.mlp")
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    prepared = sampler.prepare(model, 1)
+    moved(model, "")
+    sampler.load_prepared(prepared)
+    update(sampler)
+    theirs = dict(fake.replicas[0].named_parameters())
+    assert all(torch.equal(weight, theirs[name]) for name, weight in before.items())
+
+
+def test_a_restarted_server_is_met_again_and_sent_everything(fake, model, tmp_path):
+    sampler = sampler_of(fake, model, tmp_path)
+    moved(model, "layers.0.mlp")
+    update(sampler, model, 1)
+    fake.restart(tiny_model("qwen2", seed=9, layers=2))
+    assert update(sampler) == megabytes(model, "")
+    assert fake.calls.count("covey_join") == 2
+    expect_the_trainers(fake, model)
+
+
+def test_a_broadcast_that_breaks_off_is_made_good(fake, model, tmp_path):
+    sampler = sampler_of(fake, model, tmp_path, deadlines={"update": 5})
+    moved(model, "layers.0.mlp")
+    failures = [503]
+    fake.faults["covey_receive"] = lambda body: failures.pop() if failures else None
+    assert update(sampler, model, 1) == megabytes(model, "")
+    expect_the_trainers(fake, model)
+
+
+def test_a_folder_is_taken_where_the_server_sees_it_and_gloo_otherwise(fake, model, tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        sampler_of(fake, model, tmp_path, transport="auto")
+    assert "by a folder that it sees" in caplog.text
+    fake.sees_folders = False
+    sampler = sampler_of(fake, model, tmp_path, transport="auto")
+    assert f"by gloo (not by a folder: the server does not see {tmp_path}" in caplog.text
+    moved(model, "norm")
+    assert update(sampler, model, 1) == megabytes(model, "norm")
+    expect_the_trainers(fake, model)
+
+
+def test_where_no_transport_works_the_sentence_has_both_reasons(fake, model, tmp_path):
+    fake.sees_folders = False
+    fake.faults["covey_join"] = 503
+    with pytest.raises(
+        ServerError, match=r"not by a folder \(the server does not see .*not by gloo \(meeting the server's workers"
+    ):
+        sampler_of(fake, model, tmp_path, transport="auto", deadlines={"init": 5})
+
+
+def test_a_port_in_use_and_a_worker_that_does_not_come_are_one_sentence(fake, model, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        with pytest.raises(ServerError, match="cannot be used .*give another vllm_group_port"):
+            sampler_of(fake, model, tmp_path, group_port=taken.getsockname()[1])
+    fake.faults["covey_join"] = "hang"
+    with pytest.raises(ServerError, match=r"meeting the server's workers by gloo"):
+        sampler_of(fake, model, tmp_path, deadlines={"init": 1})
+
+
+def test_it_needs_the_worker_extension(model, tmp_path):
+    refused = pytest.raises(ConfigError, match="'gloo' cannot be used: the server was not started by covey serve-vllm")
+    with FakeServer(model, tiny_tokenizer()) as fake, refused:
+        sampler_of(fake, model, tmp_path)
+
+
+def test_the_first_failure_of_two_works_ends_the_wait():
+    def fail():
+        raise ValueError("no")
+
+    with pytest.raises(ServerError, match="sending failed: no"):
+        together([lambda: threading.Event().wait(5), fail], 5, "sending")
+    assert together([lambda: 1, lambda: 2], 5, "sending") == [1, 2]
