@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -86,9 +87,13 @@ def tiny_qwen3_5(tokenizer: Any, seed: int = 0) -> Qwen3_5ForCausalLM:
     return Qwen3_5ForCausalLM(config).float()
 
 
-@functools.cache
 def trained_on(texts: tuple[tuple[str, str], ...], steps: int = 120, make: Callable[[Any], Any] = tiny_llama) -> Any:
-    """A model that continues each first text with the second, greedily. The loss is on the second alone."""
+    """A model that continues each first text with the second, greedily. The loss is on the second alone. A copy, to be trained further."""
+    return copy.deepcopy(_trained_on(texts, steps, make))
+
+
+@functools.cache
+def _trained_on(texts: tuple[tuple[str, str], ...], steps: int, make: Callable[[Any], Any]) -> Any:
     tokenizer = chat_tokenizer()
     model = make(tokenizer)
     rows = []
