@@ -24,6 +24,8 @@ from covey.errors import ConfigError
         ("dapo, regularizer=distill(teacher='T', top_k=1.5)", "top_k=1.5 must be a whole number or None"),
         ("grpo, advantage=GroupNormalized(scale='groups')", "scale='groups' must be"),
         ("dapo, weight=VACO(high=-1)", "must be above 0"),
+        ("sdpo, cap=0", "high must be above 0"),
+        ("grpo, objective=CISPO(high=2.0, low=3.0)", "low from 0 to below it"),
         ("mopd, teacher='T', low=3.0, high=2.0", "low=3.0 is above its high=2.0"),
         ("grpo, reference=Every(steps=0)", "at least 1 step"),
         ("grpo, reference=Every(alpha=2.0)", "alpha from 0"),

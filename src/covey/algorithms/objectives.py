@@ -174,6 +174,12 @@ class CISPO:
     further correction."""
     scales_with_advantage = True
 
+    def __post_init__(self) -> None:
+        if not self.high > 0 or (self.low is not None and not 0 <= self.low < self.high):
+            raise ConfigError(
+                f"CISPO's low={self.low} and high={self.high} bound the ratio itself: high must be above 0, and low from 0 to below it."
+            )
+
     @property
     def needs(self) -> tuple[str, ...]:
         return ("sampler_logp",) if self.anchor == "sampler" else ()

@@ -227,7 +227,7 @@ class Attestation:
         if moved is False:
             raise AttestationError(
                 "The update moved nothing: the server answers the probe with the same bits as before, and the weights that were "
-                "sent do not. Servers without CUDA take nccl updates without acting on them; use vllm_transport='directory'."
+                "sent do not. Start the server again with covey serve-vllm, or use vllm_transport='directory'."
             )
         if verdict == "wrong":
             raise AttestationError(
