@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
+import threading
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
 
 import torch
@@ -12,21 +13,28 @@ from kit import http_server
 
 
 @contextmanager
-def serving(model, tokenizer, refuse=None, lasts=None):
-    """/v1/completions of a model: `echo`, `logprobs` and `return_tokens_as_token_ids` as covey serve and vLLM answer them."""
-    asked = []
+def serving(model, tokenizer, refuse=None, lasts=None, late=None):
+    """/v1/completions of a model: `echo`, `logprobs` and `return_tokens_as_token_ids` as covey serve and vLLM answer them.
+
+    After `lasts` requests it refuses, or answers `late` seconds later.
+    """
+    asked, stopped = [], threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             asked.append(body)
             is_unknown = max(body["prompt"]) >= model.config.vocab_size
-            status = refuse or (400 if is_unknown else 503 if lasts is not None and len(asked) > lasts else 200)
+            is_over = lasts is not None and len(asked) > lasts
+            if is_over and late is not None:
+                stopped.wait(late)
+            status = refuse or (400 if is_unknown else 503 if is_over else 200)
             data = json.dumps(answer(body) if status == 200 else {}).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            with suppress(ConnectionError):  # who asked has waited long enough
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
 
         def log_message(self, *args):
             pass
@@ -47,4 +55,7 @@ def serving(model, tokenizer, refuse=None, lasts=None):
         return {"choices": [{"logprobs": {"tokens": list(map(named, ids)), "top_logprobs": [None, *tops]}}]}
 
     with http_server(Handler) as address:
-        yield f"{address}/v1", asked
+        try:
+            yield f"{address}/v1", asked
+        finally:
+            stopped.set()

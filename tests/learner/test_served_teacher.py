@@ -149,6 +149,14 @@ def test_a_server_that_goes_away_ends_the_run_with_a_checkpoint(tmp_path, quick)
     assert (tmp_path / "checkpoint-2").is_dir()
 
 
+def test_a_server_that_answers_late_ends_the_run_as_one_that_is_gone(tmp_path, quick):
+    with serving(tiny_model("qwen2", seed=7).eval(), tiny_tokenizer(), lasts=2 + 2 * 8, late=60) as (url, _):
+        part = alg.distill(url, served_model_name="big", top_k=20, request_seconds=0.5)
+        with pytest.raises(ServerError, match="timed out. Start the teacher's server again, and resume the run"):
+            trained(tmp_path, alg.dapo().replace(regularizers=part), save_strategy="steps", save_steps=100)
+    assert (tmp_path / "checkpoint-2").is_dir()
+
+
 def test_a_servers_own_log_probabilities_are_those_of_the_model_in_this_process():
     student, teacher, tokenizer = tiny_model("qwen2").eval(), tiny_model("llama", seed=3).eval(), tiny_tokenizer()
     policy = Policy(student, pad_id=0)
