@@ -6,6 +6,7 @@ Between layers a process of a group of C holds every C-th token. Attention needs
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
@@ -49,12 +50,12 @@ class ContextGroup:
 
     def by_head(self, x: Tensor) -> Tensor:
         """[1, H, t, D] all heads of this process's tokens -> [1, H / C, t C, D] all tokens of its heads. Differentiable."""
-        whole: Tensor = _ByHead.apply(x, self)
+        whole: Tensor = _Exchange.apply(x, self.to_heads, self.to_tokens)
         return whole
 
     def by_token(self, x: Tensor) -> Tensor:
         """The inverse of `by_head`."""
-        part: Tensor = _ByToken.apply(x, self)
+        part: Tensor = _Exchange.apply(x, self.to_tokens, self.to_heads)
         return part
 
     def to_heads(self, x: Tensor) -> Tensor:
@@ -107,25 +108,15 @@ class _Sum(torch.autograd.Function):
         return gradient, None
 
 
-class _ByHead(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
+    """An exchange `there`; its gradient comes `back`."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ContextGroup) -> Tensor:
-        ctx.group = group
-        return group.to_heads(x)
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.group.to_tokens(gradient), None
-
-
-class _ByToken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ContextGroup) -> Tensor:
-        ctx.group = group
-        return group.to_tokens(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.group.to_heads(gradient), None
+        return ctx.back(gradient), None, None
