@@ -1,4 +1,4 @@
-"""Which combination fits a cluster: what is trained, how it is split and who writes, by the seconds of a step."""
+"""Combinations that fit a cluster: what is trained, how it is split and who writes, by the seconds of a step."""
 
 from __future__ import annotations
 
@@ -78,11 +78,13 @@ def ways(setup: Setup, lora: Any) -> list[Way]:
 
 def choices(setup: Setup, made: list[Way]) -> list[Choice]:
     """The plan of every combination on the cluster of `setup`, whose completions a step stay; fastest first, those that fit before others."""
-    plans = [choice for way in made for choice in _of_way(setup, way)]
-    return sorted(
-        plans,
-        key=lambda choice: (not choice.plan.fits, choice.plan.seconds.step if choice.plan.fits else choice.memory),
-    )
+    return sorted((choice for way in made for choice in _of_way(setup, way)), key=_rank)
+
+
+def _rank(choice: Choice) -> tuple[bool, float]:
+    """Order of plans: those that fit by their seconds, then the others by their memory."""
+    fits = choice.plan.fits
+    return not fits, choice.plan.seconds.step if fits else choice.memory
 
 
 def nearest(setup: Setup, made: list[Way], plans: list[Choice]) -> str:
@@ -191,11 +193,7 @@ def _with_writers(setup: Setup, way: Way) -> Iterator[Choice]:
     for features, plan, options in _written(setup, way):
         if refusal_of([name for name in features if name not in ("all weights", "offload", "native")]) is None:
             kinds.setdefault(features, []).append(Choice(features=features, plan=plan, options=options))
-    for made in kinds.values():
-        yield min(
-            made,
-            key=lambda choice: (not choice.plan.fits, choice.plan.seconds.step if choice.plan.fits else choice.memory),
-        )
+    yield from (min(made, key=_rank) for made in kinds.values())
 
 
 def _written(setup: Setup, way: Way) -> Iterator[tuple[tuple[str, ...], Estimate, dict[str, Any]]]:
