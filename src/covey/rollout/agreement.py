@@ -59,15 +59,13 @@ def reason_against(sampler: Sampler, model: Any, media: Prompt | None = None) ->
     computes_in = getattr(getattr(sampler, "forward", None), "dtype", torch.float32)
     has_float32 = precision in ("auto", "float32") and computes_in == torch.float32
     is_sharp = has_float32 and is_exact(model)  # one token that is off tells as much as all
-    limit = FLOAT_ERROR if is_sharp else ROUNDED_ERROR
     for of_media in (False, True):
         compared = [group for group in groups if (group.prompt.media is not None) == of_media]
         mine = plain_logprobs(model, compared, precision or "auto")
         theirs = [done.logprobs.cpu() for group in compared for done in group.completions if done.logprobs is not None]
         if not mine:
             continue
-        gaps = (torch.cat(theirs) - torch.cat(mine)).abs()
-        gap = float(gaps.max() if is_sharp else gaps.mean())
+        gap, limit = gap_of(torch.cat(theirs), torch.cat(mine), is_sharp=is_sharp)
         if not gap <= limit:
             behind = " behind an image or a sound" if of_media else ""
             return (
@@ -75,6 +73,12 @@ def reason_against(sampler: Sampler, model: Any, media: Prompt | None = None) ->
                 "rounding"
             )
     return None
+
+
+def gap_of(theirs: Tensor, mine: Tensor, *, is_sharp: bool) -> tuple[float, float]:
+    """Gap between log-probabilities of the same tokens, and its limit: of any token (`is_sharp`), or of their mean."""
+    gaps = (theirs - mine).abs()
+    return (float(gaps.max()), FLOAT_ERROR) if is_sharp else (float(gaps.mean()), ROUNDED_ERROR)
 
 
 def trial_seconds(sampler: Sampler, model: Any) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from covey.errors import AttestationError, ConfigError, DataError, ServerError
 from covey.modalities import refuse_loose_places
-from covey.rollout.agreement import FLOAT_ERROR, ROUNDED_ERROR
+from covey.rollout.agreement import gap_of
 from covey.rollout.vllm.client import Client, RefusedError
 from covey.rollout.vllm.worker.covey_media import COMPLETIONS, TENSORS
 from covey.types import Prompt
@@ -54,8 +54,7 @@ def score(client: Client, prompt: Prompt, model: str, weights: str) -> Tensor:
 
 def expect_near(theirs: Tensor, mine: Tensor, *, is_sharp: bool) -> None:
     """Raise AttestationError where log-probabilities of a prompt with media are further apart than by rounding."""
-    gaps = (theirs - mine).abs()
-    gap, limit = (float(gaps.max()), FLOAT_ERROR) if is_sharp else (float(gaps.mean()), ROUNDED_ERROR)
+    gap, limit = gap_of(theirs, mine, is_sharp=is_sharp)
     if not gap <= limit:
         raise AttestationError(
             f"vLLM computes images or sounds otherwise than the learner: its log-probabilities of a prompt with one are {gap:.3g} nats "
