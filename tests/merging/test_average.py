@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError
 from covey.merging import Recipe, WeightAverage, merge_models
-from covey.merging.weights import Weights
+from covey.models.merging.weights import Weights
 from kit import tiny_model, tiny_tokenizer
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from covey.cli import main
 from covey.errors import ConfigError
 from covey.merging import Recipe, merge_adapters, merge_models
-from covey.merging import weights as weight_files
+from covey.models.merging import weights as weight_files
 from kit import resident, tiny_model, tiny_tokenizer
 
 GOLDEN = json.loads(Path(__file__).with_name("mergekit_golden.json").read_text())

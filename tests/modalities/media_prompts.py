@@ -7,7 +7,7 @@ from sound_models import tiny_hearing_model, tone
 
 from covey.data.prompts import to_prompt
 from covey.learner.packing import Row
-from covey.modalities import banned_ids
+from covey.models.modalities import banned_ids
 from covey.rollout import SamplingParams
 from covey.types import Completion
 

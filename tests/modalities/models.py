@@ -9,7 +9,7 @@ import torch
 import transformers
 from PIL import Image, ImageDraw
 
-from covey.modalities import without_video
+from covey.models.modalities import without_video
 from kit import tiny_tokenizer
 
 SPECIAL = [

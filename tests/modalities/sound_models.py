@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from covey.modalities import without_video
+from covey.models.modalities import without_video
 from kit import tiny_tokenizer
 
 RATE = 16_000

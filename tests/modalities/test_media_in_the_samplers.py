@@ -7,7 +7,7 @@ from media_prompts import ALL, EMBEDDED, GREEDY, generated, prompts, tiny_of
 from covey.errors import DataError, Unsupported
 from covey.learner import Policy
 from covey.learner.packing import Row
-from covey.modalities import banned_ids
+from covey.models.modalities import banned_ids
 from covey.rollout import SamplingParams, choose_sampler
 from covey.rollout.hf import TransformersSampler
 

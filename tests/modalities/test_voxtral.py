@@ -15,7 +15,7 @@ pytest.importorskip("mistral_common", reason="Voxtral's processor needs mistral-
 from covey.data.prompts import to_prompt
 from covey.errors import DataError
 from covey.learner import Policy
-from covey.modalities import banned_ids
+from covey.models.modalities import banned_ids
 from covey.rollout import choose_sampler
 from covey.rollout.hf import TransformersSampler
 

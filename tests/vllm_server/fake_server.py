@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 from safetensors.torch import load, load_file
 
-from covey.modalities import whole_inputs
+from covey.models.modalities import whole_inputs
 from covey.process.link.covey_link import Link, meeting, store_at
 from covey.types import Media, Prompt
 

@@ -122,8 +122,8 @@ def assess_model(model_name: str, options: dict[str, Any], *, called: str | None
     from covey.cli.columns import evaluated_dataset
     from covey.data import PromptStream, eos_ids, prepare_tokenizer
     from covey.evaluation.assessment import assess
-    from covey.modalities import load_processing
     from covey.models import context_limit, load_model, reads_media
+    from covey.models.modalities import load_processing
     from covey.process.device import choose_device, dtype_to_read_in, in_words
     from covey.rewards import Scorer
     from covey.rollout import SamplingParams, choose_sampler

@@ -87,8 +87,8 @@ def _export_adapter(folder: Path, out: Path, args: Args) -> None:
 
 
 def _export_gguf(folder: Path, out: Path, args: Args) -> None:
-    from covey.exporting.gguf import expect_exportable, load_gguf, write_gguf
     from covey.models import load_model, load_tokenizer
+    from covey.models.gguf import expect_exportable, load_gguf, write_gguf
     from covey.runs.storage import temporary_sibling
 
     load_gguf()

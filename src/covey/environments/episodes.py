@@ -19,7 +19,7 @@ from covey.environments.states import states_of
 from covey.environments.template import Template
 from covey.environments.tools import Tool
 from covey.errors import DataError
-from covey.modalities import refuse_media
+from covey.models.modalities import refuse_media
 from covey.rollout import Sampler, SamplingParams
 from covey.rollout.environments import Turn
 from covey.rollout.prompts import PromptLike

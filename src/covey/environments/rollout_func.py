@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from covey.errors import DataError
-from covey.modalities import refuse_media
+from covey.models.modalities import refuse_media
 from covey.rollout import Sampler, SamplingParams
 from covey.rollout.prompts import PromptLike
 from covey.types import Completion, Group, Prompt

@@ -13,8 +13,8 @@ from covey.data import vocabulary_size
 from covey.errors import RAW_ERRORS
 from covey.learner.logprobs import Head
 from covey.learner.packing import Row
-from covey.modalities import banned_ids
 from covey.models import decoder_of, unwrapped
+from covey.models.modalities import banned_ids
 from covey.process.memory import is_out_of_memory
 from covey.types import Completion, Prompt
 

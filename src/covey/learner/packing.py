@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from covey.modalities import Placed
+from covey.models.modalities import Placed
 from covey.types import Completion, Group, Prompt
 
 

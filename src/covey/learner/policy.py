@@ -25,8 +25,8 @@ from covey.learner.shared_kernel import choose_kernel
 from covey.learner.shared_prompt import SharedRows, share_rows
 from covey.learner.shared_states import StateLayer, state_layers, whole_row_layers
 from covey.learner.signals import Signal
-from covey.modalities import banned_ids, media_inputs, placed_inputs, reason_against
 from covey.models import accepts, decoder_of, encoder_of, float32_stream, reads_media, unwrapped
+from covey.models.modalities import banned_ids, media_inputs, placed_inputs, reason_against
 from covey.process.context import ContextGroup
 from covey.process.sharding import Shards, compute_device, depending
 from covey.process.world import autocast

@@ -23,8 +23,8 @@ from covey.kernels import LOCAL_LAYERS, AttentionHeads, Layout, SharedPromptAtte
 from covey.learner import context_parallel
 from covey.learner.packing import Row
 from covey.learner.shared_states import Unpacked
-from covey.modalities import Placed, placed_inputs
 from covey.models import unwrapped
+from covey.models.modalities import Placed, placed_inputs
 from covey.process.context import ContextGroup
 
 logger = logging.getLogger(__name__)

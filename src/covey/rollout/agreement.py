@@ -11,8 +11,8 @@ from torch import Tensor
 
 from covey.data import vocabulary_size
 from covey.errors import RAW_ERRORS, CoveyError, ModelError
-from covey.modalities import banned_ids, forget_positions, whole_inputs
 from covey.models import evaluating, unwrapped
+from covey.models.modalities import banned_ids, forget_positions, whole_inputs
 from covey.process.memory import is_out_of_memory
 from covey.rollout.autocast import SamplerPrecision, in_precision
 from covey.rollout.sampler import Sampler, SamplingParams, sampler_metrics

@@ -14,8 +14,8 @@ import torch
 from covey.data import num_embeddings
 from covey.errors import ConfigError, DataError, MemoryLimitError, Unsupported
 from covey.kernels import DecodeKernels, SamplerLinear
-from covey.modalities import banned_ids, reason_against, refuse_loose_places
 from covey.models import unwrapped
+from covey.models.modalities import banned_ids, reason_against, refuse_loose_places
 from covey.process.device import free_on
 from covey.process.memory import is_out_of_memory, release, release_under_pressure
 from covey.rollout.autocast import AutocastForward, SamplerPrecision, expect_precision

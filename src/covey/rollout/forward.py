@@ -23,8 +23,8 @@ from covey.kernels import (
     in_place_steps,
     state_steps,
 )
-from covey.modalities import embed
 from covey.models import accepts, decoder_of, evaluating, float32_stream, unwrapped
+from covey.models.modalities import embed
 from covey.rollout.attention import NAME, Batch, causal, register
 from covey.rollout.batches import AnswerBatch, DecodeBatch, PrefillBatch
 from covey.rollout.kv_cache import KVCache, LayerShape

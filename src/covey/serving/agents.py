@@ -15,7 +15,7 @@ import torch
 
 from covey.environments import Agent, AgentResult
 from covey.errors import DataError
-from covey.modalities import refuse_media
+from covey.models.modalities import refuse_media
 from covey.rollout import NativeSampler, SamplingParams, TokenSampler
 from covey.rollout.prompts import PromptLike, occurrences
 from covey.rollout.sampler import sampler_metrics

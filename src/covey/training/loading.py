@@ -12,8 +12,8 @@ from covey.config import GRPOConfig
 from covey.data import eos_ids, prepare_tokenizer
 from covey.errors import ConfigError
 from covey.learner.preparation import prepare_for_training
-from covey.modalities import load_processing
 from covey.models import config_of, disable_dropout, load_model, load_tokenizer, reads_media, refuse_quantized
+from covey.models.modalities import load_processing
 from covey.process.cluster import expect_cluster
 from covey.rollout.on_ray import RAY_OPTION
 from covey.rollout.vllm import Address, Carrier, Client, Deadlines, Server, expect_vllm, refuse_unfit, warn_if_exposed

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from covey.errors import AttestationError
-from covey.modalities import forget_positions, whole_inputs
 from covey.models import evaluating
+from covey.models.modalities import forget_positions, whole_inputs
 from covey.process.sharding import compute_device
 from covey.process.world import autocast
 from covey.types import Max, Mean, Metric, Prompt

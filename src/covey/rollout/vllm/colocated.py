@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from covey.errors import ConfigError, DataError, ModelError
-from covey.modalities import banned_ids, refuse_loose_places
 from covey.models import unwrapped
+from covey.models.modalities import banned_ids, refuse_loose_places
 from covey.process.sharding import Shards
 from covey.process.world import has_several_processes
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences

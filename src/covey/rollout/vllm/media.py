@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import AttestationError, ConfigError, DataError, ServerError
-from covey.modalities import refuse_loose_places
+from covey.models.modalities import refuse_loose_places
 from covey.rollout.agreement import gap_of
 from covey.rollout.vllm.client import Client, RefusedError
 from covey.rollout.vllm.worker.covey_media import COMPLETIONS, TENSORS

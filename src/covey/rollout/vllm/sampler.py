@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from covey.errors import AttestationError, ConfigError, ServerError
-from covey.modalities import banned_ids
 from covey.models import unwrapped
+from covey.models.modalities import banned_ids
 from covey.process.interruption import on_main
 from covey.process.sharding import Shards
 from covey.process.world import World

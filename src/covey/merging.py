@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from covey.merging.adapters import merge_adapters
-from covey.merging.average import WeightAverage
-from covey.merging.methods import METHODS, Recipe
-from covey.merging.models import merge_models
+from covey.models.merging.adapters import merge_adapters
+from covey.models.merging.average import WeightAverage
+from covey.models.merging.methods import METHODS, Recipe
+from covey.models.merging.models import merge_models
 
 __all__ = ["METHODS", "Recipe", "WeightAverage", "merge_adapters", "merge_models"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from covey.errors import CoveyError, ModelError
 from covey.files.hub import bounded_hub
-from covey.models import first_line, load_tokenizer, reads_media, resolve_source
+from covey.models.loading import first_line, load_tokenizer, reads_media, resolve_source
 
 _CONFIGS = ("processor_config.json", "preprocessor_config.json")
 

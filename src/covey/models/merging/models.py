@@ -13,8 +13,8 @@ from torch import Tensor
 
 from covey.errors import ConfigError, ModelError
 from covey.files.bounded import read_json
-from covey.merging.methods import Recipe
-from covey.merging.weights import Weights, write
+from covey.models.merging.methods import Recipe
+from covey.models.merging.weights import Weights, write
 
 _FREE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures"})
 """Entries of config.json that may differ between models that fit together."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from covey.data import vocabulary_size
 from covey.errors import ConfigError, ModelError
-from covey.exporting.gguf_tokenizer import vocabulary_of
+from covey.models.gguf_tokenizer import vocabulary_of
 
 ARCHITECTURES = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
 """`model_type` of transformers: its name in gguf."""

@@ -1,6 +1,6 @@
 """Images, sounds and videos inside a model: its inputs for several prompts, and its embeddings of a prompt with media."""
 
-from covey.modalities.embedding import (
+from covey.models.modalities.embedding import (
     Embedded,
     Placed,
     embed,
@@ -10,8 +10,14 @@ from covey.modalities.embedding import (
     watched_positions,
     whole_inputs,
 )
-from covey.modalities.inputs import banned_ids, computes_positions, media_inputs, refuse_loose_places, refuse_media
-from covey.modalities.processors import load_processing, without_video
+from covey.models.modalities.inputs import (
+    banned_ids,
+    computes_positions,
+    media_inputs,
+    refuse_loose_places,
+    refuse_media,
+)
+from covey.models.modalities.processors import load_processing, without_video
 
 __all__ = [
     "Embedded",

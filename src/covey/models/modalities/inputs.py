@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import DataError
-from covey.models import accepts, encoder_of, unwrapped
+from covey.models.loading import accepts, encoder_of, unwrapped
 from covey.types import Prompt
 
 _KINDS = ("image", "video", "audio")
