@@ -11,6 +11,7 @@ from covey.errors import ConfigError
 from covey.kernels import compile as compiled
 from covey.kernels.decode import SOURCE, DecodeKernels, decode_kernels, defines
 from covey.rollout import NativeSampler, SamplingParams
+from covey.rollout.attention import ScoreRule
 from covey.rollout.kv_cache import KVCache, LayerShape
 from kit import AVX2_ALONE, forgotten, threads, tiny_model, tiny_tokenizer
 
@@ -60,7 +61,7 @@ def attended(kernels, dtype, width, repeats, **shape):
     generator = torch.Generator().manual_seed(1)
     new = lambda count: torch.randn(cache.num_computed, count, width, generator=generator).to(dtype)
     query, key, value = new(heads * repeats), new(heads), new(heads)
-    out = cache.attend_decode(0, query, key, value, width**-0.5, None)[: cache.num_rows]
+    out = cache.attend_decode(0, query, key, value, ScoreRule(width**-0.5))[: cache.num_rows]
     return out.float(), cache.suffix[0][:, : cache.num_rows, :, : cache.step_column + 1].float()
 
 

@@ -9,7 +9,7 @@ from plain_sampling import TEXTS, collect, favour, ids_of, plain_logprobs
 
 from covey.errors import ConfigError
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler, Unsupported, choose_sampler
-from covey.rollout.attention import HIDDEN, AttentionPart, RowMap, by_flash, by_one_softmax, wide
+from covey.rollout.attention import HIDDEN, AttentionPart, RowMap, ScoreRule, by_flash, by_one_softmax, wide
 from covey.rollout.kv_cache import KVCache
 from covey.rollout.requests import GroupRequest
 from covey.rollout.scheduler import Scheduler
@@ -198,7 +198,7 @@ def test_two_parts_equal_one_softmax_over_all_keys(merge, softcap):
     own = AttentionPart(own_keys, own_values, own_bias[:, None], wide(own_bias[:, None], heads))
     shared = AttentionPart(keys, values, bias[:, None], wide(bias[:, None], heads))
     row_map = RowMap.of(owners, 3, torch.device("cpu"))
-    torch.testing.assert_close(merge(query, own, shared, row_map, 0.3, softcap), expected)
+    torch.testing.assert_close(merge(query, own, shared, row_map, ScoreRule(0.3, softcap)), expected)
 
 
 def test_rows_are_gathered_by_prompt_and_scattered_back():

@@ -6,7 +6,7 @@ import torch
 from covey.kernels import compile as compiled
 from covey.kernels import packed_attention
 from covey.kernels.decode import decode_kernels
-from covey.rollout.attention import causal
+from covey.rollout.attention import ScoreRule, causal
 from covey.rollout.batches import PrefillBatch
 from covey.rollout.kv_cache import KVCache, LayerShape
 
@@ -45,7 +45,7 @@ def one_by_one(query, key, value, lengths=LENGTHS):
     for length in lengths:
         alone = (x[None, start : start + length].float().transpose(1, 2) for x in (query, key, value))
         if length:
-            out[start : start + length] = causal(*alone, 0.2, None)[0]
+            out[start : start + length] = causal(*alone, ScoreRule(0.2))[0]
         start += length
     return out
 
@@ -65,7 +65,7 @@ def test_padded_prompts_give_the_same(dtype, by_kernels):
     lengths = (40, 40)  # where none is shorter, padded prompts stand end to end too
     given = numbers(dtype, 80)
     padded = [x.unflatten(0, (2, 40)).transpose(1, 2) for x in given]
-    found = prefill(dtype, by_kernels, lengths).attend(0, *padded, 0.2, None)
+    found = prefill(dtype, by_kernels, lengths).attend(0, *padded, ScoreRule(0.2))
     expected = one_by_one(*given, lengths).unflatten(0, (2, 40))
     torch.testing.assert_close(found.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 

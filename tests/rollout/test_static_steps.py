@@ -20,7 +20,7 @@ from static_runs import (
 
 from covey.errors import ConfigError
 from covey.rollout import NativeSampler, SamplingParams
-from covey.rollout.attention import HIDDEN
+from covey.rollout.attention import HIDDEN, ScoreRule
 from covey.rollout.cuda_graphs import Captured
 from covey.rollout.graph_scheduler import GraphScheduler, LateCount
 from covey.rollout.kv_cache import LayerShape
@@ -177,7 +177,7 @@ def step(cache, value):
     cache.begin_step()
     rows = cache.num_computed
     cache.attend_decode(
-        0, torch.ones(rows, 2, 4), *(torch.full((rows, 1, 4), float(value)) for _ in range(2)), 1.0, None
+        0, torch.ones(rows, 2, 4), *(torch.full((rows, 1, 4), float(value)) for _ in range(2)), ScoreRule(1.0)
     )
     cache.end_step()
     cache.advance(1)

@@ -7,7 +7,7 @@ from windowed_models import LOCAL, PROMPTS, build
 
 from covey.kernels import Window, attention_windows
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler, Unsupported, choose_sampler
-from covey.rollout.attention import causal
+from covey.rollout.attention import ScoreRule, causal
 from covey.rollout.decoder import DecoderForward
 from kit import rest_nightly, tiny_tokenizer
 
@@ -98,5 +98,5 @@ def test_prompts_are_computed_in_blocks_as_with_the_mask_written_out(window, has
     if sinks is not None:
         scores = torch.cat((scores, sinks[:, None, None].expand(2, -1, 300, 1)), -1)
     expected = scores.softmax(-1)[..., :300] @ value.repeat_interleave(2, 1)
-    out = causal(query, key, value, 0.3, None, sinks=sinks, window=window)
+    out = causal(query, key, value, ScoreRule(0.3, sinks=sinks), window)
     torch.testing.assert_close(out.transpose(1, 2), expected)

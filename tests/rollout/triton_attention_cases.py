@@ -2,7 +2,7 @@
 
 import torch
 
-from covey.rollout.attention import HIDDEN, AttentionPart, RowMap, by_one_softmax, wide
+from covey.rollout.attention import HIDDEN, AttentionPart, RowMap, ScoreRule, by_one_softmax, wide
 
 
 def both(
@@ -57,7 +57,7 @@ def both(
     ]
     row_map = RowMap.of(owners, prompts, torch.device("cpu"))
     grouped = query.float().view(rows, heads, repeats, width)
-    return out, by_one_softmax(grouped, *parts, row_map, scale, softcap).view(out.shape)
+    return out, by_one_softmax(grouped, *parts, row_map, ScoreRule(scale, softcap)).view(out.shape)
 
 
 PLAIN = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,23 +24,26 @@ HIDDEN = -3e4
 """Bias of a masked key: finite in every precision, so that a softmax over masked keys alone is not NaN."""
 
 
+class ScoreRule(NamedTuple):
+    """How the score s of a query and a key is computed."""
+
+    scale: float
+    """Factor of their product."""
+    softcap: float | None = None
+    """c turns s into c tanh(s / c)."""
+    sinks: Tensor | None = None
+    """[Hq] scores of a further key without value in every softmax."""
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+
 class Batch(Protocol):
     """Batch of a forward pass, handed to every attention layer."""
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """[B, L, Hq, D] from `query` [B, Hq, L, D] and the new `key`, `value` [B, Hkv, L, D], which it also keeps.
-
-        `softcap` c turns a score s into c tanh(s / c). `sinks` [Hq] are scores of a further key without value in every softmax.
-        """
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> Tensor:
+        """[B, L, Hq, D] from `query` [B, Hq, L, D] and the new `key`, `value` [B, Hkv, L, D], which it also keeps."""
         ...
 
 
@@ -73,7 +76,8 @@ def attention_forward(
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     scale = options.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out = batch.attend(module.layer_idx, query, key, value, scale, options.get("softcap"), options.get("s_aux"))
+    rule = ScoreRule(scale, options.get("softcap"), options.get("s_aux"))
+    out = batch.attend(module.layer_idx, query, key, value, rule)
     return (out[..., :-missing] if missing else out), None
 
 
@@ -81,16 +85,7 @@ QUERY_BLOCK = 128
 """Queries of a prompt computed together; keys after the block are skipped."""
 
 
-def causal(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    softcap: float | None,
-    *,
-    sinks: Tensor | None = None,
-    window: Window | None = None,
-) -> Tensor:
+def causal(query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule, window: Window | None = None) -> Tensor:
     """[A, L, Hq, D], each token attending to itself and those before it in its window; padding on the right is never seen.
 
     `key` and `value` [A, Hkv, K, D]: the queries are the last L of K tokens. On a CPU in bfloat16, blocks of matrix products take
@@ -99,8 +94,8 @@ def causal(
     is_slow = query.device.type == "cpu" and query.dtype == torch.bfloat16
     length, keys = query.shape[2], key.shape[2]
     window = window if window is not None and window.hides(keys) else None
-    if softcap is not None or sinks is not None or window is not None or is_slow:
-        return _causal_by_blocks(query, key, value, scale, softcap, sinks, window)
+    if not rule.is_plain or window is not None or is_slow:
+        return _causal_by_blocks(query, key, value, rule, window)
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
@@ -108,20 +103,12 @@ def causal(
     if length < keys:
         mask = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril_(keys - length)
     out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=rule.scale
     )
     return out.transpose(1, 2)
 
 
-def _causal_by_blocks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    window: Window | None,
-) -> Tensor:
+def _causal_by_blocks(query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule, window: Window | None) -> Tensor:
     prompts, heads, length, width = query.shape
     key_heads = key.shape[1]
     grouped = query.reshape(prompts * key_heads, heads // key_heads, length, width)
@@ -134,8 +121,8 @@ def _causal_by_blocks(
         hidden = _hidden(before + start, before + stop, first, window, query)
         bias = hidden.repeat(heads // key_heads, 1)[None].expand(len(grouped), -1, -1)
         block = grouped[:, :, start:stop].reshape(len(grouped), -1, width)
-        scores = _scores(block, keys[..., first : before + stop], bias, scale, softcap)
-        drained = None if sinks is None else sinks.view(key_heads, -1, 1).repeat_interleave(stop - start, 1)
+        scores = _scores(block, keys[..., first : before + stop], bias, rule)
+        drained = None if rule.sinks is None else rule.sinks.view(key_heads, -1, 1).repeat_interleave(stop - start, 1)
         weights = _weights(scores, None if drained is None else drained.repeat(prompts, 1, 1))
         part = torch.bmm(weights.to(value.dtype), values[:, first : before + stop])
         out.append(part.view(prompts, heads, stop - start, width))
@@ -157,11 +144,11 @@ def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat((scores, sinks.to(scores.dtype)), -1).softmax(-1, dtype=torch.float32)[..., :-1]
 
 
-def _scores(query: Tensor, keys: Tensor, bias: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _scores(query: Tensor, keys: Tensor, bias: Tensor, rule: ScoreRule) -> Tensor:
     """Scores [B, Q, K] from `query` [B, Q, D], `keys` [B, D, K] and `bias` [B, Q or 1, K]."""
-    if softcap is None:
-        return torch.baddbmm(bias, query, keys, alpha=scale)
-    return (torch.bmm(query, keys) * (scale / softcap)).tanh() * softcap + bias
+    if rule.softcap is None:
+        return torch.baddbmm(bias, query, keys, alpha=rule.scale)
+    return (torch.bmm(query, keys) * (rule.scale / rule.softcap)).tanh() * rule.softcap + bias
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -233,27 +220,22 @@ def wide(bias: Tensor, heads: int) -> Tensor:
     return bias[:, None].expand(-1, heads, -1, -1).reshape(-1, *bias.shape[1:])
 
 
-Merge = Callable[[Tensor, AttentionPart, AttentionPart, RowMap, float, "float | None", "Tensor | None"], Tensor]
-"""(query [R, H, repeats, D], own [R ..], shared [P ..], row map, scale, softcap, sinks [H * repeats]) -> [R, H, repeats, D]"""
+Merge = Callable[[Tensor, AttentionPart, AttentionPart, RowMap, ScoreRule], Tensor]
+"""(query [R, H, repeats, D], own [R ..], shared [P ..], row map, rule of scores) -> [R, H, repeats, D]"""
 
 
 def by_one_softmax(
-    query: Tensor,
-    suffix: AttentionPart,
-    shared: AttentionPart,
-    row_map: RowMap,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None = None,
+    query: Tensor, suffix: AttentionPart, shared: AttentionPart, row_map: RowMap, rule: ScoreRule
 ) -> Tensor:
     """Scores of both parts side by side, one softmax in float32, two products with the values."""
     rows, heads, repeats = query.shape[:3]
-    suffix_scores = _scores(_flat(query), _flat(suffix.keys).transpose(1, 2), suffix.wide_bias, scale, softcap)
+    suffix_scores = _scores(_flat(query), _flat(suffix.keys).transpose(1, 2), suffix.wide_bias, rule)
     grouped = row_map.gather(query)  # [P, H, Gmax * repeats, D]
-    shared_scores = _scores(_flat(grouped), _flat(shared.keys).transpose(1, 2), shared.wide_bias, scale, softcap)
+    shared_scores = _scores(_flat(grouped), _flat(shared.keys).transpose(1, 2), shared.wide_bias, rule)
     shared_scores = row_map.scatter(shared_scores.view(*grouped.shape[:3], -1), repeats)  # [R, H, repeats, K]
     scores = torch.cat((shared_scores, suffix_scores.view(rows, heads, repeats, -1)), -1)
-    weights = _weights(scores, None if sinks is None else sinks.view(heads, repeats, 1).expand(rows, -1, -1, -1))
+    sinks = None if rule.sinks is None else rule.sinks.view(heads, repeats, 1).expand(rows, -1, -1, -1)
+    weights = _weights(scores, sinks)
     split = shared_scores.shape[-1]
     to_shared = row_map.gather(weights[..., :split].to(query.dtype))  # [P, H, Gmax * repeats, K]
     to_suffix = weights[..., split:].to(query.dtype)
@@ -262,21 +244,13 @@ def by_one_softmax(
     return from_suffix + row_map.scatter(from_shared, repeats)
 
 
-def by_flash(
-    query: Tensor,
-    suffix: AttentionPart,
-    shared: AttentionPart,
-    row_map: RowMap,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def by_flash(query: Tensor, suffix: AttentionPart, shared: AttentionPart, row_map: RowMap, rule: ScoreRule) -> Tensor:
     """Each part in one call of torch's CPU kernel, merged by the log-sum-exps that it returns."""
-    if softcap is not None or sinks is not None:
-        return by_one_softmax(query, suffix, shared, row_map, scale, softcap, sinks)
+    if not rule.is_plain:
+        return by_one_softmax(query, suffix, shared, row_map, rule)
     repeats = query.shape[2]
-    suffix_out, suffix_lse = _flash(query, suffix, scale)
-    shared_out, shared_lse = _flash(row_map.gather(query), shared, scale)
+    suffix_out, suffix_lse = _flash(query, suffix, rule.scale)
+    shared_out, shared_lse = _flash(row_map.gather(query), shared, rule.scale)
     return merged(row_map.scatter(shared_out, repeats), row_map.scatter(shared_lse, repeats), suffix_out, suffix_lse)
 
 

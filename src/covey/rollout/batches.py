@@ -13,8 +13,13 @@ import torch
 from torch import Tensor
 
 from covey.kernels import Layout
-from covey.rollout.attention import causal
+from covey.rollout.attention import ScoreRule, causal
 from covey.rollout.kv_cache import KVCache, rounded
+
+
+def token_indices(lengths: Sequence[int], width: int) -> Tensor:
+    """[M] int64, flat indices of the tokens of rows of these lengths among rows padded to `width`."""
+    return torch.cat([torch.arange(length) + row * width for row, length in enumerate(lengths)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,18 +33,9 @@ class DecodeBatch:
         assert self.cache.states is not None
         return self.cache.states.decoding(self.cache.num_computed)
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> Tensor:
         """[R, 1, Hq, D]; see `Batch`."""
-        out = self.cache.attend_decode(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale, softcap, sinks)
+        out = self.cache.attend_decode(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], rule)
         return out[:, None]
 
 
@@ -60,32 +56,19 @@ class PrefillBatch:
         """Tokens of each of these prompts."""
         return self.cache.prompt_lengths[self.slots.start : self.slots.stop]
 
-    def token_indices(self, width: int) -> Tensor:
-        """[M] int64, flat indices of the prompts' tokens among prompts padded to `width`."""
-        return torch.cat([torch.arange(length) + p * width for p, length in enumerate(self.lengths)])
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> Tensor:
         """[A, L, Hq, D]; see `Batch`."""
         self._keep(layer, key, value)
         prompts, _, length, _ = query.shape
         window = self.cache.layers[layer].window_within(max(self.lengths))
-        if self.cache.kernels is not None and softcap is None and sinks is None and window is None:
+        if self.cache.kernels is not None and rule.is_plain and window is None:
             layouts = [Layout(p * length, length, ()) for p in range(prompts)]
             row = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))  # each [H, A * L, D]
-            out = self._by_kernels(*row, layouts=layouts, scale=scale)
+            out = self._by_kernels(*row, layouts=layouts, scale=rule.scale)
             if out is not None:
                 padded: Tensor = out.transpose(0, 1).unflatten(0, (prompts, length))
                 return padded
-        return causal(query, key, value, scale, softcap, sinks=sinks, window=window)
+        return causal(query, key, value, rule, window)
 
     def attend_end_to_end(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """[M, Hq, D] from `query` [M, Hq, D], `key` and `value` [M, Hkv, D] of the concatenated prompts.
@@ -104,7 +87,7 @@ class PrefillBatch:
         else:
             query, key, value = map(self._padded, (query, key, value))
             self._keep(layer, key, value)
-            out = causal(query, key, value, scale, None, window=window).flatten(0, 1)[self._token_indices]
+            out = causal(query, key, value, ScoreRule(scale), window).flatten(0, 1)[self._token_indices]
         return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, beyond)) if beyond else out
 
     def keep_end_to_end(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -136,7 +119,7 @@ class PrefillBatch:
     @functools.cached_property
     def _token_indices(self) -> Tensor:
         """Flat index of each token among the padded prompts."""
-        return self.token_indices(self._width).to(self.cache.device)
+        return token_indices(self.lengths, self._width).to(self.cache.device)
 
     def _padded(self, x: Tensor) -> Tensor:
         """[A, H, L, D] from [M, H, D]."""
@@ -171,25 +154,12 @@ class AnswerBatch:
         assert self.cache.states is not None
         return self.cache.states.extending(self.rows)
 
-    def token_indices(self, width: int) -> Tensor:
-        """[M] int64, flat indices of the answers' tokens among answers padded to `width`."""
-        return torch.cat([torch.arange(length) + a * width for a, length in enumerate(self.lengths)])
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> Tensor:
         """[A, L, Hq, D]; see `Batch`."""
         out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
         for a, (row, length) in enumerate(zip(self.rows, self.lengths, strict=True)):
             self._keep(layer, row, key[a, :, :length], value[a, :, :length])
-            out[a, :length] = self._attended(layer, row, query[a, :, :length], scale, softcap, sinks)
+            out[a, :length] = self._attended(layer, row, query[a, :, :length], rule)
         return out
 
     def attend_end_to_end(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -198,7 +168,7 @@ class AnswerBatch:
         out, start = torch.zeros_like(query), 0
         for row, length in zip(self.rows, self.lengths, strict=True):
             place = slice(start, start + length)
-            out[place] = self._attended(layer, row, query[place].transpose(0, 1), scale, None, None)
+            out[place] = self._attended(layer, row, query[place].transpose(0, 1), ScoreRule(scale))
             start += length
         return out
 
@@ -216,11 +186,9 @@ class AnswerBatch:
         keys, values = self.cache.suffix[layer]
         keys[row, :, columns], values[row, :, columns] = key, value
 
-    def _attended(
-        self, layer: int, row: int, query: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
-    ) -> Tensor:
+    def _attended(self, layer: int, row: int, query: Tensor, rule: ScoreRule) -> Tensor:
         """[L, Hq, D] from `query` [Hq, L, D] of the row's last tokens, whose keys are stored."""
         keys, values = self.cache.keys_of(layer, row)
         window = self.cache.layers[layer].window_within(keys.shape[1])
-        out = causal(query[None], keys[None], values[None], scale, softcap, sinks=sinks, window=window)
+        out = causal(query[None], keys[None], values[None], rule, window)
         return out[0]

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from covey.errors import Unsupported
 from covey.kernels import DecodeKernels, DecodeStep, DecodeWeights, InPlaceLinear, Routers, SamplerLinear, TritonDecode
 from covey.models import unwrapped
-from covey.rollout.batches import AnswerBatch, DecodeBatch, PrefillBatch
+from covey.rollout.attention import ScoreRule
+from covey.rollout.batches import AnswerBatch, DecodeBatch, PrefillBatch, token_indices
 from covey.rollout.forward import ModulesForward, addresses_of
 from covey.rollout.kv_cache import KVCache, LayerShape
 from covey.rollout.row_states import StatePlaces
@@ -196,7 +197,7 @@ class DecoderForward:
 
     def prefill(self, ids: Tensor, positions: Tensor, batch: PrefillBatch | AnswerBatch) -> None:
         """Compute the batch's tokens concatenated, without padding; attention alone may pad them."""
-        real = batch.token_indices(ids.shape[1])
+        real = token_indices(batch.lengths, ids.shape[1])
         # padded with token 0, whose result is not read
         real = F.pad(real, (0, -len(real) % PACKED)).to(ids.device)
         cos, sin = self._rotation_at(positions.reshape(-1)[real])
@@ -237,7 +238,7 @@ class DecoderForward:
             query, key, value = (product.unflatten(-1, (-1, self.width)) for product in self._projected(block, h))
             norms = block.query_norm, block.key_norm
             rotation = TritonDecode.rotation(cosines, sines, positions, norms, **rounding)
-            attended = cache.attend_in_kernels(layer, query, key, value, self.scale, rotation=rotation)
+            attended = cache.attend_in_kernels(layer, query, key, value, ScoreRule(self.scale), rotation)
             update = block.out(attended.flatten(1))
             h = TritonDecode.add_norm(x, update, block.after, self.eps, self.dtype)
             update = block.down(TritonDecode.gated(*block.gate_and_up(h)))
@@ -248,7 +249,7 @@ class DecoderForward:
 
         def attend(layer: int, h: Tensor) -> Tensor:
             query, key, value = self._rotated(self.blocks[layer], h, cos, sin)
-            return cache.attend_decode(layer, query, key, value, self.scale, None)
+            return cache.attend_decode(layer, query, key, value, ScoreRule(self.scale))
 
         return attend
 

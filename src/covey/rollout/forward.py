@@ -25,7 +25,7 @@ from covey.kernels import (
 )
 from covey.models import accepts, decoder_of, evaluating, float32_stream, unwrapped
 from covey.models.modalities import embed
-from covey.rollout.attention import NAME, Batch, causal, register
+from covey.rollout.attention import NAME, Batch, ScoreRule, causal, register
 from covey.rollout.batches import AnswerBatch, DecodeBatch, PrefillBatch
 from covey.rollout.kv_cache import KVCache, LayerShape
 from covey.rollout.row_states import StatePlaces, find_states
@@ -271,21 +271,12 @@ class _Record:
     shapes: dict[int, LayerShape] = field(default_factory=dict)
     dtypes: set[torch.dtype] = field(default_factory=set)
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> Tensor:
         if layer in self.shapes:
             raise Unsupported("a layer attends more than once")
         self.shapes[layer] = LayerShape(heads=key.shape[1], width=key.shape[3])
         self.dtypes.add(key.dtype)
-        return causal(query, key, value, scale, softcap, sinks=sinks)
+        return causal(query, key, value, rule)
 
 
 def expect_supported(model: Any) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from covey.process.interruption import StopNow
 from covey.process.memory import is_out_of_memory
+from covey.rollout.attention import ScoreRule
 from covey.rollout.batches import DecodeBatch
 from covey.rollout.decoder import WRITTEN_OUT, is_hooked
 from covey.rollout.engine import NativeSampler
@@ -224,10 +225,10 @@ class _JointBatch:
     batches: Sequence[DecodeBatch]
     sizes: Sequence[int]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> Tensor:
         """[R, 1, Hq, D]; see `Batch`."""
         rows = zip(self.batches, *(x.split(list(self.sizes)) for x in (query, key, value)), strict=True)
-        return torch.cat([batch.attend(layer, *rest, *options) for batch, *rest in rows])
+        return torch.cat([batch.attend(layer, *rest, rule) for batch, *rest in rows])
 
 
 def _route(stack: ExitStack, carrier: Any, layers: Sequence[Any], sizes: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from covey.kernels import CacheTables, DecodeKernels, DecodeStep, Window, zeros
-from covey.rollout.attention import HIDDEN, AttentionPart, RowMap, best_merge
+from covey.rollout.attention import HIDDEN, AttentionPart, RowMap, ScoreRule, best_merge
 from covey.rollout.key_bias import KeyBias
 from covey.rollout.row_states import RowStates, StatePlaces
 
@@ -276,27 +276,18 @@ class KVCache:
             self.in_window[window] = self._in_window(window, everything)
         return everything if window is None else self.in_window[window]
 
-    def attend_decode(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend_decode(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> Tensor:
         """[R, Hq, D] of one new token a row: `query` [R, Hq, D], `key` and `value` [R, Hkv, D]."""
         rows, heads, width = key.shape
         repeats = query.shape[1] // heads
-        if self.kernels is not None and softcap is None and sinks is None and self.window_of(layer) is None:
-            step = self.step(heads, repeats, width, scale)
+        if self.kernels is not None and rule.is_plain and self.window_of(layer) is None:
+            step = self.step(heads, repeats, width, rule.scale)
             return self.kernels.attend(step, query, key, value, self.suffix[layer], self.prefix[layer])
         keys, values = self.suffix[layer][:, :rows]
         keys[:, :, self.step_column], values[:, :, self.step_column] = key, value
         query = query.view(rows, heads, repeats, width)
         suffix, shared = self._parts(layer, keys, values, self.row_map, repeats)
-        return self.merge(query, suffix, shared, self.row_map, scale, softcap, sinks).view(rows, -1, width)
+        return self.merge(query, suffix, shared, self.row_map, rule).view(rows, -1, width)
 
     def _parts(
         self, layer: int, keys: Tensor, values: Tensor, row_map: RowMap, repeats: int

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from covey.kernels import TritonDecode, Window
-from covey.rollout.attention import HIDDEN, RowMap
+from covey.rollout.attention import HIDDEN, RowMap, ScoreRule
 from covey.rollout.key_bias import KeyBias
 from covey.rollout.kv_cache import STEP, KVCache, LayerShape, rounded
 from covey.rollout.row_states import RowStates, StatePlaces
@@ -247,36 +247,20 @@ class StaticKVCache(KVCache):
         """Advance the host's step column by `steps` computed steps."""
         self.step_column += steps
 
-    def attend_decode(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend_decode(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> Tensor:
         rows, heads, width = key.shape
-        if self.attention == "triton" and sinks is None:
-            return self.attend_in_kernels(layer, query, key, value, scale, softcap)
+        if self.attention == "triton" and rule.sinks is None:
+            return self.attend_in_kernels(layer, query, key, value, rule)
         suffix = self.suffix[layer][:, :rows]
         suffix[0].index_copy_(2, self.now, key[:, :, None])
         suffix[1].index_copy_(2, self.now, value[:, :, None])
         row_map = RowMap(self.members, self.back[:rows], is_regular=False)
         parts = self._parts(layer, suffix[0], suffix[1], row_map, query.shape[1] // heads)
-        out = self.merge(query.view(rows, heads, -1, width), *parts, row_map, scale, softcap, sinks)
+        out = self.merge(query.view(rows, heads, -1, width), *parts, row_map, rule)
         return out.view(rows, -1, width)
 
     def attend_in_kernels(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None = None,
-        rotation: Any = None,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule, rotation: Any = None
     ) -> Tensor:
         """`attend_decode` by Triton's kernels; with `rotation` (see `TritonDecode`) from queries and keys as projected."""
         rows = len(key)
@@ -296,7 +280,7 @@ class StaticKVCache(KVCache):
             owned=self.owned[:rows],
             first=self.first[:rows],
             step_column=self.now,
-            scale=scale,
-            softcap=softcap,
+            scale=rule.scale,
+            softcap=rule.softcap,
             rotation=rotation,
         )
