@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from causal_classes import build
@@ -138,3 +140,13 @@ def test_the_fallback_names_its_price_by_a_trial_that_moves_no_random_number():
     with pytest.warns(UserWarning, match=price):
         choose_sampler(model, tokenizer)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("options", [{"backend": "transformers"}, {"backend": "generate", "generate": {"num_beams": 2}}])
+def test_a_sampler_of_transformers_that_was_chosen_names_its_price_too(options, caplog):
+    tokenizer, model = tiny_tokenizer(), tiny_model("qwen2")
+    before = torch.get_rng_state()
+    choose_sampler(model, tokenizer, **options)
+    assert torch.equal(torch.get_rng_state(), before)
+    (record,) = caplog.records
+    assert re.search(r"as asked\. .*1,000 tokens of each take [\d.e+]+ s\.$", record.getMessage())

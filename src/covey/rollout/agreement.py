@@ -81,8 +81,8 @@ def gap_of(theirs: Tensor, mine: Tensor, *, is_sharp: bool) -> tuple[float, floa
     return (float(gaps.max()), FLOAT_ERROR) if is_sharp else (float(gaps.mean()), ROUNDED_ERROR)
 
 
-def trial_seconds(sampler: Sampler, model: Any) -> float:
-    """Seconds of a decoding step, the prompts' share included, of `TRIAL_ROWS` short completions; the fastest of two trials."""
+def price(sampler: Sampler, model: Any) -> str:
+    """A sentence with the seconds of 1,000 tokens, the prompts' share included, by the fastest of two trials."""
     seconds = []
     for _ in range(2):
         started = time.perf_counter()
@@ -90,7 +90,9 @@ def trial_seconds(sampler: Sampler, model: Any) -> float:
         steps = max(completion.num_tokens for group in groups for completion in group.completions)
         seconds.append((time.perf_counter() - started) / steps)
     sampler_metrics(sampler)  # of no rollout
-    return min(seconds)
+    return (
+        f"At the rate of a trial of {TRIAL_ROWS} short completions, 1,000 tokens of each take {1000 * min(seconds):.3g} s."
+    )
 
 
 def raw_reason(error: Exception) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 from covey.errors import RAW_ERRORS, ConfigError, ModelError, Unsupported
 from covey.models import reads_media, unwrapped
-from covey.rollout.agreement import TRIAL_ROWS, raw_reason, reason_against, refusal, trial_seconds
+from covey.rollout.agreement import price, raw_reason, reason_against, refusal
 from covey.rollout.engine import NativeSampler
 from covey.rollout.environments import Environment
 from covey.rollout.generate import GenerateSampler
@@ -19,6 +20,8 @@ from covey.rollout.stopping import context_of
 from covey.rollout.turns import TurnSampler
 from covey.rollout.vllm import ServerSampler, VLLMSampler
 from covey.types import Group, Prompt
+
+logger = logging.getLogger(__name__)
 
 Backend = Literal["auto", "native", "transformers", "generate", "vllm", "vllm-server"]
 """Samplers by name; `auto` is the native engine where the model allows it."""
@@ -80,7 +83,10 @@ def choose_sampler(
             "generate": GenerateSampler,
             "transformers": _by_transformers,
         }
-        return with_turns(make[backend](model, tokenizer, eos_ids=eos_ids, **options), environment, tokenizer, model)
+        chosen = make[backend](model, tokenizer, eos_ids=eos_ids, **options)
+        if backend in ("transformers", "generate"):
+            logger.warning("Completions are written by plain transformers, as asked. %s", price(chosen, model))
+        return with_turns(chosen, environment, tokenizer, model)
     try:
         return _native(model, tokenizer, eos_ids, backend, options)
     except Unsupported as reason:
@@ -91,10 +97,8 @@ def choose_sampler(
         }
         lost = sorted(name for name in options.keys() - {*supported, "environment", "cache_fraction"})
         plain = _by_transformers(model, tokenizer, eos_ids, **supported)
-        seconds = trial_seconds(plain, model)
         warnings.warn(
-            f"Completions are written by plain transformers, which is slower: {reason}. At the rate of a trial of {TRIAL_ROWS} short "
-            f"completions, 1,000 tokens of each take {1000 * seconds:.3g} s."
+            f"Completions are written by plain transformers, which is slower: {reason}. {price(plain, model)}"
             + (f" Without effect there: {', '.join(lost)}." if lost else ""),
             UserWarning,
             stacklevel=2,
