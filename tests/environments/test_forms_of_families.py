@@ -1,4 +1,4 @@
-"""Forms of today's families, by shape and in our own words: harmony, Kimi K2, GLM 4.6, Qwen 3.5, Mistral, DeepSeek.
+"""Forms of today's families, by shape and in our own words: harmony, Kimi, GLM, Qwen 3.5, Mistral, DeepSeek, Gemma 4, Cohere and others.
 
 Compared by hand with the published templates of these families: the words that mark a call are theirs.
 """
@@ -76,7 +76,80 @@ DEEPSEEK = (
     "{{ c.function.arguments }}<|callend|>{% endfor %}<|end|>{% else %}<|outputs|>{{ m.content }}<|outputsend|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|Assistant|></think>{% endif %}"
 )
+CHAT = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|bot|>{{ m.content or '' }}{% if m.tool_calls %}CALLS{% endif %}<|end|>"
+    "{% else %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
+)
+"""A conversation whose calls are written as CALLS."""
+EACH = "{% for c in m.tool_calls %}"
+KEYED = (
+    "{% for k, v in c.function.arguments.items() %}{{ k }}SEP"
+    "{% if v is string %}QUOTE{{ v }}QUOTE{% else %}{{ v | tojson }}{% endif %}{% if not loop.last %}, {% endif %}{% endfor %}"
+)
+keyed = lambda separator, quote: KEYED.replace("SEP", separator).replace("QUOTE", quote)
+GEMMA = CHAT.replace(
+    "CALLS",
+    EACH
+    + "<|tool_call>call:{{ c.function.name }}{{ '{' }}"
+    + keyed(":", '<|"|>')
+    + "{{ '}' }}<tool_call|>{% endfor %}",
+)
+PYTHON = (
+    "{% for c in m.tool_calls %}{{ c.function.name }}("
+    + keyed("=", "'")
+    + "){% if not loop.last %}AND{% endif %}{% endfor %}"
+)
+LFM = CHAT.replace("CALLS", "<|tool_call_start|>[" + PYTHON.replace("AND", ", ") + "]<|tool_call_end|>")
+LLAMA4 = CHAT.replace("CALLS", "[" + PYTHON.replace("AND", ", ").replace("'", '"') + "]")
+OLMO = CHAT.replace("CALLS", "<function_calls>\n" + PYTHON.replace("AND", "\n") + "\n</function_calls>")
+COHERE = CHAT.replace(
+    "CALLS",
+    "<|START_ACTION|>[\n{% for c in m.tool_calls %}"
+    '    {"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
+    "{% if not loop.last %},{% endif %}\n{% endfor %}]<|END_ACTION|>",
+)
+COMMAND_R = CHAT.replace(
+    "CALLS",
+    "Action: ```json\n[{% for c in m.tool_calls %}"
+    '\n    {\n        "tool_name": "{{ c.function.name }}",\n        "parameters": {{ c.function.arguments | tojson }}\n    }'
+    "{% if not loop.last %},{% endif %}{% endfor %}\n]```",
+)
+INVOKE = (
+    '<invoke name="{{ c.function.name }}">\n'
+    + PAIRS
+    + '<parameter name="{{ k }}">'
+    + TEXT
+    + "</parameter>\n{% endfor %}</invoke>\n"
+)
+MINIMAX = CHAT.replace("CALLS", "\n<minimax:tool_call>\n" + EACH + INVOKE + "{% endfor %}</minimax:tool_call>")
+DSML = CHAT.replace(
+    "CALLS",
+    "\n\n<｜DSML｜function_calls>\n" + EACH + '<｜DSML｜invoke name="{{ c.function.name }}">\n' + PAIRS
+    + '<｜DSML｜parameter name="{{ k }}" string="{{ \'true\' if v is string else \'false\' }}">' + TEXT
+    + "</｜DSML｜parameter>\n{% endfor %}</｜DSML｜invoke>\n{% endfor %}</｜DSML｜function_calls>",
+)  # fmt: skip
+KIMI3 = CHAT.replace(
+    "CALLS",
+    "<|open|>tools<|sep|>" + EACH + '<|open|>call tool="{{ c.function.name }}" index="{{ loop.index }}"<|sep|>' + PAIRS
+    + '<|open|>argument key="{{ k }}" type="{{ \'string\' if v is string else \'number\' }}"<|sep|>' + TEXT
+    + "<|close|>argument<|sep|>{% endfor %}<|close|>call<|sep|>{% endfor %}<|close|>tools<|sep|>",
+)  # fmt: skip
+GRANITE = CHAT.replace(
+    "CALLS",
+    EACH
+    + '\n<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}',
+)
 FAMILIES = {
+    "Gemma 4": (GEMMA, ("<|end|>",), None),
+    "LFM 2.5": (LFM, ("<|end|>",), None),
+    "Llama 4": (LLAMA4, ("<|end|>",), None),
+    "OLMo 3": (OLMO, ("<|end|>",), None),
+    "Command A": (COHERE, ("<|end|>",), None),
+    "Command R+": (COMMAND_R, ("<|end|>",), None),
+    "MiniMax M2": (MINIMAX, ("<|end|>",), None),
+    "DeepSeek V3.2": (DSML, ("<|end|>",), None),
+    "Kimi K3": (KIMI3, ("<|end|>",), None),
+    "Granite 4": (GRANITE, ("<|end|>",), None),
     "gpt-oss": (HARMONY, ("<|call|>", "<|return|>"), None),
     "Kimi K2": (KIMI, ("<|im_end|>",), "functions.add:3"),
     "GLM 4.6": (GLM, ("<|user|>", "<|observation|>"), None),
@@ -110,6 +183,8 @@ def turn(name, template, content, arguments):
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("content", ["", "Let me see."])
 def test_a_call_is_read_with_the_identity_that_the_model_wrote(name, content):
+    if content and name == "Llama 4":
+        pytest.skip("its calls are whole turns")
     template, _ = of(name)
     text, calls = template.calls_in(turn(name, template, content, {"a": 7, "b": "x y"}))
     written = [(call.name, str(call.arguments["a"]), call.arguments["b"], call.problem, call.id) for call in calls]
@@ -174,10 +249,10 @@ def test_thoughts_that_the_template_drops_later_stay_in_the_tokens_that_are_lear
 
 def test_a_form_that_is_not_understood_is_shown_with_what_to_set():
     text = CHATML.replace('{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}',
-                          "{{ call.function.name }}({% for k, v in call.function.arguments.items() %}{{ k }}=~{{ v }}~{% endfor %})")  # fmt: skip
+                          "{{ call.function.name }}({% for k, v in call.function.arguments.items() %}{{ k }} is ~{{ v }}~{% endfor %})")  # fmt: skip
     tokenizer = chat_tokenizer(text)
     with pytest.raises(
-        ModelError, match=r"not understood, such as '.*qxname\(qxkeya=~qxvaluea~.*set tokenizer.response_schema"
+        ModelError, match=r"not understood, such as '.*qxname\(qxkeya is ~qxvaluea~.*set tokenizer.response_template"
     ) as error:
         Template(tokenizer, [tokenizer.eos_token_id], {})
     assert "\n" not in str(error.value)

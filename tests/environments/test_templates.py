@@ -1,12 +1,14 @@
 """Chat templates: the form of a tool call is learnt from them, and answers never change what came before."""
 
 import glob
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from covey.environments import Template, tools_of
+from covey.environments.call_forms import typed_argument
 from covey.errors import ModelError
 from environments.acting import CHATML, chat_tokenizer
 
@@ -132,29 +134,54 @@ TRL = sorted(
 )
 
 
+TYPED = {"a": 7, "b": 'x, y\'s "z" {é}', "c": False, "d": [1, 2]}
+ENDS = "<|im_end|> <|eot_id|> <|end|> <|call|> <|return|> <｜end▁of▁sentence｜> </s> <|observation|> <|user|> <turn|> <|tool_response>"
+"""Tokens by which turns of the published templates end."""
+
+
+def typed(a: int, b: str, c: bool, d: list[int]) -> int:
+    """Arguments of four types.
+
+    Args:
+        a: A number.
+        b: A text.
+        c: A truth value.
+        d: A list.
+    """
+    return a
+
+
 @pytest.mark.nightly
 @pytest.mark.skipif(not TRL, reason="needs TRL beside the project: make bench installs it")
 def test_published_templates_are_learnt_or_refused():
-    """Templates as their models publish them, which TRL ships."""
-    learnt = []
+    """Templates as their models publish them, which TRL ships: a call of four types is read back as it was written, or none can be."""
+    (tool,), learnt, refused = tools_of([typed]), [], []
     for file in TRL:
         text = Path(file).read_text()
-        words = tuple(sorted(set(re.findall(r"<\|[^|<>{}]*\|>|<｜[^｜<>{}]*｜>|\[/?[A-Z_]+\]|</s>", text))))
-        tokenizer = chat_tokenizer(text, words)
-        names = (
-            "<|im_end|>",
-            "<|eot_id|>",
-            "<|end|>",
-            "<|call|>",
-            "<｜end▁of▁sentence｜>",
-            "</s>",
-            "<|observation|>",
-            "<|user|>",
+        words = set(
+            re.findall(r"<\|[^|<>{}'\"\s]*\|>|<｜[^｜<>{}]*｜>|\[/?[A-Z_]+\]|</s>|<[a-z_]+\|>|<\|[a-z_]+>", text)
         )
-        ends = [tokenizer.convert_tokens_to_ids(name) for name in names if name in words or name == "<|im_end|>"]
+        tokenizer = chat_tokenizer(text, tuple(sorted(words)))
+        ends = [tokenizer.convert_tokens_to_ids(end) for end in ENDS.split() if end in words or end == "<|im_end|>"]
         try:
-            Template(tokenizer, ends, {"tools": [one.schema for one in tools_of([add])]})
-            learnt.append(Path(file).stem)
-        except ModelError:
+            template = Template(tokenizer, ends, {"tools": [tool.schema]})
+        except ModelError as error:
+            refused.append(str(error))
             continue
-    assert {"qwen2_5", "qwen3", "qwen3_5_think", "llama3_1", "glm4moe", "deepseekv3", "gptoss"} <= set(learnt)
+        arguments = json.dumps(TYPED) if template.takes_text_arguments else TYPED
+        call = {
+            "type": "function",
+            "id": template.call_id("typed"),
+            "function": {"name": "typed", "arguments": arguments},
+        }
+        ask = [{"role": "user", "content": "q"}]
+        start = template._render(ask, tokenize=True, add_generation_prompt=True)
+        whole = template._render([*ask, {"role": "assistant", "content": "", "tool_calls": [call]}], tokenize=True)
+        begin = next((i for i, (x, y) in enumerate(zip(start, whole, strict=False)) if x != y), len(start))
+        _, calls = template.calls_in(whole[begin:])
+        read = {name: typed_argument(value, tool.parameters.get(name)) for name, value in calls[0].arguments.items()}
+        assert (len(calls), calls[0].name, read) == (1, "typed", TYPED), file
+        learnt.append(Path(file).stem)
+    families = "qwen2_5 qwen3 qwen3_5_think qwen3_8 llama3_1 glm4moe deepseekv3 gptoss gemma4 gemma4_v5 lfm2_2_5 nemotron_3_super muse_glimmer"
+    assert set(families.split()) <= set(learnt)
+    assert all("does not write tool calls" in reason for reason in refused)  # none writes calls that are not understood

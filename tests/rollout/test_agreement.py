@@ -142,7 +142,9 @@ def test_the_fallback_names_its_price_by_a_trial_that_moves_no_random_number():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("options", [{"backend": "transformers"}, {"backend": "generate", "generate": {"num_beams": 2}}])
+@pytest.mark.parametrize(
+    "options", [{"backend": "transformers"}, {"backend": "generate", "generate": {"num_beams": 2}}]
+)
 def test_a_sampler_of_transformers_that_was_chosen_names_its_price_too(options, caplog):
     tokenizer, model = tiny_tokenizer(), tiny_model("qwen2")
     before = torch.get_rng_state()

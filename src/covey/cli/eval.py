@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +122,7 @@ def assess_model(model_name: str, options: dict[str, Any], *, called: str | None
     from covey.cli.checkpoints import model_folder
     from covey.cli.columns import evaluated_dataset
     from covey.data import PromptStream, eos_ids, prepare_tokenizer
+    from covey.environments.messages import with_messages
     from covey.evaluation.assessment import assess
     from covey.models import context_limit, load_model, reads_media
     from covey.models.modalities import load_processing
@@ -136,6 +138,7 @@ def assess_model(model_name: str, options: dict[str, Any], *, called: str | None
     model = load_model(folder, {"dtype": dtype_to_read_in(device)}).to(device)
     processing = load_processing(model, folder)
     tokenizer = prepare_tokenizer(processing, model)
+    scorer.read = partial(with_messages, tokenizer=tokenizer)
     processor = processing if processing is not tokenizer and reads_media(model) else None
     limit = context_limit(model)
     room = None if limit is None else limit - options["max_tokens"]

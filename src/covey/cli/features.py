@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,7 @@ def _judge(options: dict[str, Any], is_sampled: bool) -> tuple[Any, Any]:
         return None, None
     from covey.cli.checkpoints import model_folder
     from covey.data import eos_ids, prepare_tokenizer
+    from covey.environments.messages import with_messages
     from covey.evaluation.difficulty import PassRates
     from covey.models import context_limit, load_model, load_tokenizer
     from covey.process.device import choose_device, dtype_to_read_in, in_words
@@ -133,9 +135,11 @@ def _judge(options: dict[str, Any], is_sampled: bool) -> tuple[Any, Any]:
         return tokenizer, None
     output.say(f"{options['model']} answers on {in_words(device)} ...")
     limit = context_limit(model)
+    scorer = Scorer.of(options["reward"], device=device)
+    scorer.read = partial(with_messages, tokenizer=tokenizer)
     rates = PassRates(
         sampler=choose_sampler(model, tokenizer, eos_ids=eos_ids(model, tokenizer)),
-        scorer=Scorer.of(options["reward"], device=device),
+        scorer=scorer,
         tokenizer=tokenizer,
         sampling=SamplingParams(
             max_tokens=options["max_tokens"], temperature=options["temperature"], seed=options["seed"]

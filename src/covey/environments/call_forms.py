@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +55,7 @@ def name_and_json_form(body: str) -> Callable[[str], tuple[str, list[WrittenCall
             between = body[at + len(NAME) : start]
             opener = last_word(body[:at])
             id_opens = last_word(between[: between.find(ID)]) if ID in between else None
-            wrapper = body[:at].strip().removesuffix(opener)
-            return _NameThenJson(opener, wrapper, last_word(between.replace(ID, " ")), id_opens)
+            return _NameThenJson(opener, last_word(between.replace(ID, " ")), id_opens)
     return None
 
 
@@ -69,50 +70,15 @@ def tagged_form(body: str) -> Callable[[str], tuple[str, list[WrittenCall]]] | N
     common = 0
     while common < min(len(middle), len(between)) and middle[-1 - common] == between[-1 - common]:
         common += 1
-    opens = middle[len(middle) - common :].split("\n")[-1].split(" ")[-1]
-    opens = opens[opens.rfind("<") :] if "<" in opens else opens
+    opens = middle[len(middle) - common :]
+    opens = opens[opens.rfind("<") :] if "<" in opens else opens.split("\n")[-1].split(" ")[-1]
     closes = between[: len(between) - len(opens)].strip()
     if not opens or not closes:
         return None
-    return _TaggedCalls(
-        opener=last_word(body[:name]),
-        key_opens=opens,
-        key_closes=body[key + len(KEYS[0]) : value].strip(),
-        value_closes=closes,
-        closer=last_word(body[last + len(VALUES[1]) :].strip().removeprefix(closes)),
-    )
-
-
-def channel_form(body: str) -> Callable[[str], tuple[str, list[WrittenCall]]] | None:
-    """Messages in channels, gpt-oss' harmony: a call is one to `functions.NAME`, and what users read is in the others but `analysis`."""
-    is_harmony = all(word in body for word in ("<|channel|>", "<|message|>", f"functions.{NAME}"))
-    return _read_channels if is_harmony else None
-
-
-_CHANNEL_MESSAGE = re.compile(
-    r"(?P<header>(?:(?!<\|message\|>|<\|end\|>).)*)<\|message\|>(?P<content>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)|$)",
-    re.DOTALL,
-)
-
-
-def _read_channels(text: str) -> tuple[str, list[WrittenCall]]:
-    if "<|message|>" not in text:
-        return text.strip(), []
-    shown, calls = [], list[WrittenCall]()
-    for message in _CHANNEL_MESSAGE.finditer(text):
-        recipient = re.search(r"to=functions\.([\w.\-]+)", message["header"])
-        channel = re.search(r"<\|channel\|>\s*(\w+)", message["header"])
-        loose = re.sub(r"<\|start\|>\s*\w*", "", message["header"]).split("<|")[0]  # words outside of any channel
-        shown.append(re.sub(r"to=\S+", "", loose).strip())
-        if recipient is not None:
-            value, _, problem = _read_json(message["content"], 0)
-            calls.append(WrittenCall(recipient.group(1), value if problem is None else "", problem))
-        elif channel is None or channel.group(1) != "analysis":
-            shown.append(message["content"].strip())
-    return "\n".join(filter(None, shown)), calls
-
-
-FORMS = (channel_form, json_form, name_and_json_form, tagged_form)
+    key_closes = body[key + len(KEYS[0]) : value].strip()
+    closer = last_word(body[last + len(VALUES[1]) :].strip().removeprefix(closes))
+    is_within = closer in opens + key_closes + closes  # then the next call ends this one
+    return _TaggedCalls(last_word(body[:name]), opens, key_closes, closes, "" if is_within else closer)
 
 
 def last_word(text: str, *, first: bool = False) -> str:
@@ -145,7 +111,7 @@ def _json_values(text: str) -> list[tuple[int, Any, int]]:
     return values
 
 
-def _read_json(text: str, at: int) -> tuple[Any, int, str | None]:
+def read_json(text: str, at: int) -> tuple[Any, int, str | None]:
     """The JSON value at or after `at` (spaces skipped), where it ends, and what is wrong with it."""
     while at < len(text) and text[at].isspace():
         at += 1
@@ -170,7 +136,7 @@ class _JsonCalls:
         parts, calls, at = [], list[WrittenCall](), 0
         while (start := text.find(self.opener, at)) >= 0:
             parts.append(text[at:start])
-            value, at, problem = _read_json(text, start + len(self.opener))
+            value, at, problem = read_json(text, start + len(self.opener))
             calls += [WrittenCall("", text[at:][:200], problem)] if problem else self._calls(value)
             if problem:
                 stop = text.find(self.closer, at) if self.closer else -1
@@ -185,7 +151,7 @@ class _JsonCalls:
         body = re.sub(r"^\s*<\|python_tag\|>", "", text)
         if not body.lstrip().startswith("{"):
             return text.strip(), []
-        value, _, problem = _read_json(body, 0)
+        value, _, problem = read_json(body, 0)
         if problem or not (isinstance(value, Mapping) and self.name_key in value):
             return text.strip(), []
         return "", self._calls(value)
@@ -205,8 +171,6 @@ class _JsonCalls:
 @dataclass(frozen=True)
 class _NameThenJson:
     opener: str
-    wrapper: str
-    """Text that comes before the opener of the first call."""
     before_json: str
     id_opens: str | None
     """Text between the name and the call's identity; None where the form writes none of its own."""
@@ -218,14 +182,14 @@ class _NameThenJson:
         while match := name.search(text, at):
             first = min(first, match.start())
             start = text.find(self.before_json, match.end()) if self.before_json else match.end()
-            value, at, problem = _read_json(text, max(start, match.end()) + len(self.before_json) * (start >= 0))
+            value, at, problem = read_json(text, max(start, match.end()) + len(self.before_json) * (start >= 0))
             at = max(at, match.end())
             call_id = f"functions.{match.group(1)}{match.group(2)}" if has_name_in_id and match.group(2) else None
             if self.id_opens is not None:
                 identity = re.match(re.escape(self.id_opens) + r"\s*([\w.:\-]+)", text[match.end() :].lstrip())
                 call_id = identity.group(1) if identity else None
             calls.append(WrittenCall(match.group(1), value if problem is None else "", problem, call_id))
-        return text[:first].rstrip().removesuffix(self.wrapper).strip(), calls
+        return text[:first].strip(), calls
 
 
 @dataclass(frozen=True)
@@ -257,9 +221,14 @@ class _TaggedCalls:
         return _before_tag(text[:first]), calls
 
 
-def _flexible(literal: str) -> str:
-    """A pattern for a literal whose white space may differ."""
-    return r"\s*".join(re.escape(part) for part in literal.split())
+_ATTRIBUTES = r'(?:\s+[\w\-]+="[^"]*")'
+
+
+def _flexible(text: str) -> str:
+    """A pattern for a literal whose white space may differ; behind a key that is an attribute of a tag, other attributes may."""
+    if text.startswith('"'):
+        return f'"{_ATTRIBUTES}*' + _flexible(re.sub(_ATTRIBUTES, "", text[1:]))
+    return r"\s*".join(re.escape(part) for part in text.split())
 
 
 def _before_tag(text: str) -> str:
@@ -281,7 +250,12 @@ def typed_argument(value: Any, schema: Mapping[str, Any] | None) -> Any:
     """Text as the JSON value that the schema asks for; anything else as it is."""
     if not isinstance(value, str) or schema is None or schema.get("type", "string") == "string":
         return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
+    return literal(value)
+
+
+def literal(text: str) -> Any:
+    """The value of JSON or of a literal of Python, as some templates write `True` and `None`; any other text as it is."""
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return read(text)
+    return text

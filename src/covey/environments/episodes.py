@@ -78,7 +78,9 @@ class Episodes:
     def __call__(self, turns: Sequence[Turn]) -> list[list[int] | None]:
         """Token ids to append to each completion before it continues, or None where it is over."""
         episodes = [self._of(turn) for turn in turns]
-        written = [self._note(episode, turn.token_ids) for episode, turn in zip(episodes, turns, strict=True)]
+        written = [
+            self._note(episode, turn.prompt, turn.token_ids) for episode, turn in zip(episodes, turns, strict=True)
+        ]
         requests = [
             [Request(call.name, call.arguments, episode.tools, call.problem) for call in calls]
             for episode, calls in zip(episodes, written, strict=True)
@@ -117,7 +119,7 @@ class Episodes:
     def _ended(self, prompt: Prompt, sample: int, completion: Completion) -> Completion:
         episode = self._running.pop((prompt.uid, sample))
         if episode.read < completion.num_tokens:  # a last turn that was cut at a limit
-            self._note(episode, completion.token_ids.tolist(), is_over=True)
+            self._note(episode, prompt, completion.token_ids.tolist(), is_over=True)
         columns = {} if episode.reset is None else {"environments": episode.reset.instance}
         return replace(
             completion,
@@ -128,11 +130,14 @@ class Episodes:
             columns={**completion.columns, **columns},
         )
 
-    def _note(self, episode: _Episode, token_ids: Sequence[int], is_over: bool = False) -> list[WrittenCall]:
+    def _note(
+        self, episode: _Episode, prompt: Prompt, token_ids: Sequence[int], is_over: bool = False
+    ) -> list[WrittenCall]:
         """Add the model's turn to the messages; its calls, where they are to be run."""
-        text, calls = self.template.calls_in(token_ids[episode.read :])
+        before = [*prompt.token_ids, *token_ids[: episode.read]]
+        text, calls, thoughts = self.template.turn_in(token_ids[episode.read :], before)
         episode.read = len(token_ids)
-        message: dict[str, Any] = {"role": "assistant", "content": text}
+        message: dict[str, Any] = {"role": "assistant", "content": text, **thoughts}
         if calls:
             message["tool_calls"] = [_as_message(call) for call in calls]
         episode.messages.append(message)

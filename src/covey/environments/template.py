@@ -11,10 +11,31 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from covey.data import chat_ids
-from covey.environments.call_forms import FORMS, ID, KEYS, NAME, VALUES, WrittenCall, as_mapping, reads_back
+from covey.environments.call_forms import (
+    ID,
+    KEYS,
+    NAME,
+    VALUES,
+    WrittenCall,
+    as_mapping,
+    json_form,
+    name_and_json_form,
+    reads_back,
+    tagged_form,
+)
+from covey.environments.keyed_calls import keyed_form
+from covey.environments.messages import parsed_response, read_channels, thoughts_in, thoughts_of, without_specials
 from covey.errors import ModelError
 from covey.types import Message
 
+
+def channel_form(body: str) -> Callable[[str], tuple[str, list[WrittenCall]]] | None:
+    """Messages in channels, gpt-oss' harmony."""
+    is_harmony = all(word in body for word in ("<|channel|>", "<|message|>", f"functions.{NAME}"))
+    return read_channels if is_harmony else None
+
+
+FORMS = (channel_form, json_form, keyed_form, name_and_json_form, tagged_form)
 _ASK = {"role": "user", "content": "qxquestion"}
 _ID_STYLES = (ID, "functions.{name}:{place}")
 """Identities of calls: what most templates take, and Kimi's, which hold the tool's name."""
@@ -41,6 +62,8 @@ class Template:
                 "tokenizer.chat_template."
             )
         self._arguments_as_text, self._id_style = False, ID
+        self._wrapper = ""  # text that opens the calls, without special tokens
+        self._before_body = ""
         self._form = self._learn_form()
         if has_bridges:
             self.bridge([{"role": "tool", "name": NAME, "content": "qxresult", "tool_call_id": self.call_id(NAME)}])
@@ -54,26 +77,28 @@ class Template:
 
     def calls_in(self, token_ids: Sequence[int]) -> tuple[str, list[WrittenCall]]:
         """Text of a model's turn without its tool calls, and the calls. `token_ids` end with the end-of-turn token, if any."""
+        text, calls, _ = self.turn_in(token_ids, self._render([_ASK], tokenize=True, add_generation_prompt=True))
+        return text, calls
+
+    def turn_in(self, token_ids: Sequence[int], prefix: Sequence[int]) -> tuple[str, list[WrittenCall], dict[str, Any]]:
+        """`calls_in` of a turn behind the tokens `prefix`, and the fields of its message with thoughts, where these are told apart."""
         ids = list(token_ids)
         while ids and ids[-1] in self.eos_ids:
             ids.pop()
-        if getattr(self.tokenizer, "response_template", None) or getattr(self.tokenizer, "response_schema", None):
-            return self._parsed(ids)
-        text, calls = self._form(self.tokenizer.decode(ids, skip_special_tokens=False))
-        for token in self.tokenizer.all_special_tokens:
-            text = text.replace(token, "")
-        return text.strip(), calls
+        if self._has_response_template:
+            message = parsed_response(self.tokenizer, ids, prefix, self.tools)
+            if message is None:
+                return self.tokenizer.decode(ids, skip_special_tokens=True), [], {}
+            return message["content"], _calls_of(message), thoughts_of(message)
+        whole = self.tokenizer.decode(ids, skip_special_tokens=False)
+        text, calls = self._form(whole)
+        thoughts = thoughts_in(whole) if self._form is read_channels else {}
+        shown = without_specials(text, self.tokenizer)
+        return shown.removesuffix(self._wrapper).strip() if calls else shown, calls, thoughts
 
-    def _parsed(self, ids: list[int]) -> tuple[str, list[WrittenCall]]:
-        """By the tokenizer's own response template, where it has one."""
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        try:
-            message = self.tokenizer.parse_response(ids)
-        except Exception:  # noqa: BLE001 - a call that is no JSON, among others
-            return text, []
-        calls = [call["function"] for call in message.get("tool_calls") or [] if "function" in call]
-        written = [WrittenCall(str(call.get("name", "")), as_mapping(call.get("arguments", {}))) for call in calls]
-        return str(message.get("content") or ""), written
+    @property
+    def _has_response_template(self) -> bool:
+        return bool(getattr(self.tokenizer, "response_template", None))
 
     # -- what the tools answered ------------------------------------------------------------------------------------
 
@@ -150,24 +175,33 @@ class Template:
         for self._id_style, self._arguments_as_text in _WAYS:
             if form is None and (written := self._body()) is not None:
                 body = body or written
-                learnt = [make(written) for make in FORMS]
+                learnt = [make(written) for make in self._forms()]
                 form = next((parser for parser in learnt if parser is not None and reads_back(parser, written)), None)
             if form is not None:
-                break
-        has_response_form = getattr(self.tokenizer, "response_template", None) or getattr(
-            self.tokenizer, "response_schema", None
+                self._wrapper = without_specials(form(written or "")[0], self.tokenizer)
+                return form
+        if body is not None:
+            raise ModelError(
+                "the tokenizer's "
+                + (
+                    "response_template does not read the tool calls that its chat template writes"
+                    if self._has_response_template
+                    else "chat template writes tool calls in a form that is not understood"
+                )
+                + f", such as {body.strip()[:200]!r}; set tokenizer.response_template, by which transformers' parse_response reads "
+                "them, or another tokenizer.chat_template."
+            )
+        raise ModelError(
+            "the tokenizer's chat template does not write tool calls, so the model cannot make any; use an instruct model "
+            "that was trained with tools, or set tokenizer.chat_template."
         )
-        if form is None and body is not None and not has_response_form:
-            raise ModelError(
-                f"the tokenizer's chat template writes tool calls in a form that is not understood, such as {body.strip()[:200]!r}; set "
-                "tokenizer.response_schema, by which transformers' parse_response reads them, or another tokenizer.chat_template."
-            )
-        if form is None and not has_response_form:
-            raise ModelError(
-                "the tokenizer's chat template does not write tool calls, so the model cannot make any; use an instruct model "
-                "that was trained with tools, set tokenizer.chat_template, or set tokenizer.response_template."
-            )
-        return form or (lambda text: (text, []))
+
+    def _forms(self) -> Sequence[Callable[[str], Callable[[str], tuple[str, list[WrittenCall]]] | None]]:
+        """What may parse a call: the tokenizer's own response template alone, where it has one."""
+        if not self._has_response_template:
+            return FORMS
+        parsed = lambda text: parsed_response(self.tokenizer, text, self._before_body, self.tools)
+        return (lambda body: lambda text: ("", _calls_of(parsed(text) or {})),)
 
     def _body(self) -> str | None:
         """An assistant's turn with one call of two arguments, as the template writes it; None where it leaves them out."""
@@ -179,10 +213,17 @@ class Template:
             return None
         shared = next((i for i, (a, b) in enumerate(zip(start, whole, strict=False)) if a != b), len(start))
         tag = whole.rfind("<", 0, shared)
-        body = whole[tag if tag >= 0 and ">" not in whole[tag:shared] else shared :]  # two tags may begin alike
+        begin = tag if tag >= 0 and ">" not in whole[tag:shared] else shared  # two tags may begin alike
+        self._before_body, body = whole[:begin], whole[begin:]
         return self._without_end(body) if all(word in body for word in (NAME, *KEYS, *VALUES)) else None
 
     def _without_end(self, body: str) -> str:
         ends = [self.tokenizer.decode([token]) for token in self.eos_ids]
         cuts = [body.rfind(end) for end in ends if end and end in body]
         return body[: max(cuts)] if cuts else body
+
+
+def _calls_of(message: Mapping[str, Any]) -> list[WrittenCall]:
+    """The calls of a message that the tokenizer's response template parsed."""
+    functions = [call["function"] for call in message.get("tool_calls") or [] if "function" in call]
+    return [WrittenCall(str(call.get("name", "")), as_mapping(call.get("arguments", {}))) for call in functions]

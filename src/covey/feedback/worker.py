@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ class Bench:
 
     def __init__(self, settings: Settings) -> None:
         from covey import data
+        from covey.environments.messages import with_messages
         from covey.models import load_model, load_tokenizer
         from covey.process.device import choose_device
         from covey.rewards import Scorer
@@ -69,6 +71,7 @@ class Bench:
         self.tokenizer = data.prepare_tokenizer(tokenizer, self.base)
         self.eos_ids = tuple(data.eos_ids(self.base, self.tokenizer))
         self.scorer = Scorer.of(list(settings.rewards), settings.reward_weights, device=device)
+        self.scorer.read = partial(with_messages, tokenizer=self.tokenizer)
         self.prompts = fixed_prompts(settings, self.tokenizer)
         self._scores: dict[str | None, tuple[float, ...]] = {}
 

@@ -77,6 +77,8 @@ class Scorer:
         self.combiner = combiner or Combiner()
         self.combiner.running = [Running()] * len(self.rewards)
         self._weights = [weight_of(weight) for weight in weights or [spec.weight for spec in self.rewards]]
+        self.read: Callable[[Group], Group] = lambda group: group
+        """How completions of chats become messages, once the tokenizer that tells is loaded."""
         self.timeout_seconds = timeout_seconds
         self.error_limit = error_limit
         self.on_error = on_error
@@ -299,14 +301,14 @@ class Scoring:
         batch: Batch | None = None
         for index, caller in enumerate(self._callers):
             if caller.call_options.streams and group.size and self._scorer.replaced is None:
-                batch = batch or self._scorer.checked(Batch.of([group]))
+                batch = batch or self._scorer.checked(Batch.of([self._scorer.read(group)]))
                 self._started[index, id(group)] = caller.submit(batch, self._states[index])
 
     def finish(self, groups: Sequence[Group]) -> list[Group]:
         """The same groups with `rewards` [G, R], `events` and `extras`; every one of them was added before."""
         if not any(group.size for group in groups):
             return [replace(group, rewards=torch.zeros(0, len(self._callers))) for group in groups]
-        batch = self._scorer.checked(Batch.of(groups))
+        batch = self._scorer.checked(Batch.of([self._scorer.read(group) for group in groups]))
         if self._scorer.replaced is not None:
             return self._scorer.settle(groups, self._scorer.replaced(batch), batch)
         return self._scorer.settle(groups, self.outcomes(batch, groups), batch)

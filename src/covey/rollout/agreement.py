@@ -90,9 +90,7 @@ def price(sampler: Sampler, model: Any) -> str:
         steps = max(completion.num_tokens for group in groups for completion in group.completions)
         seconds.append((time.perf_counter() - started) / steps)
     sampler_metrics(sampler)  # of no rollout
-    return (
-        f"At the rate of a trial of {TRIAL_ROWS} short completions, 1,000 tokens of each take {1000 * min(seconds):.3g} s."
-    )
+    return f"At the rate of a trial of {TRIAL_ROWS} short completions, 1,000 tokens of each take {1000 * min(seconds):.3g} s."
 
 
 def raw_reason(error: Exception) -> str:

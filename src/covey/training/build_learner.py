@@ -17,6 +17,7 @@ from covey.algorithms import Algorithm
 from covey.config import GRPOConfig
 from covey.config.combinations import expect_together
 from covey.ensembles import Ensemble
+from covey.environments.messages import with_messages
 from covey.errors import ConfigError
 from covey.kernels import learning
 from covey.learner import AdapterCopy, FrozenCopy, Learner, NoReference, Policy, ValueHead, ValueModel, no_critic
@@ -165,6 +166,9 @@ class RunInputs:
     before_update: Callable[[], None] = lambda: None
     after_update: Callable[[], None] = lambda: None
     """Callback after each optimizer step."""
+
+    def __post_init__(self) -> None:
+        self.scorer.read = partial(with_messages, tokenizer=self.tokenizer)
 
 
 def learner_world(inputs: RunInputs) -> World:

@@ -1,0 +1,108 @@
+"""Messages of the model's turns: what users read, and thoughts and tool calls apart, where tokenizer or template tell them apart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from covey.environments.call_forms import WrittenCall, read_json
+from covey.types import Completion, Group, Message, Prompt
+
+_CHANNEL_MESSAGE = re.compile(
+    r"(?P<header>(?:(?!<\|message\|>|<\|end\|>).)*)<\|message\|>(?P<content>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)|$)",
+    re.DOTALL,
+)
+_THOUGHTS = ("reasoning_content", "thinking")
+
+
+def with_messages(group: Group, tokenizer: Any) -> Group:
+    """The group as TRL's rewards read it: completions of a chat as `messages`, by the tokenizer's `response_template` or harmony's channels.
+
+    Unchanged where the prompt is no chat, or the whole text is the content.
+    """
+    prompt = group.prompt
+    if prompt.messages is None or not (getattr(tokenizer, "response_template", None) or _has_channels(tokenizer)):
+        return group
+    read = lambda done: replace(done, messages=(_message(done, prompt, tokenizer),)) if done.messages is None else done
+    return replace(group, completions=tuple(read(completion) for completion in group.completions))
+
+
+def _message(done: Completion, prompt: Prompt, tokenizer: Any) -> Message:
+    ids = done.token_ids.tolist()
+    message: dict[str, Any] = {"role": "assistant", "content": done.text}
+    if getattr(tokenizer, "response_template", None):
+        parsed = parsed_response(tokenizer, ids, prompt.token_ids, prompt.columns.get("tools"))
+        return message if parsed is None else parsed
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    shown, _ = read_channels(text)
+    return message | {"content": without_specials(shown, tokenizer), **thoughts_in(text)}
+
+
+def without_specials(text: str, tokenizer: Any) -> str:
+    """The text without special tokens."""
+    for token in tokenizer.all_special_tokens:
+        text = text.replace(token, "")
+    return text.strip()
+
+
+# -- a tokenizer's response template --------------------------------------------------------------------------------
+
+
+def parsed_response(
+    tokenizer: Any, turn: str | Sequence[int], prefix: str | Sequence[int], tools: Any
+) -> dict[str, Any] | None:
+    """The message of a turn, text or token ids, by the tokenizer's `response_template`; None where the turn does not follow it.
+
+    `prefix`: the prompt before the turn, which may have opened its thoughts.
+    """
+    as_input = lambda part: part if isinstance(part, str) else list(part)
+    try:
+        message = tokenizer.parse_response(as_input(turn), prefix=as_input(prefix), tools=tools)
+    except (ValueError, TypeError):  # a call that is no JSON, among others
+        return None
+    return {**message, "content": str(message.get("content") or "")} if isinstance(message, Mapping) else None
+
+
+def thoughts_of(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a message that hold thoughts."""
+    return {name: message[name] for name in _THOUGHTS if message.get(name)}
+
+
+# -- channels: gpt-oss' harmony -------------------------------------------------------------------------------------
+
+
+def _has_channels(tokenizer: Any) -> bool:
+    template = getattr(tokenizer, "chat_template", None)
+    return isinstance(template, str) and "<|channel|>analysis<|message|>" in template
+
+
+def read_channels(text: str) -> tuple[str, list[WrittenCall]]:
+    """What users read, which is all but the channel `analysis`, and the calls: messages to `functions.NAME`."""
+    if "<|message|>" not in text:
+        return text.split("<|channel|>")[0].strip(), []  # no channel at all, or one whose name was cut
+    shown, calls = [], list[WrittenCall]()
+    for header, channel, content in _channels(text):
+        recipient = re.search(r"to=functions\.([\w.\-]+)", header)
+        loose = re.sub(r"<\|start\|>\s*\w*", "", header).split("<|")[0]  # words outside of any channel
+        shown.append(re.sub(r"to=\S+", "", loose).strip())
+        if recipient is not None:
+            value, _, problem = read_json(content, 0)
+            calls.append(WrittenCall(recipient.group(1), value if problem is None else "", problem))
+        elif channel != "analysis":
+            shown.append(content.strip())
+    return "\n".join(filter(None, shown)), calls
+
+
+def thoughts_in(text: str) -> dict[str, str]:
+    """The channel `analysis` as the field `thinking`, by which gpt-oss' template names it; empty where nothing was thought."""
+    thoughts = [content.strip() for _, channel, content in _channels(text) if channel == "analysis"]
+    return {"thinking": "\n".join(thoughts)} if thoughts else {}
+
+
+def _channels(text: str) -> Iterator[tuple[str, str | None, str]]:
+    """Header, channel and content of each message."""
+    for message in _CHANNEL_MESSAGE.finditer(text):
+        channel = re.search(r"<\|channel\|>\s*(\w+)", message["header"])
+        yield message["header"], channel.group(1) if channel else None, message["content"]
