@@ -16,12 +16,14 @@ from two_process_work import BY_TOKEN, CASES, SHARES, groups_of, policy_of, rewa
 
 from covey import GRPOConfig, GRPOTrainer, SFTTrainer, sft_config
 from covey import algorithms as alg
+from covey.adapters import expert_parameters
 from covey.learner import Policy
 from covey.learner.memory_estimate import CPU_TOKENS
 from covey.process.sharding import Sharding, is_sharded, local, whole, whole_state
 from covey.process.world import World
 from covey.rollout import GatheredSampler, NativeSampler, SamplingParams
 from covey.training.build_learner import networks_of
+from expert_models import expert_model
 from kit import learner_of, prompt, tiny_model, tiny_tokenizer
 
 HOW = Sharding()
@@ -110,8 +112,15 @@ RUNS = {
     "value model": {**SAVED, "algorithm": lambda: alg.ppo(critic_model="separate")},
     "adapter": {**SAVED, "peft": True},
     "offloaded": {**SAVED, "fsdp": "full_shard auto_wrap offload", "max_grad_norm": 0.05},
+    "routing replay": {"model": lambda: experts(), "router_replay": "R3", "router_aux_loss_coef": 0.0},
+    "an adapter on experts": {**SAVED, "model": lambda: experts(), "peft": True, "router_aux_loss_coef": 0.0},
     "ZeRO-2 by DeepSpeed's file": {"fsdp": None, "deepspeed": {"zero_optimization": {"stage": 2}}},
 }
+
+
+def experts():
+    """A mixture of experts; its adapter goes on the experts too."""
+    return expert_model("Qwen3Moe", vocab_size=len(tiny_tokenizer()), num_experts_per_tok=1)
 
 
 KINDS = ["a", "b", "a", "none", "b", "b", "a", "none"]
@@ -151,14 +160,16 @@ def trainer_of(folder, processes, *, algorithm=None, peft=False, model=None, **c
     }
     if algorithm is not None:
         given = {name: value for name, value in given.items() if name not in ("loss_type", "beta")}
+    built = tiny_model(hidden=16, layers=2) if model is None else model()
+    adapter = {"target_modules": "all-linear", "target_parameters": expert_parameters(built) or None}
     return GRPOTrainer(
-        model=tiny_model(hidden=16, layers=2) if model is None else model,
+        model=built,
         processing_class=tiny_tokenizer(),
         reward_funcs=reward,
         train_dataset=Dataset.from_dict({"prompt": PROMPTS, "kind": KINDS}),
         args=GRPOConfig(output_dir=str(folder), **{**given, **changed}),
         algorithm=None if algorithm is None else algorithm(),
-        peft_config=LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False) if peft else None,
+        peft_config=LoraConfig(r=2, init_lora_weights=False, **adapter) if peft else None,
     )
 
 

@@ -85,8 +85,8 @@ def split_steps(kind, world, folder):
 
 
 def run(folder, processes, resume=None, **changed):
-    model = tiny_model(**MODEL)
-    return cases.trained(folder, processes, resume=resume and str(resume), model=model, **{**RUN, **changed})
+    model = {"model": lambda: tiny_model(**MODEL)}
+    return cases.trained(folder, processes, resume=resume and str(resume), **{**RUN, **model, **changed})
 
 
 def work(folder, part):

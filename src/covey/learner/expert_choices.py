@@ -21,7 +21,6 @@ class Policy(Protocol):
     """A model that rows pass through, as far as its routers are concerned."""
 
     model: Any
-    shards: Any
     replays_experts: bool
 
     @property
@@ -54,13 +53,16 @@ class Routing:
             if not (policy.is_checkpointing and torch.is_grad_enabled()):
                 self.release()
 
+    def find(self, policy: Policy) -> tuple[Routers | None]:
+        """Look for the routers, before the model is split: every pass of a split one needs all processes."""
+        try:
+            self._routers = (routers_of(policy),)
+        except (Unsupported, *RAW_ERRORS):  # metrics are left out then; `expect_replay` names the reason
+            self._routers = (None,)
+        return self._routers
+
     def _switch(self, policy: Policy, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> None:
-        if self._routers is None:
-            try:
-                self._routers = (None if policy.shards is not None else routers_of(policy),)
-            except (Unsupported, *RAW_ERRORS):  # metrics are left out then; `expect_replay` names the reason
-                self._routers = (None,)
-        (routers,) = self._routers
+        (routers,) = self._routers or self.find(policy)
         if routers is not None:
             choices = choices_of(rows, packed.spans, packed.input_ids.numel()) if policy.replays_experts else None
             self._replayed = None if choices is None else choices.to(policy.device)

@@ -129,7 +129,10 @@ class Policy:
 
     def sharded(self, shard: Callable[[nn.Module], Shards]) -> Policy:
         """The policy with its model sharded in place, after a trial forward pass on every process."""
-        return replace(self, shards=shard(self.model)).tried()
+        self.routing.find(self)
+        split = replace(self, shards=shard(self.model))
+        split.routing = self.routing
+        return split.tried()
 
     def tried(self) -> Policy:
         """This policy; of a sharded model after its trial passes, which every process makes together."""

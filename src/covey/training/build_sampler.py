@@ -113,7 +113,7 @@ def sampler_options(
             ", ".join(sorted(others)),
         )
     if args.router_replay:
-        _refuse_replay(args, world, others)
+        _refuse_replay(args, others)
     dtype = _dtype(args, world)
     options: dict[str, Any] = {"max_rows": args.rollout_max_rows}
     options |= {} if dtype == "auto" else {"dtype": dtype}
@@ -134,7 +134,7 @@ def sampler_options(
     return options | {name: value for name, (value, default) in choices.items() if value != default}
 
 
-def _refuse_replay(args: GRPOConfig, world: World, others: Mapping[str, Any]) -> None:
+def _refuse_replay(args: GRPOConfig, others: Mapping[str, Any]) -> None:
     """Raise ConfigError where nothing records the experts that wrote a completion, or the learner cannot replay them."""
     if args.rollout_backend in ("vllm", "transformers") or others:
         writer = "transformers' generate" if others else args.rollout_backend
@@ -142,8 +142,6 @@ def _refuse_replay(args: GRPOConfig, world: World, others: Mapping[str, Any]) ->
             f"router_replay='R3' needs the experts of each token, which Covey's own engine records and {writer} does not; leave one of "
             "them out."
         )
-    if args.sharding is not None and world.size > 1:
-        raise ConfigError("router_replay='R3' does not work with a model that fsdp splits; leave one of them out.")
 
 
 def _dtype(args: GRPOConfig, world: World) -> str:
