@@ -11,7 +11,7 @@ from covey.data.prompts import to_prompt
 from covey.environments import Template, tools_of
 from covey.environments.call_forms import WrittenCall
 from covey.errors import ModelError
-from environments.acting import CHATML, chat_tokenizer
+from environments.acting import CHATML, HARMONY, chat_tokenizer
 
 
 def add(a: int, b: str) -> int:
@@ -29,17 +29,6 @@ THOUGHT = "{% if m.reasoning_content and loop.index0 > n.last %}{{ m.reasoning_c
 PAIRS = "{% for k, v in c.function.arguments.items() %}"
 TEXT = "{{ v if v is string else v | tojson }}"
 
-HARMONY = (
-    "<|start|>system<|message|>Reasoning: {{ reasoning_effort | default('medium') }}<|end|>"
-    "{% for m in messages %}{% if m.role == 'tool' %}<|start|>functions.{{ m.name }} to=assistant<|channel|>commentary<|message|>"
-    "{{ m.content | tojson }}<|end|>"
-    "{% elif m.tool_calls %}{% if m.content %}<|start|>assistant<|channel|>analysis<|message|>{{ m.content }}<|end|>{% endif %}"
-    "<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary json<|message|>"
-    "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
-    "{% elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|return|>"
-    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-)
 KIMI = (
     "{% for m in messages %}{% if m.role == 'assistant' %}<|im_assistant|>assistant<|im_middle|>{{ m.content or '' }}"
     "{% if m.tool_calls %}<|tool_calls_section_begin|>{% for c in m.tool_calls %}<|tool_call_begin|>{{ c.id }}"

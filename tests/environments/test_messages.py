@@ -9,8 +9,7 @@ from covey.environments import Template
 from covey.environments.messages import with_messages
 from covey.errors import ModelError
 from covey.types import Completion, Group, Prompt
-from environments.acting import CHATML, chat_tokenizer, tiny_llama
-from environments.test_forms_of_families import HARMONY
+from environments.acting import CHATML, HARMONY, chat_tokenizer, tiny_llama
 
 RESPONSE = {
     "defaults": {"role": "assistant"},
