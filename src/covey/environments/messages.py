@@ -79,7 +79,7 @@ def _has_channels(tokenizer: Any) -> bool:
 
 
 def read_channels(text: str) -> tuple[str, list[WrittenCall]]:
-    """What users read, which is all but the channel `analysis`, and the calls: messages to `functions.NAME`."""
+    """The text for users, which is all but the channel `analysis`, and the calls: messages to `functions.NAME`."""
     if "<|message|>" not in text:
         return text.split("<|channel|>")[0].strip(), []  # no channel at all, or one whose name was cut
     shown, calls = [], list[WrittenCall]()

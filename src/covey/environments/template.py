@@ -197,7 +197,7 @@ class Template:
         )
 
     def _forms(self) -> Sequence[Callable[[str], Callable[[str], tuple[str, list[WrittenCall]]] | None]]:
-        """What may parse a call: the tokenizer's own response template alone, where it has one."""
+        """Makers of parsers: the tokenizer's own response template alone, where it has one."""
         if not self._has_response_template:
             return FORMS
         parsed = lambda text: parsed_response(self.tokenizer, text, self._before_body, self.tools)
