@@ -34,7 +34,7 @@ def test_a_run_that_is_preempted_again_and_again_ends_bit_for_bit_and_started_on
     for _ in range(times):
         before = last_step(folder)
         process = bench.start(Plan(str(folder)))
-        wait_until(lambda before=before, process=process: last_step(folder) > before or not process.is_alive())
+        wait_until(lambda before=before, process=process: last_step(folder) > before or process.poll() is not None)
         os.kill(process.pid or 0, signal.SIGTERM)
         codes.append(bench.finish(process))
     assert set(codes) == {75}, "please start me again"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from soak import FAULTS, Bench, Outcome, soak
-from soak.__main__ import main
+from soak import FAULTS, Bench, Outcome, Tally, soak
+from soak.__main__ import main, show
 from soak.bench import end_of
 from soak.victim import Plan
 
@@ -21,7 +21,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     one.close()
 
 
-MARKS = {"NaN gradient": [], "kill -9": [pytest.mark.slow]}
+MARKS = {"kill -9": [pytest.mark.slow]}
 """Others are nightly: each of them is met every day by a test of its own in this folder."""
 
 
@@ -42,7 +42,7 @@ def test_a_run_survives_fifty_kills_at_random_moments(bench: Bench) -> None:
     assert max(outcome.lost for outcome in hit) <= 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_is_not_survived_is_counted_and_kept(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def lose(bench: Bench) -> Outcome:
         bench.run(Plan(str(bench.fresh()), steps=2))
@@ -66,7 +66,7 @@ def test_a_run_that_is_not_survived_is_counted_and_kept(bench: Bench, monkeypatc
     assert end_of(kept[-1].parent)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_prints_a_table_and_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--only", "NaN gradient", "--count", "1", "--folder", str(tmp_path / "runs")]
     assert main(words) == 0
@@ -83,9 +83,19 @@ def test_a_fault_that_does_not_exist_is_refused(capfd: pytest.CaptureFixture[str
     assert "SIGKILL at a random moment" in capfd.readouterr().out
 
 
-def test_the_command_gives_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["--minutes", "1e-9", "--folder", str(tmp_path / "runs"), "--json"]) == 0
+def test_a_run_survives_a_gradient_of_nan_and_the_command_gives_json(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--only", "NaN gradient", "--count", "1", "--folder", str(tmp_path / "runs"), "--json"]) == 0
+    shown = capfd.readouterr()
+    (row,) = json.loads(shown.out.splitlines()[-1])["faults"]
+    assert (row["fault"], row["injected"], row["survived"], row["lost_most"]) == ("NaN gradient", 1, 1, 1)
+    assert "NaN gradient: survived, 1 steps lost" in shown.err
+
+
+def test_faults_without_a_run_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    show([Tally(fault) for fault in FAULTS], tmp_path, as_json=True)
     shown = capfd.readouterr()
     assert "Not injected in this time: kill -9," in shown.err
-    found = json.loads(shown.out.splitlines()[-1])
-    assert {row["fault"] for row in found["faults"]} == set(FAULTS)
+    rows = json.loads(shown.out.splitlines()[-1])["faults"]
+    assert {row["fault"] for row in rows} == set(FAULTS)

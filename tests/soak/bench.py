@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import multiprocessing
 import random
 import shutil
 import socket
+import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cache
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 from covey.runs import checkpoint, checksums
 from covey.runs.metrics import read
-from soak.victim import END, Plan, warm_up, work
+from forked import Forked, run
+from soak.victim import END, Plan
 
 WAIT_SECONDS = 600.0
 """A victim that takes longer hangs."""
+TESTS = Path(__file__).parents[1]
+WORK = """
+import json
+import sys
+
+sys.path.insert(0, sys.argv[1])
+from soak.victim import Plan, work
+
+work(Plan(**json.loads(sys.argv[2])))
+"""
 
 
 class Bench:
@@ -29,10 +41,8 @@ class Bench:
         self.folder = folder
         self.random = random.Random(seed)
         self._runs = 0
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["soak.victim"])
         self.undisturbed = cache(self._undisturbed)
-        self.started: list[ForkServerProcess] = []
+        self.started: list[Forked] = []
 
     def fresh(self) -> Path:
         """The folder of a new run."""
@@ -44,29 +54,22 @@ class Bench:
         if not keep:
             clear(self.folder / f"run-{self._runs:04d}")
 
-    def start(self, plan: Plan) -> ForkServerProcess:
-        return self._start(work, plan)
-
-    def _start(self, target: Callable[..., None], *given: Any) -> ForkServerProcess:
-        process = self._context.Process(target=target, args=given)
-        process.start()
+    def start(self, plan: Plan) -> Forked:
+        process = Forked("-c", WORK, TESTS, json.dumps(asdict(plan)))
         self.started.append(process)
         return process
 
-    def finish(self, process: ForkServerProcess, seconds: float = WAIT_SECONDS) -> int | None:
+    def finish(self, process: Forked, seconds: float = WAIT_SECONDS) -> int | None:
         """The exit code, negative when a signal ended it; None: it hung, and was killed."""
-        process.join(seconds)
-        code = process.exitcode
-        if code is None:
-            process.kill()
-            process.join()
         self.started.remove(process)
-        return code
+        with process, contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(seconds)
+        return None
 
     def run(self, plan: Plan) -> int | None:
         return self.finish(self.start(plan))
 
-    def start_pair(self, plan: Plan) -> list[ForkServerProcess]:
+    def start_pair(self, plan: Plan) -> list[Forked]:
         """Two processes of one run."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -77,13 +80,13 @@ class Bench:
     def close(self) -> None:
         """Nothing that was started here runs on."""
         for process in self.started:
-            process.kill()
-            process.join()
+            with process:
+                pass
         self.started.clear()
 
     def _undisturbed(self, size: int = 1) -> tuple[str, float]:
         """The weights' hash of a run that nothing happened to, and its seconds from the start to the end."""
-        self.finish(self._start(warm_up))  # the process that all others are forked from imports everything first
+        run("-c", "pass")  # the process that all others are forked from imports everything first
         folder = self.fresh()
         started = time.monotonic()
         plan = Plan(str(folder))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -38,9 +39,9 @@ def killed_saving(bench: Bench) -> Outcome:
     folder = bench.fresh()
     process = bench.start(Plan(str(folder)))
     wanted = f"checkpoint-{bench.random.choice([2, 4, 6, 8, 10])}.tmp*"
-    wait_until(lambda: any(folder.glob(wanted)) or not process.is_alive())
+    wait_until(lambda: any(folder.glob(wanted)) or process.poll() is not None)
     time.sleep(bench.random.uniform(0, 0.05))
-    process.kill()
+    process.send_signal(signal.SIGKILL)
     return _goes_on(bench, folder, bench.finish(process), {-signal.SIGKILL})
 
 
@@ -59,7 +60,7 @@ def paused(bench: Bench) -> Outcome:
     folder = bench.fresh()
     process = bench.start(Plan(str(folder)))
     _wait_somewhere(bench)
-    if not process.is_alive():
+    if process.poll() is not None:
         return Outcome(True, came_late=True)
     _send(process, signal.SIGSTOP)
     time.sleep(1.0)
@@ -71,8 +72,8 @@ def corrupted(bench: Bench) -> Outcome:
     """The newest checkpoint of a killed run has a flipped bit, a cut file or a missing one."""
     folder = bench.fresh()
     process = bench.start(Plan(str(folder)))
-    wait_until(lambda: (folder / "checkpoint-6").is_dir() or not process.is_alive())
-    process.kill()
+    wait_until(lambda: (folder / "checkpoint-6").is_dir() or process.poll() is not None)
+    process.send_signal(signal.SIGKILL)
     code = bench.finish(process)
     newest = checkpoint.checkpoints(folder)[-1]
     file = bench.random.choice(sorted(path for path in newest.iterdir() if path.stat().st_size > 100))
@@ -173,9 +174,10 @@ def _signalled(bench: Bench, number: int, codes: set[int], again: float = 0.0) -
     process = bench.start(Plan(str(folder)))
     _wait_somewhere(bench)
     for pause in (again, 0.0) if again else (0.0,):
-        if process.is_alive():
+        if process.poll() is None:
             _send(process, number)
-            process.join(pause)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(pause)
     return _goes_on(bench, folder, bench.finish(process), codes)
 
 

@@ -43,10 +43,6 @@ class Plan:
     port: int = 0
 
 
-def warm_up() -> None:
-    """Nothing: everything is imported when this can be called."""
-
-
 def work(plan: Plan) -> None:
     """Train, leave the hash of the weights, and exit as `covey train` would."""
     signal.signal(
