@@ -17,14 +17,19 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
 PRELOADED = ("pytest", "kit", "datasets", "transformers.trainer", "torch.distributed.fsdp", "covey.training.trainer")
+
+
+LOCK = threading.Lock()
 
 
 class Forked:
@@ -79,12 +84,15 @@ class Forked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
     def __enter__(self) -> Forked:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Killed if it still runs."""
-        self.send_signal(signal.SIGKILL)
+        self.kill()
         self.wait()
 
 
@@ -93,6 +101,18 @@ def run(*words: str | Path, timeout: float = 280, **how: Any) -> Forked:
     with Forked(*words, **how) as process:
         process.wait(timeout)
     return process
+
+
+def worker_of(module: str) -> Callable[[Connection], Forked]:
+    """A start of the worker process that `python -m module DESCRIPTOR` would be; it takes the connection and closes it."""
+    package, _, name = module.rpartition(".")
+    code = f"import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from {package} import {name}; {name}.main()"
+
+    def start(theirs: Connection) -> Forked:
+        with theirs:
+            return Forked("-c", code, "0", json.dumps(sys.path), stdin=theirs.fileno(), is_session=True)
+
+    return start
 
 
 def free_port() -> str:
@@ -135,8 +155,9 @@ def _parent() -> socket.socket:
 
 def _answer(asked: Mapping[str, Any], descriptors: list[int] | None = None) -> Any:
     sent = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-    _parent().sendmsg([json.dumps(asked).encode()], sent)
-    return json.loads(_parent().recv(1000))
+    with LOCK:  # threads of a trainer ask as well
+        _parent().sendmsg([json.dumps(asked).encode()], sent)
+        return json.loads(_parent().recv(1000))
 
 
 def _serve(control: socket.socket) -> dict[str, Any] | None:

@@ -10,9 +10,17 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from covey import GRPOConfig, GRPOTrainer
+from covey.rollout import worker_process
 from environments.acting import chat_tokenizer
 from environments.tool_runs import add, calling
+from forked import worker_of
 from kit import rest_nightly
+
+
+@pytest.fixture(autouse=True)
+def _worker(monkeypatch):
+    """The process that samples is a fork that has imported everything; `tests/rollout/test_asynchronous.py` starts real ones."""
+    monkeypatch.setattr(worker_process, "_start", worker_of("covey.rollout.worker"))
 
 
 class Marked:

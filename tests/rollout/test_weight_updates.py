@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from covey.rollout import NativeSampler, SamplingParams, sampler_metrics
+from covey.rollout import NativeSampler, SamplingParams, sampler_metrics, worker_process
 from covey.rollout.autocast import AutocastForward
 from covey.rollout.environments import Environment
 from covey.rollout.gathered import GatheredSampler
 from covey.rollout.turns import TurnSampler
+from forked import worker_of
 from kit import tiny_model, tiny_tokenizer
 
 
@@ -73,9 +74,10 @@ def test_a_gather_of_a_split_model_counts_its_bytes_once():
 
 
 @pytest.mark.slow
-def test_rollouts_ahead_log_what_is_handed_to_each_worker(tmp_path: Path):
+def test_rollouts_ahead_log_what_is_handed_to_each_worker(tmp_path: Path, monkeypatch):
     from faults.small_runs import trainer
 
+    monkeypatch.setattr(worker_process, "_start", worker_of("covey.rollout.worker"))
     run = trainer(tmp_path, max_steps=4, async_rollouts=True, max_staleness=1, save_strategy="no")
     run.train()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -7,11 +7,12 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import openai
+
+from forked import Forked
 
 QUESTIONS = (
     "Tom has 3 apples and buys 4 more. How many apples does Tom have?",
@@ -21,28 +22,20 @@ QUESTIONS = (
 )
 
 
+SERVE = "import sys; from covey.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
 @contextlib.contextmanager
-def server(*options: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server(*options: str, **environment: str) -> Iterator[tuple[Forked, str]]:
     """A server process of the shipped model, and its base URL. It is stopped at the end, whatever has happened."""
-    command = [sys.executable, "-m", "covey", "serve", "demo", "--port", "0", *options]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    said: list[str] = []
-    reader = threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True)
-    reader.start()
-    try:
-        line = process.stdout.readline()
+    reads, writes = os.pipe()
+    words = ["-c", SERVE, "serve", "demo", "--port", "0", *options]
+    with open(reads) as said, Forked(*words, env=environment, stdout=writes) as process:
+        os.close(writes)
+        line = said.readline()
         found = re.search(r"http://\S+", line)
-        assert found, f"the server did not start: {line} {''.join(said)}"
+        assert found, f"the server did not start: {line} {process.wait(60) and process.err}"
         yield process, found.group()
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        reader.join()
-        process.stderr.close()
 
 
 @contextlib.contextmanager
