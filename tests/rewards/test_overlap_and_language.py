@@ -177,10 +177,10 @@ def test_the_common_subsequence_agrees_with_the_textbook_recursion():
 
 
 def test_long_texts_are_compared_within_a_second_each():
-    started = time.perf_counter()
+    started = time.process_time()
     call("rouge", "word " * 100_000, reference="other word " * 10_000)
     call("bleu", "word " * 100_000, reference="other word " * 10_000)
-    assert time.perf_counter() - started < 4
+    assert time.process_time() - started < 4
 
 
 # -- diversity ---------------------------------------------------------------------------------------------------------------

@@ -122,22 +122,32 @@ def test_async_partial_callable_object_generator_and_coroutine_lambda_all_work()
 
 
 def test_async_functions_run_side_by_side_and_beside_the_others():
+    begun, until = set(), time.monotonic() + 60  # each returns once all three have begun
+
+    def waits(name):
+        begun.add(name)
+        return len(begun) < 3 and time.monotonic() < until
+
     def sleeper(name):
         async def sleep(completions):
-            await asyncio.sleep(0.3)
-            return [0.0 for _ in completions]
+            while waits(name):
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+            return [float(len(begun)) for _ in completions]
 
         return RewardSpec(name=name, call=sleep)
 
     def busy(completions):
-        time.sleep(0.3)
-        return [0.0 for _ in completions]
+        while waits("busy"):
+            time.sleep(0.01)
+        time.sleep(0.2)
+        return [float(len(begun)) for _ in completions]
 
-    started = time.perf_counter()
-    _, metrics = score(sleeper("a"), sleeper("b"), busy)
-    assert time.perf_counter() - started < 0.75  # 0.9 one after the other
-    assert metrics["rewards/a/seconds"].value == pytest.approx(0.3, abs=0.1)
-    assert metrics["rewards/busy/seconds"].value == pytest.approx(0.3, abs=0.1)
+    scored, metrics = score(sleeper("a"), sleeper("b"), busy)
+    assert time.monotonic() < until
+    assert (scored[0].rewards == 3).all()
+    assert 0.2 <= metrics["rewards/a/seconds"].value < 60
+    assert 0.2 <= metrics["rewards/busy/seconds"].value < 60
 
 
 def test_a_session_made_in_one_call_is_alive_in_the_next():
@@ -380,7 +390,7 @@ async def hang_in_a_coroutine(completions):
 def test_a_function_that_hangs_is_not_scored_and_the_others_are(hang):
     started = time.perf_counter()
     scored, metrics = score(hang, right, timeout_seconds=0.2)
-    assert time.perf_counter() - started < 1.5
+    assert time.perf_counter() - started < 15
     assert all(math.isnan(value) for value in column(scored, 0))
     assert column(scored, 1) == [1.0, 0.0]
     (event,) = scored[0].events
@@ -399,7 +409,7 @@ def test_a_hang_off_the_main_thread_is_abandoned():
 
     worker = threading.Thread(target=lambda: results.extend(score(hang, right, timeout_seconds=0.2)[0]))
     worker.start()
-    worker.join(timeout=5)
+    worker.join(timeout=60)
     release.set()
     assert column(results, 1) == [1.0, 0.0]
     assert results[0].events[0].kind == "reward_timeout"

@@ -120,9 +120,9 @@ def test_a_schema_may_come_from_a_file(tmp_path):
 
 
 def test_a_million_brackets_are_no_json_and_take_no_time():
-    started = time.perf_counter()
+    started = time.process_time()
     assert call("json_schema(schema={})", "[" * 1_000_000, "[" * 150 + "]" * 150) == [0.0, 1.0]
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_a_bad_schema_is_told_before_training():
@@ -238,9 +238,9 @@ def test_fuzzy_counts_letters_in_common():
 
 
 def test_fuzzy_stays_quick_on_long_texts_that_repeat_themselves():
-    started = time.perf_counter()
+    started = time.process_time()
     call("fuzzy", "a" * 200_000, "ab" * 100_000, answer="a" * 50_000)
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 # -- cosine and reasoning ----------------------------------------------------------------------------------------------------

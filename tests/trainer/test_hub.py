@@ -203,7 +203,7 @@ def test_a_hub_that_does_not_answer_is_told_and_tried_again_later(tmp_path, hub,
         one.push_to_hub()
     hub.status = None
     one.train()
-    one.push_to_hub(commit_message="At last", blocking=False).result(timeout=20)
+    one.push_to_hub(commit_message="At last", blocking=False).result(timeout=120)
     assert hub.commits[-1][:3] == ("org/apples", "trial", "At last")
     assert hub.branches == ["trial"]
     assert one.hub_model_id == "org/apples"
