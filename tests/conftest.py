@@ -20,6 +20,7 @@ import numpy
 import pytest
 import torch
 
+gc.disable()  # until all tests are collected: nothing of what imports and collection make is garbage
 COUNT_FROZEN = gc.get_freeze_count
 WRITES_NO_BYTECODE = sys.dont_write_bytecode
 sys.dont_write_bytecode = False  # compiled by the collection, read by each process that a test starts
@@ -43,6 +44,7 @@ def pytest_collection_finish():
     """Garbage collections leave out what the imports made: a run collects once before it starts, which took 0.3 s each time.
     Counting what is frozen, as a run does, takes another 0.1 s."""
     sys.dont_write_bytecode = WRITES_NO_BYTECODE
+    gc.enable()
     gc.collect()
     gc.freeze()
     frozen = COUNT_FROZEN()
