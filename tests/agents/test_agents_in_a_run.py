@@ -14,6 +14,7 @@ from covey.errors import ConfigError, DataError, RewardError
 from covey.runs import rollouts
 from covey.serving import episodes_of, read_traces
 from environments.acting import chat_tokenizer, tiny_llama, tiny_qwen3_5
+from kit import rest_nightly
 
 ROWS = [{"prompt": [{"role": "user", "content": f"q{i}"}], "answer": str(i)} for i in range(4)]
 
@@ -63,7 +64,7 @@ def events_of(tmp_path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3_5], ids=["attention", "layers with a state"])
+@pytest.mark.parametrize("make", rest_nightly([tiny_llama, tiny_qwen3_5], 1), ids=["attention", "layers with a state"])
 def test_what_is_trained_on_are_the_tokens_of_the_calls_and_the_score_is_the_reward(tmp_path, make):
     trainer = trainer_of(tmp_path, main, make=make)
     before = {name: one.clone() for name, one in trainer.model.state_dict().items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 from datasets import Dataset
@@ -13,7 +14,7 @@ from covey.data import lengths, prepare_tokenizer
 from covey.data.lengths import longest_prompt
 from covey.data.prompts import to_prompt
 from covey.models import load_tokenizer
-from kit import tiny_tokenizer
+from kit import rest_nightly, tiny_tokenizer
 
 WORDS = ("Tom", "has", "apples", "and", "buys", "more", "answer")
 
@@ -25,8 +26,12 @@ def rows_of(count: int, place: int, longest: str) -> Dataset:
     return Dataset.from_list([{"prompt": text} for text in texts])
 
 
-@pytest.mark.parametrize("place", [0, 433, 899])
-@pytest.mark.parametrize("longest", ["1234567890" * 20, "数学问题" * 15, "+-*/=()" * 20, "zqxj" * 30])
+LONGEST = ["1234567890" * 20, "数学问题" * 15, "+-*/=()" * 20, "zqxj" * 30]
+
+
+@pytest.mark.parametrize(
+    "place, longest", rest_nightly([*product((0, 433, 899), LONGEST)], [*zip((0, 433, 899, 0), LONGEST, strict=True)])
+)
 def test_a_row_of_many_tokens_and_few_characters_is_found(place, longest, monkeypatch):
     monkeypatch.setattr(lengths, "SAMPLE", 90)
     tokenizer, dataset = prepare_tokenizer(tiny_tokenizer()), rows_of(900, place, longest)

@@ -18,6 +18,7 @@ from saving import CALLS, Saver
 
 from covey.errors import StorageError
 from covey.runs import checkpoint, checksums
+from kit import rest_nightly
 
 
 def expect_complete(path: Path | None, steps: set[int]) -> None:
@@ -152,7 +153,9 @@ def test_a_save_killed_at_any_system_call_never_loses_a_checkpoint(saver: Saver,
     assert sum(counts.values()) > 40
 
 
-@pytest.mark.parametrize("fault", ["write:error=ENOSPC", "write:error=EDQUOT", "fsync:error=EIO", "rename:error=EROFS"])
+@pytest.mark.parametrize(
+    "fault", rest_nightly(["write:error=ENOSPC", "rename:error=EROFS", "fsync:error=EIO", "write:error=EDQUOT"], 2)
+)
 def test_a_system_call_that_fails_once_refuses_the_save_or_is_told(saver: Saver, fault: str, tmp_path: Path) -> None:
     call = fault.partition(":")[0]
     calls = [line for line in calls_of_a_save(saver, tmp_path / "counted") if line.startswith(call + "(")]

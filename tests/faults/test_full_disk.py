@@ -77,7 +77,7 @@ class Trouble(TrainerCallback):
             self.make(self.disk)
 
 
-@pytest.mark.parametrize("trouble", TROUBLES)
+@pytest.mark.parametrize("trouble", rest_nightly(TROUBLES, 1))
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_that_the_disk_does_not_take_is_a_storage_error_that_says_what_was_kept(
     trouble: str, mounted: Callable[[str], Path]

@@ -11,6 +11,7 @@ import pytest
 import forked
 from covey.learner import FrozenCopy, Policy
 from faults.small_runs import lines, trainer
+from kit import rest_nightly
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS is enforced on Linux")
@@ -92,7 +93,7 @@ def test_a_sampler_that_runs_out_goes_on_with_fewer_in_flight_and_draws_the_same
     assert short["answers"] == free["answers"]
 
 
-@pytest.mark.parametrize("fails", [FrozenCopy, Policy], ids=["reference", "policy"])
+@pytest.mark.parametrize("fails", rest_nightly([Policy, FrozenCopy], 1), ids=["policy", "reference"])
 def test_memory_that_runs_out_while_the_rollout_is_measured_costs_nothing(fails, tmp_path, monkeypatch):
     options = {"max_steps": 2, "beta": 0.1, "num_iterations": 2, "save_strategy": "no"}
     if fails is FrozenCopy:

@@ -104,7 +104,7 @@ def assert_finite(saved: Path) -> None:
 
 EVENTS = ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_save")
 ANYWHERE = [
-    *rest_nightly([(event, 3) for event in EVENTS], [("on_step_begin", 3), ("on_step_end", 3)]),
+    *rest_nightly([(event, 3) for event in EVENTS], [("on_step_begin", 3)]),
     *[
         pytest.param(event, 6, marks=pytest.mark.slow if event == "on_step_end" else pytest.mark.nightly)
         for event in EVENTS
@@ -133,7 +133,7 @@ VALUES = rest_nightly([math.inf, -math.inf, 3e38, -1e30], [-1e30])
 
 @pytest.mark.slow
 @pytest.mark.parametrize("value", VALUES)
-@pytest.mark.parametrize("event", ["on_pre_optimizer_step", "on_step_end"])
+@pytest.mark.parametrize("event", rest_nightly(["on_step_end", "on_pre_optimizer_step"], 1))
 def test_a_weight_that_becomes_infinite_or_absurd_sends_the_run_back(value: float, event: str, tmp_path: Path) -> None:
     planted = plant(event, 3, weight(value))
     planted.one = one = trainer(tmp_path / "run", callbacks=[planted])
@@ -173,7 +173,7 @@ def test_a_moment_of_the_optimizer_that_is_none_never_reaches_a_checkpoint(optim
 
 
 @pytest.mark.parametrize("event", rest_nightly(["on_step_end", "on_step_begin", "on_pre_optimizer_step"], 1))
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1e-3])
+@pytest.mark.parametrize("value", rest_nightly([math.nan, -1e-3, math.inf], 2))
 def test_a_learning_rate_that_is_none_is_refused_at_the_step(event: str, value: float, tmp_path: Path) -> None:
     planted = plant(event, 3, rate(value), always=True)
     planted.one = one = trainer(tmp_path / "run", callbacks=[planted], save_steps=100)
@@ -190,7 +190,7 @@ def test_another_number_of_the_optimizer_that_is_none_is_refused_at_the_step(nam
     assert f"the optimizer's {name} is nan" in str(check(one, tmp_path / "run", ends=True))
 
 
-@pytest.mark.parametrize("factor", rest_nightly([math.nan, -1.0, math.inf, 1e30], 2))
+@pytest.mark.parametrize("factor", rest_nightly([math.nan, -1.0, math.inf, 1e30], 1))
 def test_a_schedule_that_gives_a_learning_rate_that_is_none_ends_the_run(factor: float, tmp_path: Path) -> None:
     from kit import tiny_model
 

@@ -14,6 +14,7 @@ from covey.feedback.store import FeedbackError, Store
 from covey.feedback.text import cleaned, marks
 from covey.feedback.versions import Versions
 from covey.types import Completion, Prompt
+from kit import rest_nightly
 
 VERDICT = {"candidate": 0.6, "served": 0.5}
 
@@ -57,7 +58,7 @@ def test_prompts_without_a_reward_are_left_out_and_none_at_all_never_passes():
     assert not judged([math.nan], [1.0], 10.0).passes
 
 
-@pytest.mark.parametrize(("gains", "losses"), [(0.0, 0.06), (0.06, 0.12), (0.2, 0.26)])
+@pytest.mark.parametrize(("gains", "losses"), rest_nightly([(0.06, 0.12), (0.0, 0.06), (0.2, 0.26)], 1))
 def test_candidates_that_lose_the_tolerance_pass_as_seldom_as_the_interval_says(gains, losses):
     """A loss of exactly the tolerance: 2.5% may pass. Of 2000 draws more than 3.6% would, by chance, in 1 test of 1000."""
     rng = numpy.random.default_rng(0)
@@ -66,7 +67,7 @@ def test_candidates_that_lose_the_tolerance_pass_as_seldom_as_the_interval_says(
     assert sum(passed) <= 0.036 * 2000
 
 
-@pytest.mark.parametrize("losses", [0.06, 0.12])
+@pytest.mark.parametrize("losses", rest_nightly([0.06, 0.12], 1))
 def test_several_drawn_answers_a_prompt_do_not_make_the_gate_looser(losses):
     """Four answers a prompt, of which each may be lost or gained: again at most 2.5% pass at a loss of the tolerance."""
     rng = numpy.random.default_rng(0)

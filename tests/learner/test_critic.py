@@ -15,7 +15,7 @@ from covey.learner.optimizer import make_optimizer
 from covey.learner.packing import rows_of
 from covey.learner.preparation import prepare_for_training
 from covey.types import Completion, Group, Prompt
-from kit import learner_of, tiny_model, tiny_tokenizer
+from kit import learner_of, rest_nightly, tiny_model, tiny_tokenizer
 
 KINDS = ("head", "separate")
 
@@ -179,7 +179,7 @@ def everything(one):
     return {**{f"policy.{name}": value for name, value in one.model.state_dict().items()}, **critic}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", rest_nightly(KINDS, 1))
 def test_a_run_with_a_critic_resumes_bit_for_bit(kind, tmp_path):
     whole = trainer(tmp_path / "whole", kind)
     whole.train()

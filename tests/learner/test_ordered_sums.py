@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import product
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from covey.process.ordered_sums import ordered_sums
 from covey.rewards.surroundings import Surroundings
 from covey.training.teaching import build_supervised
 from covey.types import Completion, Group, Prompt
-from kit import learner_of, threads, tiny_model, tiny_tokenizer
+from kit import learner_of, rest_nightly, threads, tiny_model, tiny_tokenizer
 
 HIDDEN, TOKENS = 48, 24
 ATOMIC = 32_768
@@ -82,8 +83,9 @@ def step(kind, drawn):
     return b"".join(weight.detach().numpy().tobytes() for weight in weights)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "kind, count", rest_nightly(product(MODELS, (2, 4)), {*product(MODELS, (2,)), ("a shared prompt", 4)})
+)
 def test_equal_steps_on_several_threads_give_equal_bits(kind, count):
     drawn = groups(size=48)
     assert sum(one.num_tokens for group in drawn for one in group.completions) * HIDDEN > ATOMIC

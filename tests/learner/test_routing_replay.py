@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,11 +17,12 @@ from covey.kernels import find_routers
 from covey.learner.expert_choices import expect_replay
 from covey.learner.packing import Row, unscored_row
 from covey.learner.policy import Policy
-from covey.rollout import NativeSampler, SamplingParams
+from covey.rollout import NativeSampler, SamplingParams, worker_process
 from covey.runs import serialization
 from covey.types import Group, Prompt
 from expert_models import DENSE, FAMILIES, expert_model, with_adapted_experts
-from kit import tiny_tokenizer
+from forked import worker_of
+from kit import rest_nightly, tiny_tokenizer
 
 PROMPTS = [Prompt(uid=str(i), token_ids=tuple(range(5 + i, 6 + 6 * i))) for i in range(1, 4)]
 PROMPTS = [Prompt(uid="0", token_ids=(7,)), *PROMPTS]  # of one token: nothing is prefilled
@@ -44,8 +46,10 @@ def gaps(policy: Policy, groups: list[Group]) -> tuple[torch.Tensor, float]:
     return torch.cat(apart), float(measured.routing.get("experts/changed", torch.tensor(torch.nan)))
 
 
-@pytest.mark.parametrize("is_packed", [True, False], ids=["shared prompts", "padded rows"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family, is_packed",
+    rest_nightly([*product(FAMILIES, (True, False))], {*product(FAMILIES, (True,)), ("GptOss", False)}),
+)
 def test_the_sampler_records_the_experts_that_the_learner_would_choose(family, is_packed):
     model = expert_model(family)
     groups = drawn(model)
@@ -73,7 +77,7 @@ def other_experts(groups: list[Group]) -> list[Group]:
     return [replace(group, completions=tuple(map(change, group.completions))) for group in groups]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_nightly(FAMILIES, ("GptOss", "Qwen3Moe")))
 def test_replayed_experts_are_taken_forward_and_backward_and_when_activations_are_computed_again(family):
     """Other experts than the router's: packed and padded rows, and recomputed activations, agree in value and gradient."""
     model = expert_model(family)
@@ -253,7 +257,8 @@ def test_tokens_of_an_environment_have_their_experts_too():
 
 
 @pytest.mark.slow
-def test_a_run_ahead_replays_the_experts_of_its_workers(tmp_path):
+def test_a_run_ahead_replays_the_experts_of_its_workers(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_process, "_start", worker_of("covey.rollout.worker"))
     run = trainer(tmp_path, router_replay="R3", logging_steps=1, async_rollouts=True)
     run.train()
     assert any("experts/changed" in entry for entry in run.state.log_history)

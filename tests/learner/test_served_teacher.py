@@ -11,7 +11,7 @@ from covey.errors import ConfigError, ServerError
 from covey.learner import Policy, Teacher
 from covey.rewards.builtin.chat_endpoint import Endpoint
 from covey.training.teaching import build_teacher
-from kit import tiny_model, tiny_tokenizer
+from kit import rest_nightly, tiny_model, tiny_tokenizer
 from teacher_server import serving
 
 
@@ -168,7 +168,7 @@ def test_a_servers_own_log_probabilities_are_those_of_the_model_in_this_process(
     torch.testing.assert_close(measured.teacher_logp, here.teacher_logp, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["mopd, reward=1.0", "dapo, regularizer=distill(top_k=20, {})"])
+@pytest.mark.parametrize("name", rest_nightly(["mopd, reward=1.0", "dapo, regularizer=distill(top_k=20, {})"], 1))
 def test_a_run_goes_on_without_a_server_that_goes_away_where_that_is_asked_for(name, tmp_path, quick, caplog):
     tokenizer = tiny_tokenizer()
     with serving(tiny_model("qwen2", seed=7).eval(), tokenizer, lasts=2 + 2 * 8) as (url, asked):

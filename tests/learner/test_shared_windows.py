@@ -12,7 +12,7 @@ from covey.kernels import Layout, Window
 from covey.kernels.flex_attention import _KeyRanges, mask_of
 from covey.learner.policy import Policy
 from covey.learner.shared_prompt import share_rows
-from kit import tiny_model
+from kit import rest_nightly, tiny_model
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
 SHAPE |= {"num_key_value_heads": 2, "vocab_size": 64, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
@@ -46,12 +46,13 @@ def build(kind, **more):
 
 
 @pytest.mark.parametrize(
-    "kind, kernel",
-    [(kind, OWN) for kind in KINDS]
-    + [("mistral", BY_PART), ("gemma3", FLEX)]
-    + [pytest.param(kind, FLEX, marks=pytest.mark.nightly) for kind in ("llama4", "mistral", "gemma2")],
+    "kind, kernel, recomputes",
+    [(kind, OWN, False) for kind in KINDS]
+    + [("mistral", BY_PART, False), ("gemma3", FLEX, False), ("llama4", OWN, True)]
+    + rest_nightly([(kind, FLEX, False) for kind in ("llama4", "mistral", "gemma2")], 0)
+    + rest_nightly([*((kind, OWN, True) for kind in KINDS if kind != "llama4"), ("mistral", BY_PART, True)], 0)
+    + rest_nightly([(kind, FLEX, True) for kind in ("gemma3", "llama4", "mistral", "gemma2")], 0),
 )
-@pytest.mark.parametrize("recomputes", [False, True])
 def test_a_window_gives_the_values_and_gradients_of_one_row_at_a_time(kind, kernel, recomputes, flex_on_a_cpu):
     model = build(kind)
     apart = gradients(Policy(model, pad_id=0), [[one] for one in LONG])

@@ -13,7 +13,7 @@ from covey.learner.teacher import Member, Teacher, Teachers
 from covey.learner.token_batches import Draws, batch_of
 from covey.training.teaching import build_teacher, hints_of
 from covey.types import StepReport, Totals
-from kit import completion, group, learner_of, tiny_model, tiny_tokenizer
+from kit import completion, group, learner_of, rest_nightly, tiny_model, tiny_tokenizer
 
 
 def logp_of(model, one, prompt=None, temperature=1.0):
@@ -208,7 +208,10 @@ def test_feedback_of_a_success_of_a_tool_and_of_values_that_are_no_text():
 
 
 @pytest.mark.parametrize(
-    "name", ["rlsd, feedback=solution", "sdar, feedback=solution, teacher_model_kind=ema", "opsd, feedback=solution"]
+    "name",
+    rest_nightly(
+        ["sdar, feedback=solution, teacher_model_kind=ema", "opsd, feedback=solution", "rlsd, feedback=solution"], 2
+    ),
 )
 def test_a_run_learns_from_itself_and_says_what_its_teacher_does(name, tmp_path):
     curve = trained(tmp_path, name)

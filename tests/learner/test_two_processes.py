@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from two_process_work import CASES, SHARES, flat_model, float32_step_of, idle_steps_of, step_of, trained
+from two_process_work import CASES, COMPOSED, SHARES, flat_model, float32_step_of, idle_steps_of, step_of, trained
 
 from covey.process.world import World
 from forked import Forked, free_port, rank_environment
-from kit import tiny_model
+from kit import rest_nightly, tiny_model
+
+QUICK = (*COMPOSED, "grpo", "dapo", "ppo", "gspo", "gdpo", "gigpo", "fipo", "sdpo", "opsd", "mopd", "rlsd")
+"""Presets that sum over a batch, a group, a completion or tokens, and those with a teacher; others repeat one of these."""
 
 # -- one optimizer step by hand ---------------------------------------------------------------------------------------
 
@@ -31,15 +34,17 @@ from two_process_work import work
 
 signal.alarm(200)  # one that hangs ends
 torch.set_num_threads(1)
-work(Path(sys.argv[2]))
+work(Path(sys.argv[2]), sys.argv[3:])
 """
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+def pair(tmp_path_factory, request):
     """What two processes with torchrun's environment found, by rank, and the folder they worked in."""
+    tests = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    cases = [item.callspec.params["name"] for item in tests if "name" in item.callspec.params]
     folder, port = tmp_path_factory.mktemp("pair"), free_port()
-    words = ["-c", SCRIPT, Path(__file__).parents[1], folder]
+    words = ["-c", SCRIPT, Path(__file__).parents[1], folder, *cases]
     ranks = [Forked(*words, env=rank_environment(rank, port)) for rank in range(2)]
     assert [rank.wait(240) for rank in ranks] == [0, 0], [rank.err for rank in ranks]
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)], folder
@@ -55,7 +60,7 @@ def apart(a, b):
     return ((a - b).abs().max() / b.abs().max()).item()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", rest_nightly(CASES, QUICK))
 def test_one_step_has_the_same_gradient_and_says_the_same(name, pair):
     (first, second), _ = pair
     expected, metrics = step_of(name, World())

@@ -12,7 +12,7 @@ from whole_logits import groups
 from covey import algorithms as alg
 from covey.learner import FrozenCopy, Policy
 from covey.learner.packing import pad_rows, rows_of
-from kit import learner_of
+from kit import learner_of, rest_nightly
 
 VOCABULARY, HIDDEN, CHUNK = 997, 32, 8
 
@@ -77,7 +77,7 @@ def widest(policy, rows, **options):
     return seen.rows
 
 
-@pytest.mark.parametrize("kind", [*MODELS, "an adapter on the head"])
+@pytest.mark.parametrize("kind", rest_nightly(["an adapter on the head", *MODELS], 3))
 def test_no_more_logits_than_a_chunk_exist_in_a_forward_and_backward_of_a_model(kind):
     model = adapted(model_of("llama", tie_word_embeddings=False)) if kind not in MODELS else None
     model = model or model_of(MODELS[kind][0], **MODELS[kind][1])

@@ -246,13 +246,13 @@ def interrupted(folder, rank):
     raise AssertionError("a run that was told to stop went on as if it had trained")
 
 
-def work(folder):
-    """What each of the two processes does; it leaves `<rank>.pt` in `folder`."""
+def work(folder, cases):
+    """What each of the two processes does, with a step of each of `cases`; it leaves `<rank>.pt` in `folder`."""
     whole = trained(folder / "whole", 2)
     world = World.of(GRPOConfig(output_dir=str(folder / "none"), use_cpu=True, bf16=False, report_to="none"))
     assert world.size == 2
     found = {
-        "steps": {name: step_of(name, world) for name in CASES},
+        "steps": {name: step_of(name, world) for name in cases},
         "idle": idle_steps_of(world),
         "float32": {share: float32_step_of(share, world) for share in SHARES},
         "spoiled": float32_step_of("as they come", world, fails=True),

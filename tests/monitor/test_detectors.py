@@ -46,8 +46,18 @@ def honest(step: int) -> float:
     return 0.25 + 0.5 * min(step, 150) / 150
 
 
-def rules_of(change: Change | None = None, *, seed: int = 0, steps: int = 150, skill: Callable[[int], float] = honest):
-    """Names of the rules that speak in a run, with the first alert of each. From step 60 on `change` is planted."""
+def rules_of(
+    change: Change | None = None,
+    *,
+    seed: int = 0,
+    steps: int = 150,
+    skill: Callable[[int], float] = honest,
+    until: str = "",
+):
+    """Names of the rules that speak in a run, with the first alert of each. From step 60 on `change` is planted.
+
+    The run ends early when the rule `until` has spoken.
+    """
     draw, seen, found = random.Random(seed), History(), {}
     detectors = standard(("rewards/audit/mean",), {"math": 1.0, "length": 0.002})
     for step in range(1, steps + 1):
@@ -59,6 +69,8 @@ def rules_of(change: Change | None = None, *, seed: int = 0, steps: int = 150, s
             alert = detector(seen)
             if alert is not None:
                 found.setdefault(alert.rule, alert)
+        if until in found:
+            break
     return found
 
 
@@ -134,7 +146,7 @@ def test_every_rule_has_a_planted_fault():
 @pytest.mark.parametrize("rule", sorted(FAULTS))
 def test_a_planted_fault_is_seen_with_evidence_and_a_remedy(rule):
     change, skill = FAULTS[rule]
-    found = rules_of(change, steps=200, skill=skill)
+    found = rules_of(change, steps=200, skill=skill, until=rule)
     assert rule in found, f"only {sorted(found)} spoke"
     alert = found[rule]
     assert alert.said
@@ -156,12 +168,12 @@ def test_entropy_that_started_high_explodes_by_what_it_gains(gain, is_told):
     assert ("entropy_explosion" in rules_of(change, steps=120, skill=lambda step: 0.4)) is is_told
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", rest_nightly(range(5), 2))
 def test_honest_learning_is_silent(seed):
     assert not rules_of(seed=seed)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", rest_nightly(range(5), 2))
 def test_a_flat_run_is_told_only_that_it_does_not_learn(seed):
     assert set(rules_of(seed=seed, skill=lambda step: 0.4)) <= {"slow_convergence"}
 
@@ -218,7 +230,7 @@ def test_tied_groups_are_not_taken_for_tiny_updates():
     assert "tiny_updates" not in rules_of(lambda t, v, d: nothing, skill=lambda step: 0.3)
 
 
-@pytest.mark.parametrize("seed", rest_nightly(range(20), 5))
+@pytest.mark.parametrize("seed", rest_nightly(range(20), 2))
 def test_noise_of_few_prompts_is_no_collapse(seed):
     noisy = lambda t, values, draw: {"reward": values["reward"] + draw.gauss(0, 0.08)}
     assert "reward_collapse" not in rules_of(noisy, seed=seed, steps=250, skill=lambda step: 0.4)

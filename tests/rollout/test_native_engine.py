@@ -1,6 +1,7 @@
 """The native engine: which architectures it runs, that scheduling changes nothing, that caches grow and shrink rightly."""
 
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -97,10 +98,19 @@ def test_an_engine_that_computes_something_else_is_refused(tokenizer):
 PROMPTS = [list(range(5, 5 + length)) for length in (3, 1, 40, 7, 70, 2, 33, 12, 5)]
 
 
+RICH = {"repetition_penalty": 1.2, "top_k": 60, "stop": ("e",)}
+
+
 @pytest.mark.parametrize(
-    "options", rest_nightly([{"max_rows": 4}, {"cache_bytes": 60_000}, {"max_rows": 9}, {"cache_bytes": 1}], 2)
+    "options, more",
+    rest_nightly(
+        [
+            *[({"max_rows": 4}, {}), ({"cache_bytes": 60_000}, RICH), ({"max_rows": 4}, RICH)],
+            *[({"cache_bytes": 60_000}, {}), *product(({"max_rows": 9}, {"cache_bytes": 1}), ({}, RICH))],
+        ],
+        2,
+    ),
 )
-@pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.2, "top_k": 60, "stop": ("e",)}], ids=["plain", "rich"])
 def test_scheduling_does_not_change_a_completion(tokenizer, options, more):
     """Several waves, rows of every age side by side, prompts of 1 to 70 tokens, suffixes beyond one block of columns."""
     model = favour(tiny_model(layers=2, seed=3), range(320), bias=0.0)

@@ -1,6 +1,7 @@
 """Answers of an environment are prefilled into their rows: the completions of token by token, with a plain forward's log-probabilities."""
 
 import functools
+from itertools import product
 
 import native_models
 import pytest
@@ -65,8 +66,10 @@ def make_of(model, **options):
     return lambda: NativeSampler(model, tiny_tokenizer(), **options)
 
 
-@pytest.mark.parametrize("arch", rest_nightly(list(native_models.NATIVE), 3))
-@pytest.mark.parametrize("attention", ["auto", "torch"])
+@pytest.mark.parametrize(
+    "arch, attention",
+    rest_nightly(product(native_models.NATIVE, ("auto", "torch")), [("qwen2", "auto"), ("llama", "torch")]),
+)
 def test_completions_are_those_of_token_by_token(arch, attention):
     model, params = native_models.build(*native_models.NATIVE[arch]), SamplingParams(max_tokens=90, seed=2)
     groups, by_token = both(make_of(model, attention=attention), params)

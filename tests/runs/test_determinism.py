@@ -50,7 +50,7 @@ def test_looking_at_a_run_and_saving_it_do_not_change_it(tmp_path: Path) -> None
     [
         pytest.param({"max_tokens_per_microbatch": 40}, id="smaller micro-batches"),
         pytest.param({"gradient_checkpointing": True}, id="activations computed again"),
-        pytest.param({"logits_chunk_tokens": 4}, id="smaller chunks of logits"),
+        pytest.param({"logits_chunk_tokens": 4}, id="smaller chunks of logits", marks=pytest.mark.nightly),
     ],
 )
 def test_what_saves_memory_changes_one_step_by_rounding_alone(tmp_path: Path, changed: dict[str, object]) -> None:

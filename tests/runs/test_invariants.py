@@ -19,7 +19,7 @@ from covey.errors import InvariantError
 from covey.learner import FIRST_UPDATE
 from covey.runs import checkpoint
 from covey.training.invariants import draws_while_training, expect_adapter_reloads, fingerprints
-from kit import tiny_model, tiny_tokenizer
+from kit import rest_nightly, tiny_model, tiny_tokenizer
 
 LORA = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
@@ -63,7 +63,7 @@ def nudge(weight: torch.Tensor) -> None:
     weight.view(-1)[3] += 1e-3
 
 
-@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("is_async", rest_nightly([True, False], 1))
 def test_a_frozen_weight_that_changes_ends_the_run_and_no_checkpoint_is_made_of_it(
     tmp_path: Path, is_async: bool
 ) -> None:
@@ -76,7 +76,9 @@ def test_a_frozen_weight_that_changes_ends_the_run_and_no_checkpoint_is_made_of_
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-2"]
 
 
-@pytest.mark.parametrize("peft_config", [None, LORA], ids=["a copy of the model", "a copy of the adapter"])
+@pytest.mark.parametrize(
+    "peft_config", rest_nightly([LORA, None], 1), ids=["a copy of the adapter", "a copy of the model"]
+)
 def test_a_reference_that_changes_by_itself_ends_the_run(tmp_path: Path, peft_config: Any) -> None:
     one = trainer(tmp_path, peft_config, beta=0.1)
     one.add_callback(At(2, lambda: nudge(next(iter(one._running.learner.reference.weights().values())))))
@@ -85,7 +87,9 @@ def test_a_reference_that_changes_by_itself_ends_the_run(tmp_path: Path, peft_co
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-1"]
 
 
-@pytest.mark.parametrize("peft_config", [None, LORA], ids=["a copy of the model", "a copy of the adapter"])
+@pytest.mark.parametrize(
+    "peft_config", rest_nightly([None, LORA], 1), ids=["a copy of the model", "a copy of the adapter"]
+)
 def test_a_reference_that_its_rule_moves_is_left_in_peace(tmp_path: Path, peft_config: Any) -> None:
     trainer(tmp_path, peft_config, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2).train()
     trainer(tmp_path, peft_config, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2, max_steps=7).train(True)
@@ -187,12 +191,15 @@ class Gaps(TrainerCallback):
 
 @pytest.mark.parametrize(
     "peft_config, changed, looks",
-    [
-        (LORA, {}, 6),
-        (None, {"steps_per_generation": 3, "gradient_accumulation_steps": 1}, 2),
-        (None, {"num_iterations": 2, "beta": 0.1, "max_tokens_per_microbatch": 40}, 3),
-    ],
-    ids=["on-policy, LoRA", "steps_per_generation", "num_iterations, small micro-batches and a KL term"],
+    rest_nightly(
+        [
+            (LORA, {}, 6),
+            (None, {"num_iterations": 2, "beta": 0.1, "max_tokens_per_microbatch": 40}, 3),
+            (None, {"steps_per_generation": 3, "gradient_accumulation_steps": 1}, 2),
+        ],
+        2,
+    ),
+    ids=["on-policy, LoRA", "num_iterations, small micro-batches and a KL term", "steps_per_generation"],
 )
 def test_a_healthy_run_has_ratio_1_up_to_float_error_at_the_first_update_of_every_rollout(
     peft_config: Any, changed: dict[str, Any], looks: int, tmp_path: Path

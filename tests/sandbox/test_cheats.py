@@ -42,9 +42,7 @@ def test_the_right_program_passes_each_form(form: str, sandbox: Sandbox) -> None
 PAIRS = [(name, form) for name in CHEATS for form in FORMS]
 
 
-@pytest.mark.parametrize(
-    "name, form", rest_nightly(PAIRS, {pair for i, pair in enumerate(PAIRS) if i % 7 in (0, 3, 5)})
-)
+@pytest.mark.parametrize("name, form", rest_nightly(PAIRS, {pair for i, pair in enumerate(PAIRS) if i % 7 in (0, 3)}))
 def test_a_cheat_passes_no_form_of_tests(name: str, form: str, sandbox: Sandbox) -> None:
     """Three of seven pairs in CI: a cheat meets two or three forms, and each form more than fifty cheats."""
     result = sandbox.run(CHEATS[name], FORMS[form], timeout=2)
@@ -77,10 +75,10 @@ def test_a_program_that_changes_python_or_reads_its_tests_fails(name: str, sandb
 
 
 def test_a_liar_that_takes_all_its_time_is_run_again_all_the_same(sandbox: Sandbox) -> None:
-    code = "import time\nclass Box:\n    def get(self):\n        time.sleep(0.5)\n        return {}\n"
+    code = "import time\nclass Box:\n    def get(self):\n        time.sleep(1.0)\n        return {}\n"
     liar = "type('E', (), {'__eq__': lambda s, o: True})()"
-    assert sandbox.run(code.format(48611), "assert Box().get() == 48611", timeout=0.9).passed
-    assert not sandbox.run(code.format(liar), "assert Box().get() == 48611", timeout=0.9).passed
+    assert sandbox.run(code.format(48611), "assert Box().get() == 48611", timeout=1.8).passed
+    assert not sandbox.run(code.format(liar), "assert Box().get() == 48611", timeout=1.8).passed
 
 
 @pytest.mark.slow

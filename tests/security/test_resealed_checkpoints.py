@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from covey import GRPOConfig, GRPOTrainer
 from covey.errors import CheckpointError, CoveyError, ModelError
 from covey.models import load_model
 from covey.runs.checksums import seal
-from kit import tiny_model, tiny_tokenizer
+from kit import rest_nightly, tiny_model, tiny_tokenizer
 
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
@@ -100,8 +101,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("is_adapter", [True, False], ids=["adapter", "model"])
-@pytest.mark.parametrize("case", CASES)
+PAIRS = [*product(CASES, (True, False))]
+
+
+@pytest.mark.parametrize("case, is_adapter", rest_nightly(PAIRS, PAIRS[::3]))
 def test_resuming_from_a_changed_checkpoint_is_one_sentence(runs, tmp_path, case, is_adapter):
     run = tmp_path / "run"
     shutil.copytree(runs[is_adapter], run)

@@ -79,7 +79,11 @@ def trainer(model, folder, reward, **options):
 needs_bfloat16 = pytest.mark.skipif(not processor_has_bfloat16(), reason="this processor does not multiply bfloat16")
 
 
-@pytest.mark.parametrize("precision", [{}, pytest.param({"bf16": True}, marks=needs_bfloat16)], ids=["float32", "bf16"])
+@pytest.mark.parametrize(
+    "precision",
+    [{}, pytest.param({"bf16": True}, marks=[needs_bfloat16, pytest.mark.nightly])],
+    ids=["float32", "bf16"],
+)
 @pytest.mark.parametrize("recomputes", rest_nightly([True, False], 1), ids=["recomputed", "kept"])
 def test_after_training_and_evaluation_everything_is_as_before(tmp_path, recomputes, precision):
     model = tiny_model(layers=2, hidden=64)

@@ -19,7 +19,7 @@ from covey.cli.plan import model_config
 from covey.errors import ConfigError, ModelError
 from covey.models import load_model, load_tokenizer
 from covey.serving.loading import with_merged_adapter
-from kit import tiny_model, tiny_tokenizer
+from kit import rest_nightly, tiny_model, tiny_tokenizer
 
 peft = pytest.importorskip("peft")
 IDS = torch.arange(3, 15)[None]
@@ -150,7 +150,7 @@ def test_memory_is_planned_for_the_adapter_in_the_folder(tmp_path):
     assert model_config(str(adapter), False).hidden_size == 32
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", rest_nightly([True, False], 1))
 def test_an_adapter_over_resized_embeddings_loads_and_merges(tmp_path, tied):
     tiny_model("qwen2", tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
     tokenizer = tiny_tokenizer()
@@ -169,8 +169,17 @@ def test_an_adapter_over_resized_embeddings_loads_and_merges(tmp_path, tied):
     assert len(AutoTokenizer.from_pretrained(tmp_path / "merged")) == len(tokenizer)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("modules", [["q_proj", "embed_tokens"], ["embed_tokens", "lm_head"]])
+@pytest.mark.parametrize(
+    "modules, tied",
+    rest_nightly(
+        [
+            (modules, tied)
+            for modules in (["q_proj", "embed_tokens"], ["embed_tokens", "lm_head"])
+            for tied in (True, False)
+        ],
+        [(["q_proj", "embed_tokens"], True), (["embed_tokens", "lm_head"], False)],
+    ),
+)
 def test_an_adapter_on_the_embeddings_trains_and_merges(tmp_path, modules, tied):
     tiny_model("qwen2", tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
     tiny_tokenizer().save_pretrained(tmp_path / "base")
@@ -185,7 +194,7 @@ def test_an_adapter_on_the_embeddings_trains_and_merges(tmp_path, modules, tied)
     assert torch.allclose(logits(merged), logits(run.model), atol=1e-5)
 
 
-@pytest.mark.parametrize("arrives", ["new", "saved"])
+@pytest.mark.parametrize("arrives", rest_nightly(["saved", "new"], 1))
 def test_a_script_is_told_that_the_default_learning_rate_is_low_for_an_adapter(tmp_path, arrives, caplog):
     adapter = saved_adapter(tmp_path)
     given = (str(adapter), None) if arrives == "saved" else (str(tmp_path / "base"), peft.LoraConfig(**LORA))

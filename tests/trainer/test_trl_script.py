@@ -11,7 +11,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from covey import GRPOConfig, GRPOTrainer
 from covey.config import checks
 from covey.errors import ConfigError, CoveyError, DataError, ModelError, RewardError
-from kit import tiny_model, tiny_reward_model, tiny_tokenizer
+from kit import rest_nightly, tiny_model, tiny_reward_model, tiny_tokenizer
 
 ROWS = [{"prompt": f"Tom has {i} apples.", "answer": str(i)} for i in range(12)]
 CHAT = [{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in ROWS]
@@ -406,10 +406,25 @@ def test_a_run_leaves_metrics_that_anyone_can_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options, dtype", [({}, "float32"), ({"rollout_dtype": "bfloat16"}, "bfloat16"), ({"bf16": True}, "bfloat16"),
-     ({"bf16": True, "rollout_dtype": "float32"}, "float32"), ({"fp16": True, "rollout_dtype": "float16"}, "float16")],
-)  # fmt: skip
-@pytest.mark.parametrize("backend", ["native", "transformers"])
+    "backend, options, dtype",
+    [
+        ("native", {}, "float32"),
+        ("transformers", {"rollout_dtype": "bfloat16"}, "bfloat16"),
+        ("native", {"bf16": True}, "bfloat16"),
+        ("native", {"fp16": True, "rollout_dtype": "float16"}, "float16"),
+        *rest_nightly(
+            [
+                ("native", {"bf16": True, "rollout_dtype": "float32"}, "float32"),
+                ("native", {"rollout_dtype": "bfloat16"}, "bfloat16"),
+                ("transformers", {}, "float32"),
+                ("transformers", {"bf16": True}, "bfloat16"),
+                ("transformers", {"bf16": True, "rollout_dtype": "float32"}, "float32"),
+                ("transformers", {"fp16": True, "rollout_dtype": "float16"}, "float16"),
+            ],
+            0,
+        ),
+    ],
+)
 def test_completions_are_drawn_in_the_learners_type_or_the_one_that_was_asked_for(
     options, dtype, backend, tmp_path, monkeypatch
 ):

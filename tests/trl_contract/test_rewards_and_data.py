@@ -10,7 +10,7 @@ from datasets import Dataset
 from covey.errors import DataError
 from covey.rewards import Scorer
 from covey.rewards.decorators import reward
-from kit import group
+from kit import group, rest_nightly
 
 
 def rewards_of(tmp_path, function, **given):
@@ -51,10 +51,17 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", rest_nightly(FORMS, ("async",)))
 def test_a_reward_may_be(form, tmp_path):
     function, name = FORMS[form]
     assert rewards_of(tmp_path, function)[f"rewards/{name}/mean"] == 1.0
+
+
+def test_rewards_of_all_forms_may_stand_together(tmp_path):
+    logged = rewards_of(tmp_path, [function for function, _ in FORMS.values()])
+    assert {name: logged[f"rewards/{name}/mean"] for _, name in FORMS.values()} == dict.fromkeys(
+        (name for _, name in FORMS.values()), 1.0
+    )
 
 
 def test_a_conversation_comes_as_messages(tmp_path):

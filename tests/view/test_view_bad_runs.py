@@ -42,7 +42,7 @@ def good(folder: Path) -> None:
     run.close()
 
 
-@pytest.fixture(params=rest_nightly(BAD, [name for name in BAD if name not in LARGE][::2]))
+@pytest.fixture(params=rest_nightly(BAD, [name for name in BAD if name not in LARGE][::4]))
 def beside(request: Any, tmp_path: Path) -> Iterator[Path]:
     """A folder with a good run and a bad one."""
     runs = tmp_path / "runs"

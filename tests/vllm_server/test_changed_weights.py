@@ -15,10 +15,10 @@ from covey.errors import AttestationError
 from covey.rollout.vllm import ServerSampler
 from covey.rollout.vllm.pieces import Piece, changed_pieces, in_pieces
 from covey.rollout.vllm.weights import Source, write_weights
-from kit import tiny_model, tiny_tokenizer
+from kit import rest_nightly, tiny_model, tiny_tokenizer
 
 
-@pytest.fixture(params=[False, True], ids=["apart", "tied"])
+@pytest.fixture(params=rest_nightly([True, False], 1), ids=["tied", "apart"])
 def model(request):
     return tiny_model("qwen2", layers=2, tie_word_embeddings=request.param)
 

@@ -10,7 +10,7 @@ from covey import GRPOConfig, GRPOTrainer
 from covey.cli import main
 from covey.doctor.why.teachers import signal_of
 from covey.runs import rollouts
-from kit import byte_tokenizer, tiny_model, tiny_tokenizer
+from kit import byte_tokenizer, rest_nightly, tiny_model, tiny_tokenizer
 
 
 def run(folder, algorithm):
@@ -26,7 +26,9 @@ def run(folder, algorithm):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("algorithm", ["rlsd, feedback=solution", "sdar, feedback=solution, teacher_model_kind=ema"])
+@pytest.mark.parametrize(
+    "algorithm", rest_nightly(["sdar, feedback=solution, teacher_model_kind=ema", "rlsd, feedback=solution"], 1)
+)
 def test_a_step_with_a_teacher_is_made_again_and_its_pulls_are_shown(algorithm, tmp_path, capsys):
     folder = run(tmp_path / "run", algorithm)
     assert main(["why", str(folder), "--step", "2", "--json"]) == 0
