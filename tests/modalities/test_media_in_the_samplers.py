@@ -26,6 +26,25 @@ def test_greedy_completions_are_those_of_generate(kind):
 
 
 @KIND
+def test_options_of_generate_leave_the_media_with_their_prompts(kind):
+    model, processor = tiny_of(kind)
+    found = prompts(processor, kind)
+    sampler = choose_sampler(model, processor.tokenizer, backend="generate", generate={"num_beams": 1})
+    for prompt, group in zip(found, sampler.sample(found, 2, GREEDY), strict=True):
+        expected = generated(model, processor, prompt)
+        assert [done.token_ids.tolist() for done in group.completions] == [expected, expected]
+
+
+def test_beams_over_several_images_of_a_prompt_are_refused():
+    model, processor = tiny_of("llava")
+    sampler = choose_sampler(model, processor.tokenizer, backend="generate", generate={"num_beams": 2})
+    one, two, _ = prompts(processor, "llava")
+    assert len(list(sampler.sample([one], 2, GREEDY))) == 1
+    with pytest.raises(DataError, match="prompt 0:1 has 2 images or sounds, .* leave num_beams out"):
+        list(sampler.sample([two], 2, GREEDY))
+
+
+@KIND
 def test_the_learner_measures_what_the_sampler_drew(kind):
     model, processor = tiny_of(kind)
     params = SamplingParams(max_tokens=6, seed=3)

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from covey.errors import RAW_ERRORS, ConfigError, ModelError, Unsupported
 from covey.models import reads_media, unwrapped
+from covey.models.modalities import banned_ids
 from covey.rollout.agreement import price, raw_reason, reason_against, refusal
 from covey.rollout.engine import NativeSampler
 from covey.rollout.environments import Environment
@@ -30,7 +31,7 @@ Backend = Literal["auto", "native", "transformers", "generate", "vllm", "vllm-se
 class SplitSampler(NativeSampler):
     """The native engine, except for prompts with media that it cannot compute: plain transformers samples those."""
 
-    _other: TransformersSampler | None = None
+    _other: TokenSampler | None = None
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, as they finish."""
@@ -49,7 +50,7 @@ class SplitSampler(NativeSampler):
                 UserWarning,
                 stacklevel=3,
             )
-            self._other = TransformersSampler(
+            plain = TransformersSampler(
                 self.model,
                 self.tokenizer,
                 eos_ids=self.eos_ids,
@@ -57,6 +58,7 @@ class SplitSampler(NativeSampler):
                 float32_head=self.float32_head,
                 check_stop=self.check_stop,
             )
+            self._other = with_turns(plain, self.environment, self.tokenizer, self.model)
         self._other.load(self.model, self.version)
         yield from self._other.sample(seen, n, params)
         rest = [prompt for prompt in prompts if not any(prompt is other for other in seen)]
@@ -111,7 +113,7 @@ def with_turns(sampler: TokenSampler, environment: Environment | None, tokenizer
     if environment is None:
         return sampler
     context = getattr(sampler, "context", None) or context_of(unwrapped(model))
-    return TurnSampler(sampler, environment, tokenizer, context)
+    return TurnSampler(sampler, environment, tokenizer, context, banned_ids(model))
 
 
 def _native(

@@ -6,7 +6,7 @@ batch. The model did not write them, so their `mask` is False and their log-prob
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -44,14 +44,26 @@ Example, with ChatML: `lambda turns: [f"\\n<|im_start|>tool\\n{run(t.text)}<|im_
 """
 
 
-def replies(environment: Environment, turns: Sequence[Turn], tokenizer: Any) -> list[list[int] | None]:
-    """The environment's replies as token ids. Raises DataError unless there is one for each turn."""
+def replies(
+    environment: Environment, turns: Sequence[Turn], tokenizer: Any, banned: Collection[int] = ()
+) -> list[list[int] | None]:
+    """The environment's replies as token ids. `banned`: those that stand for images or sounds, which no reply holds.
+
+    Raises DataError unless there is one for each turn, and for one that holds a banned id.
+    """
     outputs = list(environment(turns))
     if len(outputs) != len(turns):
         raise DataError(
             f"the environment gave {len(outputs)} replies to {len(turns)} turns; return one for each, None to end it."
         )
-    return [_encoded(reply, tokenizer) for reply in outputs]
+    encoded = [_encoded(reply, tokenizer) for reply in outputs]
+    for turn, reply in zip(turns, encoded, strict=True):
+        if banned and reply and not set(banned).isdisjoint(reply):
+            raise DataError(
+                f"a reply to a completion of prompt {turn.prompt.uid} holds a token that stands for an image or a sound, and replies are "
+                "text; leave it out of the reply."
+            )
+    return encoded
 
 
 def _encoded(reply: Reply, tokenizer: Any) -> list[int] | None:

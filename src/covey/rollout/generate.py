@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from covey.data import num_embeddings
-from covey.errors import ConfigError
+from covey.errors import ConfigError, DataError
 from covey.models import evaluating, unwrapped
+from covey.models.modalities import banned_ids, media_inputs, refuse_loose_places
 from covey.rollout.autocast import SamplerPrecision, expect_precision, in_precision
 from covey.rollout.forward import head_in_float32
 from covey.rollout.prompts import PromptLike, as_prompts
@@ -68,13 +69,20 @@ class GenerateSampler:
 
     def load(self, policy: Any, version: int) -> None:
         """Sample with this model from now on. Its weights are read in place, never copied."""
-        self.model, self.version = policy, version
+        self.model, self.version, self.banned = policy, version, banned_ids(policy)
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, in the order of the prompts."""
         if n < 1:
             raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
         encoded = as_prompts(prompts, self.tokenizer, context_of(unwrapped(self.model)), num_embeddings(self.model))
+        refuse_loose_places(encoded, self.banned)
+        for prompt in encoded:
+            if self.options.get("num_beams", 1) > 1 and prompt.media is not None and prompt.media.count > 1:
+                raise DataError(
+                    f"prompt {prompt.uid} has {prompt.media.count} images or sounds, which transformers' generate would give to other beams "
+                    "than their own; leave num_beams out of generation_kwargs."
+                )
         return self._groups(encoded, n, params, fresh_seed(params))
 
     def _groups(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, seed: int) -> Iterator[Group]:
@@ -99,7 +107,10 @@ class GenerateSampler:
         for p, prompt in enumerate(prompts):
             ids[p, longest - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
             mask[p, longest - len(prompt.token_ids) :] = 1
-        config = GenerationConfig(**{**self._config(params), **self.options})
+        copies = [prompt for prompt in prompts for _ in range(n)]
+        media = media_inputs(self.model, copies, longest, [longest - len(prompt.token_ids) for prompt in copies])
+        never = [*self.banned, *(self.options.get("suppress_tokens") or ())]
+        config = GenerationConfig(**{**self._config(params), **self.options, "suppress_tokens": never or None})
         stops = StoppingCriteriaList([self._interrupted])
         devices = [device] if device.type == "cuda" else []
         head = head_in_float32(self.model) if self.float32_head else nullcontext()
@@ -117,6 +128,7 @@ class GenerateSampler:
                 attention_mask=mask.repeat_interleave(n, 0).to(device),
                 generation_config=config,
                 stopping_criteria=stops,
+                **media,
                 **({"tokenizer": self.tokenizer} if params.stop else {}),
             )
         return out[:, longest:].cpu()

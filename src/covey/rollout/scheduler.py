@@ -79,6 +79,7 @@ class Scheduler:
             self.experts = torch.zeros(shape, dtype=routers.dtype, device=device)
         self.is_eos = torch.zeros(self.forward.vocab_size, dtype=torch.bool, device=device)
         self.is_eos[list(eos_ids)] = True
+        self.barred = frozenset(banned)  # from replies too
         self.banned = torch.tensor(banned, dtype=torch.int64, device=device) if banned else None  # never drawn
         self.replies = torch.full_like(self.tokens, -1) if environment is not None else None  # an environment's reply
         self.stop = StopStrings.of(params.stop, tokenizer, self.forward.vocab_size)
@@ -269,7 +270,9 @@ class Scheduler:
             return continues
         columns, answers = self.rows[:, ended].T.tolist(), dict[int, list[int]]()
         turns = [self._turn(column) for column in columns]
-        for row, column, reply in zip(ended, columns, replies(self.environment, turns, self.tokenizer), strict=True):
+        for row, column, reply in zip(
+            ended, columns, replies(self.environment, turns, self.tokenizer, self.barred), strict=True
+        ):
             if reply is None:
                 continue
             answer = reply[: column[LIMIT] - column[WRITTEN]]

@@ -6,7 +6,7 @@ server's prefix cache spares it the computation. The native engine does the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -74,8 +74,10 @@ class _Writing:
             self.finish = "length"
 
     def continuation(self) -> Prompt:
+        """The prompt with its images and sounds, and what was written, as the prompt of the next turn."""
         i, g = self.place
-        return Prompt(uid=f"{self.prompt.uid}/{i}.{g}.{self.turns}", token_ids=(*self.prompt.token_ids, *self.ids))
+        ids = (*self.prompt.token_ids, *self.ids)
+        return Prompt(uid=f"{self.prompt.uid}/{i}.{g}.{self.turns}", token_ids=ids, media=self.prompt.media)
 
     def completion(self, tokenizer: Any) -> Completion:
         ids = torch.tensor(self.ids, dtype=torch.int64)
@@ -94,9 +96,17 @@ class _Writing:
 class TurnSampler:
     """A sampler whose completions an environment may answer, over `sampler`, which writes each turn by itself."""
 
-    def __init__(self, sampler: Sampler, environment: Environment, tokenizer: Any, context: int | None) -> None:
-        """`context`: most tokens of prompt and completion together; None: no limit."""
+    def __init__(
+        self,
+        sampler: Sampler,
+        environment: Environment,
+        tokenizer: Any,
+        context: int | None,
+        banned: Collection[int] = (),
+    ) -> None:
+        """`context`: most tokens of prompt and completion together; None: no limit. `banned`: ids that no reply holds."""
         self.sampler, self.environment, self.tokenizer, self.context = sampler, environment, tokenizer, context
+        self.banned = banned
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["sampler"], name)
@@ -142,5 +152,6 @@ class TurnSampler:
 
     def _answer(self, rows: Sequence[_Writing]) -> None:
         turns = [Turn.of(row.prompt, row.place[1], row.ids, row.mask, self.tokenizer) for row in rows]
-        for row, reply in zip(rows, replies(self.environment, turns, self.tokenizer) if turns else [], strict=True):
+        answers = replies(self.environment, turns, self.tokenizer, self.banned) if turns else []
+        for row, reply in zip(rows, answers, strict=True):
             row.answer(reply)

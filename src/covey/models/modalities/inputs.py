@@ -57,7 +57,7 @@ def media_inputs(model: Any, prompts: Sequence[Prompt], width: int, starts: Sequ
     """Media of the N `prompts`, one a row of ids [N, width] that it begins at `starts`, on the model's device.
 
     Tensors of one name are joined along their first dimension (items, or patches of all items) and padded with zeros in the
-    others; token types are [N, width], zeros beyond the prompts.
+    others; token types are [N, width], zeros beyond those of the prompts: text that was written since has none.
     """
     inner = unwrapped(model)
     parameter = next(inner.parameters())
@@ -70,7 +70,8 @@ def media_inputs(model: Any, prompts: Sequence[Prompt], width: int, starts: Sequ
         kinds = torch.zeros(len(prompts), width, dtype=torch.long)
         for row, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
             if prompt.media is not None:
-                kinds[row, start : start + len(prompt.token_ids)] = _kinds(model, prompt, name)
+                seen = _kinds(model, prompt, name)
+                kinds[row, start : start + len(seen)] = seen
         out[name] = kinds
     moved = lambda x: x.to(parameter.device, parameter.dtype if x.is_floating_point() else None)
     return {name: moved(value) for name, value in out.items()}
