@@ -78,7 +78,11 @@ def trainer(folder: Path, case: dict[str, Any]) -> Any:
     if "vlm" in case:
         given["model"], given["processing_class"] = seeing(case["vlm"], case.get("hidden", 32))
         rows = picture_rows(case["images"])
-    if "chat" in case:
+    if "vlm" in case and "chat" in case:
+        from modalities.acting_models import acting_model
+
+        given["model"], given["processing_class"] = acting_model(case["vlm"])
+    elif "chat" in case:
         from environments.acting import chat_tokenizer, tiny_llama
 
         given["processing_class"] = chat_tokenizer()

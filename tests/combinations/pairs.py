@@ -17,6 +17,12 @@ TRIPLES = [
     ("FSDP2", "LoRA", "asynchronous"),
     ("FSDP2", "teacher", "asynchronous"),
     ("FSDP2", "media", "critic"),
+    ("FSDP2", "media", "tools"),
+    ("vLLM server", "media", "tools"),
+    ("asynchronous", "media", "tools"),
+    ("DDP", "media", "environment"),
+    ("vLLM server", "media", "environment"),
+    ("asynchronous", "media", "environment"),
     ("LoRA", "vLLM server", "asynchronous"),
     ("vLLM server", "asynchronous", "tools"),
     ("vLLM server", "asynchronous", "environment"),
@@ -68,7 +74,7 @@ class Room:
     """An environment with one tool."""
 
     def reset(self, **row: Any) -> None:
-        self.steps, self.task = 0, sum(map(ord, row["prompt"][-1]["content"]))
+        self.steps, self.task = 0, sum(map(ord, str(row["prompt"][-1]["content"])))
 
     def get_reward(self) -> float:
         return float(self.task % 5)
@@ -91,7 +97,8 @@ def agent(row: dict[str, Any], client: Any) -> float:
 
 def rollout_func(prompts: Any, trainer: Any) -> dict[str, Any]:
     render = trainer.processing_class.apply_chat_template
-    ids = [render(one, add_generation_prompt=True, tokenize=True, return_dict=False) for one in prompts]
+    ids = [render(one, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"] for one in prompts]
+    ids = [one[0] if isinstance(one[0], list) else one for one in ids]  # of a processor
     written = [[i % 7 + 5, 2] for i in range(len(prompts))]
     return {"prompt_ids": ids, "completion_ids": written, "logprobs": [[-1.0, -1.0]] * len(prompts)}
 
@@ -134,12 +141,14 @@ def write_others(features: tuple[str, ...], folder: Path) -> None:
     from combinations.combined_run import policy, seeing
     from environments.acting import chat_tokenizer, tiny_llama
     from kit import tiny_model, tiny_tokenizer
+    from modalities.acting_models import acting_model
 
     model, processing = policy(), tiny_tokenizer()
     if {"tools", "environment", "agent", "rollout_func"} & set(features):
         model, processing = tiny_llama(chat_tokenizer()), chat_tokenizer()
     if "media" in features:
-        model, processing = seeing("qwen2_5_vl")
+        acts = {"tools", "environment", "agent", "rollout_func"} & set(features)
+        model, processing = acting_model("qwen2_5_vl") if acts else seeing("qwen2_5_vl")
     model.save_pretrained(folder / "teacher")
     processing.save_pretrained(folder / "teacher")
     if "process rewards" in features:

@@ -13,6 +13,7 @@ from covey.config.combinations import AXES, FEATURES, REFUSALS, expect_together,
 from covey.errors import ConfigError, CoveyError
 from environments.acting import chat_tokenizer, tiny_llama
 from kit import tiny_tokenizer
+from modalities.acting_models import acting_model
 from teacher_server import serving
 from vllm_server.fake_server import FakeServer
 
@@ -38,7 +39,7 @@ def started(stack: ExitStack, features: tuple[str, ...], folder: Path) -> dict:
         if "chat" in case:
             model, tokenizer = tiny_llama(chat_tokenizer()), chat_tokenizer()
         if "media" in features:
-            model, processor = seeing(case["vlm"])
+            model, processor = (acting_model if "chat" in case else seeing)(case["vlm"])
             tokenizer = processor.tokenizer
         fake = stack.enter_context(FakeServer(model, tokenizer, has_digest=True))
         fake.is_varied = True

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def prompt(uid: str = "0:3", **columns: Any) -> Prompt:
 
 
 def begun(pool: EnvironmentPool, n: int = 1, **columns: Any) -> list[Any]:
-    return pool.reset(prompt(**columns), n, lambda messages, prompt, tools: ())[1]
+    return pool.reset(prompt(**columns), n, lambda messages, prompt, tools: prompt)[1]
 
 
 def free_port() -> int:
@@ -67,7 +68,7 @@ class TestGymnasium:
 
     def test_a_group_begins_at_one_place_and_the_next_visit_of_the_row_at_another(self):
         pool = EnvironmentPool(self.make)
-        encode = lambda messages, prompt, tools: (1, 2)
+        encode = lambda messages, prompt, tools: replace(prompt, messages=tuple(messages), token_ids=(1, 2))
         shown, resets = pool.reset(prompt("0:3"), 4, encode)
         assert shown.messages[0]["content"].startswith("You stand at ")
         assert len({id(one.instance) for one in resets}) == 4

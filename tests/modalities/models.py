@@ -36,10 +36,10 @@ def template(kind: str) -> str:
     )
 
 
-def _tokenizer(kind: str) -> Any:
-    tokenizer = tiny_tokenizer()
+def _tokenizer(kind: str, base: Any = None) -> Any:
+    tokenizer = base or tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
-    tokenizer.chat_template = template(kind)
+    tokenizer.chat_template = template(kind) if base is None else base.chat_template
     named = {"qwen2_5_vl": "<|image_pad|>", "gemma3": "<image_soft_token>"}.get(kind, "<image>")
     if kind == "gemma3":
         tokenizer.boi_token, tokenizer.eoi_token = "<start_of_image>", "<end_of_image>"
@@ -48,16 +48,16 @@ def _tokenizer(kind: str) -> Any:
     return tokenizer
 
 
-def tiny_processor(kind: str) -> Any:
+def tiny_processor(kind: str, base: Any = None) -> Any:
     """A processor of the kind whose images are a few tokens each. Skips the test where it cannot be had without torchvision."""
     try:
-        return _tiny_processor(kind)
+        return _tiny_processor(kind, base)
     except ImportError as error:  # Idefics 3 under transformers 5.17
         pytest.skip(str(error).strip().splitlines()[0])
 
 
-def _tiny_processor(kind: str) -> Any:
-    tokenizer = _tokenizer(kind)
+def _tiny_processor(kind: str, base: Any) -> Any:
+    tokenizer = _tokenizer(kind, base)
     chat: dict[str, Any] = {"chat_template": tokenizer.chat_template}
     if kind == "qwen2_5_vl":
         images = transformers.Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=64, max_pixels=1024)
@@ -80,10 +80,10 @@ def _tiny_processor(kind: str) -> Any:
     return transformers.Gemma3Processor(images, tokenizer, image_seq_length=4, **chat)
 
 
-def tiny_vlm(kind: str, *, seed: int = 0, layers: int = 2, hidden: int = 32) -> tuple[Any, Any]:
-    """(model in eval mode, processor), random weights."""
+def tiny_vlm(kind: str, *, seed: int = 0, layers: int = 2, hidden: int = 32, base: Any = None) -> tuple[Any, Any]:
+    """(model in eval mode, processor), random weights. `base`: a tokenizer with a chat template of its own."""
     torch.manual_seed(seed)
-    processor = tiny_processor(kind)
+    processor = tiny_processor(kind, base)
     tokenizer = processor.tokenizer
     ids = tokenizer.convert_tokens_to_ids
     text: dict[str, Any] = {

@@ -47,19 +47,19 @@ def template(kind: str) -> str:
     )
 
 
-def _tokenizer(kind: str) -> Any:
-    tokenizer = tiny_tokenizer()
+def _tokenizer(kind: str, base: Any) -> Any:
+    tokenizer = base or tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL.values())})
-    tokenizer.chat_template = template(kind)
+    tokenizer.chat_template = template(kind) if base is None else base.chat_template
     for name, text in SPECIAL.items():
         setattr(tokenizer, f"{name}_token", text)
         setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(text))
     return tokenizer
 
 
-def tiny_hearing_processor(kind: str) -> Any:
+def tiny_hearing_processor(kind: str, base: Any = None) -> Any:
     """A processor of the kind that hears at most two seconds, as few tokens."""
-    tokenizer = _tokenizer(kind)
+    tokenizer = _tokenizer(kind, base)
     chat: dict[str, Any] = {"chat_template": tokenizer.chat_template}
     if kind == "gemma3n":
         images = transformers.SiglipImageProcessorPil(size={"height": 16, "width": 16})
@@ -76,10 +76,10 @@ def tiny_hearing_processor(kind: str) -> Any:
     )
 
 
-def tiny_hearing_model(kind: str, *, seed: int = 0, hidden: int = 32) -> tuple[Any, Any]:
-    """(model in eval mode, processor), random weights."""
+def tiny_hearing_model(kind: str, *, seed: int = 0, hidden: int = 32, base: Any = None) -> tuple[Any, Any]:
+    """(model in eval mode, processor), random weights. `base`: a tokenizer with a chat template of its own."""
     torch.manual_seed(seed)
-    processor = tiny_hearing_processor(kind)
+    processor = tiny_hearing_processor(kind, base)
     tokenizer = processor.tokenizer
     text: dict[str, Any] = {
         "vocab_size": len(tokenizer), "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": 2,

@@ -14,8 +14,10 @@ from fake_server import nudged
 from real_server import PYTHON, Running
 
 from covey.data.prompts import to_prompt
+from covey.models.modalities import banned_ids
 from covey.rollout import SamplingParams
 from covey.rollout.agreement import expect_agreement, plain_logprobs
+from covey.rollout.turns import TurnSampler
 from covey.rollout.vllm import ServerSampler
 from modalities.models import picture, tiny_vlm
 
@@ -107,3 +109,27 @@ def test_a_server_sees_what_the_learner_sees_after_updates_of_the_tower_too(serv
         print("largest gap", max(gaps), seen)  # noqa: T201 - figures for the page
         assert max(gaps) < 1e-3
         nudged(model, by=0.1, seed=version)
+
+
+@pytest.mark.parametrize("served", kinds("idefics3"), indirect=True)
+def test_a_server_sees_the_images_of_a_prompt_in_its_later_turns(served, tmp_path):
+    running, model, processor = served
+    prompts = [to_prompt(row, f"0:{i}", f"row {i}", processor.tokenizer, {}, processor) for i, row in enumerate(ROWS)]
+    ends = [i for i in range(100, 300) if i not in banned_ids(model)]  # so that turns are short
+    options = {"port": running.port, "directory": tmp_path, "example": prompts[1], "eos_ids": ends}
+    answers = lambda turns: [[40, 41, 42] if len(turn.token_ids) < 12 else None for turn in turns]
+    sampler = TurnSampler(
+        ServerSampler(model, processor.tokenizer, **options), answers, processor.tokenizer, 256, banned_ids(model)
+    )
+    gaps = []
+    for version in range(2):
+        sampler.load(model, version)
+        groups = list(sampler.sample(prompts, 3, SamplingParams(max_tokens=40, seed=version)))
+        for one, expected in zip(
+            [one for group in groups for one in group.completions], plain_logprobs(model, groups), strict=True
+        ):
+            assert (~one.mask).any()
+            gaps.append(float((one.logprobs - expected)[one.mask].abs().max()))
+        nudged(model, by=0.1, seed=version)
+    print("largest gap over turns", max(gaps))  # noqa: T201 - a figure for the page
+    assert max(gaps) < 1e-3

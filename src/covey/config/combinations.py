@@ -97,13 +97,10 @@ REFUSALS = (
         ("media", "served teacher"),
         "A teacher at an endpoint reads token ids, not images or sounds; load it here (a folder or a hub id).",
     ),
-    *(
-        _refusal(
-            ("media", other),
-            "answers of tools and environments enter a completion as token ids, which hold no images or sounds; leave these out of the "
-            "prompts, or the tools.",
-        )
-        for other in ("tools", "environment", "agent", "rollout_func")
+    _refusal(
+        ("media", "agent"),
+        "the run's endpoint reads text alone, so an agent could not show the model an image or a sound; leave these out of the prompts, or "
+        "use tools or environment_factory.",
     ),
     *(_refusal(("ensemble", other), _MEMBERS) for other in ("environment", "agent", "rollout_func")),
     _refusal(

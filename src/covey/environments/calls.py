@@ -13,7 +13,9 @@ from typing import Any
 
 import psutil
 
+from covey.data.media import MEDIA_PARTS
 from covey.environments.tools import Limits, Tool, unknown_tool
+from covey.errors import DataError
 from covey.rewards.calling.deadline import DeadlineError, EventLoop
 from covey.rewards.calling.workers import WorkerDied, WorkerError, WorkerPool
 from covey.types import ToolCall
@@ -33,6 +35,10 @@ class Request:
     """Sentence for the model where the call could not be read at all."""
 
 
+class MediaReturnedError(DataError):
+    """A tool returned an image, a sound or a video, where answers are text."""
+
+
 class ToolRunner:
     """Runs the calls of one decode step side by side: async tools on one event loop, others in threads or worker processes."""
 
@@ -44,20 +50,26 @@ class ToolRunner:
         self._room = threading.BoundedSemaphore(AT_ONCE)
 
     def run(self, requests: Sequence[Request]) -> list[ToolCall]:
-        """The result of every call, in order. Raises nothing that a tool raises."""
-        results: list[ToolCall | None] = [None] * len(requests)
+        """The result of every call, in order. Raises nothing that a tool raises, but DataError for a tool that returns an image."""
+        results: list[ToolCall | MediaReturnedError | None] = [None] * len(requests)
         done = threading.Semaphore(0)
 
         def work(i: int) -> None:
-            with self._room:
-                results[i] = self._call(requests[i])
+            try:
+                with self._room:
+                    results[i] = self._call(requests[i])
+            except MediaReturnedError as error:
+                results[i] = error
             done.release()
 
         for i in range(len(requests)):
             threading.Thread(target=work, args=(i,), name="covey-tool", daemon=True).start()
         for _ in requests:
             done.acquire()
-        return [result for result in results if result is not None]
+        for result in results:
+            if isinstance(result, MediaReturnedError):
+                raise result
+        return [result for result in results if isinstance(result, ToolCall)]
 
     def close(self) -> None:
         """End the event loop and the worker processes."""
@@ -80,10 +92,14 @@ class ToolRunner:
         try:
             value = self._value(tool, dict(request.arguments))
             text = content_of(value)
+        except MediaReturnedError:
+            raise _media_returned(tool.name) from None
         except DeadlineError:
             sentence = f"{tool.name} did not answer within {tool.limits.seconds:g} seconds"
             return _failed(request, "timeout", sentence, started)
         except (WorkerError, WorkerDied) as error:
+            if isinstance(error, WorkerError) and error.kind == MediaReturnedError.__name__:
+                raise _media_returned(tool.name) from None
             kind = error.kind if isinstance(error, WorkerError) else "its process ended"
             return _failed(request, "error", f"{kind}: {error}" if str(error) else kind, started)
         except BaseException as error:  # noqa: BLE001 - any exception of a tool is its answer
@@ -169,14 +185,36 @@ def in_thread(function: Callable[[], Any], seconds: float) -> Any:
     return value
 
 
+def _media_returned(name: str) -> MediaReturnedError:
+    return MediaReturnedError(
+        f"tool {name!r} returned an image, a sound or a video, and answers of tools are text; return a description in words, and put images "
+        "into the prompt."
+    )
+
+
 def content_of(value: Any) -> str:
-    """A tool's return value as the text that the model reads: text as it is, JSON where it can be, else `str`."""
+    """A tool's return value as the text that the model reads: text as it is, JSON where it can be, else `str`.
+
+    Raises MediaReturnedError for a picture of Pillow, and for parts of a message that hold an image, a sound or a video.
+    """
     if isinstance(value, str):
         return value
+    entries = value if isinstance(value, list | tuple) else [value]
+    if any(kind.__module__.startswith("PIL.") for entry in entries for kind in type(entry).__mro__) or _are_parts(
+        value
+    ):
+        raise MediaReturnedError("an image, a sound or a video")
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         return str(value)
+
+
+def _are_parts(value: Any) -> bool:
+    """True for the content of a message in parts that are not all text."""
+    parts = value if isinstance(value, list) else []
+    kinds = {str(part.get("type")) if isinstance(part, Mapping) else "" for part in parts}
+    return bool(kinds & MEDIA_PARTS) and kinds <= {"text", *MEDIA_PARTS}
 
 
 def cut(text: str, most: int) -> str:

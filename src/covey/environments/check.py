@@ -6,11 +6,12 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
 
+from covey.data.media import media_digest
 from covey.environments.calls import content_of
 from covey.environments.factory import EnvironmentPool, Reset
 from covey.environments.tools import Tool
@@ -107,8 +108,9 @@ def _walk(
     empty = ({"role": "user", "content": ""},)
     prompts = [Prompt(uid=f"0:{i}", messages=empty, token_ids=(), columns=columns) for i in range(len(plans))]
     started = [time.perf_counter() for _ in plans]
-    begun = [pool.reset(prompt, 1, lambda messages, prompt, tools: ()) for prompt in prompts]
-    shown: list[list[str]] = [[str((prompt.messages or ({},))[-1].get("content") or "")] for prompt, _ in begun]
+    encode = lambda messages, prompt, tools: replace(prompt, messages=tuple(messages))
+    begun = [pool.reset(prompt, 1, encode) for prompt in prompts]
+    shown: list[list[str]] = [[_as_text((prompt.messages or ({},))[-1].get("content") or "")] for prompt, _ in begun]
     seconds = [[time.perf_counter() - since] for since in started]
     errors: list[list[str]] = [[] for _ in plans]
     messages: list[list[Message]] = [list(prompt.messages or ()) for prompt, _ in begun]
@@ -137,6 +139,13 @@ def _walk(
         )
         for k in range(len(plans))
     ]
+
+
+def _as_text(content: Any) -> str:
+    """A message's content, its images and sounds by their digests."""
+    if isinstance(content, str):
+        return content
+    return "".join(str(part.get("text") or media_digest(list(part.values()))) for part in content)
 
 
 def _call(session: Reset, name: str, arguments: dict[str, Any]) -> tuple[str, str | None]:

@@ -19,7 +19,6 @@ from covey.environments.states import states_of
 from covey.environments.template import Template
 from covey.environments.tools import Tool
 from covey.errors import DataError
-from covey.models.modalities import refuse_media
 from covey.rollout import Sampler, SamplingParams
 from covey.rollout.environments import Turn
 from covey.rollout.prompts import PromptLike
@@ -183,7 +182,8 @@ class Episodes:
 def _notes(prompt: Prompt, episode: _Episode) -> EpisodeNotes:
     """The states that turns began in, and what the environment says of them: `turn_rewards`, and the `role` that the model played."""
     rewards = () if episode.reset is None else getattr(episode.reset.instance, "turn_rewards", ())
-    first = [[message.get("role"), message.get("content")] for message in prompt.messages or ()]
+    first: list[Any] = [[message.get("role"), message.get("content")] for message in prompt.messages or ()]
+    first += [] if prompt.media is None else prompt.media.names
     role = None if episode.reset is None else getattr(episode.reset.instance, "role", None)
     return EpisodeNotes(
         states=states_of(episode.messages, first),
@@ -224,7 +224,6 @@ class EpisodeSampler:
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` episodes for each prompt, as they finish. Raises DataError for a prompt that is no chat."""
-        refuse_media([prompt for prompt in prompts if isinstance(prompt, Prompt)], "a run with tools or environments")
         used: dict[str, list[Any]] = {}
         ended = []
         try:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from zlib import crc32
 
+from covey.data.media import items_of
 from covey.environments.tools import Tool, bound, tools_of
 from covey.errors import ConfigError, CoveyError, DataError, did_you_mean
 from covey.types import Group, Message, Prompt
 
 Factory = Callable[[], Any]
-Encode = Callable[[Sequence[Message], Prompt, Sequence[Tool]], tuple[int, ...]]
-"""(messages, prompt, tools of its environment) -> token ids of the conversation, the model's turn next."""
+Encode = Callable[[Sequence[Message], Prompt, Sequence[Tool]], Prompt]
+"""(messages, prompt, tools of its environment) -> the prompt with these messages, encoded with the images and sounds of its row."""
+Observation = str | Sequence[Mapping[str, Any]] | None
+"""Return value of `reset`: text, or parts of a message, such as images."""
 _NOT_TOOLS = frozenset({"reset", "get_reward", "close"})
 
 
@@ -68,10 +71,14 @@ class EnvironmentPool:
                 "seed", crc32(prompt.uid.encode())
             )  # one task for the group, another at each visit of the row
         observations = [_reset(instance, row) for instance in instances]
-        if any(observation != observations[0] for observation in observations[1:]):
+        if any(not _is_same(observation, observations[0]) for observation in observations[1:]):
             instances[1:] = [_copy(instances[0]) for _ in instances[1:]]
         self._busy |= {id(instance): (name, instance) for instance in instances}
-        shown = _with_observation(prompt, observations[0], self.tools[name], encode)
+        shown = prompt
+        if (
+            observations[0] or prompt.media is None or name is not None
+        ):  # otherwise it is encoded with these tools already
+            shown = _with_observation(prompt, observations[0], self.tools[name], encode)
         return shown, [
             Reset(instance, bound(self.tools[name], instance), partial(_reset, instance, row)) for instance in instances
         ]
@@ -132,18 +139,38 @@ def environment_reward(kind: Any) -> Callable[..., Any]:
     return reward
 
 
-def _with_observation(prompt: Prompt, observation: str | None, tools: Sequence[Tool], encode: Encode) -> Prompt:
-    """The prompt with an observation after its last user message, encoded with the tools of its environment."""
+def _with_observation(prompt: Prompt, observation: Observation, tools: Sequence[Tool], encode: Encode) -> Prompt:
+    """The prompt with an observation after its last user message, encoded with the tools of its environment.
+
+    Raises DataError for an image or a sound inside of the prompt's messages, which is not there to be encoded again.
+    """
     messages = [dict(message) for message in prompt.messages or ()]
     if observation:
         last = next((i for i in reversed(range(len(messages))) if messages[i].get("role") == "user"), None)
         if last is None:
-            messages.append({"role": "user", "content": observation})
-        else:
-            messages[last]["content"] = f"{messages[last].get('content') or ''}{observation}"
+            messages.append({"role": "user", "content": ""})
+        message = messages[-1 if last is None else last]
+        message["content"] = _joined(message.get("content") or "", observation)
     if not messages:
         return prompt
-    return replace(prompt, messages=tuple(messages), token_ids=encode(messages, prompt, tools))
+    items_of(prompt, "which cannot be encoded again with what reset() of its environment returns")
+    return encode(messages, prompt, tools)
+
+
+def _joined(content: Any, observation: str | Sequence[Mapping[str, Any]]) -> Any:
+    """Content of a message, followed by an observation: a text of both, or the parts of both."""
+    if isinstance(content, str) and isinstance(observation, str):
+        return f"{content}{observation}"
+    as_parts = lambda value: [{"type": "text", "text": value}] * bool(value) if isinstance(value, str) else list(value)
+    return [*as_parts(content), *as_parts(observation)]
+
+
+def _is_same(first: Any, other: Any) -> bool:
+    """True for equal observations; arrays of pixels, which have no single answer, count as different."""
+    try:
+        return bool(first == other)
+    except ValueError:
+        return False
 
 
 def _make(factory: Factory, name: str | None) -> Any:
@@ -178,7 +205,7 @@ def _methods(instance: Any, name: str | None) -> tuple[Tool, ...]:
     )
 
 
-def _reset(instance: Any, row: Mapping[str, Any]) -> str | None:
+def _reset(instance: Any, row: Mapping[str, Any]) -> Observation:
     parameters = inspect.signature(instance.reset).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     try:
@@ -187,11 +214,13 @@ def _reset(instance: Any, row: Mapping[str, Any]) -> str | None:
         raise DataError(
             f"reset() of {type(instance).__name__} raised {type(error).__name__}: {error}; it gets the row's columns by name."
         ) from error
-    if observation is not None and not isinstance(observation, str):
+    is_parts = isinstance(observation, list | tuple) and all(isinstance(part, Mapping) for part in observation)
+    if observation is not None and not isinstance(observation, str) and not is_parts:
         raise DataError(
-            f"reset() of {type(instance).__name__} returned a {type(observation).__name__}; return text, or None."
+            f"reset() of {type(instance).__name__} returned {type(observation).__name__}; return text, None, or for an image a list "
+            'of parts such as {"type": "image", "image": ...}.'
         )
-    return observation
+    return observation  # type: ignore[no-any-return]
 
 
 def _copy(instance: Any) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from covey.data.media import items_of, with_items
 from covey.errors import DataError
-from covey.models.modalities import refuse_media
 from covey.rollout import Sampler, SamplingParams
 from covey.rollout.prompts import PromptLike
 from covey.types import Completion, Group, Prompt
@@ -22,6 +22,7 @@ class RolloutFuncSampler:
 
     It gets each prompt once for each of its `n` completions and returns a dict with `prompt_ids`, `completion_ids` and
     `logprobs` (None, or a list for each completion), and optionally `env_mask` (0 where the model did not write the token).
+    The messages of a prompt with images or sounds hold these, and its `prompt_ids` are those of its processor.
     Further keys, one value a completion, reach the rewards by name. Raises DataError for anything else.
     """
 
@@ -42,8 +43,7 @@ class RolloutFuncSampler:
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, in order."""
         encoded = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
-        refuse_media(encoded, "rollout_func")
-        raw_prompts = [prompt.raw for prompt in encoded for _ in range(n)]
+        raw_prompts = [_with_media(prompt) for prompt in encoded for _ in range(n)]
         output = self._checked(self.function(raw_prompts, self.trainer), len(raw_prompts))
         extra = {name: values for name, values in output.items() if name not in (*_NEEDED, "env_mask")}
         for p, prompt in enumerate(encoded):
@@ -54,6 +54,12 @@ class RolloutFuncSampler:
                     f"rollout_func gave completions of prompt {prompt.uid} different prompt_ids; a group has one prompt, so put "
                     "what differs into completion_ids, with env_mask 0."
                 )
+            if prompt.media is not None and ids != prompt.token_ids:
+                raise DataError(
+                    f"rollout_func gave prompt {prompt.uid} {len(ids)} prompt_ids that are not the {len(prompt.token_ids)} of its processor, so "
+                    "its images or sounds would not be where they belong; return those of "
+                    "trainer.processing_class.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True)."
+                )
             completions = tuple(self._completion(output, extra, i, params) for i in rows)
             yield Group(prompt=replace(prompt, token_ids=ids), completions=completions)
 
@@ -61,6 +67,11 @@ class RolloutFuncSampler:
         self, output: Mapping[str, Any], extra: Mapping[str, Any], i: int, params: SamplingParams
     ) -> Completion:
         ids = torch.as_tensor(list(output["completion_ids"][i]), dtype=torch.int64)
+        if not set(getattr(self.sampler, "banned", ())).isdisjoint(ids.tolist()):
+            raise DataError(
+                f"rollout_func gave completion {i} a token that stands for an image or a sound, which no completion may hold; bar it with "
+                "suppress_tokens of generate."
+            )
         logprobs = None if output["logprobs"] is None else output["logprobs"][i]
         mask = None if output.get("env_mask") is None else torch.as_tensor(list(output["env_mask"][i])).bool()
         for name, values in (("logprobs", logprobs), ("env_mask", mask)):
@@ -94,3 +105,10 @@ class RolloutFuncSampler:
                     f"rollout_func returned {len(values)} {name} for {count} prompts; return one for each prompt it was given."
                 )
         return output
+
+
+def _with_media(prompt: Prompt) -> Any:
+    """The prompt as the user wrote it, its images and sounds in the messages."""
+    if prompt.media is None or prompt.messages is None:
+        return prompt.raw
+    return with_items(prompt.messages, items_of(prompt, "which rollout_func cannot be handed"))

@@ -64,9 +64,20 @@ class Template:
         self._arguments_as_text, self._id_style = False, ID
         self._wrapper = ""  # text that opens the calls, without special tokens
         self._before_body = ""
+        self._in_parts: frozenset[str] = frozenset()
+        """Roles whose content the template reads in parts alone, as those of images may."""
+        self._in_parts = self._roles_in_parts([_ASK], "qxquestion")
         self._form = self._learn_form()
         if has_bridges:
-            self.bridge([{"role": "tool", "name": NAME, "content": "qxresult", "tool_call_id": self.call_id(NAME)}])
+            answer = {"role": "tool", "name": NAME, "content": "qxresult", "tool_call_id": self.call_id(NAME)}
+            history = [_ASK, self._assistant([NAME], {}, [self.call_id(NAME)]), answer]
+            self._in_parts |= self._roles_in_parts(history, "qxresult")
+            self.bridge([answer])
+            if "qxresult" not in self._render(history, tokenize=False):
+                raise ModelError(
+                    "the tokenizer's chat template leaves out what a tool answers, so the model would not read it; set another "
+                    "tokenizer.chat_template."
+                )
 
     @property
     def takes_text_arguments(self) -> bool:
@@ -145,8 +156,27 @@ class Template:
                 raise
             return self.bridge(with_ids(new))  # templates may refuse an identity, such as one of too few letters
 
+    def _roles_in_parts(self, messages: Sequence[Message], word: str) -> frozenset[str]:
+        """The role of the last message, where the template leaves out its `word` as text but not in a part; else none."""
+        role, before = str(messages[-1]["role"]), self._in_parts
+        has_word = []
+        for roles in (before, before | {role}):
+            self._in_parts = roles
+            try:
+                has_word.append(word in self._render(messages, tokenize=False))
+            except Exception:  # noqa: BLE001 - a template is a program and may raise anything
+                has_word.append(False)
+        self._in_parts = before
+        return frozenset({role}) if has_word == [False, True] else frozenset()
+
     def _render(self, messages: Sequence[Message], *, tokenize: bool, **options: Any) -> Any:
         how = {**self.options, **options}
+        messages = [
+            {**message, "content": [{"type": "text", "text": content}]}
+            if message["role"] in self._in_parts and isinstance(content := message.get("content"), str)
+            else message
+            for message in messages
+        ]
         if self.tools:
             how["tools"] = self.tools
         if tokenize:

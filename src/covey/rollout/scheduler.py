@@ -57,7 +57,7 @@ class Scheduler:
         self.check_stop, self.kernels = check_stop, kernels
         self.forward, self.requests, self.params, self.tokenizer = forward, requests, params, tokenizer
         self.unfinished = list(requests)
-        self.version, self.environment = version, environment
+        self.version, self.environment, self.barred = version, environment, frozenset(banned)
         self.n = max((len(request.keys) for request in requests), default=1)
         self.context = context or UNLIMITED
         self.budget, self.held = cache_bytes, 0
@@ -79,7 +79,6 @@ class Scheduler:
             self.experts = torch.zeros(shape, dtype=routers.dtype, device=device)
         self.is_eos = torch.zeros(self.forward.vocab_size, dtype=torch.bool, device=device)
         self.is_eos[list(eos_ids)] = True
-        self.barred = frozenset(banned)  # from replies too
         self.banned = torch.tensor(banned, dtype=torch.int64, device=device) if banned else None  # never drawn
         self.replies = torch.full_like(self.tokens, -1) if environment is not None else None  # an environment's reply
         self.stop = StopStrings.of(params.stop, tokenizer, self.forward.vocab_size)
@@ -269,10 +268,8 @@ class Scheduler:
         if not ended or self.environment is None or self.replies is None:
             return continues
         columns, answers = self.rows[:, ended].T.tolist(), dict[int, list[int]]()
-        turns = [self._turn(column) for column in columns]
-        for row, column, reply in zip(
-            ended, columns, replies(self.environment, turns, self.tokenizer, self.barred), strict=True
-        ):
+        answered = replies(self.environment, list(map(self._turn, columns)), self.tokenizer, self.barred)
+        for row, column, reply in zip(ended, columns, answered, strict=True):
             if reply is None:
                 continue
             answer = reply[: column[LIMIT] - column[WRITTEN]]

@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import torch
 
+from covey.config.combinations import expect_together
 from covey.environments import Agent, AgentResult
 from covey.errors import DataError
-from covey.models.modalities import refuse_media
 from covey.rollout import NativeSampler, SamplingParams, TokenSampler
 from covey.rollout.prompts import PromptLike, occurrences
 from covey.rollout.sampler import sampler_metrics
@@ -129,7 +129,7 @@ class AgentSampler:
         encoded = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
         if len(encoded) < len(prompts):
             raise DataError("an AgentSampler takes Prompts; encode text or messages with covey.data first.")
-        refuse_media(encoded, "a run with an agent")
+        expect_together("agent", any(prompt.media is not None for prompt in encoded) and "media")
         if hasattr(self.sampler, "go_on"):  # of all processes together: the weights, which each call finds there
             list(self.sampler.sample([], n, params))
         self._open()

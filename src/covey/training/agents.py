@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from covey.data.prompts import encode_chat
+from covey.data.prompts import to_prompt
 from covey.environments import (
     Agent,
     EnvironmentPool,
@@ -51,6 +51,8 @@ class AgentOptions:
     """Loops of an agent that run at a time."""
     record: Callable[[int, Sequence[Trace]], None]
     """Called with the version of the weights and the traces of a rollout."""
+    processor: Any = None
+    """Processor of a model that reads images or sounds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,13 +160,15 @@ class Agents:
             return make()
         template = self.template_options(options.chat_template_kwargs)
         limits = EpisodeLimits(turns=options.max_turns, seconds=options.episode_seconds)
-        episodes = Episodes(Template(tokenizer, eos_ids, template), self.tools, limits)
+        theirs = getattr(options.processor, "chat_template", None)  # it may not be the tokenizer's
+        spoken = template if theirs is None else {"chat_template": theirs, **template}
+        episodes = Episodes(Template(tokenizer, eos_ids, spoken), self.tools, limits)
 
-        def encode(messages: Sequence[Message], prompt: Prompt, tools: Sequence[Tool]) -> tuple[int, ...]:
+        def encode(messages: Sequence[Message], prompt: Prompt, tools: Sequence[Tool]) -> Prompt:
             shown = [tool.schema for tool in (*self.tools, *tools)]
-            row_template = prompt.columns.get("chat_template_kwargs") or {}
-            how = {**template, **row_template, **({"tools": shown} if shown else {})}
-            return encode_chat(messages, f"prompt {prompt.uid}", tokenizer, how)
+            row, how = {**prompt.columns, "prompt": messages}, {**template, **({"tools": shown} if shown else {})}
+            encoded = to_prompt(row, prompt.uid, f"prompt {prompt.uid}", tokenizer, how, options.processor)
+            return replace(encoded, columns=prompt.columns)
 
         return EpisodeSampler(lambda hook: make(environment=hook), episodes, self.environments, encode, is_ahead)
 

@@ -169,6 +169,7 @@ def build_sampler(
             shards,
             inputs.server,
             example,
+            inputs.processor,
         )
         if shards is not None:
             shards.free()
@@ -201,7 +202,7 @@ def _sampler_here(inputs: RunInputs, policy: Policy, check_stop: Interruption, o
     options |= {"check_wait": check_stop.while_waiting} if options.get("backend") == "vllm-server" else {}
 
     over = lambda model, **more: choose_sampler(model, inputs.tokenizer, **options, **more)
-    more = agent_options(inputs.args, inputs.world.rank)
+    more = agent_options(inputs.args, inputs.world.rank, inputs.processor)
     drives = lambda make: inputs.agents.sampler(make, more, inputs.tokenizer, inputs.eos_ids, inputs.trainer)
     if shards is None or gathers:
         sampler = drives(partial(over, inputs.model))

@@ -197,11 +197,12 @@ def sampler_ahead(
     shards: Shards | None = None,
     server: Any = None,
     example: Prompt | None = None,
+    processor: Any = None,
 ) -> AsynchronousSampler:
     """The asynchronous sampler. Raises ConfigError for options that workers cannot honour, before any is started."""
     options = {"eos_ids": tuple(eos_ids), **sampler_options(args, world, server, example)}
     _refuse(args, options, agents)
-    more = agent_options(args, world.rank)
+    more = agent_options(args, world.rank, processor)
     drives = lambda make: agents.sampler(make, more, tokenizer, eos_ids, None, is_ahead=True)
     held: dict[str, Any] = {"keeps_columns": agents.reads_rows, "forget": agents.forget}
     if options.get("backend") == "vllm-server":
@@ -303,7 +304,7 @@ def _threads(args: GRPOConfig, device: torch.device) -> int:
     return max(1, halves(threads)[1] // args.rollout_workers)
 
 
-def agent_options(args: GRPOConfig, rank: int) -> AgentOptions:
+def agent_options(args: GRPOConfig, rank: int, processor: Any = None) -> AgentOptions:
     """Options of episodes and agents; the traces of steps whose rollouts are written are written by the process `rank`."""
     return AgentOptions(
         chat_template_kwargs=args.chat_template_kwargs,
@@ -313,6 +314,7 @@ def agent_options(args: GRPOConfig, rank: int) -> AgentOptions:
         agent_seconds=args.agent_timeout_seconds,
         concurrency=args.agent_concurrency,
         record=partial(_record, args, rank),
+        processor=processor,
     )
 
 

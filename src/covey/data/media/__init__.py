@@ -2,19 +2,22 @@
 
 from covey.data.media.files import undecoded, with_paths
 from covey.data.media.kinds import KINDS, MEDIA_COLUMNS, SOUND, Kind, has_media, row_kinds
-from covey.data.media.places import refuse_openai_parts
+from covey.data.media.places import MEDIA_PARTS, items_of, refuse_openai_parts, with_items
 from covey.data.media.prompts import media_digest, media_prompt
 
 __all__ = [
     "KINDS",
     "MEDIA_COLUMNS",
+    "MEDIA_PARTS",
     "SOUND",
     "Kind",
     "has_media",
+    "items_of",
     "media_digest",
     "media_prompt",
     "refuse_openai_parts",
     "row_kinds",
     "undecoded",
+    "with_items",
     "with_paths",
 ]

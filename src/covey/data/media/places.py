@@ -8,12 +8,15 @@ from typing import Any
 from covey.data.media.files import from_base64
 from covey.data.media.kinds import KINDS, Kind, holds, parts_of
 from covey.errors import DataError
-from covey.types import Message
+from covey.types import Message, Prompt
 
 Items = dict[Kind, list[Any]]
 """Items of a row by modality, in the order of their places."""
 
 _OF_OPENAI = {"image_url": "image", "input_audio": "audio", "audio_url": "audio", "video_url": "video"}
+
+MEDIA_PARTS = frozenset({*_OF_OPENAI, *(kind.name for kind in KINDS)})
+"""Types of the parts of messages that are no text."""
 
 
 def refuse_openai_parts(messages: Sequence[Message], where: str) -> None:
@@ -42,6 +45,28 @@ def column_items(row: Mapping[str, Any], where: str) -> Items:
             )
         items[kind] = [item] if holds(item) else list(many or ())
     return items
+
+
+def items_of(prompt: Prompt, why: str) -> Items:
+    """Items of a prompt, by its columns. Raises DataError with `why` for an item inside of a message, which no prompt holds."""
+    items = column_items(prompt.columns, f"prompt {prompt.uid}")
+    if prompt.media is not None and prompt.media.count > sum(map(len, items.values())):
+        raise DataError(
+            f"prompt {prompt.uid} holds an image or a sound inside of a message, {why}; put it into a column, such as 'image'."
+        )
+    return items
+
+
+def with_items(messages: Sequence[Message], items: Items) -> list[Message]:
+    """The messages of a prompt, their places of media filled with the items in order."""
+    waiting = {kind.name: iter(values) for kind, values in items.items()}
+    fill = lambda part: {**part, part["type"]: next(waiting[part["type"]])} if part.get("type") in waiting else part
+    return [
+        {**message, "content": [fill(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
 
 
 def with_places(messages: Sequence[Message], items: Items, where: str) -> tuple[list[Message], Items]:

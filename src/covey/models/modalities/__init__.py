@@ -10,13 +10,7 @@ from covey.models.modalities.embedding import (
     watched_positions,
     whole_inputs,
 )
-from covey.models.modalities.inputs import (
-    banned_ids,
-    computes_positions,
-    media_inputs,
-    refuse_loose_places,
-    refuse_media,
-)
+from covey.models.modalities.inputs import banned_ids, computes_positions, media_inputs, refuse_loose_places
 from covey.models.modalities.processors import load_processing, without_video
 
 __all__ = [
@@ -31,7 +25,6 @@ __all__ = [
     "placed_inputs",
     "reason_against",
     "refuse_loose_places",
-    "refuse_media",
     "watched_positions",
     "whole_inputs",
     "without_video",

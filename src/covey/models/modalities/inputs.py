@@ -31,13 +31,6 @@ def banned_ids(model: Any) -> tuple[int, ...]:
     return tuple(sorted(token_id for token_id in ids if isinstance(token_id, int) and 0 <= token_id < text.vocab_size))
 
 
-def refuse_media(prompts: Sequence[Prompt], who: str) -> None:
-    """Raise DataError for a prompt with media where `who` takes text alone."""
-    for prompt in prompts:
-        if prompt.media is not None:
-            raise DataError(f"prompt {prompt.uid} has images, sounds or videos, which {who} does not take.")
-
-
 def refuse_loose_places(prompts: Sequence[Prompt], banned: Sequence[int]) -> None:
     """Raise DataError for a prompt of ids that hold placeholders without media: expanded ids that lost theirs."""
     for prompt in prompts:
