@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from covey.data.features.language import language
 from covey.doctor.data_check import languages
 from covey.doctor.data_check.encoding import repaired, repaired_row
-from covey.doctor.data_check.pii import personal
+from covey.doctor.data_check.row_checks import personal
 
 DATA = Path(__file__).parents[1] / "data"
 

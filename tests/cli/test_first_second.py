@@ -17,7 +17,7 @@ from covey.cli.early import option_types, refuse_early
 from covey.cli.header import header_lines
 from covey.cli.values import names_in
 from covey.errors import ConfigError
-from covey.process.counter import Counter
+from covey.process.counting import Counter
 from covey.process.importing import ImportProgress
 from kit import rest_nightly
 

@@ -11,8 +11,7 @@ from covey.config.combinations import refusal_of
 from covey.doctor.roofline.cluster import choices, completions_of, nearest, ways, with_learners
 from covey.doctor.roofline.estimate import Setup, estimate
 from covey.doctor.roofline.gpus import GPUS
-from covey.doctor.roofline.options import division, planned
-from covey.doctor.roofline.teachers import teachers_of
+from covey.doctor.roofline.options import division, planned, teachers_of
 from covey.errors import ConfigError
 
 MODEL = AutoConfig.for_model(

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from covey.errors import ConfigError, RunFolderError
+from covey.feedback.endpoint import cleaned, marks
 from covey.feedback.gate import judged, smallest_set
 from covey.feedback.settings import Settings
 from covey.feedback.store import FeedbackError, Store
-from covey.feedback.text import cleaned, marks
 from covey.feedback.versions import Versions
 from covey.types import Completion, Prompt
 from kit import rest_nightly

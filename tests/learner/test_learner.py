@@ -8,8 +8,7 @@ import torch
 from covey import algorithms as alg
 from covey.errors import SpoiledError
 from covey.learner import FrozenCopy, Policy
-from covey.learner.packing import rows_of
-from covey.learner.zero_gradient import can_have_gradient
+from covey.learner.packing import can_have_gradient, rows_of
 from covey.types import Completion, Group, Prompt
 from kit import learner_of, rest_nightly, tiny_model
 

@@ -12,8 +12,7 @@ from peft import LoraConfig, get_peft_model
 
 from covey.process.memory import free_memory
 from covey.runs import serialization
-from covey.runs.background import Background
-from covey.runs.snapshot import bytes_to_copy, weights_now
+from covey.runs.snapshot import Background, bytes_to_copy, weights_now
 from covey.types import Media, Prompt
 from kit import tiny_model
 

@@ -17,7 +17,7 @@ import pytest
 from bad_runs import BAD, OUTSIDE
 
 from covey.monitor.view import Library
-from covey.monitor.view.discovery import find_runs
+from covey.monitor.view.reading import find_runs
 from covey.runs import RunFolder
 from covey.runs.metrics import JsonLines
 from kit import resident, rest_nightly

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from covey.monitor.view import Library
-from covey.monitor.view.downsampling import thin
+from covey.monitor.view.curves import thin
 from covey.monitor.view.files import FilesOnDisk
 from covey.monitor.view.groups import GroupIndex
 from covey.monitor.view.phases import phases_of

@@ -31,7 +31,7 @@ _FLAGS = (
 def run(args: Args) -> None:
     """Compare, print a table or JSON, write reports."""
     from covey.evaluation.compare.report import compare
-    from covey.evaluation.compare.text_report import as_text
+    from covey.evaluation.compare.tables import as_text
 
     options = {flag.name: flag.default for flag in _FLAGS} | dict(args)
     groups, is_grouped = _groups(options["runs"] or [])
@@ -49,7 +49,7 @@ def run(args: Args) -> None:
     if options["markdown"]:
         _write_markdown(comparison, Path(options["markdown"]))
     if options["html"]:
-        from covey.evaluation.compare.html_report import as_html
+        from covey.evaluation.compare.tables import as_html
 
         _write(Path(options["html"]), as_html(comparison))
     if options["json"]:
@@ -71,7 +71,7 @@ def _groups(words: Sequence[str]) -> tuple[list[list[Any]], bool]:
 
 def _write_markdown(comparison: Comparison, path: Path) -> None:
     from covey.evaluation.compare.svg import svg_of
-    from covey.evaluation.compare.text_report import as_markdown
+    from covey.evaluation.compare.tables import as_markdown
 
     titles = [side.title for side in comparison.sides]
     pictures = []

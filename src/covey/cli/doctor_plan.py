@@ -69,8 +69,7 @@ def setup_of(args: Args) -> Setup:
     from covey.cli.plan import model_config
     from covey.doctor.roofline.estimate import Setup
     from covey.doctor.roofline.known_models import config_of
-    from covey.doctor.roofline.options import division, planned
-    from covey.doctor.roofline.teachers import teachers_of
+    from covey.doctor.roofline.options import division, planned, teachers_of
 
     verb_flags = {flag.name for flag in _FLAGS}
     config, is_split, offloads = planned(

@@ -12,7 +12,7 @@ import warnings
 from typing import Any
 
 from covey.errors import StorageError
-from covey.process.counter import Counter
+from covey.process.counting import Counter
 from covey.process.terminal import safe
 from covey.runs.console import Lasting, to_nowhere
 

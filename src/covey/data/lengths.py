@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from covey.data.checks import row_at, row_of
-from covey.data.features.text import prompt_text
+from covey.data.features.columns import prompt_text
 from covey.data.media import has_media
 from covey.data.prompts import to_prompt
 

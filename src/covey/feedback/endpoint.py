@@ -10,7 +10,8 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,7 +21,6 @@ from covey.errors import ConfigError, CoveyError, StorageError
 from covey.feedback.process import Learning
 from covey.feedback.settings import Settings
 from covey.feedback.store import FeedbackError, Store
-from covey.feedback.text import cleaned, marks, marks_of
 from covey.feedback.versions import Versions
 from covey.feedback.worker import Made, Order, fixed_prompts
 from covey.models import unwrapped
@@ -31,6 +31,7 @@ from covey.serving.asking import APIRequest
 from covey.serving.errors import APIError, bad
 from covey.serving.fields import Fields
 from covey.serving.loading import with_merged_adapter
+from covey.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -338,3 +339,30 @@ def fingerprint(model: Any) -> str:
         some = flat[:: max(1, flat.numel() // 64)][:64].float().cpu()
         digest.update(f"{name} {tuple(value.shape)}".encode() + some.numpy().tobytes())
     return digest.hexdigest()
+
+
+_DROPPED = frozenset({"Cc", "Cs", "Co", "Cn"})
+
+
+def cleaned(text: str) -> str:
+    """The text in Unicode's form NFC without control characters, lone surrogates and unassigned characters; line ends as `\\n`."""
+    lines = unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n"))
+    return "".join(char for char in lines if char in "\n\t" or unicodedata.category(char) not in _DROPPED).strip()
+
+
+def marks(prompt: Prompt) -> set[str]:
+    """Hashes that identify a prompt: of its token ids, and of its text or last user message without spaces at the ends, in any case."""
+    hashes = {_hash(list(prompt.token_ids))}
+    user_texts = [str(message.get("content", "")) for message in prompt.messages or () if message.get("role") == "user"]
+    text = user_texts[-1] if user_texts else prompt.text
+    if text is not None and text.strip():
+        hashes.add(_hash(" ".join(unicodedata.normalize("NFKC", text).casefold().split())))
+    return hashes
+
+
+def marks_of(prompts: Iterable[Prompt]) -> frozenset[str]:
+    return frozenset(mark for prompt in prompts for mark in marks(prompt))
+
+
+def _hash(value: str | Sequence[int]) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

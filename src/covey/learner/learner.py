@@ -13,11 +13,10 @@ from torch import Tensor
 
 from covey.algorithms import Algorithm, Needs
 from covey.learner.critic import Critic, no_critic
-from covey.learner.gradients import clip
 from covey.learner.measured import Measured
 from covey.learner.micro_batches import MicroBatcher
-from covey.learner.optimizer import check_room
-from covey.learner.packing import Row, filler, regrouped, rows_of, unscored_row
+from covey.learner.optimizer import check_room, clip
+from covey.learner.packing import Row, can_have_gradient, filler, regrouped, rows_of, unscored_row
 from covey.learner.policy import Policy
 from covey.learner.reference import Reference
 from covey.learner.served_teacher import AnyTeacher
@@ -26,7 +25,6 @@ from covey.learner.supervised import Supervised
 from covey.learner.token_batches import Draws, as_drawn, batch_of, moved, totals_of
 from covey.learner.token_metrics import FIRST_UPDATE, TokenEntropies, Unread, metrics_of
 from covey.learner.update_guard import UpdateGuard
-from covey.learner.zero_gradient import can_have_gradient
 from covey.process.gradient_buckets import GradientBuckets
 from covey.process.interruption import Interruption
 from covey.process.ordered_sums import ordered_sums

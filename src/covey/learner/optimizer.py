@@ -118,3 +118,12 @@ def _fits(optimizer: torch.optim.Optimizer, states: int, with_space: bool) -> bo
     held.clear()
     release()
     return False
+
+
+def clip(parameters: Sequence[torch.nn.Parameter], norm: float, limit: float) -> None:
+    """Scale gradients with total norm `norm` down to `limit`."""
+    if norm <= limit:
+        return
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(limit / (norm + 1e-6))

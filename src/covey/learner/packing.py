@@ -1,4 +1,4 @@
-"""Rows from completions, and micro-batches from rows. Neither affects the gradient."""
+"""Rows from completions, those that can have a gradient, and micro-batches from rows. Neither affects the gradient."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from covey.algorithms import Algorithm
+from covey.algorithms.composing import is_apart
 from covey.models.modalities import Placed
 from covey.types import Completion, Group, Prompt
 
@@ -267,3 +269,12 @@ def _placed(rows: Sequence[Row], width: int) -> tuple[Placed, ...]:
         starts = tuple(i * width for i in indices)
         placed.append(Placed(prompt, starts, tuple((start + length, width - length) for start in starts)))
     return tuple(placed)
+
+
+def can_have_gradient(row: Row, algorithm: Algorithm) -> bool:
+    """True if a completion can have a gradient. Terms that scale with the advantage have none where it is zero."""
+    acts_alone = any(not is_apart(part) for part in algorithm.regularizers) or algorithm.critic is not None
+    acts_alone = acts_alone or (algorithm.kl is not None and algorithm.kl.where == "loss")
+    if acts_alone or not getattr(algorithm.objective, "scales_with_advantage", False):
+        return True
+    return bool((row.advantage != 0).any())

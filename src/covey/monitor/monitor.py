@@ -1,4 +1,4 @@
-"""Monitor of a run: metrics of texts and updates, alerts, and actions after alerts."""
+"""Monitor of a run: metrics of texts and updates, alerts, actions after alerts, and resource use."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import psutil
+import torch
 from torch import Tensor
 
 from covey.monitor.languages import language_metrics
 from covey.monitor.measures import text_metrics
 from covey.monitor.policy_drift import Anchor
 from covey.monitor.prompt_drift import PromptDrift
-from covey.monitor.resources import memory_metrics, token_metrics
 from covey.monitor.sample_drift import SampleDrift
 from covey.monitor.slices import Slices
 from covey.monitor.updates import UpdateMeter
 from covey.monitor.watch import Watch
+from covey.process.device import PeakBytes
 from covey.rewards.scales import Scale
-from covey.types import Alert, Group, Metric, StepReport
+from covey.types import Alert, Group, Max, Metric, StepReport, Sum
 
 Action = Literal["log", "off", "lower_learning_rate", "roll_back", "stop"]
 
@@ -113,3 +115,25 @@ class Monitor:
         self.samples.load_state_dict(state.get("samples", {}))
         self.slices.load_state_dict(state.get("slices", {}))
         self.anchor.load_state_dict(state.get("anchor", {}))
+
+
+_PHASE = PeakBytes()
+"""Peak of a phase, of whichever run of this process."""
+
+
+def token_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
+    """`tokens/prompts`, each group's prompt once, as prefill does, and `tokens/completions`, the generated tokens."""
+    return {
+        "tokens/prompts": Sum(float(sum(len(group.prompt.token_ids) for group in groups))),
+        "tokens/completions": Sum(float(sum(c.num_tokens for group in groups for c in group.completions))),
+    }
+
+
+def memory_metrics(phase: str) -> dict[str, Metric]:
+    """At the end of a phase, in GB of 10^9 bytes: `memory/<phase>_gb`, what this process holds, and on a GPU
+    `memory/<phase>_device_peak_gb`, the most that tensors held since the phase before.
+    """
+    metrics: dict[str, Metric] = {f"memory/{phase}_gb": Max(psutil.Process().memory_info().rss / 1e9)}
+    if torch.cuda.is_available():
+        metrics[f"memory/{phase}_device_peak_gb"] = Max(_PHASE.restart() / 1e9)
+    return metrics

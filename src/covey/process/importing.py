@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TextIO
 
-from covey.process.counter import Counter
+from covey.process.counting import Counter
 
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "peft")
 _LAST = ("torch", "transformers.modeling_utils")

@@ -25,9 +25,8 @@ from covey.runs import (
     serialization,
     status,
     traces,
-    trespass,
 )
-from covey.runs.lock import FolderLock
+from covey.runs.lock import FolderLock, refuse_trespass
 from covey.runs.metrics import JsonLines, read
 from covey.runs.storage import refusal, refuse_link
 from covey.types import Alert, Event, Group
@@ -78,7 +77,7 @@ class RunFolder:
         Raises RunFolderError in one sentence with the way out, before anything is touched.
         """
         folder = _check(path)
-        trespass.refuse(folder)
+        refuse_trespass(folder)
         resumes_here = resume is not None and resume.resolve().parent == folder.resolve()
         if strict and not resumes_here:
             _refuse_occupied(folder, restarts)

@@ -19,8 +19,7 @@ from covey.process.memory import free_memory
 from covey.process.shard_files import FOLDER, shards_refused, taken_out
 from covey.process.sharding import local
 from covey.runs import checkpoint, serialization
-from covey.runs.background import Background
-from covey.runs.snapshot import bytes_to_copy, weights_now
+from covey.runs.snapshot import Background, bytes_to_copy, weights_now
 from covey.training.invariants import FrozenWeightsCheck, expect_adapter_reloads, expect_same_weights
 from covey.training.parts import Parts
 from covey.training.recording import callback_states, checkpoint_tree, weights_to_write, write_model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from covey.data.features.columns import FEATURES, add_features
-from covey.data.features.text import readability
+from covey.data.features.columns import FEATURES, add_features, readability
 
 __all__ = ["FEATURES", "add_features", "readability"]

@@ -1,14 +1,18 @@
-"""A comparison as tables, for the terminal, Markdown and HTML alike."""
+"""A comparison as tables: for the terminal, as Markdown, and as one self-contained HTML file."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from covey.evaluation.compare.report import Comparison
 from covey.evaluation.compare.results import Result
+from covey.evaluation.compare.svg import svg_of
+from covey.evaluation.html import page_of, text
 from covey.evaluation.intervals import Estimate
+from covey.process.terminal import safe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,3 +76,130 @@ def _interval(result: Result, value: float, low: float, high: float, sign: str =
 
 def _number(result: Result, value: float, sign: str = "") -> str:
     return format(result.scale * value + 0.0, f"{sign}.1f" if result.is_share else f"{sign}.3f")
+
+
+_MARKDOWN = re.compile(r"([\\`*_\[\]<>|#~$!&])")
+_WIDEST = 44
+
+
+def as_text(comparison: Comparison) -> str:
+    """For a terminal: tables with aligned columns, source that differs, cautions, and the verdict last."""
+    parts = [_align(table) for table in tables_of(comparison)]
+    parts += [
+        f"{difference.area}: {difference.name}\n{_indent(difference.diff)}"
+        for difference in comparison.differences
+        if difference.diff
+    ]
+    parts += ["\n".join(f"note: {caution}" for caution in comparison.cautions)] if comparison.cautions else []
+    return "\n\n".join([*parts, "\n".join(comparison.verdicts)])
+
+
+def as_markdown(comparison: Comparison, pictures: Sequence[tuple[str, str]] = ()) -> str:
+    """Markdown with the verdict first. `pictures`: titles and paths of the curves, relative to the file."""
+    parts = ["# Comparison", *(f"**{escape_markdown(verdict)}**" for verdict in comparison.verdicts)]
+    parts += (
+        ["\n".join(f"* {escape_markdown(caution)}" for caution in comparison.cautions)] if comparison.cautions else []
+    )
+    for table in tables_of(comparison):
+        parts += [f"## {escape_markdown(table.title.capitalize())}", _pipes(table)]
+        if table.title == "what differs":
+            parts += [
+                _fence(difference.name, difference.diff) for difference in comparison.differences if difference.diff
+            ]
+    if pictures:
+        parts.append("## Learning curves")
+        parts.append(
+            "Thin lines: runs. Thick: their mean. Band: its 95% interval over three seeds or more; of two, from one to the other."
+        )
+        parts += [f"![{escape_markdown(title)}](<{path}>)" for title, path in pictures]
+    return "\n\n".join(parts) + "\n"
+
+
+def escape_markdown(text: str) -> str:
+    """Text that Markdown shows as it is, on one line.
+
+    >>> escape_markdown("a|b <script>")
+    'a\\\\|b \\\\<script\\\\>'
+    """
+    return _MARKDOWN.sub(r"\\\1", safe(text, keep_lines=False))
+
+
+def _align(table: Table) -> str:
+    rows = [[safe(cell, keep_lines=False) for cell in row] for row in [table.header, *table.rows]]
+    rows = [[cell if i == len(row) - 1 else _cut(cell) for i, cell in enumerate(row)] for row in rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    return "\n".join([table.title, *lines])
+
+
+def _cut(cell: str) -> str:
+    return cell if len(cell) <= _WIDEST else f"{cell[: _WIDEST - 1]}…"
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def _pipes(table: Table) -> str:
+    rows = [[escape_markdown(cell) for cell in row] for row in table.rows]
+    lines = [[escape_markdown(cell) for cell in table.header], ["---"] * len(table.header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _fence(name: str, diff: str) -> str:
+    """A diff in a fence longer than any in it."""
+    longest = max((len(run) for run in re.findall(r"`+", diff)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{escape_markdown(name)}\n\n{fence}diff\n{safe(diff)}\n{fence}"
+
+
+_STYLE = """
+:root { color-scheme: light dark; --line: #8884; --soft: #8882; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.3rem; } h2 { font-size: 1.05rem; margin-top: 2rem; }
+.verdict { font-size: 1.1rem; font-weight: 600; border-left: 4px solid #0072b2; padding-left: .8rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; } th, td { text-align: left; padding: .25rem .8rem .25rem 0; vertical-align: top; }
+tr + tr > *, tbody tr > * { border-top: 1px solid var(--line); } td { overflow-wrap: anywhere; min-width: 4rem; }
+pre { background: var(--soft); padding: .6rem; overflow-x: auto; }
+.curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1rem; }
+figure { margin: 0; } svg { width: 100%; height: auto; }
+"""
+
+
+def as_html(comparison: Comparison) -> str:
+    """The whole page; every text in it is escaped."""
+    titles = [side.title for side in comparison.sides]
+    verdicts = "".join(f'<p class="verdict">{text(verdict)}</p>' for verdict in comparison.verdicts)
+    cautions = "".join(f"<li>{text(caution)}</li>" for caution in comparison.cautions)
+    tables = "".join(_table(comparison, table) for table in tables_of(comparison))
+    curves = "".join(f"<figure>{svg_of(curve, titles)}</figure>" for curve in comparison.curves)
+    body = f"""<h1>Comparison</h1>
+{verdicts}
+<ul>{cautions}</ul>
+<h2>Learning curves</h2>
+<p>Thin lines: runs. Thick: their mean. Band: its 95% interval over three seeds or more; of two, from one to the other.</p>
+<div class="curves">{curves}</div>
+{tables}"""
+    return page_of(" and ".join(titles[:4]), _STYLE, body)
+
+
+def _table(comparison: Comparison, table: Table) -> str:
+    head = "".join(f'<th scope="col">{text(cell)}</th>' for cell in table.header)
+    body = "".join(
+        f'<tr><th scope="row">{text(row[0])}</th>' + "".join(f"<td>{text(cell)}</td>" for cell in row[1:]) + "</tr>"
+        for row in table.rows
+    )
+    diffs = ""
+    if table.title == "what differs":
+        diffs = "".join(
+            f"<details><summary>{text(difference.name)}</summary><pre>{text(difference.diff)}</pre></details>"
+            for difference in comparison.differences
+            if difference.diff
+        )
+    return (
+        f'<h2>{text(table.title.capitalize())}</h2><div class="scroll"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>{diffs}"
+    )

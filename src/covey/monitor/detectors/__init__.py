@@ -5,14 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from covey.monitor.detectors.ensemble import MemberDominates, MemberIdle
-from covey.monitor.detectors.languages import LanguageCollapse
 from covey.monitor.detectors.pace import DataDrift, Forgetting, RewardDrift, ThroughputDrop
-from covey.monitor.detectors.policy import DeadGroups, DiversityLoss, EntropyCollapse, EntropyExplosion, KLRunaway
+from covey.monitor.detectors.policy import (
+    DeadGroups,
+    DiversityLoss,
+    EntropyCollapse,
+    EntropyExplosion,
+    KLRunaway,
+    RouterDrift,
+)
 from covey.monitor.detectors.rewards import Hacking, Plateau, RewardCollapse, RewardErrors, SlowConvergence
-from covey.monitor.detectors.routers import RouterDrift
 from covey.monitor.detectors.swings import Conflict, Swings
 from covey.monitor.detectors.teachers import TeacherCollapse, TeacherLeak, TeacherWorse
-from covey.monitor.detectors.text import FormatLoss, LengthCollapse, LengthExplosion, RepeatedText, Truncation
+from covey.monitor.detectors.text import (
+    FormatLoss,
+    LanguageCollapse,
+    LengthCollapse,
+    LengthExplosion,
+    RepeatedText,
+    Truncation,
+)
 from covey.monitor.detectors.tools import ToolCollapse
 from covey.monitor.detectors.updates import LargeUpdates, Mismatch, NonFinite, Spike, TinyUpdates
 from covey.monitor.history import History

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,6 @@ from covey.errors import RunFolderError, did_you_mean
 from covey.evaluation.compare import run_data as comparison
 from covey.evaluation.compare import sides
 from covey.monitor.view import about_run
-from covey.monitor.view.discovery import find_runs
 from covey.monitor.view.groups import GroupIndex
 from covey.monitor.view.heldout import HeldOut
 from covey.monitor.view.prompts import PromptIndex
@@ -275,3 +276,46 @@ def _name_of(algorithm: Any) -> str | None:
         name = algorithm.get("name") or inner or algorithm.get("type")
         return text_of(name)[:_LONGEST_NAME] or None
     return text_of(algorithm)[:_LONGEST_NAME] or None
+
+
+_MARKS = ("run.json", "metrics.jsonl", "rollouts")
+_DEPTH = 2
+
+
+def find_runs(folders: Sequence[Path]) -> dict[str, Path]:
+    """Every run in or below the folders (two levels deep), by a short name that no two of them share.
+
+    A folder is a run when it holds `run.json`, `metrics.jsonl` or `rollouts/`; a run's own folders are not looked into.
+    """
+    paths = {path.resolve(): None for folder in folders for path in _below(folder.resolve(), _DEPTH)}
+    return _name(list(paths))
+
+
+def _below(folder: Path, depth: int) -> list[Path]:
+    try:
+        if any(os.path.lexists(folder / mark) for mark in _MARKS):
+            return [folder]
+        if depth == 0:
+            return []
+        inner = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.is_dir())
+    except OSError:  # a folder that may not be looked into, or is gone
+        return []
+    return [run for path in inner for run in _below(path, depth - 1)]
+
+
+def _name(paths: Sequence[Path]) -> dict[str, Path]:
+    """Names of runs: the shortest suffixes of their paths that are unique."""
+    named: dict[str, Path] = {}
+    left, parts = list(paths), 1
+    while left:
+        counts = Counter(_tail(path, parts) for path in paths)
+        is_longest = parts > max(len(path.parts) for path in left)
+        named |= {_tail(path, parts): path for path in left if is_longest or counts[_tail(path, parts)] == 1}
+        left = [path for path in left if not is_longest and counts[_tail(path, parts)] > 1]
+        parts += 1
+    return named
+
+
+def _tail(path: Path, parts: int) -> str:
+    name = "/".join(path.parts[-parts:])
+    return os.fsencode(name).decode("utf-8", "backslashreplace")  # a browser knows no other

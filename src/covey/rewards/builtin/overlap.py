@@ -10,6 +10,7 @@ from typing import Any, Literal
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.choice import common_length
 from covey.rewards.builtin.text import text_of, words_in
+from covey.rewards.decorators import reward
 
 _MOST_WORDS = 5000
 
@@ -88,3 +89,27 @@ def several(reference: Any) -> list[str]:
     """The references of a row that have a word; one text or a list of texts."""
     references = reference if isinstance(reference, list | tuple) else [reference]
     return [str(reference) for reference in references if reference is not None and str(reference).strip()]
+
+
+@reward(streams=True)
+@dataclass(frozen=True)
+class Distinct:
+    """Distinct n-grams of a text that no other completion of the same prompt has, over all its n-grams.
+
+    The completions of a call are one prompt's. 1 where all is its own, 0 where it is a copy, and 0 for a text shorter than
+    an n-gram. Li et al. 2016 ("A Diversity-Promoting Objective Function", distinct-n), credited to single completions.
+    Noise is diverse: combine it with a reward for being right.
+    """
+
+    n: int = 2
+    __name__ = "distinct"
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ConfigError(f"distinct(n={self.n}) must be at least 1.")
+
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
+        grams = [Counter(ngrams(words_of(text_of(c)), self.n)) for c in completions]
+        holders: Counter[tuple[str, ...]] = Counter(gram for counts in grams for gram in counts)
+        alone = [sum(holders[gram] == 1 for gram in counts) for counts in grams]
+        return [count / counts.total() if counts else 0.0 for count, counts in zip(alone, grams, strict=True)]

@@ -16,14 +16,13 @@ from covey.errors import ConfigError, CoveyError, RewardError, did_you_mean
 from covey.rewards.builtin.bleu import Bleu, SelfBleu
 from covey.rewards.builtin.choice import ChoiceLetter, Fuzzy, Numeric, TokenF1
 from covey.rewards.builtin.code import Code
-from covey.rewards.builtin.diversity import Distinct
 from covey.rewards.builtin.format import JsonSchema, Pattern, Tags
 from covey.rewards.builtin.gym import gym_reward
 from covey.rewards.builtin.judge_rewards import JudgeReward, PairwiseJudgeReward
 from covey.rewards.builtin.language import Language
 from covey.rewards.builtin.length_scaled import CosineScaled, reasoning_accuracy_reward
 from covey.rewards.builtin.math import accuracy_reward, exact_reward, math_reward
-from covey.rewards.builtin.overlap import Rouge
+from covey.rewards.builtin.overlap import Distinct, Rouge
 from covey.rewards.builtin.process_reward import ProcessReward, is_token_classifier
 from covey.rewards.builtin.reward_model import reward_model
 from covey.rewards.builtin.text import Length, Repetition, SoftOverlong, format_reward, think_format_reward

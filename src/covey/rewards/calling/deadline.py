@@ -13,20 +13,24 @@ import asyncio
 import concurrent.futures
 import contextvars
 import ctypes
+import faulthandler
 import functools
+import io
+import itertools
 import math
 import queue
 import signal
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from covey.rewards.calling import timer
-from covey.rewards.calling.watchdog import HangGuard
 
 T = TypeVar("T")
 
@@ -227,3 +231,47 @@ def _end(loop: asyncio.AbstractEventLoop, ends: threading.Event) -> None:
 
 def _in_words(seconds: float) -> str:
     return f"it did not return within {seconds:g} seconds"
+
+
+TIMES = 10.0
+"""Multiple of its own time limit after which a call that blocks the whole process ends it."""
+_AT_LEAST_SECONDS = 5.0
+
+_lock = threading.RLock()
+_until: dict[int, float] = {}
+_numbers = itertools.count()
+
+
+class HangGuard:
+    """Time limit on a block: `with HangGuard(seconds):` ends the process with exit code 1 after ten times `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = max(TIMES * seconds, _AT_LEAST_SECONDS)
+        self._number = next(_numbers)
+
+    def __enter__(self) -> HangGuard:
+        with _lock:
+            _until[self._number] = time.monotonic() + self.seconds
+            _arm()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        with _lock:
+            del _until[self._number]
+            _arm()
+
+
+def _arm() -> None:
+    """One timer for the whole process, at the earliest of all limits."""
+    if not _until:
+        faulthandler.cancel_dump_traceback_later()
+        return
+    if sys.__stderr__ is None:
+        return
+    try:
+        left = max(0.1, min(_until.values()) - time.monotonic())
+        faulthandler.dump_traceback_later(left, exit=True, file=sys.__stderr__)
+    except (io.UnsupportedOperation, ValueError):
+        return  # standard error is no file here: faulthandler cannot write to it
