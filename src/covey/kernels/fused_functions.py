@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from covey.kernels import matmul
+from covey.kernels.fused_layers import epsilon_of
 from covey.kernels.fused_ops import LANES, LayerKernels, layer_kernels
 
 Forward = Callable[..., Any]
@@ -36,11 +37,6 @@ def is_watched(module: nn.Module) -> bool:
 def _is_hooked(module: nn.Module) -> bool:
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, name) for name in hooks)
-
-
-def epsilon_of(norm: Any) -> float | None:
-    epsilon = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
-    return epsilon if isinstance(epsilon, float) else None
 
 
 def normed(norm: Any, original: Forward, x: Tensor) -> Any:

@@ -168,23 +168,23 @@ def fuse(model: nn.Module, compiled: Compile = compiled) -> int:
 
     `compiled` makes a kernel of a formula.
     """
-    layers, count = list(_layers(decoder_of(model))), 0
+    layers, count = list(recognisable_layers(decoder_of(model))), 0
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for layer in layers:
             norms = [(layer.input_layernorm, True), (layer.post_attention_layernorm, True)]
             norms += [(getattr(layer.self_attn, name, None), False) for name in ("q_norm", "k_norm")]
             for norm, feeds_products in norms:
-                if _is_norm(norm):
+                if is_norm(norm):
                     norm.__dict__["forward"] = partial(_norm_forward, norm, compiled, feeds_products)
                     count += 1
-            if _is_gated(layer.mlp):
+            if is_gated(layer.mlp):
                 layer.mlp.__dict__["forward"] = partial(_mlp_forward, layer.mlp, compiled)
                 count += 1
         for home in dict.fromkeys(sys.modules[type(layer.self_attn).__module__] for layer in layers):
             original = getattr(home, ROTATION, None)
             if isinstance(original, partial) and original.func is _rotation:
                 original = original.args[0]
-            if original is not None and _is_rotation(original):
+            if original is not None and is_rotation(original):
                 setattr(home, ROTATION, partial(_rotation, original, compiled, layers[0].mlp.down_proj))
     return count
 
@@ -207,7 +207,7 @@ def _norm_forward(norm: Any, compiled: Compile, feeds_products: bool, x: Tensor)
         plain: Tensor = type(norm).forward(norm, x)
         return plain
     flat, made = x.reshape(-1, x.shape[-1]), dtype if feeds_products else x.dtype
-    output: Tensor = _Fused.apply(rms_norm, compiled, 2, flat, norm.weight, _epsilon_of(norm), made)
+    output: Tensor = _Fused.apply(rms_norm, compiled, 2, flat, norm.weight, epsilon_of(norm), made)
     return output.view(x.shape)
 
 
@@ -234,13 +234,14 @@ def _rotation(
 # -- recognising modules ------------------------------------------------------------------------------------------------
 
 
-def _layers(decoder: nn.Module) -> Iterator[Any]:
+def recognisable_layers(decoder: nn.Module) -> Iterator[Any]:
+    """Decoder layers whose children are attention, MLP and the two norms before them."""
     for layer in getattr(decoder, "layers", ()):
         if {name for name, _ in layer.named_children()} == _LAYER:
             yield layer
 
 
-def _epsilon_of(norm: Any) -> float | None:
+def epsilon_of(norm: Any) -> float | None:
     for name in ("variance_epsilon", "eps"):
         value = getattr(norm, name, None)
         if isinstance(value, float):
@@ -248,12 +249,12 @@ def _epsilon_of(norm: Any) -> float | None:
     return None
 
 
-def _is_norm(norm: Any) -> bool:
+def is_norm(norm: Any) -> bool:
     """True for RMSNorm with a weight."""
     weight = getattr(norm, "weight", None)
     if norm is None or "forward" in norm.__dict__ or type(weight) is not nn.Parameter or weight.ndim != 1:
         return False
-    if (epsilon := _epsilon_of(norm)) is None:
+    if (epsilon := epsilon_of(norm)) is None:
         return False
     x = torch.randn(3, len(weight)).to(weight.device, weight.dtype)
     try:
@@ -262,14 +263,18 @@ def _is_norm(norm: Any) -> bool:
         return False
 
 
-def _is_gated(mlp: Any) -> bool:
+def has_projections(mlp: Any) -> bool:
+    return all(isinstance(getattr(mlp, name, None), nn.Module) for name in _PROJECTIONS)
+
+
+def is_gated(mlp: Any) -> bool:
     """True if it computes `down(silu(gate(x)) * up(x))` without dropout."""
-    if "forward" in mlp.__dict__ or not all(isinstance(getattr(mlp, name, None), nn.Module) for name in _PROJECTIONS):
+    if "forward" in mlp.__dict__ or not has_projections(mlp):
         return False
     weight = next(mlp.parameters())
     if weight.ndim != 2 or not weight.is_floating_point():
         return False
-    x = torch.randn(3, mlp.gate_proj.in_features).to(weight.device, weight.dtype)
+    x = torch.randn(3, getattr(mlp.gate_proj, "in_features", weight.shape[1])).to(weight.device, weight.dtype)
     modes = {module: module.training for module in mlp.modules()}
     mlp.train()
     for name in _PROJECTIONS:  # an adapter's dropout is applied in both cases
@@ -283,7 +288,7 @@ def _is_gated(mlp: Any) -> bool:
             module.training = mode
 
 
-def _is_rotation(function: Callable[..., Any]) -> bool:
+def is_rotation(function: Callable[..., Any]) -> bool:
     """True if it rotates the halves of queries and keys."""
     query, key, cosines, sines = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), *torch.randn(2, 1, 3, 8)
     try:

@@ -15,21 +15,24 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from covey.kernels import fused_functions as operations
 from covey.kernels.compile import is_fake, unavailable_reason
-from covey.kernels.fused_functions import Forward, epsilon_of, is_plain
+from covey.kernels.fused_functions import Forward, is_plain
+from covey.kernels.fused_layers import (
+    ROTATION,
+    epsilon_of,
+    has_projections,
+    is_gated,
+    is_norm,
+    is_rotation,
+    recognisable_layers,
+)
 from covey.kernels.fused_ops import LANES, layer_kernels
 from covey.kernels.matmul import FasterLinears
 from covey.models import decoder_of
-
-ROTATION = "apply_rotary_pos_emb"
-"""Name of the function that transformers' model files call to rotate queries and keys."""
-_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-"""Children of a decoder layer in which both norms feed linear layers only (pre-norm)."""
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class FusedLayers:
@@ -40,7 +43,7 @@ class FusedLayers:
         self._forwards: list[tuple[nn.Module, Forward]] = []
         self._rotations: list[tuple[Any, Forward]] = []
         self._before: list[Forward] = []
-        self._recognise(list(_layers(model)))
+        self._recognise(list(recognisable_layers(model)))
 
     def __enter__(self) -> None:
         self._depth += 1
@@ -71,15 +74,15 @@ class FusedLayers:
             for layer in layers:
                 attention = layer.self_attn
                 for norm in (layer.input_layernorm, layer.post_attention_layernorm, *_norms_of_heads(attention)):
-                    if _is_norm(norm):
+                    if is_norm(norm) and is_plain(norm.weight) and not len(norm.weight) % LANES:
                         self._forwards.append((norm, partial(operations.normed, norm, norm.forward)))
-                if _is_gated(layer.mlp):
+                if is_gated(layer.mlp) and _is_silu(layer.mlp.act_fn) and is_plain(next(layer.mlp.parameters())):
                     self._forwards.append((layer.mlp, partial(operations.gated, layer.mlp, layer.mlp.forward)))
             for home in dict.fromkeys(sys.modules[type(layer.self_attn).__module__] for layer in layers):
                 original = getattr(home, ROTATION, None)
                 if isinstance(original, partial) and original.func is operations.rotated:
                     original = original.args[0]
-                if original is not None and _is_rotation(original):
+                if original is not None and is_rotation(original):
                     self._rotations.append((home, partial(operations.rotated, original)))
 
 
@@ -137,15 +140,20 @@ _fused: WeakKeyDictionary[nn.Module, FusedLayers] = WeakKeyDictionary()
 def _runs_here(decoder: nn.Module) -> bool:
     """True for a model with decoder layers on a CPU that can compile the kernels, in a supported dtype."""
     first = next(decoder.parameters(), None)
-    if first is None or first.device.type != "cpu" or is_fake(first) or next(_layers(decoder), None) is None:
+    if (
+        first is None
+        or first.device.type != "cpu"
+        or is_fake(first)
+        or next(recognisable_layers(decoder), None) is None
+    ):
         return False
     return layer_kernels(first.dtype, first.dtype) is not None
 
 
 def would_fuse(model: Any) -> bool:
     """True if `fused` will recognise this model's layers on this machine, judged by names and sizes (no storage needed)."""
-    layer = next(_layers(decoder_of(model)), None)
-    if layer is None or unavailable_reason() is not None or not _has_parts(layer.mlp):
+    layer = next(recognisable_layers(decoder_of(model)), None)
+    if layer is None or unavailable_reason() is not None or not has_projections(layer.mlp):
         return False
     weight = getattr(layer.input_layernorm, "weight", None)
     if weight is None or epsilon_of(layer.input_layernorm) is None or not _is_silu(getattr(layer.mlp, "act_fn", None)):
@@ -178,77 +186,12 @@ def _contexts_of_recomputing(model: nn.Module) -> Iterator[Any]:
 # -- recognising modules --- -----------------------------------------------------------------------------------------
 
 
-def _layers(decoder: nn.Module) -> Iterator[Any]:
-    for layer in getattr(decoder, "layers", ()):
-        if {name for name, _ in layer.named_children()} == _LAYER:
-            yield layer
-
-
 def _norms_of_heads(attention: nn.Module) -> list[nn.Module]:
     """Norms of queries and keys before rotation, if any."""
     norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     return [norm for norm in norms if norm is not None]
 
 
-def _is_norm(norm: Any) -> bool:
-    """True for RMSNorm with a weight."""
-    epsilon, weight = epsilon_of(norm), getattr(norm, "weight", None)
-    if epsilon is None or "forward" in norm.__dict__ or not isinstance(weight, nn.Parameter) or not is_plain(weight):
-        return False
-    if weight.ndim != 1 or len(weight) % LANES:
-        return False
-    x = torch.randn(3, len(weight)).to(weight.dtype)
-    try:
-        return _agree(norm.forward(x), F.rms_norm(x.float(), weight.shape, weight.float(), epsilon))
-    except (RuntimeError, TypeError):
-        return False
-
-
 def _is_silu(function: Any) -> bool:
     x = torch.linspace(-3, 3, 7, device="cpu")
     return callable(function) and torch.allclose(function(x), F.silu(x))
-
-
-def _has_parts(mlp: Any) -> bool:
-    return all(isinstance(getattr(mlp, name, None), nn.Module) for name in _PROJECTIONS)
-
-
-def _is_gated(mlp: Any) -> bool:
-    """True if it computes `down(silu(gate(x)) * up(x))` without dropout."""
-    if "forward" in mlp.__dict__ or not _has_parts(mlp) or not _is_silu(getattr(mlp, "act_fn", None)):
-        return False
-    weight = next(mlp.parameters())
-    if not is_plain(weight) or weight.ndim != 2 or not weight.is_floating_point():
-        return False
-    x = torch.randn(3, weight.shape[1]).to(weight.dtype)
-    modes = {module: module.training for module in mlp.modules()}
-    mlp.train()
-    for name in _PROJECTIONS:  # an adapter's dropout is applied in both cases
-        getattr(mlp, name).eval()
-    try:
-        return _agree(mlp.forward(x), mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)))
-    except (RuntimeError, TypeError):
-        return False
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
-def _is_rotation(function: Forward) -> bool:
-    """True if it rotates the halves of queries and keys."""
-    query, key, cosines, sines = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), *torch.randn(2, 1, 3, 8)
-    rotate_half = lambda x: torch.cat([-x[..., 4:], x[..., :4]], -1)
-    try:
-        outputs = function(query, key, cosines, sines)
-    except (RuntimeError, TypeError, ValueError):
-        return False
-    return all(
-        _agree(output, x * cosines + rotate_half(x) * sines) for output, x in zip(outputs, (query, key), strict=True)
-    )
-
-
-def _agree(mine: Tensor, two: Tensor) -> bool:
-    """True if equal up to rounding, relative to the largest number; all zeros prove nothing."""
-    top = float(two.abs().max())
-    slack = 1e-4 if mine.dtype == torch.float32 else 3e-2
-    return mine.shape == two.shape and top > 0 and float((mine.float() - two.float()).abs().max()) < slack * top

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.kernels import fused_layers as formulas
 from covey.kernels.compile import NUMBERS, largest_gap, load_verified
 
 SOURCE = Path(__file__).parent / "cpp" / "layers.cpp"
@@ -122,29 +123,24 @@ def _gap(kernels: LayerKernels, stream: torch.dtype, products: torch.dtype) -> f
     x, weight = drawn(5, 32).to(stream).float(), drawn(32)
     gradient, gate, up = (drawn(5, 32).to(products).float() for _ in range(3))
     cosines, sines = drawn(5, 32), drawn(5, 32)
-    scales = (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-    slope = gradient * weight
-    opened = gate.sigmoid()
-    rotate_half = lambda y: torch.cat([-y[:, 16:], y[:, :16]], -1)
+    heads = lambda y: y.view(1, 5, 1, 32).transpose(1, 2)
+    angles = cosines[None], sines[None], torch.float32
     expected = [
-        x * scales * weight,
-        (slope - x * scales * (slope * x * scales).mean(-1, keepdim=True)) * scales,
-        (gradient * x * scales).sum(0),
-        gate * opened * up,
-        gradient * up * opened * (1 + gate * (1 - opened)),
-        gradient * gate * opened,
-        gate * cosines + rotate_half(gate) * sines,
-        gradient * cosines - rotate_half(gradient * sines),
+        formulas.rms_norm(x, weight, 1e-6, torch.float32),
+        *formulas.rms_norm_backward(gradient, x, weight, 1e-6, torch.float32),
+        formulas.gated(gate, up),
+        *formulas.gated_backward(gradient, gate, up),
+        formulas.rotated(heads(gate), heads(gate), *angles)[0][0, 0],
+        formulas.rotated_backward(heads(gradient), heads(gradient), heads(gate), heads(gate), *angles)[0][0, 0],
     ]
     half = lambda y: y.to(products)
     out, taken = kernels.norm(x.to(stream), weight, 1e-6, products)
-    heads = lambda y: half(y).view(1, 5, 1, 32).transpose(1, 2)
     results = [
         out,
         *kernels.norm_backward(half(gradient), x.to(stream), weight, taken),
         kernels.gate(half(gate), half(up)),
         *kernels.gate_backward(half(gradient), half(gate), half(up)),
-        kernels.rotate(heads(gate), cosines, sines)[0, 0],
-        kernels.rotate(heads(gradient), cosines, sines, back=True)[0, 0],
+        kernels.rotate(heads(half(gate)), cosines, sines)[0, 0],
+        kernels.rotate(heads(half(gradient)), cosines, sines, back=True)[0, 0],
     ]
     return largest_gap(results, expected)
