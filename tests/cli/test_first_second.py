@@ -13,9 +13,9 @@ import sys
 import pytest
 
 import covey
+from covey.cli.completion import names_in
 from covey.cli.early import option_types, refuse_early
 from covey.cli.header import header_lines
-from covey.cli.values import names_in
 from covey.errors import ConfigError
 from covey.process.counting import Counter
 from covey.process.importing import ImportProgress

@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from covey.data import Outcome, PromptStream
-from covey.data.replay import parted
+from covey.data.curriculum import parted
 from covey.errors import DataError
 from kit import tiny_tokenizer
 

@@ -13,7 +13,7 @@ import torch
 from covey.cli import main
 from covey.data import PromptStream, load
 from covey.data.features import add_features, readability
-from covey.data.features.embedding import Embedder, relevance
+from covey.data.features.columns import Embedder, relevance
 from covey.errors import DataError
 from kit import tiny_model, tiny_tokenizer
 

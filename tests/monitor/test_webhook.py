@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from covey.monitor.webhook import Webhook
+from covey.monitor.setup import Webhook
 from covey.types import Alert
 from faults.small_runs import lines, trainer
 

@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.cli import main
-from covey.doctor.why.teachers import signal_of
+from covey.doctor.why.recorded import signal_of
 from covey.runs import rollouts
 from kit import byte_tokenizer, rest_nightly, tiny_model, tiny_tokenizer
 

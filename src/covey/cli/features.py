@@ -46,7 +46,7 @@ def run(args: Args) -> None:
     from covey.cli.columns import column_map
     from covey.data import load
     from covey.data.features import add_features
-    from covey.data.features.embedding import Embedder
+    from covey.data.features.columns import Embedder
     from covey.data.tables import AsWritten
     from covey.models import resolve_source
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from covey.config import GRPOConfig
 from covey.config.grpo_config import batch_arithmetic
 from covey.doctor.dry_run import Measured, Target, measured, memory_of
 from covey.doctor.roofline.gpus import A_NODE, FOLDER, HOST_LINK, HOST_READS, Gpu
-from covey.doctor.roofline.operations import TimedBytes
 from covey.doctor.roofline.rollout import PASSES_OF_LOGITS, Decoding, kernels_of
+from covey.learner.live_memory import FakeBytes
 from covey.learner.lm_head import BYTES_AN_ELEMENT, elements_of
 from covey.learner.memory_estimate import cache_bytes
 
@@ -323,3 +329,54 @@ def _sync(setup: Setup, measurement: Measured) -> float:
         is_broadcast = setup.args.vllm_transport == "nccl" and setup.args.use_vllm
         return gather + sent / (setup.gpu.sends(setup.gpus + setup.writers) if is_broadcast else FOLDER)
     return gather if setup.is_split else (measurement.weights + 2 * measurement.size) / setup.gpu.reads
+
+
+aten = torch.ops.aten
+
+
+class TimedBytes(FakeBytes):
+    """`FakeBytes` that adds up seconds: an operation takes as long as its arithmetic or its bytes, whichever is longer.
+
+    Arithmetic is that of PyTorch's FLOP counter. The estimate is the one of `torch.distributed._tools.RuntimeEstimator`, which
+    asks the GPU itself for its peaks and so needs one. Views take no time.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        super().__init__()
+        self.gpu = gpu
+
+    def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        result = super().compute(func, args, kwargs)
+        if not func.is_view and func not in _FREE:
+            self.seconds += self._seconds(func, args, kwargs, result)
+        return result
+
+    def _seconds(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> float:
+        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
+        moved = sum(x.numel() * x.element_size() for x in tensors) / self.gpu.reads
+        count = _FLOPS.get(func._overloadpacket)
+        if count is None or not tensors:
+            return moved
+        flops = count(*args, **kwargs, out_val=result)
+        return max(moved, flops / self.gpu.flops(tensors[0].element_size()))
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    """FLOPs of attention's forward pass, query [.., S, D], key [.., T, D], value [.., T, E]: two products of all pairs."""
+    pairs = query.shape[:-1].numel() * key.shape[-2]
+    return 2 * pairs * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Five products of all pairs, one of which computes the scores again."""
+    pairs = query.shape[:-1].numel() * key.shape[-2]
+    return 2 * pairs * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+_FLOPS: dict[Any, Callable[..., float]] = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+_FREE = {aten.detach.default, aten.empty_like.default, aten._unsafe_view.default, aten._local_scalar_dense.default}
+"""Operations that move nothing."""
