@@ -168,7 +168,8 @@ class RunInputs:
     """Callback after each optimizer step."""
 
     def __post_init__(self) -> None:
-        self.scorer.read = partial(with_messages, tokenizer=self.tokenizer)
+        if self.scorer is not None:  # `covey why` calls no reward
+            self.scorer.read = partial(with_messages, tokenizer=self.tokenizer)
 
 
 def learner_world(inputs: RunInputs) -> World:
