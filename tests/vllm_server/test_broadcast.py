@@ -14,7 +14,7 @@ from fake_server import FakeServer, nudged
 from covey.errors import ConfigError, ServerError
 from covey.process.link.covey_link import Link, store_at
 from covey.rollout.vllm import ServerSampler
-from covey.rollout.vllm.transports import together
+from covey.rollout.vllm.broadcast import together
 from forked import Forked, free_port
 from kit import tiny_model, tiny_tokenizer
 

@@ -77,6 +77,18 @@ def test_an_engine_in_each_of_two_processes_has_the_learners_weights(sharding, t
     expect_near(logs_of(tmp_path, PYTHON, vllm_max_model_length=256, **sharding))
 
 
+@pytest.mark.parametrize("sharding", [{"fsdp": True}, {}], ids=["fsdp2", "ddp"])
+def test_a_servers_weights_are_broadcast_by_gloo(sharding, running, tmp_path):  # noqa: F811
+    import sys
+
+    case = {"vllm_mode": "server", "vllm_server_port": running.port, "vllm_transport": "gloo", "temperature": 2.0}
+    logs = logs_of(tmp_path, sys.executable, **case, **sharding, vllm_group_port=int(free_port()))
+    expect_near(logs)
+    assert [entry["vllm/exact"] for entry in logs[1:]] == [1, 1]
+    assert all(entry["weights/mb"] > 0 for entry in logs[1:])
+    assert not list(tmp_path.rglob("vllm-weights/**/*.safetensors"))
+
+
 def test_a_server_writes_ahead_for_a_model_split_over_two_processes(running, tmp_path):  # noqa: F811
     import sys
 

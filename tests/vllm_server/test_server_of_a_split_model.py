@@ -25,6 +25,7 @@ from kit import tiny_model, tiny_tokenizer
 
 torch.set_num_threads(1)
 folder, port, processes, rank, lora = sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]), sys.argv[6] == "lora"
+transport, group_port = sys.argv[8], int(sys.argv[9])
 largest = [0]
 blocks = Shards.each_block
 
@@ -36,7 +37,7 @@ def watched(shards):
 
 Shards.each_block = watched
 args = GRPOConfig(
-    folder, use_vllm=True, vllm_mode="server", vllm_server_port=port, max_steps=3, num_generations=2, learning_rate=0.5, optim="sgd",
+    folder, use_vllm=True, vllm_mode="server", vllm_server_port=port, vllm_transport=transport, vllm_group_port=group_port, max_steps=3, num_generations=2, learning_rate=0.5, optim="sgd",
     per_device_train_batch_size=4 // processes, max_completion_length=4, save_strategy="no", report_to="none",
     disable_tqdm=True, use_cpu=True, bf16=False, logging_steps=1, fsdp=processes > 1, gradient_checkpointing=False,
 )
@@ -57,14 +58,14 @@ if rank == 0:
 
 
 def trained(
-    fake: FakeServer, folder: Path, processes: int, *, lora: bool = False, tied: bool = False
+    fake: FakeServer, folder: Path, processes: int, *, lora: bool = False, tied: bool = False, transport: str = "auto"
 ) -> dict[str, int]:
-    port = free_port()
+    port, group_port = free_port(), free_port()
     words = ["-c", SCRIPT, Path(__file__).parents[1], folder, fake.port, processes]
     ranks = []
     for rank in range(processes):
         env = {} if processes == 1 else rank_environment(rank, port)
-        more = [rank, "lora" if lora else "full", "tied" if tied else "apart"]
+        more = [rank, "lora" if lora else "full", "tied" if tied else "apart", transport, group_port]
         ranks.append(Forked(*words, *more, env=env))
     codes = [rank.wait(200) for rank in ranks]
     assert codes == [0] * processes, [rank.err[-3000:] for rank in ranks]
@@ -99,6 +100,29 @@ def test_a_split_model_trains_with_a_server_as_one_process_does(tied, has_digest
     assert apart < 1e-6, f"{apart:.2g} apart where training moved them by {moved:.2g}"
 
 
+@pytest.mark.slow
+def test_a_split_model_is_broadcast_a_piece_at_a_time_and_again_after_a_fault(tmp_path):
+    ends, failures = {}, [503]
+    for processes in (1, 2):
+        with FakeServer(
+            tiny_model("qwen2", layers=3, tie_word_embeddings=False), tiny_tokenizer(), has_digest=True
+        ) as fake:
+            fake.is_varied = True
+            if processes == 2:
+                fake.faults["covey_receive"] = lambda body: failures.pop() if failures else None
+            seen = trained(
+                fake, tmp_path / str(processes), processes, transport="gloo" if processes == 2 else "directory"
+            )
+            ends[processes] = weights_of(tmp_path / str(processes))
+    assert failures == []
+    assert seen["largest"] < 0.7 * seen["whole"], "no process holds a whole copy"
+    assert fake.calls.count("covey_receive") == 4, "three updates, one of them twice"
+    assert fake.calls.count("covey_join") == 2
+    assert "reload_weights" not in fake.calls
+    assert not list((tmp_path / "2").rglob("vllm-weights/**/*.safetensors"))
+    assert max((ends[1][name] - ends[2][name]).abs().max().item() for name in ends[1]) < 1e-6
+
+
 @pytest.mark.nightly
 def test_an_adapter_on_a_split_model_is_sent_alone(tmp_path):
     ends = {}
@@ -121,7 +145,9 @@ def test_a_disk_that_refuses_the_weights_of_a_split_model_ends_all_processes_in_
     (tmp_path / "run" / "vllm-weights").write_text("a file where the folder of the weights belongs")
     with FakeServer(model, tiny_tokenizer()) as fake:
         words = ["-c", SCRIPT, Path(__file__).parents[1], tmp_path / "run", fake.port, 2]
-        ranks = [Forked(*words, rank, "full", "apart", env=rank_environment(rank, port)) for rank in range(2)]
+        ranks = [
+            Forked(*words, rank, "full", "apart", "auto", 1, env=rank_environment(rank, port)) for rank in range(2)
+        ]
         codes = [rank.wait(120) for rank in ranks]
     assert all(code not in (0, None) for code in codes)
     assert "vllm-weights" in ranks[0].err

@@ -121,19 +121,7 @@ def settle_sharding(config: Any) -> Sharding | None:
             f"optim={optimizer!r} pages its state between device and host memory, and fsdp's offload keeps it in host memory; "
             "take an optimizer that is not paged, or leave the offload out."
         )
-    _refuse_vllm(config)
     return sharding
-
-
-def _refuse_vllm(config: Any) -> None:
-    """Raise ConfigError where weights that are split cannot reach vLLM: they go to a server, a block at a time, through a folder."""
-    if not (config.use_vllm or config.rollout_backend == "vllm"):
-        return
-    if config.vllm_mode == "server" and config.vllm_transport in ("gloo", "nccl"):
-        raise ConfigError(
-            f"vllm_transport={config.vllm_transport!r} sends weights that one process holds whole, and fsdp splits them; leave it out: "
-            "they travel through a folder."
-        )
 
 
 def _of_fsdp(config: Any) -> Sharding | None:

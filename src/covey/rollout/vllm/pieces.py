@@ -65,12 +65,17 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
     return all(torch.equal(x[i : i + _CHUNK], y[i : i + _CHUNK]) for i in range(0, len(x), _CHUNK))
 
 
-def in_pieces(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """The tensors on the host, a piece at a time, under a key each. A piece whose tensors lie apart comes in several parts."""
+def in_pieces(
+    weights: Iterable[tuple[str, Tensor]], *, on_host: bool = True
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """The tensors, a piece at a time, under a key each. A piece whose tensors lie apart comes in several parts."""
     seen: dict[str, int] = {}
     for place, part in groupby(weights, lambda pair: _place_of(pair[0])):
         seen[place] = seen.get(place, 0) + 1
-        yield f"{place} {seen[place]}", {name: weight.cpu().contiguous() for name, weight in part}
+        yield (
+            f"{place} {seen[place]}",
+            {name: (weight.cpu() if on_host else weight).contiguous() for name, weight in part},
+        )
 
 
 def _place_of(name: str) -> str:

@@ -6,6 +6,7 @@ import logging
 import queue
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -24,6 +25,7 @@ from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import SamplingParams, update_metrics
 from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.stopping import check_finite, checked_eos_ids, context_of
+from covey.rollout.vllm.broadcast import BroadcastTransport
 from covey.rollout.vllm.choice import transport_for
 from covey.rollout.vllm.client import Address, Client, Deadlines, NoAnswerError
 from covey.rollout.vllm.lifecycle import NEVER
@@ -31,9 +33,9 @@ from covey.rollout.vllm.media import complete, expect_media_taken
 from covey.rollout.vllm.server import Server, refuse_other_model, refuse_raw_logprobs, warn_if_exposed
 from covey.rollout.vllm.sync import Attest, RestartedError, Sync, Update
 from covey.rollout.vllm.transports import (
-    BroadcastTransport,
     Carrier,
     DirectoryTransport,
+    dtype_of,
     refuse_carrier,
     refuse_stale_head,
 )
@@ -101,9 +103,7 @@ class ServerSampler:
         limits = (context_of(unwrapped(model)), facts.max_model_length)
         self.context = min((limit for limit in limits if limit is not None), default=None)
         folder = Path(directory) / f"{safe_name(run)}-{self.world.broadcast(secrets.token_hex(3))}"
-        carrier = transport_for(
-            self.server, model, transport, folder, group_port, world=self.world, is_split=shards is not None
-        )
+        carrier = transport_for(self.server, model, transport, folder, group_port, world=self.world)
         if isinstance(carrier, (DirectoryTransport, BroadcastTransport)):
             carrier.sends_changed = attest != "off" and self.server.has_digests and facts.data_parallel == 1
         self.sync = Sync(self.server, carrier, run=folder.name, attest=attest, example=example)
@@ -195,22 +195,41 @@ class ServerSampler:
             self._send_again()
 
     def _prepared(self, policy: Any, version: int) -> Callable[[], None]:
-        """Sending of these weights, which are gathered now where the model is split: all processes take part in that."""
+        """Sending of these weights. Of a split model all processes prepare it, and gather weights now or, for a broadcast, when they are sent."""
+
+        def prepare() -> None:
+            source = Source(
+                policy,
+                self.shards,
+                writes=self.world.is_main,
+                summon=partial(self.world.broadcast, True) if self.streams else None,
+            )
+            self.update = self.sync.prepare(source, version)
 
         def send() -> None:
-            self.update = self.prepare(policy, version) if update is None else update
+            if self.shards is None:
+                prepare()
             self._send()
 
-        update: Update | None = None
-        if self.shards is None:
-            return send
         try:
-            update = self.prepare(policy, version)
+            if self.shards is not None:
+                prepare()
         except Exception as error:
             if not self.world.is_main:
                 raise
             return partial(_raise, error)  # where all processes hear of it
         return send
+
+    @property
+    def streams(self) -> bool:
+        """True if weights of a split model are gathered while they are sent, so that no process holds all of them."""
+        return self.shards is not None and self.world.size > 1 and isinstance(self.sync.transport, BroadcastTransport)
+
+    def _gather_along(self) -> None:
+        """Gather weights whenever the main process does, until its work ends."""
+        while self.world.broadcast(False):
+            assert self.update is not None  # prepared before
+            deque(self.update.source.distinct(dtype_of(self.server)), maxlen=0)
 
     def _send(self) -> None:
         assert self.update is not None  # prepared before
@@ -246,7 +265,16 @@ class ServerSampler:
     def _on_main(self, work: Callable[[], None]) -> None:
         """Run `work` on the main process; every process then has the served label."""
         failed = ServerError("the update of the vLLM server failed on the main process; its log says why.")
-        on_main(self.world, work, failed)
+
+        def work_and_dismiss() -> None:
+            try:
+                work()
+            finally:
+                self.world.broadcast(False)
+
+        if self.streams and not self.world.is_main:
+            self._gather_along()
+        on_main(self.world, work_and_dismiss if self.streams else work, failed)
         if self.world.size > 1:
             self.sync.label, self.sync.model = self.world.broadcast((self.sync.label, self.sync.model))
 

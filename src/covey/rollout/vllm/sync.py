@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,7 +27,7 @@ from covey.rollout.vllm.attestation import (
 from covey.rollout.vllm.media import expect_near, score
 from covey.rollout.vllm.server import Server
 from covey.rollout.vllm.transports import Shipment, Transport, dtype_of
-from covey.rollout.vllm.weights import Source, differing_blocks, sums_of, texts_of
+from covey.rollout.vllm.weights import Source, differing_blocks, texts_of
 from covey.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -58,8 +57,6 @@ class Update:
     shipment: Shipment
     probe: Probe | None
     """None: nothing is attested."""
-    digests: Mapping[str, str] | None
-    """By block, in the server's dtype; None where the server has none to compare."""
     seconds: float
     """Time of the preparation."""
 
@@ -97,14 +94,7 @@ class Sync:
         started, label = time.perf_counter(), self._next_label(version)
         probe = self._probe(source) if self.attest != "off" else None
         shipment = self.transport.prepare(source, label)  # last: it may fail on the process that writes
-        digests = self._digests(shipment) if probe else None
-        return Update(source, version, label, shipment, probe, digests, time.perf_counter() - started)
-
-    def _digests(self, shipment: Shipment) -> dict[str, str] | None:
-        """Digests of the weights, as they were written; None where the server has none to compare."""
-        if not (self.server.has_digests and self.transport.pauses):
-            return None
-        return texts_of(sums_of(shipment.pieces.values()))
+        return Update(source, version, label, shipment, probe, time.perf_counter() - started)
 
     def _probe(self, source: Source) -> Probe:
         policy, dtype = source.policy, dtype_of(self.server)
@@ -164,7 +154,7 @@ class Sync:
             if self.transport.pauses:
                 self.server.forget_prefixes()
             exact = self._is_exact(update)
-            if exact or num_bytes == update.shipment.num_bytes:
+            if exact or num_bytes >= update.shipment.num_bytes:
                 break
             logger.warning(
                 "The server lacks weights that were sent before; all are sent to it now and in later updates."
@@ -208,11 +198,12 @@ class Sync:
 
     def _is_exact(self, update: Update) -> bool | None:
         """True if every block's digest is that of the trainer's weights in the server's type; None if that cannot be compared."""
-        digests = None if update.digests is None else self.server.digests()
-        if not digests or update.digests is None:
+        sums = update.shipment.sums if update.probe is not None and self.server.has_digests else None
+        digests = self.server.digests() if sums else None
+        if not sums or not digests:
             return None
         try:
-            wrong = differing_blocks(update.digests, digests[0])
+            wrong = differing_blocks(texts_of(sums), digests[0])
         except ValueError as error:
             logger.warning(
                 "The server's digests are of other blocks than the model's (%s); they are not compared.", error

@@ -1,28 +1,19 @@
-"""Transports of weights to a vLLM server: a folder per version, the adapter alone, or a broadcast by gloo or NCCL."""
+"""Transports of weights to a vLLM server through files: a folder per version, or the adapter alone; and what all transports have."""
 
 from __future__ import annotations
 
-import logging
-import queue
 import shutil
-import socket
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
 
-from covey.errors import ConfigError, ServerError, first_line
-from covey.process.link.covey_link import Link, meeting, store_at
+from covey.errors import ConfigError, ServerError
 from covey.rollout.vllm.pieces import Piece, changed_pieces
-from covey.rollout.vllm.server import JOIN, RECEIVE, SEES, TRY, Server
-from covey.rollout.vllm.weights import Source, copy_weights, safe_name, write_adapter, write_weights
-
-logger = logging.getLogger(__name__)
+from covey.rollout.vllm.server import SEES, Server
+from covey.rollout.vllm.weights import Source, safe_name, sums_of, write_adapter, write_weights
 
 Carrier = Literal["auto", "directory", "gloo", "nccl"]
 MOST_VERSIONS = 2
@@ -34,10 +25,18 @@ class Shipment:
     """Weights ready to be sent."""
 
     num_bytes: int
+    """0: they are gathered while they are sent."""
     place: Path | None = None
     """Folder that the server reads; None: they travel from this process's memory."""
     pieces: Mapping[str, Piece] = field(default_factory=dict)
     """Whole weights in pieces; empty where they are sent at once."""
+    sums: dict[str, int] = field(default_factory=dict)
+    """Sums of the digest of whole weights, by block; of weights that are gathered while they are sent, after that."""
+
+    @staticmethod
+    def of(pieces: Mapping[str, Piece], place: Path | None = None) -> Shipment:
+        """Whole weights in pieces."""
+        return Shipment(sum(piece.num_bytes for piece in pieces.values()), place, pieces, sums_of(pieces.values()))
 
     @property
     def folder(self) -> str:
@@ -114,7 +113,7 @@ class DirectoryTransport:
         pieces = write_weights(source, place, dtype_of(self.server), has_digests=has_digests, before=before)
         self.written.append(place)
         self.pieces = pieces
-        return Shipment(sum(piece.num_bytes for piece in pieces.values()), place, pieces)
+        return Shipment.of(pieces, place)
 
     def send(self, source: Source, label: str, shipment: Shipment) -> int:
         held, self.held = self.held, {}
@@ -173,120 +172,6 @@ class AdapterTransport:
         _remove_before(self.written, shipment)
 
 
-@dataclass(eq=False)
-class BroadcastTransport:
-    """Weights over a process group with the server's workers: gloo between any devices, NCCL between CUDA devices. Needs the extension.
-
-    The main process has a copy in host memory, in the server's type, with which later weights are compared. NCCL was not run on a GPU yet.
-    """
-
-    server: Server
-    backend: str
-    port: int
-    pauses: bool = True
-    sends_changed: bool = False
-    pieces: Mapping[str, Piece] = field(default_factory=dict)
-    held: Mapping[str, int] = field(default_factory=dict)
-    """Numbers of the pieces that the server has; empty where that is not known."""
-    link: Link | None = None
-    store: Any = None
-    meetings: int = 0
-
-    def model_for(self, label: str) -> str:
-        return self.server.facts.model
-
-    def prepare(self, source: Source, label: str) -> Shipment:
-        before = self.pieces if self.sends_changed else {}
-        dtype = dtype_of(self.server)
-        self.pieces = copy_weights(source, dtype, has_digests=self.server.has_digests, before=before)
-        return Shipment(sum(piece.num_bytes for piece in self.pieces.values()), pieces=self.pieces)
-
-    def send(self, source: Source, label: str, shipment: Shipment) -> int:
-        held, self.held = self.held, {}
-        changed = changed_pieces(shipment.pieces, held)
-        num_bytes = sum(piece.num_bytes for piece in changed)
-        if changed:
-            seconds = self.server.client.deadlines.update_of(num_bytes)
-            self._broadcast([piece.tensors or {} for piece in changed], RECEIVE, seconds)
-        self.server.repack()
-        return num_bytes
-
-    def attempt(self) -> None:
-        """Send one small tensor and compare what arrived. Raises ServerError where that fails, within the deadline `init`."""
-        values = [1.0, 2.0, 3.0]
-        answers = self._broadcast([{"trial": torch.tensor(values)}], TRY, self.server.client.deadlines.init)
-        if answers != [[values]] * self.server.facts.tensor_parallel:
-            raise ServerError(f"a broadcast by {self.backend} arrived changed.")
-
-    def _broadcast(self, messages: Sequence[Mapping[str, Tensor]], method: str, seconds: float) -> list[Any]:
-        """Results of the workers' `method`, which receives these messages. After an error the next call meets them again."""
-        link, self.link = self.link or self._meet(), None
-        call = lambda: self.server.call_workers(method, seconds=seconds)
-        _, answers = together([lambda: link.send(messages), call], seconds, f"sending weights by {self.backend}")
-        self.link = link
-        return list(answers)
-
-    def _meet(self) -> Any:
-        seconds, size = self.server.client.deadlines.init, 1 + self.server.facts.tensor_parallel
-        device = f"cuda:{torch.cuda.current_device()}" if self.backend == "nccl" else "cpu"
-        try:
-            self.store = self.store or store_at("0.0.0.0", self.port, size=size, seconds=seconds, is_master=True)
-        except RuntimeError as error:
-            raise ServerError(
-                f"port {self.port}, at which the server's workers meet this process, cannot be used ({first_line(error)}); give "
-                "another vllm_group_port."
-            ) from error
-        self.meetings += 1
-        store = meeting(self.store, self.meetings)
-        join = lambda: Link(self.backend, store, rank=0, size=size, seconds=seconds, device=device)
-        where = {"host": local_address(self.server), "port": self.port, "number": self.meetings, "size": size}
-        call = lambda: self.server.call_workers(JOIN, seconds=seconds, backend=self.backend, limit=seconds, **where)
-        link, _ = together([join, call], seconds, f"meeting the server's workers by {self.backend}")
-        return link
-
-    def finish(self, shipment: Shipment, *, is_exact: bool) -> None:
-        if self.sends_changed and is_exact:
-            self.held = {key: piece.number for key, piece in shipment.pieces.items()}
-
-    def forget(self, *, for_good: bool = False) -> None:
-        """Also meet the workers again: those of a server that was started again are others."""
-        self.held, self.link, self.sends_changed = {}, None, self.sends_changed and not for_good
-
-
-def local_address(server: Server) -> str:
-    """Address of this machine as the server's machine reaches it."""
-    address = server.client.address
-    if address.is_local:
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address.host, address.port))  # sends nothing
-        return str(probe.getsockname()[0])
-
-
-def together(works: Sequence[Callable[[], Any]], seconds: float, what: str) -> list[Any]:
-    """Results of `works`, each in a daemon thread. Raises ServerError at the first failure, and past `seconds`."""
-    results: queue.Queue[tuple[int, Any, Exception | None]] = queue.Queue()
-
-    def run(place: int, work: Callable[[], Any]) -> None:
-        try:
-            results.put((place, work(), None))
-        except Exception as error:  # noqa: BLE001 - raised by the thread that waits
-            results.put((place, None, error))
-
-    for place, work in enumerate(works):
-        threading.Thread(target=run, args=(place, work), daemon=True, name="covey-broadcast").start()
-    until, done = time.monotonic() + seconds, dict[int, Any]()
-    while len(done) < len(works):
-        try:
-            place, result, error = results.get(timeout=max(0.01, until - time.monotonic()))
-        except queue.Empty:
-            raise ServerError(f"{what} was not done within {seconds:g} seconds.") from None
-        if error is not None:
-            raise ServerError(f"{what} failed: {first_line(error)}") from error
-        done[place] = result
-    return [done[place] for place in range(len(works))]
-
-
 def dtype_of(server: Server) -> torch.dtype:
     """Compute dtype of a server."""
     dtype = getattr(torch, server.facts.dtype, None)
@@ -319,41 +204,6 @@ def why_not_broadcast(server: Server, backend: str, *, is_on_cuda: bool) -> str 
         "the server was not started by covey serve-vllm": not facts.has_digest,
     }
     return next((reason for reason, is_so in reasons.items() if is_so), None)
-
-
-def whole_transport(
-    server: Server, carrier: Carrier, folder: Path, port: int, *, is_on_cuda: bool, tries: bool
-) -> DirectoryTransport | BroadcastTransport:
-    """The first transport of whole weights that a trial shows to work: a folder that both see, or gloo. NCCL must be asked for.
-
-    `tries` False: the process that only takes part in gathering. Raises ServerError where a transport that was asked for fails.
-    """
-    by_folder = DirectoryTransport(server, folder)
-    if not tries or carrier == "directory" or (carrier == "auto" and not server.facts.has_digest):
-        return by_folder
-    if carrier != "auto":
-        chosen = BroadcastTransport(server, carrier, port)
-        chosen.attempt()
-        return chosen
-    try:
-        by_folder.attempt()
-        logger.info("Weights travel to the vLLM server by a folder that it sees.")
-        return by_folder
-    except ServerError as error:
-        unseen = str(error).rstrip(".")
-    reason = why_not_broadcast(server, "gloo", is_on_cuda=is_on_cuda)
-    broadcast = BroadcastTransport(server, "gloo", port)
-    try:
-        if reason is None:
-            broadcast.attempt()
-            logger.warning("Weights travel to the vLLM server by gloo (not by a folder: %s).", unseen)
-            return broadcast
-    except ServerError as error:
-        reason = str(error).rstrip(".")
-    raise ServerError(
-        f"Weights cannot travel to the vLLM server: not by a folder ({unseen}), and not by gloo ({reason}). Give a vllm_directory that "
-        "both see, or a vllm_group_port that the server reaches."
-    )
 
 
 def refuse_stale_head(server: Server, config: Any) -> None:

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -34,6 +34,13 @@ class Source:
     shards: Shards | None = None
     writes: bool = True
     """False: this process only takes part in gathering."""
+    summon: Callable[[], Any] | None = None
+    """Of a split model that is still until it is sent: called on the process that sends before it gathers, as the others wait for it.
+    None: the weights are gathered when the update is prepared."""
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Size of the weights in `dtype`, about: adapters and tied weights count too."""
+        return int(sum(weight.numel() for weight in self.policy.parameters())) * dtype.itemsize
 
     def plain(self) -> Iterator[tuple[str, Tensor]]:
         """Weights under the names of a checkpoint, adapters merged into a copy; of a split model a block at a time."""
@@ -108,8 +115,8 @@ def _gathered_weights(policy: Any, shards: Shards) -> Iterator[tuple[str, Tensor
         state = dict(base.named_parameters(remove_duplicate=False)) | dict(_persistent_buffers(base))
         ready = {name: value for name, value in state.items() if name not in done and not is_sharded(value)}
         done |= ready.keys()
-        for name, weight in _merged(policy, ready):  # writers hold what is on the CPU already, and the block is freed
-            yield name, weight.clone() if weight.device.type == "cpu" else weight
+        for name, weight in _merged(policy, ready):
+            yield name, weight.clone()  # a reader may hold it after the block is freed
 
 
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,211 @@
+"""Broadcast of weights to the workers of a vLLM server, by gloo or NCCL."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.errors import ServerError, first_line
+from covey.process.link.covey_link import Link, meeting, store_at
+from covey.rollout.vllm.pieces import Piece, add_digest, changed_pieces, in_pieces
+from covey.rollout.vllm.server import JOIN, RECEIVE, TRY, Server
+from covey.rollout.vllm.transports import Shipment, dtype_of
+from covey.rollout.vllm.weights import Source, copy_weights
+
+_LOOK_SECONDS = 0.05
+"""Polling interval of an end while a thread is fed."""
+
+
+@dataclass(eq=False)
+class BroadcastTransport:
+    """Weights over a process group with the server's workers: gloo between any devices, NCCL between CUDA devices. Needs the extension.
+
+    The main process has a copy in host memory, in the server's type, with which later weights are compared. Of a model that is split no
+    process has one: a piece is sent once it is gathered. NCCL was not run on a GPU yet.
+    """
+
+    server: Server
+    backend: str
+    port: int
+    pauses: bool = True
+    sends_changed: bool = False
+    pieces: Mapping[str, Piece] = field(default_factory=dict)
+    held: Mapping[str, int] = field(default_factory=dict)
+    """Numbers of the pieces that the server has; empty where that is not known."""
+    link: Link | None = None
+    store: Any = None
+    meetings: int = 0
+
+    def model_for(self, label: str) -> str:
+        return self.server.facts.model
+
+    def prepare(self, source: Source, label: str) -> Shipment:
+        if source.summon is not None:
+            return Shipment(0)
+        before = self.pieces if self.sends_changed else {}
+        dtype = dtype_of(self.server)
+        self.pieces = copy_weights(source, dtype, has_digests=self.server.has_digests, before=before)
+        return Shipment.of(self.pieces)
+
+    def send(self, source: Source, label: str, shipment: Shipment) -> int:
+        held, self.held = self.held, {}
+        if source.summon is not None:
+            return self._gathered(source, shipment.sums)
+        changed = changed_pieces(shipment.pieces, held)
+        num_bytes = sum(piece.num_bytes for piece in changed)
+        if changed:
+            seconds = self.server.client.deadlines.update_of(num_bytes)
+            self._broadcast([piece.tensors or {} for piece in changed], RECEIVE, seconds)
+        self.server.repack()
+        return num_bytes
+
+    def _gathered(self, source: Source, sums: dict[str, int]) -> int:
+        """Send the weights of a split model, each piece once it is gathered; the bytes. `sums` become those of the digest."""
+        sums.clear()
+        num_bytes = 0
+        assert source.summon is not None
+        source.summon()
+        weights = source.distinct(dtype_of(self.server))
+
+        def pieces() -> Iterator[Mapping[str, Tensor]]:
+            nonlocal num_bytes
+            for _, tensors in in_pieces(weights, on_host=self.backend != "nccl"):
+                for name, weight in tensors.items() if self.server.has_digests else ():
+                    add_digest(sums, name, weight)
+                num_bytes += sum(weight.nbytes for weight in tensors.values())
+                yield tensors
+
+        try:
+            seconds = self.server.client.deadlines.update_of(source.num_bytes(dtype_of(self.server)))
+            self._broadcast(pieces(), RECEIVE, seconds)
+        finally:
+            deque(weights, maxlen=0)  # the other processes gather to the end, whatever became of the server
+        self.server.repack()
+        return num_bytes
+
+    def attempt(self) -> None:
+        """Send one small tensor and compare what arrived. Raises ServerError where that fails, within the deadline `init`."""
+        values = [1.0, 2.0, 3.0]
+        answers = self._broadcast([{"trial": torch.tensor(values)}], TRY, self.server.client.deadlines.init)
+        if answers != [[values]] * self.server.facts.tensor_parallel:
+            raise ServerError(f"a broadcast by {self.backend} arrived changed.")
+
+    def _broadcast(self, messages: Iterable[Mapping[str, Tensor]], method: str, seconds: float) -> list[Any]:
+        """Results of the workers' `method`, which receives these messages, made in this thread while others are sent.
+
+        After an error the next call meets the workers again.
+        """
+        link, self.link = self.link or self._meet(), None
+        call = lambda: self.server.call_workers(method, seconds=seconds)
+        feed = Feed()
+        works = [lambda: feed.consumed_by(link.send), call]
+        _, answers = together(
+            works, seconds, f"sending weights by {self.backend}", lambda until: feed.fill(messages, until)
+        )
+        self.link = link
+        return list(answers)
+
+    def _meet(self) -> Any:
+        seconds, size = self.server.client.deadlines.init, 1 + self.server.facts.tensor_parallel
+        device = f"cuda:{torch.cuda.current_device()}" if self.backend == "nccl" else "cpu"
+        try:
+            self.store = self.store or store_at("0.0.0.0", self.port, size=size, seconds=seconds, is_master=True)
+        except RuntimeError as error:
+            raise ServerError(
+                f"port {self.port}, at which the server's workers meet this process, cannot be used ({first_line(error)}); give "
+                "another vllm_group_port."
+            ) from error
+        self.meetings += 1
+        store = meeting(self.store, self.meetings)
+        join = lambda: Link(self.backend, store, rank=0, size=size, seconds=seconds, device=device)
+        where = {"host": local_address(self.server), "port": self.port, "number": self.meetings, "size": size}
+        call = lambda: self.server.call_workers(JOIN, seconds=seconds, backend=self.backend, limit=seconds, **where)
+        link, _ = together([join, call], seconds, f"meeting the server's workers by {self.backend}")
+        return link
+
+    def finish(self, shipment: Shipment, *, is_exact: bool) -> None:
+        if self.sends_changed and is_exact:
+            self.held = {key: piece.number for key, piece in shipment.pieces.items()}
+
+    def forget(self, *, for_good: bool = False) -> None:
+        """Also meet the workers again: those of a server that was started again are others."""
+        self.held, self.link, self.sends_changed = {}, None, self.sends_changed and not for_good
+
+
+def local_address(server: Server) -> str:
+    """Address of this machine as the server's machine reaches it."""
+    address = server.client.address
+    if address.is_local:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address.host, address.port))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+class Feed:
+    """Items of this thread for a consumer in another, one in advance. A consumer that has ended is fed no more."""
+
+    def __init__(self) -> None:
+        self.items: queue.Queue[Any] = queue.Queue(1)
+        self.is_over = threading.Event()
+
+    def consumed_by(self, consumer: Callable[[Iterator[Any]], Any]) -> None:
+        """Let the consumer have the items, up to None."""
+        try:
+            consumer(iter(self.items.get, None))
+        finally:
+            self.is_over.set()
+
+    def fill(self, items: Iterable[Any], until: float) -> None:
+        """Feed the items, until that time of the monotonic clock at the latest."""
+        for item in chain(items, [None]):
+            while not self.is_over.is_set() and time.monotonic() < until:
+                with contextlib.suppress(queue.Full):
+                    self.items.put(item, timeout=_LOOK_SECONDS)
+                    break
+            else:
+                return
+
+
+def together(
+    works: Sequence[Callable[[], Any]],
+    seconds: float,
+    what: str,
+    meanwhile: Callable[[float], None] = lambda until: None,
+) -> list[Any]:
+    """Results of `works`, each in a daemon thread. Raises ServerError at the first failure, and past `seconds`.
+
+    `meanwhile`: called in this thread with the time at which they end.
+    """
+    results: queue.Queue[tuple[int, Any, Exception | None]] = queue.Queue()
+
+    def run(place: int, work: Callable[[], Any]) -> None:
+        try:
+            results.put((place, work(), None))
+        except Exception as error:  # noqa: BLE001 - raised by the thread that waits
+            results.put((place, None, error))
+
+    for place, work in enumerate(works):
+        threading.Thread(target=run, args=(place, work), daemon=True, name="covey-broadcast").start()
+    until, done = time.monotonic() + seconds, dict[int, Any]()
+    meanwhile(until)
+    while len(done) < len(works):
+        try:
+            place, result, error = results.get(timeout=max(0.01, until - time.monotonic()))
+        except queue.Empty:
+            raise ServerError(f"{what} was not done within {seconds:g} seconds.") from None
+        if error is not None:
+            raise ServerError(f"{what} failed: {first_line(error)}") from error
+        done[place] = result
+    return [done[place] for place in range(len(works))]
