@@ -25,6 +25,8 @@ _LOUDEST = 8.0
 _INTEGERS = (np.int16, np.int32)
 """Types whose full scale is their range; a list of Python's integers has no scale."""
 _PREVIEW_SECONDS = 60
+_UNKNOWN_SIZE = 0x7FFF_F000
+"""Sizes in the header of a file that was written to a pipe begin here."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +91,8 @@ def open_sound(value: Any, where: str, rate: int) -> Sound:
 def _read_file(content: bytes, where: str) -> tuple[np.ndarray, int]:
     """[n, channels] float32 and the rate, by soundfile; nothing is decoded of a file that is too long."""
     soundfile = _soundfile()
+    if (missing := _missing_bytes(content)) > 1:  # the byte that pads an odd size is often left out
+        raise DataError(f"{where} ends {missing:,} bytes before its header says; mend or remove it.")
     try:
         with soundfile.SoundFile(io.BytesIO(content)) as file:
             if file.channels > _MOST_CHANNELS or file.frames > _MOST_SECONDS * file.samplerate:
@@ -104,6 +108,14 @@ def _read_file(content: bytes, where: str) -> tuple[np.ndarray, int]:
         raise DataError(
             f"{where} cannot be read as a sound ({' '.join(str(error).split())}); mend or remove it."
         ) from error
+
+
+def _missing_bytes(content: bytes) -> int:
+    """Bytes that a WAV or AIFF file lacks by the size in its header, of which libsndfile reads the rest; 0 where a stream wrote no size."""
+    if content[8:12] not in (b"WAVE", b"AIFF", b"AIFC"):
+        return 0
+    size = int.from_bytes(content[4:8], "little" if content[:4] == b"RIFF" else "big")
+    return 0 if size >= _UNKNOWN_SIZE else max(0, size + 8 - len(content))
 
 
 def _soundfile() -> Any:
