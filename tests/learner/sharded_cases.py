@@ -25,6 +25,7 @@ from covey.rollout import GatheredSampler, NativeSampler, SamplingParams
 from covey.training.build_learner import networks_of
 from expert_models import expert_model
 from kit import learner_of, prompt, tiny_model, tiny_tokenizer
+from rollout.causal_classes import build
 
 HOW = Sharding()
 
@@ -91,6 +92,8 @@ def tied_of(world):
 LONG = "a prompt that is much longer than all of the others, so that it takes a forward pass of its own"
 PROMPTS = ["2 + 2 =", "Tom has", LONG, "12 + 30", "What is", "Anna had 20 pens", "The answer", "How many"]
 SAVED = {"save_strategy": "steps", "save_steps": 2}
+NO_BALANCE = {"router_aux_loss_coef": 0.0}
+"""The load-balancing loss is of a micro-batch, and those of two processes are smaller."""
 RUNS = {
     "plain": {},
     "kept for the backward": {"fsdp_config": {"reshard_after_forward": False}, "max_grad_norm": 0.05},
@@ -112,8 +115,16 @@ RUNS = {
     "value model": {**SAVED, "algorithm": lambda: alg.ppo(critic_model="separate")},
     "adapter": {**SAVED, "peft": True},
     "offloaded": {**SAVED, "fsdp": "full_shard auto_wrap offload", "max_grad_norm": 0.05},
-    "routing replay": {"model": lambda: experts(), "router_replay": "R3", "router_aux_loss_coef": 0.0},
-    "an adapter on experts": {**SAVED, "model": lambda: experts(), "peft": True, "router_aux_loss_coef": 0.0},
+    "layers with a state": {"model": lambda: build("qwen3_5_text")},
+    "an adapter on layers with a state": {
+        **SAVED,
+        "model": lambda: build("granitemoehybrid"),
+        "peft": True,
+        "learning_rate": 0.05,  # at 0.5 the weights move by a third a step, and roundings grow
+        **NO_BALANCE,
+    },
+    "routing replay": {"model": lambda: experts(), "router_replay": "R3", **NO_BALANCE},
+    "an adapter on experts": {**SAVED, "model": lambda: experts(), "peft": True, **NO_BALANCE},
     "ZeRO-2 by DeepSpeed's file": {"fsdp": None, "deepspeed": {"zero_optimization": {"stage": 2}}},
 }
 
