@@ -8,6 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 
+from combinations.combined_run import apart, moved, run
 from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
 from covey.errors import DataError
@@ -68,14 +69,14 @@ def test_a_model_that_looks_calls_its_tool_as_over_the_native_engine(way, tmp_pa
     logs = [line for line in trainer.state.log_history if "tools/call_frequency" in line]
     assert logs
     assert all(line["tools/call_frequency"] == 1.0 and line["tools/failure_frequency"] == 0.0 for line in logs)
-    moved = 0.0
+    farthest = 0.0
     fresh, _ = seeing_caller("qwen2_5_vl")
     for one, other, first in zip(
         native.model.parameters(), trainer.model.parameters(), fresh.parameters(), strict=True
     ):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
-        moved = max(moved, (one - first).abs().max().item())
-    assert moved > 1e-4
+        farthest = max(farthest, (one - first).abs().max().item())
+    assert farthest > 1e-4
     if way.startswith(
         "server"
     ):  # the second turn's prompt is the first's, its image's tokens with it, and what followed
@@ -214,3 +215,14 @@ def test_a_rollout_function_that_moves_the_images_is_refused(breaks, said, tmp_p
     trainer, _ = writes(tmp_path, breaks)
     with pytest.raises(DataError, match=said):
         trainer.train()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", [{}, {"fsdp": True}], ids=["ddp", "fsdp2"])
+def test_two_processes_train_an_environment_with_images_as_one(sharding, tmp_path):
+    case = {"features": ["environment"], "others": str(tmp_path), "url": None, "chat": True, "vlm": "qwen2_5_vl", "images": [1, 2]}  # fmt: skip
+    options = {"learning_rate": 0.1, "max_completion_length": 12}
+    run(tmp_path / "1", options=options, **case)
+    run(tmp_path / "2", 2, options={**options, **sharding}, **case)
+    assert moved(tmp_path / "1") > 1e-3
+    assert apart(tmp_path / "1", tmp_path / "2") < 1e-5

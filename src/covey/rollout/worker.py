@@ -17,7 +17,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from types import FunctionType, SimpleNamespace
 from typing import Any, Protocol, TypeAlias
@@ -320,7 +320,10 @@ class Served:
 
     def _ask(self, turns: Sequence[Turn]) -> Sequence[Reply]:
         """Replies of the training process's environment."""
-        self.line.send(("turns", _sendable(list(turns))))
+        plain = [
+            replace(turn, prompt=replace(turn.prompt, media=None)) for turn in turns
+        ]  # its pixels are there already
+        self.line.send(("turns", _sendable(plain)))
         while self.replies is None:
             self._receive()
         replies, self.replies = self.replies, None
