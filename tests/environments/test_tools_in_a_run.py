@@ -80,6 +80,7 @@ def test_the_model_calls_a_tool_reads_its_answer_and_rewards_see_the_turns(tmp_p
     assert logged["completions/mean_length"] == written
 
 
+@pytest.mark.slow
 def test_a_model_whose_layers_keep_a_state_calls_a_tool(tmp_path):
     trainer, seen = trainer_of(tmp_path, tools=[add], model=calling(steps=60, make=tiny_qwen3_5))
     trainer.train()

@@ -75,7 +75,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=trees)
 def test_any_tree_of_plain_values_comes_back_bit_for_bit(tree: Any, tmp_path: Path) -> None:
     assert bits(through_disk(tree, tmp_path)) == bits(tree)
@@ -277,7 +277,7 @@ def test_tensors_that_cannot_be_held_are_refused_by_their_place(tensor: torch.Te
         serialization.encode({"weight": tensor})
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     where=st.floats(0, 1, exclude_max=True),
     bit=st.integers(0, 7),

@@ -23,7 +23,7 @@ from covey.errors import CheckpointError, ConfigError, CoveyError
 from covey.rollout import worker_process
 from covey.rollout.on_ray import _not_started
 from forked import Forked, worker_of
-from kit import tiny_model, tiny_tokenizer
+from kit import rest_nightly, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")
 HERE = Path(__file__).parent
@@ -48,7 +48,9 @@ def test_without_staleness_the_run_is_the_ordinary_one_bit_for_bit(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["rlsd, feedback=answer", "sdpo, feedback=answer, teacher_update_rate=0.5"])
+@pytest.mark.parametrize(
+    "name", rest_nightly(["sdpo, feedback=answer, teacher_update_rate=0.5", "rlsd, feedback=answer"], 1)
+)
 def test_a_teacher_by_token_teaches_rollouts_that_run_ahead(name: str, tmp_path: Path) -> None:
     """Without staleness bit for bit as the ordinary run, also where the teacher is an average that follows; and with it."""
     runs = {
@@ -66,7 +68,7 @@ def test_a_teacher_by_token_teaches_rollouts_that_run_ahead(name: str, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("role", ["sibling", "baseline", "rescue"])
+@pytest.mark.parametrize("role", rest_nightly(["sibling", "rescue", "baseline"], 2))
 def test_members_of_an_ensemble_join_rollouts_that_run_ahead(role: str, tmp_path: Path) -> None:
     """Without staleness bit for bit as in the ordinary run; with it they join each rollout that is delivered."""
     runs = {}
