@@ -1,9 +1,11 @@
 """`covey doctor plan --cluster`: the combinations that fit, their memory by part, and the nearest cluster where none does."""
 
+import json
 from dataclasses import replace
 
 import peft
 import pytest
+import yaml
 from transformers import AutoConfig
 
 from covey import algorithms as alg
@@ -89,6 +91,17 @@ def test_four_bits_hold_less_and_a_split_model_a_share(four):
         assert held["QLoRA", split, "native"].weights < held["LoRA", split, "native"].weights
     whole, share = held["all weights", "DDP", "native"], held["all weights", "FSDP2", "native"]
     assert share.optimizer == -(-whole.optimizer // 4)
+
+
+def test_the_options_of_four_bits_are_yaml_that_loads_such_a_model(four):
+    from transformers import BitsAndBytesConfig
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    shown = next(choice.options for choice in four[2] if "QLoRA" in choice.features)["model_init_kwargs"]
+    loaded = yaml.safe_load(json.dumps(shown))
+    read = AutoQuantizationConfig.from_dict(loaded["quantization_config"])
+    assert isinstance(read, BitsAndBytesConfig)
+    assert read.load_in_4bit
 
 
 def test_more_gpus_are_not_slower_and_longer_completions_not_faster(four):

@@ -69,7 +69,8 @@ def ways(setup: Setup, lora: Any) -> list[Way]:
             measurement = held.measure()
             made.append(Way(features=(name, *how), setup=held, measurement=measurement, options={**options, **split}))
             if adapter is not None:
-                packed = {**options, **split, "quantization_config": "BitsAndBytesConfig(load_in_4bit=True)"}
+                loaded = {"dtype": "bfloat16", "quantization_config": {"load_in_4bit": True}}
+                packed = {"lora_r": adapter.r, "model_init_kwargs": loaded, **split}
                 made.append(
                     Way(features=("QLoRA", *how), setup=held, measurement=_packed(held, measurement), options=packed)
                 )
