@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from covey.models import accepts, unwrapped
+from covey.models import cache_keyword, unwrapped
 
 StateStep: TypeAlias = tuple[Any, str, Callable[..., Any]]
 """(Python module, name in it, replacement)"""
@@ -144,11 +144,6 @@ def has_states(model: Any) -> bool:
     except (AttributeError, KeyError, TypeError, ValueError):  # a kind of layer or configuration that it does not know
         return False
     return any(hasattr(layer, "conv_states") for layer in layers)
-
-
-def cache_keyword(model: Any) -> str | None:
-    """The keyword of the model's forward that takes transformers' cache; None if there is none."""
-    return next((name for name in ("past_key_values", "cache_params") if accepts(model, name)), None)
 
 
 @torch.no_grad()

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from covey.errors import RAW_ERRORS
-from covey.kernels import Layout, cache_factory, cache_keyword, has_states, tensors_on
-from covey.models import decoder_of, unwrapped
+from covey.kernels import Layout, cache_factory, has_states, tensors_on
+from covey.models import cache_keyword, decoder_of, unwrapped
 from covey.process.sharding import compute_device
 
 Way = Literal["states", "rows"]
@@ -345,7 +345,7 @@ def _note_layers(inner: Any) -> list[StateLayer]:
         setattr(module, name, before.get((module, name)))
     block = {child: module for module in inner.modules() for child in module.children()}
     make = lambda module, keyword: StateLayer(module, decoder_of(inner), block[module], keyword)
-    layers = [make(module, _keyword_of(module)) for module in seen if module is not inner]
+    layers = [make(module, cache_keyword(module)) for module in seen if module is not inner]
     return layers + [make(module, None) for module in _outermost([module for module, _ in held])]
 
 
@@ -368,11 +368,6 @@ def _after(note: Callable[[], Any], method: Callable[..., Any]) -> Callable[...,
         return method(*args, **options)
 
     return noted
-
-
-def _keyword_of(module: nn.Module) -> str | None:
-    parameters = inspect.signature(module.forward).parameters
-    return next((name for name in ("cache_params", "past_key_values") if name in parameters), None)
 
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from covey.data import num_embeddings
 from covey.errors import ConfigError, ModelError
-from covey.models import accepts, evaluating, unwrapped
+from covey.models import accepts, cache_keyword, evaluating, unwrapped
 from covey.models.modalities import banned_ids, computes_positions, media_inputs, refuse_loose_places, watched_positions
 from covey.rollout.autocast import SamplerPrecision, expect_precision, in_precision
 from covey.rollout.forward import head_in_float32
@@ -83,6 +83,7 @@ class TransformersSampler:
             raise ModelError("Prompt-learning adapters put virtual tokens before the prompt; use LoRA or another kind.")
         self.banned = banned_ids(policy)
         self.takes = {name for name in ("position_ids", "logits_to_keep") if accepts(policy, name)}
+        self.keyword = str(cache_keyword(policy))
         self.model, self.version = policy, version
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
@@ -126,8 +127,10 @@ class TransformersSampler:
 
 
 def keeps_usual_cache(model: Any) -> bool:
-    """True if the model's forward takes a `DynamicCache` as `past_key_values`, by its signature and by transformers."""
-    return accepts(model, "past_key_values") and bool(unwrapped(model)._supports_default_dynamic_cache())
+    """True if the model's forward takes a `DynamicCache`, by its signature and by transformers."""
+    return cache_keyword(model) in ("cache", "past_key_values") and bool(
+        unwrapped(model)._supports_default_dynamic_cache()
+    )
 
 
 class _Batch:
@@ -275,8 +278,8 @@ class _CachedBatch(_Batch):
             self.mask = torch.nn.functional.pad(self.mask, (0, ids.shape[1]), value=1)
         extra = {"position_ids": positions, "logits_to_keep": 1}
         extra = {name: value for name, value in extra.items() if name in self.sampler.takes and value is not None}
-        extra |= media
-        out = model(input_ids=ids, attention_mask=self.mask, past_key_values=self.cache, use_cache=True, **extra)
+        extra |= media | {self.sampler.keyword: self.cache}
+        out = model(input_ids=ids, attention_mask=self.mask, use_cache=True, **extra)
         logits: Tensor = out.logits[:, -1]
         return logits
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.models import accepts, evaluating, unwrapped
+from covey.models import cache_keyword, evaluating, unwrapped
 from covey.rollout.live import Top
 
 BATCH_TOKENS = 1024
@@ -52,12 +52,13 @@ def _score(model: Any, prompts: Sequence[Sequence[int]], num_top: int) -> list[l
         ids[row, : len(prompt)] = torch.tensor(list(prompt))
     ids = ids.to(device)
     size = max(1, LOGITS // (int(inner.config.get_text_config().vocab_size) * len(prompts)))
-    cached = accepts(inner, "past_key_values")
+    keyword = cache_keyword(inner)
+    cached = keyword in ("cache", "past_key_values")
     cache = DynamicCache(config=inner.config) if cached else None
     scored: list[list[Scored]] = [[] for _ in prompts]
     for start in range(0, width - 1, size if cached else width):
         stop = min(start + size, width - 1) if cached else width - 1
-        extra = {"past_key_values": cache, "use_cache": True} if cached else {}
+        extra = {str(keyword): cache, "use_cache": True} if cached else {}
         logits = inner(input_ids=ids[:, start:stop], **extra).logits
         for row, prompt in enumerate(prompts):
             count = min(stop, len(prompt) - 1) - start

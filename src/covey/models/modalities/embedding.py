@@ -23,6 +23,7 @@ _ARGUMENTS = (
     "inputs_embeds",
     "position_ids",
     "attention_mask",
+    "cache",
     "past_key_values",
     "use_cache",
     "return_dict",
