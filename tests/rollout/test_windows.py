@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from causal_classes import build as built
+from causal_table import gap_of
 from plain_sampling import collect, ids_of, plain_logprobs
 from windowed_models import LOCAL, PROMPTS, build
 
 from covey.kernels import Window, attention_windows
+from covey.learner.policy import Policy
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler, Unsupported, choose_sampler
 from covey.rollout.attention import ScoreRule, causal
 from covey.rollout.decoder import DecoderForward
@@ -98,3 +101,23 @@ def test_prompts_are_computed_in_blocks_as_with_the_mask_written_out(window, has
     expected = scores.softmax(-1)[..., :300] @ value.repeat_interleave(2, 1)
     out = causal(query, key, value, ScoreRule(0.3, sinks=sinks), window)
     torch.testing.assert_close(out.transpose(1, 2), expected)
+
+
+@pytest.mark.parametrize(
+    "kind, reason",
+    [
+        ("doge", "its layers choose the keys that a token sees"),
+        ("minimax_m3_vl_text", "its layers attend with block_indices"),
+        ("deepseek_v32", "its layers attend with indices"),
+    ],
+)
+def test_layers_that_choose_keys_by_their_content_are_left_to_the_model(tokenizer, kind, reason):
+    """They do so past some 2,048 tokens, which no short trial reaches."""
+    model = built(kind)
+    with pytest.raises(Unsupported, match=reason):
+        attention_windows(model)
+    with pytest.warns(match="plain transformers"):
+        sampler = choose_sampler(model, tokenizer, eos_ids=[2])
+    assert isinstance(sampler, TransformersSampler)
+    assert gap_of(sampler, model) <= 1e-4
+    assert not Policy(model, pad_id=0).shares_prompts()

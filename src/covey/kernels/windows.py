@@ -14,6 +14,9 @@ from covey.models import evaluating
 PROBE = "covey_probe"
 """Name of the probe in transformers' attention and mask interfaces."""
 
+UNDERSTOOD = ("position_ids", "s_aux")
+"""Tensors that a layer may hand to its attention beside queries, keys and values: rotated before, and attention sinks."""
+
 LOCAL_LAYERS = ("sliding_attention", "chunked_attention")
 """Values of `config.layer_types` for layers with a window."""
 
@@ -40,11 +43,13 @@ def attention_windows(model: Any) -> dict[int, Window | None]:
     """The window of each attention layer by its index; None for a layer with full causal attention.
 
     One forward pass of two tokens, which probes transformers' mask functions at distant tokens; {} for a model without transformers'
-    attention interface. Raises Unsupported for a mask that is neither causal nor a causal window.
+    attention interface. Raises Unsupported for a mask that is neither causal nor a causal window, and for keys chosen by
+    their content, by a mask that a layer makes or an argument that only its own attention reads.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     windows: dict[int, Window | None] = {}
+    masks: dict[int, Tensor] = {}
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ()
 
@@ -53,14 +58,23 @@ def attention_windows(model: Any) -> dict[int, Window | None]:
     ) -> tuple[Tensor, None]:
         index = getattr(module, "layer_idx", None)
         if index is not None:
+            if unknown := [name for name, x in options.items() if isinstance(x, Tensor) and name not in UNDERSTOOD]:
+                raise Unsupported(f"its layers attend with {unknown[0]}")
+            if isinstance(attention_mask, Tensor) and attention_mask.data_ptr() not in masks:
+                raise Unsupported("its layers choose the keys that a token sees")
             size = options.get("sliding_window")
             windows[index] = getattr(attention_mask, "covey_window", None if size is None else Window(int(size)))
             if windows[index] is None and index < len(kinds) and kinds[index] in LOCAL_LAYERS:
                 raise Unsupported(f"layer {index} has {kinds[index]}, but its mask shows no window")
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
+    def mask(*args: Any, **options: Any) -> Tensor:
+        made = _probe_mask(**options)
+        masks[made.data_ptr()] = made
+        return made
+
     AttentionInterface.register(PROBE, attend)
-    AttentionMaskInterface.register(PROBE, _probe_mask)
+    AttentionMaskInterface.register(PROBE, mask)
     before = config._attn_implementation
     config._attn_implementation = PROBE
     try:
@@ -73,10 +87,10 @@ def attention_windows(model: Any) -> dict[int, Window | None]:
     return windows
 
 
-def _probe_mask(*args: Any, **options: Any) -> Tensor:
-    """A mask with its window as an attribute."""
+def _probe_mask(**options: Any) -> Tensor:
+    """A mask with its window as an attribute, of the type that a layer would turn it into."""
     device = options.get("device") or "cpu"
-    mask = torch.zeros(1, 1, 1, 1, device=device)
+    mask = torch.zeros(1, 1, 1, 1, dtype=options.get("dtype"), device=device)
     mask.covey_window = _window_of(options["mask_function"], options.get("local_size"), device)  # type: ignore[attr-defined]
     return mask
 

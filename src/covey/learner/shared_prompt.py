@@ -30,8 +30,6 @@ from covey.process.context import ContextGroup
 logger = logging.getLogger(__name__)
 
 ATTENTION = "covey"
-_NOT_UNDERSTOOD = ("position_bias", "indices", "cache")
-"""Attention arguments of some models that are not supported here."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,9 +251,6 @@ def attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return out, None
-    for name in _NOT_UNDERSTOOD:
-        if kwargs.get(name) is not None:
-            raise ValueError(f"its attention uses {name}")
     if covey_rows.context is not None:
         return context_parallel.attend(attention, module, (query, key, value), covey_rows, product)
     if covey_rows.heads is not None:

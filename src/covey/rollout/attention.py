@@ -64,9 +64,6 @@ def attention_forward(
     batch = options.get("covey_batch")
     if batch is None:
         raise Unsupported(f"{type(module).__name__} does not hand the forward's keywords to its attention")
-    for name in ("position_bias", "indices"):
-        if options.get(name) is not None:
-            raise Unsupported(f"{type(module).__name__} attends with {name}")
     missing = key.shape[-1] - value.shape[-1]
     if value.shape[:-1] != key.shape[:-1] or query.shape[-1] != key.shape[-1] or missing < 0:
         raise Unsupported(f"{type(module).__name__} has queries, keys and values of different shapes")
