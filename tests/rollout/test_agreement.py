@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Completions are written by plain
 PROMPTS = [Prompt(uid=str(i), token_ids=ids) for i, ids in enumerate([tuple(range(5, 14)), (40,), (40, 41, 42)])]
 WAYS = {
     "mamba": "generate",
-    "mamba2": "generate",
+    "mamba2": "cache",
     "falcon_mamba": "generate",
     "minimax": "generate",
     "bart": "generate",  # its positions are counted from the padding

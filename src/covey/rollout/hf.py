@@ -128,9 +128,7 @@ class TransformersSampler:
 
 def keeps_usual_cache(model: Any) -> bool:
     """True if the model's forward takes a `DynamicCache`, by its signature and by transformers."""
-    return cache_keyword(model) in ("cache", "past_key_values") and bool(
-        unwrapped(model)._supports_default_dynamic_cache()
-    )
+    return cache_keyword(model) is not None and bool(unwrapped(model)._supports_default_dynamic_cache())
 
 
 class _Batch:
