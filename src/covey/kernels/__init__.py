@@ -18,7 +18,7 @@ from covey.kernels.matmul import WeightMatmul
 from covey.kernels.prompt_attention import SharedPromptAttention
 from covey.kernels.routers import Routers, find_routers
 from covey.kernels.sampler_linear import InPlaceLinear, SamplerLinear
-from covey.kernels.state_steps import cache_factory, has_states, in_place_steps, state_steps, tensors_on
+from covey.kernels.state_steps import cache_factory, cache_keyword, has_states, in_place_steps, state_steps, tensors_on
 from covey.kernels.triton_decode import TritonDecode
 from covey.kernels.windows import LOCAL_LAYERS, Window, attention_windows
 
@@ -42,6 +42,7 @@ __all__ = [
     "Window",
     "attention_windows",
     "cache_factory",
+    "cache_keyword",
     "find_routers",
     "footprint",
     "fuse",

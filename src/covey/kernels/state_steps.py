@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from covey.models import cache_keyword, unwrapped
+from covey.models import accepts, unwrapped
 
 StateStep: TypeAlias = tuple[Any, str, Callable[..., Any]]
 """(Python module, name in it, replacement)"""
@@ -144,6 +144,11 @@ def has_states(model: Any) -> bool:
     except (AttributeError, KeyError, TypeError, ValueError):  # a kind of layer or configuration that it does not know
         return False
     return any(hasattr(layer, "conv_states") for layer in layers)
+
+
+def cache_keyword(module: Any) -> str | None:
+    """Keyword of the forward that takes transformers' cache: `cache` since 5.24; None if there is none."""
+    return next((name for name in ("cache", "past_key_values", "cache_params") if accepts(module, name)), None)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ PROBE = "covey_probe"
 """Name of the probe in transformers' attention and mask interfaces."""
 
 UNDERSTOOD = ("position_ids", "s_aux")
-"""Tensors that a layer may hand to its attention beside queries, keys and values: rotated before, and attention sinks."""
+"""Further tensors that a layer may hand to its attention: positions, which are rotated in before, and attention sinks."""
 
 LOCAL_LAYERS = ("sliding_attention", "chunked_attention")
 """Values of `config.layer_types` for layers with a window."""

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from covey.errors import RAW_ERRORS
-from covey.kernels import Layout, cache_factory, has_states, tensors_on
-from covey.models import cache_keyword, decoder_of, unwrapped
+from covey.kernels import Layout, cache_factory, cache_keyword, has_states, tensors_on
+from covey.models import decoder_of, unwrapped
 from covey.process.sharding import compute_device
 
 Way = Literal["states", "rows"]

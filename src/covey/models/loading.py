@@ -313,11 +313,6 @@ def accepts(model: Any, name: str) -> bool:
     return name in inspect.signature(unwrapped(model).forward).parameters
 
 
-def cache_keyword(module: Any) -> str | None:
-    """Keyword of the forward that takes transformers' cache: `cache` since 5.24; None if there is none."""
-    return next((name for name in ("cache", "past_key_values", "cache_params") if accepts(module, name)), None)
-
-
 @contextmanager
 def float32_stream(model: Any) -> Iterator[None]:
     """Context in which a model with bfloat16 weights computes as one with float32 weights does under autocast; a no-op for others.

@@ -17,12 +17,13 @@ from covey.kernels import (
     Routers,
     SamplerLinear,
     attention_windows,
+    cache_keyword,
     find_routers,
     has_states,
     in_place_steps,
     state_steps,
 )
-from covey.models import accepts, cache_keyword, decoder_of, evaluating, float32_stream, unwrapped
+from covey.models import accepts, decoder_of, evaluating, float32_stream, unwrapped
 from covey.models.modalities import embed
 from covey.rollout.attention import NAME, Batch, ScoreRule, causal, register
 from covey.rollout.batches import AnswerBatch, DecodeBatch, PrefillBatch

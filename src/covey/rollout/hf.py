@@ -13,7 +13,8 @@ from torch import Tensor
 
 from covey.data import num_embeddings
 from covey.errors import ConfigError, ModelError
-from covey.models import accepts, cache_keyword, evaluating, unwrapped
+from covey.kernels import cache_keyword
+from covey.models import accepts, evaluating, unwrapped
 from covey.models.modalities import banned_ids, computes_positions, media_inputs, refuse_loose_places, watched_positions
 from covey.rollout.autocast import SamplerPrecision, expect_precision, in_precision
 from covey.rollout.forward import head_in_float32

@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from covey.kernels import cache_factory, tensors_on
-from covey.models import cache_keyword, unwrapped
+from covey.kernels import cache_factory, cache_keyword, tensors_on
+from covey.models import unwrapped
 
 Path: TypeAlias = "tuple[str | int, ...]"
 """Attributes and keys that lead from a cache or module to a tensor."""

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.models import cache_keyword, evaluating, unwrapped
+from covey.kernels import cache_keyword
+from covey.models import evaluating, unwrapped
 from covey.rollout.live import Top
 
 BATCH_TOKENS = 1024
