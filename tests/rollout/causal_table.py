@@ -50,8 +50,7 @@ class Verdict:
 
     def begin(self) -> str:
         """The row but for its kinds."""
-        tools = "" if not self.shared else "yes" if self.rollout in ("native", "states") else "no"
-        return f"| {ROLLOUTS[self.rollout]} | {tools} | {self.shared} | {self.adapters} | {self.export} |"
+        return f"| {ROLLOUTS[self.rollout]} | {self.shared} | {self.adapters} | {self.export} |"
 
 
 def gap_of(sampler: Any, model: Any) -> float:
@@ -130,7 +129,7 @@ def table() -> str:
     named = lambda verdict: ", ".join(f"`{kind}`" for kind in kinds[verdict])
     rows = [f"{verdict.begin()} {named(verdict)} |" for verdict in order]
     return "\n".join(
-        ["| rollout | tools | prompt shared | LoRA | export | kinds |", "|---|---|---|---|---|---|", *rows]
+        ["| rollout | prompt shared | LoRA | export | kinds |", "|---|---|---|---|---|", *rows]
     )
 
 

@@ -69,6 +69,19 @@ def test_completions_of_a_model_with_a_state_end_and_keep_a_penalty():
     assert largest_gap(plain, model, repetition_penalty=2.0) > 1e-2
 
 
+@pytest.mark.parametrize("kind", WAYS)
+def test_a_family_goes_on_from_what_a_tool_answers(kind):
+    model, tokenizer = build(kind), tiny_tokenizer()
+    answer = lambda turns: [None if 7 in turn.token_ids else "7" for turn in turns]
+    sampler = choose_sampler(model, tokenizer, backend="transformers", eos_ids=list(range(3, 60)), environment=answer)
+    groups = list(sampler.sample(PROMPTS, 3, SamplingParams(max_tokens=12, seed=1)))
+    drawn = [completion for group in groups for completion in group.completions]
+    assert any(completion.mask is not None and not completion.mask.all() for completion in drawn)
+    for completion, plain in zip(drawn, plain_logprobs(model, groups), strict=True):
+        is_drawn = completion.mask if completion.mask is not None else torch.ones(len(plain), dtype=torch.bool)
+        assert float((completion.logprobs - plain)[is_drawn].abs().max()) <= 1e-4
+
+
 def test_one_seed_gives_the_same_completions_in_any_batch():
     model = build("mamba")
     sampler = choose_sampler(model, tiny_tokenizer(), backend="transformers", eos_ids=[2])

@@ -22,7 +22,7 @@ def tier(kind):
 
 
 def row_of(kind):
-    (row,) = (row for row in ROWS if kind in re.findall(r"`([^`]+)`", row.split("|")[6]))
+    (row,) = (row for row in ROWS if kind in re.findall(r"`([^`]+)`", row.split("|")[5]))
     return row
 
 
