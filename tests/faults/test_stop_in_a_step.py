@@ -91,7 +91,7 @@ def test_a_signal_is_heard_between_tokens_and_micro_batches(
 
 
 def test_the_transformers_sampler_hears_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = SignalAt(9, signal.SIGINT)  # after the five tokens that are compared with a plain forward
+    watch = SignalAt(19, signal.SIGINT)  # after the tokens of the trials: five compared, ten timed
     monkeypatch.setattr(TransformersSampler, "check_stop", watch, raising=False)
     run = trainer(tmp_path / "run", rollout_backend="transformers", **OPTIONS)
     stopped(run)

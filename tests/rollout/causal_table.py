@@ -128,9 +128,7 @@ def table() -> str:
     order = sorted(kinds, key=lambda verdict: (list(ROLLOUTS).index(verdict.rollout), -len(kinds[verdict])))
     named = lambda verdict: ", ".join(f"`{kind}`" for kind in kinds[verdict])
     rows = [f"{verdict.begin()} {named(verdict)} |" for verdict in order]
-    return "\n".join(
-        ["| rollout | prompt shared | LoRA | export | kinds |", "|---|---|---|---|---|", *rows]
-    )
+    return "\n".join(["| rollout | prompt shared | LoRA | export | kinds |", "|---|---|---|---|---|", *rows])
 
 
 if __name__ == "__main__":
