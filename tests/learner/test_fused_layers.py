@@ -172,6 +172,19 @@ def test_a_gate_whose_output_is_zero_tells_nothing_and_is_left_alone(monkeypatch
     assert "gate" not in seen
 
 
+def test_a_gate_that_names_no_activation_is_left_alone(monkeypatch):
+    model = tiny_model(**WIDE)
+    for layer in model.model.layers:
+        del layer.mlp.act_fn
+    silu = torch.nn.functional.silu
+    gated = lambda self, x: self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+    monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", gated)
+    seen = computed_by_kernels(monkeypatch)
+    with fused(model), torch.no_grad():
+        model(torch.arange(6)[None])
+    assert seen == {"norm", "rotate"}
+
+
 def test_what_somebody_else_hooked_in_or_put_there_is_called(monkeypatch):
     model = tiny_model(**WIDE)
     first, second = (layer.mlp for layer in model.model.layers)

@@ -76,7 +76,11 @@ class FusedLayers:
                 for norm in (layer.input_layernorm, layer.post_attention_layernorm, *_norms_of_heads(attention)):
                     if is_norm(norm) and is_plain(norm.weight) and not len(norm.weight) % LANES:
                         self._forwards.append((norm, partial(operations.normed, norm, norm.forward)))
-                if is_gated(layer.mlp) and _is_silu(layer.mlp.act_fn) and is_plain(next(layer.mlp.parameters())):
+                if (
+                    is_gated(layer.mlp)
+                    and _is_silu(getattr(layer.mlp, "act_fn", None))
+                    and is_plain(next(layer.mlp.parameters()))
+                ):
                     self._forwards.append((layer.mlp, partial(operations.gated, layer.mlp, layer.mlp.forward)))
             for home in dict.fromkeys(sys.modules[type(layer.self_attn).__module__] for layer in layers):
                 original = getattr(home, ROTATION, None)
