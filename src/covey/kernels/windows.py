@@ -57,9 +57,9 @@ def attention_windows(model: Any) -> dict[int, Window | None]:
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
         index = getattr(module, "layer_idx", None)
+        if unknown := [name for name, x in options.items() if isinstance(x, Tensor) and name not in UNDERSTOOD]:
+            raise Unsupported(f"its layers attend with {unknown[0]}")
         if index is not None:
-            if unknown := [name for name, x in options.items() if isinstance(x, Tensor) and name not in UNDERSTOOD]:
-                raise Unsupported(f"its layers attend with {unknown[0]}")
             if isinstance(attention_mask, Tensor) and attention_mask.data_ptr() not in masks:
                 raise Unsupported("its layers choose the keys that a token sees")
             size = options.get("sliding_window")
