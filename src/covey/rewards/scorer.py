@@ -78,7 +78,7 @@ class Scorer:
         self.combiner.running = [Running()] * len(self.rewards)
         self._weights = [weight_of(weight) for weight in weights or [spec.weight for spec in self.rewards]]
         self.read: Callable[[Group], Group] = lambda group: group
-        """How completions of chats become messages, once the tokenizer that tells is loaded."""
+        """Reader of chats: adds messages to their completions; the identity until the tokenizer is loaded."""
         self.timeout_seconds = timeout_seconds
         self.error_limit = error_limit
         self.on_error = on_error

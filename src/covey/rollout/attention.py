@@ -25,7 +25,7 @@ HIDDEN = -3e4
 
 
 class ScoreRule(NamedTuple):
-    """How the score s of a query and a key is computed."""
+    """Attention scores: the rule by which the score s of a query and a key is computed."""
 
     scale: float
     """Factor of their product."""
