@@ -12,7 +12,7 @@ from combinations.combined_run import apart, moved, run
 from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
 from covey.errors import DataError
-from environments.tool_runs import add
+from environments.tool_runs import Sum, add
 from kit import rest_nightly
 from modalities.acting_models import row, seeing_caller
 from modalities.models import picture
@@ -83,25 +83,15 @@ def test_a_model_that_looks_calls_its_tool_as_over_the_native_engine(way, tmp_pa
         assert any(len(a) > len(b) + 5 and a[: len(b)] == b for a in asked for b in asked)
 
 
-class Gallery:
+class Gallery(Sum):
     """An environment with the tool `add`, whose `reset` says more, or hangs a picture of its own beside the row's."""
 
     picture = None
 
     def reset(self, **row):
-        self.calls = []
+        super().reset(**row)
         self.has_image = row.get("image") is not None
         return [{"type": "image", "image": self.picture}] if self.picture else " and more"
-
-    def add(self, a: int, b: int) -> int:
-        """Add two numbers.
-
-        Args:
-            a: The first.
-            b: The second.
-        """
-        self.calls.append((a, b))
-        return a + b
 
     def get_reward(self) -> float:
         return 1000.0 * len(self.calls) + self.has_image

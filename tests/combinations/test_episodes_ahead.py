@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from covey import GRPOConfig, GRPOTrainer
 from covey.rollout import worker_process
 from environments.acting import chat_tokenizer
-from environments.tool_runs import add, calling
+from environments.tool_runs import Sum, add, calling
 from forked import worker_of
 from kit import rest_nightly
 
@@ -23,24 +23,12 @@ def _worker(monkeypatch):
     monkeypatch.setattr(worker_process, "_start", worker_of("covey.rollout.worker"))
 
 
-class Marked:
-    """An environment with the tool `add`, which knows its row."""
+class Marked(Sum):
+    """The environment, which knows its row."""
 
     def reset(self, **row):
-        self.calls, self.prompt = [], row["prompt"]
-
-    def add(self, a: int, b: int) -> int:
-        """Add two numbers.
-
-        Args:
-            a: The first.
-            b: The second.
-        """
-        self.calls.append((a, b))
-        return a + b
-
-    def get_reward(self) -> float:
-        return float(len(self.calls))
+        super().reset(**row)
+        self.prompt = row["prompt"]
 
 
 def conversing(row, client):

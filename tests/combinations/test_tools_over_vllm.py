@@ -9,30 +9,9 @@ from datasets import Dataset
 from covey import GRPOConfig, GRPOTrainer
 from covey.rollout.agreement import plain_logprobs
 from environments.acting import chat_tokenizer
-from environments.tool_runs import add, bridge, calling, shown
+from environments.tool_runs import Sum, add, bridge, calling, shown
 from kit import rest_nightly
 from vllm_server.fake_server import FakeServer
-
-
-class Sum:
-    """An environment with the tool `add`, which scores its own episode."""
-
-    def reset(self, **row):
-        self.calls = []
-
-    def add(self, a: int, b: int) -> int:
-        """Add two numbers.
-
-        Args:
-            a: The first.
-            b: The second.
-        """
-        self.calls.append((a, b))
-        return a + b
-
-    def get_reward(self) -> float:
-        return float(len(self.calls))
-
 
 WAYS = {
     "native": {},

@@ -1,4 +1,4 @@
-"""A tool, and models that call it."""
+"""A tool, an environment with it, and models that call it."""
 
 from environments.acting import trained_on
 
@@ -13,6 +13,26 @@ def add(a: int, b: int) -> int:
         b: The second.
     """
     return a + b
+
+
+class Sum:
+    """An environment with the tool `add`, which scores its own episode."""
+
+    def reset(self, **row):
+        self.calls = []
+
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: The first.
+            b: The second.
+        """
+        self.calls.append((a, b))
+        return a + b
+
+    def get_reward(self) -> float:
+        return float(len(self.calls))
 
 
 def shown(tools: str = "add ") -> str:
