@@ -70,10 +70,6 @@ _UNSCORED = (
     "an agent's calls are recorded with their log-probabilities, which completions of transformers' generate do not have; leave those "
     "generation_kwargs out."
 )
-_MEMBERS = (
-    "an environment, an agent and a rollout_func write the prompt of their own completions, so another model has none to answer; leave "
-    "ensemble out, or use tools."
-)
 REFUSALS = (
     _refusal(
         ("FSDP2", "rollout_func"),
@@ -102,7 +98,11 @@ REFUSALS = (
         "the run's endpoint reads text alone, so an agent could not show the model an image or a sound; leave these out of the prompts, or "
         "use tools or environment_factory.",
     ),
-    *(_refusal(("ensemble", other), _MEMBERS) for other in ("environment", "agent", "rollout_func")),
+    _refusal(
+        ("ensemble", "rollout_func"),
+        "a rollout_func writes whole completions itself, with the trainer and its model, so another model has nothing to write them with; "
+        "leave ensemble out, or use tools or environment_factory.",
+    ),
     _refusal(
         ("asynchronous", "rollout_func"),
         "rollout_func is handed the trainer, whose weights the learner changes while rollouts run ahead; leave async_rollouts out, or use "

@@ -126,7 +126,7 @@ class Ensemble:
         for i, writer in enumerate(self._writers):
             member_sampling = replace(sampling, seed=None if sampling.seed is None else seed_of(sampling.seed, i))
             for row, written in zip(rows, writer.write(prompts, member_sampling), strict=True):
-                row += [completion for completion in written if completion is not None]
+                row += written.completions
         return [Group(prompt=prompt, completions=tuple(row)) for prompt, row in zip(prompts, rows, strict=True)]
 
     def scores(self, groups: Sequence[Group], rewards: Any) -> list[list[float]]:

@@ -32,14 +32,15 @@ def load_writer(
     trust_remote_code: bool = False,
     check_stop: Callable[[], None] = lambda: None,
     shard: Callable[[nn.Module], Shards] | None = None,
-    episodes: Callable[[Callable[..., Sampler], Any, Sequence[int]], Sampler] | None = None,
+    episodes: Callable[..., Sampler] | None = None,
 ) -> Writer:
     """The member, loaded on `device`.
 
     `policy`: how the policy reads text; None at inference, where each member reads and writes in its own tokens. `check_stop`:
     called while the member generates; an exception ends it. `shard`: splits a model that is loaded here over the processes; a loaded
-    object and a quantized model stay whole. `episodes`: makes the sampler of completions that call the run's tools. Raises ConfigError
-    for a sibling with another tokenizer than the policy's, for a member that cannot call the run's tools, and ModelError for what cannot
+    object and a quantized model stay whole. `episodes(over, model, shards, tokenizer, eos_ids)`: makes the sampler of completions that
+    call the run's tools, act in its environment, or answer its agent, of those that `over(model)` makes. Raises ConfigError for a
+    sibling with another tokenizer than the policy's, for a member that cannot write the run's episodes, and ModelError for what cannot
     be loaded.
     """
     if member.is_endpoint:
@@ -72,11 +73,14 @@ def load_writer(
     is_split = is_named and not getattr(model, "is_quantized", False)
     shards = shard(model) if shard is not None and is_split else None
 
-    def make(**more: Any) -> Sampler:
-        over = lambda model: choose_sampler(model, tokenizer, eos_ids=ends, check_stop=check_stop, **more)
-        return over(model) if shards is None else GatheredSampler(shards, over)
+    def over(model: nn.Module, **more: Any) -> Sampler:
+        return choose_sampler(model, tokenizer, eos_ids=ends, check_stop=check_stop, **more)
 
-    sampler = make() if episodes is None else episodes(make, tokenizer, ends)
+    if episodes is not None:
+        tokenizer = tokenizer if policy is None else policy.tokenizer  # the prompt was written by its chat template
+        sampler = episodes(over, model, shards, tokenizer, ends)
+    else:
+        sampler = over(model) if shards is None else GatheredSampler(shards, over)
     return LocalWriter(name, role, member.samples, sampler, tokenizer, None if is_same else policy, renders=not is_same)
 
 
@@ -95,7 +99,8 @@ def _endpoint_writer(
 
 def _without_tools(name: str, what: str) -> ConfigError:
     return ConfigError(
-        f"Ensemble member {name} writes text of {what}, in which the run's tools cannot answer; leave it out, or the tools."
+        f"Ensemble member {name} writes text of {what}, in which the run's tools cannot answer, nor its environment or agent; leave "
+        "it out, or these."
     )
 
 

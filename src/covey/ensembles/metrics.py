@@ -19,13 +19,12 @@ class Tally:
 
     counts: dict[str, float] = field(default_factory=dict)
 
-    def add(self, name: str, written: Sequence[Sequence[Completion | None]]) -> None:
-        """Count a member's completions for some prompts; None is one that failed."""
-        answers = [completion for row in written for completion in row]
+    def add(self, name: str, samples: int, written: Sequence[Group]) -> None:
+        """Count a member's completions for some prompts, of which it was to write `samples` each; what is missing failed."""
         for key, count in (
             ("prompts", len(written)),
-            ("drawn", len(answers)),
-            ("lost", sum(completion is None for completion in answers)),
+            ("drawn", sum(max(samples, group.size) for group in written)),
+            ("lost", sum(max(0, samples - group.size) for group in written)),
         ):
             self.counts[f"{name}/{key}"] = self.counts.get(f"{name}/{key}", 0.0) + count
 

@@ -12,8 +12,10 @@ from torch import Tensor
 from covey.algorithms import MemberWeight, Needs
 from covey.ensembles.member import Role
 from covey.ensembles.metrics import Tally
-from covey.ensembles.writers import Writer
+from covey.ensembles.writers import Writer, for_each_path
+from covey.errors import DataError
 from covey.rollout import Sampler, SamplingParams
+from covey.rollout.joining import with_shared_prompt
 from covey.rollout.prompts import PromptLike
 from covey.types import Completion, Group, Prompt
 
@@ -53,8 +55,13 @@ class EnsembleSampler:
         more = self._written(encoded, [w for w in self.writers if w.role != "rescue"], params)
         for group in self.sampler.sample(prompts, n, params):
             version = group.completions[0].version
-            joining = [replace(completion, version=version) for completion in more.get(group.prompt.uid, ())]
-            yield replace(group, completions=(*group.completions, *joining))
+            stamped = lambda path, version=version: replace(path, version=version)
+            yield _joined(group, [_changed(theirs, stamped) for theirs in more.get(group.prompt.uid, ())])
+
+    def close(self) -> None:
+        """Close what the policy's sampler and the members have open."""
+        for part in (self.sampler, *self.writers):
+            getattr(part, "close", lambda: None)()
 
     def rescues(self, groups: Sequence[Group], rewards: Tensor, params: SamplingParams) -> list[Group]:
         """Groups of the rescuers' answers to the prompts of those scored `groups` in which the policy failed throughout.
@@ -65,25 +72,21 @@ class EnsembleSampler:
         failed = [group for group in groups if has_failed(group, rewards, self.threshold)] if rescuers else []
         more = self._written([group.prompt for group in failed], rescuers, params)
         versions = {group.prompt.uid: group.completions[0].version for group in failed}
-        return [
-            Group(
-                prompt=group.prompt,
-                completions=tuple(
-                    replace(completion, version=versions[group.prompt.uid], logprobs=unknown(completion))
-                    for completion in more[group.prompt.uid]
-                ),
-            )
-            for group in failed
-            if more.get(group.prompt.uid)
-        ]
+        out = []
+        for group in failed:
+            version = versions[group.prompt.uid]
+            blank = lambda path, version=version: replace(path, version=version, logprobs=unknown(path))
+            answers = [_changed(theirs, blank) for theirs in more[group.prompt.uid]]
+            out.append(_joined(replace(group, completions=(), rewards=None, events=(), extras={}), answers))
+        return [answer for answer in out if answer.size]
 
     def joined(self, group: Group, answers: Group, rewards: Tensor) -> Group:
         """The failed group with those of the scored rescuers' `answers` that are right."""
         right = [i for i, total in enumerate(totals(answers, rewards).tolist()) if total >= self.threshold]
         if not right or group.rewards is None or answers.rewards is None:
             return group
-        right_answers = answers.take(right)
-        assert right_answers.rewards is not None
+        group, right_answers = with_shared_prompt([group, answers.take(right)])
+        assert group.rewards is not None and right_answers.rewards is not None  # they keep theirs  # noqa: PT018
         extras = {
             name: [
                 *group.extras.get(name, [None] * group.size),
@@ -101,18 +104,43 @@ class EnsembleSampler:
 
     def _written(
         self, prompts: Sequence[Prompt], writers: Sequence[Writer], params: SamplingParams
-    ) -> dict[str, list[Completion]]:
-        """Completions of these members by prompt. Of a member that is split, every process must ask, also without prompts."""
-        out: dict[str, list[Completion]] = {prompt.uid: [] for prompt in prompts}
+    ) -> dict[str, list[Group]]:
+        """Groups of these members by prompt. Of a member that is split, every process must ask, also without prompts."""
+        out: dict[str, list[Group]] = {prompt.uid: [] for prompt in prompts}
         for writer in writers:
             member_params = replace(
                 params, seed=None if params.seed is None else seed_of(params.seed, self.writers.index(writer))
             )
             written = writer.write(prompts, member_params)
-            self.tally.add(writer.name, written)
-            for prompt, row in zip(prompts, written, strict=True):
-                out[prompt.uid] += [completion for completion in row if completion is not None]
+            self.tally.add(writer.name, writer.samples, written)
+            for group in written:
+                out[group.prompt.uid].append(group)
         return out
+
+
+def _changed(group: Group, change: Callable[[Completion], Completion]) -> Group:
+    return replace(group, completions=tuple(for_each_path(completion, change) for completion in group.completions))
+
+
+def _joined(group: Group, more: Sequence[Group]) -> Group:
+    """The group with the completions and events of `more`, which members wrote to the same row.
+
+    Raises DataError where an environment showed a member another task. An agent may show other words; what it begins with otherwise
+    than the policy's is left out.
+    """
+    first, prompt = group.prompt.token_ids[:1], group.prompt
+    for theirs in more:
+        is_task = prompt.before is not None or theirs.prompt.before is not None
+        if is_task and theirs.prompt.token_ids != prompt.token_ids:
+            raise DataError(
+                f"reset() of the environment of prompt {prompt.uid} showed a member of the ensemble something else than the policy, so their "
+                "rewards do not compare; draw the task from a column of the row, or from the argument `seed`."
+            )
+    like = [theirs for theirs in more if theirs.size and theirs.prompt.token_ids[:1] == first]
+    same, *others = with_shared_prompt([group, *like])
+    completions = [*same.completions, *(completion for theirs in others for completion in theirs.completions)]
+    events = [event for theirs in more for event in theirs.events]
+    return replace(same, completions=tuple(completions), events=(*group.events, *events))
 
 
 def seed_of(seed: int, member: int) -> int:

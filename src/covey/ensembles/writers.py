@@ -16,7 +16,7 @@ from covey.ensembles.member import Role
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.chat_endpoint import Endpoint, Reply, all_of
 from covey.rollout import Sampler, SamplingParams
-from covey.types import Completion, Finish, Prompt
+from covey.types import Completion, Finish, Group, Prompt
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,29 @@ class LocalWriter:
     renders: bool = False
     """True if it reads prompts in tokens of its own. False: the policy's tokens are its own."""
 
-    def write(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[Completion | None]]:
-        """`samples` completions of each prompt, in the policy's tokens; None for one that is not the same in them."""
+    def write(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Group]:
+        """A group of `samples` completions of each prompt, in the policy's tokens, without those that are not the same in them.
+
+        Its prompt is what an environment or an agent showed to the member. Lost episodes are left out too.
+        """
         shown = [self._rendered(prompt) if self.renders else prompt for prompt in prompts]
         place = {prompt.uid: i for i, prompt in enumerate(shown)}
-        out: list[list[Completion | None]] = [[] for _ in shown]
+        out = [Group(prompt=prompt, completions=()) for prompt in prompts]
         for group in self.sampler.sample(shown, self.samples, params):
-            out[place[group.prompt.uid]] = [self._taken_over(completion, params) for completion in group.completions]
+            i = place[group.prompt.uid]
+            taken = [self._taken_over(completion, params) for completion in group.completions if completion.num_tokens]
+            out[i] = Group(
+                prompt=prompts[i] if self.renders else group.prompt,
+                completions=tuple(completion for completion in taken if completion is not None),
+                events=tuple(
+                    replace(event, said=f"Ensemble member {self.name}: {event.said}") for event in group.events
+                ),
+            )
         return out
+
+    def close(self) -> None:
+        """Close what its sampler has open, such as an agent's endpoint."""
+        getattr(self.sampler, "close", lambda: None)()
 
     def _rendered(self, prompt: Prompt) -> Prompt:
         """The prompt in the member's own tokens and chat template."""
@@ -80,7 +95,7 @@ class LocalWriter:
         return replace(prompt, token_ids=tuple(self.tokenizer(prompt.text)["input_ids"]))
 
     def _taken_over(self, completion: Completion, params: SamplingParams) -> Completion | None:
-        completion = replace(completion, source=self.name)
+        completion = for_each_path(completion, lambda path: replace(path, source=self.name))
         if self.encoding is None:
             return completion
         ids = self.encoding(completion.text, completion.finish, params.max_tokens)
@@ -100,14 +115,21 @@ class EndpointWriter:
     check_stop: Callable[[], None] = field(default=lambda: None)
     """Called while requests are pending; an exception ends the waiting."""
 
-    def write(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[Completion | None]]:
+    def write(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Group]:
         """As `LocalWriter.write`. Raises ConfigError where the endpoint refuses for good: a wrong key, model or address."""
         work = [partial(self._ask, prompt, params, i) for prompt in prompts for i in range(self.samples)]
         try:
             replies = iter(all_of(work, self.check_stop))
         except RewardError as error:
             raise ConfigError(f"Ensemble member {self.name}: {error}") from error
-        return [[self._completion(next(replies), params) for _ in range(self.samples)] for _ in prompts]
+        made = [[self._completion(next(replies), params) for _ in range(self.samples)] for _ in prompts]
+        return [
+            Group(prompt=prompt, completions=tuple(completion for completion in row if completion is not None))
+            for prompt, row in zip(prompts, made, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Nothing is open between requests."""
 
     def _ask(self, prompt: Prompt, params: SamplingParams, sample: int) -> Reply | None:
         raw = prompt.raw
@@ -132,6 +154,14 @@ class EndpointWriter:
         return Completion(
             token_ids=torch.tensor(ids, dtype=torch.int64), text=reply.text, finish=finish, source=self.name
         )
+
+
+def for_each_path(completion: Completion, change: Callable[[Completion], Completion]) -> Completion:
+    """The completion and its branches, which are paths of one agent's episode, each changed."""
+    notes = completion.episode
+    if notes is not None and notes.branches:
+        notes = replace(notes, branches=tuple(change(branch) for branch in notes.branches))
+    return replace(change(completion), episode=notes)
 
 
 Writer = LocalWriter | EndpointWriter

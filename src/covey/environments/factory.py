@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -40,7 +40,7 @@ class EnvironmentPool:
     Raises ConfigError for a factory that fails, an instance without `reset`, or a method without type hints and docstring.
     """
 
-    def __init__(self, factories: Factory | Mapping[str, Factory]) -> None:
+    def __init__(self, factories: Factory | Mapping[Any, Factory]) -> None:
         named: Mapping[Any, Factory] = factories if isinstance(factories, Mapping) else {None: factories}
         self.factories: dict[str | None, Factory] = dict(named)
         self.tools: dict[str | None, tuple[Tool, ...]] = {}
@@ -63,6 +63,7 @@ class EnvironmentPool:
 
         A group has one prompt. Where `reset` says something else to another instance, copies of the first are taken.
         """
+        prompt = prompt.before or prompt  # of a group that is drawn again, such as by another model
         name = self._name(prompt)
         instances = [self._take(name) for _ in range(n)]
         row = {**prompt.columns, "prompt": prompt.raw}
@@ -79,6 +80,7 @@ class EnvironmentPool:
             observations[0] or prompt.media is None or name is not None
         ):  # otherwise it is encoded with these tools already
             shown = _with_observation(prompt, observations[0], self.tools[name], encode)
+            shown = replace(shown, before=prompt)
         return shown, [
             Reset(instance, bound(self.tools[name], instance), partial(_reset, instance, row)) for instance in instances
         ]

@@ -361,4 +361,6 @@ class _Clock:
 def with_columns(group: Group, prompt: Prompt) -> Group:
     """A worker's group with the columns and images of the ordered prompt. Its tokens stay, which an environment or agent may have changed."""
     shown = group.prompt
-    return replace(group, prompt=replace(prompt, token_ids=shown.token_ids, messages=shown.messages, text=shown.text))
+    before = None if shown.before is None else prompt
+    merged = replace(prompt, token_ids=shown.token_ids, messages=shown.messages, text=shown.text, before=before)
+    return replace(group, prompt=merged)

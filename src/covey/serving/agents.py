@@ -17,6 +17,7 @@ from covey.config.combinations import expect_together
 from covey.environments import Agent, AgentResult
 from covey.errors import DataError
 from covey.rollout import NativeSampler, SamplingParams, TokenSampler
+from covey.rollout.joining import after, common_prefix
 from covey.rollout.prompts import PromptLike, occurrences
 from covey.rollout.sampler import sampler_metrics
 from covey.rollout.sampling import sequence_key
@@ -74,7 +75,7 @@ class AgentSampler:
 
     Each episode has a session of its own. An agent that raises, or is not done after `timeout_seconds`, loses its episode: the
     group goes on without it, with an event. `max_turns`: most calls of an episode. At most `concurrency` agents run at once, each
-    in a thread. `record` gets the trace of each episode. Another sampler than the native one answers calls that wait as one batch.
+    in a thread. `record` gets the trace of each episode. `may_fail`: a rollout may lose all of its episodes. Another sampler than the native one answers calls that wait as one batch.
     """
 
     def __init__(
@@ -87,9 +88,10 @@ class AgentSampler:
         timeout_seconds: float = 600.0,
         concurrency: int = 64,
         record: Callable[[int, Sequence[Trace]], None] = lambda version, traces: None,
+        may_fail: bool = False,
     ) -> None:
         self.sampler = sampler
-        self.agent, self.record = agent, record
+        self.agent, self.record, self.may_fail = agent, record, may_fail
         self.timeout_seconds, self.concurrency = timeout_seconds, concurrency
         self.sessions = Sessions(max_tokens, max_turns, self.sampler.eos_ids)
         self.endpoint: Endpoint | None = None
@@ -284,10 +286,10 @@ class AgentSampler:
 
     def _finish(self, runs: Sequence[_Run]) -> None:
         lost = [run for run in runs if run.lost]
-        if runs and len(lost) == len(runs):
+        if runs and len(lost) == len(runs) and not self.may_fail:
             sentence = f"agent {self.agent.name} failed in all of its {len(runs)} episodes, first: {lost[0].lost}."
             raise DataError(f"{sentence} {lost[0].traceback}".strip())
-        if runs and not any(run.session.calls for run in runs):
+        if runs and not any(run.session.calls for run in runs) and not self.may_fail:
             raise DataError(
                 f"agent {self.agent.name} called the run's endpoint in none of its {len(runs)} episodes, so there is nothing to learn "
                 "from; call the model through the `client`, or the `base_url` and `api_key`, that it is given."
@@ -313,13 +315,6 @@ def _trace(run: _Run, name: str) -> Trace:
     return Trace(
         run.session.id, name, run.prompt.uid, tuple(run.session.calls), run.created, run.seconds, run.lost, score
     )
-
-
-def common_prefix(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The tokens that all rows begin with."""
-    least, most = min(rows), max(rows)
-    same = next((i for i, (a, b) in enumerate(zip(least, most, strict=False)) if a != b), min(len(least), len(most)))
-    return least[:same]
 
 
 def _nothing(version: int) -> Completion:
@@ -362,19 +357,8 @@ def _completion(run: _Run, role: str | None, start: int, version: int) -> Comple
 
 def _as_completion(episode: Episode, start: int) -> Completion:
     """The episode as a completion of the first `start` tokens of its prompt; its mask is False on the rest of the prompt."""
-    rest = list(episode.prompt.token_ids[start:])
-    done = episode.completion
-    assert done.mask is not None and done.logprobs is not None  # episodes have both  # noqa: PT018
-    before = torch.zeros(len(rest), dtype=torch.bool)
-    return replace(
-        done,
-        token_ids=torch.cat([torch.tensor(rest, dtype=torch.int64), done.token_ids]),
-        mask=torch.cat([before, done.mask]),
-        observations=torch.cat([before, done.observed]),
-        logprobs=torch.cat([torch.zeros(len(rest)), done.logprobs]),
-        versions=tuple((len(rest) + t, version) for t, version in done.versions),
-        episode=EpisodeNotes(conversation=_conversation(episode)),
-    )
+    notes = EpisodeNotes(conversation=_conversation(episode))
+    return replace(after(episode.prompt.token_ids[start:], episode.completion), episode=notes)
 
 
 def _conversation(episode: Episode) -> tuple[Message, ...]:

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from covey.data.prompts import to_prompt
@@ -27,7 +28,8 @@ from covey.environments import (
 )
 from covey.errors import ConfigError
 from covey.names import load
-from covey.rollout import Sampler, TokenSampler
+from covey.process.sharding import Shards
+from covey.rollout import GatheredSampler, Sampler, TokenSampler
 from covey.types import Group, Message, Prompt
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ class AgentOptions:
     """Called with the version of the weights and the traces of a rollout."""
     processor: Any = None
     """Processor of a model that reads images or sounds."""
+    may_fail: bool = False
+    """True if the run goes on where an agent loses all episodes of a rollout."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,6 +176,21 @@ class Agents:
 
         return EpisodeSampler(lambda hook: make(environment=hook), episodes, self.environments, encode, is_ahead)
 
+    def driven(
+        self, drives: Callable[..., Sampler], over: Callable[..., Any], model: Any, shards: Shards | None
+    ) -> Sampler:
+        """The sampler that `drives` makes of those of `over(model)`, whose weights are gathered from `shards`."""
+        if shards is None:
+            return drives(partial(over, model))
+        if self.agent is not None:  # calls are answered in the midst of a rollout
+            return GatheredSampler(shards, lambda model: drives(partial(over, model)))
+        return drives(lambda **more: GatheredSampler(shards, lambda model: over(model, **more)))
+
+    def of_member(self) -> Agents:
+        """The same for another model of the run, with instances of the environments of its own, which it resets at other times."""
+        pool = self.environments
+        return self if pool is None else replace(self, environments=EnvironmentPool(pool.factories))
+
     def forget(self, groups: Sequence[Group]) -> None:
         """Release what groups hold that are scored, or dropped."""
         if self.environments is not None:
@@ -193,6 +212,7 @@ def agent_sampler(sampler: TokenSampler, agent: Agent, options: AgentOptions) ->
         timeout_seconds=options.agent_seconds,
         concurrency=options.concurrency,
         record=options.record,
+        may_fail=options.may_fail,
     )
 
 

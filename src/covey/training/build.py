@@ -24,6 +24,7 @@ from covey.learner import Learner, Policy
 from covey.models import context_limit
 from covey.monitor.slices import Slices
 from covey.process.interruption import Interruption
+from covey.process.sharding import Shards
 from covey.rewards import Combiner, Scorer, resolve
 from covey.rollout import GatheredSampler, Sampler, TokenSampler, choose_sampler
 from covey.rollout.ahead import Ahead, OnDemand, PromptSupply
@@ -157,6 +158,11 @@ def build_sampler(
             "async_rollouts=True with an environment or an agent scores on the main process for all, and _calculate_rewards of a "
             "trainer's own is called by every process; start one learner process, or give reward_funcs instead."
         )
+    if args.async_rollouts and inputs.agents.reads_rows and inputs.world.size > 1 and inputs.ensemble is not None:
+        raise ConfigError(
+            "async_rollouts=True with an environment or an agent scores on the main process for all, and the members of an ensemble act "
+            "on every process; start one learner process, or leave ensemble out."
+        )
     if args.async_rollouts:
         ahead = sampler_ahead(
             args,
@@ -204,12 +210,7 @@ def _sampler_here(inputs: RunInputs, policy: Policy, check_stop: Interruption, o
     over = lambda model, **more: choose_sampler(model, inputs.tokenizer, **options, **more)
     more = agent_options(inputs.args, inputs.world.rank, inputs.processor)
     drives = lambda make: inputs.agents.sampler(make, more, inputs.tokenizer, inputs.eos_ids, inputs.trainer)
-    if shards is None or gathers:
-        sampler = drives(partial(over, inputs.model))
-    elif inputs.agents.agent is not None:  # calls are answered in the midst of a rollout
-        sampler = GatheredSampler(shards, lambda model: drives(partial(over, model)))
-    else:
-        sampler = drives(lambda **more: GatheredSampler(shards, lambda model: over(model, **more)))
+    sampler = inputs.agents.driven(drives, over, inputs.model, None if gathers else shards)
     if shards is not None:
         shards.free()  # the full weights, which only building the sampler needed
     return sampler
@@ -343,10 +344,17 @@ def build_stages(
 
 
 def _member_episodes(
-    inputs: RunInputs, make: Callable[..., TokenSampler], tokenizer: Any, eos_ids: Sequence[int]
+    inputs: RunInputs,
+    over: Callable[..., TokenSampler],
+    model: Any,
+    shards: Shards | None,
+    tokenizer: Any,
+    eos_ids: Sequence[int],
 ) -> Sampler:
-    """The sampler of an ensemble's member, whose completions call the run's tools."""
-    return inputs.agents.sampler(make, agent_options(inputs.args, inputs.world.rank), tokenizer, eos_ids, None)
+    """The sampler of an ensemble's member, which calls the run's tools, acts in its environment, or answers its agent."""
+    agents, options = inputs.agents.of_member(), agent_options(inputs.args, inputs.world.rank, inputs.processor)
+    options = replace(options, may_fail=True, record=lambda version, traces: None)  # traces are the policy's
+    return agents.driven(lambda make: agents.sampler(make, options, tokenizer, eos_ids, None), over, model, shards)
 
 
 def build_evaluator(inputs: RunInputs, parts: Parts) -> Evaluator:

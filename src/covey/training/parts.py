@@ -63,7 +63,7 @@ class Parts:
 
     def close(self) -> None:
         """Release resources that are needed only during the run."""
-        for sampler in (self.sampler, self.evaluation_sampler):
+        for sampler in (self.draws.sampler, self.evaluation_sampler):  # with the members of an ensemble
             close = getattr(sampler, "close", None)  # of samplers that run workers, or an endpoint
             if close is not None:
                 close()

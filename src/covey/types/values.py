@@ -44,6 +44,8 @@ class Prompt:
     """Its images, sounds and videos, for a model that reads them. None: text alone."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Every other column of the data set's row; rewards receive them by name."""
+    before: Prompt | None = None
+    """The row's own prompt, where an environment's `reset` has changed it. None: this is it."""
 
     @property
     def raw(self) -> str | list[Message]:
