@@ -33,11 +33,12 @@ def test_a_mistake_gets_one_sentence(words, sentence, capsys, monkeypatch):
     assert "Traceback" not in said
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "model, parameters",
     [
-        pytest.param("demo", 1_018_496, marks=pytest.mark.slow),
-        pytest.param("Qwen/Qwen2.5-0.5B", 494_032_768, marks=pytest.mark.nightly),
+        ("demo", 1_018_496),
+        ("Qwen/Qwen2.5-0.5B", 494_032_768),
     ],
 )
 def test_a_plan_names_the_parts_of_a_step_what_fits_and_what_would_pay(model, parameters, capsys):

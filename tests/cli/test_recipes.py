@@ -9,7 +9,6 @@ from covey.cli.flags import typed
 from covey.cli.recipe import RECIPES
 from covey.doctor.roofline.estimate import estimate
 from covey.errors import ConfigError
-from kit import rest_nightly
 
 
 def options_of(capsys, *flags):
@@ -43,8 +42,8 @@ def test_every_recipe_is_a_valid_configuration(name, tmp_path):
     assert all(getattr(config, option) == value for option, value in RECIPES[name].items())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", rest_nightly(recipe.recipes(), 1))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", recipe.recipes())
 def test_a_recipe_fits_and_its_head_says_what_its_plan_says(name):
     """If it fails after a change of the learner, `python benchmarks/recipes.py` writes the heads again."""
     options = recipe.expanded({"recipe": name}, doctor_plan.flags())

@@ -31,7 +31,7 @@ def test_a_server_without_staleness_gives_the_synchronous_run(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", [{}, {"fsdp": True}], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("sharding", rest_nightly([{"fsdp": True}, {}], 1), ids=["fsdp2", "ddp"])
 def test_a_server_writes_ahead_for_two_learners_as_for_one(sharding, tmp_path):
     logs = served(tmp_path / "1", **AHEAD)
     assert max(entry.get("staleness/max", 0) for entry in logs) == 1
@@ -41,7 +41,7 @@ def test_a_server_writes_ahead_for_two_learners_as_for_one(sharding, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", [{}, {"fsdp": True}], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("sharding", rest_nightly([{"fsdp": True}, {}], 1), ids=["fsdp2", "ddp"])
 def test_worker_processes_write_ahead_for_two_learners_as_for_one(sharding, tmp_path):
     run(tmp_path / "1", options=AHEAD)
     logs = run(tmp_path / "2", 2, options={**AHEAD, **sharding})

@@ -32,7 +32,7 @@ def test_a_split_model_learns_from_a_second_signal_as_a_whole_one(term, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", rest_nightly(["qwen2_5_vl", "idefics3", "llava", "gemma3"], ["qwen2_5_vl"]))
-@pytest.mark.parametrize("images", [[2, 1], [1, 0]], ids=["each prompt", "one prompt of two"])
+@pytest.mark.parametrize("images", rest_nightly([[2, 1], [1, 0]], 1), ids=["each prompt", "one prompt of two"])
 def test_a_split_model_reads_images_as_a_whole_one(kind, images, tmp_path):
     case = {"images": images, "vlm": kind, "options": {"learning_rate": 0.1}}
     run(tmp_path / "1", **case)
@@ -52,8 +52,8 @@ def test_a_split_model_learns_from_episodes_as_a_whole_one(feature, tmp_path):
     assert apart(tmp_path / "1", tmp_path / "2") < 2e-6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("roles", rest_nightly(["sibling rescue", "baseline"], 1))
+@pytest.mark.nightly
+@pytest.mark.parametrize("roles", ["sibling rescue", "baseline"])
 def test_a_split_model_learns_from_the_members_of_an_ensemble_as_a_whole_one(roles, tmp_path):
     place = teacher_folder(tmp_path)
     members = [f"{place},role={role},name={role}" for role in roles.split()]
@@ -122,8 +122,8 @@ def averages(tmp_path_factory):
     return get
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("average", rest_nightly(AVERAGES, ["moving"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("average", AVERAGES)
 def test_a_split_model_ends_with_the_average_of_a_whole_one(average, averages):
     folder, one, two = averages(average)
     assert moved(folder / "1") > 1e-3

@@ -48,7 +48,7 @@ def trained(way, folder, **made_of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", rest_nightly([*WAYS][1:], ["server", "ahead", "processes", "process ahead"]))
+@pytest.mark.parametrize("way", rest_nightly([*WAYS][1:], ["server", "processes"]))
 def test_a_tool_is_called_as_by_the_native_engine(way, tmp_path):
     native, expected, _ = trained("native", tmp_path / "native", tools=[add])
     trainer, seen, asked = trained(way, tmp_path / way, tools=[add])
@@ -70,7 +70,7 @@ def test_a_tool_is_called_as_by_the_native_engine(way, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["server", "ahead", "processes", "process ahead"])
+@pytest.mark.parametrize("way", rest_nightly(["ahead", "server", "processes", "process ahead"], 1))
 def test_an_environment_scores_its_own_episode(way, tmp_path):
     trainer, seen, _ = trained(way, tmp_path, environment_factory=Sum)
     assert all([one.calls for one in columns["environments"]] == [[(3, 4)]] * 4 for _, columns in seen)
@@ -86,7 +86,7 @@ class Shown(Sum):
         return " and more"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_prompt_that_reset_wrote_is_learnt_from_ahead_too(tmp_path, monkeypatch):
     from covey.learner import Policy
 

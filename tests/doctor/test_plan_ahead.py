@@ -180,7 +180,7 @@ def setup():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_splitting_divides_what_a_learner_keeps_and_products_take_most_of_the_time(setup):
     split = estimate(replace(setup, is_split=True))
     whole = estimate(setup, split.measurement)

@@ -104,6 +104,7 @@ def test_the_options_of_four_bits_are_yaml_that_loads_such_a_model(four):
     assert read.load_in_4bit
 
 
+@pytest.mark.nightly
 def test_more_gpus_are_not_slower_and_longer_completions_not_faster(four):
     setup, made, plans = four
     more = replace(with_learners(setup, 8, completions_of(setup)), gpus=8)
@@ -159,6 +160,7 @@ def test_shared_rows_divide_activations_and_cost_an_exchange(four):
     assert two.held.weights == one.held.weights
 
 
+@pytest.mark.nightly
 def test_a_teacher_in_the_process_takes_a_pass_and_its_weights(tmp_path):
     setup = setup_of()
     config = setup.args

@@ -121,7 +121,7 @@ def test_a_server_is_attested_in_whatever_form_it_gives_log_probabilities(form, 
     assert result["nearest_dtype"] == "float32"
 
 
-@pytest.mark.parametrize("form", rest_nightly(FORMS, ("prompt_logprobs", "completion")))
+@pytest.mark.parametrize("form", rest_nightly(FORMS, ("prompt_logprobs",)))
 def test_another_model_is_refused_in_each_form(form, tmp_path, capsys):
     folder = saved(base(), tmp_path / "policy")
     with serving(base(seed=1), form) as url:

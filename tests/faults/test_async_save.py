@@ -75,8 +75,8 @@ def content(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in ("model.safetensors", "covey_state.safetensors")}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [5, pytest.param(40, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("steps", [5, 40])
 def test_a_run_killed_at_random_moments_of_its_writes_always_resumes_and_ends_bit_for_bit(
     runs: Runs, tmp_path: Path, steps: int
 ) -> None:

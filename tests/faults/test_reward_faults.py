@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from covey.cli import main
-from kit import rest_nightly
 
 HERE = Path(__file__).parent
 DATA = HERE.parent / "data" / "gsm8k" / "train.jsonl"
@@ -145,8 +144,8 @@ def eventually(condition, seconds=180):
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", rest_nightly([signal.SIGKILL, signal.SIGINT], 1), ids=["SIGKILL", "SIGINT twice"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "SIGINT twice"])
 def test_no_worker_outlives_a_run_that_is_ended_while_its_reward_hangs_in_c(tmp_path, how):
     process = start(words(tmp_path, "run", ["stuck_for_ever"], 3))
     try:

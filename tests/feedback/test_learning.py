@@ -219,7 +219,7 @@ def server(folder, *options):
         yield process, found.group()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_server_killed_between_training_and_promotion_serves_what_it_served_and_learns_then(tmp_path):
     with server(tmp_path) as (process, url):
         scored(url, rows(128), is_right)

@@ -79,7 +79,7 @@ def test_a_compiler_that_fails_or_computes_something_else_is_not_used():
     assert LogitKernels.on(cpu, torch.bfloat16) is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_compilers_own_kernels_agree():
     """By inductor's C++ backend, which fuses by the same scheduler as for a GPU."""
     torch._dynamo.reset()

@@ -77,7 +77,7 @@ def other_experts(groups: list[Group]) -> list[Group]:
     return [replace(group, completions=tuple(map(change, group.completions))) for group in groups]
 
 
-@pytest.mark.parametrize("family", rest_nightly(FAMILIES, ("GptOss", "Qwen3Moe")))
+@pytest.mark.parametrize("family", rest_nightly(FAMILIES, ("Qwen3Moe",)))
 def test_replayed_experts_are_taken_forward_and_backward_and_when_activations_are_computed_again(family):
     """Other experts than the router's: packed and padded rows, and recomputed activations, agree in value and gradient."""
     model = expert_model(family)

@@ -210,7 +210,7 @@ def test_feedback_of_a_success_of_a_tool_and_of_values_that_are_no_text():
 @pytest.mark.parametrize(
     "name",
     rest_nightly(
-        ["sdar, feedback=solution, teacher_model_kind=ema", "opsd, feedback=solution", "rlsd, feedback=solution"], 2
+        ["sdar, feedback=solution, teacher_model_kind=ema", "opsd, feedback=solution", "rlsd, feedback=solution"], 1
     ),
 )
 def test_a_run_learns_from_itself_and_says_what_its_teacher_does(name, tmp_path):

@@ -11,7 +11,7 @@ from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError
 from covey.merging import Recipe, WeightAverage, merge_models
 from covey.models.merging.weights import Weights
-from kit import rest_nightly, tiny_model, tiny_tokenizer
+from kit import tiny_model, tiny_tokenizer
 
 
 def line(value: float = 0.0) -> torch.nn.Linear:
@@ -121,8 +121,9 @@ def test_checkpoints_of_a_run_are_merged_into_a_model_without_what_belongs_to_tr
     assert not {"manifest.json", "covey_state.json"} & {file.name for file in (tmp_path / "soup").iterdir()}
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*later checkpoint")
-@pytest.mark.parametrize("options", rest_nightly([{"ema_decay": 0.9}, {"soup_steps": 1}], 1))
+@pytest.mark.parametrize("options", [{"ema_decay": 0.9}, {"soup_steps": 1}])
 def test_a_resumed_average_is_the_one_left_alone(tmp_path, options):
     alone = trainer(tmp_path / "alone", **options)
     alone.train()

@@ -16,7 +16,7 @@ from covey.cli import main
 from covey.errors import ConfigError
 from covey.merging import Recipe, merge_adapters, merge_models
 from covey.models.merging import weights as weight_files
-from kit import resident, tiny_model, tiny_tokenizer
+from kit import resident, rest_nightly, tiny_model, tiny_tokenizer
 
 GOLDEN = json.loads(Path(__file__).with_name("mergekit_golden.json").read_text())
 IDS = torch.arange(3, 15)[None]
@@ -292,7 +292,7 @@ def one_word(place: Path, word: str, strength: float) -> Path:
     return place
 
 
-@pytest.mark.parametrize("other, is_kept", [(2.0, True), (100.0, False)])
+@pytest.mark.parametrize("other, is_kept", rest_nightly([(2.0, True), (100.0, False)], 1))
 def test_weights_are_chosen_by_prompts_and_a_merge_that_is_worse_is_not_written(
     tmp_path, capsys, monkeypatch, other, is_kept
 ):

@@ -7,7 +7,7 @@ from media_prompts import ALL, by_the_model, prompts, rows_for, tiny_of
 from covey.learner import Policy
 from kit import rest_nightly
 
-KIND = pytest.mark.parametrize("kind", rest_nightly(ALL, ("gemma3", "qwen2_5_vl", "qwen2_audio")))
+KIND = pytest.mark.parametrize("kind", rest_nightly(ALL, ("qwen2_5_vl", "qwen2_audio")))
 
 
 @KIND

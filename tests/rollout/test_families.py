@@ -14,9 +14,8 @@ from kit import tiny_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 QUICK = ("Llama 3", "Mistral 0.3", "LFM2")
-SLOW = ("gpt-oss", "DeepSeek V3", "Qwen3.5", "Llama 4")
-"""Families with a part that no other of them and of the quick ones has. Others are nightly, as are three more that have one: Gemma 4, for
-its vocabulary takes a minute, OLMo 3 and Granite 4."""
+SLOW = ("DeepSeek V3", "Qwen3.5")
+"""Latent attention, and layers with a state. Others are nightly; what is special in their layers has tests of its own."""
 
 
 def tier(name):

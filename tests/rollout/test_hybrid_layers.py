@@ -57,7 +57,7 @@ def test_log_probabilities_equal_a_plain_forward_whatever_enters_and_leaves(kind
     assert gap_of(sampler, groups) <= 1e-5
 
 
-@pytest.mark.parametrize("kind", rest_nightly(["qwen3_5_text", "recurrent_gemma", "mamba2"], 2))
+@pytest.mark.parametrize("kind", rest_nightly(["qwen3_5_text", "recurrent_gemma", "mamba2"], 1))
 def test_completions_do_not_depend_on_the_batch(kind):
     sampler, params = sampler_for(kind), SamplingParams(max_tokens=16, seed=3)
     together = ids_of(collect(sampler, PROMPTS, 4, params))

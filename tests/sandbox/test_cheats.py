@@ -42,7 +42,7 @@ def test_the_right_program_passes_each_form(form: str, sandbox: Sandbox) -> None
 PAIRS = [(name, form) for name in CHEATS for form in FORMS]
 
 
-@pytest.mark.parametrize("name, form", rest_nightly(PAIRS, {pair for i, pair in enumerate(PAIRS) if i % 7 in (0, 3)}))
+@pytest.mark.parametrize("name, form", rest_nightly(PAIRS, {pair for i, pair in enumerate(PAIRS) if i % 7 == 0}))
 def test_a_cheat_passes_no_form_of_tests(name: str, form: str, sandbox: Sandbox) -> None:
     """Two of seven pairs in CI: each cheat meets a form, and each form more than thirty cheats."""
     result = sandbox.run(CHEATS[name], FORMS[form], timeout=2)

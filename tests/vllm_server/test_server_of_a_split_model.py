@@ -76,10 +76,8 @@ def weights_of(folder: Path, name: str = "model.safetensors") -> dict[str, torch
     return load_file(folder / "end" / name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "tied, has_digest", [(False, False), pytest.param(True, True, marks=pytest.mark.nightly)], ids=["apart", "tied"]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("tied, has_digest", [(False, False), (True, True)], ids=["apart", "tied"])
 def test_a_split_model_trains_with_a_server_as_one_process_does(tied, has_digest, tmp_path):
     ends = {}
     for processes in (1, 2):
