@@ -3,8 +3,6 @@
 Public names are imported when they are first used, so that `import covey` and the command line start at once.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -3,8 +3,6 @@
 A wrong argument is a ValueError too, and a TypeError where TRL raises one, so that scripts that catch these go on to work.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 from typing import Any

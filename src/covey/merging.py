@@ -1,7 +1,5 @@
 """Fusing weights: whole models and adapters of one base, merged without loading a model; averages of a run while it trains."""
 
-from __future__ import annotations
-
 from covey.models.merging.adapters import merge_adapters
 from covey.models.merging.average import WeightAverage
 from covey.models.merging.methods import METHODS, Recipe

@@ -1,7 +1,5 @@
 """Names to objects: `"dapo"` is a built-in, `"my_pkg.mod:fn"` or `"file.py:fn"` is the user's own."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util

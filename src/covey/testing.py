@@ -6,8 +6,6 @@ def test_my_objective(): check_objective(my_objective)
 ```
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from covey.algorithms.check import PROBLEMS

@@ -5,8 +5,6 @@ last bits of their type, gets exactly 0 from every estimator that compares withi
 completion: the weighted sum of its functions, plus rewards of single tokens, minus a KL in the reward.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Warnings for values far from published ones: one sentence with its source. Never an error: the user may know better."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

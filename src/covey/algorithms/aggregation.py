@@ -4,8 +4,6 @@ An aggregate takes per-token losses `[N, T]` (or `[N, 1]`, one a sequence), the 
 this micro-batch's share. Shares of all micro-batches and ranks add up to the loss of the step, for any split.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -6,8 +6,6 @@ definition breaks on purpose (see `check.py`), and, for an objective, `scales_wi
 leaves neither value nor gradient, so that the learner may skip the backward of such completions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar

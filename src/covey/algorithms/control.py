@@ -1,7 +1,5 @@
 """Controllers: coefficients that adapt to measured metrics. Their value is kept in the training state."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 

@@ -1,7 +1,5 @@
 """The value loss of PPO: squared error between the critic's estimate at each token and the return."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal

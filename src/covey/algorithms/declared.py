@@ -1,7 +1,5 @@
 """Values of an algorithm's parts against their declared types: a word that is none of a Literal's, a text in the place of a number."""
 
-from __future__ import annotations
-
 import types
 from dataclasses import fields, is_dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """Supervised examples in addition to the reward: the negative log-likelihood of right answers as a term of the loss."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

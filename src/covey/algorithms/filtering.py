@@ -1,7 +1,5 @@
 """Group filtering (GFPO): only some completions of each group are trained on, chosen by length or by reward per token."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Literal
 

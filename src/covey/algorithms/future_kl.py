@@ -1,7 +1,5 @@
 """Future-KL weights (FIPO): a token counts more where the update so far raises what follows it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Greedy answers as the baseline of an estimator. ReMax, Li et al. 2023, <https://arxiv.org/abs/2310.10505>."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal

@@ -4,8 +4,6 @@ With `d = logp - ref_logp`, an estimator of KL(policy || reference) from a token
 "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

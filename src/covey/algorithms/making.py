@@ -1,7 +1,5 @@
 """Parts that presets share: a composition from its parts, and a bare KL coefficient read as the preset means it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weights of completions that another model wrote, as members of an ensemble do: importance corrections, without gradient."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

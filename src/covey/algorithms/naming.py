@@ -1,7 +1,5 @@
 """Algorithms by name: a preset, one's own by import path, and parts of either, from the command line or YAML."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

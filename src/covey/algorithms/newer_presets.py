@@ -1,7 +1,5 @@
 """Presets from papers of 2025 and 2026 that change one part of GRPO; `presets.py` lists them with the others."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from covey.algorithms.advantages import GroupNormalized, MaxRL, NormalizeThenSum

@@ -4,8 +4,6 @@ Letters: `d = logp - old_logp`, `r = exp(d)`, `A` the advantage, `sg` no gradien
 ratio is that of the token, the sequence's geometric mean, or the sequence's product (see `ratios.py`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """TRL's option names on the same components: `from_options(loss_type="dapo")` composes what `dapo()` does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from covey.algorithms.advantages import GroupNormalized, NormalizeThenSum

@@ -1,7 +1,5 @@
 """PKPO: advantages whose policy gradient is that of the best of k completions, for any k up to the group's size."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from math import comb

@@ -5,8 +5,6 @@ model follows the policy, such as `alg.Every(512, alpha=0.6)`), and `correction`
 learner: by default TRL's, which is 1 wherever the sampler's numbers are the learner's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Literal

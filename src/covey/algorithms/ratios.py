@@ -1,7 +1,5 @@
 """Probability ratios between the trained policy and the sampling policy: by token, by sequence, or as a product."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -3,8 +3,6 @@
 After the step `reference <- (1 - alpha) reference + alpha policy`: 0 keeps it, 1 copies. TR-DPO, Gorbatovski et al. 2024.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Sample routing (SRPO): failed completions that have a right sibling learn from a teacher, all others from their rewards."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from torch import Tensor

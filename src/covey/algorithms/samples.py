@@ -1,7 +1,5 @@
 """Made-up steps on which a part can be tried before a model is: seeded, small, with every field filled."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

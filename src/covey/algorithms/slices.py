@@ -1,7 +1,5 @@
 """Advantages by the values of a column: a baseline by group, a scale by slice, so that no language or task sets another's scale."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -3,8 +3,6 @@
 Each takes the options of `TeacherRole` besides its own: `alg.rlsd(feedback="solution")`, `alg.mopd(teacher="big-model")`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from covey.algorithms.advantages import GroupNormalized

@@ -4,8 +4,6 @@ A completion's reward sits at its last token that the model wrote; rewards of si
 the reward is taken from each token. Tokens the model did not write are skipped: they neither cost time nor earn.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Advantages of turns, `[P, G, T]`: how much better a turn is than other turns that the group took in the same state."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The command line: `covey VERB ...`. A verb is one small file, imported when it is called."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The LoRA adapter that the flags of a command ask for."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """`covey checkpoints`: those of a run, listed, verified, pruned and repaired. And where the weights are that a user names."""
 
-from __future__ import annotations
-
 import datetime
 from pathlib import Path
 from typing import Any

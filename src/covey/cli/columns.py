@@ -1,7 +1,5 @@
 """`--columns answer=solution`: columns of a data set under the names that rewards expect; the data set of an evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`covey completion`: verbs, options and the words that they know for the shell's Tab key."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Checks of options before torch is imported, which takes seconds: their types, words and ranges, and files that are missing."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Mapping
 from functools import cache

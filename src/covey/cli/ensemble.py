@@ -1,7 +1,5 @@
 """`--ensemble` of `covey train` and `covey eval`: the members as text, and several models evaluated as one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any

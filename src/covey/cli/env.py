@@ -1,7 +1,5 @@
 """`covey env`: versions and devices for a bug report, without importing any of them."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """`covey export`: records and models of a run in formats that other tools read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`covey export RUN --format ...`: a run's model as merged weights, an adapter, or a GGUF file, verified by reading it back."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`covey features`: columns that describe a data set's rows, among them how often a model solves each."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

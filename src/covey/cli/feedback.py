@@ -1,7 +1,5 @@
 """`covey feedback`: a score for an answer of `covey serve --learn`; the state of learning; rollback."""
 
-from __future__ import annotations
-
 import json
 import os
 import urllib.error

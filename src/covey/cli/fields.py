@@ -1,7 +1,5 @@
 """The options of GRPOConfig as flags: Covey's declarations, and the source text of transformers, which is not imported for help."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib.util

@@ -3,8 +3,6 @@
 Nothing heavy is imported before every name is known to be right, so a typo is answered at once.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass

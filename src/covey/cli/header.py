@@ -1,7 +1,5 @@
 """The first lines of `covey train`, before heavy imports: model, data, algorithm, and output folder."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

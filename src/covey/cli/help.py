@@ -1,7 +1,5 @@
 """Help by groups: common options first, the rest behind `--help-all`."""
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 from collections.abc import Iterable, Mapping

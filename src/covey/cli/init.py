@@ -1,7 +1,5 @@
 """`covey init DIR`: a project that works, to be changed: data, a reward, a configuration, tests."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

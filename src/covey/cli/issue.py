@@ -1,7 +1,5 @@
 """`covey env --issue [RUN]`: the facts that an issue needs, as Markdown to paste; values of secrets are not shown."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

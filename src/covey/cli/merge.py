@@ -1,7 +1,5 @@
 """`covey merge`: an adapter added into its base model, or several models or adapters merged into one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

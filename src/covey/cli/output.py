@@ -1,7 +1,5 @@
 """Output of the command line: the result on stdout, all else on stderr, terminal control characters removed."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

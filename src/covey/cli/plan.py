@@ -1,7 +1,5 @@
 """Plan of a run (`--dry-run`, `--print-config`): its options, its batch arithmetic in words, and its memory."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Mapping
 from typing import Any

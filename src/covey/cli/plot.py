@@ -1,7 +1,5 @@
 """`covey plot`: curves, reward shares and verdicts of runs as a picture."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from covey.cli import output

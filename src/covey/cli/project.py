@@ -1,7 +1,5 @@
 """The files of `covey init`, but for the data."""
 
-from __future__ import annotations
-
 REWARD = '''"""The reward function: the score of a completion. Change this file; `pytest` and `covey reward test` try it before a run does."""
 
 import re

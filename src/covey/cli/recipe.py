@@ -4,8 +4,6 @@ A recipe is a few options that were measured together, or a YAML file of this pa
 file's first lines are comments: a title, then facts such as `# gpus: H100`.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

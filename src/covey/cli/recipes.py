@@ -1,7 +1,5 @@
 """`covey recipes`: options for one model and one machine, each with its planned speed and memory."""
 
-from __future__ import annotations
-
 from covey.cli import output
 from covey.cli.flags import Flag
 from covey.cli.recipe import RECIPES, Recipe, nearest, recipes

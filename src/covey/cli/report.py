@@ -1,7 +1,5 @@
 """`covey report`: a run as one page to share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from covey.cli import output

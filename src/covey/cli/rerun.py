@@ -1,7 +1,5 @@
 """`covey train --from-run runs/x`: the same run again, from its recorded options, with changes from the command line."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

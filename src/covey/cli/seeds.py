@@ -1,7 +1,5 @@
 """`covey train --seeds N`: the same run with N seeds, one after another, and how sure their mean is."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """`covey serve`: an OpenAI-compatible endpoint of a model, an adapter, a checkpoint or what a run ended with."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

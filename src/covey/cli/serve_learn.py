@@ -1,7 +1,5 @@
 """`covey serve --learn`: the options of learning from feedback, and the endpoint that does it."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 from typing import Any

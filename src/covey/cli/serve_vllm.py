@@ -1,7 +1,5 @@
 """`covey serve-vllm`: a vLLM server whose weights a run can update and prove."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """`covey sft`: supervised fine-tuning on prompts with target completions, as a warm-up or alone."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

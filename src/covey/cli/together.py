@@ -1,7 +1,5 @@
 """`covey train --adapters N`, `--vary NAME=A,B`, `--seeds N --share-base`: several adapters on one base, in one process."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable, Mapping

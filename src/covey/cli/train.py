@@ -1,7 +1,5 @@
 """`covey train`: post-train a model on your data with your rewards."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

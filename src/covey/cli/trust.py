@@ -1,7 +1,5 @@
 """Code that a run folder names is run again only as it ran then on this machine, unless the user says so."""
 
-from __future__ import annotations
-
 import json
 import platform
 import re

@@ -1,7 +1,5 @@
 """`covey tune`: many short runs that differ in a few options, the hopeless ones ended early, and the best one's options."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """A verb: its flags and the function that does it. One small file each; `covey.cli` finds them by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

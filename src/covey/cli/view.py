@@ -1,7 +1,5 @@
 """`covey view`: look at runs in the browser while they train."""
 
-from __future__ import annotations
-
 import secrets
 import socket
 import webbrowser

@@ -1,7 +1,5 @@
 """`covey why RUN --step N`: a recorded step made again with one thing changed at a time; which change removes the trouble."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from covey.cli import output, trust

@@ -1,7 +1,5 @@
 """Prompts in: data sets from files, folders and the hub, checked, and drawn in an order that resumes exactly."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

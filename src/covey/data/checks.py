@@ -1,7 +1,5 @@
 """Is this a data set of prompts? Asked before a model is loaded, answered in one sentence."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

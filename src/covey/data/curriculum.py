@@ -1,7 +1,5 @@
 """Curricula: orders by difficulty, from a column or from the policy's outcomes. Also mixtures of several sets, and replay."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

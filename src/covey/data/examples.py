@@ -1,7 +1,5 @@
 """Supervised examples: prompts with the completion that is wanted, as text or as chat messages."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reasoning Gym's tasks by name: `gym:leg_counting` as a data set whose rows say how to find their own grader again."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

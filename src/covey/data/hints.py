@@ -1,7 +1,5 @@
 """Hints of a teacher: feedback on each completion, and the prompt with it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 A conversation that ends with the assistant is parted: its last turn is the column `answer`, never a part of the prompt.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence

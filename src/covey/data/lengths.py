@@ -1,7 +1,5 @@
 """Longest prompt of a data set in tokens, from a sample and from every row that may be longer, not from characters."""
 
-from __future__ import annotations
-
 import json
 import string
 from collections.abc import Iterable, Mapping

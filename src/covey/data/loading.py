@@ -1,7 +1,5 @@
 """A data set of prompts from a name: found, renamed, shortened, checked."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Several data sets as one, with the share of each: `mix({"math": a, "code": b}, weights={"math": 0.7, "code": 0.3})`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """One row of a data set to a `Prompt`: checked, rendered, encoded as TRL 1.16 encodes it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Token ids of a conversation, in which only the chat template writes control tokens."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

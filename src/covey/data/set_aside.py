@@ -1,7 +1,5 @@
 """Prompts of a stream without those that were set aside after bad numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from covey.data.stream import PromptStream

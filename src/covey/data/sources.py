@@ -1,7 +1,5 @@
 """Sources of data sets: files, folders, hub ids, the shipped demo. No code of a data set is ever run."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import mmap

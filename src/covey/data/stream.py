@@ -1,7 +1,5 @@
 """Prompts in an order that a seed decides, from a position that a checkpoint remembers."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """JSON and CSV files as data sets whose values are those of the file: a text stays that text, a number that number."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

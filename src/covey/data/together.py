@@ -1,7 +1,5 @@
 """One question in several languages: a row becomes one prompt a language, whose groups share one advantage baseline."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 

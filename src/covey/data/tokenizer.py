@@ -1,7 +1,5 @@
 """Tokenizer set-up for training: a padding token, and every id that ends a text."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Environments of the library verifiers (Prime Intellect, 0.1) by name: `verifiers:gsm8k` as a data set of its tasks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from covey.errors import ConfigError, DataError, first_line

@@ -1,7 +1,5 @@
 """The demo: a small model that ships with Covey, its task, and the script that made it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ misreads most kinds of problems more often than not (it adds where it should sub
 model calculates well, writes the answer's form, and is right only some of the time, which leaves GRPO room to improve it.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import random

@@ -1,7 +1,5 @@
 """Arithmetic word problems, generated from a seed, and the reward that knows their answers."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re

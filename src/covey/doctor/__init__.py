@@ -1,7 +1,5 @@
 """Checks of a run before it starts: machine, model, data, rewards, plan, and a small trial step."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

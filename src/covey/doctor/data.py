@@ -1,7 +1,5 @@
 """Checks of prompts: number, lengths, duplicates, and overlap of held-out prompts with training prompts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks of the machine: supported versions, threads, the accelerator, and its precision."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterable, Iterator

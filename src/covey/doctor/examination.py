@@ -1,7 +1,5 @@
 """The whole examination, in the order in which a run would fail; skipped checks are reported."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial

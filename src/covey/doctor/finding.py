@@ -1,7 +1,5 @@
 """Finding: the result of one check."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Models with few of their layers: memory and time of a step are linear in the number of layers, so two counts give any."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import fields, replace
 from typing import Any, TypeVar

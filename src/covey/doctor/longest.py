@@ -1,7 +1,5 @@
 """The longest micro-batch of a run that has a model and options, and neither data nor rewards yet."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 from covey.config import GRPOConfig

@@ -1,7 +1,5 @@
 """Checks of model and tokenizer: end-of-text tokens, chat template, agreement of sampled and trained tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

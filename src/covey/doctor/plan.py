@@ -1,7 +1,5 @@
 """Checks of the plan: batch arithmetic, memory, disk, time, and the learning rate against published values."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The reward test on a few rows: a reward must pay the data's own right answers, and not garbage."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

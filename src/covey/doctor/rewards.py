@@ -1,7 +1,5 @@
 """Checks of rewards on real completions: failures, spread of scores, and repeatability."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

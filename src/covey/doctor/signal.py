@@ -1,7 +1,5 @@
 """Training signal of a first step: groups whose answers differ in reward, and answers that end by themselves."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

@@ -9,8 +9,6 @@ Three hypotheses are told apart, each by the numbers of a probe of fixed random 
   0 and not 1. That finds a difference far below rounding, such as an adapter that is one update behind.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Probabilities against what happened: area under the ROC curve with its interval, calibration error, Brier score."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass

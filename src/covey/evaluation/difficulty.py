@@ -1,7 +1,5 @@
 """Difficulty of prompts: how often a model solves each, for a curriculum from easy to hard."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A self-contained HTML page, without scripts."""
 
-from __future__ import annotations
-
 from html import escape
 
 from covey.process.terminal import safe

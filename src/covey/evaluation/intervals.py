@@ -1,7 +1,5 @@
 """Confidence intervals for accuracies and means, pass@k, and tests of the difference between two models."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

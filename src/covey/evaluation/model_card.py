@@ -1,7 +1,5 @@
 """The model card: `README.md` of a trained model, from the run's own records. Its fields are those of the hub's model cards."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

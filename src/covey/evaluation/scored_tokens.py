@@ -3,8 +3,6 @@
 A server has no endpoint that says which forms it takes, so they are tried in order, and the first that answers is used from then on.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

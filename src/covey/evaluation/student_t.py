@@ -1,7 +1,5 @@
 """Student's t-distribution, for means of few numbers: the few functions needed, without a dependency on scipy."""
 
-from __future__ import annotations
-
 import math
 
 _TINY = 1e-300

@@ -1,7 +1,5 @@
 """One `covey train` in a process of its own, so that leaked state and crashes do not reach the next one."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

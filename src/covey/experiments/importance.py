@@ -1,7 +1,5 @@
 """Importance of searched options: the share of the difference between good and other trials that each explains."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

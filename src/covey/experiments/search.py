@@ -1,7 +1,5 @@
 """Search space of `covey tune`: `learning_rate=1e-6:1e-4:log`, `num_generations=4,8,16`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A folder of several runs with the same options: claimed once, and continued by the same command."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Several runs on one base in this process: which options they may not vary, how each ended, and their file of results."""
 
-from __future__ import annotations
-
 import json
 import traceback
 from collections.abc import Callable, Generator, Mapping

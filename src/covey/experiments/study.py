@@ -1,7 +1,5 @@
 """A search over options: Optuna's study in a folder, its trials, and how each ended."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import time

@@ -1,7 +1,5 @@
 """`covey.train_together`: adapters of several runs on one frozen base, each bitwise equal to a separate run."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Candidates: an adapter trained on scored conversations, off-policy, from the served version on."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Sequence

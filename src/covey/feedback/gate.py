@@ -1,7 +1,5 @@
 """The gate before a promotion: a paired comparison of candidate and served version on the fixed set."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Client of the training process in the endpoint: start, requests, end."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

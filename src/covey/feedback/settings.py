@@ -1,7 +1,5 @@
 """Settings of learning from feedback, checked."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Answers and their scores in one SQLite file: an answer waits for its score, a scored one for its candidate."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import threading

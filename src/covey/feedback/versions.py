@@ -1,7 +1,5 @@
 """Adapter versions on disk, by number, with one small file that names the served one."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

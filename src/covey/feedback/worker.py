@@ -1,7 +1,5 @@
 """The process that trains candidates and scores the fixed set, so that neither can stop the endpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """Untrusted text, YAML and JSON, read within bounds: of bytes, of nesting, of aliases, and of time."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

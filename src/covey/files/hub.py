@@ -1,7 +1,5 @@
 """The Hugging Face hub within bounds: where it cannot be reached, the cache alone is asked, at once and without retries."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import threading

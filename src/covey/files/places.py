@@ -1,7 +1,5 @@
 """Names that a user writes for a folder, a file, or something on the hub: which of these is meant."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

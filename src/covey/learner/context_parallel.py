@@ -6,8 +6,6 @@ rows that are not shared out. Log-probabilities are summed back to every process
 as before; a process's gradient of the weights is that of its tokens, and the sum over processes that of all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any

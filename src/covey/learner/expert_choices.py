@@ -1,7 +1,5 @@
 """Experts that the sampler chose, at the tokens of a micro-batch; and how the learner's routers spread their tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager

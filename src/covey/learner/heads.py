@@ -1,7 +1,5 @@
 """The LM head of a model: how it is found, and a check that decoder and head, called separately, give the model's logits."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from typing import Any

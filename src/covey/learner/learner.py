@@ -1,7 +1,5 @@
 """One optimizer step: denominators of the whole step, micro-batches, one update. Memory options never change a gradient."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Bytes of live tensors, counted at every PyTorch operation, for real and for fake tensors (shapes without storage)."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Iterable, Sequence

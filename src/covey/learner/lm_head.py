@@ -6,8 +6,6 @@ tokens, forward and backward. On an accelerator the backward's part is a block o
 are known, so each block of the weight's gradient is computed once per micro-batch and never read again.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

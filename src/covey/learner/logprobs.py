@@ -4,8 +4,6 @@ The `[tokens, V]` logits exist for one chunk only: the forward keeps the hidden 
 chunk's logits again. Peak memory does not depend on the vocabulary times the sequence length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar

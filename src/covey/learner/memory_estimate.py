@@ -1,7 +1,5 @@
 """Memory estimate of a run by category, and the initial token limit of a micro-batch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields

@@ -1,7 +1,5 @@
 """Micro-batch sizes: rows and tokens bounded by options, halved when memory runs out, and kept for the rest of the run."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

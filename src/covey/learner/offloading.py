@@ -1,7 +1,5 @@
 """Activation offloading: tensors that autograd saves wait in the host's memory and come back with their sizes and strides."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

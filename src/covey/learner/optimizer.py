@@ -1,7 +1,5 @@
 """The optimizer, its learning-rate schedule, and a check that its state fits in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows from completions, those that can have a gradient, and micro-batches from rows. Neither affects the gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Preparation of a model for training: training mode and gradient checkpointing."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Teacher of a distillation behind an OpenAI-compatible endpoint, which returns its top-k tokens with log-probabilities."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

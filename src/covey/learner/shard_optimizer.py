@@ -4,8 +4,6 @@ An 8-bit state consists of codes in the parameter's shape and one scale per bloc
 so blocks begin with the shard. In a checkpoint, codes are sharded like the parameter, and scales are a matrix with one row per process.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from functools import cache

@@ -1,7 +1,5 @@
 """Choice of the kernel that computes the attention of shared prompts."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Set
 from functools import lru_cache

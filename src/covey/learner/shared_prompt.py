@@ -5,8 +5,6 @@ gradients equal those of single rows. Only attention pads, and the last token of
 not computed.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import sys

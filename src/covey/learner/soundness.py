@@ -1,7 +1,5 @@
 """Checks for NaN, infinities and huge values in updated weights and in the contents of a checkpoint."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The supervised term of a step: its examples and their loss. Stateless: examples are drawn by the step number."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 

@@ -1,7 +1,5 @@
 """The teachers of an algorithm: other models, or the policy itself at some time, with a hint in its prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The tokenizer of a teacher: the policy's, or another one, whose text is aligned with the policy's."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Alignment of two tokenizers on the same text, for a teacher that reads other tokens than the policy writes."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Token tensors of a micro-batch for an algorithm, and the denominators of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Per-token metrics: entropies, and the mismatch of learner and sampler."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

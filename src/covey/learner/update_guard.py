@@ -4,8 +4,6 @@ The actions, in order: log, clip, skip the update, roll back to the last good ch
 the weights change, from metrics merged over processes; `next_action` decides after the step.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Mapping

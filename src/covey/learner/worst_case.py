@@ -1,7 +1,5 @@
 """Trial of the longest possible micro-batch before a run, so that running out of memory shows at once."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

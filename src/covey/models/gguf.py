@@ -3,8 +3,6 @@
 The format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>. Names of tensors and keys come from the `gguf` package.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

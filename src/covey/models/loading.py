@@ -1,7 +1,5 @@
 """Loading of models and tokenizers from a folder, a hub id, or a loaded object. Optimizers and schedules by name."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import logging

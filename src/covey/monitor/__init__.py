@@ -1,7 +1,5 @@
 """Watching a run while it goes: detectors, alerts, trackers, progress, the dashboard."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """Calls that wait in line on a thread of their own: a tracker's server that does not answer holds up nothing but itself."""
 
-from __future__ import annotations
-
 import contextvars
 import logging
 import threading

@@ -1,7 +1,5 @@
 """A sample of completions on the terminal, as `log_completions` asks: prompt, completion, rewards, advantage."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Input of detectors: the first and the latest values of each metric, with a few statistics."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Language consistency: answers in the language of their prompt, identified from the text, and counted by language."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

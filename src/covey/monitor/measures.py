@@ -1,7 +1,5 @@
 """Metrics of a step's completions other than rewards: diversity, repetition, format, length by right and wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Monitor of a run: metrics of texts and updates, alerts, actions after alerts, and resource use."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """KL of the policy from its start, on a few completions of the first rollout: no second model is kept."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """One live line that says how training goes; plain lines where there is no terminal. Everything goes to stderr."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -1,7 +1,5 @@
 """Drift of the prompts since the start of the run, measured on counts of their tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Drift of prompts from those of the start, and of rewards below those just before: two-sample tests, block after block."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

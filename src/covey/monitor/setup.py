@@ -1,7 +1,5 @@
 """The monitor of a run, as its options say, and the webhook that alerts go to."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Metrics sliced by the values of a data set's columns (language, task, level), each with its interval."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Additions to transformers' tracker callbacks: one tracker run over all resumes, alerts in it, and calls off the training thread."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import os

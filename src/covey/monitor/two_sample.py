@@ -1,7 +1,5 @@
 """Two-sample tests: are these numbers, or these texts, drawn from the same distribution as those?"""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

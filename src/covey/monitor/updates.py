@@ -1,7 +1,5 @@
 """Relative update of the weights by an optimizer step, by depth."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence

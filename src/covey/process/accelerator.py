@@ -1,7 +1,5 @@
 """The `accelerate.Accelerator` of a trainer, for scripts and callbacks that use `trainer.accelerator`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from covey.process.lean import imported

@@ -1,7 +1,5 @@
 """The Ray cluster that a run is connected to."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

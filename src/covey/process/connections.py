@@ -1,7 +1,5 @@
 """Connections of an endpoint: one that sends no whole request in time is closed."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -4,8 +4,6 @@ Between layers a process of a group of C holds every C-th token. Attention needs
 "all heads of my tokens" into "all tokens of my heads" before it, and back after it (DeepSpeed-Ulysses, Jacobs et al. 2023).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

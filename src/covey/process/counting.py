@@ -1,7 +1,5 @@
 """Progress of long work, reported to a listener: none in a script, the counter on a terminal on the command line."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -4,8 +4,6 @@
 passes on every process. Here processes may have different numbers of micro-batches, or none, and one of them may run out of memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol

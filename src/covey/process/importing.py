@@ -1,7 +1,5 @@
 """Progress of the imports that take seconds: PyTorch, transformers, datasets. A line at once, a count on a terminal."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

@@ -1,7 +1,5 @@
 """Interruption of a step by a stop signal, between tokens or micro-batches, so that a checkpoint is written in time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """transformers' options and callbacks, imported without PEFT, which would bring in bitsandbytes and half of torch's compiler."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from types import ModuleType

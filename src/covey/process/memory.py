@@ -1,7 +1,5 @@
 """Recovery from running out of memory: detection, and retries in smaller pieces."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Sums of gradients in a fixed order on a CPU, whatever the number of threads."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ No collective runs after the start, so that the disk's work can be done on a thr
 each other through the heartbeat's store.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -5,8 +5,6 @@ its process group under the same keys in each. The first process to be ready may
 or wait for the whole timeout. pytorch/pytorch#135712 describes it.
 """
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Callable

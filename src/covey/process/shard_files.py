@@ -1,7 +1,5 @@
 """Sharded tensors on disk by `torch.distributed.checkpoint`; they can be read by another number of processes than wrote them."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path

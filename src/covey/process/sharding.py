@@ -4,8 +4,6 @@ Each block of layers is all-gathered when its forward or backward begins and fre
 of which every process holds its rows of `torch.chunk`; a gradient arrives reduce-scattered in the same way.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

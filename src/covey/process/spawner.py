@@ -3,8 +3,6 @@
 Linux ends such a child (PR_SET_PDEATHSIG) with the *thread* that started it, so they are all started by a thread that lasts.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable

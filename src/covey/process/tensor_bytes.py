@@ -1,7 +1,5 @@
 """Python objects as one buffer of bytes whose tensors are copied, not pickled: pickling a small tensor takes longer than sending it."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from typing import Any

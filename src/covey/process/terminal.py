@@ -1,7 +1,5 @@
 """Text that a model or a data set wrote, made safe to show in a terminal."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 

@@ -1,7 +1,5 @@
 """Scores out of text: TRL's reward functions and reward models, called so that none of them can lose a run."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

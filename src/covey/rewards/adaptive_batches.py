@@ -1,7 +1,5 @@
 """Batch sizes of a reward's model: texts of similar length together, the batch size halved when memory runs out."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Options of reward functions: `@reward(streams=True, pure=True, isolated=True)` and `@per_completion`."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Copies of a reward's inputs, so that in-place changes do not reach other rewards."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

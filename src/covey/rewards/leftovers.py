@@ -1,7 +1,5 @@
 """Leftovers of rewards at the end of a batch: changed process-wide settings, un-awaited tasks, threads."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Metrics of a batch of scored groups, under TRL's names."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

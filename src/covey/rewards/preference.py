@@ -1,7 +1,5 @@
 """A reward model from preference pairs: the Bradley-Terry likelihood that the chosen completion scores above the rejected one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A reward's exception in one line with its place, robust against a broken `__str__`, and distinct from a real Ctrl-C."""
 
-from __future__ import annotations
-
 import dis
 import re
 import sysconfig

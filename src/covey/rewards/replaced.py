@@ -1,7 +1,5 @@
 """`_calculate_rewards` of a trainer's subclass: all scores of a batch by one method, which may ask the rewards itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Scores that mean right and wrong: declared by a reward, or seen to be 0 and 1 and nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

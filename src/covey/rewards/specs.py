@@ -1,7 +1,5 @@
 """Reward specs from a user's rewards: unique names, weights, worker processes where they are possible."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import replace

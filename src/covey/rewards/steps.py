@@ -1,7 +1,5 @@
 """A process reward model from scored steps: the likelihood of each step's label, given the steps before it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Comparison of a sampler with its model: a short continuation, and a plain forward of the same tokens."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ A rollout is ordered only if its first update will be at most `max_staleness` up
 weights, so every ordered rollout is used and none is discarded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol

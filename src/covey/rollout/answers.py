@@ -1,7 +1,5 @@
 """Prefill of answers: the tokens of an environment enter a running row at once, as a prompt's do, outside of its decode steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from weakref import WeakKeyDictionary
 

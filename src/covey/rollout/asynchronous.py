@@ -4,8 +4,6 @@ The caller of `order` decides which rollouts are generated ahead (`covey.rollout
 completion is discarded.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import time

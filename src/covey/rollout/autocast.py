@@ -1,7 +1,5 @@
 """Sampling in another precision than the weights': forward passes under autocast, as in the learner."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager

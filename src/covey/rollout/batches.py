@@ -1,7 +1,5 @@
 """Batches of a forward pass over the KV cache: a decode step of the running rows, and a prefill of prompts."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Single requests that come and go, as an endpoint has them, over any sampler: the native engine decodes them in one running batch."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from contextlib import AbstractContextManager, nullcontext

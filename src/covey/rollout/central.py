@@ -1,7 +1,5 @@
 """Asynchronous rollouts of one or several learner processes: the main one has the workers, which write for all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """CUDA graphs: decode steps captured once and replayed, with eager execution where a step cannot be captured."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable, Hashable

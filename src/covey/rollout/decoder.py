@@ -5,8 +5,6 @@ same memory by every `load`. The residual stream has the type of the weights, as
 model of 16-bit weights rounds norms and rotary embeddings as its modules do. On a CPU, C++ kernels keep all of that in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

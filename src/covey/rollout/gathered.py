@@ -1,7 +1,5 @@
 """Sampling from a model sharded over processes: its weights are gathered once a rollout, not once a token, and freed after it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

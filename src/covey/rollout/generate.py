@@ -1,7 +1,5 @@
 """A sampler over transformers' `generate`, for options that the other samplers lack: beams, length penalty, bans, biases."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any

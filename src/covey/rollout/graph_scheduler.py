@@ -4,8 +4,6 @@ A step reads and writes tensors at fixed addresses, for the rows of a bucket. Fi
 until the host removes them. Completions do not depend on the bucket or on when the host looks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A sampler for every causal LM: a loop over the model's plain forward with transformers' cache, or transformers' `generate`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Memory of a device that a sampler may keep between its calls, while the learner and others use the device."""
 
-from __future__ import annotations
-
 import torch
 
 from covey.process.device import PeakBytes, free_on, held_by_this_process

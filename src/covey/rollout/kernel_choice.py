@@ -1,7 +1,5 @@
 """Choice of decode kernels and CUDA graphs, made once when a sampler gets its model."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

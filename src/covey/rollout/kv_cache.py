@@ -4,8 +4,6 @@ Keys carry their positions, so their order in memory is free: all rows write the
 (`step_column`) whenever they began, and a bias masks the columns before a row's first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A sampler worker as a Ray actor, on this machine or another."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

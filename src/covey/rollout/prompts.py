@@ -1,7 +1,5 @@
 """Prompts as samplers take them (text, chat messages, token ids or `Prompt`s), encoded once."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias

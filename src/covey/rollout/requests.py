@@ -1,7 +1,5 @@
 """Groups that wait for the engine, and groups that it decodes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 

@@ -5,8 +5,6 @@ A prompt's states are computed once and copied for each completion of its group;
 Keys and values of attention layers pass through that cache unchanged: the engine's attention keeps them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The `Sampler` interface and its sampling parameters."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ with the batch it is in. The draw inverts the cumulative distribution by blocks 
 `multinomial`, which walks the vocabulary once more for each row.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

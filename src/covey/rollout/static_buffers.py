@@ -1,7 +1,5 @@
 """Buffers at fixed addresses that outlive a call of `sample`, and with them the decode steps captured on them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass

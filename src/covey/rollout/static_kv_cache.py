@@ -4,8 +4,6 @@ The layout is that of `KVCache`. A decode step reads its indices from tensors: t
 rows of each prompt. Buffers grow by buckets; only then does `layout` change, and with it the key of captured steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 

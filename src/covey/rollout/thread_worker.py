@@ -1,7 +1,5 @@
 """A worker in a thread of the training process: it draws orders from a sampler of elsewhere, while the learner updates."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -4,8 +4,6 @@ The continuation is a prompt of its own, in token ids: the completion so far and
 server's prefix cache spares it the computation. The native engine does the same within its decode steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

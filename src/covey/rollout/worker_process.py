@@ -1,7 +1,5 @@
 """Proxy of a sampler process in the training process: start, weights through shared memory, messages."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

@@ -1,7 +1,5 @@
 """One training run on disk: checkpoints, metrics, rollouts, its manifest, and signals that ask it to stop."""
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

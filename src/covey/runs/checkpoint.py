@@ -5,8 +5,6 @@ reads it back, and only then deletes old ones. A process may be killed at any mo
 that verifies is complete. Only the main process saves and chooses; the other ranks receive the path.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import uuid

@@ -1,7 +1,5 @@
 """The manifest of a checkpoint: size and checksum of every file, so that a torn or corrupted one is found and named."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

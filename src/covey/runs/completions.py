@@ -4,8 +4,6 @@ Columns: `step`, `prompt` and `completion` (text, or messages as role and text),
 name of `log_extra`, and `advantage`. `rollouts/` has more of them, with tokens.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """stdout and stderr that last as long as a run: a closed terminal, a pipe without reader or a full disk end no training."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Files that a run has on the disk when the disk takes no more, and the error that says so."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """Uploads to the Hugging Face hub during training: `push_to_hub`, `hub_strategy` and the other hub options of transformers."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -1,7 +1,5 @@
 """One process trains in a folder at a time; the system lets go of the lock when the process ends, however it ends. It refuses a folder with the files of others."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat

@@ -1,7 +1,5 @@
 """`run.json`: configuration, versions and sources of a run, so that its result can be explained, compared and repeated."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -1,7 +1,5 @@
 """Masking of secrets in the records of a run: the value is replaced, the name stays."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """A log of one JSON object a line: appended whole, readable while it grows, and never a reason for training to stop."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Preference pairs from a run's rollouts: of each group the best completion against the worst."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Provenance of a run: source text of its parts, versions, git, hardware. Only reads; never fails a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

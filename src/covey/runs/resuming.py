@@ -1,7 +1,5 @@
 """Checks before a run is resumed: its options then and now, and whether the difference allows it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every random generator that training draws from, as a state tree: saved and put back, never re-seeded."""
 
-from __future__ import annotations
-
 import random
 import warnings
 from collections.abc import Mapping

@@ -9,8 +9,6 @@ of the rewards), `reward/<function>` as it gave it (null: not scored), `advantag
 `values`, `mask`, `advantages`, `token/<name>` (of what the learner computed: `token/entropy`, in nats, and `token/teacher_gap`, a teacher's log-probability minus the policy's).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -8,8 +8,6 @@ scored group merely carries along (columns of its prompt, extras, details of eve
 with a warning: no gradient depends on it, and a run should not end for it.
 """
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import datetime

@@ -1,7 +1,5 @@
 """Snapshots of tensors in host memory, unaffected by later in-place updates of the originals, and a thread that writes them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar

@@ -1,7 +1,5 @@
 """Liveness of a run whose `run.json` says "running": a killed process could not write that it ended."""
 
-from __future__ import annotations
-
 import os
 import platform
 import time

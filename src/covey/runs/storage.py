@@ -1,7 +1,5 @@
 """Atomic files: write to a temporary name, flush to disk, rename. And sentences for a disk that refuses."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

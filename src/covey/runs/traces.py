@@ -1,7 +1,5 @@
 """`traces/step-000011.jsonl`: the calls of an agent's episodes before that step, one episode a line; `.rank-1` on other processes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Maintenance of a run's checkpoints while no process trains in it: list, verify, repair."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

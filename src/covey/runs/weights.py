@@ -1,7 +1,5 @@
 """Path of the weights that a user names: a model, an adapter, a checkpoint, or the newest checkpoint of a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from covey.errors import CheckpointError, ModelError

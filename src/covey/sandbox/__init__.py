@@ -5,8 +5,6 @@ time, memory, processes, file size and output. Tests of functions run in another
 in the program's process, and again on mutants of themselves. `isolation()` says what keeps a program in on this machine; where files, network or processes would be open, nothing runs.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from functools import cache

@@ -3,8 +3,6 @@
 It holds no test, expected value or verdict; its replies are answers, never judgements. Standard library only.
 """
 
-from __future__ import annotations
-
 import builtins
 import collections
 import inspect

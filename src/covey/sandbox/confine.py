@@ -4,8 +4,6 @@ The former is done once, by the process that all programs are forked from; the l
 its program. Where the kernel refuses one layer, OSError says which. Standard library only.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

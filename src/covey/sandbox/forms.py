@@ -3,8 +3,6 @@
 Decided by the tests' text alone, which no program can change. In doubt the answer is no.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import datetime

@@ -3,8 +3,6 @@
 An audit hook refuses the ways to the tests' frames, to memory and to objects that were not handed over. Standard library only.
 """
 
-from __future__ import annotations
-
 import _imp
 import _signal
 import _thread

@@ -5,8 +5,6 @@ and verdicts pass it by, so a program, which is a copy of this process, finds no
 started it: no path, no number, no argument. Even these modules come as text over the socket. Standard library only.
 """
 
-from __future__ import annotations
-
 import _sitebuiltins
 import builtins
 import gc

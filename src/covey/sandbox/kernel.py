@@ -4,8 +4,6 @@ Only the standard library is imported, and only inside the sandbox's own process
 must be able to run it. Every function raises OSError with the call's name when the kernel refuses.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

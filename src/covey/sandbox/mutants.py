@@ -6,8 +6,6 @@ comparisons fail there; an object that equals everything, or a program that read
 comparison that did not hold on the program itself says nothing and stays. Standard library only.
 """
 
-from __future__ import annotations
-
 import ast
 import collections
 import datetime

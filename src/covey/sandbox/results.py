@@ -1,7 +1,5 @@
 """Results of a program run in the sandbox."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -6,8 +6,6 @@ mounts, namespaces, keys, BPF, io_uring, shared memory that no limit counts. Sta
 <https://docs.kernel.org/userspace-api/seccomp_filter.html>
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import struct

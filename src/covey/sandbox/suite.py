@@ -3,8 +3,6 @@
 The same in both places where tests run: a process of their own (judge.py), or the program's (arena.py). Standard library only.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import importlib

@@ -5,8 +5,6 @@ what the standard containers hold; a named tuple is a tuple, a member of an IntE
 an operator of its own, and what is no builtin at all, stays where it is and travels as a reference. Standard library only.
 """
 
-from __future__ import annotations
-
 import collections
 import datetime
 import decimal

@@ -1,7 +1,5 @@
 """The native engine as an OpenAI-compatible endpoint. Needs the extra `serve`."""
 
-from __future__ import annotations
-
 from covey.serving.agents import AgentSampler
 from covey.serving.endpoint import Endpoint
 from covey.serving.engine import Call

@@ -1,7 +1,5 @@
 """Access rules: clients with the key; without one, this machine alone, and no web page that a browser on it shows."""
 
-from __future__ import annotations
-
 import hmac
 import ipaddress
 

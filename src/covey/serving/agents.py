@@ -1,7 +1,5 @@
 """Agents of a run: unmodified loops over the run's own endpoint, side by side, whose calls become the completions of a group."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

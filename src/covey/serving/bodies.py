@@ -1,7 +1,5 @@
 """JSON bodies of requests, read within bounds: text that can be written, finite numbers, brackets that are nested a little."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -5,8 +5,6 @@ call got, the prompt's ids are that call's prompt, its answer as drawn, and what
 A history that says anything else is rendered as it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Metrics of an endpoint in Prometheus' text format."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Mapping

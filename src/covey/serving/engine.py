@@ -1,7 +1,5 @@
 """The engine of an endpoint: one thread that decodes the requests of all its models, each model's in one running batch."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

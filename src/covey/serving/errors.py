@@ -1,7 +1,5 @@
 """Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

@@ -1,7 +1,5 @@
 """Fields of a request's JSON body: each read once with its type and bounds; unknown names are refused."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any

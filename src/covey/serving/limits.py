@@ -1,7 +1,5 @@
 """Limits of an endpoint: sizes of one request, and the number of requests at once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from covey.errors import ConfigError

@@ -1,7 +1,5 @@
 """Models to serve: a base and its LoRA adapters, each adapter merged into copies of the layers that it changes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Responses in OpenAI's format, whole or streamed, from the engine's completions."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import Mapping, Sequence

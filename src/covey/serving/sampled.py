@@ -1,7 +1,5 @@
 """Stops of a rollout whose calls an endpoint answers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from covey.errors import CoveyError

@@ -1,7 +1,5 @@
 """Log-probabilities of a prompt's own tokens by one forward pass, returned by `echo` with `logprobs`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

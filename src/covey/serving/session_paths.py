@@ -1,7 +1,5 @@
 """Sessions by address: for clients that can set a base URL, and no header."""
 
-from __future__ import annotations
-
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 PREFIX = "/sessions/"

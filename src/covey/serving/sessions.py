@@ -1,7 +1,5 @@
 """Sessions of a run's own endpoint: one for each episode of an agent, with its calls, its limits and its random draws."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import threading

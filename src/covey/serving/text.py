@@ -1,7 +1,5 @@
 """Incremental detokenization that holds back text which may be part of a stop string."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tokenizers of an endpoint: one user at a time, and long prompts on copies, so that short ones need not wait for them."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ and the weights' version are added to the GenAI attributes under `covey.*`. Sour
 semantic conventions for generative AI spans.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Construction of the parts of a run: with `build_learner.py` the only reader of the whole configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Choice of the algorithm of a run, and of the languages that share a group, from its options."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

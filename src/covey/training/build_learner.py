@@ -1,7 +1,5 @@
 """Construction of the networks and the learner of a run, from its options: a part of `build.py`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace

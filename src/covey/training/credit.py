@@ -1,7 +1,5 @@
 """Advantages of scored groups, and metrics of a rollout."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

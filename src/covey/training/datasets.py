@@ -1,7 +1,5 @@
 """Data sets of a run: finite ones and streams, live ones connected to the run, and the loaders that callbacks read."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

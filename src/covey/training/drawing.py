@@ -1,7 +1,5 @@
 """Drawing of scored groups: prompts through a sampler and the rewards, on each process's share."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Evaluation on held-out prompts: the rewards of training with a fixed seed, averaged weights, and what was forgotten."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

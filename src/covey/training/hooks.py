@@ -1,7 +1,5 @@
 """Callbacks and hooks of a trainer, and transformers' interface besides training and saving."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks of a run: the first updates on-policy, and the same options and data on every process."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass

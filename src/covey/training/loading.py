@@ -1,7 +1,5 @@
 """Loading of policy and tokenizer for training, from names, folders or objects."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """The training loop: prompts, sampler, rewards, stages, advantages, update, new weights to the sampler."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Parts of a run: one object per stage, created by `build.py` and used by `loop.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Records of a run on disk: metrics and rollouts of a step, contents of a checkpoint, and restoring it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Recovery from NaN, infinities and spikes: the batch is saved for study, and the run rolls back to a good checkpoint."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Asynchronous checkpointing: a run pauses for a copy in memory; the disk is written in the background."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import os

@@ -1,7 +1,5 @@
 """Session: callbacks, logs, evaluation and checkpoints around the steps of the loop, which calls `record`."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

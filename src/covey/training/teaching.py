@@ -1,7 +1,5 @@
 """Teachers of a run, in this process or served, and its supervised term."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """`GRPOTrainer`: TRL's interface to Covey's loop, with the same arguments, callbacks and names in the logs."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextlib import closing

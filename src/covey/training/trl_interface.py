@@ -1,7 +1,5 @@
 """Interface of TRL's trainer besides `train` and `evaluate`: attributes, metrics files, loaders, the hub."""
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping

@@ -1,7 +1,5 @@
 """Supervised fine-tuning on Covey's loop: completions come from a data set instead of a sampler, each with reward 1."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Notes on an episode: its turns' states and rewards, the conversation, and what its completion shares with another."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

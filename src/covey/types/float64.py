@@ -1,7 +1,5 @@
 """float64 where the device has it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The images, sounds and videos of a prompt, as a processor of transformers prepared them."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Feature columns of prompts: for filters, curricula, rewards and metrics by slice."""
 
-from __future__ import annotations
-
 from covey.data.features.columns import FEATURES, add_features, readability
 
 __all__ = ["FEATURES", "add_features", "readability"]

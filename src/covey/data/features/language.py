@@ -1,7 +1,5 @@
 """Language identification: by script, and for Latin script by stop words. Cheap, and unsure of short texts."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

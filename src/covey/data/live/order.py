@@ -1,7 +1,5 @@
 """Rows of a live source in the order in which they come: each once, from a place that a checkpoint remembers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Sources of live rows: the protocol, and four implementations."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

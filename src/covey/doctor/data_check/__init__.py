@@ -1,7 +1,5 @@
 """Faults of a data set of prompts, row by row, and a cleaned copy of it."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """A cleaned copy of a data set, with a report line for every changed row."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

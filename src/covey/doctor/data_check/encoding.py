@@ -1,7 +1,5 @@
 """Garbled text (wrong encodings, control characters): repaired where possible, reported where characters are lost."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import unicodedata

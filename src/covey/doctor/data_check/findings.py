@@ -1,7 +1,5 @@
 """Kinds of faults of a row, their fixes, and the rows they were found in."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

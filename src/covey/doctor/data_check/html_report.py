@@ -1,7 +1,5 @@
 """The findings as one self-contained HTML file, without scripts."""
 
-from __future__ import annotations
-
 from covey.doctor.data_check.summary import Entry, Summary
 from covey.evaluation.html import page_of, text
 

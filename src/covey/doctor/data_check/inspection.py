@@ -1,7 +1,5 @@
 """A data set read once, row by row, and everything that is wrong with it."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Language identification of prompts: by script and stop words, else by py3langid's character statistics."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from functools import lru_cache

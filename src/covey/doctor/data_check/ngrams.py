@@ -1,7 +1,5 @@
 """Hashed words and word n-grams of texts, for the search for duplicates and overlap."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import unicodedata

@@ -1,7 +1,5 @@
 """Questions of an evaluation set that a training set has seen: runs of words that both have."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Pivots: single turns of expert trajectories as prompts, whose answer is the expert's turn. PivotRL, 2026, <https://arxiv.org/abs/2603.21383>."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Checks of one row: its own faults, and the features for comparison with other rows."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping

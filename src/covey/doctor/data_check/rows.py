@@ -1,7 +1,5 @@
 """Rows of a data set, one at a time, with those that cannot be read. JSON lines are kept as they are written."""
 
-from __future__ import annotations
-
 import codecs
 import glob
 import gzip

@@ -1,7 +1,5 @@
 """Settings of an inspection: the checks and their thresholds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Records of numbers in an anonymous temporary file, read back a part at a time, so that memory stays flat."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Summary of an inspection, in figures and with examples, for a terminal, a page or a program."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -8,8 +8,6 @@ Of a verifier with false positives `p0` and false negatives `p1` the expected sc
 advantages keep `1 - p0 - p1` of their size (Natarajan et al. 2013, "Learning with noisy labels").
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

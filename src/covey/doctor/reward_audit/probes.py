@@ -1,7 +1,5 @@
 """Completions that a reward is tried on: a row's own answer in several wordings, wrong ones, garbage, and attempts to cheat."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """Verdicts on a reward: gold answers that do not score, garbage that does, constants, errors, time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

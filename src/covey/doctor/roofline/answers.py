@@ -1,7 +1,5 @@
 """Answers that follow from a plan: batches that fit, and whether LoRA, more GPUs or asynchrony pays."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

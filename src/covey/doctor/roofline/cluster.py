@@ -1,7 +1,5 @@
 """Combinations that fit a cluster: what is trained, how it is split and who writes, by the seconds of a step."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """GPUs by name: memory, FLOPS and bandwidth by their data sheets, and the shares that runs reach."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Published configurations of some models, for a plan where the hub cannot be reached (each from its config.json on the hub)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The options of a run planned for GPUs that are not here: machine-dependent defaults are resolved for the GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Seconds of a rollout by the roofline: each token's step reads the weights and the keys and values once, and launches kernels."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

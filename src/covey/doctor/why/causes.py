@@ -1,7 +1,5 @@
 """Troubles of a step, and the single changes that remove them: each replayed, compared, ranked."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Replay of a recorded step's update, as it was or with one change, and its effect on the policy."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

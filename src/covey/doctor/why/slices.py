@@ -1,7 +1,5 @@
 """Slices of the data whose rewards contradict those of similar completions of other prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

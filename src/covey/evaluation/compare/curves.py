@@ -1,7 +1,5 @@
 """Learning curves of each side, with a band over its seeds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

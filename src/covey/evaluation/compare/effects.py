@@ -7,8 +7,6 @@ two-way clustering of Cameron, Gelbach and Miller 2011), with Satterthwaite's de
 taken to be no smaller than what chance within a run explains, which keeps two lucky seeds from looking certain.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A whole comparison: sides, their differences, results, curves, the verdict."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Scores of the sides on held-out questions: the comparable ones, and their estimates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

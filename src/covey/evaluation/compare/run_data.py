@@ -1,7 +1,5 @@
 """Data of a run folder: configuration, learning curves, and scores on held-out questions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

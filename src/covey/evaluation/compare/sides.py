@@ -1,7 +1,5 @@
 """Grouping of runs into sides (seeds of the same way to train), and the differences between sides."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

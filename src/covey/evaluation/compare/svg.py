@@ -1,7 +1,5 @@
 """A learning curve as self-contained SVG, for light and dark pages."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from html import escape

@@ -1,7 +1,5 @@
 """A comparison as tables: for the terminal, as Markdown, and as one self-contained HTML file."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Verdict of a comparison, in a sentence a side, and its caveats."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

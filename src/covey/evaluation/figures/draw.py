@@ -1,7 +1,5 @@
 """Figures as SVG, which every browser and editor draws, without a drawing library."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

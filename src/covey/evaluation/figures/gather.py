@@ -1,7 +1,5 @@
 """Data of the figures of runs: curves with bands, shares of rewards in the advantage, agreement of verdicts."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

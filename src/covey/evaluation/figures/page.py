@@ -1,7 +1,5 @@
 """The HTML page of figures and reports, and its tables."""
 
-from __future__ import annotations
-
 from covey.evaluation import html
 from covey.evaluation.html import text
 

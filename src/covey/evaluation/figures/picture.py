@@ -1,7 +1,5 @@
 """Picture of several figures: returned by `run.plot()`, shown in a notebook, written by `covey plot`; PNG and PDF by matplotlib."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Report of a run on one page to share: configuration, learning curves, scores, alerts, and sample completions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run folder as an object: `run = covey.Run("runs/a")`, then `run.plot()`, `run.report("report.html")`, or the run itself in a notebook."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """LoRA adapters of one base, merged: exactly, by rank concatenation, or to a smaller rank with the error said."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Averages of the weights of one run while it trains: exponential moving averages, and soups of its own steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

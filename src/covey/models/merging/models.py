@@ -1,7 +1,5 @@
 """Whole models of one architecture, merged tensor by tensor from their files. No model is loaded."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Weights in safetensors files, one tensor at a time: read from one file or several, written in order."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Detectors: small pure objects that map a `History` to an alert, or None. A function will do as well."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 from covey.monitor.detectors.ensemble import MemberDominates, MemberIdle

@@ -1,7 +1,5 @@
 """Names a too high learning rate as the cause in alerts about its consequences."""
 
-from __future__ import annotations
-
 from covey.monitor.history import History
 
 MOST = 0.05

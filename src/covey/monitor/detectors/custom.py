@@ -1,7 +1,5 @@
 """Detectors of the user's own: found by import path, and kept from ending a run that they only watch."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Alerts on the contribution of ensemble members: nearly all of the positive advantages, or none."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from statistics import fmean
 

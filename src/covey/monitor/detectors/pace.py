@@ -1,7 +1,5 @@
 """Detectors for the run's surroundings: a machine that slows down, data that drifts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from statistics import fmean, median
 

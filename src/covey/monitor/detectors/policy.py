@@ -1,7 +1,5 @@
 """Detectors for the policy: entropy, diversity, KL from its start, groups without signal, drifting routers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from statistics import fmean, median
 

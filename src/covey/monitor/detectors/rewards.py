@@ -1,7 +1,5 @@
 """Is it learning, and is it learning the right thing? Plateau, slow convergence, hacking, rewards that fail."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

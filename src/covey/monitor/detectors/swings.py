@@ -1,7 +1,5 @@
 """Rewards that go up and down, and rewards that are at odds with each other."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

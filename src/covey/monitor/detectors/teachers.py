@@ -1,7 +1,5 @@
 """Detectors for a teacher by token: one that pulls against the reward, that fell with the policy, or that takes the reward along."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from statistics import fmean, stdev

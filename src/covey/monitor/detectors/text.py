@@ -1,7 +1,5 @@
 """Detectors for the completions' text: too long, too short, truncated, repetitive, badly formatted, in another language than the prompt."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

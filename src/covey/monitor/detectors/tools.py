@@ -1,7 +1,5 @@
 """Tool collapse: a model that gave up its tools, calls them in loops, or gets only errors."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from statistics import fmean
 

@@ -1,7 +1,5 @@
 """Detectors for optimizer steps: spikes, tiny updates, and a mismatch between sampler and learner."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Columns of the table of runs that are not a metric's newest value: model, data, steps in all, duration, best held-out reward."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path

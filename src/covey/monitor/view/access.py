@@ -1,7 +1,5 @@
 """Access control: the host name is always checked, the token where there is one; and security headers of responses."""
 
-from __future__ import annotations
-
 import hmac
 import ipaddress
 from urllib.parse import parse_qs

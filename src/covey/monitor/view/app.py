@@ -1,7 +1,5 @@
 """The server: a page, its scripts, and JSON for them. Reads run folders; writes nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

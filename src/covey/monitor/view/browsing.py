@@ -1,7 +1,5 @@
 """Lists of groups, single groups, and the distribution of rewards over the steps."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Distributions of lengths, rewards and per-token values over a run, from samples: data of heat maps and histograms."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Listing of a run's rollout files, without a stat of each of ten thousand every second."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat

@@ -1,7 +1,5 @@
 """Index of a run's groups of completions, a few numbers each, so that a million of them are filtered at once."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path

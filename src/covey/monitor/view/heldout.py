@@ -1,7 +1,5 @@
 """Intervals of the held-out results of a run, over questions, from the answers that every evaluation left."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

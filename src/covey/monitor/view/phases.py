@@ -1,7 +1,5 @@
 """Time and memory of a run's steps by phase."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The history of every prompt: how often it was drawn, its rewards, and its state (solved, unsolved or flaky)."""
 
-from __future__ import annotations
-
 import io
 import threading
 from collections.abc import Mapping

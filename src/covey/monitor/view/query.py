@@ -1,7 +1,5 @@
 """Query parameters of a request, validated."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Data of the page, read from run folders while they grow."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import threading

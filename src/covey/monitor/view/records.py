@@ -1,7 +1,5 @@
 """The small files of a run, `alerts.jsonl` and `events.jsonl`, malformed lines included."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 A run of a million completions has thousands of files; a picture needs some dozens. How many were read of how many is part of every answer.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Full-text search of groups: a bounded amount of work a request, with the place to continue from."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

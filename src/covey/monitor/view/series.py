@@ -1,7 +1,5 @@
 """The numbers of `metrics.jsonl` as columns, read incrementally."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """The text of each token of a completion, from the tokenizer in the run's folder."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The final answer in a text, and plain comparison: equal as text, or as the same exact number. LaTeX is not evaluated here."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from fractions import Fraction

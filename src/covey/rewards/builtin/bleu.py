@@ -1,7 +1,5 @@
 """sacrebleu's sentence BLEU: against a reference as the reward `bleu`, against a prompt's other completions as `self_bleu`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

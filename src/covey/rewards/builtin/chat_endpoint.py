@@ -1,7 +1,5 @@
 """A chat model behind an OpenAI-compatible HTTP address: asked with retries, back-off, a deadline and a memory on disk."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import http.client

@@ -1,7 +1,5 @@
 """Rewards for answers among a few, or near a gold answer: a choice's letter, a number within a tolerance, words in common."""
 
-from __future__ import annotations
-
 import math
 import re
 import string

@@ -1,7 +1,5 @@
 """The reward of code: programs out of completions, run against the tests of their row in the sandbox."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Tests of code out of the columns of data sets: MBPP, HumanEval, APPS, TACO and LiveCodeBench in the forms they are published in."""
 
-from __future__ import annotations
-
 import ast
 import base64
 import io

@@ -1,7 +1,5 @@
 """Rewards for the shape of a text: a pattern, tags in order, JSON that satisfies a schema."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ math-verify takes out of a text what it can read and leaves the rest (`\text{not
 but formulas whose every sign is in the grammar below; any other text equals only itself.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection
 from collections.abc import Set as AbstractSet

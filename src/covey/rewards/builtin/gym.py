@@ -1,7 +1,5 @@
 """Reasoning Gym's own graders as a reward, each answer in a worker process that is killed past its limit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from covey.data import gym as tasks

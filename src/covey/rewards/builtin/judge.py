@@ -1,7 +1,5 @@
 """A language model that judges: asked side by side within a deadline, again when its reply has the wrong form, and counted."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading

@@ -1,7 +1,5 @@
 """Rewards by a judge: a mark by a rubric, or the share of comparisons won against a reference or the other completions."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

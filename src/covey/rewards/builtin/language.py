@@ -1,7 +1,5 @@
 """Rewards a text for being in the wanted language: by its script, and where languages share one, by statistics of letters."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Sequence

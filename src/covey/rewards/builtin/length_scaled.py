@@ -1,7 +1,5 @@
 """Right answers weighed by length, and right answers after a text's reasoning."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

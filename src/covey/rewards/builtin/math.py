@@ -1,7 +1,5 @@
 """Rewards for right answers: mathematics by value, short answers by text."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

@@ -1,7 +1,5 @@
 """ROUGE: words shared with a reference, for summaries, with length in check."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rewards by name: built-in ones, the user's own by import path, reward models by folder or hub id."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -1,7 +1,5 @@
 """Rewards for form: format, length, repetition. Each is a function, or a frozen dataclass where it has parameters."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

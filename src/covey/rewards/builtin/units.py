@@ -1,7 +1,5 @@
 """Units of measure and nouns after a number: which words leave its value as it is."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 

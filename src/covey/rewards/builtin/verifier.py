@@ -4,8 +4,6 @@ It runs apart because a formula that a model writes may keep sympy busy for ever
 stopped. Where the system can fork, each comparison has a process of its own, so one that is killed costs the next nothing.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

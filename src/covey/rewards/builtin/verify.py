@@ -1,7 +1,5 @@
 """Formulas compared by math-verify in a process of its own that is killed when it takes too long."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import importlib.util

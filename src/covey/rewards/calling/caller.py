@@ -1,7 +1,5 @@
 """One reward and every way of calling it: on the caller's thread, on the event loop, in a thread, in a worker process."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect

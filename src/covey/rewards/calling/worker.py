@@ -3,8 +3,6 @@
 The run never unpickles its output. The kernel ends this process when the run ends, however that happens.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import importlib.util
 import itertools
