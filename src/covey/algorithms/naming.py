@@ -35,6 +35,7 @@ from covey.algorithms import (
 from covey.algorithms.algorithm import Algorithm
 from covey.algorithms.critic import Critic
 from covey.algorithms.kl import ESTIMATORS, KL
+from covey.algorithms.making import Common
 from covey.algorithms.presets import PRESETS
 from covey.errors import ConfigError, did_you_mean
 from covey.names import find
@@ -117,11 +118,12 @@ def _sorted(changes: list[str], preset: Any) -> tuple[dict[str, Any], list[tuple
 
 
 def _options_of(make: Callable[..., Any]) -> list[str]:
-    """Names that a preset takes; `**role` stands for those of a teacher."""
-    parameters = inspect.signature(make).parameters.values()
-    has_role = any(item.kind is item.VAR_KEYWORD and item.name == "role" for item in parameters)
-    names = [item.name for item in parameters if item.kind is not item.VAR_KEYWORD]
-    return names + ([item.name for item in fields(teachers.TeacherRole)] if has_role else [])
+    """Names that a preset takes; `**common` stands for those of all presets, `**role` for those of a teacher."""
+    rest = {"common": list(Common.__annotations__), "role": [item.name for item in fields(teachers.TeacherRole)]}
+    names = []
+    for item in inspect.signature(make).parameters.values():
+        names += rest.get(item.name, []) if item.kind is item.VAR_KEYWORD else [item.name]
+    return names
 
 
 def _is_literal(value: str) -> bool:

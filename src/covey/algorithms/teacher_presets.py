@@ -11,9 +11,8 @@ from covey.algorithms.algorithm import Algorithm
 from covey.algorithms.control import Controller, WarmUp
 from covey.algorithms.distillation import Distill, Divergence, zero
 from covey.algorithms.importance import Correction
-from covey.algorithms.making import DEFAULT_CORRECTION, KLOption, made
+from covey.algorithms.making import DEFAULT_CORRECTION, Common, KLOption, made
 from covey.algorithms.objectives import CISPO, Clipped, policy_gradient
-from covey.algorithms.reference import keep
 from covey.algorithms.teacher_signals import (
     GatedDistill,
     PositionWeighted,
@@ -49,7 +48,9 @@ def rlsd(
             raise ConfigError("rlsd's strength changes by itself already; leave warmup_steps and decay_steps out.")
         strength = WarmUp(strength, warmup_steps, decay_steps)
     objective = Reshaped(TeacherReweighted(strength, clip, negative_only), Clipped(low, high))
-    return _with_teacher(made("rlsd", GroupNormalized(), objective, SequenceMean(), kl, keep, correction), role)
+    return _with_teacher(
+        made("rlsd", GroupNormalized(), objective, SequenceMean(), Common(kl=kl, correction=correction)), role
+    )
 
 
 def sdar(
@@ -67,7 +68,9 @@ def sdar(
     "Self-Distilled Agentic Reinforcement Learning", 2026, <https://arxiv.org/abs/2605.15155>. `weight` is ms-swift's
     `sdar_loss_coef`, `beta` its `sdar_gate_beta`.
     """
-    algorithm = made("sdar", GroupNormalized(), Clipped(low, high), SequenceMean(), kl, keep, correction)
+    algorithm = made(
+        "sdar", GroupNormalized(), Clipped(low, high), SequenceMean(), Common(kl=kl, correction=correction)
+    )
     return _with_teacher(algorithm.replace(regularizers=(GatedDistill(weight, beta),)), role)
 
 
@@ -104,7 +107,7 @@ def sdpo(*, cap: float = 2.0, **role: Any) -> Algorithm:
     TRL's `success_reward_threshold`.
     """
     objective = Reshaped(TeacherAdvantage(against="current"), CISPO(cap))
-    algorithm = made("sdpo", GroupNormalized(), objective, SequenceMean(), None, keep, None)
+    algorithm = made("sdpo", GroupNormalized(), objective, SequenceMean(), Common(correction=None))
     return _with_teacher(algorithm, {"feedback": "successful", **_following("ema", role)})
 
 
@@ -142,12 +145,12 @@ def _informed(role: dict[str, Any]) -> dict[str, Any]:
 
 
 def _distilled(name: str, objective: Objective, correction: Weight | None, role: dict[str, Any]) -> Algorithm:
-    return _with_teacher(made(name, GroupNormalized(), objective, token_mean, None, keep, correction), role)
+    return _with_teacher(made(name, GroupNormalized(), objective, token_mean, Common(correction=correction)), role)
 
 
 def _by_distribution(
     name: str, divergence: Divergence, beta: float, top_k: int | None, role: dict[str, Any]
 ) -> Algorithm:
     term = Distill(divergence=divergence, beta=beta, top_k=top_k, **_informed(role))
-    algorithm = made(name, GroupNormalized(), zero, SequenceMean(), None, keep, None)
+    algorithm = made(name, GroupNormalized(), zero, SequenceMean(), Common(correction=None))
     return algorithm.replace(regularizers=(term,), name=name)
