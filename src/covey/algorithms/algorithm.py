@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -13,10 +12,10 @@ from torch import Tensor
 from covey.algorithms.advantages import GroupNormalized
 from covey.algorithms.aggregation import token_mean
 from covey.algorithms.composing import is_apart, metrics_of, needs_whole_step, prepared
-from covey.algorithms.control import Controller, applied, is_controller
+from covey.algorithms.control import Controller, controllers_in, settle
 from covey.algorithms.critic import Critic
-from covey.algorithms.declared import expect_declared
-from covey.algorithms.kl import KL
+from covey.algorithms.declared import expect_advantages, expect_callable, expect_declared, expect_per_token
+from covey.algorithms.kl import KL, as_kl
 from covey.algorithms.objectives import Clipped
 from covey.algorithms.ratios import approximate_kl
 from covey.algorithms.reference import keep
@@ -114,16 +113,16 @@ class Algorithm:
             value = getattr(self, slot)
             object.__setattr__(self, slot, (value,) if callable(value) else tuple(value))
         if self.kl is not None and not isinstance(self.kl, KL):
-            object.__setattr__(self, "kl", _as_kl(self.kl))
+            object.__setattr__(self, "kl", as_kl(self.kl))
         if getattr(self.objective, "is_shape", False):
             object.__setattr__(self, "objective", Reshaped(self.objective))
         if self.teacher is not None and not isinstance(self.teacher, TeacherRole):
             object.__setattr__(self, "teacher", TeacherRole(self.teacher))
         for slot in ("advantage", "objective", "aggregate", "reference"):
-            _check_callable(slot, getattr(self, slot))
+            expect_callable(slot, getattr(self, slot))
         for slot in _MANY:
             for part in getattr(self, slot):
-                _check_callable(slot, part)
+                expect_callable(slot, part)
         if self.critic is not None and not callable(getattr(self.critic, "loss", None)):
             raise ConfigError(
                 f"critic={self.critic!r} has no loss(tokens, totals); use alg.Critic(error=your_function)."
@@ -146,12 +145,7 @@ class Algorithm:
     def judge(self, scores: Scores) -> tuple[Tensor, Tensor | None]:
         """Advantages [P, G] or [P, G, T], 0 where unscored; and the critic's targets [P, G, T], or None without one."""
         judged = self.advantage(scores)
-        allowed = (tuple(scores.mask.shape[:2]), tuple(scores.mask.shape))
-        if not isinstance(judged, Tensor) or tuple(judged.shape) not in allowed:
-            raise ValueError(
-                f"{_title(self.advantage)} (advantage) returned {_shape(judged)}; it must return [P, G] = "
-                f"{list(allowed[0])} or [P, G, T] = {list(allowed[1])}."
-            )
+        expect_advantages(self.advantage, judged, scores)
         judged = judged.nan_to_num(0.0, posinf=torch.inf, neginf=-torch.inf)
         judged = zeroed(judged, scores.total.isnan())
         if self.critic is None:
@@ -168,7 +162,7 @@ class Algorithm:
         for regularizer in self.regularizers:
             if is_apart(regularizer):
                 continue
-            per_token = _checked(regularizer, "regularizer", regularizer(tokens), tokens)
+            per_token = expect_per_token(regularizer, "regularizer", regularizer(tokens), tokens)
             aggregate = getattr(regularizer, "aggregate", None) or self.aggregate
             loss = loss + aggregate(per_token.expand_as(tokens.mask), tokens, totals)
         return loss
@@ -230,10 +224,9 @@ class Algorithm:
 
     def controllers(self) -> dict[str, Controller]:
         """Every coefficient that adapts, by where it is, such as `kl.coefficient`."""
-        adaptive: dict[str, Controller] = {}
-        for name, part in self._parts():
-            adaptive.update(_controllers_of(name, part))
-        return adaptive
+        return {
+            path: controller for name, part in self._parts() for path, controller in controllers_in(name, part).items()
+        }
 
     def initial_controllers(self) -> dict[str, float]:
         """Initial state of each adaptive coefficient."""
@@ -247,19 +240,7 @@ class Algorithm:
             others = {key: value for key, value in values.items() if not key.startswith(_MEMORY)}
             return replace(self, advantage=recalled(self.advantage, memory)).resolve(others)
         controllers = self.controllers()
-        if not controllers:
-            return self
-
-        def settle(name: str, part: Any) -> Any:
-            inside = {
-                key.removeprefix(f"{name}.").partition(".")[0] for key in controllers if key.startswith(f"{name}.")
-            }
-            changes = {item: settle(f"{name}.{item}", getattr(part, item)) for item in inside}
-            if name in controllers:
-                return applied(controllers[name], values.get(name, controllers[name].init()))
-            return replace(part, **changes) if changes else part
-
-        return self._mapped(settle)
+        return self._mapped(lambda name, part: settle(name, part, controllers, values)) if controllers else self
 
     def advance(self, values: Mapping[str, float], report: StepReport) -> dict[str, float]:
         """State of each adaptive coefficient after the step of `report`; an advantage's memory stays."""
@@ -281,15 +262,15 @@ class Algorithm:
 
     def _policy_loss(self, tokens: TokenBatch, totals: Totals) -> Tensor:
         """Objective, weighted, and KL."""
-        per_token = _checked(self.objective, "objective", self.objective(tokens), tokens)
+        per_token = expect_per_token(self.objective, "objective", self.objective(tokens), tokens)
         for weight in self.weights:
-            per_token = per_token * _checked(weight, "weight", weight(tokens), tokens).detach()
+            per_token = per_token * expect_per_token(weight, "weight", weight(tokens), tokens).detach()
         if tokens.weight is not None:
             per_token = per_token * tokens.weight
         loss = self.aggregate(self._spread(per_token, tokens), tokens, totals)
         if self.kl is None or self.kl.where != "loss":
             return loss
-        measured = _checked(self.kl.estimator, "KL estimator", self.kl.measured(tokens), tokens)
+        measured = expect_per_token(self.kl.estimator, "KL estimator", self.kl.measured(tokens), tokens)
         penalty = self.kl.resolved() * measured
         return loss + self.aggregate(self._spread(penalty, tokens), tokens, totals)
 
@@ -313,32 +294,6 @@ class Algorithm:
         return replace(self, **slots)
 
 
-def _controllers_of(name: str, part: Any) -> dict[str, Controller]:
-    """Adaptive coefficients of a part and of the parts within it, such as the shape of an objective, by path."""
-    if not dataclasses.is_dataclass(part) or isinstance(part, type):
-        return {}
-    adaptive: dict[str, Controller] = {}
-    for item in fields(part):
-        value, path = getattr(part, item.name), f"{name}.{item.name}"
-        adaptive.update({path: value} if is_controller(value) else _controllers_of(path, value))
-    return adaptive
-
-
-def _as_kl(kl: Any) -> KL | None:
-    if isinstance(kl, bool) or not (isinstance(kl, (int, float)) or callable(kl)):
-        raise ConfigError(f"kl={kl!r} is neither an alg.KL, nor a coefficient, nor an estimator(logp, ref_logp).")
-    if callable(kl):
-        return KL(kl)
-    return KL(coefficient=float(kl)) if kl else None
-
-
-def _check_callable(slot: str, part: Any) -> None:
-    if isinstance(part, type):
-        raise ConfigError(f"{slot}={part.__name__} is a class; give an instance: {part.__name__}().")
-    if not callable(part):
-        raise ConfigError(f"{slot}={part!r} is not callable; give a function or an instance with __call__.")
-
-
 def _clean(tokens: TokenBatch) -> TokenBatch:
     """The same tokens with 0 where they do not count, so that nothing there can reach a value or a gradient."""
     mask, out = tokens.mask, {}
@@ -346,21 +301,3 @@ def _clean(tokens: TokenBatch) -> TokenBatch:
         is_per_token = value.shape == mask.shape and name not in _OUTSIDE
         out[name] = torch.where(mask, value, torch.zeros_like(value)) if is_per_token else value
     return TokenBatch(**out)
-
-
-def _checked(part: Any, kind: str, value: Any, tokens: TokenBatch) -> Tensor:
-    rows, width = tokens.mask.shape
-    if isinstance(value, Tensor) and tuple(value.shape) in ((rows, width), (rows, 1)):
-        return value
-    raise ValueError(
-        f"{_title(part)} ({kind}) returned {_shape(value)}; it must return one value a token, [N, T] = [{rows}, {width}], "
-        f"or one a sequence, [N, 1] = [{rows}, 1], and no mean: the library divides by totals of the whole step."
-    )
-
-
-def _shape(value: Any) -> str:
-    return f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def _title(part: Any) -> str:
-    return getattr(part, "__name__", type(part).__name__)

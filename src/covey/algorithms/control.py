@@ -1,6 +1,7 @@
 """Controllers: coefficients that adapt to measured metrics. Their value is kept in the training state."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from covey.errors import ConfigError
@@ -62,3 +63,23 @@ def applied(controller: Controller, value: float) -> float:
 def current(coefficient: float | Controller) -> float:
     """The number itself, or where a controller starts."""
     return applied(coefficient, coefficient.init()) if isinstance(coefficient, Controller) else float(coefficient)
+
+
+def controllers_in(path: str, part: Any) -> dict[str, Controller]:
+    """Adaptive coefficients of a part and of the parts within it, such as the shape of an objective, by path."""
+    if not is_dataclass(part) or isinstance(part, type):
+        return {}
+    adaptive: dict[str, Controller] = {}
+    for item in fields(part):
+        value, inner = getattr(part, item.name), f"{path}.{item.name}"
+        adaptive.update({inner: value} if is_controller(value) else controllers_in(inner, value))
+    return adaptive
+
+
+def settle(path: str, part: Any, controllers: Mapping[str, Controller], values: Mapping[str, float]) -> Any:
+    """The part at `path` with each of `controllers` replaced by its current value, from its state in `values`."""
+    if path in controllers:
+        return applied(controllers[path], values.get(path, controllers[path].init()))
+    inside = {key.removeprefix(f"{path}.").partition(".")[0] for key in controllers if key.startswith(f"{path}.")}
+    changes = {item: settle(f"{path}.{item}", getattr(part, item), controllers, values) for item in inside}
+    return replace(part, **changes) if changes else part

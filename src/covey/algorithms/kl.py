@@ -6,7 +6,7 @@ With `d = logp - ref_logp`, an estimator of KL(policy || reference) from a token
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -168,3 +168,12 @@ class AdaptiveKL:
         """The next coefficient after a step of `completions` completions at this KL."""
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         return value * (1.0 + error * completions / self.horizon)
+
+
+def as_kl(kl: Any) -> KL | None:
+    """A KL of an estimator or of a coefficient, None for 0; ConfigError for anything else."""
+    if isinstance(kl, bool) or not (isinstance(kl, (int, float)) or callable(kl)):
+        raise ConfigError(f"kl={kl!r} is neither an alg.KL, nor a coefficient, nor an estimator(logp, ref_logp).")
+    if callable(kl):
+        return KL(kl)
+    return KL(coefficient=float(kl)) if kl else None
