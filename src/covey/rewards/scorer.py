@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -12,24 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.errors import ConfigError, RewardError
+from covey.errors import RewardError
 from covey.rewards.builtin.registry import resolve
 from covey.rewards.calling.caller import Caller
-from covey.rewards.calling.deadline import DeadlineError, EventLoop
+from covey.rewards.calling.deadline import EventLoop
 from covey.rewards.calling.outcome import Outcome
 from covey.rewards.calling.workers import INSIDE
 from covey.rewards.combining import Combiner, Running, Schedule, weight_of, within_float32
 from covey.rewards.contract import Batch, RewardSpec, check_signature, takes
+from covey.rewards.failures import Failures, refuse_bad_limits
 from covey.rewards.inputs import copied_state
 from covey.rewards.leftovers import Leftovers
-from covey.rewards.raised import with_place
 from covey.rewards.replaced import Calculate, Replaced
 from covey.rewards.scales import Scale, Scales
 from covey.rewards.specs import isolated, specs_of
 from covey.rewards.surroundings import Surroundings
-from covey.types import Event, Group, Mean, Metric, Reward, Sum, merge_metrics
-
-logger = logging.getLogger(__name__)
+from covey.types import Event, Group, Mean, Metric, Reward
 
 
 class Scorer:
@@ -64,10 +61,7 @@ class Scorer:
         trainer_state: Callable[[], Any] | None = None,
         calculate: Calculate | None = None,
     ) -> None:
-        if on_error not in ("record", "raise"):
-            raise ConfigError(f"on_reward_error is {on_error!r}; use 'record' or 'raise'.")
-        if error_limit < 1:
-            raise ConfigError(f"reward_error_limit is {error_limit}; use at least 1.")
+        refuse_bad_limits(error_limit, on_error)
         if INSIDE in os.environ:
             raise RewardError(
                 "a worker process was about to train: it imports the script that holds the reward. Put what trains under "
@@ -80,28 +74,17 @@ class Scorer:
         self.read: Callable[[Group], Group] = lambda group: group
         """Reader of chats: adds messages to their completions; the identity until the tokenizer is loaded."""
         self.timeout_seconds = timeout_seconds
-        self.error_limit = error_limit
-        self.on_error = on_error
-        self.isolate = isolate
         self.trainer_state = trainer_state or (lambda: None)
         self.check(None)
         self._loop = EventLoop()
-        self._callers = self._make_callers(workers)
+        specs = [isolated(spec) for spec in self.rewards] if workers else self.rewards
+        options: dict[str, Any] = {"isolate": isolate and on_error == "record", "workers": max(workers, 1)}
+        self._callers = [Caller(spec, self._limit(spec), self._loop, **options) for spec in specs]
         self.replaced = None if calculate is None else Replaced(calculate, self.names)
         """Scores every batch in place of the rewards; it may ask them."""
-        self._metrics: dict[str, Metric] = {}
-        self._in_a_row = {spec.name: 0 for spec in self.rewards}
-        self._proven: set[str] = set()
-        self._lost: dict[str, RewardError] = {}
-        self._is_begun = False
         self._leftovers = Leftovers()
         self._scales = Scales([spec.declared_scale for spec in self.rewards])
-        self._has_warned = False
-
-    def _make_callers(self, workers: int) -> list[Caller]:
-        specs = [isolated(spec) for spec in self.rewards] if workers else self.rewards
-        options: dict[str, Any] = {"isolate": self.isolate and self.on_error == "record", "workers": max(workers, 1)}
-        return [Caller(spec, self._limit(spec), self._loop, **options) for spec in specs]
+        self._failures = Failures(self.names, error_limit, on_error)
 
     @staticmethod
     def of(rewards: Any, weights: Sequence[Any] | None = None, *, device: Any = None, **options: Any) -> Scorer:
@@ -161,7 +144,7 @@ class Scorer:
 
     def checked(self, batch: Batch) -> Batch:
         """The batch, once it is known to hold what the rewards need."""
-        if not self._proven:
+        if not self._failures.proven:
             self.check(batch.columns)
         return batch
 
@@ -169,11 +152,11 @@ class Scorer:
         """Update error counts, raise where the run must stop, and give each group its scores."""
         try:
             for outcome in outcomes:
-                self._account(outcome, batch)
+                self._failures.account(outcome, batch)
         except RewardError as error:
             error.events = tuple(event for outcome in outcomes for _, event in outcome.events(batch))
             raise
-        self._warn_of_unscored(outcomes, batch)
+        self._failures.warn_of_unscored(outcomes, batch)
         scores = torch.stack([outcome.scores for outcome in outcomes], dim=-1)  # [N, R]
         events = [event for outcome in outcomes for event in outcome.events(batch)]
         scores, more = within_float32(scores, self.weights, self.names, batch)
@@ -187,21 +170,12 @@ class Scorer:
         return self._leftovers.events(changed, self._loop.cancel_left())
 
     def check_first(self, agree: Callable[[bool], bool] = bool) -> None:
-        """After the first batch: RewardError where a reward failed on every completion, on every process.
-
-        `agree`: true where it is true on any process; all of them call this after the same batch.
-        """
-        if self._is_begun:
-            return
-        self._is_begun = True
-        for name in self.names:
-            has_answered = agree(name in self._proven)
-            if agree(name in self._lost) and not has_answered:
-                raise self._lost.get(name) or RewardError(f"reward {name!r} failed on every completion.")
+        """After the first batch: RewardError where a reward failed on every completion; `agree` as `Failures.check_first`."""
+        self._failures.check_first(agree)
 
     def take_metrics(self) -> dict[str, Metric]:
         """Seconds, errors and the functions' own `log_metric` values since the last call of this."""
-        taken, self._metrics = self._metrics, {}
+        taken, self._failures.metrics = self._failures.metrics, {}
         now = zip(self.names, self.weights.tolist(), self._weights, strict=True)
         moving = {
             f"rewards/{name}/weight": Mean(value, 1) for name, value, weight in now if isinstance(weight, Schedule)
@@ -217,11 +191,12 @@ class Scorer:
     def state_dict(self) -> dict[str, Any]:
         per_reward = {each.spec.name: each.portions.max_tokens for each in self._callers if each.portions}
         bounds = {name: bound for name, bound in per_reward.items() if bound is not None}
-        held = {"in_a_row": dict(self._in_a_row), **self.combiner.state_dict(), "scales": self._scales.state_dict()}
+        counts = {"in_a_row": dict(self._failures.in_a_row)}
+        held = {**counts, **self.combiner.state_dict(), "scales": self._scales.state_dict()}
         return {**held, "portions": bounds} if bounds else held
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._in_a_row |= {name: count for name, count in state["in_a_row"].items() if name in self._in_a_row}
+        self._failures.load(state["in_a_row"])
         self._scales.load_state_dict(state.get("scales", {}))
         for caller in self._callers:
             if caller.portions:
@@ -229,55 +204,9 @@ class Scorer:
         if "running" in state:
             self.combiner.load_state_dict(state)
 
-    def _warn_of_unscored(self, outcomes: Sequence[Outcome], batch: Batch) -> None:
-        """Say once that there are completions that every reward abstained from or failed on."""
-        unscored = torch.stack([outcome.scores for outcome in outcomes]).isnan().all(0).nonzero().flatten().tolist()
-        if not unscored or self._has_warned:
-            return
-        self._has_warned = True
-        logger.warning(
-            "%d of %d completions got no score from any reward and do not count, the first of them an answer to %r; "
-            "`rewards/unscored` in the metrics counts them from now on.",
-            len(unscored),
-            len(batch),
-            str(batch.prompts[unscored[0]])[:200],
-        )
-
     def _limit(self, spec: RewardSpec) -> float | None:
         limit = spec.how.timeout_seconds if spec.timeout_seconds is None else spec.timeout_seconds
         return self.timeout_seconds if limit is None else limit
-
-    def _account(self, outcome: Outcome, batch: Batch) -> None:
-        """Update error counts; raise where the run must stop."""
-        name, failures = outcome.name, outcome.failures
-        broken = [failure.error for failure in failures if isinstance(failure.error, RewardError)]
-        if broken and name not in self._proven:
-            raise broken[0]
-        if failures and self.on_error == "raise":
-            error = failures[0].error
-            raise RewardError(
-                f"reward {name!r} raised {with_place(error)} while completions were scored (on_reward_error is 'raise')."
-            ) from error
-        metrics: dict[str, Metric] = {f"rewards/{name}/seconds": Mean(outcome.seconds, 1)}
-        if failures:
-            metrics[f"rewards/{name}/errors"] = Sum(outcome.num_failed)
-            late = sum(f.stop - f.start for f in failures if isinstance(f.error, TimeoutError))
-            metrics |= {f"rewards/{name}/timeouts": Sum(late)} if late else {}
-        if outcome.num_cached:
-            metrics[f"rewards/{name}/cached"] = Mean(outcome.num_cached, len(outcome.scores))
-        logged = [{key: Mean(value, 1)} for key, value in outcome.metrics]
-        self._metrics = merge_metrics([self._metrics, metrics, *logged])
-        self._in_a_row[name] = self._in_a_row[name] + 1 if outcome.is_lost else 0
-        if not outcome.is_lost:
-            self._proven.add(name)
-        elif not self._is_begun:
-            self._lost[name] = _failed_from_the_start(outcome, batch)
-        if self._in_a_row[name] >= self.error_limit:
-            error = failures[-1].error
-            raise RewardError(
-                f"reward {name!r} failed {self._in_a_row[name]} calls in a row, the last with {with_place(error)}; "
-                "fix the function and resume, or raise the limit of failures."
-            ) from error
 
 
 class Scoring:
@@ -348,22 +277,6 @@ class Scoring:
                 pieces.append(([start + place for place in places], future))
             start += group.size
         return pieces
-
-
-def _failed_from_the_start(outcome: Outcome, batch: Batch) -> RewardError:
-    is_late = isinstance(outcome.failures[-1].error, DeadlineError)
-    fix = (
-        "raise reward_timeout_seconds, or make the function faster,"
-        if is_late
-        else "fix the function, or what it asks,"
-    )
-    error = RewardError(
-        f"reward {outcome.name!r} failed on every completion of the first batch, with "
-        f"{with_place(outcome.failures[-1].error)}; {fix} and start again.",
-        events=[event for _, event in outcome.events(batch)],
-    )
-    error.__cause__ = outcome.failures[-1].error
-    return error
 
 
 def _attach(
