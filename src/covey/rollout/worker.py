@@ -32,7 +32,7 @@ from covey.rollout.calls import CallScheduler, decoding, scheduler_of
 from covey.rollout.engine import NativeSampler
 from covey.rollout.environments import Environment, Reply, Turn
 from covey.rollout.live import LiveRequest
-from covey.rollout.sampler import Sampler, SamplingParams
+from covey.rollout.sampler import SamplingParams
 from covey.types import Group, Prompt
 
 ALIGNMENT = 64
@@ -117,7 +117,8 @@ class Writer:
         self.newest, self.in_flight, self.takes_newest = newest, setup.in_flight, setup.takes_newest
         self.version = version
         options = dict(setup.options) | ({"environment": ask} if setup.has_turns else {})
-        self.sampler: Sampler = choose_sampler(self.model, tokenizer, check_stop=self._between_tokens, **options)
+        self.sampler: Any = None  # a sampler asks between the tokens of its trials, before it is chosen
+        self.sampler = choose_sampler(self.model, tokenizer, check_stop=self._between_tokens, **options)
         self.sampler.load(self.model, version)
 
     def take_newest(self) -> None:
