@@ -6,6 +6,7 @@ import socket
 import sys
 
 import pytest
+import torch
 
 from covey.cli import main
 from covey.errors import ConfigError, ServerError
@@ -156,3 +157,36 @@ def test_the_command_has_what_updates_need(tmp_path, capsys):
     ):
         assert needed in said
     assert said.strip().endswith("--dtype half")
+
+
+def test_an_evaluation_after_a_run_samples_with_the_best_weights_that_it_ends_with(tmp_path):
+    from datasets import Dataset
+    from fake_server import FakeServer
+
+    from covey import GRPOConfig, GRPOTrainer
+    from kit import tiny_model, tiny_tokenizer
+
+    def reward(completions, trainer_state, **columns):
+        return [i % 2 - trainer_state.global_step for i in range(len(completions))]  # the first evaluation is the best
+
+    model, rows = (
+        tiny_model("qwen2", tie_word_embeddings=False),
+        Dataset.from_list([{"prompt": f"{i} + {i} ="} for i in range(8)]),
+    )
+    with FakeServer(model, tiny_tokenizer()) as fake:
+        fake.is_varied = True
+        args = GRPOConfig(
+            str(tmp_path), use_vllm=True, vllm_mode="server", vllm_server_port=fake.port, max_steps=3, num_generations=2, use_cpu=True,
+            per_device_train_batch_size=4, per_device_eval_batch_size=4, max_completion_length=4, learning_rate=0.1, optim="sgd",
+            max_grad_norm=0.0, eval_strategy="steps", eval_steps=1, save_steps=1, load_best_model_at_end=True, bf16=False,
+            metric_for_best_model="eval_reward", report_to="none", disable_tqdm=True, gradient_checkpointing=False,
+        )  # fmt: skip
+        trainer = GRPOTrainer(model, reward, args, rows, rows.select(range(2)), processing_class=tiny_tokenizer())
+        trainer.train()
+        assert trainer.state.best_global_step == 1
+        last = {name: weight.clone() for name, weight in fake.replicas[0].state_dict().items()}
+        trainer.evaluate()
+        served = fake.replicas[0].state_dict()
+        for name, weight in trainer.model.state_dict().items():
+            torch.testing.assert_close(weight, served[name], atol=0, rtol=0)
+        assert any(not torch.equal(last[name], weight) for name, weight in served.items())

@@ -146,16 +146,20 @@ def restore_average(parts: Parts, saved: Mapping[str, Any]) -> None:
 
 
 def end_with_average(parts: Parts, args: Any, state: Any, *, is_whole: bool) -> None:
-    """Load the averaged weights at the end of a run (of the best evaluation with `load_best_model_at_end`), unless it was stopped."""
-    if parts.average is None or not is_whole:
+    """Load the averaged weights at the end of a run (of the best evaluation with `load_best_model_at_end`), unless it was stopped.
+
+    The sampler gets the weights with which the run ends, which are not those of its last step.
+    """
+    if parts.average is not None and is_whole:
+        best = parts.world.broadcast(state.best_model_checkpoint)
+        if args.load_best_model_at_end and best is not None:
+            saved = checkpoint.load_state(Path(best))["average"]
+            model = parts.learner.policy.model
+            options = {"is_split": are_split(model), "on_host": are_on_host(model)}
+            parts.average.load_state_dict(put_back(saved, Path(best), parts.world, **options))
+        parts.average.put()
+    elif not args.load_best_model_at_end:
         return
-    best = parts.world.broadcast(state.best_model_checkpoint)
-    if args.load_best_model_at_end and best is not None:
-        saved = checkpoint.load_state(Path(best))["average"]
-        model = parts.learner.policy.model
-        options = {"is_split": are_split(model), "on_host": are_on_host(model)}
-        parts.average.load_state_dict(put_back(saved, Path(best), parts.world, **options))
-    parts.average.put()
     parts.sampler.load(parts.learner.policy.model, version=state.global_step)
 
 
