@@ -54,6 +54,8 @@ class FakeServer:
         """Replicas that an update reaches; None: all."""
         self.is_varied = False
         """Completion i begins with the token of rank i, a single one with that of its seed; all are the greedy one otherwise."""
+        self.key: str | None = None
+        """API key of every path but /health."""
         self.noise = 0.0
         """Standard deviation of what is added to each log-probability."""
         self.read: list[list[str]] = []
@@ -282,6 +284,8 @@ def _handler(fake: FakeServer) -> type[BaseHTTPRequestHandler]:
                 body = json.loads(body)
             name = body.get("method", parts.path) if isinstance(body, dict) else parts.path
             fake.calls.append(name)
+            if fake.key and parts.path != "/health" and self.headers.get("Authorization") != f"Bearer {fake.key}":
+                return self._send(401, {"error": "Unauthorized"})
             fault = fake.faults.get(name)
             if callable(fault):
                 fault = fault(body)

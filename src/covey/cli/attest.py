@@ -85,20 +85,21 @@ def _scorer(args: Args, tokenizer: Any) -> TokenScorer:
     from covey.rollout.vllm.client import Address, Client, Deadlines
 
     seconds = args.get("timeout", 60.0)
-    client = Client(Address.of(args["url"]), Deadlines(probe=seconds, read=seconds))
     variable = args.get("api_key_env")
     if variable and not os.environ.get(variable):
         raise ConfigError(
             f"--api-key-env {variable}: the environment has no such variable; export {variable}=... first."
         )
-    headers = {"Authorization": f"Bearer {os.environ[variable]}"} if variable else {}
-    return TokenScorer(client, args.get("served_name") or _only_model(client, headers), tokenizer, headers)
+    key, deadlines = os.environ[variable] if variable else None, Deadlines(probe=seconds, read=seconds)
+    where = f"the environment variable {variable or 'that --api-key-env names'}"
+    client = Client(Address.of(args["url"]), deadlines, key=key, key_from=where)
+    return TokenScorer(client, args.get("served_name") or _only_model(client), tokenizer)
 
 
-def _only_model(client: Any, headers: dict[str, str]) -> str:
+def _only_model(client: Any) -> str:
     """Name of the server's only model. Raises ConfigError if it has several."""
     try:
-        listed = client.call("GET", "/v1/models", seconds=client.deadlines.read, headers=headers)
+        listed = client.call("GET", "/v1/models", seconds=client.deadlines.read)
         names = [str(entry["id"]) for entry in listed["data"]]
     except (ServerError, LookupError, TypeError) as error:
         raise ServerError(

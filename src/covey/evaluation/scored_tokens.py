@@ -5,7 +5,7 @@ A server has no endpoint that says which forms it takes, so they are tried in or
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from covey.errors import ServerError
@@ -37,7 +37,6 @@ class TokenScorer:
     client: Client
     model: str
     tokenizer: Any
-    headers: Mapping[str, str] = field(default_factory=dict)
     form: str | None = None
 
     def score(self, ids: Sequence[int]) -> ScoredTokens:
@@ -61,7 +60,7 @@ class TokenScorer:
         )
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        return self.client.post(path, body, seconds=self.client.deadlines.probe, headers=self.headers)
+        return self.client.post(path, body, seconds=self.client.deadlines.probe)
 
 
 def _prompt_logprobs(scorer: TokenScorer, ids: Sequence[int]) -> ScoredTokens:

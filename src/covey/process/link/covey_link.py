@@ -6,6 +6,7 @@ Imports torch alone, because it runs in the server's environment too.
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -17,8 +18,16 @@ _ALIGNMENT = 16
 
 
 def store_at(host: str, port: int, *, size: int, seconds: float, is_master: bool = False) -> Any:
-    """The store at which the members of links meet; the master listens. Raises RuntimeError for a port in use, or if nobody listens."""
-    return dist.TCPStore(host, port, size, is_master, timedelta(seconds=seconds), wait_for_workers=False)
+    """The store at which the members of links meet; the master listens, at this address alone.
+
+    Raises OSError for a port in use, RuntimeError if nobody listens.
+    """
+    listening = {}
+    if is_master:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, port), family=family, backlog=1024) as listener:
+            listening["master_listen_fd"] = listener.detach()
+    return dist.TCPStore(host, port, size, is_master, timedelta(seconds=seconds), wait_for_workers=False, **listening)
 
 
 def meeting(store: Any, number: int) -> Any:

@@ -119,9 +119,10 @@ class BroadcastTransport:
     def _meet(self) -> Any:
         seconds, size = self.server.client.deadlines.init, 1 + self.server.facts.tensor_parallel
         device = f"cuda:{torch.cuda.current_device()}" if self.backend == "nccl" else "cpu"
+        host = local_address(self.server)
         try:
-            self.store = self.store or store_at("0.0.0.0", self.port, size=size, seconds=seconds, is_master=True)
-        except RuntimeError as error:
+            self.store = self.store or store_at(host, self.port, size=size, seconds=seconds, is_master=True)
+        except (RuntimeError, OSError) as error:
             raise ServerError(
                 f"port {self.port}, at which the server's workers meet this process, cannot be used ({first_line(error)}); give "
                 "another vllm_group_port."
@@ -129,7 +130,7 @@ class BroadcastTransport:
         self.meetings += 1
         store = meeting(self.store, self.meetings)
         join = lambda: Link(self.backend, store, rank=0, size=size, seconds=seconds, device=device)
-        where = {"host": local_address(self.server), "port": self.port, "number": self.meetings, "size": size}
+        where = {"host": host, "port": self.port, "number": self.meetings, "size": size}
         call = lambda: self.server.call_workers(JOIN, seconds=seconds, backend=self.backend, limit=seconds, **where)
         link, _ = together([join, call], seconds, f"meeting the server's workers by {self.backend}")
         return link

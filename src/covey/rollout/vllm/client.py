@@ -9,6 +9,7 @@ import contextlib
 import http.client
 import json
 import logging
+import os
 import socket
 import threading
 import time
@@ -20,6 +21,7 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from covey.errors import ConfigError, ServerError
+from covey.rollout.vllm.worker.covey_media import KEY
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +121,9 @@ class Client:
     deadlines: Deadlines = field(default_factory=Deadlines)
     paths: frozenset[str] = frozenset()
     """Endpoints of the server, as its `/openapi.json` lists them; empty until `probe`."""
+    key: str | None = field(default_factory=lambda: os.environ.get(KEY), repr=False)
+    """API key, sent with every request."""
+    key_from: str = f"the environment variable {KEY}"
     _open: set[http.client.HTTPConnection] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -175,6 +180,7 @@ class Client:
         sent = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
         kind = "application/octet-stream" if isinstance(body, bytes) else "application/json"
         header_fields = {"Content-Type": kind, "Connection": "close", **(headers or {})}
+        header_fields |= {"Authorization": f"Bearer {self.key}"} if self.key else {}
         where = f"{self.address.prefix}{path}" + (f"?{urlencode(query)}" if query else "")
         try:
             with self._connected(until) as connection:
@@ -187,6 +193,11 @@ class Client:
             raise NoAnswerError(f"{what} did not answer within {seconds:g} seconds.") from error
         except (http.client.HTTPException, OSError, AttributeError) as error:  # a closed connection has no socket
             raise NoAnswerError(f"{what} broke off: {type(error).__name__} {error}".rstrip() + ".") from error
+        if response.status == HTTPStatus.UNAUTHORIZED:
+            wrong = "another API key than the one in" if self.key else "an API key: put it into"
+            raise RefusedError(
+                f"{what} answers HTTP 401, because the server wants {wrong} {self.key_from}.", response.status
+            )
         if response.status >= 400:
             proxy = _OF_A_PROXY if response.status in _PROXY_CODES else ""
             raise RefusedError(f"{what} answers HTTP {response.status}{proxy}: {_message(content)}", response.status)
@@ -234,6 +245,8 @@ class Client:
                 self.call("GET", "/health", seconds=max(0.05, min(self.deadlines.connect, left)))
                 return
             except (NoAnswerError, RefusedError) as error:
+                if isinstance(error, RefusedError) and error.status == HTTPStatus.UNAUTHORIZED:
+                    raise
                 if isinstance(error, RefusedError) and error.status == HTTPStatus.NOT_FOUND:
                     raise ServerError(
                         f"{self.address} answers, but has no /health, so that no vLLM server listens there; give the address of one "

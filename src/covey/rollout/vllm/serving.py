@@ -15,6 +15,7 @@ from covey.errors import ConfigError
 from covey.models import resolve_source
 from covey.process import link
 from covey.rollout.vllm import worker
+from covey.rollout.vllm.worker.covey_media import KEY
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -31,12 +32,16 @@ def serve_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command and its environment variables. `more` is passed on to vLLM and takes precedence.
 
-    Raises ConfigError for a port in use, an address that the network reaches, a model that is not there, a Python without vLLM.
+    Raises ConfigError for a port in use, an address that the network reaches, a model that is not there, a Python without vLLM, an API key among `more`.
     """
     if host not in _LOOPBACK and not allow_network:
         raise ConfigError(
             f"--host {host} opens a server in development mode to the network, where anyone may replace its weights and run code in "
             "it; leave it out, or add --allow-network behind a firewall."
+        )
+    if any(word.split("=")[0] == "--api-key" for word in more):
+        raise ConfigError(
+            f"--api-key is seen in the list of processes; export {KEY}=... before, for the server and for the run."
         )
     refuse_busy_port(host, port)
     source = resolve_source(model)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import hmac
+import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +19,8 @@ import torch
 
 TENSORS, COMPLETIONS = "/covey/media", "/covey/completions"
 """Paths: an upload of tensors, a safetensors file; and completions of a prompt with such tensors."""
+KEY, OPEN = "VLLM_API_KEY", ("/health", "/ping", "/metrics")
+"""Environment variable of the server's API key, and the paths that need none."""
 _MOST_BYTES = 4 * 2**30
 """Size of the uploads that a server keeps, those used last."""
 
@@ -97,17 +101,29 @@ def runs_of(places: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class Media:
-    """ASGI middleware that answers `TENSORS` and `COMPLETIONS`, and hands everything else on."""
+    """ASGI middleware that answers `TENSORS` and `COMPLETIONS`, and hands everything else on.
+
+    With `KEY` in the environment every path but `OPEN` needs it: vLLM itself guards those of completions alone, not those that replace weights.
+    """
 
     def __init__(self, app: Any) -> None:
-        self.app = app
+        self.app, self.key = app, os.environ.get(KEY)
         self.uploads: OrderedDict[str, bytes] = OrderedDict()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        from starlette.responses import JSONResponse
+
+        if (
+            self.key
+            and scope["type"] in ("http", "websocket")
+            and scope["path"] not in OPEN
+            and not self._is_keyed(scope)
+        ):
+            await JSONResponse({"error": "Unauthorized"}, status_code=401)(scope, receive, send)
+            return
         if scope["type"] != "http" or scope["path"] not in (TENSORS, COMPLETIONS):
             await self.app(scope, receive, send)
             return
-        from fastapi.responses import JSONResponse
         from starlette.requests import Request
 
         request = Request(scope, receive)
@@ -120,6 +136,10 @@ class Media:
         if response is not None:  # None: the client has gone
             await response(scope, receive, send)
 
+    def _is_keyed(self, scope: Any) -> bool:
+        sent = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(sent, f"Bearer {self.key}".encode())
+
     def keep(self, content: bytes) -> str:
         """Keep an upload. Returns its name."""
         name = hashlib.sha256(content).hexdigest()
@@ -131,8 +151,8 @@ class Media:
 
     async def _answered(self, body: dict[str, Any], request: Any) -> Any:
         """The answer of `/v1/completions` to a body whose prompt has media: `media` names an upload, `media_count` counts its items."""
-        from fastapi.responses import JSONResponse
         from safetensors.torch import load
+        from starlette.responses import JSONResponse
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
         from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 
