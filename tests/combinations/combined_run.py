@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,11 @@ def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
+def varied(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """Rewards that differ in a group of equal completions too."""
+    return [float(i % 4) for i in range(len(completion_ids))]
+
+
 def trainer(folder: Path, case: dict[str, Any]) -> Any:
     """The run of a case: `options` of GRPOConfig, and what else it is made of."""
     from datasets import Dataset
@@ -86,20 +92,25 @@ def trainer(folder: Path, case: dict[str, Any]) -> Any:
         from environments.acting import chat_tokenizer, tiny_llama
 
         given["processing_class"] = chat_tokenizer()
-        given["model"] = tiny_llama(chat_tokenizer())
+        given["model"] = tiny_llama(chat_tokenizer(), **case.get("llama", {}))
         rows = [{"prompt": [{"role": "user", "content": f"{i}"}]} for i in range(4 * STEPS)]
+    if "calls" in case:  # the tool `add`, when it is asked "q"
+        from environments.tool_runs import calling
+
+        given["model"] = calling(make=partial(tiny_llama, **case.get("llama", {})))
+        rows = [{"prompt": [{"role": "user", "content": "q"}]}] * 4 * STEPS
     if "members" in case:
         from covey.ensembles import Ensemble
 
         given["ensemble"] = Ensemble(case["members"], threshold=4.0)
     if "evaluated" in case:
         given["eval_dataset"] = Dataset.from_list(rows[: case["evaluated"]])
-    rewards: list[Any] = [reward]
+    rewards: list[Any] = [varied if "calls" in case else reward]
     if "features" in case:
         from combinations.pairs import made_of, rewards_of
 
         given |= made_of(case["features"], Path(case["others"]), case["url"])
-        rewards = rewards_of(case["features"], Path(case["others"]), reward)
+        rewards = rewards_of(case["features"], Path(case["others"]), rewards[0])
     return GRPOTrainer(
         reward_funcs=rewards, args=GRPOConfig(str(folder), **options), train_dataset=Dataset.from_list(rows), **given
     )  # fmt: skip

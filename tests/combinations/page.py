@@ -31,7 +31,7 @@ asks (`covey/config/combinations.py`). A test fails when they disagree.
 * **open**: nothing refuses the pair, and the same test runs it in `make nightly`. No run of it has been recorded yet.
 * **no**: refused before work is spent, in the sentence below.
 * **real**: a test with real vLLM on a CPU trains the pair and passes (`make test-vllm`).
-* **card**: nothing refuses it, and no test here can run it. QLoRA needs a GPU, and vLLM in the process needs vLLM in that environment.
+* **card**: nothing refuses it, and no test here can run it, because QLoRA needs a GPU.
 * **–**: a run has one of the two at most.
 
 A run without any of these is one process, the native engine, synchronous, on text, with all weights trained. Ray as the place of the workers

@@ -48,10 +48,31 @@ ELSEWHERE = {
     "QLoRA": "it needs a GPU: bitsandbytes packs weights for inference on a CPU",
 }
 """Features that these tests cannot run, and why."""
+IN_PROCESS = (
+    *(
+        "LoRA",
+        "8-bit optimizer",
+        "asynchronous",
+        "tools",
+        "environment",
+        "agent",
+        "rollout_func",
+        "ensemble",
+        "teacher",
+    ),
+    *("served teacher", "examples", "critic", "reference sync", "process rewards", "average"),
+)
+"""Features that a run of one process has with vLLM in it."""
 REAL = {
     ("DDP", "vLLM in process"): "tests/vllm_server/test_real_combinations.py",
     ("FSDP2", "vLLM in process"): "tests/vllm_server/test_real_combinations.py",
+    ("context parallel", "vLLM in process"): "tests/vllm_server/test_real_combinations.py",
     ("vLLM in process", "media"): "tests/vllm_server/test_real_media.py",
+    **{
+        pair: "tests/vllm_server/test_in_process.py"
+        for pair in PAIRS
+        if "vLLM in process" in pair and set(pair) & {*IN_PROCESS}
+    },
 }
 """Pairs of them that a test of another environment has run."""
 
@@ -104,7 +125,10 @@ def rollout_func(prompts: Any, trainer: Any) -> dict[str, Any]:
     ids = [render(one, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"] for one in prompts]
     ids = [one[0] if isinstance(one[0], list) else one for one in ids]  # of a processor
     written = [[i % 7 + 5, 2] for i in range(len(prompts))]
-    return {"prompt_ids": ids, "completion_ids": written, "logprobs": [[-1.0, -1.0]] * len(prompts)}
+    likely = [[-5.6, -5.6]] * len(
+        prompts
+    )  # about what a model with random weights gives them: others would be left out of the loss
+    return {"prompt_ids": ids, "completion_ids": written, "logprobs": likely}
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

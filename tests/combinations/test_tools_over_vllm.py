@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 
 from covey import GRPOConfig, GRPOTrainer
+from covey import algorithms as alg
 from covey.rollout.agreement import plain_logprobs
 from environments.acting import chat_tokenizer
 from environments.tool_runs import Sum, add, bridge, calling, shown
@@ -26,8 +27,14 @@ WAYS = {
 AHEAD = ("ahead", "process ahead")
 
 
+def as_scored(scores):
+    """Advantages that are the rewards: equal completions of a group move the weights too."""
+    return scores.total
+
+
 def trained(way, folder, **made_of):
-    model, seen = calling(), []
+    model, seen = calling(steps=60), []
+    start = [weight.detach().clone() for weight in model.parameters()]
 
     def reward(completions, **columns):
         seen.append((completions, columns))
@@ -38,12 +45,17 @@ def trained(way, folder, **made_of):
         options = WAYS[way] | ({"vllm_server_port": fake.port} if "use_vllm" in WAYS[way] else {})
         args = GRPOConfig(
             str(folder), per_device_train_batch_size=4, num_generations=4, max_completion_length=256, max_steps=3, report_to="none",
-            disable_tqdm=True, logging_steps=1, save_strategy="no", temperature=0.01, use_cpu=True, bf16=False,
+            disable_tqdm=True, logging_steps=1, save_strategy="no", generation_kwargs={"do_sample": False}, learning_rate=0.03, optim="sgd", max_grad_norm=0.0, use_cpu=True, bf16=False,
             gradient_checkpointing=False, rollout_dtype="float32", max_tool_calling_iterations=3, **options,
         )  # fmt: skip
+        made_of = {"algorithm": alg.dapo().replace(advantage=as_scored), **made_of}
         trainer = GRPOTrainer(model, [reward], args, rows, processing_class=chat_tokenizer(), **made_of)
         trainer.train()
         asked = list(fake.prompts)
+    with torch.no_grad():
+        assert (
+            max(float((now - before).abs().max()) for now, before in zip(model.parameters(), start, strict=True)) > 1e-3
+        )
     return trainer, seen, asked
 
 
@@ -56,9 +68,12 @@ def test_a_tool_is_called_as_by_the_native_engine(way, tmp_path):
     assert seen[0][0][0][1] == {"role": "tool", "name": "add", "content": "7"}
     logs = [line for line in trainer.state.log_history if "tools/call_frequency" in line]
     assert all(line["tools/call_frequency"] == 1.0 and line["tools/failure_frequency"] == 0.0 for line in logs)
+    gaps = [line["sampling/sampling_logp_difference/max"] for line in logs]
     if way in AHEAD:
         assert max(line.get("staleness/max", 0) for line in trainer.state.log_history) == 1
+        assert min(gaps[1:]) > 1e-3  # so much is between the weights of two steps
         return
+    assert max(gaps) < 1e-5
     for one, other in zip(native.model.parameters(), trainer.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
     if way == "server":  # the second turn's prompt is the first's with what was written and the reply, in token ids

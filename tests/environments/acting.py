@@ -57,7 +57,7 @@ def chat_tokenizer(template: str | None = CHATML, specials: tuple[str, ...] = ()
     return tokenizer
 
 
-def tiny_llama(tokenizer: Any, seed: int = 0) -> LlamaForCausalLM:
+def tiny_llama(tokenizer: Any, seed: int = 0, heads: int = 4) -> LlamaForCausalLM:
     """A Llama of one layer with the tokenizer's vocabulary."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -65,7 +65,7 @@ def tiny_llama(tokenizer: Any, seed: int = 0) -> LlamaForCausalLM:
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=1,
-        num_attention_heads=4,
+        num_attention_heads=heads,
         num_key_value_heads=2,
         max_position_embeddings=1024,
         eos_token_id=tokenizer.eos_token_id,

@@ -33,6 +33,10 @@ def add(a: int, b: int) -> int:
     return a + b
 
 case = json.loads(sys.argv[2])
+if case.pop("is_stale", False):  # a fault: updates do not reach the engine
+    from covey.rollout.vllm import VLLMSampler
+    load = VLLMSampler.load
+    VLLMSampler.load = lambda self, policy, version: load(self, policy, version) if version == 0 else None
 args = GRPOConfig(
     sys.argv[1], use_vllm=True, max_steps=3, num_generations=2, learning_rate=1e-3, per_device_train_batch_size=2,
     max_completion_length=8, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, bf16=False, logging_steps=1,
@@ -72,9 +76,17 @@ def expect_near(logs: list[dict[str, float]]) -> None:
     assert all(entry["sampling/sampling_logp_difference/max"] < 2e-3 for entry in logs)
 
 
-@pytest.mark.parametrize("sharding", [{"fsdp": True}, {}], ids=["fsdp2", "ddp"])
+CONTEXT = {"parallelism_config": {"cp_size": 2}}
+
+
+@pytest.mark.parametrize("sharding", [{"fsdp": True}, {}, CONTEXT], ids=["fsdp2", "ddp", "context parallel"])
 def test_an_engine_in_each_of_two_processes_has_the_learners_weights(sharding, tmp_path):
     expect_near(logs_of(tmp_path, PYTHON, vllm_max_model_length=256, **sharding))
+
+
+def test_weights_that_did_not_arrive_would_be_seen(tmp_path):
+    _, *later = logs_of(tmp_path, PYTHON, vllm_max_model_length=256, is_stale=True)
+    assert all(entry["sampling/sampling_logp_difference/max"] > 2e-2 for entry in later)
 
 
 @pytest.mark.parametrize("sharding", [{"fsdp": True}, {}], ids=["fsdp2", "ddp"])

@@ -202,6 +202,7 @@ def sampler_ahead(
     """The asynchronous sampler. Raises ConfigError for options that workers cannot honour, before any is started."""
     options = {"eos_ids": tuple(eos_ids), **sampler_options(args, world, server, example)}
     _refuse(args, options, agents)
+    options |= {"processor": processor} if options.get("backend") == "vllm" else {}
     more = agent_options(args, world.rank, processor)
     drives = lambda make: agents.sampler(make, more, tokenizer, eos_ids, None, is_ahead=True)
     held: dict[str, Any] = {"keeps_columns": agents.reads_rows, "forget": agents.forget}
