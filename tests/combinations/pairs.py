@@ -49,18 +49,8 @@ ELSEWHERE = {
 }
 """Features that these tests cannot run, and why."""
 IN_PROCESS = (
-    *(
-        "LoRA",
-        "8-bit optimizer",
-        "asynchronous",
-        "tools",
-        "environment",
-        "agent",
-        "rollout_func",
-        "ensemble",
-        "teacher",
-    ),
-    *("served teacher", "examples", "critic", "reference sync", "process rewards", "average"),
+    *("LoRA", "8-bit optimizer", "asynchronous", "tools", "environment", "agent", "rollout_func", "ensemble"),
+    *("teacher", "served teacher", "examples", "critic", "reference sync", "process rewards", "average"),
 )
 """Features that a run of one process has with vLLM in it."""
 REAL = {
@@ -125,9 +115,8 @@ def rollout_func(prompts: Any, trainer: Any) -> dict[str, Any]:
     ids = [render(one, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"] for one in prompts]
     ids = [one[0] if isinstance(one[0], list) else one for one in ids]  # of a processor
     written = [[i % 7 + 5, 2] for i in range(len(prompts))]
-    likely = [[-5.6, -5.6]] * len(
-        prompts
-    )  # about what a model with random weights gives them: others would be left out of the loss
+    # about what a model with random weights gives each: others would be left out of the loss
+    likely = [[-5.6, -5.6]] * len(prompts)
     return {"prompt_ids": ids, "completion_ids": written, "logprobs": likely}
 
 

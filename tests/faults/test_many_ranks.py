@@ -16,7 +16,7 @@ from covey.process.heartbeat import Heartbeat, HeartbeatState
 from covey.process.world import World
 from covey.types import Mean
 
-SIZES = (10, 100, 1000)
+SIZES = (100, 1000)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def steps(call: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize("path", [looks, hears, listens, agrees, merges, interleaves, shares])
 def test_work_of_a_process_is_at_most_linear_in_the_ranks(path):
-    few, some, many = (steps(path(size)) for size in SIZES)
+    some, many = (steps(path(size)) for size in SIZES)
     slope = math.log10(many / some)
     assert slope <= 1.1
 

@@ -22,7 +22,7 @@ def store_at(host: str, port: int, *, size: int, seconds: float, is_master: bool
 
     Raises OSError for a port in use, RuntimeError if nobody listens.
     """
-    listening = {}
+    listening: dict[str, Any] = {}
     if is_master:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, port), family=family, backlog=1024) as listener:
