@@ -169,6 +169,22 @@ def test_a_split_model_may_be_sampled_by_vllm_and_lie_in_host_memory():
     assert offloads
 
 
+@pytest.mark.parametrize(("host", "sentence"), [("0.000001", "0.0 GiB: does not fit"), ("64", "64.0 GiB: fits")])
+def test_host_memory_is_judged_where_it_is_named(host, sentence, capsys):
+    from covey.cli import main
+
+    words = ["--model", "demo", "--gpus", "2xH100", "--fsdp", "full_shard offload", "--max-completion-length", "16"]
+    assert main(["doctor", "plan", *words, "--host-gib", host]) == (host != "64")
+    assert sentence in capsys.readouterr().out
+
+
+def test_a_host_without_memory_is_refused(capsys):
+    from covey.cli import main
+
+    assert main(["doctor", "plan", "--model", "demo", "--gpus", "2xH100", "--host-gib", "0"]) != 0
+    assert "--host-gib 0 is no memory of a node" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def setup():
     options = {"output_dir": "unused", "report_to": "none", "per_device_train_batch_size": 4, "num_generations": 4}

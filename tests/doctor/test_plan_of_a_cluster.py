@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from covey import algorithms as alg
 from covey.config.combinations import refusal_of
-from covey.doctor.roofline.cluster import choices, completions_of, nearest, ways, with_learners
+from covey.doctor.roofline.cluster import Choice, _shortage, choices, completions_of, nearest, ways, with_learners
 from covey.doctor.roofline.estimate import Setup, estimate
 from covey.doctor.roofline.gpus import GPUS
 from covey.doctor.roofline.options import division, planned, teachers_of
@@ -102,6 +102,20 @@ def test_the_options_of_four_bits_are_yaml_that_loads_such_a_model(four):
     read = AutoQuantizationConfig.from_dict(loaded["quantization_config"])
     assert isinstance(read, BitsAndBytesConfig)
     assert read.load_in_4bit
+
+
+def test_too_little_host_memory_leaves_out_what_is_offloaded(four):
+    _, made, _ = four
+    way = next(way for way in made if way.features == ("all weights", "FSDP2"))
+    on_hosts = lambda memory: estimate(replace(way.setup, offloads=True, host_memory=memory), way.measurement)
+    needed = on_hosts(None).host
+    assert on_hosts(None).fits
+    assert on_hosts(needed).fits
+    poor = on_hosts(needed - 1)
+    assert not poor.fits
+    assert not estimate(replace(way.setup, gpu=gpu(0.001), host_memory=1), way.measurement).fits
+    sentence = _shortage(Choice(features=("all weights", "FSDP2", "offload"), plan=poor, options={}))
+    assert sentence.endswith("in the host memory of a node")
 
 
 @pytest.mark.nightly

@@ -22,6 +22,7 @@ _FLAGS = (
     Flag(name="gpus", help="Number and kind of the GPUs: 8xH100, 2xA100-40GB, L4.", group="run"),
     Flag(name="cluster", help="Number and kind of the GPUs, to list the combinations that fit them: 2x8xH100.", group="run"),
     Flag(name="rollout_gpus", help="GPUs of the plan that a vLLM server has.", type=int, group="run"),
+    Flag(name="host_gib", help="Host memory of a node in GiB, which shards in host memory must fit; left out: not judged.", type=float, group="run"),
     Flag(name="prompt_tokens", help="Tokens of a prompt.", type=int, default=512, group="run"),
     Flag(name="mean_completion_tokens", help="Mean tokens of a completion; left out: all are as long as allowed.", type=float, group="run"),
 )  # fmt: skip
@@ -66,6 +67,9 @@ def setup_of(args: Args) -> Setup:
     for name, lowest in least.items():
         if args.get(name, lowest) < lowest:
             raise ConfigError(f"{spelled(name)} is less than {lowest}; give a number of tokens.")
+    host = args.get("host_gib")
+    if host is not None and not 0 < host < 2**20:
+        raise ConfigError(f"--host-gib {host:g} is no memory of a node; give GiB above 0.")
     from covey.cli.plan import model_config
     from covey.doctor.roofline.estimate import Setup
     from covey.doctor.roofline.known_models import config_of
@@ -99,6 +103,7 @@ def setup_of(args: Args) -> Setup:
         teachers=teachers_of(config, described, model_config),
         is_split=is_split and count > 1,
         offloads=offloads and count > 1,
+        host_memory=None if host is None else int(host * 2**30),
         adapter=adapter_to_train(args),
         prompt_tokens=args.get("prompt_tokens", 512),
         mean_tokens=args.get("mean_completion_tokens"),
@@ -145,7 +150,11 @@ def _show(plan: Estimate, rows: int, changes: list[Answer]) -> None:
     if plan.writer:
         output.result(f"\nmemory on each device that only writes: {in_gib(plan.writer)}, weights and keys and values")
     if plan.host:
-        output.result(f"\nhost memory of each node: {in_gib(plan.host)}, for shards, gradients and optimizer state")
+        has = setup.host_memory
+        judged = "" if has is None else f" of {in_gib(has)}: {'fits' if plan.fits_hosts else 'does not fit'}"
+        output.result(
+            f"\nhost memory of each node, for shards, gradients and optimizer state: {in_gib(plan.host)}{judged}"
+        )
     most = f"up to {rows:,}" if rows else "not even 1"
     limit = "per-device-train-batch-size" if args.max_tokens_per_microbatch is None else "max-tokens-per-microbatch"
     output.result(f"\n{most} completions in a micro-batch fit; it begins with {plan.measurement.rows:,} (--{limit})")
@@ -169,6 +178,7 @@ def _as_json(plan: Estimate, rows: int, changes: list[Answer]) -> dict[str, Any]
         "is_split": setup.is_split,
         "offloads": setup.offloads,
         "host_memory": plan.host,
+        "host_memory_available": setup.host_memory,
         "completions_a_step": plan.completions,
         "seconds": {**plan.seconds.parts, "step": plan.seconds.step},
         "memory": {**asdict(plan.held), "peak": plan.held.peak, "available": setup.gpu.memory},

@@ -72,6 +72,9 @@ def answers(plan: Estimate, lora: Any) -> Iterator[Answer]:
 
 def _answer_of(plan: Estimate, other: Estimate, change: str, must: float = PAYS) -> Answer:
     peak = other.held.peak
+    if not other.fits_hosts:
+        has = in_gib(other.setup.host_memory or 0)
+        return Answer(change=change, said=f"does not fit a node that has {has} of host memory", pays=False, peak=peak)
     if not other.fits:
         return Answer(change=change, said=f"{in_gib(peak)} at the peak, which does not fit", pays=False, peak=peak)
     if not plan.fits:

@@ -89,10 +89,7 @@ def _rank(choice: Choice) -> tuple[bool, float]:
 def nearest(setup: Setup, made: list[Way], plans: list[Choice]) -> str:
     """The sentence for a cluster on which nothing fits: the combination that is nearest, and GPUs on which one fits."""
     first, gpu = min(plans, key=lambda choice: choice.memory), setup.gpu
-    sentence = (
-        f"no combination fits {setup.gpus} x {gpu.name}: the nearest, {first.name}, takes {in_gib(first.memory)} of {in_gib(gpu.memory)} on "
-        "a GPU"
-    )
+    sentence = f"no combination fits {setup.gpus} x {gpu.name}: the nearest, {first.name}, takes {_shortage(first)}"
     larger = sorted((other for other in GPUS.values() if other.memory > gpu.memory), key=lambda other: other.memory)
     others = [(setup.gpus * 2**power, gpu) for power in range(1, 6)] + [(setup.gpus, other) for other in larger]
     for count, other in others:
@@ -105,6 +102,14 @@ def nearest(setup: Setup, made: list[Way], plans: list[Choice]) -> str:
         if fitting is not None:
             return f"{sentence}; {fitting.name} would fit {count} x {other.name}."
     return f"{sentence}; shorten --max-completion-length, or choose a smaller model."
+
+
+def _shortage(choice: Choice) -> str:
+    """What is too little for a choice: the memory of a GPU, or else that of a node."""
+    plan, setup = choice.plan, choice.plan.setup
+    if choice.memory > setup.gpu.memory or plan.fits_hosts:
+        return f"{in_gib(choice.memory)} of {in_gib(setup.gpu.memory)} on a GPU"
+    return f"{in_gib(plan.host)} of {in_gib(setup.host_memory or 0)} in the host memory of a node"
 
 
 def in_bfloat16(setup: Setup) -> Setup:

@@ -55,6 +55,8 @@ class Setup:
     """FSDP2: each device holds a shard of weights, gradients and optimizer state."""
     offloads: bool = False
     """The shards, their gradients and the optimizer's state are in host memory."""
+    host_memory: int | None = None
+    """Bytes of host memory of a node; None: not known, and not judged."""
     adapter: Any = None
     prompt_tokens: int = 512
     mean_tokens: float | None = None
@@ -166,7 +168,12 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.held.peak <= self.setup.gpu.memory and self.decoding.room > 0
+        return self.held.peak <= self.setup.gpu.memory and self.decoding.room > 0 and self.fits_hosts
+
+    @property
+    def fits_hosts(self) -> bool:
+        """True if a node's host memory holds what is offloaded, as far as it is known."""
+        return self.setup.host_memory is None or self.host <= self.setup.host_memory
 
 
 def estimate(setup: Setup, measurement: Measured | None = None) -> Estimate:
