@@ -15,7 +15,7 @@ import time
 import pytest
 import torch
 from fake_server import nudged
-from real_server import PYTHON, free_port
+from real_server import PYTHON, Running, free_port
 
 from covey import algorithms as alg
 from covey.demo import model_path
@@ -24,7 +24,9 @@ from covey.learner import Policy, Teacher
 from covey.learner.packing import Row
 from covey.models import load_model, load_tokenizer
 from covey.rollout import NativeSampler, SamplingParams
+from covey.rollout.agreement import plain_logprobs
 from covey.rollout.vllm import ServerSampler
+from covey.rollout.vllm.client import Address, Client, RefusedError
 from covey.rollout.vllm.serving import serve_command
 from covey.training.teaching import build_teacher
 from covey.types import Completion, Prompt
@@ -338,3 +340,22 @@ def test_weights_reach_it_by_a_broadcast(running, model, tmp_path):
         expect_the_trainers(sampler, model)
         assert sampler.take_metrics()["vllm/exact"].value == 1
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_key_guards_the_paths_that_replace_weights_too(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "key-of-a-test")
+    keyed = Running(tmp_path)
+    try:
+        stranger = Client(Address.of(None, "127.0.0.1", keyed.port), key="another")
+        for path in ("/collective_rpc", "/pause", "/update_weight_version", "/covey/media", "/v1/completions"):
+            with pytest.raises(RefusedError, match="answers HTTP 401, because the server wants another API key"):
+                stranger.post(path, {})
+        sampler = sampler_of(keyed, model, tmp_path / "weights")
+        nudged(model)
+        sampler.load(model, version=1)
+        (group,) = sampler.sample(["2 + 2 ="], 2, SamplingParams(max_tokens=4))
+        for one, expected in zip(group.completions, plain_logprobs(model, [group]), strict=True):
+            torch.testing.assert_close(one.logprobs, expected, atol=1e-4, rtol=0)
+        assert sampler.take_metrics()["vllm/exact"].value == 1
+    finally:
+        keyed.stop()
