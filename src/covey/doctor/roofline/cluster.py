@@ -105,7 +105,7 @@ def nearest(setup: Setup, made: list[Way], plans: list[Choice]) -> str:
 
 
 def _shortage(choice: Choice) -> str:
-    """What is too little for a choice: the memory of a GPU, or else that of a node."""
+    """Memory that is too little for a choice: of a GPU, or else of a node."""
     plan, setup = choice.plan, choice.plan.setup
     if choice.memory > setup.gpu.memory or plan.fits_hosts:
         return f"{in_gib(choice.memory)} of {in_gib(setup.gpu.memory)} on a GPU"
