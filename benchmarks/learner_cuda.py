@@ -34,6 +34,7 @@ from covey.errors import ConfigError, MemoryLimitError
 from covey.learner import Policy
 from covey.learner.packing import Row, pad_rows, rows_of
 from covey.learner.preparation import checkpoint_activations
+from covey.learner.worst_case import rehearse
 from covey.process.memory import is_out_of_memory, release, until_it_fits
 from covey.types import Completion, Group, Prompt
 from learner import learner_of, operations
@@ -182,7 +183,7 @@ def covey(kernel: str, given: argparse.Namespace, device: torch.device) -> Side:
 
     def fits(length: int) -> bool:
         try:
-            learner.rehearse([one_of(given, length)], alg.dapo())
+            rehearse(learner, [one_of(given, length)], alg.dapo())
         except MemoryLimitError:
             return False
         return True

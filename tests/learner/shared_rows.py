@@ -64,7 +64,7 @@ def policy_by(kernel, model):
     name = {"one": "own", "SDPA": "sdpa", "FlexAttention,": "flex"}[kernel.split()[0]]
     policy = Policy(model, pad_id=0, shared_attention="auto" if name == "own" else name)
     assert policy.shares_prompts(), "this architecture shares prompts"
-    assert policy._kernel == name
+    assert policy.kernel == name
     return policy
 
 

@@ -62,7 +62,7 @@ def expect_same(policy):
 def test_completions_begin_with_their_prompts_state(kind):
     policy = Policy(build(kind).train(), pad_id=0)
     expect_same(policy)
-    assert {layer.way for layer in policy._state_layers} == {"states"}
+    assert {layer.way for layer in policy.state_layers} == {"states"}
 
 
 @pytest.mark.parametrize("kind", rest_nightly(FROM_ROWS, 2))
@@ -70,7 +70,7 @@ def test_a_layer_that_begins_with_no_state_reads_whole_rows_and_says_so_once(kin
     policy = Policy(build(kind).train(), pad_id=0)
     with caplog.at_level(logging.WARNING, logger="covey.learner.policy"):
         expect_same(policy)
-    assert {layer.way for layer in policy._state_layers} == {"rows"}
+    assert {layer.way for layer in policy.state_layers} == {"rows"}
     assert sum("alone, which begin with no state" in line for line in caplog.messages) == 1
 
 
@@ -125,7 +125,7 @@ def test_a_state_that_is_handed_over_and_ignored_is_seen(monkeypatch):
     )
     policy = Policy(build("qwen3_5_text").train(), pad_id=0)
     expect_same(policy)
-    assert {layer.way for layer in policy._state_layers} == {"rows"}
+    assert {layer.way for layer in policy.state_layers} == {"rows"}
 
 
 @pytest.mark.parametrize("kind, is_cast", rest_nightly([("mamba2", True), ("qwen3_5_text", False)], 1))

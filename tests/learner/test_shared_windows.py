@@ -66,7 +66,7 @@ def test_a_window_that_hides_nothing_is_not_asked():
     assert policy.shares_prompts()
     rows = share_rows(LONG, torch.device("cpu"))
     assert max(one.num_tokens for one in LONG) == 16
-    assert policy._windows == {0: Window(16), 1: Window(16)}
+    assert policy.windows == {0: Window(16), 1: Window(16)}
     assert rows.window_of(0) is None
 
 

@@ -89,7 +89,7 @@ def shared_by(model: Any) -> str:
     policy = Policy(model, pad_id=0)
     if not policy.shares_prompts():
         return "no"
-    return "in part" if any(layer.way == "rows" for layer in policy._state_layers) else "yes"
+    return "in part" if any(layer.way == "rows" for layer in policy.state_layers) else "yes"
 
 
 def exported(model: Any) -> str:

@@ -14,8 +14,8 @@ from covey.learner.preparation import checkpoint_activations
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler, Unsupported, choose_sampler
 from covey.rollout.autocast import AutocastForward
 from covey.rollout.decoder import DecoderForward
-from covey.rollout.engine import best_forward
 from covey.rollout.forward import ModulesForward, verify
+from covey.rollout.kernel_choice import best_forward
 from kit import rest_nightly, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")

@@ -48,7 +48,7 @@ def test_a_first_step_in_float32_is_that_of_a_cpu(tmp_path, kernel):
     options = {"max_steps": 1, "bf16": False, "tf32": False, "generation_kwargs": {"do_sample": False}, "beta": 0.1}
     here, _ = trained(tmp_path / "gpu", shared_attention=kernel, **options)
     there, _ = trained(tmp_path / "cpu", use_cpu=True, **options)
-    assert here._running.learner.policy._kernel == kernel
+    assert here._running.learner.policy.kernel == kernel
     for name in ("reward", "completions/mean_length"):
         assert numbers(here, name) == pytest.approx(numbers(there, name))
     assert numbers(here, "entropy") == pytest.approx(numbers(there, "entropy"), rel=1e-3)

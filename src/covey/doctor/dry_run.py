@@ -35,7 +35,7 @@ from covey.learner.worst_case import groups_of
 from covey.models import disable_dropout, dtype_of
 from covey.process.device import free_on
 from covey.process.world import World
-from covey.rollout.engine import BFLOAT16_FROM
+from covey.rollout.kernel_choice import BFLOAT16_FROM
 from covey.training.build_algorithm import build_algorithm
 from covey.training.build_learner import RunInputs, build_learner
 from covey.training.build_sampler import as_dict

@@ -28,7 +28,7 @@ from covey.process.interruption import Interruption
 from covey.process.ordered_sums import ordered_sums
 from covey.process.sharding import is_sharded, total_norm
 from covey.process.world import World
-from covey.types import Completion, Event, Group, Last, Metric, StepReport, Sum, TokenBatch, Totals, merge_metrics
+from covey.types import Completion, Group, Last, Metric, StepReport, Sum, TokenBatch, Totals, merge_metrics
 
 NOTES = ("old_logp", "ref_logp", "values", "squared_score")
 """Fields of a completion that the learner measures at the rollout."""
@@ -152,7 +152,7 @@ class Learner:
         A step whose loss or gradient is not finite changes no weight and is named in the report's events.
         """
         self.token_entropies.begin(step)
-        rows = self._rows(groups)
+        rows = self.rows(groups)
         mine = self.world.share(rows)
         totals = totals_of(rows, self.max_completion_length)
         self.micro_batcher.left_out.begin(len(rows))
@@ -166,7 +166,7 @@ class Learner:
             pick([not (train or skip) for train, skip in zip(trains, skippable, strict=True)]),
             pick(trains),
         )
-        algorithm = self._prepared(algorithm, (evaluated, trained), totals)
+        algorithm = self.prepared(algorithm, (evaluated, trained), totals)
         parts = [{**algorithm.metrics(as_drawn(rows), totals), "loss": Sum(0.0)} for rows in [pick(skippable)] if rows]
         with self._abortable(), ordered_sums.on(self.policy.device):
             with torch.no_grad():  # for their metrics; their gradient is zero
@@ -187,7 +187,8 @@ class Learner:
         with self.policy.weights_of_a_step(), self.interruption.together(in_step=self.policy.is_collective):
             yield
 
-    def _rows(self, groups: Sequence[Group]) -> list[Row]:
+    def rows(self, groups: Sequence[Group]) -> list[Row]:
+        """Rows of the groups, with the hints of a teacher."""
         return rows_of(
             groups, mask_truncated=self.mask_truncated, hints=None if self.teacher is None else self.teacher.hints
         )
@@ -202,18 +203,18 @@ class Learner:
     @torch.no_grad()
     def loss(self, groups: Sequence[Group], algorithm: Algorithm) -> dict[str, Metric]:
         """Metrics of a step, loss included, without an update; for evaluation."""
-        rows = self._rows(groups)
+        rows = self.rows(groups)
         totals = totals_of(rows, self.max_completion_length)
         self.policy.model.eval()
         self.micro_batcher.left_out.begin(0)
         mine = self.world.share(rows)
-        algorithm = self._prepared(algorithm, (mine,), totals)
+        algorithm = self.prepared(algorithm, (mine,), totals)
         parts = self.micro_batcher.attempt(lambda: self._evaluate_all(mine, algorithm, totals))
         metrics = self.world.merge(merge_metrics(parts))
         metrics.pop(FIRST_UPDATE, None)
         return metrics
 
-    def _prepared(self, algorithm: Algorithm, parts: Sequence[Sequence[Row]], totals: Totals) -> Algorithm:
+    def prepared(self, algorithm: Algorithm, parts: Sequence[Sequence[Row]], totals: Totals) -> Algorithm:
         """The algorithm with its statistics of the whole step (quantiles, covariances) filled in.
 
         They are computed on the same micro-batches as the gradient, so that a threshold equals the value it was taken from, to the bit.
@@ -249,8 +250,11 @@ class Learner:
                 self.forget()
 
             def work(overlaps: bool = overlaps, gradients: GradientBuckets = gradients) -> list[dict[str, Metric]]:
-                of_examples = self._accumulate_examples(step)
-                return of_examples + self._accumulate_all(rows, algorithm, totals, gradients if overlaps else None)
+                examples: list[dict[str, Metric]] = []
+                if self.supervised is not None:
+                    batches = lambda rows: self.micro_batcher.each(self.world.share(rows))
+                    examples = self.supervised.accumulate(step, batches, self.interruption, self.backward)
+                return examples + self._accumulate_all(rows, algorithm, totals, gradients if overlaps else None)
 
             parts = self.micro_batcher.attempt(work, undo)
             self.interruption.settle()
@@ -269,58 +273,32 @@ class Learner:
                     self.interruption.settle()
                     overlapping.overlap_next_backward()
                 if batch:
-                    unread.append(self._accumulate(batch, algorithm, totals))
+                    unread.append(self.accumulate(batch, algorithm, totals))
                 else:
                     self._keep_pace(algorithm)
         return [self._read(sums, algorithm, totals) for sums in unread]  # at the end, so that the device never waits
 
-    def _accumulate_examples(self, step: int) -> list[dict[str, Metric]]:
-        """Backward of the supervised term of this step, if there is one. Returns its metrics."""
-        if self.supervised is None:
-            return []
-        rows = self.supervised.rows(step)
-        num_tokens = sum(row.completion.num_tokens for row in rows)
-        parts = []
-        for batch in self.micro_batcher.each(self.world.share(rows)):
-            self.interruption()
-            loss, metrics = self.supervised.loss(batch or [filler()], num_tokens)
-            self._backward(loss if batch else 0.0 * loss)
-            parts += [metrics] if batch else []
-        return parts
-
-    def _backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`, and release what its forward switched."""
         if loss.requires_grad:
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         self.policy.release()
-
-    def rehearse(self, groups: Sequence[Group], algorithm: Algorithm) -> tuple[Event, ...]:
-        """Forward and backward of a step's largest micro-batch, without an update. Returns the out-of-memory events."""
-        rows = self._rows(groups)
-        totals = totals_of(rows, self.max_completion_length)
-        self.policy.model.train(not self.disable_dropout or self.policy.is_checkpointing)
-        algorithm = self._prepared(algorithm, (rows,), totals)
-        try:
-            self.micro_batcher.attempt(
-                lambda: self._accumulate(self.micro_batcher.batches(rows)[0], algorithm, totals), self.forget
-            )
-        finally:
-            self.forget()
-        return self.micro_batcher.take_events()
 
     def forget(self) -> None:
         """Drop the gradients of an unfinished step."""
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _accumulate(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> Unread:
+    def accumulate(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> Unread:
+        """Forward and backward of a micro-batch."""
         loss, unread = self._loss(batch, algorithm, totals)
-        self._backward(loss)
+        self.backward(loss)
         return unread
 
     def _keep_pace(self, algorithm: Algorithm) -> None:
         """A pass with zero gradient, for a sharded model when other processes have more micro-batches: its collectives must match."""
         tokens, measured = self._tokens([filler()], algorithm)
         parts = [tokens.logp, tokens.values, measured.auxiliary_loss]
-        self._backward(0.0 * torch.stack([part.float().sum() for part in parts if part is not None]).sum())
+        self.backward(0.0 * torch.stack([part.float().sum() for part in parts if part is not None]).sum())
 
     def _read(self, unread: Unread, algorithm: Algorithm, totals: Totals) -> dict[str, Metric]:
         return metrics_of(unread, algorithm, totals, self.token_entropies)

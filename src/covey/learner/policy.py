@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from covey.errors import ConfigError
-from covey.kernels import AttentionHeads, HalfWeights, Window, attention_windows, learning
+from covey.kernels import AttentionHeads, HalfWeights, Window, learning
 from covey.learner import context_parallel, shared_prompt
 from covey.learner.expert_choices import Routing, balanced
-from covey.learner.heads import find_head, short_row, splits_or_warns
+from covey.learner.heads import find_head, splits_or_warns
 from covey.learner.logprobs import Head, Other, distances, score_tokens, squared_scores
 from covey.learner.measured import Measured
 from covey.learner.offloading import offloaded
 from covey.learner.packing import PaddedRows, Row, pad_rows, pick_rows
-from covey.learner.shared_kernel import choose_kernel
 from covey.learner.shared_prompt import SharedRows, share_rows
-from covey.learner.shared_states import StateLayer, state_layers, whole_row_layers
+from covey.learner.shared_states import StateLayer, whole_row_layers
+from covey.learner.sharing_trial import try_sharing
 from covey.learner.signals import Signal
 from covey.models import accepts, decoder_of, encoder_of, float32_stream, reads_media, unwrapped
 from covey.models.modalities import banned_ids, media_inputs, placed_inputs, reason_against
@@ -88,9 +88,12 @@ class Policy:
     _is_split: bool | None = field(default=None, init=False)
     _is_shared: bool | None = field(default=None, init=False)
     _is_embedded: bool | None = field(default=None, init=False)
-    _kernel: str = field(default="own", init=False)
-    _windows: dict[int, Window | None] = field(default_factory=dict, init=False)
-    _state_layers: list[StateLayer] = field(default_factory=list, init=False)
+    kernel: str = field(default="own", init=False)
+    """Attention kernel of packed rows."""
+    windows: dict[int, Window | None] = field(default_factory=dict, init=False)
+    """Attention window of each layer, for packed rows."""
+    state_layers: list[StateLayer] = field(default_factory=list, init=False)
+    """Layers with a state, for packed rows."""
     routing: Routing = field(default_factory=Routing, init=False)
     heads: set[AttentionHeads] = field(default_factory=set, init=False)
     """Shapes of the attention layers, once prompts are shared."""
@@ -142,7 +145,7 @@ class Policy:
             self._is_embedded = False  # only processes with media would make that trial
         return self
 
-    def _within(self, work: Callable[[], T]) -> T:
+    def within(self, work: Callable[[], T]) -> T:
         """Result of `work()`, with sharded weights gathered."""
         if self.shards is not None:
             return self.shards.run(work)
@@ -171,7 +174,7 @@ class Policy:
         _ = [policy._splits() for policy in computing]  # a trial, which is not routed
         if has_siblings and all(policy._shares() and (seen is None or policy._embeds(seen)) for policy in computing):
             packed: PaddedRows | SharedRows = share_rows(
-                rows, self.device, self._kernel, is_whole=self.auxiliary_coefficient != 0
+                rows, self.device, self.kernel, is_whole=self.auxiliary_coefficient != 0
             )
             packed = packed if self.context is None else context_parallel.split(packed, self.context)
         else:
@@ -180,7 +183,7 @@ class Policy:
         other = None if against is None else against.at(packed, rows)
         signal = None if teacher is None else teacher.at(packed, rows)
         with self.routing.watching(self, packed, rows):
-            measured = self._measure(packed, entropy, other, signal)
+            measured = self.measure_packed(packed, entropy, other, signal)
         return replace(measured, routing=self.routing.metrics(packed))
 
     @torch.no_grad()
@@ -193,7 +196,7 @@ class Policy:
                 options: dict[str, Any] = {"temperature": self.temperature, "chunk": self.logits_chunk}
                 return squared_scores(measured.hidden, measured.rows.target, head, **options)
 
-        return measured.rows.spread(self._within(work))
+        return measured.rows.spread(self.within(work))
 
     @torch.no_grad()
     def hidden_of(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Head]:
@@ -207,16 +210,17 @@ class Policy:
                 head = replace(head, project=copy.deepcopy(head.project))  # outlives the gathered weights
             return pick_rows(hidden, rows.source), head
 
-        return self._within(work)
+        return self.within(work)
 
-    def _measure(
+    def measure_packed(
         self,
         rows: PaddedRows | SharedRows,
         entropy: bool,
         other: Other | None = None,
         teacher: Signal | None = None,
     ) -> Measured:
-        picked, logp, entropies, distance, teacher, auxiliary = self._within(
+        """`measure` of rows that are packed."""
+        picked, logp, entropies, distance, teacher, auxiliary = self.within(
             lambda: self._scored(rows, entropy, other, teacher)
         )
         if not torch.is_grad_enabled():  # otherwise the backward may still recompute activations
@@ -261,10 +265,10 @@ class Policy:
     def _hidden(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Tensor | None]:
         """[N, S, D] hidden states, or [N, S, V] logits if decoder and head cannot be called separately."""
         if isinstance(rows, SharedRows):
-            rows = replace(rows, windows=self._windows)
+            rows = replace(rows, windows=self.windows)
             inputs = shared_prompt.forward_kwargs(rows, self.model)
             shared_prompt.switch(unwrapped(self.model))
-            for layer in self._state_layers:
+            for layer in self.state_layers:
                 layer.switch()
             if self.auxiliary_coefficient:
                 return balanced(self.model, rows, inputs)
@@ -310,7 +314,7 @@ class Policy:
     def release(self, *, routers: bool = True) -> None:
         """Leave attention, layers with a state, and the routers as the model was loaded; the next pass switches them again."""
         shared_prompt.release(unwrapped(self.model))
-        for layer in self._state_layers:
+        for layer in self.state_layers:
             layer.release()
         if routers:
             self.routing.release()
@@ -336,50 +340,19 @@ class Policy:
         """True if prompts can be shared, by the configuration and by a trial on two short completions, made once."""
         if self._is_shared is None:
             reason = None if self._splits() else "its head cannot be called apart"
-            reason = reason or shared_prompt.reason_against(self.model) or self._try_sharing()
+            reason = reason or shared_prompt.reason_against(self.model) or try_sharing(self)
             self._is_shared = reason is None
             if reason is not None and self.shared_attention != "auto":
                 raise ConfigError(
                     f"shared_attention={self.shared_attention!r}, but {type(unwrapped(self.model)).__name__} computes each prompt "
                     f"once a completion: {reason}; leave it out."
                 )
-            reason = reason or whole_row_layers(self._state_layers)
+            reason = reason or whole_row_layers(self.state_layers)
             if reason is not None:
                 logger.warning(
                     "%s computes each prompt once a completion: %s.", type(unwrapped(self.model)).__name__, reason
                 )
         return self._is_shared
-
-    @torch.no_grad()
-    def _try_sharing(self) -> str | None:
-        """Compare packed rows with single rows under the model's own attention. Returns a reason if they differ."""
-        rows = [short_row(self.model, count) for count in (3, 2)]
-        was_training = self.model.training
-        shared_prompt.install()
-        self.model.eval()
-        try:
-            self._windows = attention_windows(unwrapped(self.model))
-            self._state_layers = self._within(lambda: state_layers(self.model))
-            apart = self._measure(pad_rows(rows, self.pad_id, self.device), True)
-            packed = share_rows(rows, self.device, is_whole=self.auxiliary_coefficient != 0)
-            together = self._measure(replace(packed, heads=self.heads), True)
-            gap = (apart.logp - together.logp).abs().max().item()
-            if apart.auxiliary_loss is not None and together.auxiliary_loss is not None:
-                gap = max(gap, (apart.auxiliary_loss - together.auxiliary_loss).abs().item())
-            is_same = gap < (1e-3 if self._is_exact() else 0.2)
-            reason = None if is_same else f"its log-probabilities would differ by {gap:.1g}"
-        except (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError) as error:
-            is_ours = isinstance(error, ValueError) and str(error).startswith("its ")
-            reason = str(error) if is_ours else f"its forward takes no packed rows ({type(error).__name__})"
-        finally:
-            self.model.train(was_training)
-            self.release()
-        if reason is None:
-            self._kernel = choose_kernel(self.model, self.shared_attention, self.heads)
-        return reason
-
-    def _is_exact(self) -> bool:
-        return self.compute_dtype is None and next(self.model.parameters()).dtype == torch.float32
 
     def _whole_head(self) -> Head:
         """Head without a projection, for models that return logits only."""
@@ -394,5 +367,5 @@ class Policy:
     def _splits(self) -> bool:
         """True if decoder and head, called separately, give the model's own logits on four tokens; tried once."""
         if self._is_split is None:
-            self._is_split = self._within(lambda: splits_or_warns(self.model, self.device))
+            self._is_split = self.within(lambda: splits_or_warns(self.model, self.device))
         return self._is_split

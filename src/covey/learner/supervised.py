@@ -1,12 +1,12 @@
 """The supervised term of a step: its examples and their loss. Stateless: examples are drawn by the step number."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from covey.learner.packing import Row
+from covey.learner.packing import Row, filler
 from covey.learner.policy import Policy
 from covey.learner.token_batches import spread
 from covey.types import Completion, Mean, Metric, Prompt, Sum
@@ -49,6 +49,24 @@ class Supervised:
         nll = torch.where(counts, -logp, torch.zeros_like(logp))
         loss = self.weight * nll.sum() / max(1, num_tokens)
         return loss, {"loss": Sum(loss.item()), "sft/loss": Mean.of(nll.detach(), counts)}
+
+    def accumulate(
+        self,
+        step: int,
+        batches: Callable[[Sequence[Row]], Iterable[Sequence[Row]]],
+        before_each: Callable[[], None],
+        backward: Callable[[Tensor], None],
+    ) -> list[dict[str, Metric]]:
+        """Backward of this step's examples, in this process's `batches` of their rows. Returns their metrics."""
+        rows = self.rows(step)
+        num_tokens = sum(row.completion.num_tokens for row in rows)
+        parts = []
+        for batch in batches(rows):
+            before_each()
+            loss, metrics = self.loss(batch or [filler()], num_tokens)
+            backward(loss if batch else 0.0 * loss)
+            parts += [metrics] if batch else []
+        return parts
 
     def _order(self, epoch: int) -> list[int]:
         if epoch not in self._orders:

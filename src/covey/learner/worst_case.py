@@ -9,6 +9,7 @@ import torch
 from covey.algorithms import Algorithm
 from covey.learner.learner import Learner
 from covey.learner.packing import rows_of
+from covey.learner.token_batches import totals_of
 from covey.types import Completion, Event, Group, Prompt
 
 
@@ -35,7 +36,7 @@ def try_longest(learner: Learner, algorithm: Algorithm, *, prompt_tokens: int, g
     started = time.perf_counter()
     first = learner.micro_batcher.batches(rows_of(make(learner.micro_batcher.max_rows)))[0]
     groups = learner.annotate(make(len(first)), algorithm)
-    events = learner.rehearse(groups, algorithm)
+    events = rehearse(learner, groups, algorithm)
     return Longest(
         rows=len(first),
         prompt_tokens=prompt_tokens,
@@ -43,6 +44,20 @@ def try_longest(learner: Learner, algorithm: Algorithm, *, prompt_tokens: int, g
         seconds=time.perf_counter() - started,
         events=events,
     )
+
+
+def rehearse(learner: Learner, groups: Sequence[Group], algorithm: Algorithm) -> tuple[Event, ...]:
+    """Forward and backward of a step's largest micro-batch, without an update. Returns the out-of-memory events."""
+    rows = learner.rows(groups)
+    totals = totals_of(rows, learner.max_completion_length)
+    learner.policy.model.train(not learner.disable_dropout or learner.policy.is_checkpointing)
+    algorithm = learner.prepared(algorithm, (rows,), totals)
+    work = lambda: learner.accumulate(learner.micro_batcher.batches(rows)[0], algorithm, totals)
+    try:
+        learner.micro_batcher.attempt(work, learner.forget)
+    finally:
+        learner.forget()
+    return learner.micro_batcher.take_events()
 
 
 def groups_of(count: int, prompt_tokens: int, completion_tokens: int, size: int, vocabulary: int) -> list[Group]:

@@ -13,19 +13,18 @@ import torch
 
 from covey.data import num_embeddings
 from covey.errors import ConfigError, DataError, MemoryLimitError, Unsupported
-from covey.kernels import DecodeKernels, SamplerLinear
+from covey.kernels import DecodeKernels
 from covey.models import unwrapped
 from covey.models.modalities import banned_ids, reason_against, refuse_loose_places
 from covey.process.device import free_on
 from covey.process.memory import is_out_of_memory, release, release_under_pressure
-from covey.rollout.autocast import AutocastForward, SamplerPrecision, expect_precision
+from covey.rollout.autocast import SamplerPrecision, expect_precision
 from covey.rollout.cuda_graphs import Capture, Captured, CudaCapture, Eager
-from covey.rollout.decoder import DecoderForward
 from covey.rollout.environments import Environment
-from covey.rollout.forward import Forward, ModulesForward
+from covey.rollout.forward import ModulesForward
 from covey.rollout.graph_scheduler import GraphScheduler
 from covey.rollout.kept_memory import MemoryBetweenCalls
-from covey.rollout.kernel_choice import AttentionChoice, captures, verified_attention, verified_kernels
+from covey.rollout.kernel_choice import AttentionChoice, best_forward, captures, verified_attention, verified_kernels
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.requests import GroupRequest
 from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams, update_metrics
@@ -37,29 +36,6 @@ from covey.rollout.stopping import checked_eos_ids, context_of
 from covey.types import Group, Metric, Prompt, merge_metrics
 
 logger = logging.getLogger(__name__)
-
-BFLOAT16_FROM = 4_000_000
-"""Parameter count from which "auto" samples in bfloat16: 2.5 times as fast at 10 million; at 1 million a step is short anyway."""
-
-
-def best_forward(model: Any, dtype: SamplerPrecision, float32_head: bool = False) -> Forward:
-    """The fastest way to compute this model in this precision; see `NativeSampler`. Raises Unsupported with the reason."""
-    live = next(unwrapped(model).parameters())
-    compute_dtype = live.dtype if dtype == "auto" else getattr(torch, dtype)
-    is_large = sum(parameter.numel() for parameter in unwrapped(model).parameters()) >= BFLOAT16_FROM
-    if dtype == "auto" and live.dtype == torch.float32 and SamplerLinear.has_bfloat16(live.device) and is_large:
-        compute_dtype = torch.bfloat16
-    try:
-        return DecoderForward(model, compute_dtype, float32_head)
-    except Unsupported as reason:
-        in_float32 = float32_head and compute_dtype != torch.float32
-        plain = (
-            ModulesForward(model, in_float32)
-            if compute_dtype == live.dtype
-            else AutocastForward(model, compute_dtype, in_float32)
-        )
-        logger.warning("Completions are computed by the model's own modules, which takes longer: %s.", reason)
-        return plain
 
 
 def _check_bounds(cache_fraction: float, max_rows: int | None) -> None:
