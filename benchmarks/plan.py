@@ -16,8 +16,7 @@ from typing import Any
 from covey.doctor.roofline.answers import asynchrony
 from covey.doctor.roofline.estimate import Estimate, Setup, estimate
 from covey.doctor.roofline.gpus import gpus
-from covey.doctor.roofline.known_models import config_by_name
-from covey.doctor.roofline.options import planned
+from covey.doctor.roofline.options import config_by_name, planned
 
 NEMO_3 = "github.com/NVIDIA-NeMo/RL/issues/959 (figures of v0.3 as published, and parts)"
 NEMO_4 = "NVIDIA-NeMo/RL docs/about/performance-summary.md, v0.4"

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from covey.experiments.importance import importances, in_words
+from covey.experiments.study import importances, in_words
 
 optuna = pytest.importorskip("optuna")
 optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -11,8 +11,7 @@ from covey.doctor.layers import shortened
 from covey.doctor.roofline.answers import answers
 from covey.doctor.roofline.estimate import Setup, TimedBytes, estimate
 from covey.doctor.roofline.gpus import GPUS, HOST_LINK, LINKS, NETWORK, PRODUCTS, READS, gpus
-from covey.doctor.roofline.known_models import MODELS, config_by_name
-from covey.doctor.roofline.options import planned
+from covey.doctor.roofline.options import MODELS, config_by_name, planned
 from covey.doctor.roofline.rollout import A_KERNEL, LAUNCHED, Decoding, kernels_of, rate_of
 from covey.errors import ConfigError
 

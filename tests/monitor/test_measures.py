@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from covey.monitor.measures import text_metrics
-from covey.monitor.prompt_drift import PromptDrift, divergence
+from covey.monitor.sample_drift import PromptDrift, divergence
 from covey.monitor.updates import UpdateMeter
 from covey.types import Group
 from kit import completion, group, prompt, tiny_model

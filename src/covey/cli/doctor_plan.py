@@ -72,8 +72,7 @@ def setup_of(args: Args) -> Setup:
         raise ConfigError(f"--host-gib {host:g} is no memory of a node; give GiB above 0.")
     from covey.cli.plan import model_config
     from covey.doctor.roofline.estimate import Setup
-    from covey.doctor.roofline.known_models import config_of
-    from covey.doctor.roofline.options import division, planned, teachers_of
+    from covey.doctor.roofline.options import config_of, division, planned, teachers_of
 
     verb_flags = {flag.name for flag in _FLAGS}
     config, is_split, offloads = planned(

@@ -14,12 +14,23 @@ from covey.cli.flags import Flag, typed
 from covey.cli.rerun import NEVER
 from covey.cli.verb import Args, Verb
 from covey.errors import ConfigError
-from covey.experiments import child, importance, series
+from covey.experiments import child, series
 from covey.experiments.attempt import Attempt
 from covey.experiments.search import Dimension, dimensions
 from covey.experiments.several import Steps
 from covey.experiments.shared_trials import reason_against, train_trials
-from covey.experiments.study import Search, Tuning, best_of, in_a_process, num_ended, open_study, rank, row_of
+from covey.experiments.study import (
+    Search,
+    Tuning,
+    best_of,
+    importances,
+    in_a_process,
+    in_words,
+    num_ended,
+    open_study,
+    rank,
+    row_of,
+)
 from covey.process.counting import tell
 
 _FLAGS = (
@@ -165,7 +176,7 @@ def _report(tuning: Tuning, study: Any, args: Args) -> None:
         text = yaml.safe_dump(mask({**tuning.options, **best.params}), sort_keys=False, allow_unicode=True)
         (tuning.folder / BEST).write_text(text)
     rows = [row_of(trial) for trial in study.trials]
-    shares = importance.importances(study)
+    shares = importances(study)
     if args.get("json"):
         output.result_json(
             {
@@ -187,7 +198,7 @@ def _report(tuning: Tuning, study: Any, args: Args) -> None:
         output.result(f"no trial ran to its end; see the logs in {tuning.folder}")
         return
     output.result(f"best: trial {best.number}, {tuning.metric} {best.value:.4g}: {tuning.folder / BEST}")
-    for line in importance.in_words(shares, sum(row["state"] == "complete" for row in rows)):
+    for line in in_words(shares, sum(row["state"] == "complete" for row in rows)):
         output.result(line)
     output.say("The best of many looks better than it is. Try it with fresh seeds, beside your old options:")
     output.say(f"  covey train {tuning.folder / BEST} --seeds 5 --seed 100")

@@ -11,8 +11,7 @@ from torch import Tensor
 from covey.monitor.languages import language_metrics
 from covey.monitor.measures import text_metrics
 from covey.monitor.policy_drift import Anchor
-from covey.monitor.prompt_drift import PromptDrift
-from covey.monitor.sample_drift import SampleDrift
+from covey.monitor.sample_drift import PromptDrift, SampleDrift
 from covey.monitor.slices import Slices
 from covey.monitor.updates import UpdateMeter
 from covey.monitor.watch import Watch

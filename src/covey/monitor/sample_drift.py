@@ -1,4 +1,4 @@
-"""Drift of prompts from those of the start, and of rewards below those just before: two-sample tests, block after block."""
+"""Drift of prompts from those of the start, and of rewards below those just before: token counts, and two-sample tests of blocks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from covey.monitor.measures import total_of
 from covey.monitor.two_sample import has_fallen, kolmogorov_smirnov, maximum_mean_discrepancy
-from covey.types import Group, Last, Metric
+from covey.types import Group, Last, Mean, Metric
 
 _STEPS, _PROMPTS, _MOST = 10, 64, 256
 """A block has at least so many steps and prompts; of more prompts only the first of each step are kept."""
@@ -80,3 +80,42 @@ def _row(group: Group, weights: Tensor) -> list[float]:
     pairs = ids[:-1] * 31 + ids[1:] if len(ids) > 1 else ids
     counts = np.bincount((pairs * _MIX >> 7) % _BUCKETS, minlength=_BUCKETS)
     return [float(len(ids)), *counts.astype(float).tolist(), float(total_of(group, weights).nanmean())]
+
+
+_BUCKETS = 256
+_BASELINE = 10
+"""First steps, whose prompts are the baseline."""
+
+
+class PromptDrift:
+    """`prompts/drift`: Jensen-Shannon divergence (nats, at most log 2) of a step's prompt tokens from the first ten steps'."""
+
+    def __init__(self) -> None:
+        self._baseline = np.zeros(_BUCKETS)
+        self._steps = 0
+
+    def __call__(self, groups: Sequence[Group]) -> dict[str, Metric]:
+        """Nothing while the first steps are still being counted."""
+        ids = np.concatenate([np.asarray(group.prompt.token_ids, dtype=np.int64) for group in groups])
+        counts = np.bincount(ids % _BUCKETS, minlength=_BUCKETS).astype(float)
+        if not counts.sum():
+            return {}
+        if self._steps < _BASELINE:
+            self._baseline += counts
+            self._steps += 1
+            return {}
+        return {"prompts/drift": Mean(divergence(self._baseline, counts), 1)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"baseline": self._baseline.tolist(), "steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._baseline, self._steps = np.asarray(state["baseline"], dtype=float), int(state["steps"])
+
+
+def divergence(left: NDArray[np.float64], right: NDArray[np.float64]) -> float:
+    """Jensen-Shannon divergence of two histograms, in nats. Example: equal ones 0, disjoint ones log 2."""
+    p, q = left / left.sum(), right / right.sum()
+    middle = (p + q) / 2
+    distance = lambda x: float(np.sum(x[x > 0] * np.log(x[x > 0] / middle[x > 0])))
+    return (distance(p) + distance(q)) / 2

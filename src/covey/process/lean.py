@@ -66,7 +66,21 @@ __all__ = [
     "TrainerControl",
     "TrainerState",
     "TrainingArguments",
+    "accelerator_of",
     "enable_full_determinism",
     "imported",
     "set_seed",
 ]
+
+
+def accelerator_of(args: Any) -> Any:
+    """An `accelerate.Accelerator` of the running process group: its device, processes, `print`, `unwrap_model`, `gather`.
+
+    Training does not use it: objects passed to its `prepare` are not trained.
+    """
+    imported("accelerate.accelerator")
+    from accelerate import Accelerator
+
+    device = args.device  # first creates the process group on the configured device
+    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+    return Accelerator(cpu=device.type == "cpu", mixed_precision=precision)

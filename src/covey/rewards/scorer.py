@@ -21,11 +21,10 @@ from covey.rewards.combining import Combiner, Running, Schedule, weight_of, with
 from covey.rewards.contract import Batch, RewardSpec, check_signature, takes
 from covey.rewards.failures import Failures, refuse_bad_limits
 from covey.rewards.inputs import copied_state
-from covey.rewards.leftovers import Leftovers
 from covey.rewards.replaced import Calculate, Replaced
 from covey.rewards.scales import Scale, Scales
 from covey.rewards.specs import isolated, specs_of
-from covey.rewards.surroundings import Surroundings
+from covey.rewards.surroundings import Leftovers, Surroundings
 from covey.types import Event, Group, Mean, Metric, Reward
 
 

@@ -21,7 +21,7 @@ from covey.errors import ConfigError, NotOfferedError
 from covey.evaluation.model_card import Card
 from covey.learner import FrozenCopy, frozen_copy
 from covey.process import lean
-from covey.process.accelerator import accelerator_of
+from covey.process.lean import accelerator_of
 from covey.process.world import World
 from covey.rewards import Scorer
 from covey.rewards.builtin.reward_model import ModelReward

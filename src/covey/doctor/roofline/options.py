@@ -1,6 +1,9 @@
-"""The options of a run planned for GPUs that are not here: machine-dependent defaults are resolved for the GPU."""
+"""The options of a run planned for GPUs that are not here: machine-dependent defaults are resolved for the GPU. And published
+configurations of some models, each from its config.json on the hub, for a plan where the hub cannot be reached.
+"""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +13,7 @@ from covey.algorithms.teachers import POLICY, is_address
 from covey.config import GRPOConfig
 from covey.config.parallelism import settle_parallelism
 from covey.doctor.roofline.estimate import Teaching
-from covey.errors import ConfigError
+from covey.errors import ConfigError, ModelError, did_you_mean
 from covey.training.build_algorithm import build_algorithm
 
 _ELSEWHERE = {
@@ -88,3 +91,77 @@ def _parameters(model_config: Any) -> int:
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
         return sum(p.numel() for p in auto.from_config(model_config).parameters())
+
+
+_FORM = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+_SHAPES: dict[str, tuple[str, int, bool, tuple[int, ...]]] = {
+    "Qwen/Qwen2.5-0.5B": ("qwen2", 151936, True, (896, 4864, 24, 14, 2, 64)),
+    "Qwen/Qwen2.5-1.5B": ("qwen2", 151936, True, (1536, 8960, 28, 12, 2, 128)),
+    "Qwen/Qwen2.5-3B": ("qwen2", 151936, True, (2048, 11008, 36, 16, 2, 128)),
+    "Qwen/Qwen2.5-7B": ("qwen2", 152064, False, (3584, 18944, 28, 28, 4, 128)),
+    "Qwen/Qwen2.5-14B": ("qwen2", 152064, False, (5120, 13824, 48, 40, 8, 128)),
+    "Qwen/Qwen2.5-32B": ("qwen2", 152064, False, (5120, 27648, 64, 40, 8, 128)),
+    "Qwen/Qwen2.5-72B": ("qwen2", 152064, False, (8192, 29568, 80, 64, 8, 128)),
+    "Qwen/Qwen3-0.6B": ("qwen3", 151936, True, (1024, 3072, 28, 16, 8, 128)),
+    "Qwen/Qwen3-1.7B": ("qwen3", 151936, True, (2048, 6144, 28, 16, 8, 128)),
+    "Qwen/Qwen3-4B": ("qwen3", 151936, True, (2560, 9728, 36, 32, 8, 128)),
+    "Qwen/Qwen3-8B": ("qwen3", 151936, False, (4096, 12288, 36, 32, 8, 128)),
+    "Qwen/Qwen3-14B": ("qwen3", 151936, False, (5120, 17408, 40, 40, 8, 128)),
+    "Qwen/Qwen3-32B": ("qwen3", 151936, False, (5120, 25600, 64, 64, 8, 128)),
+    "meta-llama/Llama-3.2-1B": ("llama", 128256, True, (2048, 8192, 16, 32, 8, 64)),
+    "meta-llama/Llama-3.2-3B": ("llama", 128256, True, (3072, 8192, 28, 24, 8, 128)),
+    "meta-llama/Llama-3.1-8B": ("llama", 128256, False, (4096, 14336, 32, 32, 8, 128)),
+    "meta-llama/Llama-3.1-70B": ("llama", 128256, False, (8192, 28672, 80, 64, 8, 128)),
+    "meta-llama/Llama-2-7b-hf": ("llama", 32000, False, (4096, 11008, 32, 32, 32, 128)),
+    "mistralai/Mistral-7B-v0.3": ("mistral", 32768, False, (4096, 14336, 32, 32, 8, 128)),
+}
+MODELS = tuple(_SHAPES)
+_SUFFIXES = ("-Instruct", "-Base", "-Instruct-v0.3")
+
+
+def config_by_name(model: str) -> Any:
+    """The transformers configuration of a known model, by its name with or without its owner; None for any other."""
+    by_name = {name.lower(): name for name in MODELS} | {name.rpartition("/")[2].lower(): name for name in MODELS}
+    plain = model.lower()
+    full_name = next((by_name[w] for s in ("", *_SUFFIXES) if (w := plain.removesuffix(s.lower())) in by_name), None)
+    if full_name is None:
+        return None
+    from transformers import AutoConfig
+
+    kind, vocabulary, is_tied, shape = _SHAPES[full_name]
+    entries = dict(zip(_FORM, shape, strict=True)) | {"vocab_size": vocabulary, "tie_word_embeddings": is_tied}
+    return AutoConfig.for_model(kind, max_position_embeddings=131072, use_cache=False, **entries)
+
+
+def config_of(model: str, trust_remote_code: bool, load: Any) -> Any:
+    """The configuration of a folder, a config.json, a known model, or a model on the hub, looked for in this order.
+
+    `load` reads a folder or the hub. Raises ModelError with the known names where there is none.
+    """
+    path = Path(model)
+    if path.is_file():
+        from covey.files.bounded import read_json
+        from covey.models import as_model_errors
+
+        read_json(path, ModelError)
+        with as_model_errors(model):
+            from transformers import AutoConfig
+
+            return AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+    config = None if path.exists() else config_by_name(model)
+    if config is not None:
+        return config
+    try:
+        return load(model, trust_remote_code)
+    except ModelError as error:
+        near = did_you_mean(model, MODELS)
+        raise ModelError(
+            f"{error}{near} Without the hub, a folder, its config.json, or one of: {', '.join(MODELS)}."
+        ) from error

@@ -27,10 +27,75 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
-from covey.rewards.calling import timer
+SIGNAL = getattr(signal, "SIGRTMAX", None)
+"""Launchers use SIGUSR1 and 2, libraries use SIGALRM; this one has no known user."""
+_CLOCK_MONOTONIC = 1
+
+
+class _Event(ctypes.Structure):
+    _fields_ = [  # struct sigevent, 64 bytes on Linux
+        ("value", ctypes.c_void_p),
+        ("signal", ctypes.c_int),
+        ("notify", ctypes.c_int),  # 0: send the signal
+        ("rest", ctypes.c_byte * 48),
+    ]
+
+
+class _Span(ctypes.Structure):
+    _fields_ = [
+        ("repeat_seconds", ctypes.c_long),
+        ("repeat_nanoseconds", ctypes.c_long),
+        ("first_seconds", ctypes.c_long),
+        ("first_nanoseconds", ctypes.c_long),
+    ]
+
+
+class Alarm:
+    """`with Alarm(seconds):` sends `SIGNAL` to this process after `seconds`, then every second, until the block ends.
+
+    A POSIX timer (`timer_create(2)`), which Python does not wrap: `SIGALRM` belongs to rewards that limit their own time (math-verify
+    does), and a Python thread cannot send anything while C code keeps the interpreter lock, as regular expressions do.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = max(seconds, 1e-3)  # zero would mean never
+        self._timer = ctypes.c_void_p()
+
+    def __enter__(self) -> Alarm:
+        library = _library()
+        assert library is not None
+        event = _Event(signal=int(SIGNAL or 0))
+        if library.timer_create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)):
+            raise OSError(ctypes.get_errno(), "timer_create failed")
+        whole = int(self.seconds)
+        span = _Span(1, 0, whole, int((self.seconds - whole) * 1e9))
+        library.timer_settime(self._timer, 0, ctypes.byref(span), None)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        library = _library()
+        assert library is not None
+        library.timer_delete(self._timer)
+
+
+def is_available() -> bool:
+    """True on Linux with a C library that has POSIX timers."""
+    return SIGNAL is not None and _library() is not None
+
+
+@lru_cache
+def _library() -> Any:
+    if sys.platform != "linux":
+        return None
+    library = ctypes.CDLL(None, use_errno=True)
+    return library if hasattr(library, "timer_create") else None
+
 
 T = TypeVar("T")
 
@@ -56,7 +121,7 @@ def call_within(seconds: float | None, function: Callable[[], T]) -> T:
     if seconds is None or math.isinf(seconds):
         return function()
     with HangGuard(seconds):
-        if threading.current_thread() is threading.main_thread() and timer.is_available():
+        if threading.current_thread() is threading.main_thread() and is_available():
             return _interrupting(seconds, function)
         return _abandoning(seconds, function)
 
@@ -68,10 +133,10 @@ def _interrupting(seconds: float, function: Callable[[], T]) -> T:
         if active:
             raise _Interrupted
 
-    assert timer.SIGNAL is not None
-    signal.signal(timer.SIGNAL, interrupt)
+    assert SIGNAL is not None
+    signal.signal(SIGNAL, interrupt)
     try:
-        with timer.Alarm(seconds):
+        with Alarm(seconds):
             try:
                 return function()
             finally:
@@ -79,7 +144,7 @@ def _interrupting(seconds: float, function: Callable[[], T]) -> T:
     except _Interrupted as error:
         raise DeadlineError(_in_words(seconds)) from error
     finally:
-        signal.signal(timer.SIGNAL, _ignore)  # the default action would end the process if one were still on its way
+        signal.signal(SIGNAL, _ignore)  # the default action would end the process if one were still on its way
 
 
 def _ignore(signum: int, frame: Any) -> None:
