@@ -1,7 +1,5 @@
 """Ensembles: several models answer a prompt, and their answers are judged as one group; in training and at inference."""
 
-from __future__ import annotations
-
 from covey.ensembles.answers import Answer, Vote
 from covey.ensembles.ensemble import Ensemble
 from covey.ensembles.member import Member, Role

@@ -1,7 +1,5 @@
 """One answer out of several: the best by reward, the most frequent, or the most frequent weighed by reward."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Loading of ensemble members: each name becomes a writer with its role."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path

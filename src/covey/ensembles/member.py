@@ -1,7 +1,5 @@
 """A member of an ensemble, as a user gives it: a model, an adapter, a checkpoint or an endpoint, with its role."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

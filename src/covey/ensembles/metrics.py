@@ -1,7 +1,5 @@
 """Metrics of each ensemble member's contribution."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The groups of training with the completions of an ensemble's members in them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Stages of an ensemble in training: correct answers of rescuers join failed groups, siblings get importance weights, baselines leave."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal

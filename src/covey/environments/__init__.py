@@ -1,7 +1,5 @@
 """Tools that a model calls while it generates, and the environments that answer."""
 
-from __future__ import annotations
-
 from covey.environments.agent import Agent, AgentResult, agent_reward
 from covey.environments.episodes import EpisodeLimits, Episodes, EpisodeSampler
 from covey.environments.factory import EnvironmentPool

@@ -1,7 +1,5 @@
 """Stage of agents' episodes: metrics of tool calls, and branches of an agent's calls as further rows of their group."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Forms of tool calls, inferred from a turn with one call of known words as a chat template writes it."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

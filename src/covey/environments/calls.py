@@ -1,7 +1,5 @@
 """Calls of tools: side by side, each within its limits. A failure is the tool's answer to the model and never ends a run."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """Examination of an environment before a run: its time, determinism, sessions, and the reward of random actions."""
 
-from __future__ import annotations
-
 import random
 import statistics
 import time

@@ -5,8 +5,6 @@ side, and their answers go back as token ids that the completion goes on from: t
 model wrote are never rendered again. Tokens of answers have `mask` False and no gradient.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

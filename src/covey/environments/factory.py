@@ -1,7 +1,5 @@
 """Environments by TRL's contract: a factory makes instances with `reset`, methods that are tools, and `get_reward`."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence

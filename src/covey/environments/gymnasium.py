@@ -1,7 +1,5 @@
 """Gymnasium environments as environments of a run (extra `gymnasium`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tool calls whose keys are bare words: Gemma 4's `call:NAME{key:<|"|>text<|"|>}`, Python's `NAME(key='text')` of LFM2, Llama 4 and OLMo 3."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

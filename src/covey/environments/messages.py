@@ -1,7 +1,5 @@
 """Messages of the model's turns: what users read, and thoughts and tool calls apart, where tokenizer or template tell them apart."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """OpenEnv servers as environments of a run, over their WebSocket sessions (extra `openenv`)."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request

@@ -1,7 +1,5 @@
 """`rollout_func` by TRL's contract: the user's own function writes the completions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Keys of the states that a model's turns begin in: equal keys, equal states."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

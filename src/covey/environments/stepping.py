@@ -1,7 +1,5 @@
 """Environments with `reset`, `step` and `close`, as TRL's environments: one tool is the step, rewards add up to the episode's."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol

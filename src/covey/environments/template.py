@@ -4,8 +4,6 @@ Both are inferred from the template once, by rendering conversations with known 
 rendered again: only the answer's tokens are, and they follow the model's own.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

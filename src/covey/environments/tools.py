@@ -1,7 +1,5 @@
 """Tools: functions that a model may call while it writes, each with its JSON schema and its limits."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence

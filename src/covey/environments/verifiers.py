@@ -1,7 +1,5 @@
 """Environments of the library verifiers (Prime Intellect, 0.1) as agents of a run: their rollout and rubric, unmodified."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 Without a compiler, or on another processor, PyTorch's operations do the same work.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

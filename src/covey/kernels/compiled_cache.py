@@ -1,7 +1,5 @@
 """Folder of compiled GPU code that outlives the process."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

@@ -1,7 +1,5 @@
 """Memory effects of the CPU kernels and libraries, for a dry run, which cannot call them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

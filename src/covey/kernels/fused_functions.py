@@ -3,8 +3,6 @@
 Each entry point takes the module or function, and its original forward as a fallback for inputs that the kernels do not support.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

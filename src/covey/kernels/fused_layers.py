@@ -6,8 +6,6 @@ kernel of its own, which would cut it at the same places, and activation checkpo
 A module is recognised by comparing its output with the formula on random inputs; others are not changed.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import sys

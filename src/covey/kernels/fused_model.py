@@ -5,8 +5,6 @@ which also save less for the backward pass: a norm its input and one number per 
 projections. A module is recognised by comparing its output with the formula on random inputs; others are not changed.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext

@@ -1,7 +1,5 @@
 """RMSNorm, rotary embedding and gated SiLU with their gradients (`cpp/layers.cpp`)."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from pathlib import Path

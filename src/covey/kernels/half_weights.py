@@ -5,8 +5,6 @@ step of a 0.5B model on an H100. FSDP2's `MixedPrecisionPolicy` and torchtitan k
 16 bits, the master weights, their gradients and the optimizer are float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """malloc settings for training on a CPU, and tensors outside the heap."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

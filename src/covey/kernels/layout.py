@@ -1,7 +1,5 @@
 """Positions of prompts and completions in a packed row `[prompt | c1 | ... | cG]`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

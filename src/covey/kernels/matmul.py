@@ -5,8 +5,6 @@ reaches half of peak there (one Zen 5 core, 3072 x 448 x 128: 95 GFLOP/s with MK
 with torch and reads the weights in place. It sums in another order, so results agree to float32's rounding.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from functools import partial

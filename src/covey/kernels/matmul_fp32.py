@@ -1,7 +1,5 @@
 """float32 matmul with AVX2 that reads the weights in place (`cpp/matmul_fp32.cpp`), for sampling."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from enum import IntEnum

@@ -1,7 +1,5 @@
 """Attention of packed rows on a CPU, forward and backward (`cpp/packed_attention.cpp`)."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Sequence

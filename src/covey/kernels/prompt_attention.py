@@ -1,7 +1,5 @@
 """Attention of packed rows `[prompt | c1 | ... | cG]` by the device's fastest kernel, and its padding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ indices into that call, and their scores from the same tensor, so that weights a
 Ma et al. 2025, "R3", <https://arxiv.org/abs/2510.11370>).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ their log-sum-exp; the flash backward of each part with the merged output and lo
 prompt collect the gradients of the whole group in one product.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

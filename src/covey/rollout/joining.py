@@ -1,7 +1,5 @@
 """Groups whose completions go on from different prompts, as one: their prompt is what all begin with, and the rest is read, not written."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Files of rows: their bytes by path or `data:` address, and paths relative to the data set's file."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Images of rows: opened by Pillow within bounds, and small copies for people."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """Modalities other than text: their columns, the parts of messages that place them, and the arguments of a processor that reads them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

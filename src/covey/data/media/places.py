@@ -1,7 +1,5 @@
 """Places of images, sounds and videos: parts of chat messages, and placeholders in rendered text."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A row with images, sounds or videos to a prompt: items opened, placed, and handed to the model's processor once."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import io

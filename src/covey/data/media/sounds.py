@@ -1,7 +1,5 @@
 """Sounds of rows: samples by soundfile within bounds, at the rate of the model, and WAV files for people."""
 
-from __future__ import annotations
-
 import base64
 import io
 import wave

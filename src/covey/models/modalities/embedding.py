@@ -5,8 +5,6 @@ language model that knows nothing of them. Its input embeddings are captured her
 and the language model runs as for plain text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Keyword arguments of a model's forward for the images, sounds and videos of several prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Processors of models that read media: tokenizer and the parts for each modality in one, without torchvision where that can be."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
