@@ -17,6 +17,7 @@ EQUAL = {
     "tools, environments and rollout_func with images, over every sampler, ahead, DDP or FSDP2": "test_acting_with_media.py",
     "agents over a vLLM server, ahead, over transformers": "test_agents_over_vllm.py",
     "context parallelism, DDP or FSDP2, adapters, references": "../learner/test_context_parallel.py",
+    "teachers, local or served, with context parallelism": "test_teachers_in_context.py",
     "tools, environments and agents ahead, in worker processes": "test_episodes_ahead.py",
     "FSDP2 with teachers, examples, media, averages, ensembles, agents": "test_split_models.py",
 }

@@ -11,23 +11,20 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import sharded_cases
-from two_process_work import BY_TOKEN, CASES, groups_of, policy_of
+from two_process_work import BY_TOKEN, CASES, groups_of, policy_of, teacher_of
 
 from covey import GRPOConfig
 from covey import algorithms as alg
-from covey.learner import Policy
+from covey.learner import Policy, Teacher
+from covey.learner.teacher import Member, Teachers
 from covey.process.context import ContextGroup
 from covey.process.sharding import Sharding, whole, whole_state
 from covey.process.world import World
 from covey.training.build_learner import networks_of
 from kit import learner_of, tiny_model
 
-PRESETS = [
-    name
-    for name, algorithm in CASES.items()
-    if algorithm.role is None and getattr(algorithm.critic, "model", "head") == "head"
-]
-QUICK_PRESETS = ["grpo", "gspo", "ppo", "clip-cov", "prompt mean"]
+PRESETS = [name for name, algorithm in CASES.items() if getattr(algorithm.critic, "model", "head") == "head"]
+QUICK_PRESETS = ["grpo", "gspo", "ppo", "clip-cov", "prompt mean", "sdar", "iw_opd", "opsd"]
 MODELS = {
     "sliding window": ("mistral", {"sliding_window": 3, "layers": 2}),
     "window by layer, soft cap": ("gemma2", {"sliding_window": 4, "layers": 2}),
@@ -37,10 +34,17 @@ MODELS = {
 }
 
 
-def learner_in(algorithm, policy, world, sharding):
-    """A learner at rate 1 whose processes share out each row, where there are several."""
-    if world.size > 1:
-        policy = replace(policy, context=ContextGroup(world), packs_always=True)
+def shared_out(policy, world):
+    """The policy as a run makes it, whose processes share out each row, where there are several."""
+    return policy if world.size == 1 else replace(policy, context=ContextGroup(world), packs_always=True)
+
+
+def learner_in(algorithm, policy, world, sharding, teacher=None):
+    """A learner at rate 1."""
+    policy = shared_out(policy, world)
+    if teacher is None and algorithm.role is not None:
+        whole_rows = teacher_of(algorithm)
+        teacher = replace(whole_rows, policy=shared_out(whole_rows.policy, world))
     networks = networks_of(algorithm, policy, world, sharding, None)
     critic = networks.critic
     if hasattr(critic, "linear"):
@@ -57,12 +61,13 @@ def learner_in(algorithm, policy, world, sharding):
         max_grad_norm=0.0,
         mask_truncated=True,
         overlaps_reduction=sharding is None,
+        teacher=teacher,
     )
 
 
-def step_of(algorithm, policy, groups, world, sharding=None):
+def step_of(algorithm, policy, groups, world, sharding=None, teacher=None):
     """The gradient of one step and what it reported."""
-    learner = learner_in(algorithm, policy, world, sharding)
+    learner = learner_in(algorithm, policy, world, sharding, teacher)
     flat = lambda: torch.cat([whole(p.detach()).flatten().clone() for p in learner.trainable()])
     before = flat()
     report = learner.step(groups, algorithm, 1)
@@ -77,6 +82,36 @@ def model(name, world, sharding=None):
     kind, shape = MODELS[name]
     policy = Policy(tiny_model(kind, dtype=torch.float64, **shape), pad_id=0)
     return step_of(alg.grpo(kl=alg.KL(coefficient=0.1)), policy, groups_of(False), world, sharding)
+
+
+def model_that_teaches(heads, seed):
+    shape = {"hidden": 16, "num_attention_heads": heads, "num_key_value_heads": heads}
+    return Policy(tiny_model("qwen2", seed=seed, dtype=torch.float64, **shape), pad_id=0)
+
+
+def teacher(name, world):
+    """The step that learns from a teacher: `names`, each in the place of `distill`."""
+    term = alg.distill("another")
+    learnt, policy = alg.grpo().replace(regularizers=(term,)), policy_of()
+    groups = [
+        replace(group, prompt=replace(group.prompt, columns={"k": str(i % 2)}))
+        for i, group in enumerate(groups_of(False))
+    ]
+    made = lambda heads, seed=9: Teacher(shared_out(model_that_teaches(heads, seed), world), term.distance)
+    if name == "shared out":
+        chosen = made(2)
+    elif name == "whole rows":
+        chosen = made(1)
+    elif name == "hints":
+        hints = lambda group: [None if i % 2 else "more" for i in range(group.size)]
+        hinted = lambda prompt, hint: (*prompt.token_ids, 7, 9, 11)
+        chosen = replace(made(2), hints=hints, hinted=hinted, entropy_sensitivity=0.5, overlap_k=3)
+    else:
+        chosen = Teachers((Member(made(2), value="0"), Member(made(1, 11), value="1")), by="k")
+    return step_of(learnt, policy, groups, world, teacher=chosen)
+
+
+TEACHERS = ("shared out", "whole rows", "hints", "one by column")
 
 
 def single(world, checkpoints=False):
@@ -121,6 +156,7 @@ def work(folder, which):
         done["presets"] = {name: preset(name, pair) for name in QUICK_PRESETS}
         done["models"] = {name: model(name, pair) for name in MODELS}
         done["split"] = {name: preset(name, pair, Sharding()) for name in ("grpo", "ppo")}
+        done["teachers"] = {name: teacher(name, pair) for name in TEACHERS}
         done["single"] = {again: single(pair, again) for again in (False, True)}
         done["runs"] = {
             name: trained(folder / name, 2, parallelism_config={"cp_size": 2}, **RUNS[name])

@@ -67,6 +67,13 @@ def test_windows_soft_caps_and_few_key_heads_are_those_of_whole_rows(name, pair)
     expect_step([rank["models"][name] for rank in pair], cases.model(name, World()))
 
 
+@pytest.mark.parametrize("name", cases.TEACHERS)
+def test_a_teacher_of_whole_rows_or_of_shared_ones_teaches_as_in_one_process(name, pair):
+    found, reported = cases.teacher(name, World())
+    assert any(key.startswith("teacher/") for key in reported)
+    expect_step([rank["teachers"][name] for rank in pair], (found, reported))
+
+
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_a_split_model_shares_out_tokens_too(name, pair):
     expect_step([rank["split"][name] for rank in pair], cases.preset(name, World()))

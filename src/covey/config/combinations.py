@@ -80,14 +80,6 @@ REFUSALS = (
         ("context parallel", "media"),
         "parallelism_config has cp_size, and the embeddings of images and sounds are placed in whole rows; leave it out.",
     ),
-    *(
-        _refusal(
-            ("context parallel", other),
-            "parallelism_config has cp_size, and a teacher tells of whole completions, which would be in the memory of every process; leave "
-            "one of them out.",
-        )
-        for other in ("teacher", "served teacher")
-    ),
     _refusal(("agent", "generate"), _UNSCORED),
     _refusal(
         ("media", "served teacher"),

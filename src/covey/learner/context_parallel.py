@@ -69,7 +69,16 @@ def attend(
 
 
 def expect_shared_out(model: Any, size: int, heads: Collection[AttentionHeads] | None) -> None:
-    """Raise ConfigError, with the reason, if `size` processes cannot compute a row of the model together.
+    """Raise ConfigError, with the reason, if `size` processes cannot compute a row of the model together."""
+    reason = reason_against(model, size, heads)
+    if reason is not None:
+        raise ConfigError(
+            f"parallelism_config has cp_size={size}, and {type(unwrapped(model)).__name__} cannot share out the tokens of a row: {reason}."
+        )
+
+
+def reason_against(model: Any, size: int, heads: Collection[AttentionHeads] | None) -> str | None:
+    """Why `size` processes cannot compute a row of the model together; None: they can.
 
     `heads`: shapes of its attention layers; None: its rows cannot be packed.
     """
@@ -83,7 +92,14 @@ def expect_shared_out(model: Any, size: int, heads: Collection[AttentionHeads] |
     elif odd := sorted({layer.query for layer in heads if layer.query % size}):
         fitting = ", ".join(str(n) for n in range(2, odd[0] + 1) if odd[0] % n == 0)
         reason = f"it has {odd[0]} attention heads, so cp_size may be {fitting or '1 alone'}"
-    if reason is not None:
-        raise ConfigError(
-            f"parallelism_config has cp_size={size}, and {type(unwrapped(model)).__name__} cannot share out the tokens of a row: {reason}."
-        )
+    return reason
+
+
+def takes(policy: Any, rows: Any) -> bool:
+    """True if the policy computes rows as another model has packed them, and shared them out over processes."""
+    group: ContextGroup | None = getattr(rows, "context", None)
+    if not hasattr(rows, "context"):  # rows that are padded
+        return True
+    if not policy.shares_prompts():
+        return False
+    return group is None or reason_against(policy.model, group.size, policy.heads) is None

@@ -90,7 +90,7 @@ def score_tokens(
     chunk of logits, affects memory and no value; None chooses it by the vocabulary.
     """
     if not hidden.shape[0]:
-        empty = hidden.new_zeros(0, dtype=torch.float32)
+        empty = hidden.new_zeros(0, dtype=torch.promote_types(hidden.dtype, torch.float32))  # as of other processes
         return empty, empty
     if is_plain(head.project) and not (head.banned and head.softcap is not None):
         return _fused(hidden, targets, head, temperature, entropy, chunk)

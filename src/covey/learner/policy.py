@@ -227,7 +227,7 @@ class Policy:
             self.release()
         spread = lambda values: None if values is None else rows.spread(values)
         over = lambda value: None if teacher is None else spread(teacher.over(len(logp), value))
-        span = None if teacher is None else teacher.spans(rows.place, rows.shape)
+        span = None if teacher is None else spread(teacher.spans(len(logp), logp.device))
         informed = None if teacher is None else teacher.informed
         informed = informed if informed is None or span is None else informed & (span > 0).any(-1)
         return Measured(

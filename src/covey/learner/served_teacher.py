@@ -62,7 +62,9 @@ class ServedTeacher:
         """The teacher at the positions of the chosen rows, by default of all, and for each of these True if it answered."""
         chosen = range(len(rows)) if chosen is None else chosen
         mine = [rows[i] for i in chosen]
-        answers = self._answers(mine)
+        context = packed.context if isinstance(packed, SharedRows) else None
+        ask = partial(self._answers, mine)
+        answers = ask() if context is None else context.of_first(ask)
         informed = [answer is not None for answer in answers]
         if self.alignment is not None:
             return self._share_of_text(packed, mine, answers, chosen, share), informed

@@ -56,13 +56,13 @@ class Signal:
         """The signal with the distances of the policy's `hidden` [M, D] to each teacher."""
         return replace(self, shares=tuple(share.measured(hidden, head, targets, **options) for share in self.shares))
 
-    def spans(self, place: Tensor, shape: torch.Size | tuple[int, int]) -> Tensor | None:
-        """[N, T] spans of the tokens at `place` [M]; None if no teacher reads other tokens than the policy writes."""
+    def spans(self, count: int, device: torch.device) -> Tensor | None:
+        """[M] spans of the tokens; None if no teacher reads other tokens than the policy writes."""
         spans = [(share.places, share.span) for share in self.shares if share.span is not None]
-        flat = torch.zeros(shape[0] * shape[1], dtype=torch.long, device=place.device)
+        total = torch.zeros(count, dtype=torch.long, device=device)
         for places, span in spans:
-            flat[place[places]] = span
-        return flat.view(*shape) if spans else None
+            total[places] = span
+        return total if spans else None
 
     def over(self, count: int, value: Callable[[Share], Tensor | None]) -> Tensor | None:
         """[M], the sum of `share x value` where a teacher speaks, 0 elsewhere; None if no teacher has the value."""

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from covey.learner.context_parallel import takes
 from covey.learner.logprobs import Head, Other, score_tokens
 from covey.learner.packing import PaddedRows, Row, pad_rows
 from covey.learner.policy import Policy
@@ -77,7 +78,7 @@ class Teacher:
             return self._share_of_text(packed, rows, range(len(rows)) if chosen is None else chosen, share)
         hinted = [self._with_hint(rows[i]) for i in (range(len(rows)) if chosen is None else chosen)]
         is_same = chosen is None and all(row.hint is None for row in rows)
-        is_same = is_same and (isinstance(packed, PaddedRows) or self.policy.shares_prompts())
+        is_same = is_same and takes(self.policy, packed)
         mine = packed if is_same else pad_rows(hinted, self.policy.pad_id, self.policy.device)
         with self._still():
             hidden, head = self.policy.hidden_of(mine)
@@ -86,7 +87,7 @@ class Teacher:
             if mine is not packed:
                 hidden, places = _aligned(hidden, mine, packed, chosen)
             logp = self._logp(hidden, head, packed.target[places]) if self.distance is None else None
-            weight = self._weights(hidden, head, packed, rows) if self.entropy_sensitivity else None
+            weight = self._weights(hidden, head, packed, places, rows) if self.entropy_sensitivity else None
         other = None if self.distance is None else Other(hidden, head, self.distance, self.overlap_k)
         return Share(places, other, share, logp, weight)
 
@@ -135,12 +136,15 @@ class Teacher:
             return score_tokens(hidden, target, head, temperature=temperature, chunk=chunk)[0]
 
     @torch.no_grad()
-    def _weights(self, hidden: Tensor, head: Head, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Tensor:
-        """[M]"""
+    def _weights(
+        self, hidden: Tensor, head: Head, packed: PaddedRows | SharedRows, places: Tensor, rows: Sequence[Row]
+    ) -> Tensor:
+        """[m], of the positions at `places`."""
         chunk, temperature = self.policy.logits_chunk, self.policy.temperature
-        _, entropy = score_tokens(hidden, packed.target, head, temperature=temperature, entropy=True, chunk=chunk)
-        has_hint = torch.tensor([row.hint is not None for row in rows], device=hidden.device)
-        return (-self.entropy_sensitivity * entropy).exp() * has_hint[packed.place // packed.shape[1]]
+        targets = packed.target[places]
+        _, entropy = score_tokens(hidden, targets, head, temperature=temperature, entropy=True, chunk=chunk)
+        has_hint = torch.tensor([*(row.hint is not None for row in rows), False], device=hidden.device)
+        return (-self.entropy_sensitivity * entropy).exp() * has_hint[packed.place[places] // packed.shape[1]]
 
     def _with_hint(self, row: Row) -> Row:
         if row.hint is None:
@@ -177,9 +181,12 @@ def share_of_text(
 
 
 def places_of(packed: PaddedRows | SharedRows, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Positions [m] of the tokens of the chosen rows, and their flat indices [m] into [len(chosen), T], on the host."""
+    """Positions [m] of the tokens of the chosen rows, and their flat indices [m] into [len(chosen), T], on the host.
+
+    A position that predicts nothing, of rows that are shared out over processes, is in no row.
+    """
     place, (count, width) = packed.place.cpu(), packed.shape
-    index = torch.full((count,), -1, dtype=torch.long)
+    index = torch.full((count + 1,), -1, dtype=torch.long)
     index[torch.tensor(chosen)] = torch.arange(len(chosen))
     places = (index[place // width] >= 0).nonzero().squeeze(1)
     at = place[places]
@@ -193,7 +200,7 @@ def _aligned(
     device, width = hidden.device, packed.shape[1]
     rows = torch.arange(packed.shape[0], device=device) if chosen is None else torch.tensor(chosen, device=device)
     flat = rows[mine.place // mine.shape[1]] * width + mine.place % mine.shape[1]
-    index = torch.full((packed.shape[0] * width,), -1, dtype=torch.long, device=device)
+    index = torch.full((packed.shape[0] * width + 1,), -1, dtype=torch.long, device=device)  # the last: of no token
     index[flat] = torch.arange(len(flat), device=device)
     order = index[packed.place]
     places = (order >= 0).nonzero().squeeze(1)

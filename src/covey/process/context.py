@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from covey.process.world import World
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +47,21 @@ class ContextGroup:
         """
         total: Tensor = _Sum.apply(x, self)
         return total
+
+    def of_first(self, work: Callable[[], T]) -> T:
+        """Result of `work()`, which the first process of the group does for all; what it raises, all raise. Collective."""
+        box: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                box = [work(), None]
+            except Exception as error:  # noqa: BLE001 - raised once every process has heard of it
+                box = [None, error]
+        with self.world.passes():
+            dist.broadcast_object_list(box, src=self.world.rank - self.rank, group=self._group)
+        if box[1] is not None:
+            raise box[1]
+        result: T = box[0]
+        return result
 
     def by_head(self, x: Tensor) -> Tensor:
         """[1, H, t, D] all heads of this process's tokens -> [1, H / C, t C, D] all tokens of its heads. Differentiable."""

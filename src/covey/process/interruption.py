@@ -67,6 +67,11 @@ class Interruption:
             raise StopNow
         self()
 
+    def when_apart(self) -> None:
+        """Like a call, but never a collective: for waits that take the processes unequally long."""
+        if not self._is_in_step:
+            self()
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Context of an evaluation, in which a wait of all processes together hears a stop too."""

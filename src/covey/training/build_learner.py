@@ -181,7 +181,6 @@ def refuse_in_context(inputs: RunInputs) -> None:
     expect_together(
         "context parallel",
         reads_media(inputs.model) and "media",
-        algorithm.role is not None and "teacher",
     )
     if getattr(algorithm.critic, "model", None) == "separate":
         raise ConfigError(
@@ -330,7 +329,7 @@ def build_learner(
     scheduler = optimizers[1] or make_scheduler(args, optimizer, total_steps)
     sampling = sampling_params(args)
     template = inputs.agents.template_options(args.chat_template_kwargs)
-    stop = callbacks.get("interruption", lambda: None)
+    stop = callbacks["interruption"].when_apart if "interruption" in callbacks else lambda: None
     teach = partial(build_teacher, eos_ids=inputs.eos_ids, trust_remote_code=args.trust_remote_code, check_stop=stop)
     copies: dict[str, Any] = {"reference": networks.reference, "past": networks.past, "shard": networks.shard}
     seed = args.seed if args.data_seed is None else args.data_seed
