@@ -26,7 +26,6 @@ def inputs(tmp_path, model, algorithm):
     "algorithm, said",
     [
         (alg.ppo(critic_model="separate"), "a separate critic computes whole rows"),
-        (alg.rlsd(), "a teacher tells of whole completions"),
     ],
 )
 def test_parts_that_compute_whole_rows_are_refused(algorithm, said, tmp_path):
