@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import socket
 import statistics
 import subprocess
@@ -29,10 +30,11 @@ SHAPES: dict[str, Any] = {
     "66m": {"hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 10},
     "380m": {"hidden_size": 1280, "intermediate_size": 4096, "num_hidden_layers": 17, "num_attention_heads": 20},
 }
+IN_MEMORY = "/dev/shm/covey-updates"
 SERVER = {"use_vllm": True, "vllm_mode": "server"}
 DISK, MEMORY = (
     {"vllm_transport": "directory"},
-    {"vllm_transport": "directory", "vllm_directory": "/dev/shm/covey-updates"},
+    {"vllm_transport": "directory", "vllm_directory": IN_MEMORY},
 )
 GLOO, UNPROVED = {"vllm_transport": "gloo"}, {"vllm_attestation": "off"}
 CASES: dict[str, dict[str, Any]] = {
@@ -189,6 +191,7 @@ def main() -> None:
     given = parser.parse_args()
     for size in given.size:
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            stack.callback(shutil.rmtree, IN_MEMORY, ignore_errors=True)
             model, count = made_model(size, Path(folder) / "model")
             print(f"\n| {count / 1e6:.0f} million parameters | MB | seconds |\n|---|--:|--:|", flush=True)
             port = None
