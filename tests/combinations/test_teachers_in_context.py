@@ -38,3 +38,12 @@ def test_a_server_that_goes_away_is_missed_by_both_processes_alike(tmp_path):
     informed = [entry["teacher/informed"] for entry in log if "teacher/informed" in entry]
     assert informed[0] == 1.0
     assert informed[-1] < 1.0
+
+
+@pytest.mark.nightly
+def test_a_server_that_is_gone_ends_both_processes_with_its_sentence(tmp_path):
+    with serving(policy(seed=7), tiny_tokenizer(), lasts=9) as (url, _):
+        term = TERMS["served"](tmp_path, url).replace("top_k=5", "top_k=5, request_seconds=1")
+        with pytest.raises(AssertionError) as raised:
+            run(tmp_path / "2", 2, options={"algorithm": term, "parallelism_config": {"cp_size": 2}})
+    assert str(raised.value).count("Start the teacher's server again, and resume the run.") >= 2
