@@ -20,7 +20,7 @@ def tokenizer():
     return tiny_tokenizer()
 
 
-QUICK = ("mistral", "gemma3")
+QUICK = ("mistral", "gemma3", "afmoe")
 EACH = [pytest.param(arch, marks=() if arch in QUICK else pytest.mark.nightly) for arch in LOCAL]
 
 

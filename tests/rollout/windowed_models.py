@@ -21,8 +21,10 @@ LOCAL = {
     "llama4": ("Llama4Text", {**ALL_EXPERTS, "attention_chunk_size": 12, "num_hidden_layers": 4}),
     "gpt_oss": ("GptOss", {**ALL_EXPERTS, "sliding_window": 12}),
     "deepseek_v3": ("DeepseekV3", {**ALL_EXPERTS, **LATENT, **EVERY_HEAD}),
+    "afmoe": ("Afmoe", {**ALL_EXPERTS, "sliding_window": 12, "num_dense_layers": 1}),
 }
-"""One of each kind: every layer, some layers, capped scores, two rotations, chunks, sinks, values narrower than keys."""
+"""One of each kind: every layer, some layers, capped scores, two rotations, chunks, sinks, values narrower than keys, and a
+layer that takes a view of what its attention returns."""
 PROMPTS = [list(range(5, 5 + length)) for length in (3, 1, 40, 11, 12, 13, 25)]
 
 

@@ -65,7 +65,7 @@ def attend(
     options = {"dropout": product.dropout, "scaling": product.scale, "softcap": product.softcap, "s_aux": sinks}
     out, _ = attention(module, *whole, None, covey_rows=replace(rows, context=None), **options)  # [1, S, H / C, D]
     out = F.pad(out.transpose(1, 2), (0, 0, 0, -tokens % group.size))
-    return group.by_token(out).transpose(1, 2), None
+    return group.by_token(out).transpose(1, 2).contiguous(), None
 
 
 def expect_shared_out(model: Any, size: int, heads: Collection[AttentionHeads] | None) -> None:

@@ -241,7 +241,7 @@ def attention(
     """
     product = _Product(scaling, dropout, kwargs.get("softcap"), kwargs.get("s_aux"))
     if covey_rows is None and not product.is_plain:
-        return product(query, key, value, attention_mask).transpose(1, 2), None
+        return product(query, key, value, attention_mask).transpose(1, 2).contiguous(), None
     if covey_rows is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -60,6 +60,7 @@ def attention_forward(
     """Attention function of transformers' interface; the batch is the keyword `covey_batch` of the model's forward.
 
     Values narrower than the keys (multi-head latent attention) are stored with zeros behind them. Under autocast all are in its type.
+    The result is contiguous, as that of transformers' own functions: some layers take a view of it.
     """
     batch = options.get("covey_batch")
     if batch is None:
@@ -75,7 +76,7 @@ def attention_forward(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     rule = ScoreRule(scale, options.get("softcap"), options.get("s_aux"))
     out = batch.attend(module.layer_idx, query, key, value, rule)
-    return (out[..., :-missing] if missing else out), None
+    return (out[..., :-missing] if missing else out).contiguous(), None
 
 
 QUERY_BLOCK = 128
