@@ -100,6 +100,14 @@ def test_a_sampler_that_draws_from_another_policy_is_refused_with_the_models_nam
         expect_agreement(sampler, model)
 
 
+@pytest.mark.parametrize("ends", [[2], list(range(3, 150))])
+def test_a_trial_whose_completions_end_at_once_is_drawn_again(ends):
+    """GIT counts the padding of a short prompt: that shows after its first token only."""
+    sampler = choose_sampler(build("git"), tiny_tokenizer(), eos_ids=ends)
+    assert isinstance(sampler, TransformersSampler)
+    assert sampler.way == "generate"
+
+
 def test_a_model_that_no_way_fits_is_refused_before_the_first_step(tmp_path):
     model = build("roberta")
     args = GRPOConfig(
