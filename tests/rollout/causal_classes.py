@@ -45,6 +45,14 @@ WITH_STATES = (
 MOST = 30_000_000
 LINEAR, FULL = "linear_attention", "full_attention"
 _BOTH = {"layer_types": [LINEAR, FULL, LINEAR]}
+_CHOOSING = {"head_dim": 8, "q_lora_rank": 16, "index_topk": 4, "index_head_dim": 16, "index_n_heads": 16}
+INDEXED: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {},
+    "axk2": {},
+    "glm_moe_dsa": {"indexer_types": ["full", "shared", "full"]},
+    "hy_v4": {"indexer_types": ["full", "full", "shared"]},
+}
+"""Kinds whose indexers choose keys. Here they choose four, in some layers those of the layer before."""
 OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 4},
     "bamba": {"attn_layer_indices": [1]},
@@ -76,7 +84,7 @@ OWN: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 16,
         "layer_types": ["sliding_attention", "sliding_attention", FULL],
     },
-    "deepseek_v32": {"head_dim": 8, "q_lora_rank": 16, "index_topk": 64, "index_head_dim": 16, "index_n_heads": 2},
+    **{kind: {**_CHOOSING, **more} for kind, more in INDEXED.items()},
     "cohere_compass_text": {
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -161,4 +169,6 @@ def build(kind: str) -> Any:
                     parameter.normal_(0, 0.1)
                 elif parameter.ndim >= 2:
                     parameter.mul_(3)
+            if kind in INDEXED:  # the padding token's embedding is zeros, for which all keys have one score
+                model.get_input_embeddings().weight[0].normal_(0, 0.1)
     return model

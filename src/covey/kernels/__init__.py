@@ -13,6 +13,7 @@ from covey.kernels.fused_logits import LogitKernels
 from covey.kernels.fused_model import Recomputing, learning
 from covey.kernels.half_weights import HalfWeights
 from covey.kernels.heap import training_heap, zeros
+from covey.kernels.indexers import CHOICE, IndexCache, choosing_few, find_indexers, is_chosen, other_layers
 from covey.kernels.layout import Layout
 from covey.kernels.matmul import WeightMatmul
 from covey.kernels.prompt_attention import SharedPromptAttention
@@ -20,10 +21,10 @@ from covey.kernels.routers import Routers, find_routers
 from covey.kernels.sampler_linear import InPlaceLinear, SamplerLinear
 from covey.kernels.state_steps import cache_factory, cache_keyword, has_states, in_place_steps, state_steps, tensors_on
 from covey.kernels.triton_decode import TritonDecode
-from covey.kernels.windows import LOCAL_LAYERS, Window, attention_windows
+from covey.kernels.windows import Window, attention_windows
 
 __all__ = [
-    "LOCAL_LAYERS",
+    "CHOICE",
     "AttentionHeads",
     "CacheTables",
     "DecodeKernels",
@@ -31,6 +32,7 @@ __all__ = [
     "DecodeWeights",
     "HalfWeights",
     "InPlaceLinear",
+    "IndexCache",
     "Layout",
     "LogitKernels",
     "Recomputing",
@@ -43,13 +45,17 @@ __all__ = [
     "attention_windows",
     "cache_factory",
     "cache_keyword",
+    "choosing_few",
+    "find_indexers",
     "find_routers",
     "footprint",
     "fuse",
     "fusing_unavailable_reason",
     "has_states",
     "in_place_steps",
+    "is_chosen",
     "learning",
+    "other_layers",
     "state_steps",
     "tensors_on",
     "training_heap",

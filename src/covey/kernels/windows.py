@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import Unsupported
+from covey.kernels.indexers import CHOICE, LOCAL_LAYERS, find_indexers
 from covey.models import evaluating
 
 PROBE = "covey_probe"
@@ -16,9 +17,6 @@ PROBE = "covey_probe"
 
 UNDERSTOOD = ("position_ids", "s_aux")
 """Further tensors that a layer may hand to its attention: positions, which are rotated in before, and attention sinks."""
-
-LOCAL_LAYERS = ("sliding_attention", "chunked_attention")
-"""Values of `config.layer_types` for layers with a window."""
 
 Position = TypeVar("Position", int, Tensor)
 
@@ -44,7 +42,7 @@ def attention_windows(model: Any) -> dict[int, Window | None]:
 
     One forward pass of two tokens, which probes transformers' mask functions at distant tokens; {} for a model without transformers'
     attention interface. Raises Unsupported for a mask that is neither causal nor a causal window, and for keys chosen by
-    their content, by a mask that a layer makes or an argument that only its own attention reads.
+    their content, by a mask that a layer makes or an argument that only its own attention reads. The choice of `find_indexers` is read.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -52,12 +50,13 @@ def attention_windows(model: Any) -> dict[int, Window | None]:
     masks: dict[int, Tensor] = {}
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ()
+    understood = (*UNDERSTOOD, *([CHOICE] if find_indexers(model) else []))
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
         index = getattr(module, "layer_idx", None)
-        if unknown := [name for name, x in options.items() if isinstance(x, Tensor) and name not in UNDERSTOOD]:
+        if unknown := [name for name, x in options.items() if isinstance(x, Tensor) and name not in understood]:
             raise Unsupported(f"its layers attend with {unknown[0]}")
         if index is not None:
             if isinstance(attention_mask, Tensor) and attention_mask.data_ptr() not in masks:

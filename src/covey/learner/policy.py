@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.errors import ConfigError
-from covey.kernels import AttentionHeads, HalfWeights, Window, learning
+from covey.kernels import AttentionHeads, HalfWeights, Window, choosing_few, learning
 from covey.learner import context_parallel, shared_prompt
 from covey.learner.expert_choices import Routing, balanced
 from covey.learner.heads import find_head, splits_or_warns
@@ -22,9 +22,10 @@ from covey.learner.measured import Measured
 from covey.learner.offloading import offloaded
 from covey.learner.packing import PaddedRows, Row, pad_rows, pick_rows
 from covey.learner.shared_prompt import SharedRows, share_rows
-from covey.learner.shared_states import StateLayer, whole_row_layers
+from covey.learner.shared_states import StateLayer
 from covey.learner.sharing_trial import try_sharing
 from covey.learner.signals import Signal
+from covey.learner.state_layers import whole_row_layers
 from covey.models import accepts, decoder_of, encoder_of, float32_stream, reads_media, unwrapped
 from covey.models.modalities import banned_ids, media_inputs, placed_inputs, reason_against
 from covey.process.context import ContextGroup
@@ -340,7 +341,8 @@ class Policy:
         """True if prompts can be shared, by the configuration and by a trial on two short completions, made once."""
         if self._is_shared is None:
             reason = None if self._splits() else "its head cannot be called apart"
-            reason = reason or shared_prompt.reason_against(self.model) or try_sharing(self)
+            with choosing_few(self.model):
+                reason = reason or shared_prompt.reason_against(self.model) or try_sharing(self)
             self._is_shared = reason is None
             if reason is not None and self.shared_attention != "auto":
                 raise ConfigError(

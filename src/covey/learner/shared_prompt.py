@@ -14,11 +14,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from covey.kernels import LOCAL_LAYERS, AttentionHeads, Layout, SharedPromptAttention, Window, has_states
+from covey.kernels import CHOICE, AttentionHeads, Layout, SharedPromptAttention, Window, is_chosen, other_layers
 from covey.learner import context_parallel
+from covey.learner.attention_product import AttentionProduct
 from covey.learner.packing import Row
 from covey.learner.shared_states import Unpacked
 from covey.models import unwrapped
@@ -51,13 +51,19 @@ class Segment:
         """[G, T] bool"""
         return self._steps < self._counts[:, None]
 
-    def mask(self, window: Window | None) -> Tensor:
-        """[T, length + T] bool: a completion token sees the prompt, and its own completion up to itself, in its window."""
-        return self._masked(self.layout.length, len(self._steps), window)
+    def mask(self, window: Window | None, seen: Tensor | None = None) -> Tensor:
+        """[T, length + T] bool: a completion token sees the prompt, and its own completion up to itself, in its window.
 
-    def prompt_mask(self, window: Window | None) -> Tensor | None:
-        """[length, length] bool of the prompt's tokens; None if it is plainly causal."""
+        With `seen` [S, positions] of the packed row's tokens [G, 1, T, length + T], of these positions alone.
+        """
+        mask = self._masked(self.layout.length, len(self._steps), window)
+        return mask if seen is None else mask & seen[self.index, : mask.shape[1]][:, None]
+
+    def prompt_mask(self, window: Window | None, seen: Tensor | None = None) -> Tensor | None:
+        """[length, length] bool of the prompt's tokens, of which `seen` is read as by `mask`; None if it is plainly causal."""
         length = self.layout.length
+        if seen is not None:
+            return self._masked(0, length, window) & seen[self.layout.prompt, :length]
         return None if window is None or not window.hides(length) else self._masked(0, length, window)
 
     def _masked(self, before: int, count: int, window: Window | None) -> Tensor:
@@ -239,7 +245,10 @@ def attention(
     Without packed rows it is SDPA with SDPA's mask, or explicit softmax attention if scores are capped or have sinks: the
     model may be used in another way between a forward pass and its backward.
     """
-    product = _Product(scaling, dropout, kwargs.get("softcap"), kwargs.get("s_aux"))
+    product = AttentionProduct(scaling, dropout, kwargs.get("softcap"), kwargs.get("s_aux"))
+    chosen = kwargs.get(CHOICE)  # [1, S, k], places in the token's own row
+    if chosen is not None and covey_rows is None and attention_mask is not None:
+        attention_mask = attention_mask & is_chosen(chosen, key.shape[2])[:, None]
     if covey_rows is None and not product.is_plain:
         return product(query, key, value, attention_mask).transpose(1, 2).contiguous(), None
     if covey_rows is None:
@@ -255,7 +264,10 @@ def attention(
         covey_rows.heads.add(_heads_of(query, key, value))
     window = covey_rows.window_of(getattr(module, "layer_idx", None))
     kernel = covey_rows.kernel
-    if product.is_plain and (window is None or kernel == "flex"):
+    seen = None
+    if chosen is not None and chosen.shape[-1] < covey_rows.longest:
+        seen = is_chosen(chosen[0], covey_rows.unpacked.rows.shape[1])
+    if product.is_plain and seen is None and (window is None or kernel == "flex"):
         mask = covey_rows.mask(window)
         attended = SharedPromptAttention.attend(
             query, key, value, covey_rows.layouts, mask, kernel=kernel, scale=scaling, dropout=dropout
@@ -264,7 +276,7 @@ def attention(
             return attended, None
     parts = []
     for segment in covey_rows.segments:
-        parts += _attend(query[0], key[0], value[0], segment, window, product)
+        parts += _attend(query[0], key[0], value[0], segment, window, product, seen)
     return torch.cat(parts)[None], None
 
 
@@ -274,54 +286,22 @@ def _heads_of(query: Tensor, key: Tensor, value: Tensor) -> AttentionHeads:
     return AttentionHeads(query.shape[1], key.shape[1], query.shape[3], value.shape[3], dtype, query.device)
 
 
-@dataclass(frozen=True, eq=False)
-class _Product:
-    """Attention of some queries to some keys: SDPA, or explicit softmax attention with capped scores or sinks."""
-
-    scale: float | None
-    dropout: float
-    softcap: float | None
-    sinks: Tensor | None
-    """[H]"""
-
-    @property
-    def is_plain(self) -> bool:
-        return self.softcap is None and self.sinks is None
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """[B, H, T, E] from `query` [B, H, T, D], `key` [B, K, S, D] and `value` [B, K, S, E].
-
-        `mask` is boolean and broadcasts to [B, H, T, S]; without it attention is causal, the last query seeing every key.
-        """
-        repeats = query.shape[1] // key.shape[1]
-        if self.is_plain:
-            options: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": repeats > 1}
-            return F.scaled_dot_product_attention(
-                query, key, value, dropout_p=self.dropout, scale=self.scale, **options
-            )
-        key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
-        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        scores = query @ key.mT * scale
-        if self.softcap is not None:
-            scores = (scores / self.softcap).tanh() * self.softcap
-        if mask is None:
-            mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril(
-                key.shape[2] - query.shape[2]
-            )
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)  # finite: a padding row may be all masked
-        if self.sinks is not None:
-            sinks = self.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
-            scores = torch.cat([scores, sinks], -1)
-        weights = scores.softmax(-1, dtype=torch.float32)[..., : key.shape[2]]
-        return F.dropout(weights, self.dropout).to(value.dtype) @ value
-
-
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, segment: Segment, window: Window | None, product: _Product
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segment: Segment,
+    window: Window | None,
+    product: AttentionProduct,
+    seen: Tensor | None,
 ) -> list[Tensor]:
-    """[length, H, D] of the prompt's tokens and [sum T_i, H, D] of the completions', from [H, S, D]."""
+    """[length, H, D] of the prompt's tokens and [sum T_i, H, D] of the completions', from [H, S, D].
+
+    `seen` [S, positions] is true at the positions that a token's indexer chose.
+    """
     prompt_of = lambda x: x[:, segment.layout.prompt][None]  # [1, H, length, D]
-    prompt = product(prompt_of(query), prompt_of(key), prompt_of(value), segment.prompt_mask(window))
+    prompt_mask = segment.prompt_mask(window, seen)
+    prompt = product(prompt_of(query), prompt_of(key), prompt_of(value), prompt_mask)
     count, longest = segment.index.shape
     if not segment.index.numel():
         return [prompt[0].transpose(0, 1)]
@@ -329,7 +309,7 @@ def _attend(
     pick = lambda x: x[:, flat].view(x.shape[0], count, longest, x.shape[2]).transpose(0, 1)  # [G, H, T, D]
     keys = torch.cat([prompt_of(key).expand(count, -1, -1, -1), pick(key)], dim=2)
     values = torch.cat([prompt_of(value).expand(count, -1, -1, -1), pick(value)], dim=2)
-    answers = product(pick(query), keys, values, segment.mask(window))
+    answers = product(pick(query), keys, values, segment.mask(window, seen))
     return [prompt[0].transpose(0, 1), answers.transpose(1, 2).flatten(0, 1)[segment.written]]
 
 
@@ -378,8 +358,7 @@ def reason_against(model: Any) -> str | None:
     source = sys.modules[type(unwrapped(model)).__module__]
     if getattr(config, "alibi", True) and any("alibi" in name.lower() for name in vars(source)):
         return "its attention is biased by the distance of tokens (ALiBi)"
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if (others := kinds - {"full_attention", *LOCAL_LAYERS}) and not has_states(model):
+    if others := other_layers(model):
         return f"it has {', '.join(sorted(others))} layers"
     return None
 

@@ -9,24 +9,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from covey.errors import RAW_ERRORS
-from covey.kernels import Layout, cache_factory, cache_keyword, has_states, tensors_on
-from covey.models import decoder_of, unwrapped
-from covey.process.sharding import compute_device
+from covey.kernels import Layout
 
 Way = Literal["states", "rows"]
 """Completions from their prompts' states, or each with its prompt before it."""
 
-_STATE_CALL = re.compile("(get|set|update)_(conv|recurrent|linear)_")
 FLOAT_ERROR, ROUNDED_ERROR = 1e-4, 3e-2
 """Tolerance of the ways' relative difference in float32, and in 16 bits."""
 
@@ -276,6 +271,26 @@ class StateLayer:
         return cache.recurrent
 
 
+class IndexLayer(StateLayer):
+    """The forward of an indexer for packed rows: it reads each completion with its prompt before it, and its choices are places there."""
+
+    way: Way = "rows"
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """[1, S, k] choices of the tokens of packed inputs [1, S, ...]. Rows are read one by one: their scores take a square of memory."""
+        if self.unpacked is None:
+            return self.forward(*args, **options)
+        inputs = self.signature.bind(*args, **options).arguments
+        size = next(x.shape[1] for x in _tensors(inputs) if x.ndim == 3 and x.shape[0] == 1)
+        length, device = self.unpacked.rows.shape[1], self.unpacked.device
+        inputs["attention_mask"] = torch.ones(1, length, length, dtype=torch.bool, device=device).tril_()
+        rows = [
+            self.forward(**{name: _picked(x, row, size) for name, x in inputs.items()})
+            for row in self.unpacked.rows.split(1)
+        ]
+        return self.unpacked.packed("rows", [torch.cat(rows)], size)
+
+
 def _tensors(held: Any) -> Iterator[Tensor]:
     if isinstance(held, Tensor):
         yield held
@@ -301,80 +316,3 @@ def _picked(value: Any, places: Tensor, size: int) -> Any:
 
 def _is_packed(value: Tensor, size: int) -> bool:
     return value.ndim >= 2 and value.shape[:2] == (1, size)
-
-
-_layers: WeakKeyDictionary[nn.Module, list[StateLayer]] = WeakKeyDictionary()
-"""The layers of each model, for all policies that compute with it."""
-
-
-def state_layers(model: Any) -> list[StateLayer]:
-    """The layers that read a state from transformers' cache, or leave one on themselves; [] for a model without."""
-    inner = unwrapped(model)
-    if not has_states(inner):
-        return []
-    if inner not in _layers:
-        _layers[inner] = _note_layers(inner)
-    return _layers[inner]
-
-
-def _note_layers(inner: Any) -> list[StateLayer]:
-    """The layers, by a forward pass that notes the innermost module whenever a state is read or written."""
-    seen: dict[nn.Module, None] = {}
-    stack: list[nn.Module] = []
-    hooks = [
-        module.register_forward_pre_hook(lambda module, inputs: stack.append(module)) for module in inner.modules()
-    ]
-    hooks += [
-        module.register_forward_hook(lambda module, inputs, out: stack.remove(module), always_call=True)
-        for module in inner.modules()
-    ]
-    before = dict(tensors_on(inner))
-    training = inner.training
-    inner.eval()
-    try:
-        cache = _noting(cache_factory(inner)(), lambda: seen.setdefault(stack[-1]) if stack else None)
-        ids = torch.zeros(1, 3, dtype=torch.int64, device=compute_device(next(inner.parameters())))
-        with torch.no_grad():
-            inner(input_ids=ids, use_cache=True, **{str(cache_keyword(inner)): cache})
-    finally:
-        inner.train(training)
-        for hook in hooks:
-            hook.remove()
-    held = [key for key, x in tensors_on(inner) if before.get(key) is not x]
-    for module, name in held:
-        setattr(module, name, before.get((module, name)))
-    block = {child: module for module in inner.modules() for child in module.children()}
-    make = lambda module, keyword: StateLayer(module, decoder_of(inner), block[module], keyword)
-    layers = [make(module, cache_keyword(module)) for module in seen if module is not inner]
-    return layers + [make(module, None) for module in _outermost([module for module, _ in held])]
-
-
-def whole_row_layers(layers: Sequence[StateLayer]) -> str | None:
-    """The sentence part that says which layers compute a prompt once a completion; None if none does."""
-    kinds = sorted({type(layer.module).__name__ for layer in layers if layer.way == "rows"})
-    return f"in its layers {', '.join(kinds)} alone, which begin with no state" if kinds else None
-
-
-def _noting(cache: Any, note: Callable[[], Any]) -> Any:
-    """The cache, which calls `note` whenever a state is read or written."""
-    for name in filter(_STATE_CALL.match, dir(cache)):
-        setattr(cache, name, _after(note, getattr(cache, name)))
-    return cache
-
-
-def _after(note: Callable[[], Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    def noted(*args: Any, **options: Any) -> Any:
-        note()
-        return method(*args, **options)
-
-    return noted
-
-
-def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that are no part of another one, each once."""
-    unique = list(dict.fromkeys(modules))
-    return [
-        module
-        for module in unique
-        if not any(module is part for other in unique if other is not module for part in other.modules())
-    ]

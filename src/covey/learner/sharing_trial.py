@@ -11,7 +11,7 @@ from covey.learner.heads import short_row
 from covey.learner.packing import pad_rows
 from covey.learner.shared_kernel import choose_kernel
 from covey.learner.shared_prompt import share_rows
-from covey.learner.shared_states import state_layers
+from covey.learner.state_layers import state_layers
 from covey.models import unwrapped
 
 

@@ -71,7 +71,7 @@ _takes_answers: WeakKeyDictionary[Forward, bool] = WeakKeyDictionary()
 def takes_answers(forward: Forward) -> bool:
     """True if answers can be prefilled. Layers with a state are tried once: some begin anew with every sequence."""
     if forward.states is None:
-        return True
+        return not forward.is_indexed  # indexers choose from the keys of prompts and of decode steps
     if forward not in _takes_answers:
         with forward.evaluating():
             try:

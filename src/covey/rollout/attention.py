@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import Unsupported
-from covey.kernels import Window
+from covey.kernels import CHOICE, Window, is_chosen
 
 NAME = "covey_rollout"
 """Name of this attention in transformers' interface. It has no mask function, so transformers builds no mask."""
@@ -33,10 +33,16 @@ class ScoreRule(NamedTuple):
     """c turns s into c tanh(s / c)."""
     sinks: Tensor | None = None
     """[Hq] scores of a further key without value in every softmax."""
+    chosen: Tensor | None = None
+    """[B, L, k] places of the keys that each query sees; None: all."""
 
     @property
     def is_plain(self) -> bool:
-        return self.softcap is None and self.sinks is None
+        return self.softcap is None and self.sinks is None and self.chosen is None
+
+    def among(self, keys: int) -> ScoreRule:
+        """The rule among so many keys: a choice of them all is none."""
+        return self if self.chosen is None or self.chosen.shape[-1] < keys else self._replace(chosen=None)
 
 
 class Batch(Protocol):
@@ -74,7 +80,7 @@ def attention_forward(
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     scale = options.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    rule = ScoreRule(scale, options.get("softcap"), options.get("s_aux"))
+    rule = ScoreRule(scale, options.get("softcap"), options.get("s_aux"), options.get(CHOICE))
     out = batch.attend(module.layer_idx, query, key, value, rule)
     return (out[..., :-missing] if missing else out).contiguous(), None
 
@@ -92,6 +98,7 @@ def causal(query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule, window: W
     is_slow = query.device.type == "cpu" and query.dtype == torch.bfloat16
     length, keys = query.shape[2], key.shape[2]
     window = window if window is not None and window.hides(keys) else None
+    rule = rule.among(keys)
     if not rule.is_plain or window is not None or is_slow:
         return _causal_by_blocks(query, key, value, rule, window)
     repeats = query.shape[1] // key.shape[1]
@@ -118,6 +125,9 @@ def _causal_by_blocks(query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule
         first = 0 if window is None else max(0, window.first(before + start))
         hidden = _hidden(before + start, before + stop, first, window, query)
         bias = hidden.repeat(heads // key_heads, 1)[None].expand(len(grouped), -1, -1)
+        if rule.chosen is not None:
+            seen = is_chosen(rule.chosen[:, start:stop], key.shape[2])[..., first : before + stop]  # [A, Q, K]
+            bias = bias.masked_fill(~seen.repeat_interleave(key_heads, 0).repeat(1, heads // key_heads, 1), HIDDEN)
         block = grouped[:, :, start:stop].reshape(len(grouped), -1, width)
         scores = _scores(block, keys[..., first : before + stop], bias, rule)
         drained = None if rule.sinks is None else rule.sinks.view(key_heads, -1, 1).repeat_interleave(stop - start, 1)

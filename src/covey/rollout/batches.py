@@ -36,6 +36,14 @@ class DecodeBatch:
         out = self.cache.attend_decode(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], rule)
         return out[:, None]
 
+    def index_keys(self, layer: int, keys: Tensor) -> Tensor:
+        """[R, K, D] keys from which a layer's indexer chooses, after the new `keys` [R, 1, D], which the cache keeps too."""
+        return self.cache.index_keys(layer, keys[:, 0])
+
+    def visible_keys(self, length: int) -> Tensor:
+        """[R, 1, 1, K] bool, true at those of `index_keys` that a row sees."""
+        return self.cache.visible_keys()[:, None, None]
+
 
 @dataclass(frozen=True, eq=False)
 class PrefillBatch:
@@ -57,6 +65,7 @@ class PrefillBatch:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> Tensor:
         """[A, L, Hq, D]; see `Batch`."""
         self._keep(layer, key, value)
+        rule = rule.among(key.shape[2])
         prompts, _, length, _ = query.shape
         window = self.cache.layers[layer].window_within(max(self.lengths))
         if self.cache.kernels is not None and rule.is_plain and window is None:
@@ -67,6 +76,15 @@ class PrefillBatch:
                 padded: Tensor = out.transpose(0, 1).unflatten(0, (prompts, length))
                 return padded
         return causal(query, key, value, rule, window)
+
+    def index_keys(self, layer: int, keys: Tensor) -> Tensor:
+        """The `keys` [A, L, D] of an indexer, which the cache keeps."""
+        self._keep(len(self.cache.layers) // 2 + layer, keys[:, None], keys[:, None])
+        return keys
+
+    def visible_keys(self, length: int) -> Tensor:
+        """[1, 1, L, L] bool, true at those of `index_keys` that a token sees."""
+        return torch.ones(1, 1, length, length, dtype=torch.bool, device=self.cache.device).tril_()
 
     def attend_end_to_end(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """[M, Hq, D] from `query` [M, Hq, D], `key` and `value` [M, Hkv, D] of the concatenated prompts.

@@ -82,6 +82,7 @@ class DecoderForward:
         self.layers: tuple[LayerShape, ...] = probe.layers
         self.states: StatePlaces | None = None
         self.routers: Routers | None = None
+        self.is_indexed = False
         self.device, self.dtype = probe.device, dtype
         self.copied = dtype if dtype != probe.dtype else None
         self.vocab_size = int(config.vocab_size)

@@ -125,7 +125,7 @@ class NativeSampler:
         """True if decode steps are captured as CUDA graphs. False after a failed capture."""
         self.attention: Attention = "torch"
         """Decode attention: Triton's kernels or PyTorch's operations."""
-        self.is_static = device.type == "cuda" or self.attention_option == "triton"
+        self.is_static = (device.type == "cuda" or self.attention_option == "triton") and not self.forward.is_indexed
         """True if decode steps use static buffers (fixed addresses), which only pay on a GPU."""
         self.kernels: DecodeKernels | None = None
         """C++ decode kernels for a CPU; None: PyTorch's operations decode."""

@@ -12,15 +12,18 @@ from torch import Tensor, nn
 
 from covey.errors import Unsupported
 from covey.kernels import (
-    LOCAL_LAYERS,
     DecodeKernels,
+    IndexCache,
     Routers,
     SamplerLinear,
     attention_windows,
     cache_keyword,
+    choosing_few,
+    find_indexers,
     find_routers,
     has_states,
     in_place_steps,
+    other_layers,
     state_steps,
 )
 from covey.models import accepts, decoder_of, evaluating, float32_stream, unwrapped
@@ -48,6 +51,8 @@ class Forward(Protocol):
     """States other than keys and values that the model hands from token to token."""
     routers: Routers | None
     """Routers whose choices every pass records; None: it records none."""
+    is_indexed: bool
+    """True if layers choose the keys that a token sees by further keys, which the KV cache keeps too."""
 
     def refresh(self) -> bool:
         """Read the live weights after an update. False when the model's structure changed, so that a new Forward is needed."""
@@ -101,6 +106,7 @@ class ModulesForward:
         self.routers: Routers | None = None
         """Routers whose choices every pass records; None: it records none."""
         self.states: StatePlaces | None = None
+        self.is_indexed = bool(find_indexers(self.model))
         with torch.no_grad():
             self.layers = self._layers()
         self.steps: list[Any] = [] if self.states is None else state_steps(self.model)
@@ -162,14 +168,22 @@ class ModulesForward:
                 position_ids=read.positions[..., None, :end],
                 use_cache=False,
                 covey_batch=batch,
+                **self._index_inputs(end, batch),
             )
         return read.next_position - 1
 
     def _run(self, ids: Tensor, positions: Tensor, batch: Any) -> Any:
         if self.states is None:
-            return self._call(ids, positions, batch, use_cache=False)
+            return self._call(ids, positions, batch, use_cache=False, **self._index_inputs(ids.shape[1], batch))
         with batch.states() as cache, in_place_steps(self.steps):
             return self._call(ids, positions, batch, use_cache=True, **{self.states.keyword: cache})
+
+    def _index_inputs(self, length: int, batch: Any) -> dict[str, Any]:
+        """Inputs of a pass of `length` new tokens a row for layers with an indexer: their cache, and the keys to choose from."""
+        if not self.is_indexed:
+            return {}
+        cache = IndexCache(batch.index_keys)
+        return {str(cache_keyword(self.model)): cache, "attention_mask": batch.visible_keys(length)}
 
     def _call(self, ids: Tensor, positions: Tensor, batch: Batch, **inputs: Any) -> Any:
         if self.takes_positions:
@@ -191,7 +205,7 @@ class ModulesForward:
     def _layers(self) -> tuple[LayerShape, ...]:
         """Shape and window of each attention layer, from a recording forward pass, and the model's states."""
         windows = attention_windows(self.model)
-        record = _Record()
+        record = _Record(self.device)
         ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
         with evaluating(self.model):
             if has_states(self.model):
@@ -206,7 +220,10 @@ class ModulesForward:
         width = max((shape.width for shape in record.shapes.values()), default=0)
         shapes = [record.shapes.get(i, LayerShape(0, width)) for i in range(count)]  # no heads: a layer with a state
         shapes = [replace(shape, window=windows.get(i)) for i, shape in enumerate(shapes)]
-        return tuple(replace(shape, window=shape.window_within(self.context)) for shape in shapes)
+        shapes = [replace(shape, window=shape.window_within(self.context)) for shape in shapes]
+        if self.is_indexed:
+            shapes += [record.indexes.get(i, LayerShape(0, 1, is_index=True)) for i in range(count)]
+        return tuple(shapes)
 
 
 def addresses_of(tensors: Iterable[Tensor | None]) -> tuple[int, ...]:
@@ -268,7 +285,9 @@ def our_attention(model: Any) -> Iterator[None]:
 class _Record:
     """Batch that records the shapes of the layers."""
 
+    device: torch.device
     shapes: dict[int, LayerShape] = field(default_factory=dict)
+    indexes: dict[int, LayerShape] = field(default_factory=dict)
     dtypes: set[torch.dtype] = field(default_factory=set)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> Tensor:
@@ -278,15 +297,20 @@ class _Record:
         self.dtypes.add(key.dtype)
         return causal(query, key, value, rule)
 
+    def index_keys(self, layer: int, keys: Tensor) -> Tensor:
+        self.indexes[layer] = LayerShape(1, keys.shape[2], is_index=True)
+        return keys
+
+    def visible_keys(self, length: int) -> Tensor:
+        return torch.ones(1, 1, length, length, dtype=torch.bool, device=self.device).tril_()
+
 
 def expect_supported(model: Any) -> None:
     """Raise Unsupported for a model whose configuration or class rules the engine out."""
     inner = unwrapped(model)
-    config = inner.config.get_text_config()
     name = type(inner).__name__
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", *LOCAL_LAYERS}
     is_stateful = has_states(inner)
-    if kinds and not is_stateful:
+    if kinds := other_layers(inner):
         raise Unsupported(f"{name} has layers of kind {', '.join(sorted(kinds))}")
     attends = any(getattr(part, "_supports_attention_backend", False) for part in (inner, decoder_of(inner)))
     if not is_stateful and not attends:
@@ -323,7 +347,7 @@ def verify(forward: Forward, model: Any, tolerance: float | None = None, new_cac
     generator = torch.Generator().manual_seed(0)
     lengths, steps = (min(6, limit - 3), min(3, limit - 3)), 3
     rows = [torch.randint(0, forward.vocab_size, (length + steps,), generator=generator) for length in lengths]
-    with evaluating(inner):
+    with evaluating(inner), choosing_few(inner):
         mine = _engine_logits(forward, rows, lengths, new_cache(forward, limit))
         theirs = [inner(input_ids=row[None].to(forward.device)).logits[0, -steps:] for row in rows]
     errors = []

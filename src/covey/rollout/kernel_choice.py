@@ -69,7 +69,9 @@ def verified_kernels(forward: Forward, model: Any, choice: AttentionChoice) -> D
 
     Raises ConfigError when they are requested and cannot run, Unsupported when PyTorch's operations differ from the model too.
     """
-    shapes = {layer.width for layer in forward.layers}
+    if choice == "triton":
+        raise ConfigError("attention='triton' is not possible here: it does not read keys that an indexer chooses.")
+    shapes = {layer.width for layer in forward.layers if not layer.is_index}
     kernels = (
         DecodeKernels.of(forward.device, forward.dtype, shapes.pop())
         if len(shapes) == 1 and choice != "torch"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from covey.kernels import is_chosen
 from covey.rollout.attention import HIDDEN, RowMap, wide
 
 
@@ -33,6 +34,15 @@ class KeyBias:
         rows = len(self.suffix)
         prefix = _hidden_before(self.prefix[owners[:rows]], first_of_prompts[:rows])
         return KeyBias(prefix, _hidden_before(self.suffix, first_of_rows[:rows]), is_by_row=True)
+
+    def of_chosen(self, places: Tensor, owners: Tensor) -> KeyBias:
+        """A copy by row, with all keys hidden but those at `places` [R, k] among the prompt's and the row's own. `owners` as above."""
+        rows = len(self.suffix)
+        prefix = self.prefix if self.is_by_row else self.prefix[owners[:rows]]
+        both = torch.cat((prefix, self.suffix), 1)
+        both = both.masked_fill(~is_chosen(places, both.shape[1]), HIDDEN)
+        prefix, suffix = both.split((prefix.shape[1], self.suffix.shape[1]), 1)
+        return KeyBias(prefix, suffix, is_by_row=True)
 
     def shared(self, row_map: RowMap, repeats: int, heads: int) -> tuple[Tensor, Tensor]:
         """Biases [P, Q or 1, columns] of the prompts' keys for the queries that `row_map` gathers, and the same for each head."""

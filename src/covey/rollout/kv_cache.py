@@ -26,6 +26,8 @@ class LayerShape:
     heads: int
     width: int
     window: Window | None = None
+    is_index: bool = False
+    """True for the keys of an indexer, which stand where the keys of a layer do; their values are not used."""
 
     def window_within(self, positions: int) -> Window | None:
         """The window, if it masks a key in a sequence of `positions` tokens; else None."""
@@ -198,6 +200,11 @@ class KVCache:
         self.of_prompts = {}
 
     @property
+    def padded_owners(self) -> Tensor:
+        """[R] int64, the prompt slot of each row of a decode step, 0 for padding."""
+        return torch.tensor(self.owners + [0] * (self.num_computed - self.num_rows), device=self.device)
+
+    @property
     def row_map(self) -> RowMap:
         """Index tables between rows and prompts, for PyTorch's operations."""
         if self._row_map is None:
@@ -278,21 +285,43 @@ class KVCache:
         """[R, Hq, D] of one new token a row: `query` [R, Hq, D], `key` and `value` [R, Hkv, D]."""
         rows, heads, width = key.shape
         repeats = query.shape[1] // heads
+        rule = rule if rule.chosen is None else rule.among(self.prefix_bias.shape[1] + self.suffix_bias.shape[1])
         if self.kernels is not None and rule.is_plain and self.window_of(layer) is None:
             step = self.step(heads, repeats, width, rule.scale)
             return self.kernels.attend(step, query, key, value, self.suffix[layer], self.prefix[layer])
         keys, values = self.suffix[layer][:, :rows]
         keys[:, :, self.step_column], values[:, :, self.step_column] = key, value
         query = query.view(rows, heads, repeats, width)
-        suffix, shared = self._parts(layer, keys, values, self.row_map, repeats)
+        suffix, shared = self._parts(layer, keys, values, self.row_map, repeats, rule.chosen)
         return self.merge(query, suffix, shared, self.row_map, rule).view(rows, -1, width)
 
+    def index_keys(self, layer: int, keys: Tensor) -> Tensor:
+        """[R, K, D] keys of the layer's indexer: each row's prompt's and its own, after `keys` [R, D] of this step."""
+        place = len(self.layers) // 2 + layer
+        own = self.suffix[place][0, : len(keys), 0]
+        own[:, self.step_column] = keys
+        return torch.cat((self.prefix[place][0, self.padded_owners, 0], own), 1).to(keys.dtype)
+
+    def visible_keys(self) -> Tensor:
+        """[R, K] bool, true at those of `index_keys` that are keys of the row."""
+        return torch.cat((self.prefix_bias[self.padded_owners], self.suffix_bias[: self.num_computed]), 1) == 0
+
     def _parts(
-        self, layer: int, keys: Tensor, values: Tensor, row_map: RowMap, repeats: int
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+        row_map: RowMap,
+        repeats: int,
+        chosen: Tensor | None = None,
     ) -> tuple[AttentionPart, AttentionPart]:
-        """Parts of the rows' own `keys` and `values` [R, Hkv, columns, D] and of their prompts', masked by the layer's window."""
+        """Parts of the rows' own `keys` and `values` [R, Hkv, columns, D] and of their prompts', masked by the layer's window.
+
+        `chosen` [R, 1, k] are the places that the layer's indexer chose.
+        """
         rows, heads = keys.shape[:2]
         buffer, bias = self.prefix[layer], self.biases(layer, rows)
+        bias = bias if chosen is None else bias.of_chosen(chosen[:, 0], self.padded_owners)
         suffix = AttentionPart(keys, values, *bias.of_suffix(heads))
         return suffix, AttentionPart(buffer[0], buffer[1], *bias.shared(row_map, repeats, heads))
 

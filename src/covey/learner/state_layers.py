@@ -1,0 +1,98 @@
+"""The layers of a model that keep something from token to token, or choose keys: packed rows pass them by `shared_states`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from covey.kernels import cache_factory, cache_keyword, find_indexers, has_states, tensors_on
+from covey.learner.shared_states import IndexLayer, StateLayer
+from covey.models import decoder_of, unwrapped
+from covey.process.sharding import compute_device
+
+_STATE_CALL = re.compile("(get|set|update)_(conv|recurrent|linear)_")
+
+_layers: WeakKeyDictionary[nn.Module, list[StateLayer]] = WeakKeyDictionary()
+"""The layers of each model, for all policies that compute with it."""
+
+
+def state_layers(model: Any) -> list[StateLayer]:
+    """The layers that read a state from transformers' cache, or leave one on themselves, and indexers; [] for a model without."""
+    inner = unwrapped(model)
+    if inner not in _layers:
+        indexers, block = find_indexers(inner), _parents(inner)
+        found = _note_layers(inner) if has_states(inner) else []
+        _layers[inner] = found + [IndexLayer(part, decoder_of(inner), block[part], None) for part in indexers]
+    return _layers[inner]
+
+
+def _parents(inner: nn.Module) -> dict[nn.Module, nn.Module]:
+    return {child: module for module in inner.modules() for child in module.children()}
+
+
+def _note_layers(inner: Any) -> list[StateLayer]:
+    """The layers, by a forward pass that notes the innermost module whenever a state is read or written."""
+    seen: dict[nn.Module, None] = {}
+    stack: list[nn.Module] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda module, inputs: stack.append(module)) for module in inner.modules()
+    ]
+    hooks += [
+        module.register_forward_hook(lambda module, inputs, out: stack.remove(module), always_call=True)
+        for module in inner.modules()
+    ]
+    before = dict(tensors_on(inner))
+    training = inner.training
+    inner.eval()
+    try:
+        cache = _noting(cache_factory(inner)(), lambda: seen.setdefault(stack[-1]) if stack else None)
+        ids = torch.zeros(1, 3, dtype=torch.int64, device=compute_device(next(inner.parameters())))
+        with torch.no_grad():
+            inner(input_ids=ids, use_cache=True, **{str(cache_keyword(inner)): cache})
+    finally:
+        inner.train(training)
+        for hook in hooks:
+            hook.remove()
+    held = [key for key, x in tensors_on(inner) if before.get(key) is not x]
+    for module, name in held:
+        setattr(module, name, before.get((module, name)))
+    block = _parents(inner)
+    make = lambda module, keyword: StateLayer(module, decoder_of(inner), block[module], keyword)
+    layers = [make(module, cache_keyword(module)) for module in seen if module is not inner]
+    return layers + [make(module, None) for module in _outermost([module for module, _ in held])]
+
+
+def whole_row_layers(layers: Sequence[StateLayer]) -> str | None:
+    """The sentence part that says which layers compute a prompt once a completion; None if none does."""
+    kinds = sorted({type(layer.module).__name__ for layer in layers if layer.way == "rows"})
+    return f"in its layers {', '.join(kinds)} alone, which begin with no state" if kinds else None
+
+
+def _noting(cache: Any, note: Callable[[], Any]) -> Any:
+    """The cache, which calls `note` whenever a state is read or written."""
+    for name in filter(_STATE_CALL.match, dir(cache)):
+        setattr(cache, name, _after(note, getattr(cache, name)))
+    return cache
+
+
+def _after(note: Callable[[], Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(*args: Any, **options: Any) -> Any:
+        note()
+        return method(*args, **options)
+
+    return noted
+
+
+def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those that are no part of another one, each once."""
+    unique = list(dict.fromkeys(modules))
+    return [
+        module
+        for module in unique
+        if not any(module is part for other in unique if other is not module for part in other.modules())
+    ]
