@@ -108,7 +108,6 @@ def test_prompts_are_computed_in_blocks_as_with_the_mask_written_out(window, has
     [
         ("doge", "its layers choose the keys that a token sees"),
         ("minimax_m3_vl_text", "its layers attend with block_indices"),
-        ("deepseek_v32", "its layers attend with indices"),
     ],
 )
 def test_layers_that_choose_keys_by_their_content_are_left_to_the_model(tokenizer, kind, reason):
