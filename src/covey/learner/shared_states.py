@@ -274,8 +274,6 @@ class StateLayer:
 class IndexLayer(StateLayer):
     """The forward of an indexer for packed rows: it reads each completion with its prompt before it, and its choices are places there."""
 
-    way: Way = "rows"
-
     def __call__(self, *args: Any, **options: Any) -> Any:
         """[1, S, k] choices of the tokens of packed inputs [1, S, ...]. Rows are read one by one: their scores take a square of memory."""
         if self.unpacked is None:

@@ -27,7 +27,7 @@ def state_layers(model: Any) -> list[StateLayer]:
     if inner not in _layers:
         indexers, block = find_indexers(inner), _parents(inner)
         found = _note_layers(inner) if has_states(inner) else []
-        _layers[inner] = found + [IndexLayer(part, decoder_of(inner), block[part], None) for part in indexers]
+        _layers[inner] = found + [IndexLayer(part, decoder_of(inner), block[part], None, "rows") for part in indexers]
     return _layers[inner]
 
 
