@@ -26,8 +26,10 @@ def state_layers(model: Any) -> list[StateLayer]:
     inner = unwrapped(model)
     if inner not in _layers:
         indexers, block = find_indexers(inner), _parents(inner)
-        found = _note_layers(inner) if has_states(inner) else []
-        _layers[inner] = found + [IndexLayer(part, decoder_of(inner), block[part], None, "rows") for part in indexers]
+        stateful = _note_layers(inner) if has_states(inner) else []
+        _layers[inner] = stateful + [
+            IndexLayer(part, decoder_of(inner), block[part], None, "rows") for part in indexers
+        ]
     return _layers[inner]
 
 

@@ -296,11 +296,11 @@ class KVCache:
         return self.merge(query, suffix, shared, self.row_map, rule).view(rows, -1, width)
 
     def index_keys(self, layer: int, keys: Tensor) -> Tensor:
-        """[R, K, D] keys of the layer's indexer: each row's prompt's and its own, after `keys` [R, D] of this step."""
+        """[R, K, D] keys of the layer's indexer: each row's prompt's and its suffix, after `keys` [R, D] of this step."""
         place = len(self.layers) // 2 + layer
-        own = self.suffix[place][0, : len(keys), 0]
-        own[:, self.step_column] = keys
-        return torch.cat((self.prefix[place][0, self.padded_owners, 0], own), 1).to(keys.dtype)
+        suffix = self.suffix[place][0, : len(keys), 0]
+        suffix[:, self.step_column] = keys
+        return torch.cat((self.prefix[place][0, self.padded_owners, 0], suffix), 1).to(keys.dtype)
 
     def visible_keys(self) -> Tensor:
         """[R, K] bool, true at those of `index_keys` that are keys of the row."""
