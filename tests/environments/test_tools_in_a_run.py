@@ -270,6 +270,34 @@ def test_an_environment_is_reset_for_each_completion_and_rewards_it(tmp_path):
     assert last(trainer)["rewards/Counter/mean"] == 107.0
 
 
+@pytest.mark.parametrize(("fails", "is_random"), [(False, False), (True, False), (False, True)])
+def test_environments_are_closed_when_training_ends_and_made_anew_after_it(fails, is_random, tmp_path, caplog):
+    made, closed = [], []
+
+    class Session(Counter):
+        def __init__(self):
+            made.append(self)
+
+        def reset(self, **row):
+            assert self not in closed
+            super().reset(**row)
+            return str(id(self)) if is_random else None
+
+        def close(self):
+            closed.append(self)
+            if fails:
+                raise OSError("it is gone")
+
+    data = Dataset.from_list([{"prompt": [{"role": "user", "content": "q"}], "start": 100}] * 4)
+    trainer = trainer_of(tmp_path, data=data, environment_factory=Session)[0]
+    trainer.train()
+    assert len(made) >= 4
+    assert {id(one) for one in closed} >= {id(one) for one in made}  # copies are closed too
+    assert ("close() of Session failed: OSError: it is gone" in caplog.text) == fails
+    assert trainer.evaluate(data)["eval_reward"] > 0
+    assert {id(one) for one in made} - {id(one) for one in closed}
+
+
 def test_an_environment_alone_gives_reward_and_prompts(tmp_path):
     class Asking(Counter):
         def reset(self, **row):

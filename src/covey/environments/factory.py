@@ -1,7 +1,10 @@
 """Environments by TRL's contract: a factory makes instances with `reset`, methods that are tools, and `get_reward`."""
 
+from __future__ import annotations
+
 import copy
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +15,8 @@ from covey.data.media import items_of
 from covey.environments.tools import Tool, bound, tools_of
 from covey.errors import ConfigError, CoveyError, DataError, did_you_mean
 from covey.types import Group, Message, Prompt
+
+logger = logging.getLogger(__name__)
 
 Factory = Callable[[], Any]
 Encode = Callable[[Sequence[Message], Prompt, Sequence[Tool]], Prompt]
@@ -46,6 +51,7 @@ class EnvironmentPool:
         self._busy: dict[int, tuple[str | None, Any]] = {}
         """Instances whose episodes run, or are not scored yet, by identity."""
         self._kinds: list[type] = []
+        self._siblings: list[EnvironmentPool] = []
         for name, factory in self.factories.items():
             instance = _make(factory, name)
             self.tools[name], self._idle[name] = _methods(instance, name), [instance]
@@ -71,7 +77,9 @@ class EnvironmentPool:
             )  # one task for the group, another at each visit of the row
         observations = [_reset(instance, row) for instance in instances]
         if any(not _is_same(observation, observations[0]) for observation in observations[1:]):
-            instances[1:] = [_copy(instances[0]) for _ in instances[1:]]
+            others, instances[1:] = instances[1:], [_copy(instances[0]) for _ in instances[1:]]
+            for other in others:
+                _close(other)
         self._busy |= {id(instance): (name, instance) for instance in instances}
         shown = prompt
         if (
@@ -95,13 +103,19 @@ class EnvironmentPool:
         completions = [completion for group in groups for completion in group.completions]
         self.release(completion.columns.get("environments") for completion in completions)
 
+    def sibling(self) -> EnvironmentPool:
+        """A pool of instances of its own, for another model of the run; it is closed with this one."""
+        self._siblings.append(EnvironmentPool(self.factories))
+        return self._siblings[-1]
+
     def close(self) -> None:
-        """Call `close` of every instance that has one."""
+        """Call `close` of every instance that has one, and forget all; later episodes make new ones. An error of `close` is a warning."""
         self.release([instance for _, instance in self._busy.values()])
         for instances in self._idle.values():
-            for instance in instances:
-                if callable(getattr(instance, "close", None)):
-                    instance.close()
+            while instances:
+                _close(instances.pop())
+        while self._siblings:
+            self._siblings.pop().close()
 
     def _name(self, prompt: Prompt) -> str | None:
         if None in self.factories:
@@ -120,6 +134,14 @@ class EnvironmentPool:
             return self._idle[name].pop()  # of several threads: no look before
         except IndexError:
             return _make(self.factories[name], name)
+
+
+def _close(instance: Any) -> None:
+    if callable(getattr(instance, "close", None)):
+        try:
+            instance.close()
+        except Exception as error:  # noqa: BLE001 - code of the user, after the work
+            logger.warning("close() of %s failed: %s: %s", type(instance).__name__, type(error).__name__, error)
 
 
 def environment_reward(kind: Any) -> Callable[..., Any]:

@@ -189,7 +189,12 @@ class Agents:
     def of_member(self) -> Agents:
         """The same for another model of the run, with instances of the environments of its own, which it resets at other times."""
         pool = self.environments
-        return self if pool is None else replace(self, environments=EnvironmentPool(pool.factories))
+        return self if pool is None else replace(self, environments=pool.sibling())
+
+    def close(self) -> None:
+        """Close the environments, of members too."""
+        if self.environments is not None:
+            self.environments.close()
 
     def forget(self, groups: Sequence[Group]) -> None:
         """Release what groups hold that are scored, or dropped."""

@@ -366,6 +366,7 @@ class GRPOTrainer(TRLInterface):
         finally:
             self.is_in_train = False
             parts.close()
+            self.agents.close()
 
     def _evaluate_in_training(self) -> dict[str, float]:
         with evaluation_undone_when_stopped(self._running), averaged(self._running, self.state.global_step):
