@@ -51,6 +51,28 @@ INDEXED: dict[str, dict[str, Any]] = {
     "axk2": {},
     "glm_moe_dsa": {"indexer_types": ["full", "shared", "full"]},
     "hy_v4": {"indexer_types": ["full", "full", "shared"]},
+    "dots3_note_text": {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "head_dim": 24,
+        "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+        "sliding_window": 8,
+        "shared_experts_intermediate_size": 16,
+        "per_layer_config": {
+            1: {
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "head_dim": 24,
+                "qk_nope_head_dim": 16,
+                "qk_rope_head_dim": 8,
+                "v_head_dim": 8,
+                "kv_lora_rank": 24,
+                "q_lora_rank": 24,
+            }
+        },
+    },
 }
 """Kinds whose indexers choose keys. Here they choose four, in some layers those of the layer before."""
 OWN: dict[str, dict[str, Any]] = {
@@ -62,8 +84,12 @@ OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_group_size": 2},
     "codegen": {"num_attention_heads": 4, "n_head": 4},
     "deepseek_v3": {"head_dim": 8},
-    "youtu": {"head_dim": 8},
+    **{kind: {"head_dim": 8} for kind in ("youtu", "longcat_flash", "axk1")},
     "zaya": {"num_experts_per_tok": 1},
+    "mimo_v2_flash": {"head_dim": 24, "num_attention_heads": 4},
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
+    **{kind: {"unpadded_vocab_size": 320} for kind in ("inkling2_text", "inkling2_loop_text")},
+    "xlstm": {"hidden_size": 128},
     "qwen4_exp_text": {
         "layer_types": [LINEAR, "indexed_attention", LINEAR],
         "indexer_n_heads": 2,
@@ -98,6 +124,34 @@ OWN: dict[str, dict[str, Any]] = {
         "index_block_size": 2,
         "index_topk_blocks": 2,
     },
+    "gemma3n_text": {
+        "vocab_size_per_layer_input": 320,
+        "hidden_size_per_layer_input": 16,
+        "laurel_rank": 8,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", FULL, "sliding_attention", FULL],
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+    },
+    "dots3_note_vision_encoder": {"adapter_in_dim": 32, "adapter_out_dim": 32, "mlp_layer_types": ["dense"] * 3},
+    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32, "feature_size": 16},
+    "reformer": {
+        "attn_layers": ["local", "lsh", "local"],
+        "axial_pos_embds_dim": [16, 16],
+        "axial_pos_shape": [16, 16],
+        "num_buckets": 4,
+    },
+    "zamba": {
+        "num_hidden_layers": 4,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 32,
+        "layers_block_type": [LINEAR, "hybrid", LINEAR, "hybrid"],
+    },
+    "blt": {"encoder_hash_byte_group_vocab": 64, "cross_attn_k": 2},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "emu3": {"bos_token_id": 1},
     "emu3_text_model": {"bos_token_id": 1},
     "mllama_text_model": {"bos_token_id": 1},
@@ -108,30 +162,35 @@ OWN: dict[str, dict[str, Any]] = {
         "n_mamba_heads": 4,
         "mamba_ngroups": 1,
         "layers_block_type": [LINEAR, "hybrid", LINEAR],
+        "attention_hidden_size": 64,
+        "attention_head_dim": 32,
     },
     **dict.fromkeys(("granitemoehybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "kimi_linear"), _BOTH),
 }
 """Sizes of some kinds, where both sorts of layers occur and numbers have to match."""
 
 
-PARTS = ("text_config", "vision_config", "audio_config")
-"""Configurations inside the one of a model that reads more than text."""
+PARTS = (
+    *("text_config", "vision_config", "audio_config"),
+    *("patcher_config", "encoder_config", "decoder_config", "global_config"),
+)
+"""Configurations inside the one of a model, of media or of its stages."""
 _DROPPED = 8
 
 
 def small_sizes(kind: str, known: Any) -> dict[str, Any]:
-    """The sizes of `SMALL` that a configuration has, those of its parts included."""
-    sizes = {name: value for name, value in {**SMALL, **OWN.get(kind, {})}.items() if _has(known, name)}
+    """The sizes of `SMALL` that a configuration has, those of its parts included, and those of `OWN`."""
+    sizes = {name: value for name, value in SMALL.items() if _has(known, name)}
     for part in PARTS:
         inner = getattr(known, part, None)
         if hasattr(inner, "to_dict"):
             sizes[part] = small_sizes(inner.model_type, inner)
-    return sizes
+    return {**sizes, **OWN.get(kind, {})}
 
 
 def _has(known: Any, name: str) -> bool:
     try:
-        return hasattr(known, name)
+        return hasattr(known, name) and not isinstance(getattr(type(known), name, None), property)
     except Exception:  # noqa: BLE001 - a size that varies from layer to layer
         return False
 
