@@ -25,15 +25,19 @@ ROWS = [row(0, [5, 6, 7], [9, 10, 11]), row(0, [5, 6, 7], [15]), row(1, [8, 9], 
 
 
 def trained(tmp_path, algorithm, **options):
-    options.setdefault("save_strategy", "no")
+    trainer = trainer_of(tmp_path, algorithm, **options)
+    trainer.train()
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def trainer_of(tmp_path, algorithm, **options):
+    defaults = {"save_strategy": "no", "per_device_train_batch_size": 8, "max_steps": 6, "max_completion_length": 6}
     args = GRPOConfig(
-        output_dir=str(tmp_path), per_device_train_batch_size=8, max_steps=6, max_completion_length=6, learning_rate=1e-2,
-        logging_steps=1, report_to="none",  disable_tqdm=True, temperature=1.0, **options,
+        output_dir=str(tmp_path), learning_rate=1e-2, logging_steps=1, report_to="none",  disable_tqdm=True, temperature=1.0,
+        **{**defaults, **options},
     )  # fmt: skip
-    one = GRPOTrainer(
+    return GRPOTrainer(
         model=tiny_model("qwen2"), reward_funcs=lambda completions, **columns: [float(len(c)) for c in completions], args=args,
         train_dataset=Dataset.from_list([{"prompt": "Tom has 3 apples.", "solution": "He has 3."}] * 4),
         processing_class=tiny_tokenizer(), algorithm=algorithm,
     )  # fmt: skip
-    one.train()
-    return [entry for entry in one.state.log_history if "loss" in entry]
