@@ -219,3 +219,29 @@ def test_a_small_group_is_advised_against_where_rewards_teach(name, warns):
     args = GRPOConfig(output_dir="x", num_generations=3, per_device_train_batch_size=6)
     remarks = advice_for(args, tiny_model(), alg.from_name(name))
     assert any("noisy baseline" in remark for remark in remarks) == warns
+
+
+@pytest.mark.parametrize(
+    "name, warns",
+    [
+        ("mopd", True),
+        ("iw_opd", True),
+        ("opsd", True),
+        ("sdft", True),
+        ("dapo, objective=zero, regularizer=distill(teacher='policy', feedback='best')", True),
+        ("mopd, teacher=big", False),
+        ("iw_opd, feedback=solution", False),
+        ("opsd, feedback=solution", False),
+        ("mopd, reward=1.0", False),
+        ("rlsd", False),
+        ("sdpo", False),
+        ("grpo", False),
+    ],
+)
+def test_a_policy_that_is_its_only_teacher_by_default_is_advised_against(name, warns):
+    from covey import GRPOConfig
+    from covey.training.build import advice_for
+    from kit import tiny_model
+
+    remarks = advice_for(GRPOConfig(output_dir="x"), tiny_model(), alg.from_name(name))
+    assert any("The only teacher is the policy itself" in remark for remark in remarks) == warns

@@ -37,9 +37,11 @@ def advise(
     is_lora: bool = False,
     num_parameters: int | None = None,
     optimizer: str = "adamw",
+    teaches_itself: bool = False,
 ) -> list[Advice]:
     """Remarks on options by TRL's names; None is skipped. `num_parameters` of the model keeps advice for large models
     away from small ones, `optimizer` by its name advice for optimizers that scale their steps, as AdamW, away from plain SGD.
+    `teaches_itself`: the policy that reads its group's best completion teaches, and no reward does.
     Values in the known range give an empty list.
     """
     remarks: list[Advice] = []
@@ -71,6 +73,12 @@ def advise(
                 "DeepSeekMath 2024, section 4.2: a single update following each exploration stage",
             )
         )
+    if teaches_itself:
+        sentence = (
+            "The only teacher is the policy itself that reads its group's best completion, and no reward corrects it: a policy that "
+            "cannot use this text unlearns the task. Give it teacher=MODEL or feedback=COLUMN."
+        )
+        remarks.append(Advice("teacher", sentence, "Covey's shipped model falls from 53% to 17% by iw_opd without one"))
     return remarks
 
 

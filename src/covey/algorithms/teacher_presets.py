@@ -93,7 +93,8 @@ def mopd(
     """On-policy distillation from one or several teachers: `reward A + weight (log q - log p)` as each token's advantage.
 
     Xiao et al. 2026, "MiMo-V2-Flash", <https://arxiv.org/abs/2601.02780>, eq. 7 and 8; with `by="domain"` and a mapping each
-    prompt has the teacher of its domain. Tokens whose ratio of learner to sampler is outside `low` to `high` are left out.
+    prompt has the teacher of its domain. Tokens whose ratio of learner to sampler is outside `low` to `high` are left out. The mean is
+    over tokens, as NeMo-RL's; the paper's is over completions.
     """
     objective = Reshaped(TeacherAdvantage(weight, reward), policy_gradient)
     return _distilled("mopd", objective, Correction("token", "mask", high, low), role)

@@ -89,11 +89,11 @@ def build_scorer(
 def advice_for(args: GRPOConfig, model: Any, algorithm: Algorithm | None) -> list[str]:
     """Warnings about values far from published ones, each with its source. Loss options without effect are skipped."""
     acts = args.algorithm is None
+    ignores_rewards = getattr(getattr(algorithm, "objective", None), "ignores_rewards", False)
+    role = algorithm.role if algorithm is not None and ignores_rewards else None
     remarks = advise(
         learning_rate=args.learning_rate,
-        num_generations=None
-        if getattr(getattr(algorithm, "objective", None), "ignores_rewards", False)
-        else args.num_generations,
+        num_generations=None if ignores_rewards else args.num_generations,
         temperature=sampling_params(args).temperature,
         num_iterations=args.num_iterations,
         is_lora=hasattr(model, "peft_config"),
@@ -106,6 +106,7 @@ def advice_for(args: GRPOConfig, model: Any, algorithm: Algorithm | None) -> lis
         entropy_coef=args.entropy_coef if acts else None,
         importance_sampling_level=args.importance_sampling_level,
         scale_rewards=args.scale_rewards,
+        teaches_itself=role is not None and role.is_policy and role.feedback == "best",
     )
     return [str(remark) for remark in remarks]
 
