@@ -98,6 +98,19 @@ def test_the_transformers_sampler_hears_it_too(tmp_path: Path, monkeypatch: pyte
     assert (run.stopped_by, run.exit_code, watch.passed_after) == ("SIGINT", 130, 0)
 
 
+@pytest.mark.parametrize("kind, n", [(NativeSampler, 2), (TransformersSampler, 2), (TransformersSampler, 8)])
+def test_a_signal_is_heard_between_the_tokens_of_a_trial(
+    kind: type, n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that are compared with a plain forward, and the sixth to fifteenth of the fallback, which are timed."""
+    watch = SignalAt(n)
+    monkeypatch.setattr(kind, "check_stop", watch, raising=False)
+    run = trainer(tmp_path / "run", rollout_backend="auto" if kind is NativeSampler else "transformers", **OPTIONS)
+    stopped(run)
+    assert (run.stopped_by, run.exit_code, run.state.global_step) == ("SIGTERM", 75, 0)
+    assert watch.passed_after <= 1  # the timing of the fallback is left at its first token
+
+
 EVALUATED: dict[str, Any] = {
     **OPTIONS,
     "eval_strategy": "steps",

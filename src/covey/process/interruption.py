@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class StopNow(BaseException):
-    """Abort of the current step after a stop signal; not an error, and caught by the training loop only."""
+    """Abort of the current step after a stop signal; not an error, and caught by the training loop and the trial of a sampler only."""
 
 
 def on_main(world: World, work: Callable[[], T], otherwise: Exception) -> T | None:

@@ -11,6 +11,7 @@ from covey.data import vocabulary_size
 from covey.errors import RAW_ERRORS, CoveyError, ModelError
 from covey.models import evaluating, unwrapped
 from covey.models.modalities import banned_ids, forget_positions, whole_inputs
+from covey.process.interruption import StopNow
 from covey.process.memory import is_out_of_memory
 from covey.rollout.autocast import SamplerPrecision, in_precision
 from covey.rollout.sampler import Sampler, SamplingParams, sampler_metrics
@@ -45,10 +46,12 @@ def reason_against(sampler: Sampler, model: Any, media: Prompt | None = None) ->
     """The reason if `sampler` does not give the model's own log-probabilities for what it draws; None if it does.
 
     Draws two short completions of each of two short prompts, then of `media`, a prompt with images or sounds. No random generator changes. A sampler without log-probabilities
-    is not compared.
+    is not compared, nor one whose run is stopped meanwhile.
     """
     try:
         groups = _trial(sampler, [*short_prompts(model), *([] if media is None else [media])])
+    except StopNow:  # the run ends before it samples
+        return None
     except RAW_ERRORS as error:
         return raw_reason(error)
     sampler_metrics(sampler)  # of no rollout
@@ -97,7 +100,10 @@ def price(sampler: Sampler, model: Any) -> str:
     seconds = []
     for _ in range(2):
         started = time.perf_counter()
-        groups = list(sampler.sample(short_prompts(model), 2, SamplingParams(max_tokens=_STEPS, seed=0)))
+        try:
+            groups = list(sampler.sample(short_prompts(model), 2, SamplingParams(max_tokens=_STEPS, seed=0)))
+        except StopNow:
+            return "Their time is not measured, since the run is stopped."
         steps = max(completion.num_tokens for group in groups for completion in group.completions)
         seconds.append((time.perf_counter() - started) / steps)
     sampler_metrics(sampler)  # of no rollout

@@ -125,22 +125,20 @@ def _native(
         sampler = chosen(model, tokenizer, eos_ids=eos_ids, **options)
     except RAW_ERRORS as error:
         raise Unsupported(f"{type(unwrapped(model)).__name__}: {raw_reason(error)}") from error
-    hooks = {"environment": sampler.environment, "check_stop": sampler.check_stop}
-    vars(sampler).update(environment=None, check_stop=lambda: None)  # theirs expect the finished sampler
+    environment, sampler.environment = sampler.environment, None  # it expects the finished sampler
     if reason := reason_against(sampler, model):
         raise Unsupported(f"{type(unwrapped(model)).__name__}: {reason}")
-    vars(sampler).update(hooks)
+    sampler.environment = environment
     return sampler
 
 
 def _by_transformers(model: Any, tokenizer: Any, eos_ids: Sequence[int] | None, **options: Any) -> TransformersSampler:
     """The fallback, by the first of its ways that gives a plain forward's log-probabilities; ModelError if none does."""
-    sampler = TransformersSampler(model, tokenizer, eos_ids=eos_ids, **{**options, "check_stop": lambda: None})
+    sampler = TransformersSampler(model, tokenizer, eos_ids=eos_ids, **options)
     ways: tuple[Way, ...] = ("cache", "generate", "alone")
     reason: str | None = None
     for way in ways[ways.index(sampler.way) :]:
         sampler.way = way
         if (reason := reason_against(sampler, model)) is None:
-            sampler.check_stop = options.get("check_stop", sampler.check_stop)
             return sampler
     raise ModelError(refusal(model, reason or ""))

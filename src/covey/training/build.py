@@ -1,6 +1,7 @@
 """Construction of the parts of a run: with `build_learner.py` the only reader of the whole configuration."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -209,7 +210,8 @@ def _sampler_here(inputs: RunInputs, policy: Policy, check_stop: Interruption, o
     over = lambda model, **more: choose_sampler(model, inputs.tokenizer, **options, **more)
     more = agent_options(inputs.args, inputs.world.rank, inputs.processor)
     drives = lambda make: inputs.agents.sampler(make, more, inputs.tokenizer, inputs.eos_ids, inputs.trainer)
-    sampler = inputs.agents.driven(drives, over, inputs.model, None if gathers else shards)
+    with nullcontext() if gathers else check_stop.armed():  # a trial hears a stop; a server is not left half started
+        sampler = inputs.agents.driven(drives, over, inputs.model, None if gathers else shards)
     if shards is not None:
         shards.free()  # the full weights, which only building the sampler needed
     return sampler
