@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from sources import FILES, SRC, nodes_of, text_of
+from sources import FILES, SRC, nodes_of, text_of, tree_of
 
 LONG = re.compile(r"#\s*house: long, because \S+")
 
@@ -139,6 +139,24 @@ def test_no_exception_is_swallowed():
     catches_all = [f"{place} catches everything" for place, node in handlers if node.type is None]
     is_silent = lambda node: len(node.body) == 1 and isinstance(node.body[0], ast.Pass)
     none_of(catches_all + [f"{place} swallows an exception" for place, node in handlers if is_silent(node)])
+
+
+def test_a_name_of_a_module_is_assigned_once():
+    """A second value reaches the functions above it too, such as where two files were joined."""
+    twice = []
+    for file in FILES:
+        seen = set()
+        for node in tree_of(file).body:
+            targets = getattr(node, "targets", [getattr(node, "target", None)])
+            for name in (
+                part.id
+                for target in targets
+                for part in getattr(target, "elts", [target])
+                if isinstance(part, ast.Name)
+            ):
+                twice += [f"{place_of(file, node.lineno)} assigns {name} again"] * (name in seen)
+                seen.add(name)
+    none_of(twice)
 
 
 def test_no_file_is_a_drawer():

@@ -92,3 +92,13 @@ def test_other_weights_are_no_fall_of_rewards():
         ]
         found = drift(groups, torch.tensor([1.0 if step < 20 else 0.5]))
         assert "rewards/drift_p" not in found or found["rewards/drift_p"].value == 1.0
+
+
+def test_a_row_has_a_length_64_counts_and_a_reward():
+    """As the checkpoints of earlier runs have them, with whose blocks those after a resume are compared."""
+    drift = SampleDrift()
+    prompt = Prompt(uid="0:0", token_ids=tuple(range(300)), text="")
+    drift([Group(prompt=prompt, completions=(completion(),), rewards=torch.ones(1, 1))], WEIGHTS)
+    (row,) = drift.state_dict()["block"]
+    assert len(row) == 1 + 64 + 1
+    assert (row[0], sum(row[1:-1]), row[-1]) == (300.0, 299.0, 1.0)

@@ -82,7 +82,7 @@ def _row(group: Group, weights: Tensor) -> list[float]:
     return [float(len(ids)), *counts.astype(float).tolist(), float(total_of(group, weights).nanmean())]
 
 
-_BUCKETS = 256
+_PROMPT_BUCKETS = 256
 _BASELINE = 10
 """First steps, whose prompts are the baseline."""
 
@@ -91,13 +91,13 @@ class PromptDrift:
     """`prompts/drift`: Jensen-Shannon divergence (nats, at most log 2) of a step's prompt tokens from the first ten steps'."""
 
     def __init__(self) -> None:
-        self._baseline = np.zeros(_BUCKETS)
+        self._baseline = np.zeros(_PROMPT_BUCKETS)
         self._steps = 0
 
     def __call__(self, groups: Sequence[Group]) -> dict[str, Metric]:
         """Nothing while the first steps are still being counted."""
         ids = np.concatenate([np.asarray(group.prompt.token_ids, dtype=np.int64) for group in groups])
-        counts = np.bincount(ids % _BUCKETS, minlength=_BUCKETS).astype(float)
+        counts = np.bincount(ids % _PROMPT_BUCKETS, minlength=_PROMPT_BUCKETS).astype(float)
         if not counts.sum():
             return {}
         if self._steps < _BASELINE:
