@@ -144,7 +144,7 @@ def _show(plan: Estimate, rows: int, changes: list[Answer]) -> None:
     for name, value in asdict(plan.held).items():
         if value:
             output.result(f"  {name:<12}{in_gib(value):>12}")
-    fits = "fits" if plan.fits else "does not fit"
+    fits = "fits" if plan.fits_devices else "does not fit"
     output.result(f"  {'peak':<12}{in_gib(plan.held.peak):>12}  of {in_gib(gpu.memory)}: {fits}")
     if plan.writer:
         output.result(f"\nmemory on each device that only writes: {in_gib(plan.writer)}, weights and keys and values")

@@ -168,7 +168,12 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.held.peak <= self.setup.gpu.memory and self.decoding.room > 0 and self.fits_hosts
+        return self.fits_devices and self.fits_hosts
+
+    @property
+    def fits_devices(self) -> bool:
+        """True if a device holds the peak, and the keys and values of a completion."""
+        return self.held.peak <= self.setup.gpu.memory and self.decoding.room > 0
 
     @property
     def fits_hosts(self) -> bool:
