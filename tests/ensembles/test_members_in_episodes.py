@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from zlib import crc32
 
 import pytest
@@ -13,10 +14,13 @@ from datasets import Dataset
 from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
 from covey.ensembles import Ensemble, Member
+from covey.ensembles.sampler import _joined
 from covey.errors import ConfigError, DataError
 from covey.runs import rollouts
+from covey.types import Group, Prompt
 from environments.acting import chat_tokenizer, tiny_llama, trained_on
 from environments.tool_runs import CALL, add, bridge, calling, shown
+from kit import completion
 
 G, K = 2, 2
 ROWS = [{"prompt": [{"role": "user", "content": "q"}]}]
@@ -182,15 +186,16 @@ def test_a_baseline_moves_the_mean_and_leaves_with_all_of_its_paths(tmp_path):
     assert trainer.state.log_history[0]["ensemble/peer/reward"] == 1.0
 
 
-def test_an_episode_that_a_member_cannot_write_is_left_out_and_told(tmp_path):
+@pytest.mark.parametrize("role", ["sibling", "rescue"])
+def test_an_episode_that_a_member_cannot_write_is_left_out_and_told(role, tmp_path):
     def picky(row, client, model, seed):
         said = client.chat.completions.create(model=model, messages=row["prompt"], max_tokens=40).choices[0].message
         if "7" in said.content:
             raise RuntimeError("I wanted no seven")
-        return 1.0
+        return 0.0
 
     member = trained_on(((shown("").split("<|im_end|>\n", 1)[1], "7<|im_end|>"),))
-    trainer = trainer_of(tmp_path, None, member, "sibling", agent=picky)
+    trainer = trainer_of(tmp_path, None, member, role, agent=picky)
     trainer.train()
     assert {row["source"] for row in rows_of(tmp_path)} == {"policy"}
     assert trainer.state.log_history[0]["ensemble/peer/lost"] == 1.0
@@ -278,3 +283,14 @@ def test_an_endpoint_cannot_write_the_runs_episodes(tmp_path):
             agent=agent,
             ensemble=Ensemble([Member("http://localhost:1/v1", served_model_name="m")]),
         ).train()
+
+
+def test_episodes_that_begin_with_another_token_than_the_policys_are_told_as_lost():
+    of_policy, theirs = (
+        Group(prompt=Prompt(uid="0:3", token_ids=ids, text="q"), completions=(replace(completion(), source=source),))
+        for ids, source in (((5, 6), "policy"), ((7, 6), "peer"))
+    )
+    group = _joined(of_policy, [theirs])
+    assert [path.source for path in group.completions] == ["policy"]
+    assert [event.kind for event in group.events] == ["agent_failed"]
+    assert group.events[0].said.startswith("Ensemble member peer: its episodes on prompt 0:3 are lost")

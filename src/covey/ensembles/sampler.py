@@ -15,7 +15,7 @@ from covey.errors import DataError
 from covey.rollout import Sampler, SamplingParams
 from covey.rollout.joining import with_shared_prompt
 from covey.rollout.prompts import PromptLike
-from covey.types import Completion, Group, Prompt
+from covey.types import Completion, Event, Group, Prompt
 
 MEASURES = Needs(old_logp=True)
 """Measurements that a sibling's completion needs before it has a weight."""
@@ -76,12 +76,15 @@ class EnsembleSampler:
             blank = lambda path, version=version: replace(path, version=version, logprobs=unknown(path))
             answers = [_changed(theirs, blank) for theirs in more[group.prompt.uid]]
             out.append(_joined(replace(group, completions=(), rewards=None, events=(), extras={}), answers))
-        return [answer for answer in out if answer.size]
+        return [answer for answer in out if answer.size or answer.events]
 
     def joined(self, group: Group, answers: Group, rewards: Tensor) -> Group:
-        """The failed group with those of the scored rescuers' `answers` that are right."""
+        """The failed group with those of the scored rescuers' `answers` that are right, and with all of their events."""
+        group = replace(group, events=(*group.events, *answers.events))
+        if group.rewards is None or answers.rewards is None:
+            return group
         right = [i for i, total in enumerate(totals(answers, rewards).tolist()) if total >= self.threshold]
-        if not right or group.rewards is None or answers.rewards is None:
+        if not right:
             return group
         group, right_answers = with_shared_prompt([group, answers.take(right)])
         assert group.rewards is not None and right_answers.rewards is not None  # they keep theirs  # noqa: PT018
@@ -96,7 +99,6 @@ class EnsembleSampler:
             group,
             completions=(*group.completions, *right_answers.completions),
             rewards=torch.cat([group.rewards, right_answers.rewards]),
-            events=(*group.events, *answers.events),
             extras=extras,
         )
 
@@ -124,7 +126,7 @@ def _joined(group: Group, more: Sequence[Group]) -> Group:
     """The group with the completions and events of `more`, which members wrote to the same row.
 
     Raises DataError where an environment showed a member another task. An agent may show other words; what it begins with otherwise
-    than the policy's is left out.
+    than the policy's is left out, with an event.
     """
     first, prompt = group.prompt.token_ids[:1], group.prompt
     for theirs in more:
@@ -138,6 +140,10 @@ def _joined(group: Group, more: Sequence[Group]) -> Group:
     same, *others = with_shared_prompt([group, *like])
     completions = [*same.completions, *(completion for theirs in others for completion in theirs.completions)]
     events = [event for theirs in more for event in theirs.events]
+    for theirs in (theirs for theirs in more if theirs.size and theirs not in like):
+        sentence = f"Ensemble member {theirs.completions[0].source}: its episodes on prompt {prompt.uid} are lost: they begin with another "
+        sentence += "token than the policy's."
+        events.append(Event(kind="agent_failed", said=sentence, details={"episodes": theirs.size}))
     return replace(same, completions=tuple(completions), events=(*group.events, *events))
 
 

@@ -85,8 +85,9 @@ class Rescue:
 
     def __call__(self, groups: Sequence[Group], position: Position) -> list[Group]:
         weights = self.scorer.weights
-        answers = self.score(self.sampler.rescues(groups, weights, self.sampling_for(position.rollout)))
-        by_prompt = {answer.prompt.uid: answer for answer in answers}
+        answers = self.sampler.rescues(groups, weights, self.sampling_for(position.rollout))
+        scored = self.score([answer for answer in answers if answer.size])
+        by_prompt = {answer.prompt.uid: answer for answer in (*answers, *scored)}
         return [
             self.sampler.joined(group, by_prompt[group.prompt.uid], weights)
             if group.prompt.uid in by_prompt and has_failed(group, weights, self.sampler.threshold)
