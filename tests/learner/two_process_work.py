@@ -168,7 +168,7 @@ def float32_step_of(share, world, *, fails=False):
             max_rows=3,
             max_grad_norm=0.0,
         )
-        accumulate = one._accumulate
+        accumulate = one.accumulate
 
         def failing(*given):
             metrics = accumulate(*given)
@@ -178,7 +178,7 @@ def float32_step_of(share, world, *, fails=False):
             return metrics
 
         failed = []
-        one._accumulate = failing
+        one.accumulate = failing
         before = flat(one)
         report = one.step(SHARES[share](groups_of(False)), alg.dapo(), 1)
     return before - flat(one), seen, [event.kind for event in report.events]
