@@ -4,10 +4,13 @@ from functools import partial
 
 import pytest
 import torch
+from causal_classes import build
 from plain_sampling import TEXTS, collect, favour, ids_of, plain_logprobs
 
 from covey.errors import ConfigError, DataError, ModelError, NumericsError
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler
+from covey.rollout.agreement import plain_logprobs as forwarded
+from covey.types import Prompt
 from kit import prompt, rest_nightly, tiny_model, tiny_tokenizer
 
 SAMPLERS = {"transformers": TransformersSampler, "native": partial(NativeSampler, dtype="float32")}
@@ -303,3 +306,13 @@ def test_a_value_of_another_type_is_named_in_a_sentence(wrong):
     (name,) = wrong
     with pytest.raises(ConfigError, match=f"^{name} is "):
         SamplingParams(**wrong)
+
+
+def test_padding_does_not_enter_keys_that_are_compressed_in_blocks():
+    """DeepSeek V4 beyond the 128 tokens of a block."""
+    sampler = TransformersSampler(build("deepseek_v4"), tiny_tokenizer(), eos_ids=[2], dtype="float32")
+    prompts = [Prompt(uid=str(n), token_ids=tuple(5 + 7 * i % 300 for i in range(n))) for n in (9, 130)]
+    groups = collect(sampler, prompts, 2, SamplingParams(max_tokens=8, seed=1))
+    drawn = [completion for group in groups for completion in group.completions]
+    for completion, expected in zip(drawn, forwarded(sampler.model, groups), strict=True):
+        torch.testing.assert_close(completion.logprobs, expected, atol=1e-5, rtol=0)

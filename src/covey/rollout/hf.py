@@ -11,7 +11,7 @@ from torch import Tensor
 
 from covey.data import num_embeddings
 from covey.errors import ConfigError, ModelError
-from covey.kernels import cache_keyword
+from covey.kernels import cache_keyword, other_layers
 from covey.models import accepts, evaluating, unwrapped
 from covey.models.modalities import banned_ids, computes_positions, media_inputs, refuse_loose_places, watched_positions
 from covey.rollout.autocast import SamplerPrecision, expect_precision, in_precision
@@ -70,7 +70,7 @@ class TransformersSampler:
         self.dtype, self.float32_head = expect_precision(model, dtype), float32_head
         self.check_stop = check_stop
         """Callback between tokens; its exception ends the sampling."""
-        self.way: Way = "cache" if keeps_usual_cache(model) else "generate"
+        self.way: Way = "cache" if keeps_usual_cache(model) and not other_layers(model) else "generate"
         self.load(model, version=0)
 
     def load(self, policy: Any, version: int) -> None:
