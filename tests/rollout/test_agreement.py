@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -175,3 +176,27 @@ def test_a_sampler_of_transformers_that_was_chosen_names_its_price_too(options, 
     assert torch.equal(torch.get_rng_state(), before)
     (record,) = caplog.records
     assert re.search(r"as asked\. .*1,000 tokens of each take [\d.e+]+ s\.$", record.getMessage())
+
+
+def test_a_length_that_no_trial_reaches_is_named_at_the_start():
+    """Doge, whose choice of keys over transformers' cache is another one."""
+    model = build("doge")
+    for module in model.modules():
+        if hasattr(module, "keep_window_size"):
+            module.keep_window_size = 16
+    model.config.keep_window_size = 16
+    with pytest.warns(UserWarning, match=r"^DogeForCausalLM .* more than 16 tokens \(keep_window_size\); keep prompt"):
+        sampler = choose_sampler(model, tiny_tokenizer(), backend="transformers", eos_ids=[2])
+    short, long = (list(sampler.sample(PROMPTS, 2, SamplingParams(max_tokens=n, seed=1))) for n in (4, 40))
+    gap = lambda groups: max(
+        float((done.logprobs - expected).abs().max())
+        for done, expected in zip(
+            (c for g in groups for c in g.completions), plain_logprobs(model, groups), strict=True
+        )
+    )
+    assert gap(short) <= 1e-4
+    assert gap(long) > 1e-3
+    model.config.max_position_embeddings = 16
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        choose_sampler(model, tiny_tokenizer(), backend="transformers", eos_ids=[2])

@@ -28,6 +28,10 @@ Backend = Literal["auto", "native", "transformers", "generate", "vllm", "vllm-se
 """Samplers by name; `auto` is the native engine where the model allows it."""
 
 
+EXACT_UP_TO = ("keep_window_size", "lsh_attn_chunk_length")
+"""Fields of a configuration: tokens up to which no key is left out by its content, over transformers' cache (Doge) or at random (Reformer)."""
+
+
 class SplitSampler(NativeSampler):
     """The native engine, except for prompts with media that it cannot compute: plain transformers samples those."""
 
@@ -140,5 +144,20 @@ def _by_transformers(model: Any, tokenizer: Any, eos_ids: Sequence[int] | None, 
     for way in ways[ways.index(sampler.way) :]:
         sampler.way = way
         if (reason := reason_against(sampler, model)) is None:
+            _warn_of_length(model)
             return sampler
     raise ModelError(refusal(model, reason or ""))
+
+
+def _warn_of_length(model: Any) -> None:
+    """Warn if texts may be longer than any trial, and a layer then chooses other keys than in a plain forward."""
+    config, context = unwrapped(model).config.get_text_config(), context_of(unwrapped(model))
+    limits = {name: int(getattr(config, name)) for name in EXACT_UP_TO if getattr(config, name, None)}
+    name = min(limits, key=lambda name: limits[name], default="")
+    if limits and (context is None or context > limits[name]):
+        warnings.warn(
+            f"{type(unwrapped(model)).__name__} is not sampled with a plain forward's log-probabilities once a text has more than "
+            f"{limits[name]:,} tokens ({name}); keep prompt and completion together within that.",
+            UserWarning,
+            stacklevel=2,
+        )
