@@ -15,6 +15,7 @@ from covey.environments import tool
 from covey.errors import ConfigError, DataError, ModelError
 from covey.training.agents import Agents
 from covey.training.build_sampler import name_idle_options
+from covey.training.parts import Parts
 from environments.acting import chat_tokenizer, tiny_llama, tiny_qwen3_5, trained_on
 from kit import rest_nightly
 
@@ -268,6 +269,35 @@ def test_an_environment_is_reset_for_each_completion_and_rewards_it(tmp_path):
     assert len({id(one) for one in environments}) == 4
     assert [one.total for one in environments] == [107] * 4
     assert last(trainer)["rewards/Counter/mean"] == 107.0
+
+
+@pytest.mark.parametrize("what", ["reset", "sampler"])
+def test_environments_are_closed_after_an_error(what, tmp_path, monkeypatch):
+    made, closed = [], []
+
+    class Session(Counter):
+        def __init__(self):
+            made.append(self)
+
+        def reset(self, **row):
+            if what == "reset":
+                raise OSError("no rooms left")
+            super().reset(**row)
+
+        def close(self):
+            closed.append(self)
+
+    def breaks(parts):
+        raise OSError("its worker hangs")
+
+    data = Dataset.from_list([{"prompt": [{"role": "user", "content": "q"}], "start": 100}] * 4)
+    trainer = trainer_of(tmp_path, data=data, environment_factory=Session)[0]
+    if what == "sampler":
+        monkeypatch.setattr(Parts, "close", breaks)
+    with pytest.raises((OSError, DataError), match="no rooms left|its worker hangs"):
+        trainer.train()
+    assert len(made) >= 4
+    assert {id(one) for one in closed} == {id(one) for one in made}
 
 
 @pytest.mark.parametrize(("fails", "is_random"), [(False, False), (True, False), (False, True)])

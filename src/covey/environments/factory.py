@@ -79,8 +79,9 @@ class EnvironmentPool:
         if any(not _is_same(observation, observations[0]) for observation in observations[1:]):
             others, instances[1:] = instances[1:], [_copy(instances[0]) for _ in instances[1:]]
             for other in others:
+                self._busy.pop(id(other), None)
                 _close(other)
-        self._busy |= {id(instance): (name, instance) for instance in instances}
+            self._busy |= {id(instance): (name, instance) for instance in instances}
         shown = prompt
         if (
             observations[0] or prompt.media is None or name is not None
@@ -131,9 +132,11 @@ class EnvironmentPool:
 
     def _take(self, name: str | None) -> Any:
         try:
-            return self._idle[name].pop()  # of several threads: no look before
+            instance = self._idle[name].pop()  # of several threads: no look before
         except IndexError:
-            return _make(self.factories[name], name)
+            instance = _make(self.factories[name], name)
+        self._busy[id(instance)] = (name, instance)  # also while it is reset, which may fail
+        return instance
 
 
 def _close(instance: Any) -> None:

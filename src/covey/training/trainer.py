@@ -365,8 +365,8 @@ class GRPOTrainer(TRLInterface):
             raise
         finally:
             self.is_in_train = False
-            parts.close()
-            self.agents.close()
+            with closing(self.agents):
+                parts.close()
 
     def _evaluate_in_training(self) -> dict[str, float]:
         with evaluation_undone_when_stopped(self._running), averaged(self._running, self.state.global_step):
