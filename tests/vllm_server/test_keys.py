@@ -61,6 +61,14 @@ def test_without_the_key_one_sentence_says_where_it_belongs(key, sentence, guard
     assert "another-key" not in repr(Client(Address.of(None)))
 
 
+@pytest.mark.parametrize("key", ["another-key\n", "another-key\u20ac"])
+def test_a_key_that_no_request_can_carry_is_refused_without_being_shown(key, monkeypatch):
+    monkeypatch.setenv(KEY, key)
+    with pytest.raises(ConfigError, match=f"the API key of the environment variable {KEY} has a line break") as raised:
+        Client(Address.of(None))
+    assert "another-key" not in str(raised.value)
+
+
 def test_attest_names_its_own_option(guarded, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv(KEY, guarded.key)  # of another server, for all that attest knows
     assert main(["attest", f"http://127.0.0.1:{guarded.port}", "--model", "demo"]) != 0

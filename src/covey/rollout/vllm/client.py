@@ -115,7 +115,10 @@ class Address:
 
 @dataclass(eq=False)
 class Client:
-    """Requests to one server. Thread-safe; every request has a connection of its own."""
+    """Requests to one server. Thread-safe; every request has a connection of its own.
+
+    Raises ConfigError for an API key that no header can carry, whose own error would show it.
+    """
 
     address: Address
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -126,6 +129,12 @@ class Client:
     key_from: str = f"the environment variable {KEY}"
     _open: set[http.client.HTTPConnection] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        if self.key and not (self.key.isascii() and self.key.isprintable()):
+            raise ConfigError(
+                f"the API key of {self.key_from} has a line break or a character beyond ASCII, which a request cannot carry; set it anew."
+            )
 
     def probe(self) -> frozenset[str]:
         """Read and store the server's list of endpoints. Raises ServerError if it has none."""
