@@ -79,7 +79,7 @@ class PrefillBatch:
 
     def index_keys(self, layer: int, keys: Tensor) -> Tensor:
         """The `keys` [A, L, D] of an indexer, which the cache keeps."""
-        self._keep(len(self.cache.layers) // 2 + layer, keys[:, None], keys[:, None])
+        self._keep(self.cache.index_place(layer), keys[:, None], keys[:, None])
         return keys
 
     def visible_keys(self, length: int) -> Tensor:

@@ -107,6 +107,7 @@ class ModulesForward:
         """Routers whose choices every pass records; None: it records none."""
         self.states: StatePlaces | None = None
         self.is_indexed = bool(find_indexers(self.model))
+        self.keyword = str(cache_keyword(self.model))
         with torch.no_grad():
             self.layers = self._layers()
         self.steps: list[Any] = [] if self.states is None else state_steps(self.model)
@@ -183,7 +184,7 @@ class ModulesForward:
         if not self.is_indexed:
             return {}
         cache = IndexCache(batch.index_keys)
-        return {str(cache_keyword(self.model)): cache, "attention_mask": batch.visible_keys(length)}
+        return {self.keyword: cache, "attention_mask": batch.visible_keys(length)}
 
     def _call(self, ids: Tensor, positions: Tensor, batch: Batch, **inputs: Any) -> Any:
         if self.takes_positions:

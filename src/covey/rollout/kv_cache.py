@@ -80,6 +80,7 @@ class KVCache:
         )  # positions of the longest text, and biases, of this step
         self.owners: list[int] = []  # the prompt slot of each row
         self._row_map: RowMap | None = None
+        self._padded_owners: Tensor | None = None
         # starts, owners and prompt lengths for the kernels; invalid after `set_row_owners` and `_resize`
         self._tables: tuple[Tensor, Tensor, Tensor] | None = None
         self._cache_tables: CacheTables | None = None  # invalid once `prefix` or `suffix` are reallocated
@@ -196,13 +197,16 @@ class KVCache:
 
     def set_row_owners(self, owners: list[int]) -> None:
         """Set the prompt slot of each row; called after every change of rows or prompts."""
-        self.owners, self._row_map, self._tables = owners, None, None
+        self.owners, self._row_map, self._tables, self._padded_owners = owners, None, None, None
         self.of_prompts = {}
 
     @property
     def padded_owners(self) -> Tensor:
         """[R] int64, the prompt slot of each row of a decode step, 0 for padding."""
-        return torch.tensor(self.owners + [0] * (self.num_computed - self.num_rows), device=self.device)
+        if self._padded_owners is None:
+            padding = [0] * (self.num_computed - self.num_rows)
+            self._padded_owners = torch.tensor(self.owners + padding, device=self.device)
+        return self._padded_owners
 
     @property
     def row_map(self) -> RowMap:
@@ -295,9 +299,13 @@ class KVCache:
         suffix, shared = self._parts(layer, keys, values, self.row_map, repeats, rule.chosen)
         return self.merge(query, suffix, shared, self.row_map, rule).view(rows, -1, width)
 
+    def index_place(self, layer: int) -> int:
+        """Index among `layers` of the keys of a layer's indexer, which stand behind all layers."""
+        return len(self.layers) // 2 + layer
+
     def index_keys(self, layer: int, keys: Tensor) -> Tensor:
         """[R, K, D] keys of the layer's indexer: each row's prompt's and its suffix, after `keys` [R, D] of this step."""
-        place = len(self.layers) // 2 + layer
+        place = self.index_place(layer)
         suffix = self.suffix[place][0, : len(keys), 0]
         suffix[:, self.step_column] = keys
         return torch.cat((self.prefix[place][0, self.padded_owners, 0], suffix), 1).to(keys.dtype)
