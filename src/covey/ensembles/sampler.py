@@ -12,7 +12,7 @@ from covey.ensembles.member import Role
 from covey.ensembles.metrics import Tally
 from covey.ensembles.writers import Writer, for_each_path
 from covey.errors import DataError
-from covey.rollout import Sampler, SamplingParams
+from covey.rollout import Sampler, SamplingParams, close_sampler
 from covey.rollout.joining import with_shared_prompt
 from covey.rollout.prompts import PromptLike
 from covey.types import Completion, Event, Group, Prompt
@@ -59,7 +59,7 @@ class EnsembleSampler:
     def close(self) -> None:
         """Close what the policy's sampler and the members have open."""
         for part in (self.sampler, *self.writers):
-            getattr(part, "close", lambda: None)()
+            close_sampler(part)
 
     def rescues(self, groups: Sequence[Group], rewards: Tensor, params: SamplingParams) -> list[Group]:
         """Groups of the rescuers' answers to the prompts of those scored `groups` in which the policy failed throughout.

@@ -15,7 +15,7 @@ from covey.data.prompts import encode_chat
 from covey.ensembles.member import Role
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.chat_endpoint import Endpoint, Reply, all_of
-from covey.rollout import Sampler, SamplingParams
+from covey.rollout import Sampler, SamplingParams, close_sampler
 from covey.types import Completion, Finish, Group, Prompt
 
 
@@ -82,7 +82,7 @@ class LocalWriter:
 
     def close(self) -> None:
         """Close what its sampler has open, such as an agent's endpoint."""
-        getattr(self.sampler, "close", lambda: None)()
+        close_sampler(self.sampler)
 
     def _rendered(self, prompt: Prompt) -> Prompt:
         """The prompt in the member's own tokens and chat template."""
@@ -127,9 +127,6 @@ class EndpointWriter:
             Group(prompt=prompt, completions=tuple(completion for completion in row if completion is not None))
             for prompt, row in zip(prompts, made, strict=True)
         ]
-
-    def close(self) -> None:
-        """Nothing is open between requests."""
 
     def _ask(self, prompt: Prompt, params: SamplingParams, sample: int) -> Reply | None:
         raw = prompt.raw

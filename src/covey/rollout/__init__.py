@@ -8,7 +8,7 @@ from covey.rollout.gathered import GatheredSampler
 from covey.rollout.hf import TransformersSampler
 from covey.rollout.joint import Drawing, Drawn, JointRollouts
 from covey.rollout.prompts import PromptLike
-from covey.rollout.sampler import Sampler, SamplingParams, TokenSampler, sampler_metrics
+from covey.rollout.sampler import Sampler, SamplingParams, TokenSampler, close_sampler, sampler_metrics
 
 __all__ = [
     "Backend",
@@ -27,5 +27,6 @@ __all__ = [
     "Turn",
     "Unsupported",
     "choose_sampler",
+    "close_sampler",
     "sampler_metrics",
 ]

@@ -6,7 +6,7 @@ from typing import Any
 
 from covey.process.sharding import Shards
 from covey.rollout.prompts import PromptLike
-from covey.rollout.sampler import Sampler, SamplingParams, sampler_metrics, update_metrics
+from covey.rollout.sampler import Sampler, SamplingParams, close_sampler, sampler_metrics, update_metrics
 from covey.types import Group, Metric, merge_metrics
 
 
@@ -46,6 +46,4 @@ class GatheredSampler:
 
     def close(self) -> None:
         """Close the inner sampler, where it has something open, such as an agent's endpoint."""
-        close = getattr(self.sampler, "close", None)
-        if close is not None:
-            close()
+        close_sampler(self.sampler)

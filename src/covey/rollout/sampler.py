@@ -127,6 +127,13 @@ def sampler_metrics(sampler: Any) -> dict[str, Metric]:
     return dict(take())
 
 
+def close_sampler(sampler: Any) -> None:
+    """Close what a sampler has open, such as workers or an agent's endpoint; most have nothing."""
+    close = getattr(sampler, "close", None)
+    if close is not None:
+        close()
+
+
 def update_metrics(seconds: float, num_bytes: int) -> dict[str, Metric]:
     """Metrics of one update of a sampler's weights: its seconds, and the bytes that were copied or sent."""
     return {"weights/seconds": Mean(seconds, 1), "weights/mb": Mean(num_bytes / 1e6, 1)}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from covey.errors import CoveyError
-from covey.rollout.sampler import Sampler, sampler_metrics
+from covey.rollout.sampler import Sampler, close_sampler, sampler_metrics
 from covey.rollout.worker import Order
 from covey.rollout.worker_process import Tell
 
@@ -77,9 +77,7 @@ class ThreadWorker:
             failed.__cause__ = error
             self._fail(failed)
         finally:
-            close = getattr(self.sampler, "close", None)  # an agent's endpoint
-            if close is not None:
-                close()
+            close_sampler(self.sampler)
 
     def _write(self, order: Order) -> None:
         self.tell(("began", order.number, time.monotonic()))

@@ -10,7 +10,7 @@ from covey.merging import WeightAverage
 from covey.process.interruption import Interruption
 from covey.process.world import World
 from covey.rewards import Scorer
-from covey.rollout import Sampler
+from covey.rollout import Sampler, close_sampler
 from covey.rollout.ahead import PromptSupply
 from covey.training.drawing import Draws, RolloutSampling
 from covey.training.session import Session
@@ -62,9 +62,7 @@ class Parts:
     def close(self) -> None:
         """Release resources that are needed only during the run."""
         for sampler in (self.draws.sampler, self.evaluation_sampler):  # with the members of an ensemble
-            close = getattr(sampler, "close", None)  # of samplers that run workers, or an endpoint
-            if close is not None:
-                close()
+            close_sampler(sampler)
         self.learner.policy.release()
         self.session.monitor.close()
         self.session.display.close()
