@@ -136,11 +136,12 @@ def _joined(group: Group, more: Sequence[Group]) -> Group:
                 f"reset() of the environment of prompt {prompt.uid} showed a member of the ensemble something else than the policy, so their "
                 "rewards do not compare; draw the task from a column of the row, or from the argument `seed`."
             )
-    like = [theirs for theirs in more if theirs.size and theirs.prompt.token_ids[:1] == first]
+    written = [theirs for theirs in more if theirs.size]
+    like = [theirs for theirs in written if theirs.prompt.token_ids[:1] == first]
     same, *others = with_shared_prompt([group, *like])
     completions = [*same.completions, *(completion for theirs in others for completion in theirs.completions)]
     events = [event for theirs in more for event in theirs.events]
-    for theirs in (theirs for theirs in more if theirs.size and theirs not in like):
+    for theirs in (theirs for theirs in written if theirs not in like):
         sentence = f"Ensemble member {theirs.completions[0].source}: its episodes on prompt {prompt.uid} are lost: they begin with another "
         sentence += "token than the policy's."
         events.append(Event(kind="agent_failed", said=sentence, details={"episodes": theirs.size}))
