@@ -42,6 +42,8 @@ TRIPLES = [
     ("FSDP2", "QLoRA", "vLLM server"),
     ("FSDP2", "context parallel", "LoRA"),
     ("FSDP2", "context parallel", "vLLM server"),
+    ("FSDP2", "context parallel", "media"),
+    ("context parallel", "media", "environment"),
 ]
 ELSEWHERE = {
     "vLLM in process": "it needs vLLM in the environment of the run",

@@ -43,6 +43,18 @@ def test_a_split_model_reads_images_as_a_whole_one(kind, images, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("split", rest_nightly([{}, {"fsdp": True}], 1), ids=["whole", "split"])
+@pytest.mark.parametrize("images", rest_nightly([[1, 0], [2, 1]], 1), ids=["one prompt of two", "each prompt"])
+def test_processes_that_share_out_tokens_read_images_as_one_process(split, images, tmp_path):
+    case = {"images": images, "vlm": "qwen2_5_vl"}
+    options = {"learning_rate": 0.1, "beta": 0.1}
+    run(tmp_path / "1", options=options, **case)
+    run(tmp_path / "2", 2, options={**options, **split, "parallelism_config": {"cp_size": 2}}, **case)
+    assert moved(tmp_path / "1") > 1e-3
+    assert apart(tmp_path / "1", tmp_path / "2") < 2e-6
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", rest_nightly(["agent", "environment"], 1))
 def test_a_split_model_learns_from_episodes_as_a_whole_one(feature, tmp_path):
     case = {"features": [feature], "others": str(tmp_path), "url": None, "chat": True}

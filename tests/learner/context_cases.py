@@ -21,7 +21,9 @@ from covey.process.context import ContextGroup
 from covey.process.sharding import Sharding, whole, whole_state
 from covey.process.world import World
 from covey.training.build_learner import networks_of
+from covey.types import Completion, Group
 from kit import learner_of, tiny_model
+from modalities.media_prompts import prompts, tiny_of
 
 PRESETS = [name for name, algorithm in CASES.items() if getattr(algorithm.critic, "model", "head") == "head"]
 QUICK_PRESETS = ["grpo", "gspo", "ppo", "clip-cov", "prompt mean", "sdar", "iw_opd", "opsd"]
@@ -125,6 +127,28 @@ def single(world, checkpoints=False):
     return step_of(alg.dapo(), Policy(made, pad_id=0), [groups_of(False)[1].take([0])], world)
 
 
+MEDIA = ("qwen2_5_vl", "qwen2_audio", "llava", "qwen2_5_omni")
+QUICK_MEDIA = MEDIA[:2]
+
+
+def media(kind, world, sharding=None):
+    """A step on prompts with an item, with two and with none, in groups of unequal size; the towers learn too."""
+    model, processor = tiny_of(kind)
+    policy = Policy(model.double(), pad_id=processor.tokenizer.pad_token_id)
+    draw, groups = torch.Generator().manual_seed(3), []
+    for prompt, lengths in zip(prompts(processor, kind), ((4, 2, 7), (5, 1), (6, 3), (2, 2)), strict=False):
+        ids = [torch.randint(3, 200, (n,), generator=draw) for n in lengths]
+        judged = torch.linspace(-1.0, 1.0, len(lengths), dtype=torch.float64)
+        completions = tuple(
+            Completion(token_ids=own, text="", finish="stop", ref_logp=torch.full((len(own),), -5.0).double())
+            for own in ids
+        )
+        groups.append(Group(prompt=prompt, completions=completions, advantages=judged))
+    policy = shared_out(policy, world)
+    policy.expect_media(groups[0].prompt)
+    return step_of(alg.grpo(kl=alg.KL(coefficient=0.1)), policy, groups, world, sharding)
+
+
 def trained(folder, processes, **changed):
     """A run of the trainer: weights, and what it logged."""
     torch.manual_seed(0)  # of the adapter
@@ -157,6 +181,7 @@ def work(folder, which):
         done["models"] = {name: model(name, pair) for name in MODELS}
         done["split"] = {name: preset(name, pair, Sharding()) for name in ("grpo", "ppo")}
         done["teachers"] = {name: teacher(name, pair) for name in TEACHERS}
+        done["media"] = {kind: media(kind, pair) for kind in QUICK_MEDIA}
         done["single"] = {again: single(pair, again) for again in (False, True)}
         done["runs"] = {
             name: trained(folder / name, 2, parallelism_config={"cp_size": 2}, **RUNS[name])
@@ -164,12 +189,14 @@ def work(folder, which):
         }
     if which == "every":
         done["presets"] = {name: preset(name, pair) for name in PRESETS}
+        done["media"] = {kind: media(kind, pair) for kind in MEDIA}
         done["runs"] = {
             name: trained(folder / name, 2, parallelism_config={"cp_size": 2}, **RUNS[name]) for name in RUNS
         }
     if which == "four":
         done["presets"] = {name: preset(name, pair) for name in ("grpo", "ppo")}
         done["split"] = {name: preset(name, pair, Sharding()) for name in ("grpo",)}
+        done["media"] = {kind: media(kind, pair, Sharding()) for kind in QUICK_MEDIA}
     torch.save(done, folder / f"{world.rank}.pt")
     torch.distributed.destroy_process_group()
 

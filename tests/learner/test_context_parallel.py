@@ -79,6 +79,11 @@ def test_a_split_model_shares_out_tokens_too(name, pair):
     expect_step([rank["split"][name] for rank in pair], cases.preset(name, World()))
 
 
+@pytest.mark.parametrize("kind", cases.QUICK_MEDIA)
+def test_images_and_sounds_in_prompts_have_the_gradient_of_whole_rows(kind, pair):
+    expect_step([rank["media"][kind] for rank in pair], cases.media(kind, World()))
+
+
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_a_process_without_a_token_that_predicts_something_keeps_pace(checkpoints, pair):
     expect_step([rank["single"][checkpoints] for rank in pair], cases.single(World(), checkpoints), 1e-5)
@@ -96,6 +101,17 @@ def test_two_groups_of_two_share_out_rows_and_tokens(name, four):
 
 def test_two_groups_of_two_with_a_split_model(four):
     expect_step([rank["split"]["grpo"] for rank in four], cases.preset("grpo", World()))
+
+
+@pytest.mark.parametrize("kind", cases.QUICK_MEDIA)
+def test_two_groups_of_two_with_a_split_model_and_media_in_some_rows(kind, four):
+    expect_step([rank["media"][kind] for rank in four], cases.media(kind, World()))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", cases.MEDIA)
+def test_every_kind_of_media_has_the_gradient_of_whole_rows(kind, every):
+    expect_step([rank["media"][kind] for rank in every], cases.media(kind, World()))
 
 
 @pytest.mark.nightly

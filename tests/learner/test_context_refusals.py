@@ -15,6 +15,7 @@ from covey.process.context import ContextGroup
 from covey.process.world import World
 from covey.training.build_learner import RunInputs, refuse_in_context
 from kit import tiny_model
+from modalities.media_prompts import prompts, tiny_of
 
 
 def inputs(tmp_path, model, algorithm):
@@ -61,6 +62,18 @@ def test_a_model_whose_rows_cannot_be_packed_is_refused():
         pytest.raises(ConfigError, match="BloomForCausalLM cannot share out .* rows cannot be packed"),
     ):
         policy.expect_context()
+
+
+@pytest.mark.parametrize(
+    "kind, reason",
+    [("gemma3", "tokens of an image attend to each other in both directions"), ("gemma3n", "gets per_layer_inputs")],
+)
+def test_a_model_whose_media_are_more_than_embeddings_is_refused_by_name(kind, reason):
+    model, processor = tiny_of(kind)
+    seen = prompts(processor, kind)[0]
+    policy = Policy(model, pad_id=0, packs_always=True, context=ContextGroup(World(context=2)))
+    with pytest.raises(ConfigError, match=f"cp_size=2, and {type(model).__name__} cannot share out .*: .*{reason}"):
+        policy.expect_media(seen)
 
 
 def test_a_layer_with_a_state_is_refused():

@@ -1,15 +1,15 @@
 """Tiny models of every kind, prompts with images or sounds for them, and what the models themselves make of these."""
 
 import torch
-from models import KINDS, picture, tiny_vlm
-from sound_models import KINDS as HEARING
-from sound_models import tiny_hearing_model, tone
 
 from covey.data.prompts import to_prompt
 from covey.learner.packing import Row
 from covey.models.modalities import banned_ids
 from covey.rollout import SamplingParams
 from covey.types import Completion
+from modalities.models import KINDS, picture, tiny_vlm
+from modalities.sound_models import KINDS as HEARING
+from modalities.sound_models import tiny_hearing_model, tone
 
 ALL = (*KINDS, *HEARING)
 EMBEDDED = tuple(kind for kind in ALL if kind not in ("gemma3", "gemma3n"))

@@ -76,10 +76,6 @@ REFUSALS = (
         "rollout_func is handed a trainer whose model fsdp has split, which cannot generate; leave one of them out, or use tools or "
         "environment_factory.",
     ),
-    _refusal(
-        ("context parallel", "media"),
-        "parallelism_config has cp_size, and the embeddings of images and sounds are placed in whole rows; leave it out.",
-    ),
     _refusal(("agent", "generate"), _UNSCORED),
     _refusal(
         ("media", "served teacher"),

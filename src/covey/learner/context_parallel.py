@@ -70,7 +70,11 @@ def attend(
 
 def expect_shared_out(model: Any, size: int, heads: Collection[AttentionHeads] | None) -> None:
     """Raise ConfigError, with the reason, if `size` processes cannot compute a row of the model together."""
-    reason = reason_against(model, size, heads)
+    expect_reason(model, size, reason_against(model, size, heads))
+
+
+def expect_reason(model: Any, size: int, reason: str | None) -> None:
+    """Raise ConfigError with the reason against sharing out the tokens of a row; None: there is none."""
     if reason is not None:
         raise ConfigError(
             f"parallelism_config has cp_size={size}, and {type(unwrapped(model)).__name__} cannot share out the tokens of a row: {reason}."
@@ -102,6 +106,6 @@ def takes(policy: Any, rows: Any) -> bool:
     group: ContextGroup | None = getattr(rows, "context", None)
     if not hasattr(rows, "context"):  # rows that are padded
         return True
-    if not policy.shares_prompts():
+    if not policy.shares_prompts() or not all(policy.embeds(entry.prompt) for entry in rows.placed[:1]):
         return False
     return group is None or reason_against(policy.model, group.size, policy.heads) is None

@@ -85,10 +85,11 @@ class Policy:
     """FSDP shards of the model; every process must then run the same number of forward passes."""
     context: ContextGroup | None = None
     """Processes that compute each row together; those of one group must run the same passes."""
+    embeds_media: bool | None = None
+    """True if the language model takes prompts with media as embeddings alone; None: the first of these is tried."""
     _head: Head | None = field(default=None, init=False)
     _is_split: bool | None = field(default=None, init=False)
     _is_shared: bool | None = field(default=None, init=False)
-    _is_embedded: bool | None = field(default=None, init=False)
     kernel: str = field(default="own", init=False)
     """Attention kernel of packed rows."""
     windows: dict[int, Window | None] = field(default_factory=dict, init=False)
@@ -143,7 +144,7 @@ class Policy:
         if self.shards is not None:
             self._splits()
             self._shares()
-            self._is_embedded = False  # only processes with media would make that trial
+            self.embeds_media = bool(self.embeds_media)  # only processes with media would make that trial
         return self
 
     def within(self, work: Callable[[], T]) -> T:
@@ -173,7 +174,9 @@ class Policy:
         seen = next((row.prompt for row in rows if row.prompt.media is not None), None)
         computing = (self,) if against is None else (self, against.policy)
         _ = [policy._splits() for policy in computing]  # a trial, which is not routed
-        if has_siblings and all(policy._shares() and (seen is None or policy._embeds(seen)) for policy in computing):
+        if seen is not None:
+            self.expect_media(seen)
+        if has_siblings and all(policy._shares() and (seen is None or policy.embeds(seen)) for policy in computing):
             packed: PaddedRows | SharedRows = share_rows(
                 rows, self.device, self.kernel, is_whole=self.auxiliary_coefficient != 0
             )
@@ -292,25 +295,25 @@ class Policy:
         """Model inputs for padded rows, and the submodule that computes hidden states from them."""
         if not rows.placed:
             return {"input_ids": rows.input_ids}, decoder_of(self.model)
-        if self._embeds(rows.placed[0].prompt):
+        if self.embeds(rows.placed[0].prompt):
             return placed_inputs(self.model, rows.input_ids, None, rows.placed), decoder_of(self.model)
         width = rows.input_ids.shape[1]
         media = media_inputs(self.model, rows.prompts, width, [0] * len(rows.prompts))
         inputs = {"input_ids": rows.input_ids, "attention_mask": rows.attention_mask, **media}
         return inputs, encoder_of(self.model)
 
-    def _embeds(self, prompt: Prompt) -> bool:
+    def embeds(self, prompt: Prompt) -> bool:
         """True if the language model takes prompts with media as embeddings alone; tried once, on this prompt."""
-        if self._is_embedded is None:
+        if self.embeds_media is None:
             reason = reason_against(self.model, prompt)
-            self._is_embedded = reason is None
+            self.embeds_media = reason is None
             if reason is not None:
                 logger.warning(
                     "%s computes media and prompts once a completion: %s.",
                     type(unwrapped(self.model)).__name__,
                     reason,
                 )
-        return self._is_embedded
+        return self.embeds_media
 
     def release(self, *, routers: bool = True) -> None:
         """Leave attention, layers with a state, and the routers as the model was loaded; the next pass switches them again."""
@@ -333,9 +336,17 @@ class Policy:
         if self.context is not None:
             context_parallel.expect_shared_out(self.model, self.context.size, self.heads if self._shares() else None)
 
+    def expect_media(self, prompt: Prompt) -> None:
+        """Raise ConfigError, with the reason, if several processes cannot compute a row with this prompt's media together."""
+        if self.context is not None and not self.embeds_media:
+            untried = "no prompt with media was there to try before fsdp split it"
+            reason = untried if self.shards is not None else reason_against(self.model, prompt)
+            context_parallel.expect_reason(self.model, self.context.size, reason)
+            self.embeds_media = True
+
     def shares_prompts(self) -> bool:
         """True if the completions of a group share the computation of their prompt."""
-        return self._is_embedded is not False and self._shares()
+        return self.embeds_media is not False and self._shares()
 
     def _shares(self) -> bool:
         """True if prompts can be shared, by the configuration and by a trial on two short completions, made once."""

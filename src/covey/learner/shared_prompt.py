@@ -368,5 +368,6 @@ def forward_kwargs(rows: SharedRows, model: Any) -> dict[str, Any]:
     unread = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=rows.input_ids.device)
     kwargs: dict[str, Any] = {"input_ids": rows.input_ids, "position_ids": rows.position_ids}
     if rows.placed:
-        kwargs = placed_inputs(model, rows.input_ids, rows.position_ids, rows.placed)
+        place = {} if rows.context is None else {"rank": rows.context.rank, "size": rows.context.size}
+        kwargs = placed_inputs(model, rows.input_ids, rows.position_ids, rows.placed, **place)
     return {**kwargs, "attention_mask": unread, "covey_rows": rows}

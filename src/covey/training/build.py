@@ -30,7 +30,7 @@ from covey.rollout.ahead import Ahead, OnDemand, PromptSupply
 from covey.rollout.asynchronous import AsynchronousSampler
 from covey.training.agents import Agents
 from covey.training.build_algorithm import languages_of
-from covey.training.build_learner import RunInputs, Shard, build_learner, build_networks, samples_here
+from covey.training.build_learner import RunInputs, Shard, build_learner, build_networks, learner_world, samples_here
 from covey.training.build_sampler import (
     agent_options,
     name_idle_options,
@@ -133,8 +133,9 @@ def build_prompts(
 
 
 def media_example(inputs: RunInputs) -> Prompt | None:
-    """A prompt of the data set with images or sounds, by which vLLM is compared with the learner; None for any other run."""
-    if inputs.args.rollout_backend != "vllm" or inputs.processor is None:
+    """A prompt of the data set with images or sounds, for a comparison with vLLM and for processes that share out rows; else None."""
+    is_read = inputs.args.rollout_backend == "vllm" or learner_world(inputs).context > 1
+    if not is_read or inputs.processor is None:
         return None
     return build_prompts(inputs, inputs.train_dataset, shuffle=False).first_with_media()
 
@@ -231,9 +232,9 @@ def build_parts(
     world, updates = inputs.world, counts.optimizer_steps_per_generation
     world.publish_stop(lambda: stop.requested)
     interruption = Interruption(lambda: world.hears_stop(stop.requested), world.any if world.size > 1 else None)
-    networks = build_networks(inputs, optimizers[0])
-    steps_per_epoch = updates * (num_prompts or 0) / counts.prompts_per_generation
     example = media_example(inputs)
+    networks = build_networks(inputs, optimizers[0], example)
+    steps_per_epoch = updates * (num_prompts or 0) / counts.prompts_per_generation
     sampler = build_sampler(inputs, networks.policy, interruption, example)
     on_policy = OnPolicyCheck(networks.policy, sampler.sampler if isinstance(sampler, GatheredSampler) else sampler)
     callbacks: dict[str, Any] = {"interruption": interruption, "before_first_update": on_policy}

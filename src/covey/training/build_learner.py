@@ -44,6 +44,7 @@ from covey.training.build_algorithm import build_algorithm as build_algorithm
 from covey.training.build_algorithm import choose_algorithm as choose_algorithm
 from covey.training.build_sampler import as_dict, sampling_params
 from covey.training.teaching import build_supervised, build_teacher, past_rule
+from covey.types import Prompt
 
 Shard = Callable[..., Shards]
 """Function that splits a module over the processes; `keeps_whole`: as of `Shards`."""
@@ -178,10 +179,6 @@ def learner_world(inputs: RunInputs) -> World:
 def refuse_in_context(inputs: RunInputs) -> None:
     """Raise ConfigError for what computes whole rows, or counts the tokens of one, where processes share out the tokens."""
     algorithm, name = inputs.algorithm, type(unwrapped(inputs.model)).__name__
-    expect_together(
-        "context parallel",
-        reads_media(inputs.model) and "media",
-    )
     if getattr(algorithm.critic, "model", None) == "separate":
         raise ConfigError(
             "parallelism_config has cp_size, and a separate critic computes whole rows on every process; take the critic as a head."
@@ -268,9 +265,10 @@ def build_guard_policy(args: GRPOConfig) -> GuardPolicy:
     return GuardPolicy(**{item.name: getattr(args, item.name) for item in fields(GuardPolicy)})
 
 
-def build_networks(inputs: RunInputs, optimizer: Any = None) -> Networks:
+def build_networks(inputs: RunInputs, optimizer: Any = None, example: Prompt | None = None) -> Networks:
     """Policy, reference and critic, sharded over processes if the run is; `optimizer`: the user's own.
 
+    `example`: a prompt with media, which the policy's processes must be able to compute together.
     Raises ConfigError for options that do not work with a sharded model.
     """
     args = inputs.args
@@ -279,6 +277,8 @@ def build_networks(inputs: RunInputs, optimizer: Any = None) -> Networks:
     if learner_world(inputs).context > 1:
         refuse_in_context(inputs)
     policy = on_accelerator(build_policy(inputs), is_split=args.sharding is not None and inputs.world.size > 1)
+    if example is not None:
+        policy.expect_media(example)
     if args.sharding is not None and args.sharding.offloads and inputs.world.size > 1:
         copies = int(inputs.algorithm.needs.reference) + int(past_rule(inputs.algorithm) is not None)
         copies *= int(not has_adapter(inputs.model))

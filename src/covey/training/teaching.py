@@ -159,7 +159,9 @@ class Maker:
                 "distill(..., dtype='float32') is exact and takes twice the memory.",
                 str(model.dtype).removeprefix("torch."),
             )
-        weights = replace(policy, model=model, auxiliary_coefficient=0.0, offloads=False, shards=None)
+        weights = replace(
+            policy, model=model, auxiliary_coefficient=0.0, offloads=False, shards=None, embeds_media=None
+        )
         weights = weights if self.shard is None else weights.sharded(self.shard)
         return self._made(weights, alignment=alignment)
 

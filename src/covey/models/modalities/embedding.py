@@ -164,12 +164,18 @@ def reason_against(model: Any, prompt: Prompt) -> str | None:
 
 
 def placed_inputs(
-    model: Any, input_ids: Tensor, position_ids: Tensor | None, placed: Sequence[Placed]
+    model: Any,
+    input_ids: Tensor,
+    position_ids: Tensor | None,
+    placed: Sequence[Placed],
+    *,
+    rank: int = 0,
+    size: int = 1,
 ) -> dict[str, Tensor]:
     """`inputs_embeds` [B, S, D] and `position_ids` for the language model, each prompt with media computed once.
 
     `input_ids` [B, S]; `position_ids` [B, S] of the rows as if all were text, from 0 in each row if None. Positions are
-    [3, B, S] where a prompt's are [3, L].
+    [3, B, S] where a prompt's are [3, L]. With `size`, the S tokens are `rank`, `rank + size`, ... of those that `placed` counts.
     """
     shape = input_ids.shape
     embeds = unwrapped(model).get_input_embeddings()(input_ids).flatten(0, 1)  # [B * S, D]
@@ -180,13 +186,18 @@ def placed_inputs(
     positions = position_ids.flatten().expand(3, -1).clone() if axes == 2 else position_ids.flatten().clone()
     index, values = [], []
     for entry, read in zip(placed, reads, strict=True):
-        steps = torch.arange(read.embeds.shape[0], device=input_ids.device)
         for start in entry.starts:
-            index.append(start + steps)
-            values.append(read.embeds.to(embeds.dtype))
-            positions[..., start : start + len(steps)] = read.positions
-        for begin, count in entry.follows:
-            positions[..., begin : begin + count] = read.next_position + torch.arange(count, device=input_ids.device)
+            first = (rank - start) % size  # of its tokens that are here
+            begin = (start + first) // size
+            mine, numbers = read.embeds[first::size], read.positions[..., first::size]
+            index.append(begin + torch.arange(len(mine), device=input_ids.device))
+            values.append(mine.to(embeds.dtype))
+            positions[..., begin : begin + len(mine)] = numbers
+        for start, count in entry.follows:
+            first = (rank - start) % size
+            begin = (start + first) // size
+            numbers = read.next_position + torch.arange(count, device=input_ids.device)[first::size]
+            positions[..., begin : begin + len(numbers)] = numbers
     embeds = embeds.index_put((torch.cat(index),), torch.cat(values))
     return {
         "inputs_embeds": embeds.view(*shape, -1),
