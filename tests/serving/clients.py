@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import openai
+import torch
 
 from forked import Forked
 
@@ -67,3 +68,25 @@ def foreign_environment(name: str, *packages: str) -> Path:
     if done.returncode:
         pytest.skip(f"{' '.join(packages)} could not be installed: {done.stderr[-300:]}")
     return python
+
+
+class Words:
+    """A sampler's tokenizer whose model writes these words, one after the other, token by token."""
+
+    def __init__(self, sampler, *words):
+        self.sampler, self.words = sampler, [sampler.tokenizer(word)["input_ids"] for word in words]
+        self.decode = sampler.forward.decode
+
+    def __enter__(self):
+        pending = iter([token for word in self.words for token in word])
+
+        def decode(ids, positions, batch):
+            logits = torch.full_like(self.decode(ids, positions, batch), -50.0)
+            logits[:, next(pending)] = 50.0
+            return logits
+
+        self.sampler.forward.decode = decode
+        return self
+
+    def __exit__(self, *_):
+        self.sampler.forward.decode = self.decode

@@ -9,7 +9,7 @@ from covey.rollout import NativeSampler
 from covey.serving import Endpoint, episodes_of
 from covey.types import Completion
 from environments.acting import chat_tokenizer, tiny_llama
-from serving.clients import client
+from serving.clients import Words, client
 
 
 @pytest.fixture(scope="module")
@@ -31,28 +31,6 @@ class Agent:
         if keep:
             self.messages = [*asked, {"role": "assistant", "content": reply.choices[0].message.content}]
         return reply
-
-
-class Words:
-    """A sampler's tokenizer whose model writes these words, one after the other, token by token."""
-
-    def __init__(self, sampler, *words):
-        self.sampler, self.words = sampler, [sampler.tokenizer(word)["input_ids"] for word in words]
-        self.decode = sampler.forward.decode
-
-    def __enter__(self):
-        pending = iter([token for word in self.words for token in word])
-
-        def decode(ids, positions, batch):
-            logits = torch.full_like(self.decode(ids, positions, batch), -50.0)
-            logits[:, next(pending)] = 50.0
-            return logits
-
-        self.sampler.forward.decode = decode
-        return self
-
-    def __exit__(self, *_):
-        self.sampler.forward.decode = self.decode
 
 
 def recorded(sampler, act):

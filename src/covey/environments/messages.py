@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from covey.environments.call_forms import WrittenCall, read_json
+from covey.environments.thoughts import FIELDS as THOUGHT_FIELDS
 from covey.types import Completion, Group, Message, Prompt
 
 _CHANNEL_MESSAGE = re.compile(
     r"(?P<header>(?:(?!<\|message\|>|<\|end\|>).)*)<\|message\|>(?P<content>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)|$)",
     re.DOTALL,
 )
-_THOUGHTS = ("reasoning_content", "thinking")
 
 
 def with_messages(group: Group, tokenizer: Any) -> Group:
@@ -21,28 +21,36 @@ def with_messages(group: Group, tokenizer: Any) -> Group:
     Unchanged where the prompt is no chat, or the whole text is the content.
     """
     prompt = group.prompt
-    if prompt.messages is None or not (getattr(tokenizer, "response_template", None) or _has_channels(tokenizer)):
+    if prompt.messages is None or not has_form(tokenizer):
         return group
     read = lambda done: replace(done, messages=(_message(done, prompt, tokenizer),)) if done.messages is None else done
     return replace(group, completions=tuple(read(completion) for completion in group.completions))
 
 
 def _message(done: Completion, prompt: Prompt, tokenizer: Any) -> Message:
-    ids = done.token_ids.tolist()
-    message: dict[str, Any] = {"role": "assistant", "content": done.text}
+    parsed = message_in(tokenizer, done.token_ids.tolist(), prompt.token_ids, prompt.columns.get("tools"))
+    return {"role": "assistant", "content": done.text} if parsed is None else parsed
+
+
+def has_form(tokenizer: Any) -> bool:
+    """True if a tokenizer's turns are read by its `response_template` or by harmony's channels."""
+    return bool(getattr(tokenizer, "response_template", None)) or _has_channels(tokenizer)
+
+
+def message_in(tokenizer: Any, ids: Sequence[int], prefix: Sequence[int], tools: Any) -> dict[str, Any] | None:
+    """The message of a turn where `has_form`; None where the turn does not follow its response template."""
     if getattr(tokenizer, "response_template", None):
-        parsed = parsed_response(tokenizer, ids, prompt.token_ids, prompt.columns.get("tools"))
-        return message if parsed is None else parsed
-    text = tokenizer.decode(ids, skip_special_tokens=False)
+        return parsed_response(tokenizer, ids, prefix, tools)
+    text = tokenizer.decode(list(ids), skip_special_tokens=False)
     shown, _ = read_channels(text)
-    return message | {"content": without_specials(shown, tokenizer), **thoughts_in(text)}
+    return {"role": "assistant", "content": without_specials(shown, tokenizer), **thoughts_in(text)}
 
 
-def without_specials(text: str, tokenizer: Any) -> str:
+def without_specials(text: str, tokenizer: Any, strips: bool = True) -> str:
     """The text without special tokens."""
     for token in tokenizer.all_special_tokens:
         text = text.replace(token, "")
-    return text.strip()
+    return text.strip() if strips else text
 
 
 # -- a tokenizer's response template --------------------------------------------------------------------------------
@@ -65,7 +73,7 @@ def parsed_response(
 
 def thoughts_of(message: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a message that hold thoughts."""
-    return {name: message[name] for name in _THOUGHTS if message.get(name)}
+    return {name: message[name] for name in THOUGHT_FIELDS if message.get(name)}
 
 
 # -- channels: gpt-oss' harmony -------------------------------------------------------------------------------------

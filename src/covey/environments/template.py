@@ -23,6 +23,7 @@ from covey.environments.call_forms import (
 )
 from covey.environments.keyed_calls import keyed_form
 from covey.environments.messages import parsed_response, read_channels, thoughts_in, thoughts_of, without_specials
+from covey.environments.thoughts import thought_marks
 from covey.errors import ModelError
 from covey.types import Message
 
@@ -65,6 +66,7 @@ class Template:
         self._in_parts: frozenset[str] = frozenset()
         """Roles whose content the template reads in parts alone, as those of images may."""
         self._in_parts = self._roles_in_parts([_ASK], "qxquestion")
+        self.marks = None if self._has_response_template else thought_marks(tokenizer)
         self._form = self._learn_form()
         if has_bridges:
             answer = {"role": "tool", "name": NAME, "content": "qxresult", "tool_call_id": self.call_id(NAME)}
@@ -91,19 +93,38 @@ class Template:
 
     def turn_in(self, token_ids: Sequence[int], prefix: Sequence[int]) -> tuple[str, list[WrittenCall], dict[str, Any]]:
         """`calls_in` of a turn behind the tokens `prefix`, and the fields of its message with thoughts, where these are told apart."""
+        head, text, calls, thoughts = self.parts_in(token_ids, prefix)
+        return (without_specials(head, self.tokenizer, strips=False) + text).strip(), calls, thoughts
+
+    def parts_in(
+        self, token_ids: Sequence[int], prefix: Sequence[int]
+    ) -> tuple[str, str, list[WrittenCall], dict[str, Any]]:
+        """`turn_in` with the thoughts between `marks` before the text, in which no call is looked for."""
         ids = list(token_ids)
         while ids and ids[-1] in self.eos_ids:
             ids.pop()
         if self._has_response_template:
             message = parsed_response(self.tokenizer, ids, prefix, self.tools)
             if message is None:
-                return self.tokenizer.decode(ids, skip_special_tokens=True), [], {}
-            return message["content"], _calls_of(message), thoughts_of(message)
+                return "", self.tokenizer.decode(ids, skip_special_tokens=True), [], {}
+            return "", message["content"], _calls_of(message), thoughts_of(message)
         whole = self.tokenizer.decode(ids, skip_special_tokens=False)
-        text, calls = self._form(whole)
+        head, rest = self._thought_first(whole, prefix)
+        text, calls = self._form(rest)
         thoughts = thoughts_in(whole) if self._form is read_channels else {}
         shown = without_specials(text, self.tokenizer)
-        return shown.removesuffix(self._wrapper).strip() if calls else shown, calls, thoughts
+        return head, shown.removesuffix(self._wrapper).strip() if calls else shown, calls, thoughts
+
+    def _thought_first(self, text: str, prefix: Sequence[int]) -> tuple[str, str]:
+        """A turn's thoughts with their marks, and what follows. Thoughts without an end are no thoughts: a call may end them."""
+        if self._form is read_channels or self.marks is None:
+            return "", text
+        is_open = self.marks.are_open(self.tokenizer.decode(list(prefix)[-16:], skip_special_tokens=False))
+        end = text.find(self.marks.closes) + len(self.marks.closes)
+        if end < len(self.marks.closes) or not (is_open or text.lstrip().startswith(self.marks.opens)):
+            return "", text
+        rest = text[end:].lstrip()
+        return text[: len(text) - len(rest)], rest
 
     @property
     def _has_response_template(self) -> bool:

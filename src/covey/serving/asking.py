@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from covey.data import chat_ids, num_embeddings
-from covey.environments import Template
-from covey.errors import CoveyError, ModelError, did_you_mean
+from covey.data import num_embeddings
+from covey.environments.thoughts import ThoughtMarks, thought_marks
+from covey.errors import CoveyError, did_you_mean
 from covey.models import context_limit, unwrapped
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.prompts import as_prompts
 from covey.rollout.sampler import DEFAULT_ROWS
+from covey.serving.chats import chat_prompt, messages_in, reader_of, rendered, tools_in
 from covey.serving.engine import PromptRequest
 from covey.serving.errors import APIError, bad
 from covey.serving.fields import Fields
 from covey.serving.limits import Limits
 from covey.serving.tokenizers import Tokenizers
+from covey.serving.turns import TurnReader
 from covey.types import Prompt
 
 MOST_TOP = 20
@@ -49,8 +50,10 @@ class APIRequest:
     echoes: bool = False
     user: str | None = None
     """Who asks, by the client's own word."""
-    template: Template | None = None
-    """Reader of tool calls. None: none are looked for."""
+    reader: TurnReader | None = None
+    """Reader of the turns of a chat. None: this is none."""
+    includes_reasoning: bool = True
+    """False: thoughts are read apart, and left out of the answer."""
 
     @property
     def n(self) -> int:
@@ -63,20 +66,29 @@ class Reader:
     def __init__(self, samplers: Mapping[str, NativeSampler], limits: Limits) -> None:
         self.samplers, self.limits = samplers, limits
         self.tokenizers = Tokenizers()
+        self._marks_by_template: dict[str, ThoughtMarks | None] = {}
 
     def chat(self, body: Any) -> APIRequest:
         """Request to /v1/chat/completions. Raises APIError."""
         fields = Fields(body)
         name, sampler = self._model(fields)
-        messages, tools = _messages(fields), _tools(fields)
-        options = fields.mapping("chat_template_kwargs")
-        add_prompt = fields.flag("add_generation_prompt", True)
         if not getattr(sampler.tokenizer, "chat_template", None):
             raise bad(f"The tokenizer of {name} has no chat template; use /v1/completions.", "messages")
-        size = _refuse_long([messages, tools, options], context_limit(unwrapped(sampler.model)))
+        marks = self._marks(sampler)
+        messages, tools = messages_in(fields, None if marks is None else marks.field), tools_in(fields)
+        options = fields.mapping("chat_template_kwargs")
+        add_prompt = fields.flag("add_generation_prompt", True)
+        separates, includes = fields.flag("separate_reasoning", True), fields.flag("include_reasoning", True)
+        options |= {"tools": tools} if tools else {}
+        size = _refuse_long([messages, options], context_limit(unwrapped(sampler.model)))
+
+        def render(messages: Sequence[Mapping[str, Any]], add_prompt: bool) -> list[int]:
+            with self.tokenizers.of(sampler, size) as tokenizer:
+                return rendered(tokenizer, messages, options, add_prompt, reader.template)
+
         with self.tokenizers.of(sampler, size) as tokenizer:
-            template = _template(tokenizer, sampler.eos_ids, tools, options) if tools else None
-            prompt = _chat_prompt(tokenizer, messages, tools, options, add_prompt, template)
+            reader = reader_of(tokenizer, sampler.eos_ids, options, render, marks, separates=separates)
+            prompt = chat_prompt(tokenizer, messages, options, add_prompt, reader)
         logprobs, top = fields.flag("logprobs"), fields.whole("top_logprobs", None, 0, MOST_TOP)
         if top is not None and not logprobs:
             raise bad("top_logprobs needs logprobs: true.", "top_logprobs")
@@ -84,7 +96,7 @@ class Reader:
         most = older if most is None else most
         num_top = (top or 0) if logprobs else None
         n = fields.whole("n", 1, 1)
-        return self._request(fields, name, sampler, [prompt], most, num_top, n, template=template, is_chat=True)
+        return self._request(fields, name, sampler, [prompt], most, num_top, n, reader=reader, includes=includes)
 
     def completion(self, body: Any) -> APIRequest:
         """Request to /v1/completions. Raises APIError."""
@@ -128,6 +140,14 @@ class Reader:
         with self.tokenizers.of(sampler, len(ids)) as tokenizer:
             return {"prompt": tokenizer.decode(ids)}
 
+    def _marks(self, sampler: NativeSampler) -> ThoughtMarks | None:
+        """The marks of thoughts in the chat template."""
+        template = str(sampler.tokenizer.chat_template)
+        if template not in self._marks_by_template:
+            with self.tokenizers.of(sampler, 0) as tokenizer:
+                self._marks_by_template[template] = thought_marks(tokenizer)
+        return self._marks_by_template[template]
+
     def _model(self, fields: Fields) -> tuple[str, NativeSampler]:
         name = fields.text("model") or next(iter(self.samplers))
         if name not in self.samplers:
@@ -146,8 +166,8 @@ class Reader:
         n: int,
         *,
         echoes: bool = False,
-        is_chat: bool = False,
-        template: Template | None = None,
+        reader: TurnReader | None = None,
+        includes: bool = True,
     ) -> APIRequest:
         self._check_choices(n, len(prompts), sampler)
         streams = fields.flag("stream")
@@ -177,14 +197,15 @@ class Reader:
         return APIRequest(
             model=name,
             prompt_requests=tuple(prompt_requests),
-            is_chat=is_chat,
+            is_chat=reader is not None,
             is_streamed=streams,
             includes_usage=usage,
             returns_ids=returns_ids,
             names_by_id=names_by_id,
             echoes=echoes,
             user=user,
-            template=template,
+            reader=reader and replace(reader, stop=params.stop),
+            includes_reasoning=includes,
         )
 
     def _check_choices(self, n: int, prompts: int, sampler: NativeSampler) -> None:
@@ -300,97 +321,3 @@ def _plain_prompts(value: Any) -> list[Any]:
         if all(isinstance(item, str) for item in value) or all(_is_ids(item) for item in value):
             return value
     raise bad("prompt must be a text, a list of token ids, or a list of either.", "prompt")
-
-
-def _messages(fields: Fields) -> list[dict[str, Any]]:
-    messages = fields.take("messages")
-    if not isinstance(messages, list) or not messages:
-        raise bad("messages must be a list of at least one message.", "messages")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _message(raw: Any, place: str) -> dict[str, Any]:
-    """With its content as one text and the arguments of its tool calls as objects, which chat templates expect."""
-    if not isinstance(raw, dict) or not isinstance(raw.get("role"), str):
-        raise bad(f"{place} must be an object with a role.", place)
-    message = {name: value for name, value in raw.items() if value is not None}
-    content = raw.get("content")
-    if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if not all(isinstance(part, str) for part in parts):
-            raise bad(f"{place}.content has a part that is no text; only text is read.", place)
-        content = "".join(str(part) for part in parts)
-    if content is not None and not isinstance(content, str):
-        raise bad(f"{place}.content must be a text, or a list of text parts.", place)
-    message["content"] = content or ""
-    if content is None and not raw.get("tool_calls"):
-        raise bad(f"{place} has no content.", place)
-    if "tool_calls" in message:
-        if not isinstance(raw["tool_calls"], list):
-            raise bad(f"{place}.tool_calls must be a list.", place)
-        message["tool_calls"] = [_tool_call(call, f"{place}.tool_calls") for call in raw["tool_calls"]]
-    return message
-
-
-def _tool_call(raw: Any, place: str) -> dict[str, Any]:
-    function = raw.get("function") if isinstance(raw, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise bad(f"{place} must hold objects with a function and its name.", place)
-    arguments = function.get("arguments") or "{}"
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise bad(f"{place} has arguments that are no JSON ({error}).", place) from error
-    return {**raw, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
-
-
-def _tools(fields: Fields) -> list[dict[str, Any]]:
-    """The tools that the model is shown; [] with tool_choice "none"."""
-    tools, choice = fields.take("tools", []), fields.take("tool_choice", "auto")
-    is_tool = lambda x: isinstance(x, dict) and isinstance(x.get("function"), dict) and "name" in x["function"]
-    if not isinstance(tools, list) or not all(map(is_tool, tools)):
-        raise bad("tools must be a list of objects with a function and its name.", "tools")
-    if choice not in ("auto", "none"):
-        sentence = 'tool_choice must be "auto" or "none": a model cannot be forced to call a tool here.'
-        raise bad(sentence, "tool_choice", "unsupported_parameter")
-    return [] if choice == "none" else tools
-
-
-def _template(
-    tokenizer: Any, eos_ids: Sequence[int], tools: list[dict[str, Any]], options: Mapping[str, Any]
-) -> Template:
-    try:
-        return Template(tokenizer, eos_ids, {**options, "tools": tools}, has_bridges=False)
-    except ModelError as error:
-        raise bad(f"No tools with this model: {error}", "tools", "unsupported_parameter") from error
-
-
-def _chat_prompt(
-    tokenizer: Any,
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]],
-    options: Mapping[str, Any],
-    add_prompt: bool,
-    template: Template | None,
-) -> Prompt:
-    shown = [_as_text(message) for message in messages] if template and template.takes_text_arguments else messages
-    extra: dict[str, Any] = {**options, "tools": tools} if tools else dict(options)
-    for name in ("conversation", "tokenize", "return_dict", "return_tensors", "add_generation_prompt", "chat_template"):
-        if name in options:
-            raise bad(f"chat_template_kwargs may not hold {name}.", "chat_template_kwargs")
-    try:
-        ids = chat_ids(tokenizer, shown, add_generation_prompt=add_prompt, **extra)
-    except Exception as error:
-        raise bad(f"The model's chat template refuses these messages: {error}", "messages") from error
-    return Prompt(uid="0", messages=tuple(messages), token_ids=tuple(ids), columns={"tools": tools} if tools else {})
-
-
-def _as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """With the arguments of tool calls as JSON texts."""
-    if "tool_calls" not in message:
-        return message
-    text = lambda call: {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
-    return {**message, "tool_calls": [{**call, "function": text(call)} for call in message["tool_calls"]]}

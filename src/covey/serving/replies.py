@@ -2,13 +2,14 @@
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from covey.environments.call_forms import WrittenCall, typed_argument
+from covey.environments.thoughts import ThoughtStream, beginning_of
 from covey.rollout.live import Top
 from covey.serving.asking import APIRequest
 from covey.serving.engine import Ended, Ticket, Token
+from covey.serving.turns import final_text
 from covey.types import Completion
 
 Reported = tuple[int, "float | None", Top]
@@ -26,7 +27,10 @@ class Choice:
             tokenizer,
         )
         self.sample, self.index = sample, index
-        self.stream = TextStream(tokenizer, self.prompt_request.params.stop)
+        self.reader = api_request.reader
+        self.stream = TextStream(self.reader or tokenizer, self.prompt_request.params.stop)
+        marks = None if self.reader is None else self.reader.marks
+        self.thoughts = ThoughtStream(marks, self.reader.are_open(self._prompt_ids)) if self.reader and marks else None
         self.finish: str | None = None
         self.stop_reason: str | None = None
         self._unsent: list[Reported] = []
@@ -47,15 +51,26 @@ class Choice:
         else:
             text = self.stream.push(event.token)
             self._unsent.append((event.token, event.logprob, event.top))
-            if self.api_request.template is not None or not text:
+            if not text or (self.reader is not None and self.reader.is_whole):
                 return None  # a call of a tool is read when it is whole
         tokens, self._unsent = self._unsent, []
         if not self.api_request.is_chat:
             return self._choice({"text": text}, tokens)
-        message: dict[str, Any] = self._message() if self.api_request.template is not None else {"content": text}
-        if "tool_calls" in message:
-            message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
-        return self._choice({"delta": message}, tokens)
+        return self._choice({"delta": self._delta(text, is_end=isinstance(event, Ended))}, tokens)
+
+    def _delta(self, text: str, is_end: bool) -> dict[str, Any]:
+        if self.reader is not None and self.reader.is_whole:
+            message = self._message()
+            if "tool_calls" in message:
+                message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
+            return message
+        thoughts, content = ("", text) if self.thoughts is None else self.thoughts.push(text, is_end)
+        return {"content": content, **self._thoughts(thoughts)}
+
+    def _thoughts(self, thoughts: str) -> dict[str, str]:
+        """Under the names of SGLang and vLLM."""
+        is_shown = thoughts and self.api_request.includes_reasoning
+        return {"reasoning_content": thoughts, "reasoning": thoughts} if is_shown else {}
 
     def _end(self, stopped: bool) -> str:
         """Record the finish reason. Returns the rest of the text."""
@@ -89,25 +104,31 @@ class Choice:
             is_whole = "message" in content or ids is not None
             choice["token_ids"] = self.stream.token_ids if is_whole else [token for token, _, _ in tokens]
             if not self.api_request.is_chat:
-                choice["prompt_token_ids"] = list(self.prompt_request.prompt.token_ids)
+                choice["prompt_token_ids"] = list(self._prompt_ids)
         return choice
 
     def _prompt_text(self) -> str:
         text = self.prompt_request.prompt.text
-        return str(self.tokenizer.decode(list(self.prompt_request.prompt.token_ids))) if text is None else text
+        return str(self.tokenizer.decode(list(self._prompt_ids))) if text is None else text
 
     def _prompt_tokens(self) -> list[Reported]:
         if self.prompt_request.num_top is None:
             return []
-        ids = self.prompt_request.prompt.token_ids
+        ids = self._prompt_ids
         scored = zip(ids[1:], self.ticket.scored, strict=True)
         return [(ids[0], None, ()), *((token, logprob, top) for token, (logprob, top) in scored)]
 
+    @property
+    def _prompt_ids(self) -> tuple[int, ...]:
+        return self.prompt_request.prompt.token_ids
+
     def _message(self) -> dict[str, Any]:
-        """Content and tool calls. Sets `finish` to "tool_calls" where there are some."""
-        content, calls = self._calls()
-        if not calls:
+        """Content, thoughts and tool calls. Sets `finish` to "tool_calls" where there are some."""
+        if self.reader is None:
             return {"content": self.stream.whole}
+        turn = self.reader.turn(self.stream.token_ids, self._prompt_ids)
+        if not turn.calls:
+            return {"content": turn.content, **self._thoughts(turn.thoughts)}
         self.finish = "tool_calls" if self.finish == "stop" else self.finish
         shown = [
             {
@@ -115,31 +136,9 @@ class Choice:
                 "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
             }
-            for call in calls
+            for call in turn.calls
         ]
-        return {"content": content or None, "tool_calls": shown}
-
-    def _calls(self) -> tuple[str, list[WrittenCall]]:
-        """Text outside of the calls, and the calls. One that cannot be read leaves the whole turn a text."""
-        if self.api_request.template is None:
-            return "", []
-        content, calls = self.api_request.template.calls_in(self.stream.token_ids)
-        if any(call.problem for call in calls):
-            return "", []
-        return content, [self._typed(call) for call in calls]
-
-    def _typed(self, call: WrittenCall) -> WrittenCall:
-        """With arguments that a template writes as text converted to the types of the tool's schema."""
-        tools = self.prompt_request.prompt.columns.get("tools", ())
-        schema: Mapping[str, Any] = next(
-            (tool["function"] for tool in tools if tool["function"]["name"] == call.name), {}
-        )
-        properties = (schema.get("parameters") or {}).get("properties", {})
-        if not isinstance(call.arguments, Mapping):
-            return call
-        return WrittenCall(
-            call.name, {name: typed_argument(x, properties.get(name)) for name, x in call.arguments.items()}
-        )
+        return {"content": turn.content or None, **self._thoughts(turn.thoughts), "tool_calls": shown}
 
     # -- log-probabilities ------------------------------------------------------------------------------------------
 
@@ -211,16 +210,6 @@ def new_id(is_chat: bool) -> str:
     return ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex
 
 
-def final_text(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str]) -> tuple[str, str | None]:
-    """Text of a whole completion without special tokens, cut before the first stop string; and that string, if any."""
-    text = tokenizer.decode(list(token_ids), skip_special_tokens=True)
-    hits = [(text.index(stop_string), stop_string) for stop_string in stop if stop_string in text]
-    if not hits:
-        return text, None
-    at, reason = min(hits)
-    return text[:at], reason
-
-
 class TextStream:
     """Pieces of a completion's text. Together they are `final_text`."""
 
@@ -255,15 +244,10 @@ class TextStream:
         hits = [self._text.index(stop_string) for stop_string in self._stop if stop_string in self._text]
         if hits:
             return min(hits)
-        held = max((_overlap(self._text, stop_string) for stop_string in self._stop), default=0)
+        held = max((beginning_of(self._text, stop_string) for stop_string in self._stop), default=0)
         return len(self._text) - held
 
     def _release(self, until: int) -> str:
         piece = self._text[self._sent : until]
         self._sent = max(self._sent, until)
         return piece
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

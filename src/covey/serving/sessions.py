@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from covey.environments import Template
+from covey.environments.thoughts import message_thoughts, without_thoughts
 from covey.rollout import SamplingParams
 from covey.serving.asking import APIRequest
 from covey.serving.engine import Call, PromptRequest
 from covey.serving.errors import APIError
+from covey.serving.turns import TurnReader
 from covey.types import Completion, Finish, Message, Prompt
 
 
@@ -24,37 +25,45 @@ class Answered:
     """As it was read."""
     rendered: tuple[int, ...]
     """Its messages through the chat template."""
-    template: Template | None
-    """Parser of its tool calls; None: the model was shown no tools."""
+    reader: TurnReader
+    """Of its answers."""
     completions: tuple[Completion, ...]
 
 
-def continued(prompt: Prompt, answered: Sequence[Answered], eos_ids: Sequence[int]) -> Prompt:
+def continued(
+    prompt: Prompt, answered: Sequence[Answered], eos_ids: Sequence[int], reader: TurnReader | None = None
+) -> Prompt:
     """The prompt with the drawn tokens of the longest earlier answer that it continues; unchanged if it continues none.
 
     A client sends the whole conversation as text. Where its messages begin with those of an earlier call and the answer that this
     call got, the prompt's ids are that call's prompt, its answer as drawn, and what the chat template puts behind the model's turn.
+    The client may leave out the thoughts of answers, and so may the template. `reader`: of the prompt's own request.
     """
-    if prompt.messages is None:
+    if prompt.messages is None or reader is None:
         return prompt
     for call in sorted(answered, key=lambda candidate: -len(candidate.prompt.messages or ())):
         for done in reversed(call.completions):
-            ids = _try_continue(prompt, call, done, frozenset(eos_ids))
+            ids = _try_continue(prompt, call, done, frozenset(eos_ids), reader)
             if ids is not None:
                 return replace(prompt, token_ids=ids)
     return prompt
 
 
-def _try_continue(prompt: Prompt, call: Answered, done: Completion, eos_ids: frozenset[int]) -> tuple[int, ...] | None:
+def _try_continue(
+    prompt: Prompt, call: Answered, done: Completion, eos_ids: frozenset[int], reader: TurnReader
+) -> tuple[int, ...] | None:
     before, now = call.prompt.messages, prompt.messages
-    if before is None or now is None or len(now) <= len(before) or now[: len(before)] != before:
+    if before is None or now is None or len(now) <= len(before) or not all(map(_are_same, before, now)):
         return None
     if not _is_answer(now[len(before)], call, done):
         return None
-    fresh, length = prompt.token_ids, len(call.rendered)
-    if fresh[:length] != call.rendered:
-        return None
-    end = next((i for i in range(length, len(fresh)) if fresh[i] in eos_ids), None)
+    fresh, start = list(prompt.token_ids), len(call.rendered)
+    if tuple(fresh[:start]) != call.rendered:  # thoughts are left out, by the client or by the template
+        short = reader.behind(now[len(before) :]) if reader.options == call.reader.options else None
+        if short is None:
+            return None
+        fresh, start = short
+    end = next((i for i in range(start, len(fresh)) if fresh[i] in eos_ids), None)
     if end is None:
         return None
     written = tuple(done.token_ids.tolist())
@@ -63,16 +72,26 @@ def _try_continue(prompt: Prompt, call: Answered, done: Completion, eos_ids: fro
     return (*call.prompt.token_ids, *written, *behind)
 
 
+def _are_same(before: Message, now: Message) -> bool:
+    """True if two messages differ in nothing but thoughts that one of them leaves out."""
+    first, second = without_thoughts([before, now])
+    thoughts = {message_thoughts(before), message_thoughts(now)} - {""}
+    return first == second and len(thoughts) < 2
+
+
 def _is_answer(message: Message, call: Answered, done: Completion) -> bool:
-    """True if an assistant's message is what the client was answered."""
+    """True if an assistant's message is what the client was answered, with its thoughts or without."""
     if message.get("role") != "assistant":
         return False
-    text, calls = (done.text, []) if call.template is None else call.template.calls_in(done.token_ids.tolist())
+    turn = call.reader.turn(done.token_ids.tolist(), call.prompt.token_ids)
     functions = [tool_call.get("function") or {} for tool_call in message.get("tool_calls") or ()]
-    if len(functions) != len(calls) or (message.get("content") or "") != text:
+    if len(functions) != len(turn.calls) or message_thoughts(message) not in ("", turn.thoughts):
+        return False
+    if (message.get("content") or "") not in (turn.content, *(() if turn.calls else (done.text,))):
         return False
     return all(
-        _same(function, written.name, written.arguments) for function, written in zip(functions, calls, strict=True)
+        _same(function, written.name, written.arguments)
+        for function, written in zip(functions, turn.calls, strict=True)
     )
 
 
@@ -95,8 +114,8 @@ class Session:
     """The limit that a call was refused for."""
     is_open: bool = True
     num_draws: Counter[tuple[int, ...]] = field(default_factory=Counter)
-    rendered: dict[tuple[int, ...], tuple[tuple[int, ...], Template | None]] = field(default_factory=dict)
-    """By the ids of each prompt that was read: its messages through the chat template, and what reads calls of tools."""
+    rendered: dict[tuple[int, ...], tuple[tuple[int, ...], TurnReader]] = field(default_factory=dict)
+    """By the ids of each prompt of a chat: its messages through the chat template, and what reads its answers."""
 
     def seed(self, prompt: Prompt) -> int:
         """Of the next answer to this prompt."""
@@ -105,15 +124,15 @@ class Session:
         words = f"{self.key}\0{again}\0{' '.join(map(str, prompt.token_ids))}".encode()
         return int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "little")
 
-    def continued(self, prompt: Prompt, template: Template | None, eos_ids: Sequence[int]) -> Prompt:
+    def continued(self, prompt: Prompt, reader: TurnReader | None, eos_ids: Sequence[int]) -> Prompt:
         """The prompt with the tokens of earlier answers as they were drawn."""
-        answered = []
-        for call in self.calls:
-            shown = call.group.prompt
-            rendered, reads = self.rendered[shown.token_ids]
-            answered.append(Answered(shown, rendered, reads, call.group.completions))
-        continuation = continued(prompt, answered, eos_ids)
-        self.rendered[continuation.token_ids] = (prompt.token_ids, template)
+        chats = [call.group for call in self.calls if call.group.prompt.token_ids in self.rendered]
+        answered = [
+            Answered(group.prompt, *self.rendered[group.prompt.token_ids], group.completions) for group in chats
+        ]
+        continuation = continued(prompt, answered, eos_ids, reader)
+        if reader is not None:
+            self.rendered[continuation.token_ids] = (prompt.token_ids, reader)
         return continuation
 
     def read(self, prompt: Prompt) -> int:
@@ -154,18 +173,16 @@ class Sessions:
             return replace(
                 api_request,
                 prompt_requests=tuple(
-                    self._drawn(session, prompt_request, api_request.template)
+                    self._drawn(session, prompt_request, api_request.reader)
                     for prompt_request in api_request.prompt_requests
                 ),
             )
 
-    def _drawn(self, session: Session, prompt_request: PromptRequest, template: Template | None) -> PromptRequest:
+    def _drawn(self, session: Session, prompt_request: PromptRequest, reader: TurnReader | None) -> PromptRequest:
         if self.max_turns is not None and sum(session.num_draws.values()) >= self.max_turns:
             session.finish = "turns"
             raise APIError(400, f"The episode has had its {self.max_turns} calls.", code="too_many_turns")
-        prompt_request = replace(
-            prompt_request, prompt=session.continued(prompt_request.prompt, template, self.eos_ids)
-        )
+        prompt_request = replace(prompt_request, prompt=session.continued(prompt_request.prompt, reader, self.eos_ids))
         room = self.max_tokens - session.read(prompt_request.prompt)
         if room < 1:
             session.finish = "length"

@@ -1,0 +1,107 @@
+"""Thoughts of a reasoning model: the words that mark them in a turn, as its chat template writes them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from covey.environments.call_forms import last_word
+
+FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a message that hold thoughts, by the servers and templates of today."""
+_WORD = "qxthought"
+_PAIRS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+"""Marks that templates without such a field mention, as DeepSeek R1's does."""
+
+
+@dataclass(frozen=True)
+class ThoughtMarks:
+    """The words around thoughts, and the field in which the template takes those of an earlier turn, if it has one."""
+
+    opens: str
+    closes: str
+    field: str | None
+
+    def split(self, text: str, is_open: bool) -> tuple[str, str]:
+        """Thoughts of a turn's text, empty if it has none, and the rest. `is_open`: the prompt opened them."""
+        return ThoughtStream(self, is_open).push(text, is_end=True)
+
+    def are_open(self, prompt: str) -> bool:
+        """True where a prompt ends with the word that opens thoughts."""
+        return prompt.rstrip().endswith(self.opens)
+
+
+def thought_marks(tokenizer: Any) -> ThoughtMarks | None:
+    """The marks of the thoughts in a tokenizer's chat template; None where it has none."""
+    ask = {"role": "user", "content": "qxquestion"}
+    for field in FIELDS:
+        answer = {"role": "assistant", "content": "qxanswer", field: _WORD}
+        try:
+            text = str(tokenizer.apply_chat_template([ask, answer], tokenize=False))
+        except Exception:  # noqa: BLE001 - a template is a program and may raise anything
+            continue
+        before, word, behind = text.partition(_WORD)
+        opens, closes = last_word(before), last_word(behind, first=True)
+        if word and opens[:1] in ("<", "[") and closes[:1] in ("<", "["):
+            return ThoughtMarks(opens, closes, field)
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    return next((ThoughtMarks(*pair, None) for pair in _PAIRS if pair[1] in template), None)
+
+
+def message_thoughts(message: Mapping[str, Any]) -> str:
+    """The thoughts of a message, in the first of the fields for them that has some."""
+    return str(next((message[name] for name in FIELDS if message.get(name)), ""))
+
+
+def without_thoughts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages without their fields for thoughts."""
+    return [{name: value for name, value in message.items() if name not in FIELDS} for message in messages]
+
+
+class ThoughtStream:
+    """Pieces of thoughts and of the text behind them, out of pieces of a turn's text.
+
+    Thoughts that have no end are the whole turn. Spaces around thoughts belong to the template.
+    """
+
+    def __init__(self, marks: ThoughtMarks, is_open: bool) -> None:
+        self._marks, self._is_open = marks, is_open
+        self._place = "start"
+        self._text = ""
+
+    def push(self, piece: str, is_end: bool = False) -> tuple[str, str]:
+        """The thoughts and the further text that one more piece makes certain."""
+        self._text += piece
+        thoughts = ""
+        if self._place == "start":
+            self._begin(is_end)
+        if self._place in ("thoughts", "thinking"):
+            thoughts = self._thoughts(is_end)
+        if self._place == "gap":
+            self._text = self._text.lstrip()
+            self._place = "text" if self._text else "gap"
+        text, self._text = (self._text, "") if self._place == "text" else ("", self._text)
+        return thoughts, text
+
+    def _begin(self, is_end: bool) -> None:
+        text, opens = self._text.lstrip(), self._marks.opens
+        if text.startswith(opens):
+            self._place, self._text = "thoughts", text[len(opens) :]
+        elif is_end or not opens.startswith(text):
+            self._place = "thoughts" if self._is_open else "text"
+
+    def _thoughts(self, is_end: bool) -> str:
+        """Certain thoughts; spaces wait for what follows them, and so does the beginning of the closing word."""
+        text = self._text.lstrip() if self._place == "thoughts" else self._text
+        done, closes, rest = text.partition(self._marks.closes)
+        if closes:
+            self._place, self._text = "gap", rest
+            return done.rstrip()
+        certain = len(text) if is_end else len(text) - beginning_of(text, self._marks.closes)
+        done = text[:certain].rstrip()
+        self._place, self._text = "thinking" if done else self._place, text[len(done) :]
+        return done
+
+
+def beginning_of(text: str, word: str) -> int:
+    """Length of the longest end of `text` that begins `word` and is not all of it."""
+    return next((size for size in range(min(len(text), len(word) - 1), 0, -1) if text.endswith(word[:size])), 0)

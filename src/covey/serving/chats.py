@@ -1,0 +1,148 @@
+"""The messages and tools of a chat request, through the model's chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from covey.data import chat_ids
+from covey.environments import Template
+from covey.environments.messages import has_form
+from covey.environments.thoughts import FIELDS, ThoughtMarks, message_thoughts, without_thoughts
+from covey.errors import ModelError
+from covey.serving.errors import bad
+from covey.serving.fields import Fields
+from covey.serving.turns import TurnReader
+from covey.types import Prompt
+
+
+def messages_in(fields: Fields, field: str | None) -> list[dict[str, Any]]:
+    """The messages, with their thoughts in the field that the template reads, if it reads one. Raises APIError."""
+    messages = fields.take("messages")
+    if not isinstance(messages, list) or not messages:
+        raise bad("messages must be a list of at least one message.", "messages")
+    return [_message(message, f"messages[{i}]", field) for i, message in enumerate(messages)]
+
+
+def _message(raw: Any, place: str, field: str | None) -> dict[str, Any]:
+    """With its content as one text and the arguments of its tool calls as objects, which chat templates expect."""
+    if not isinstance(raw, dict) or not isinstance(raw.get("role"), str):
+        raise bad(f"{place} must be an object with a role.", place)
+    message = {name: value for name, value in raw.items() if value is not None}
+    content = raw.get("content")
+    if isinstance(content, list):
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        ]
+        if not all(isinstance(part, str) for part in parts):
+            raise bad(f"{place}.content has a part that is no text; only text is read.", place)
+        content = "".join(str(part) for part in parts)
+    if content is not None and not isinstance(content, str):
+        raise bad(f"{place}.content must be a text, or a list of text parts.", place)
+    message["content"] = content or ""
+    thoughts = [message.pop(name) for name in FIELDS if name in message]
+    if not all(isinstance(text, str) for text in thoughts):
+        raise bad(f"{place} has thoughts (reasoning_content) that are no text.", place)
+    if field is not None and any(thoughts):
+        message[field] = next(filter(None, thoughts))
+    if content is None and not raw.get("tool_calls") and not any(thoughts):
+        raise bad(f"{place} has no content.", place)
+    if "tool_calls" in message:
+        if not isinstance(raw["tool_calls"], list):
+            raise bad(f"{place}.tool_calls must be a list.", place)
+        message["tool_calls"] = [_tool_call(call, f"{place}.tool_calls") for call in raw["tool_calls"]]
+    return message
+
+
+def _tool_call(raw: Any, place: str) -> dict[str, Any]:
+    function = raw.get("function") if isinstance(raw, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise bad(f"{place} must hold objects with a function and its name.", place)
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise bad(f"{place} has arguments that are no JSON ({error}).", place) from error
+    return {**raw, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def tools_in(fields: Fields) -> list[dict[str, Any]]:
+    """The tools that the model is shown; [] with tool_choice "none"."""
+    tools, choice = fields.take("tools", []), fields.take("tool_choice", "auto")
+    is_tool = lambda x: isinstance(x, dict) and isinstance(x.get("function"), dict) and "name" in x["function"]
+    if not isinstance(tools, list) or not all(map(is_tool, tools)):
+        raise bad("tools must be a list of objects with a function and its name.", "tools")
+    if choice not in ("auto", "none"):
+        sentence = 'tool_choice must be "auto" or "none": a model cannot be forced to call a tool here.'
+        raise bad(sentence, "tool_choice", "unsupported_parameter")
+    return [] if choice == "none" else tools
+
+
+def reader_of(
+    tokenizer: Any,
+    eos_ids: Sequence[int],
+    options: Mapping[str, Any],
+    render: Callable[..., list[int]],
+    marks: ThoughtMarks | None,
+    *,
+    separates: bool,
+) -> TurnReader:
+    """Reader of the answers to a request with these options, tools among them. Raises APIError where the template takes no tools."""
+    try:
+        template = Template(tokenizer, eos_ids, options, has_bridges=False) if options.get("tools") else None
+    except ModelError as error:
+        raise bad(f"No tools with this model: {error}", "tools", "unsupported_parameter") from error
+    return TurnReader(
+        tokenizer=tokenizer,
+        render=render,
+        template=template,
+        marks=marks if separates and not has_form(tokenizer) else None,
+        has_form=separates and has_form(tokenizer),
+        options=options,
+    )
+
+
+def chat_prompt(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    options: Mapping[str, Any],
+    add_prompt: bool,
+    reader: TurnReader,
+) -> Prompt:
+    """The conversation through the chat template. Raises APIError where it refuses the messages."""
+    for name in ("conversation", "tokenize", "return_dict", "return_tensors", "add_generation_prompt", "chat_template"):
+        if name in options:
+            raise bad(f"chat_template_kwargs may not hold {name}.", "chat_template_kwargs")
+    try:
+        ids = rendered(tokenizer, messages, options, add_prompt, reader.template)
+    except Exception as error:
+        raise bad(f"The model's chat template refuses these messages: {error}", "messages") from error
+    tools = options.get("tools")
+    return Prompt(uid="0", messages=tuple(messages), token_ids=tuple(ids), columns={"tools": tools} if tools else {})
+
+
+def rendered(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    add_prompt: bool,
+    template: Template | None,
+) -> list[int]:
+    """Token ids of messages; without their thoughts where the template refuses these, as gpt-oss' does with a text and a call."""
+    shown = [_as_text(message) for message in messages] if template and template.takes_text_arguments else messages
+    try:
+        return chat_ids(tokenizer, shown, add_generation_prompt=add_prompt, **options)
+    except Exception:
+        if not any(map(message_thoughts, shown)):
+            raise
+        return chat_ids(tokenizer, without_thoughts(shown), add_generation_prompt=add_prompt, **options)
+
+
+def _as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With the arguments of tool calls as JSON texts."""
+    if "tool_calls" not in message:
+        return message
+    text = lambda call: {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
+    return {**message, "tool_calls": [{**call, "function": text(call)} for call in message["tool_calls"]]}
