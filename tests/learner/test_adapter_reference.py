@@ -8,6 +8,7 @@ from whole_logits import groups
 from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
 from covey.config import checks
+from covey.kernels import HalfWeights
 from covey.learner import AdapterCopy, Policy
 from covey.learner.packing import rows_of
 from kit import learner_of, tiny_model, tiny_tokenizer
@@ -46,6 +47,31 @@ def test_the_reference_holds_the_adapter_once_more_and_nothing_of_the_base_model
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert sum(kept.numel() for kept in reference.weights().values()) == trained
     assert reference.policy.model is model
+
+
+@pytest.mark.parametrize("bias", ["none", "all"])
+def test_the_reference_of_a_policy_that_computes_with_16_bit_copies_is_computed_with_its_own_adapter(bias):
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", bias=bias)
+    model = get_peft_model(tiny_model(), lora).eval()
+    half = HalfWeights(model, torch.bfloat16, (model.get_output_embeddings(),))  # as `on_accelerator` makes on a GPU
+    policy = Policy(model, pad_id=0, compute_dtype=torch.bfloat16, half=half)
+    reference = AdapterCopy.of(policy)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and (bias == "none" or name.endswith("bias")):
+                parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    one = learner_of(policy, torch.optim.SGD(policy.parameters()), reference=reference, max_completion_length=24)
+    done = one.measured(groups(), alg.Needs(old_logp=True, ref_logp=True))
+    with torch.no_grad():  # outside of a step no copy is read
+        policy_logp, reference_logp = policy.measure(ROWS).logp, reference.measure(ROWS).logp
+    assert (policy_logp - reference_logp).abs().max() > 0.1
+    completions = [completion for group in done for completion in group.completions]
+    for row, completion in enumerate(completions):
+        count = completion.num_tokens
+        assert (completion.old_logp - policy_logp[row, :count]).abs().mean() < 0.02
+        assert (completion.ref_logp - reference_logp[row, :count]).abs().mean() < 0.02
 
 
 def test_under_bfloat16_products_weights_gradients_and_optimizer_are_float32(tmp_path, monkeypatch):

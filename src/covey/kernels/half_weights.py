@@ -48,6 +48,8 @@ class HalfWeights:
             and module.weight.dtype == torch.float32
         ]
         self.copies: dict[nn.Linear, _Copy] = {}
+        self.sources: dict[nn.Linear, tuple[int, ...]] = {}
+        """Addresses of what was copied: inside of `fresh` other weights may be put in place for a pass, such as a reference's adapter."""
         for linear in self.linears:
             linear.__dict__["forward"] = partial(_forward, linear, self)
 
@@ -69,10 +71,12 @@ class HalfWeights:
             self.is_fresh = False
 
     def copy_for(self, linear: nn.Module, x: Tensor) -> _Copy | None:
-        """The layer's copy, where a product of `x` may read it: inside of `fresh`, under autocast to its type."""
+        """The layer's copy, where a product of `x` may read it: inside of `fresh`, under autocast to its type, of the weights in place."""
         device = x.device.type
         computes = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == self.dtype
-        return self.copies.get(linear) if self.is_fresh and computes else None  # type: ignore[call-overload]
+        if not (self.is_fresh and computes) or self.sources.get(linear) != _addresses(linear):  # type: ignore[call-overload]
+            return None
+        return self.copies[linear]  # type: ignore[index]
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -80,6 +84,7 @@ class HalfWeights:
         targets, sources = [], []
         for linear in self.linears:
             copy = self.copies[linear] = self._copy_of(linear)
+            self.sources[linear] = _addresses(linear)
             for target, source in zip(copy, (linear.weight, linear.bias), strict=True):
                 if target is not None and source is not None:
                     targets.append(target)
@@ -99,6 +104,10 @@ class HalfWeights:
                 return candidate
         bias = None if linear.bias is None else torch.empty_like(linear.bias, dtype=self.dtype)
         return torch.empty_like(linear.weight, dtype=self.dtype), bias
+
+
+def _addresses(linear: Any) -> tuple[int, ...]:
+    return tuple(held.data_ptr() for held in (linear.weight, linear.bias) if held is not None)
 
 
 def _forward(linear: nn.Linear, half: HalfWeights, x: Tensor) -> Tensor:
