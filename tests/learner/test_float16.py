@@ -39,7 +39,11 @@ def flat(model):
     return torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
 
 
-def trained(folder, overflow, resume=None, **changed):
+def by_ids(completion_ids, **columns):
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def trained(folder, overflow, resume=None, reward=by_ids, **changed):
     options = {
         "max_steps": 4,
         "save_steps": 3,
@@ -56,7 +60,7 @@ def trained(folder, overflow, resume=None, **changed):
     one = GRPOTrainer(
         model=tiny_model(hidden=64),
         processing_class=tiny_tokenizer(),
-        reward_funcs=lambda completion_ids, **columns: [float(sum(ids) % 7) for ids in completion_ids],
+        reward_funcs=reward,
         train_dataset=Dataset.from_dict({"prompt": ["2 + 2 =", "Tom has"]}),
         args=GRPOConfig(output_dir=str(folder), **{**options, **changed}),
         callbacks=[overflow],
@@ -91,6 +95,22 @@ def test_an_overflow_skips_its_step_halves_the_scale_and_a_resumed_run_goes_on_w
     assert again.scales == {4: 2.0**10}, "the scale of the checkpoint, not a new run's 65536"
     assert other._running.learner.scaler.state_dict() == one._running.learner.scaler.state_dict()
     assert torch.equal(again.weights[4], whole.weights[4])
+
+
+@pytest.mark.parametrize("tied", [(1, 2, 3, 4), (2,)], ids=["all", "one"])
+def test_a_step_whose_rewards_tie_changes_nothing_and_the_run_goes_on(tmp_path, tied):
+    calls = []
+
+    def reward(completion_ids, **columns):
+        calls.append(1)
+        return [0.0 if len(calls) in tied else float(sum(ids) % 7) for ids in completion_ids]
+
+    seen = Overflow()
+    one = trained(tmp_path, seen, reward=reward)
+    assert one.state.global_step == 4
+    assert set(seen.scales.values()) == {2.0**16}
+    assert torch.equal(seen.weights[2], seen.weights[1])
+    assert torch.equal(seen.weights[4], seen.weights[3]) == (4 in tied)
 
 
 def test_on_a_cpu_it_is_accepted_with_a_warning(tmp_path, caplog):

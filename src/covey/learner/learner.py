@@ -329,8 +329,10 @@ class Learner:
         return batch_of(batch, measured, values, draws), measured
 
     def _update(self, metrics: dict[str, Metric], step: int) -> StepReport:
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
+        has_gradients = any(p.grad is not None for p in self.trainable())
+        scaler = self.scaler if has_gradients else None  # torch's refuses a step without any, such as of tied rewards
+        if scaler is not None:
+            scaler.unscale_(self.optimizer)
         trained = [self.policy.parameters(), self.critic.parameters()]
         norms = [
             total_norm([p.grad for p in part if p.grad is not None], self.world) for part in trained
@@ -342,8 +344,8 @@ class Learner:
         verdict = self.guard.check(metrics, step, loss_scale=None if self.scaler is None else self.scaler.get_scale())
         if verdict.is_left_out:
             self.optimizer.zero_grad(set_to_none=True)
-            if self.scaler is not None:
-                self.scaler.update()  # halves a loss scale that was too large
+            if scaler is not None:
+                scaler.update()  # halves a loss scale that was too large
             if any(event.kind == "non_finite_step" for event in verdict.events):
                 expect_sound_training(
                     self.policy.model, self.critic.parameters(), self.world, f"step {step}", whole=True
@@ -354,11 +356,11 @@ class Learner:
         self.before_update()
         expect_rates(self.optimizer, step)
         check_room(self.optimizer)
-        self.optimizer.step() if self.scaler is None else self.scaler.step(self.optimizer)
+        self.optimizer.step() if scaler is None else scaler.step(self.optimizer)
         self.after_update()
         expect_sound_training(self.policy.model, self.critic.parameters(), self.world, f"step {step}, after the update")
-        if self.scaler is not None:
-            self.scaler.update()
+        if scaler is not None:
+            scaler.update()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         return StepReport(step=step, metrics=metrics, events=verdict.events)
