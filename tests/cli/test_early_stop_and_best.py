@@ -1,12 +1,15 @@
 """A run stops when evaluations bring nothing better, and ends with the weights of its best one."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
 
+from covey import GRPOConfig, GRPOTrainer
 from covey.cli import main
 from kit import tiny_model, tiny_tokenizer
 
@@ -67,6 +70,62 @@ def test_a_run_ends_with_the_weights_of_its_best_evaluation(place, capsys):
     ended = load_file(place / "run" / "model" / "model.safetensors")
     kept = load_file(place / "run" / f"checkpoint-{best}" / "model.safetensors")
     assert all(torch.equal(ended[name], kept[name]) for name in kept)
+
+
+class Judged(GRPOTrainer):
+    """A trainer whose evaluations have these scores, by step."""
+
+    scores: tuple[float, ...] = ()
+
+    def evaluate(self, *args, **named):
+        return {**super().evaluate(*args, **named), "eval_score": self.scores[self.state.global_step - 1]}
+
+
+def judged(folder, scores, **options):
+    one = Judged(
+        model=tiny_model(),
+        processing_class=tiny_tokenizer(),
+        reward_funcs=lambda completion_ids, **columns: [float(sum(ids) % 7) for ids in completion_ids],
+        train_dataset=Dataset.from_dict({"prompt": ["2 + 2 =", "Tom has"]}),
+        eval_dataset=Dataset.from_dict({"prompt": ["2 + 2 ="]}),
+        args=GRPOConfig(
+            output_dir=str(folder), use_cpu=True, report_to="none", disable_tqdm=True, num_generations=2,
+            per_device_train_batch_size=2, per_device_eval_batch_size=2, max_completion_length=4, max_steps=6,
+            learning_rate=1e-2, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=2,
+            load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=True, **options,
+        ),
+    )  # fmt: skip
+    one.scores = scores
+    return one
+
+
+@pytest.mark.parametrize("options", [{}, {"ema_decay": 0.5}], ids=["weights", "average"])
+def test_the_best_evaluation_that_has_a_checkpoint_keeps_it_while_a_better_one_has_none(tmp_path, options):
+    one = judged(tmp_path / "run", (1.0, 2.0, 3.0, 0.0, 0.0, 0.0), save_total_limit=1, **options)
+    one.train()
+    best = tmp_path / "run" / "checkpoint-2"
+    assert Path(one.state.best_model_checkpoint) == best
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
+    ends, saved = one.model.state_dict(), load_file(best / "model.safetensors")
+    assert all(torch.equal(ends[name], value) for name, value in saved.items()) == (not options)
+
+
+@pytest.mark.parametrize("moved", [True, False], ids=["moved", "gone"])
+def test_a_run_whose_best_checkpoint_was_moved_or_deleted_ends_all_the_same(tmp_path, caplog, moved):
+    scores = (1.0, 3.0, 0.0, 0.0, 0.0, 0.0)
+    one = judged(tmp_path / "run", scores)
+    one.train()
+    place = (tmp_path / "run").rename(tmp_path / "elsewhere")
+    best = load_file(place / "checkpoint-2" / "model.safetensors")
+    if not moved:
+        shutil.rmtree(place / "checkpoint-2")
+    shutil.rmtree(place / "checkpoint-6")
+    again = judged(place, scores)
+    with caplog.at_level("WARNING"):
+        again.train(resume_from_checkpoint=True)
+    ends = again.model.state_dict()
+    assert all(torch.equal(ends[name], value) for name, value in best.items()) == moved
+    assert ("the checkpoint of the best evaluation, is not there any more" in caplog.text) == (not moved)
 
 
 def test_a_best_evaluation_without_a_checkpoint_is_told(place, capsys):

@@ -22,7 +22,7 @@ from covey.process.sharding import are_on_host, are_split, load_whole_state, sha
 from covey.process.world import World
 from covey.rollout import NativeSampler
 from covey.runs import RunFolder, checkpoint, evaluations, rng, rollouts
-from covey.training.evaluator import Forgetting, restore_average
+from covey.training.evaluator import Forgetting, best_checkpoint, restore_average
 from covey.training.parts import Parts
 from covey.training.session import Session
 from covey.training.state import TrainState
@@ -216,14 +216,14 @@ def load_best(model: Any, args: Any, state: TrainerState, world: World) -> None:
 
 
 def _load_best(model: Any, args: Any, state: TrainerState, world: World) -> None:
-    best = world.broadcast(state.best_model_checkpoint)  # only the main process knows the saved checkpoints
     if not args.load_best_model_at_end:
         return
+    best = best_checkpoint(args, state, world)
     if best is not None:
-        load_weights(model, Path(best))
+        load_weights(model, best)
     at = state.best_global_step
-    if world.is_main and at is not None and (best is None or Path(best).name != f"checkpoint-{at}"):
-        ends = "its last weights" if best is None else f"those of {Path(best).name}"
+    if world.is_main and at is not None and (best is None or best.name != f"checkpoint-{at}"):
+        ends = "its last weights" if best is None else f"those of {best.name}"
         logger.warning(
             "The best evaluation was at step %s, where no checkpoint was saved; the run ends with %s. "
             "save_strategy='best' saves one at every best evaluation.",

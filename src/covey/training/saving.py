@@ -243,6 +243,8 @@ class Saver:
         trainer_state.stateful_callbacks = copy.deepcopy(trainer_state.stateful_callbacks)
         if best == self.writing:
             trainer_state.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
+        at_best = run_dir / f"checkpoint-{best}"  # which has none if it was between two saves
+        kept = at_best if best == self.writing or at_best.is_dir() else self.trainer_state.best_model_checkpoint
         weights = weights_now(self.model) if copies else weights
 
         def both(folder: Path) -> None:
@@ -256,7 +258,7 @@ class Saver:
             both,
             serialization.snapshot(tree) if copies else tree,
             keep=self.args.save_total_limit,
-            best=f"checkpoint-{best}" if best is not None else None,
+            best=None if best is None or kept is None else str(kept),
         )
 
 
