@@ -151,7 +151,7 @@ def end_with_average(parts: Parts, args: Any, state: Any, *, is_whole: bool) -> 
     The sampler gets the weights with which the run ends, which are not those of its last step.
     """
     if parts.average is not None and is_whole:
-        best = best_checkpoint(args, state, parts.world)
+        best = best_checkpoint(state, parts.world)
         if args.load_best_model_at_end and best is not None:
             saved = checkpoint.load_state(best)["average"]
             model = parts.learner.policy.model
@@ -163,20 +163,13 @@ def end_with_average(parts: Parts, args: Any, state: Any, *, is_whole: bool) -> 
     parts.sampler.load(parts.learner.policy.model, version=state.global_step)
 
 
-def best_checkpoint(args: Any, state: Any, world: World) -> Path | None:
-    """Checkpoint of the best evaluation that has one, or its namesake in `output_dir` where the run was moved. Every process must call it.
-
-    None without one; a warning says so if it was there.
-    """
-    named = state.best_model_checkpoint
-    there = [path for path in _places(named, args.output_dir) if path.is_dir()] if world.is_main else []
-    if world.is_main and named is not None and not there:
+def best_checkpoint(state: Any, world: World) -> Path | None:
+    """Checkpoint of the best evaluation that has one. None without one; a warning if it was there. Every process must call it."""
+    named = None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint)
+    is_gone = named is not None and not named.is_dir()
+    if is_gone and world.is_main:
         logger.warning("%s, the checkpoint of the best evaluation, is not there any more.", named)
-    return world.broadcast(there[0] if there else None)  # only the main process knows the saved checkpoints
-
-
-def _places(checkpoint_name: str | None, output_dir: str) -> list[Path]:
-    return [] if checkpoint_name is None else [Path(checkpoint_name), Path(output_dir) / Path(checkpoint_name).name]
+    return world.broadcast(None if is_gone else named)  # only the main process knows the saved checkpoints
 
 
 @dataclass

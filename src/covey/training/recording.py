@@ -218,7 +218,7 @@ def load_best(model: Any, args: Any, state: TrainerState, world: World) -> None:
 def _load_best(model: Any, args: Any, state: TrainerState, world: World) -> None:
     if not args.load_best_model_at_end:
         return
-    best = best_checkpoint(args, state, world)
+    best = best_checkpoint(state, world)
     if best is not None:
         load_weights(model, best)
     at = state.best_global_step
