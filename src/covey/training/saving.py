@@ -244,7 +244,7 @@ class Saver:
         if best == self.writing:
             trainer_state.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
         at_best = run_dir / f"checkpoint-{best}"  # which has none if it was between two saves
-        kept = at_best if best == self.writing or at_best.is_dir() else self.trainer_state.best_model_checkpoint
+        marked = at_best if best == self.writing or at_best.is_dir() else self.trainer_state.best_model_checkpoint
         weights = weights_now(self.model) if copies else weights
 
         def both(folder: Path) -> None:
@@ -258,7 +258,7 @@ class Saver:
             both,
             serialization.snapshot(tree) if copies else tree,
             keep=self.args.save_total_limit,
-            best=None if best is None or kept is None else str(kept),
+            best=None if best is None or marked is None else str(marked),
         )
 
 
