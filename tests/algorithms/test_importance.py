@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from covey import algorithms as alg
-from covey.algorithms.importance import effective_sample_size, mismatch
+from covey.algorithms.importance import mismatch
 from covey.types import TokenBatch, Totals
+from covey.types.metrics import EffectiveSize
 
 
 def tokens_of(gaps, mask=None, advantage=1.0, drift=0.0):
@@ -102,6 +103,5 @@ def test_denominators_do_not_change_with_a_mask():
 
 
 def test_the_effective_sample_size_is_one_for_equal_weights_and_less_otherwise():
-    mask = torch.ones(1, 4, dtype=torch.bool)
-    assert effective_sample_size(torch.full((1, 4), 3.0), mask) == pytest.approx(1.0)
-    assert effective_sample_size(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), mask) == pytest.approx(0.25)
+    assert EffectiveSize.of(torch.full((1, 4), 3.0)).value == pytest.approx(1.0)
+    assert EffectiveSize.of(torch.tensor([[1.0, 0.0, 0.0, 0.0]])).value == pytest.approx(0.25)

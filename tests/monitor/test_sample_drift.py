@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from covey.monitor.detectors.pace import DataDrift, RewardDrift
-from covey.monitor.sample_drift import SampleDrift
-from covey.monitor.two_sample import gamma_tail, has_fallen, kolmogorov_smirnov, maximum_mean_discrepancy
+from covey.monitor.sample_drift import SampleDrift, gamma_tail, has_fallen, kolmogorov_smirnov, maximum_mean_discrepancy
 from covey.monitor.watch import Watch
 from covey.types import Group, Prompt, StepReport
 from kit import completion, rest_nightly

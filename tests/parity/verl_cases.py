@@ -15,9 +15,10 @@ from verl_advantages import Layout, advantage, scores_of
 from covey import algorithms as alg
 from covey.algorithms import aggregation
 from covey.algorithms.composing import metrics_of
-from covey.algorithms.importance import effective_sample_size, mismatch_metrics
+from covey.algorithms.importance import mismatch
 from covey.algorithms.token_advantages import token_rewards
-from covey.types import Aggregate, Max, Mean, Min, Objective, TokenBatch, Totals
+from covey.types import Aggregate, Max, Mean, Metric, Min, Objective, TokenBatch, Totals
+from covey.types.metrics import EffectiveSize
 
 LIMIT = 20.0
 SEQUENCE_MEAN = alg.SequenceMean("nonempty", guard=1e-8)
@@ -220,6 +221,21 @@ def rollout_correction(case: Case) -> dict[str, Any]:
     return {**result, "modified_mask": keep, "metrics": metrics}
 
 
+def mismatch_metrics(tokens: TokenBatch) -> dict[str, Metric]:
+    """verl's measures of the library's `mismatch`, over tokens of the mask, or over all rows."""
+    gap = mismatch(tokens)
+    sampler = tokens.old_logp if tokens.sampler_logp is None else tokens.sampler_logp.nan_to_num(0.0)
+    perplexity = lambda logp: (-tokens.per_sequence(logp)).exp().squeeze(-1)
+    return {
+        "kl": Mean.of(-gap, tokens.mask),
+        "k3_kl": Mean.of(gap.exp() - 1 - gap, tokens.mask),
+        "training_ppl": Mean.of(perplexity(tokens.old_logp)),
+        "rollout_ppl": Mean.of(perplexity(sampler)),
+        "chi2_token": Mean.of((2 * gap).clamp(max=LIMIT).exp() - 1, tokens.mask),
+        "chi2_seq": Mean.of((2 * gap.sum(-1)).clamp(max=LIMIT).exp() - 1),
+    }
+
+
 def weight_metrics(correction: alg.Correction, tokens: TokenBatch) -> dict[str, float]:
     raw, high = correction.raw(tokens).expand_as(tokens.mask), correction.high or 1.0
     bounded = replace(correction, low=1.0 / high, normalize=False)(tokens)
@@ -227,7 +243,7 @@ def weight_metrics(correction: alg.Correction, tokens: TokenBatch) -> dict[str, 
         "rollout_is_mean": Mean.of(raw, tokens.mask).value,
         "rollout_is_max": Max(raw[tokens.mask].max().item()).value,
         "rollout_is_min": Min(raw[tokens.mask].min().item()).value,
-        "rollout_is_eff_sample_size": effective_sample_size(bounded, tokens.mask),
+        "rollout_is_eff_sample_size": EffectiveSize.of(bounded.expand_as(tokens.mask)[tokens.mask]).value,
         "rollout_is_batch_norm_factor": correction.step_mean(tokens) if correction.normalize else 1.0,
     }
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import ConfigError
-from covey.types import Max, Mean, Metric, Min, TokenBatch, Totals, precise
+from covey.types import Max, Mean, Metric, Min, TokenBatch, Totals
 
 LIMIT = 60.0
 
@@ -218,30 +218,3 @@ class OffPolicyMask:
     def metrics(self, tokens: TokenBatch) -> dict[str, Tensor | Metric]:
         """`off_policy_mask_ratio`: sequences left out."""
         return {"off_policy_mask_ratio": 1.0 - self(tokens).amin(-1, keepdim=True)}
-
-
-def mismatch_metrics(tokens: TokenBatch) -> dict[str, Metric]:
-    """Mismatch between sampler and learner, as verl measures it; over tokens of the mask, or over all rows.
-
-    `kl` is the mean of `-e`, `k3_kl` of `exp(e) - 1 - e`; `*_ppl` the mean over rows of `exp(-mean logp)`; `chi2_token` the mean of
-    `exp(2e) - 1`, `chi2_seq` the mean over rows of `exp(2 sum e) - 1`.
-    """
-    gap = mismatch(tokens)
-    sampler = tokens.old_logp if tokens.sampler_logp is None else tokens.sampler_logp.nan_to_num(0.0)
-    perplexity = lambda logp: (-tokens.per_sequence(logp)).exp().squeeze(-1)
-    return {
-        "kl": Mean.of(-gap, tokens.mask),
-        "k3_kl": Mean.of(gap.exp() - 1 - gap, tokens.mask),
-        "training_ppl": Mean.of(perplexity(tokens.old_logp)),
-        "rollout_ppl": Mean.of(perplexity(sampler)),
-        "chi2_token": Mean.of((2 * gap).clamp(max=LIMIT).exp() - 1, tokens.mask),
-        "chi2_seq": Mean.of((2 * gap.sum(-1)).clamp(max=LIMIT).exp() - 1),
-    }
-
-
-def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
-    """Share of samples that importance weights leave, in (0, 1]: `1 / mean((w / mean w)^2)` where `mask`. Kong 1992."""
-    selected = precise(weights.detach().expand_as(mask)[mask])
-    if not selected.numel():
-        return math.nan
-    return 1.0 / (selected / selected.mean()).square().mean().item()

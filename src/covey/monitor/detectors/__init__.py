@@ -11,6 +11,7 @@ from covey.monitor.detectors.policy import (
     EntropyExplosion,
     KLRunaway,
     RouterDrift,
+    ToolCollapse,
 )
 from covey.monitor.detectors.rewards import Hacking, Plateau, RewardCollapse, RewardErrors, SlowConvergence
 from covey.monitor.detectors.swings import Conflict, Swings
@@ -23,7 +24,6 @@ from covey.monitor.detectors.text import (
     RepeatedText,
     Truncation,
 )
-from covey.monitor.detectors.tools import ToolCollapse
 from covey.monitor.detectors.updates import LargeUpdates, Mismatch, NonFinite, Spike, TinyUpdates
 from covey.monitor.history import History
 from covey.types import Alert
