@@ -33,30 +33,19 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_WHERE = {
-    "Algorithm": "covey.algorithms",
-    "CoveyError": "covey.errors",
-    "DatasetMixtureConfig": "covey.config.scripts",
-    "Ensemble": "covey.ensembles",
-    "GRPOConfig": "covey.config.grpo_config",
-    "GRPOTrainer": "covey.training.trainer",
-    "Member": "covey.ensembles",
-    "ModelConfig": "covey.config.scripts",
-    "NativeSampler": "covey.rollout",
-    "Run": "covey.evaluation.figures",
-    "SFTTrainer": "covey.training.warm_up",
-    "SamplingParams": "covey.rollout",
-    "ScriptArguments": "covey.config.scripts",
-    "TrlParser": "covey.config.scripts",
-    "batch_arithmetic": "covey.config.grpo_config",
-    "get_dataset": "covey.config.scripts",
-    "get_kbit_device_map": "covey.config.scripts",
-    "get_peft_config": "covey.config.scripts",
-    "get_quantization_config": "covey.config.scripts",
-    "plot": "covey.evaluation.figures",
-    "sft_config": "covey.training.warm_up",
-    "train_together": "covey.experiments.together",
+_NAMES = {
+    "algorithms": "Algorithm",
+    "config.grpo_config": "GRPOConfig batch_arithmetic",
+    "config.scripts": "DatasetMixtureConfig ModelConfig ScriptArguments TrlParser get_dataset get_kbit_device_map get_peft_config get_quantization_config",
+    "ensembles": "Ensemble Member",
+    "errors": "CoveyError",
+    "evaluation.figures": "Run plot",
+    "experiments.together": "train_together",
+    "rollout": "NativeSampler SamplingParams",
+    "training.trainer": "GRPOTrainer",
+    "training.warm_up": "SFTTrainer sft_config",
 }
+_WHERE = {name: f"covey.{module}" for module, names in _NAMES.items() for name in names.split()}
 _TRLS = {
     **dict.fromkeys(
         ("BEMACallback", "LogCompletionsCallback", "RichProgressCallback", "SyncRefModelCallback", "WeaveCallback"),

@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,21 @@ def find(name: str, built_in: Mapping[str, Any], kind: str) -> Any:
         f"{name!r} is not a built-in {kind}.{did_you_mean(name, built_in)} Known: {', '.join(sorted(built_in))}; "
         "or give your own as 'package.module:function' or 'file.py:function'."
     )
+
+
+def lazy(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
+    """`__getattr__` of a package whose public names are imported on first use: light modules must not wait for torch.
+
+    `where`: names, separated by spaces, by the module of the package that has them.
+    """
+    modules = {name: module for module, names in where.items() for name in names.split()}
+
+    def get(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+
+    return get
 
 
 def rule_of(detector: Any) -> str:

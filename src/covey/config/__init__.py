@@ -1,18 +1,12 @@
 """Options of a run. `GRPOConfig` and `batch_arithmetic` are imported when they are asked for: the rest loads without torch."""
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from covey.names import lazy
 
 if TYPE_CHECKING:
     from covey.config.grpo_config import GRPOConfig as GRPOConfig
     from covey.config.grpo_config import batch_arithmetic as batch_arithmetic
 
 __all__ = ["GRPOConfig", "batch_arithmetic"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'covey.config' has no attribute {name!r}")
-    return getattr(importlib.import_module("covey.config.grpo_config"), name)
+__getattr__ = lazy(__name__, {"grpo_config": "GRPOConfig batch_arithmetic"})

@@ -1,7 +1,8 @@
 """Prompts in: data sets from files, folders and the hub, checked, and drawn in an order that resumes exactly."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from covey.names import lazy
 
 if TYPE_CHECKING:
     from covey.data.checks import check_dataset
@@ -13,20 +14,6 @@ if TYPE_CHECKING:
     from covey.data.stream import PromptStream
     from covey.data.tokenizer import eos_ids, expect_ids_below, num_embeddings, prepare_tokenizer, vocabulary_size
 
-_WHERE = {
-    "Outcome": "order",
-    "PromptStream": "stream",
-    "check_dataset": "checks",
-    "eos_ids": "tokenizer",
-    "chat_ids": "rendering",
-    "expect_ids_below": "tokenizer",
-    "follow": "live",
-    "load": "loading",
-    "mix": "mixing",
-    "num_embeddings": "tokenizer",
-    "vocabulary_size": "tokenizer",
-    "prepare_tokenizer": "tokenizer",
-}
 __all__ = [
     "Outcome",
     "PromptStream",
@@ -41,9 +28,14 @@ __all__ = [
     "prepare_tokenizer",
     "vocabulary_size",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+_WHERE = {
+    "checks": "check_dataset",
+    "live": "follow",
+    "loading": "load",
+    "mixing": "mix",
+    "order": "Outcome",
+    "rendering": "chat_ids",
+    "stream": "PromptStream",
+    "tokenizer": "eos_ids expect_ids_below num_embeddings prepare_tokenizer vocabulary_size",
+}
+__getattr__ = lazy(__name__, _WHERE)

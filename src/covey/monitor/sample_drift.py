@@ -85,7 +85,7 @@ def gamma_tail(shape: float, x: float) -> float:
     >>> round(gamma_tail(1.0, 2.0), 6)  # exp(-2)
     0.135335
     """
-    return torch.special.gammaincc(*torch.tensor([shape, max(x, 0.0)], dtype=torch.float64)).item()
+    return float(torch.special.gammaincc(*torch.tensor([shape, max(x, 0.0)], dtype=torch.float64)))
 
 
 _STEPS, _PROMPTS, _MOST = 10, 64, 256

@@ -1,7 +1,8 @@
 """Scores out of text: TRL's reward functions and reward models, called so that none of them can lose a run."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from covey.names import lazy
 
 if TYPE_CHECKING:
     from covey.rewards.builtin.judge_rewards import JudgeReward, PairwiseJudgeReward
@@ -20,33 +21,6 @@ if TYPE_CHECKING:
     from covey.rewards.metrics import has_signal, mean_score, reward_metrics
     from covey.rewards.ray_actors import on_ray
     from covey.rewards.scorer import Scorer, Scoring
-
-_WHERE = {
-    "BUILTIN": "builtin.registry:BUILTIN",
-    "Combiner": "combining:Combiner",
-    "JudgeReward": "builtin.judge_rewards:JudgeReward",
-    "ModelReward": "builtin.reward_model:ModelReward",
-    "PairwiseJudgeReward": "builtin.judge_rewards:PairwiseJudgeReward",
-    "RewardSpec": "contract:RewardSpec",
-    "Scorer": "scorer:Scorer",
-    "Scoring": "scorer:Scoring",
-    "advantage_shares": "combining:advantage_shares",
-    "accuracy_reward": "builtin.math:accuracy_reward",
-    "check": "contract:check",
-    "get_cosine_scaled_reward": "builtin.length_scaled:get_cosine_scaled_reward",
-    "get_repetition_penalty_reward": "builtin.text:get_repetition_penalty_reward",
-    "get_soft_overlong_punishment": "builtin.text:get_soft_overlong_punishment",
-    "has_signal": "metrics:has_signal",
-    "mean_score": "metrics:mean_score",
-    "on_ray": "ray_actors:on_ray",
-    "per_completion": "decorators:per_completion",
-    "reasoning_accuracy_reward": "builtin.length_scaled:reasoning_accuracy_reward",
-    "resolve": "builtin.registry:resolve",
-    "reward": "decorators:reward",
-    "reward_metrics": "metrics:reward_metrics",
-    "think_format_reward": "builtin.text:think_format_reward",
-}
-"""Public names, TRL's among them, and where they live; imported when first used."""
 
 __all__ = [
     "BUILTIN",
@@ -73,10 +47,18 @@ __all__ = [
     "reward_metrics",
     "think_format_reward",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, attribute = _WHERE[name].partition(":")
-    return getattr(import_module(f"{__name__}.{module}"), attribute)
+_WHERE = {
+    "builtin.judge_rewards": "JudgeReward PairwiseJudgeReward",
+    "builtin.length_scaled": "get_cosine_scaled_reward reasoning_accuracy_reward",
+    "builtin.math": "accuracy_reward",
+    "builtin.registry": "BUILTIN resolve",
+    "builtin.reward_model": "ModelReward",
+    "builtin.text": "get_repetition_penalty_reward get_soft_overlong_punishment think_format_reward",
+    "combining": "Combiner advantage_shares",
+    "contract": "RewardSpec check",
+    "decorators": "per_completion reward",
+    "metrics": "has_signal mean_score reward_metrics",
+    "ray_actors": "on_ray",
+    "scorer": "Scorer Scoring",
+}
+__getattr__ = lazy(__name__, _WHERE)

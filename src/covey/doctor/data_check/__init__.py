@@ -1,7 +1,8 @@
 """Faults of a data set of prompts, row by row, and a cleaned copy of it."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from covey.names import lazy
 
 if TYPE_CHECKING:
     from covey.doctor.data_check.clean_copy import Cleaned, clean
@@ -9,18 +10,11 @@ if TYPE_CHECKING:
     from covey.doctor.data_check.rows import Rows
     from covey.doctor.data_check.settings import Settings
 
-_WHERE = {
-    "Cleaned": "clean_copy",
-    "Inspection": "inspection",
-    "Rows": "rows",
-    "Settings": "settings",
-    "clean": "clean_copy",
-    "inspect": "inspection",
-}
 __all__ = ["Cleaned", "Inspection", "Rows", "Settings", "clean", "inspect"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+_WHERE = {
+    "clean_copy": "Cleaned clean",
+    "inspection": "Inspection inspect",
+    "rows": "Rows",
+    "settings": "Settings",
+}
+__getattr__ = lazy(__name__, _WHERE)
