@@ -1,17 +1,16 @@
 """Client of the training process in the endpoint: start, requests, end."""
 
 import contextlib
-import os
 import subprocess
 import sys
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from covey.errors import CoveyError
 from covey.feedback.settings import Settings
 from covey.feedback.worker import Made, Order
+from covey.process.spawner import start_module
 
 
 class Learning:
@@ -53,13 +52,5 @@ class Learning:
 
 
 def _start(theirs: Connection) -> subprocess.Popen[bytes]:
-    package = str(Path(__file__).parents[2])
-    search = os.pathsep.join(filter(None, [package, *sys.path, os.environ.get("PYTHONPATH", "")]))
     with theirs:
-        return subprocess.Popen(
-            [sys.executable, "-m", "covey.feedback.worker", str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
-            env={**os.environ, "PYTHONPATH": search},
-            start_new_session=True,  # Ctrl-C is the endpoint's to handle
-        )
+        return start_module("covey.feedback.worker", [theirs.fileno()], [theirs.fileno()], sys.path)

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from covey.errors import CoveyError
+from covey.process.spawner import start_module
 from covey.rollout.sampler import update_metrics
 from covey.rollout.worker import Order, Setup, ToWorker, layout, views
 
@@ -138,16 +139,8 @@ class ProcessWorker:
 
 
 def _start(theirs: Connection) -> subprocess.Popen[bytes]:
-    package = str(Path(__file__).parents[2])
-    search = os.pathsep.join(filter(None, [package, *sys.path, os.environ.get("PYTHONPATH", "")]))
     with theirs:
-        return subprocess.Popen(
-            [sys.executable, "-m", "covey.rollout.worker", str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
-            env={**os.environ, "PYTHONPATH": search},
-            start_new_session=True,  # Ctrl-C is handled by the training process
-        )
+        return start_module("covey.rollout.worker", [theirs.fileno()], [theirs.fileno()], sys.path)
 
 
 def decoded(message: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from covey.errors import RewardError
-from covey.process.spawner import spawner
+from covey.process.spawner import spawner, start_module
 from covey.rewards.calling.deadline import DeadlineError
 
 INSIDE = "COVEY_REWARD_WORKER"
@@ -126,17 +126,9 @@ class _Worker:
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair()
         self.trace = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
-        package = str(Path(__file__).parents[3])
-        search = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
-        words = [str(theirs.fileno()), str(os.getpid()), str(self.trace.fileno())]
+        words = (theirs.fileno(), os.getpid(), self.trace.fileno())
         with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "covey.rewards.calling.worker", *words],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), self.trace.fileno()),
-                env={**os.environ, INSIDE: "1", "PYTHONPATH": search},
-                start_new_session=True,  # so that its children are killed with it
-            )
+            self.process = start_module("covey.rewards.calling.worker", words, (words[0], words[2]), **{INSIDE: "1"})
 
     def ask(self, request: dict[str, Any], seconds: float | None) -> dict[str, Any]:
         until = None if seconds is None or seconds == float("inf") else time.monotonic() + seconds
