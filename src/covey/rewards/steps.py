@@ -89,11 +89,12 @@ def train(
     frozen = reward.frozen
 
     def losses(batch: Sequence[tuple[list[int], list[int], tuple[bool, ...]]]) -> tuple[Tensor, Tensor]:
-        device = next(frozen.model.parameters()).device
-        ids, mask = (x.to(device) for x in frozen.padded([ids for ids, _, _ in batch]))
+        ids, mask = frozen.padded([ids for ids, _, _ in batch])
         logits = frozen.model(input_ids=ids, attention_mask=mask).logits.float()  # [B, L, 2]
         read = torch.cat([logits[i, places] for i, (_, places, _) in enumerate(batch)])
-        labels = torch.tensor([label for _, _, labels in batch for label in labels], dtype=torch.int64, device=device)
+        labels = torch.tensor(
+            [label for _, _, labels in batch for label in labels], dtype=torch.int64, device=frozen.device
+        )
         return F.cross_entropy(read, labels), read.new_zeros(())
 
     fit(frozen.model, _encode(reward, rows), options, losses, on_step)
@@ -116,7 +117,7 @@ def save(reward: ProcessReward, folder: Path) -> None:
 
 
 def _encode(reward: ProcessReward, rows: Sequence[ScoredSteps]) -> list[tuple[list[int], list[int], tuple[bool, ...]]]:
-    limit = getattr(reward.frozen.model.config, "max_position_embeddings", None) or float("inf")
+    limit = reward.frozen.limit
     encoded = []
     for index, row in enumerate(rows):
         if any(reward.separator in step for step in row.steps):

@@ -39,40 +39,25 @@ class Frozen:
     is_placed: bool = False
     """True if the user chose its device, so that `to` leaves it there."""
 
-    @staticmethod
-    def of(
-        kind: Kind,
-        model: Any,
-        tokenizer: Any = None,
-        *,
-        device: Any = None,
-        dtype: str = "float32",
-        batch_size: int = 16,
-    ) -> Frozen:
-        """Load `model`, or take it as it is. Raises ModelError when it, its head or its tokenizer is not there."""
-        if batch_size < 1:
-            raise ModelError(f"batch_size={batch_size} lets no text through; use at least 1.")
-        loaded = _load(kind, str(model), dtype) if isinstance(model, str | Path) else model
-        name = str(getattr(loaded.config, "_name_or_path", "") or type(loaded).__name__).rstrip("/").split("/")[-1]
-        tokenizer = _load_tokenizer(model, name) if tokenizer is None else tokenizer
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        if kind == "classifier":  # decoders read the score at the last token that is no padding
-            loaded.config.pad_token_id = tokenizer.pad_token_id
-        loaded = loaded.eval().requires_grad_(False)
-        if device is not None:
-            loaded.to(device)
-        return Frozen(loaded, tokenizer, name, batch_size, device is not None)
-
     @cached_property
     def portions(self) -> AdaptiveBatches:
         """Batches of texts, sized to the memory."""
         return AdaptiveBatches(self.name, self.batch_size)
 
-    def to(self, device: Any) -> None:
+    @property
+    def device(self) -> torch.device:
+        return torch.device(next(self.model.parameters()).device)
+
+    @property
+    def limit(self) -> float:
+        """Most tokens that it reads."""
+        return getattr(self.model.config, "max_position_embeddings", None) or math.inf
+
+    def to(self, device: Any) -> Frozen:
         """Move it, unless its device was chosen or it is spread over several."""
         if not self.is_placed and getattr(self.model, "hf_device_map", None) is None:
             self.model.to(device)
+        return self
 
     def ids(
         self, text: str, pair: str | None = None, *, special: bool = True, reads_control: bool = False
@@ -88,18 +73,16 @@ class Frozen:
 
     def check_length(self, ids: Sequence[int], what: str) -> None:
         """Raise TooLongError for more tokens than the model reads: nothing is cut off in silence."""
-        limit = getattr(self.model.config, "max_position_embeddings", None) or math.inf
-        if len(ids) > limit:
-            raise TooLongError(f"{what} has {len(ids)} tokens, the model {self.name!r} reads {limit}")
+        if len(ids) > self.limit:
+            raise TooLongError(f"{what} has {len(ids)} tokens, the model {self.name!r} reads {self.limit}")
 
     @torch.no_grad()
     def run(self, rows: Sequence[Sequence[int]], read: Callable[[Any, Tensor, Tensor], Tensor]) -> list[Tensor]:
         """Outputs of `read(output, ids [B, L], mask [B, L])`, [B, ...], row by row in the order of `rows`."""
         outputs: list[Tensor] = [torch.empty(0)] * len(rows)
-        device = next(self.model.parameters()).device
 
         def forward(held: list[int]) -> Tensor:
-            ids, mask = (x.to(device) for x in self.padded([rows[i] for i in held]))
+            ids, mask = self.padded([rows[i] for i in held])
             return read(self.model(input_ids=ids, attention_mask=mask), ids, mask).float().cpu()
 
         for held, values in self.portions.run([len(row) for row in rows], forward):
@@ -108,19 +91,36 @@ class Frozen:
         return outputs
 
     def padded(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """[B, L] ids padded on the right, and their mask."""
-        return right_padded(rows, int(self.tokenizer.pad_token_id))
+        """[B, L] ids padded on the right, and their mask, on the model's device."""
+        longest = max(len(row) for row in rows)
+        ids = torch.full((len(rows), longest), int(self.tokenizer.pad_token_id))  # [B, L]
+        mask = torch.zeros(len(rows), longest, dtype=torch.long)
+        for i, row in enumerate(rows):
+            ids[i, : len(row)] = torch.tensor(row)
+            mask[i, : len(row)] = 1
+        return ids.to(self.device), mask.to(self.device)
 
 
-def right_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """[B, L] ids padded on the right with `pad`, and their mask."""
-    longest = max(len(row) for row in rows)
-    ids = torch.full((len(rows), longest), pad)  # [B, L]
-    mask = torch.zeros(len(rows), longest, dtype=torch.long)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)] = torch.tensor(row)
-        mask[i, : len(row)] = 1
-    return ids, mask
+def load_frozen(
+    kind: Kind, model: Any, tokenizer: Any = None, *, device: Any = None, dtype: str = "float32", batch_size: int = 16
+) -> Frozen:
+    """Load `model`, or take it as it is. Raises ModelError when it, its head or its tokenizer is not there."""
+    if batch_size < 1:
+        raise ModelError(f"batch_size={batch_size} lets no text through; use at least 1.")
+    is_named = isinstance(model, str | Path)
+    loaded = _load(kind, str(model), dtype) if is_named else model
+    name = str(getattr(loaded.config, "_name_or_path", "") or type(loaded).__name__).rstrip("/").split("/")[-1]
+    if tokenizer is None:
+        where = str(model) if is_named else "", "the model was given as an object"
+        tokenizer = read_tokenizer(*where, f"model {name!r}", "tokenizer=")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if kind == "classifier":  # decoders read the score at the last token that is no padding
+        loaded.config.pad_token_id = tokenizer.pad_token_id
+    loaded = loaded.eval().requires_grad_(False)
+    if device is not None:
+        loaded.to(device)
+    return Frozen(loaded, tokenizer, name, batch_size, device is not None)
 
 
 def is_float(dtype: str) -> bool:
@@ -130,33 +130,37 @@ def is_float(dtype: str) -> bool:
 
 
 def _load(kind: Kind, source: str, dtype: str) -> Any:
-    import transformers
-
     if not is_float(dtype):
         raise ModelError(f"dtype={dtype!r} is no type of numbers; use float32, bfloat16 or float16.")
-    try:
-        with quiet_bars():
-            model, info = getattr(transformers, _CLASSES[kind]).from_pretrained(
-                source, dtype=getattr(torch, dtype), output_loading_info=True
-            )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise ModelError(f"The model {source!r} cannot be loaded: {' '.join(str(error).split())[:200]}") from error
-    missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
+    model, missing = load_model(_CLASSES[kind], source, "model", dtype=getattr(torch, dtype))
+    missing = [name for name in missing if "pooler" not in name]
     if missing:
         raise ModelError(f"{source!r} is no {kind} as needed here: it has no weights for {missing[0]}.")
     return model
 
 
-def _load_tokenizer(source: Any, name: str) -> Any:
+def load_model(auto: str, source: str, noun: str, **options: Any) -> tuple[Any, list[str]]:
+    """A model by transformers' class `auto`, and the names of weights that its files lack. Raises ModelError."""
+    import transformers
+
+    try:
+        with quiet_bars():
+            model, info = getattr(transformers, auto).from_pretrained(source, output_loading_info=True, **options)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ModelError(f"The {noun} {source!r} cannot be loaded: {message_of(error)}") from error
+    return model, sorted(info["missing_keys"])
+
+
+def read_tokenizer(where: str, absent: str, owner: str, option: str) -> Any:
+    """Tokenizer of the folder or hub id `where`; `absent`: why there is none. Raises ModelError, which names `option` to pass it in."""
     from transformers import AutoTokenizer
 
     try:
-        if not isinstance(source, str | Path):
-            raise OSError("the model was given as an object")
-        return AutoTokenizer.from_pretrained(str(source))
+        if not where:
+            raise OSError(absent)
+        return AutoTokenizer.from_pretrained(where)
     except (OSError, ValueError) as error:
-        reason = message_of(error)
-        raise ModelError(f"No tokenizer for the model {name!r} ({reason}); pass tokenizer=.") from error
+        raise ModelError(f"No tokenizer for the {owner} ({message_of(error)}); pass {option}.") from error
 
 
 def conversation_ids(tokenizer: Any, name: str, messages: Sequence[Mapping[str, Any]], **how: Any) -> list[int]:

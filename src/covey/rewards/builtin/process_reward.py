@@ -11,7 +11,7 @@ from typing import Any
 
 from covey.errors import ConfigError, ModelError
 from covey.files.bounded import read_text
-from covey.rewards.builtin.inference_model import Frozen, conversation_ids
+from covey.rewards.builtin.inference_model import conversation_ids, load_frozen
 from covey.rewards.builtin.text import text_of
 from covey.rewards.decorators import reward
 
@@ -45,7 +45,7 @@ class ProcessReward:
         tokenizer: Any = None,
         **options: Any,
     ) -> None:
-        self.frozen = Frozen.of("token classifier", model, tokenizer, **options)
+        self.frozen = load_frozen("token classifier", model, tokenizer, **options)
         config = self.frozen.model.config
         if config.num_labels != 2:
             raise ModelError(

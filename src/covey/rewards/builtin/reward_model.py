@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,16 @@ import torch
 from torch import Tensor
 
 from covey.data.rendering import plain_ids, spells_control
-from covey.errors import ModelError, TooLongError, message_of
-from covey.models import quiet_bars
+from covey.errors import ModelError, TooLongError
 from covey.process.device import dtype_to_read_in
-from covey.rewards.adaptive_batches import AdaptiveBatches
-from covey.rewards.builtin.inference_model import conversation_ids, is_float, right_padded
+from covey.rewards.builtin.inference_model import Frozen, conversation_ids, is_float, load_model, read_tokenizer
 from covey.rewards.builtin.text import clean
 from covey.rewards.decorators import reward
 
 
 @reward(timeout=math.inf)
 @dataclass(frozen=True, eq=False)
-class ModelReward:
+class ModelReward(Frozen):
     """The score of a model's single logit for prompt and completion together.
 
     A conversation is conversation_ids by the reward model's own chat template, plain texts are joined; both are encoded without
@@ -32,13 +29,7 @@ class ModelReward:
     `batch_size` texts at a time, fewer once memory ran out.
     """
 
-    model: Any
-    tokenizer: Any
-    name: str
     template: Mapping[str, Any] = field(default_factory=dict)
-    batch_size: int = 16
-    is_placed: bool = False
-    """True if the user chose its device, so that `to` leaves it there."""
     may_round: bool = False
     """True if it was loaded without a word on its type: a GPU that has bfloat16 then computes in that, but for the last product."""
 
@@ -56,64 +47,41 @@ class ModelReward:
         Raises ModelError when it cannot be loaded or has no head with a single label.
         """
         loaded = _load(str(model), dict(model_init_kwargs or {})) if isinstance(model, str | Path) else model
-        name = (
-            str(getattr(loaded.config, "_name_or_path", "") or "").rstrip("/").split("/")[-1] or type(loaded).__name__
-        )
+        where = str(getattr(loaded.config, "_name_or_path", "") or "")
+        name = where.rstrip("/").split("/")[-1] or type(loaded).__name__
         labels = getattr(loaded.config, "num_labels", 1)
         if labels != 1:
             raise ModelError(f"The reward model {name!r} has {labels} labels; a reward model has one (num_labels=1).")
-        tokenizer = _load_tokenizer(loaded, name) if tokenizer is None else tokenizer
+        if tokenizer is None:
+            absent = "the model was not loaded from a folder or id"
+            tokenizer = read_tokenizer(where, absent, f"reward model {name!r}", "it in reward_processing_classes")
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         text_config = loaded.config.get_text_config() if hasattr(loaded.config, "get_text_config") else loaded.config
         text_config.pad_token_id = tokenizer.pad_token_id  # the score is read at the last token that is no padding
         loaded = loaded.eval().requires_grad_(False)
-        is_free = loaded is not model and not {"dtype", "torch_dtype", "quantization_config"} & set(
-            model_init_kwargs or ()
-        )
-        reward = ModelReward(loaded, tokenizer, name, dict(chat_template_kwargs or {}), may_round=is_free)
+        has_type = {"dtype", "torch_dtype", "quantization_config"} & set(model_init_kwargs or ())
+        is_free = loaded is not model and not has_type
+        reward = ModelReward(loaded, tokenizer, name, template=dict(chat_template_kwargs or {}), may_round=is_free)
         return reward if device is None else reward.to(device)
-
-    @cached_property
-    def portions(self) -> AdaptiveBatches:
-        """Batches of texts, sized to the memory."""
-        return AdaptiveBatches(self.name, self.batch_size)
 
     def to(self, device: Any) -> ModelReward:
         """The same reward with its model on `device`; one that was placed or spread over devices stays where it is."""
-        if not self.is_placed and getattr(self.model, "hf_device_map", None) is None:
-            self.model.to(device)
+        super().to(device)
         if self.may_round and next(self.model.parameters()).dtype == torch.float32:
-            _round(self.model, dtype_to_read_in(next(self.model.parameters()).device))
+            _round(self.model, dtype_to_read_in(self.device))
         return self
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> Tensor:
         """[N] float32."""
         ids = [self.encode(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        self._check_lengths(ids)
-        scores = torch.zeros(len(ids))
-        for held, logits in self.portions.run(
-            [len(row) for row in ids], lambda rows: self._forward([ids[i] for i in rows])
-        ):
-            scores[held] = logits
-        return scores
-
-    @torch.no_grad()
-    def _forward(self, ids: Sequence[Sequence[int]]) -> Tensor:
-        padded, mask = self.padded(ids)
-        logits: Tensor = self.model(input_ids=padded, attention_mask=mask).logits  # [B, 1]
-        return logits[:, 0].float().cpu()
-
-    def padded(self, ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """[B, L] ids padded on the right, and their mask, on the model's device."""
-        padded, mask = right_padded(ids, self.tokenizer.pad_token_id)
-        device = next(self.model.parameters()).device
-        return padded.to(device), mask.to(device)
-
-    @property
-    def limit(self) -> float:
-        """Most tokens that it reads."""
-        return getattr(self.model.config, "max_position_embeddings", None) or math.inf
+        longest = max((len(row) for row in ids), default=0)
+        if longest > self.limit:
+            raise TooLongError(
+                f"prompt and completion have {longest} tokens, the reward model {self.name!r} reads {self.limit}"
+            )
+        scores = self.run(ids, lambda output, ids, mask: output.logits[:, 0])
+        return torch.stack(scores) if scores else torch.zeros(0)
 
     def encode(self, prompt: Any, completion: Any) -> list[int]:
         """The ids of prompt and completion together."""
@@ -123,13 +91,6 @@ class ModelReward:
         if spells_control(self.tokenizer, completion):  # a completion writes none of them
             return [*whole(prompt), *plain_ids(self.tokenizer, clean(completion))]
         return whole(prompt + completion)
-
-    def _check_lengths(self, ids: Sequence[Sequence[int]]) -> None:
-        longest = max((len(row) for row in ids), default=0)
-        if longest > self.limit:
-            raise TooLongError(
-                f"prompt and completion have {longest} tokens, the reward model {self.name!r} reads {self.limit}"
-            )
 
 
 def reward_model(
@@ -166,34 +127,10 @@ def _round(model: Any, dtype: torch.dtype) -> None:
 
 
 def _load(source: str, options: dict[str, Any]) -> Any:
-    from transformers import AutoModelForSequenceClassification
-
-    try:
-        with quiet_bars():
-            model, info = AutoModelForSequenceClassification.from_pretrained(
-                source, num_labels=1, output_loading_info=True, **options
-            )
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = message_of(error)
-        raise ModelError(f"The reward model {source!r} cannot be loaded: {reason}") from error
-    missing = sorted(info["missing_keys"])
+    auto = "AutoModelForSequenceClassification"
+    model, missing = load_model(auto, source, "reward model", num_labels=1, **options)
     if missing:
         raise ModelError(
             f"{source!r} is no reward model: it has no weights for {missing[0]}; give a sequence classifier with one label."
         )
     return model
-
-
-def _load_tokenizer(model: Any, name: str) -> Any:
-    from transformers import AutoTokenizer
-
-    where = str(getattr(model.config, "_name_or_path", "") or "")
-    try:
-        if not where:
-            raise OSError("the model was not loaded from a folder or id")
-        return AutoTokenizer.from_pretrained(where)
-    except (OSError, ValueError) as error:
-        reason = message_of(error)
-        raise ModelError(
-            f"No tokenizer for the reward model {name!r} ({reason}); pass it in reward_processing_classes."
-        ) from error

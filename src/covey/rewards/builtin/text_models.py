@@ -14,7 +14,7 @@ from torch import Tensor
 
 from covey.data.rendering import chat_ids
 from covey.errors import ConfigError, ModelError, RewardError
-from covey.rewards.builtin.inference_model import Frozen
+from covey.rewards.builtin.inference_model import load_frozen
 from covey.rewards.builtin.text import text_of
 from covey.rewards.decorators import reward
 
@@ -35,7 +35,7 @@ class ClassifierReward:
     def __init__(
         self, model: Any, label: str | int, *, premise: str | None = None, tokenizer: Any = None, **options: Any
     ) -> None:
-        self.frozen = Frozen.of("classifier", model, tokenizer, **options)
+        self.frozen = load_frozen("classifier", model, tokenizer, **options)
         self.premise = premise
         self.needs_one_of = () if premise in (None, "prompt") else (premise,)
         config = self.frozen.model.config
@@ -115,7 +115,7 @@ class SimilarityReward:
             pooling = declared_pooling(str(model))
         self.target, self.pooling, self.floor, self.prefix = to, pooling or "mean", floor, prefix
         self.needs_one_of = () if to in ("prompt", "group") else (to,)
-        self.frozen = Frozen.of("encoder", model, tokenizer, **options)
+        self.frozen = load_frozen("encoder", model, tokenizer, **options)
 
     def to(self, device: Any) -> SimilarityReward:
         self.frozen.to(device)
@@ -197,7 +197,7 @@ class FluencyReward:
                 f"fluency: enough={enough} must lie from 0 to 1, and min_tokens={min_tokens} be at least 1."
             )
         self.enough, self.min_tokens, self.with_prompt = enough, min_tokens, with_prompt
-        self.frozen = Frozen.of("causal", model, tokenizer, **options)
+        self.frozen = load_frozen("causal", model, tokenizer, **options)
 
     def to(self, device: Any) -> FluencyReward:
         self.frozen.to(device)
