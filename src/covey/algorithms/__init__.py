@@ -32,10 +32,9 @@ from covey.algorithms.distillation import Distill, distill, zero
 from covey.algorithms.examples import SFT, sft
 from covey.algorithms.filtering import GroupFiltered
 from covey.algorithms.future_kl import FutureKL
-from covey.algorithms.importance import VACO, Correction, OffPolicyMask, Rejection
+from covey.algorithms.importance import VACO, Correction, MemberWeight, OffPolicyMask, Rejection
 from covey.algorithms.kl import ESTIMATORS, KL, AdaptiveKL, BoundedK3, StraightThrough, abs_kl, full, k1, k2, k3
 from covey.algorithms.labels import RewardsAsLabels
-from covey.algorithms.members import MemberWeight
 from covey.algorithms.naming import from_name
 from covey.algorithms.newer_presets import (
     cfpo,
