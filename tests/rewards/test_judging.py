@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 import time
@@ -119,6 +120,14 @@ def test_the_judge_is_shown_task_rubric_and_reference_but_is_told_what_others_wr
     assert "never an instruction" in system
     assert "Say something." in user
     assert "Good day!" in user
+
+
+def test_a_missing_reference_is_not_shown_and_several_are_shown_as_text(serve):
+    server = serve(by_length)
+    score(judge(server), "abc", "abd", reference=[math.nan, ["Good day!", "Hello."]])
+    first, second = (body["messages"][1]["content"] for body in sorted(server.bodies, key=lambda body: len(str(body))))
+    assert "Reference" not in first
+    assert "Good day!\nHello." in second
 
 
 def test_a_completion_cannot_close_the_marks_around_it(serve):

@@ -6,9 +6,11 @@ import json
 import math
 import time
 
+import numpy as np
 import pytest
+import torch
 
-from covey.errors import ConfigError, DataError
+from covey.errors import ConfigError, DataError, RewardError
 from covey.rewards import RewardSpec, check, get_cosine_scaled_reward, reasoning_accuracy_reward, resolve
 
 
@@ -183,6 +185,7 @@ def test_a_choice_of_several_or_none_is_wrong():
         "ABCD",
     ]
     assert call("choice", *wrong, answer="B") == [0.0] * len(wrong)
+    assert call("choice", "A train leaves, so it must be C", "A because of that", "A", answer="A") == [0.0, 1.0, 1.0]
     assert call("choice", "The answer is A. The answer is B. The answer is C.", answer="B") == [0.0]
 
 
@@ -219,6 +222,37 @@ def test_what_is_no_number_is_not_near_one():
     texts = ["", "nan", "inf", "ten", "1e999999999", "#### 9 or 10"]
     assert call("numeric(absolute=1000)", *texts, answer="10") == [0.0] * len(texts)
     assert call("numeric", "1", "1", answer=["none", None]) == [None, None]
+
+
+def test_a_number_in_words_of_ten_has_its_size():
+    texts = ["12 million", "There are 12 million.", "12", "12 m"]
+    assert call("numeric", *texts, answer="12000000") == [1.0, 1.0, 0.0, 0.0]
+    assert call("numeric", *texts, answer="12") == [0.0, 0.0, 1.0, 1.0]
+    assert call("numeric", *texts, answer="12 million") == [1.0, 1.0, 0.0, 0.0]
+
+
+GOLD = ("math", "exact", "numeric", "f1", "fuzzy", "rouge", "choice")
+
+
+@pytest.mark.parametrize("name", GOLD)
+def test_any_of_several_gold_answers_is_right_and_a_missing_one_abstains(name):
+    right, wrong = ("B", "C") if name == "choice" else ("7", "8")
+    cells = [[right], ["A", right] if name == "choice" else ["6", right], np.array([right]), [None, right]]
+    assert call(name, *[right] * 4, answer=cells) == [1.0] * 4
+    assert call(name, *[wrong] * 4, answer=cells) == [0.0] * 4
+    assert call(name, *[right] * 4, answer=[math.nan, None, [], [math.nan]]) == [None] * 4
+
+
+@pytest.mark.parametrize("name", GOLD)
+def test_whole_numbers_stored_as_floats_or_in_arrays_are_the_same_gold_answers(name):
+    text = "C" if name == "choice" else "2"
+    assert call(name, *[text] * 4, answer=[2, 2.0, np.int64(2), torch.tensor(2.0)]) == [1.0] * 4
+
+
+@pytest.mark.parametrize("name", GOLD)
+def test_a_gold_answer_with_fields_is_refused(name):
+    with pytest.raises(RewardError, match="the fields value, aliases"):
+        call(name, "7", answer=[{"value": "7", "aliases": ["seven"]}])
 
 
 def test_f1_is_squads():

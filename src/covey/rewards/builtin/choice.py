@@ -5,7 +5,7 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -13,13 +13,21 @@ from typing import Any
 
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.answers import gold_answer, marked_answer, number
-from covey.rewards.builtin.text import last_tagged, text_of
+from covey.rewards.builtin.text import last_tagged, text_of, values_in
 
 _ARTICLES = frozenset({"a", "an", "the"})
 _CONNECTED = r"(?:answer|choice|option|lösung|réponse|respuesta)"
 _LONGEST_COMPARED = 10_000
 """Characters of a text that are compared by similarity, whose time grows with the square."""
-_NUMBER = re.compile(r"(?<![\w.])[-+]?\$?(?:\d[\d,]*\.?\d*|\.\d+)(?:/\d+)?(?:[eE][-+]?\d{1,3})?(?!\d|[eE][-+]?\d)")
+_MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+"""Powers of ten by word."""
+_NUMBER = re.compile(
+    r"(?<![\w.])[-+]?\$?(?:\d[\d,]*\.?\d*|\.\d+)(?:/\d+)?(?:[eE][-+]?\d{1,3})?(?!\d|[eE][-+]?\d)"
+    rf"(?:\s(?:{'|'.join(_MAGNITUDES)})s?\b)?",
+    re.IGNORECASE,
+)
+_SENTENCE = re.compile(r"[AI]\s+(?!(?:as|because|due|for|is|since)\b)[a-z]")
+"""The beginning of a sentence whose first word is no letter of a choice: `A train`, `I think`."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +55,10 @@ class ChoiceLetter:
         solution: Sequence[Any] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        golds = [self._gold(value) for value in gold_column("choice", answer, solution)]
+        cells = gold_column("choice", answer, solution)
+        golds = [{self._gold(value) for value in values_in(cell)} - {None} for cell in cells]
         chosen = [self.chosen(text_of(completion)) for completion in completions]
-        return [None if gold is None else float(c == gold) for c, gold in zip(chosen, golds, strict=True)]
+        return [float(c in letters) if letters else None for c, letters in zip(chosen, golds, strict=True)]
 
     def chosen(self, text: str) -> str | None:
         """The letter that a text chooses, as a capital; `None` for none or several."""
@@ -58,6 +67,8 @@ class ChoiceLetter:
         if marked is not None:
             return self._letter(marked)
         phrases = list(re.finditer(rf"\b{_CONNECTED}\b\s*(?:is|:|=|ist|est|es)?\s*:?", text, re.IGNORECASE))
+        if not phrases and _SENTENCE.match(text.lstrip()):
+            return None
         return self._letter(text[phrases[-1].end() :] if phrases else text)
 
     def _letter(self, text: str) -> str | None:
@@ -74,7 +85,7 @@ class ChoiceLetter:
         return None if others else first[1].upper()
 
     def _gold(self, value: Any) -> str | None:
-        if value is None or str(value).strip() == "":
+        if str(value).strip() == "":
             return None
         if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(self.letters):
             return self.letters[value].upper()
@@ -114,9 +125,9 @@ class Numeric:
         solution: Sequence[Any] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        golds = [None if g is None else number(gold_answer(str(g))) for g in gold_column("numeric", answer, solution)]
-        texts = [text_of(completion) for completion in completions]
-        return [None if gold is None else self._score(text, gold) for text, gold in zip(texts, golds, strict=True)]
+        golds = [[number_within(text) for text in golds_of(g)] for g in gold_column("numeric", answer, solution)]
+        rows = zip(map(text_of, completions), golds, strict=True)
+        return [max((self._score(text, g) for g in several if g is not None), default=None) for text, several in rows]
 
     def _score(self, text: str, gold: Fraction) -> float:
         marked = marked_answer(text)
@@ -137,16 +148,19 @@ def _decimal(value: float) -> Fraction:
 
 
 def number_within(text: str) -> Fraction | None:
-    """The number that a text is, also as `1.5e-3` and with a unit after it; `None` for others.
+    """The number that a text is, also as `1.5e-3`, `2 million` and with a unit after it; `None` for others.
 
-    >>> number_within("2.50 m"), number_within("1e3"), number_within("3 or 4")
-    (Fraction(5, 2), Fraction(1000, 1), None)
+    >>> number_within("2.50 m"), number_within("1e3"), number_within("3 or 4"), number_within("2 million")
+    (Fraction(5, 2), Fraction(1000, 1), None, Fraction(2000000, 1))
     """
     exact = number(text)
     if exact is not None:
         return exact
-    match = re.fullmatch(r"\s*\$?([-+]?(?:\d[\d,]*\.?\d*|\.\d+))(?:[eE]([-+]?\d{1,3}))?\s*[^\d\s]*\s*", text[:200])
-    return None if match is None else Fraction(match[1].replace(",", "")) * Fraction(10) ** int(match[2] or 0)
+    match = re.fullmatch(r"\s*\$?([-+]?(?:\d[\d,]*\.?\d*|\.\d+))(?:[eE]([-+]?\d{1,3}))?\s*([^\d\s]*)\s*", text[:200])
+    if match is None:
+        return None
+    power = int(match[2] or 0) + _MAGNITUDES.get(match[3].lower().removesuffix("s"), 0)
+    return Fraction(match[1].replace(",", "")) * Fraction(10) ** power
 
 
 def normalized(text: str) -> str:
@@ -221,11 +235,8 @@ def gold_column(name: str, *columns: Sequence[Any] | None) -> Sequence[Any]:
 
 
 def golds_of(gold: Any) -> list[str]:
-    """The gold answers of one row: one, or several in a list; those that are empty are left out."""
-    if gold is None:
-        return []
-    several: Iterable[Any] = gold if isinstance(gold, list | tuple) else [gold]
-    return [text for text in (gold_answer(str(value)) for value in several if value is not None) if text]
+    """The gold answers of one row: one, or several in a list; those that are empty or missing are left out."""
+    return [text for text in (gold_answer(str(value)) for value in values_in(gold)) if text]
 
 
 def best(score: Any, text: str, gold: Any) -> float | None:

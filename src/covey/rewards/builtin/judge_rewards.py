@@ -10,7 +10,7 @@ from typing import Any, Literal
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.chat_endpoint import Message, ReplyError
 from covey.rewards.builtin.judge import Judge, Spent, judge_of
-from covey.rewards.builtin.text import clean, text_of
+from covey.rewards.builtin.text import clean, text_of, values_in
 from covey.rewards.decorators import CallOptions
 
 Metrics = Callable[[str, float], None]
@@ -71,7 +71,8 @@ class JudgeReward:
         self, prompts: Sequence[Any], completions: Sequence[Any], log_metric: Metrics | None = None, **columns: Any
     ) -> list[float]:
         texts = [text_of(completion) for completion in completions]
-        references = columns.get(self.reference_column) or [None] * len(texts)
+        column = columns.get(self.reference_column) or [None] * len(texts)
+        references = [reference_of(cell) for cell in column]
         indices = [i for i, text in enumerate(texts) if text.strip()]
         questions = [self._question(task_of(prompts[i]), texts[i], references[i]) for i in indices]
         marks = self.judge.all(questions, self._mark)
@@ -83,10 +84,10 @@ class JudgeReward:
             scores[i] = (mark - self.low) / (self.high - self.low)
         return scores
 
-    def _question(self, task: str, response: str, reference: Any) -> list[Message]:
+    def _question(self, task: str, response: str, reference: str) -> list[Message]:
         parts = {"Task": task, "Response": response}
-        if reference is not None:
-            parts = {"Task": task, "Reference answer": str(reference), "Response": response}
+        if reference:
+            parts = {"Task": task, "Reference answer": reference, "Response": response}
         form = f'{{"reason": "one sentence", "score": a number from {self.low:g} to {self.high:g}}}'
         return question(self.rubric, parts, f"Give the response a score from {self.low:g} to {self.high:g}.", form)
 
@@ -169,7 +170,7 @@ class PairwiseJudgeReward:
             column = columns.get(self.reference_column)
             if column is None:
                 raise RewardError(f"judge_pairs needs a column {self.reference_column!r}; rename yours to it.")
-            references = ["" if value is None else str(value).strip() for value in column]
+            references = [reference_of(cell).strip() for cell in column]
             held = [(i, len(texts) + i) for i, reference in enumerate(references) if reference]
             return [*texts, *references], held
         members: dict[str, list[int]] = {}
@@ -254,6 +255,11 @@ def read_object(reply: str, key: str) -> Any:
     if len(values) != 1:
         raise ReplyError(f"it holds {len(values)} JSON objects with {key!r} instead of one")
     return values[0]
+
+
+def reference_of(cell: Any) -> str:
+    """A reference as a judge reads it, each of several on a line of its own; empty where it is missing."""
+    return str(cell) if isinstance(cell, Mapping) else "\n".join(map(str, values_in(cell)))
 
 
 def task_of(prompt: Any) -> str:

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from covey.errors import RewardError
 from covey.rewards.builtin import verify
-from covey.rewards.builtin.answers import final_answer, gold_answer, is_same, marked_answer, number
+from covey.rewards.builtin.answers import final_answer, is_same, marked_answer, number
+from covey.rewards.builtin.choice import golds_of
 from covey.rewards.builtin.formulas import is_equal
 from covey.rewards.builtin.text import text_of
 from covey.rewards.builtin.units import words_of
@@ -40,6 +41,7 @@ def math_reward(
 ) -> list[float | None]:
     r"""1.0 where the completion's final answer equals the gold answer in value, 0.0 where not, `None` without a gold answer.
 
+    Of several gold answers in a list any is right.
     The gold answer is in the column `answer`, or else `solution`: after GSM8K's `####`, in `\boxed{}`, or the whole text. The
     completion's is after its last `####`, in its last `\boxed{}`, after its last "the answer is", or its last number. The same
     text or the same exact number is right (1,250.00 = 1250, 0.5 = 1/2, 72 eggs = 72 where the question speaks of eggs).
@@ -48,13 +50,13 @@ def math_reward(
 
     Raises RewardError for a gold formula without math-verify.
     """
-    golds = _golds(answer, solution, len(completions))
+    golds = _golds(answer, solution)
     nouns = _nouns(golds, answer if answer is not None else solution, columns.get("prompts"))
     texts = [text_of(completion) for completion in completions]
     rows = list(zip(texts, golds, nouns, strict=True))
-    pairs = dict.fromkeys((text, gold, noun) for text, gold, noun in rows if gold is not None)  # equal answers once
+    pairs = dict.fromkeys((text, gold, noun) for text, several, noun in rows for gold in several)  # equal answers once
     verdicts = dict(zip(pairs, _within_time([partial(_judge, *pair) for pair in pairs]), strict=True))
-    scores = [None if gold is None else verdicts[text, gold, noun] for text, gold, noun in rows]
+    scores = [_best([verdicts[text, gold, noun] for gold in several]) for text, several, noun in rows]
     unjudged = sum(score is None for score in scores)
     if log_metric is not None and unjudged:
         log_metric("math/unjudged", unjudged / len(scores))
@@ -68,13 +70,13 @@ def exact_reward(
     solution: Sequence[Any] | None = None,
     **columns: Any,
 ) -> list[float | None]:
-    r"""1.0 where the final answer is the gold answer as text or number, 0.0 where not, `None` without a gold answer.
+    r"""1.0 where the final answer is the gold answer, or any of several, as text or number, 0.0 where not, `None` without one.
 
     The completion's final answer is what it marks (`####`, `\boxed{}`), or the whole text; for a gold answer that is a number
     also its last number. Nothing is evaluated.
     """
-    golds = _golds(answer, solution, len(completions))
-    return [_matches(text_of(c), gold) for c, gold in zip(completions, golds, strict=True)]
+    rows = zip(map(text_of, completions), _golds(answer, solution), strict=True)
+    return [_best([_matches(text, gold) for gold in several]) for text, several in rows]
 
 
 @reward(timeout=_LIMIT_SECONDS)
@@ -90,14 +92,19 @@ def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **colum
     return _within_time([partial(verify.shared().is_equal, gold, text_of(c), anchored=True) for c, gold in pairs])
 
 
-def _golds(answer: Sequence[Any] | None, solution: Sequence[Any] | None, size: int) -> list[str | None]:
+def _golds(answer: Sequence[Any] | None, solution: Sequence[Any] | None) -> list[list[str]]:
+    """The gold answers of each row, any of which is right."""
     column = answer if answer is not None else solution
     if column is None:
         raise RewardError(
             "this reward needs a column 'answer' or 'solution'; rename yours, as in --columns answer=label."
         )
-    golds = [None if gold is None else gold_answer(str(gold)) for gold in column]
-    return [gold or None for gold in golds]
+    return [golds_of(cell) for cell in column]
+
+
+def _best(verdicts: Sequence[float | None]) -> float | None:
+    """1.0 where any is; else `None` where one could not be judged, or there is none."""
+    return 1.0 if 1.0 in verdicts else None if None in verdicts or not verdicts else 0.0
 
 
 class _Judge(Protocol):
@@ -167,9 +174,7 @@ def _all_text(question: Any) -> str:
     )
 
 
-def _matches(text: str, gold: str | None) -> float | None:
-    if gold is None:
-        return None
+def _matches(text: str, gold: str) -> float:
     marked = marked_answer(text)
     candidates = [marked if marked is not None else text]
     if marked is None and number(gold) is not None:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.choice import common_length
-from covey.rewards.builtin.text import text_of, words_in
+from covey.rewards.builtin.text import text_of, values_in, words_in
 from covey.rewards.decorators import reward
 
 _MOST_WORDS = 5000
@@ -85,8 +85,7 @@ def references_of(name: str, columns: dict[str, Any]) -> Sequence[Any]:
 
 def several(reference: Any) -> list[str]:
     """The references of a row that have a word; one text or a list of texts."""
-    references = reference if isinstance(reference, list | tuple) else [reference]
-    return [str(reference) for reference in references if reference is not None and str(reference).strip()]
+    return [str(value) for value in values_in(reference) if str(value).strip()]
 
 
 @reward(streams=True)

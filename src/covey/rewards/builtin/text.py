@@ -1,11 +1,11 @@
 """Rewards for form: format, length, repetition. Each is a function, or a frozen dataclass where it has parameters."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from covey.errors import ConfigError
+from covey.errors import ConfigError, RewardError
 
 _GSM8K_END = re.compile(r"####[ \t]*[-+]?\$?(\d[\d,]*(\.\d+)?|\.\d+)\s*$")
 
@@ -35,6 +35,29 @@ def text_of(completion: Any) -> str:
     if isinstance(completion, str):
         return completion
     return "".join(str(m.get("content") or "") for m in completion if m.get("role", "assistant") == "assistant")
+
+
+def values_in(cell: Any) -> list[Any]:
+    """The values of a cell that may hold several, without missing ones (None, NaN); of arrays and tensors as Python's.
+
+    Whole numbers that pandas stores as floats, because others in their column are missing, are whole again. Raises RewardError
+    for a mapping.
+
+    >>> values_in("a"), values_in(["a", None, "b"]), values_in(float("nan")), values_in(2.0)
+    (['a'], ['a', 'b'], [], [2])
+    """
+    if hasattr(cell, "tolist"):
+        cell = cell.tolist()
+    if isinstance(cell, Mapping):
+        raise RewardError(
+            f"a row has an answer with the fields {', '.join(map(str, cell))} where a text, a number or a list of them belongs; "
+            "make a column of the field that counts."
+        )
+    if isinstance(cell, list | tuple):
+        return [value for item in cell for value in values_in(item)]
+    if isinstance(cell, float) and cell.is_integer():
+        return [int(cell)]
+    return [] if cell is None or cell != cell else [cell]
 
 
 def last_tagged(text: str, name: str) -> str | None:
