@@ -101,6 +101,12 @@ def test_the_version_is_the_package_version(capsys):
         (["train", "--dataset_name", "x"], "Use dataset."),
         (["env", "--jsn"], "Did you mean --json?"),
         (["eval", "--ensemble", "a", "b", "--reward", "math"], "covey eval A --ensemble B C."),
+        (["eval", "demo", "--dataset", "demo", "--reward", "demo", "--k", "0"], "pass@0 is no share"),
+        (
+            ["eval", "demo", "--dataset", "demo", "--reward", "demo", "--batch-size", "0"],
+            "--batch-size 0 must be at least 1",
+        ),
+        (["eval", "demo", "--dataset", "demo", "--reward", "demo", "--num-samples", "-1"], "--num-samples -1 must be"),
         (["demo", "--steps", "-3"], "--steps -3 is no number to count to; give 1 or more."),
         (["doctor", "demo", "--seeds", "3"], "--seeds is not an option here. One run is checked"),
         (["doctor", "--from-run", "runs/x"], "covey doctor runs/x/train.yaml"),

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from covey.evaluation.compare.effects import Scored, adjusted, effect_of
+from covey.evaluation.compare.effects import Scored, adjusted, effect_of, mean_of
 from covey.evaluation.intervals import mean_of_few
 from covey.evaluation.student_t import quantile, two_sided
 from kit import rest_nightly
@@ -47,6 +47,19 @@ def test_one_seed_each_is_paired_by_question():
     assert found.basis == "questions"
     assert found.value == pytest.approx(4 / 6)
     assert found.p_value == pytest.approx(2 * 0.5**4), "McNemar's exact test: 4 gains, no loss"
+
+
+def test_an_interval_is_as_wide_below_as_above_where_shares_end():
+    found = effect_of(runs([[0] * 9 + [1]]), runs([[1] * 10]))  # 9 of 10 gained: deviation sqrt(0.1)
+    assert found.value - found.low == pytest.approx(2.2622 * math.sqrt(0.1 / 10), abs=1e-4)
+
+
+def test_answers_without_any_spread_are_not_certain():
+    found = effect_of(runs([[0] * 8]), runs([[1] * 8]))
+    assert found.low < 0.5, "Bonett and Price's interval ends at 0.43"
+    assert found.is_real
+    alone = mean_of(runs([[1] * 20]))
+    assert (alone.value, round(alone.low, 3), alone.high) == (1.0, 0.839, 1.0)
 
 
 def test_seed_means_alone_are_the_paired_t_test():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 
+from covey.evaluation.assessment import Assessment
 from covey.evaluation.intervals import bounded_mean, paired_difference, pass_at_k
 
 
@@ -13,6 +14,25 @@ def test_the_interval_of_a_share_stays_within_0_and_1(right, prompts):
     found = bounded_mean([1.0] * right + [0.0] * (prompts - right))
     assert 0.0 <= found.low <= found.value <= found.high <= 1.0
     assert found.high > found.low
+
+
+def test_pairs_without_any_spread_have_bonett_and_prices_interval():
+    gained, alike = paired_difference([0.0] * 8, [1.0] * 8), paired_difference([1.0] * 20, [1.0] * 20)
+    assert (gained.value, gained.low, gained.high) == (
+        1.0,
+        pytest.approx(0.8 - 1.96 * 0.06**0.5 * 0.6**0.5, abs=1e-4),
+        1.0,
+    )
+    assert (alike.value, alike.high) == (0.0, pytest.approx(1.96 * (2 / 22 / 22) ** 0.5, abs=1e-4))
+    assert alike.low == -alike.high
+
+
+def test_answers_that_no_reward_scored_count_in_no_pass_at_k():
+    nan = float("nan")
+    sampled = ((1.0, nan, 0.0, 1.0), (nan,) * 4, (0.0, nan, nan, nan))
+    found = Assessment(greedy=(1.0, nan, 0.0), sampled=sampled, texts=("",) * 3, mean_length=1.0, threshold=0.5)
+    assert (found.pass_at(1).value, found.pass_at(1).count) == (pytest.approx((2 / 3 + 0) / 2), 2)
+    assert (found.pass_at(2).value, found.pass_at(2).count) == (1.0, 1)
 
 
 def test_a_difference_of_shares_stays_within_one():

@@ -86,6 +86,11 @@ def _check(options: dict[str, Any]) -> None:
         if not options[name]:
             raise ConfigError(f"covey eval needs --{name}; see covey eval --help.")
     _check_ensemble(options)
+    for name, least in (("num_samples", 0), ("max_tokens", 1), ("batch_size", 1)):
+        if options[name] < least:
+            raise ConfigError(f"{spelled(name)} {options[name]} must be at least {least}.")
+    if options["k"] and min(options["k"]) < 1:
+        raise ConfigError(f"pass@{min(options['k'])} is no share of samples; give --k 1 or more.")
     if options["k"] and max(options["k"]) > options["num_samples"]:
         raise ConfigError(f"pass@{max(options['k'])} needs --num-samples {max(options['k'])} or more.")
 

@@ -55,8 +55,11 @@ class Assessment:
         return _mean_reward([_mean(scores) for scores in self.sampled], [x for scores in self.sampled for x in scores])
 
     def pass_at(self, k: int) -> Estimate:
-        """Mean over prompts of the unbiased pass@k of the drawn answers."""
-        return bounded_mean([pass_at_k(len(s), sum(x >= self.threshold for x in s), k) for s in self.sampled])
+        """Mean over prompts of the unbiased pass@k of the drawn answers that were scored; prompts with fewer than `k` are left out."""
+        scored = [[score for score in scores if not math.isnan(score)] for scores in self.sampled]
+        right = [sum(score >= self.threshold for score in scores) for scores in scored]
+        pairs = zip(scored, right, strict=True)
+        return bounded_mean([pass_at_k(len(scores), count, k) for scores, count in pairs if len(scores) >= k])
 
     def part(self, start: int | None, stop: int | None) -> Assessment:
         """The same of prompts `start` to `stop` alone; `mean_length` stays that of all."""

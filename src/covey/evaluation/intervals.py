@@ -144,11 +144,23 @@ def paired_difference(a: Sequence[float], b: Sequence[float], *, draws: int = 20
         return Difference(math.nan, math.nan, math.nan, 1.0, 0)
     gaps = pairs[:, 1] - pairs[:, 0]
     spread = Z95 * float(gaps.std(ddof=1)) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.inf
-    value = float(gaps.mean())
+    value = center = float(gaps.mean())
     is_binary = bool(np.isin(pairs, (0.0, 1.0)).all())
     p_value = _mcnemar(gaps) if is_binary else _sign_flips(gaps, draws, seed)
     most = 1.0 if is_binary else math.inf  # shares differ by at most 1
-    return Difference(value, max(-most, value - spread), min(most, value + spread), p_value, len(gaps))
+    if is_binary and spread == 0:
+        center, spread = _adjusted_wald(gaps)
+    return Difference(value, max(-most, center - spread), min(most, center + spread), p_value, len(gaps))
+
+
+def _adjusted_wald(gaps: np.ndarray) -> tuple[float, float]:
+    """Center and half width of Bonett and Price's interval (2012) of a difference of paired shares, for pairs without any spread.
+
+    A gain and a loss are added, without which a few equal pairs would prove that no other can come.
+    """
+    size = len(gaps) + 2
+    gains, losses = (int((gaps > 0).sum()) + 1) / size, (int((gaps < 0).sum()) + 1) / size
+    return gains - losses, Z95 * math.sqrt((gains + losses - (gains - losses) ** 2) / size)
 
 
 def _mcnemar(gaps: np.ndarray) -> float:

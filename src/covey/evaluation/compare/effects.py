@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from covey.evaluation.intervals import Estimate, mean_of_few, paired_difference
+from covey.evaluation.intervals import Estimate, bounded_mean, mean_of_few, paired_difference
 from covey.evaluation.student_t import quantile, two_sided
 
 Basis = Literal["seeds and questions", "questions", "seeds", "nothing"]
@@ -67,7 +67,8 @@ def effect_of(a: Sequence[Scored], b: Sequence[Scored]) -> Effect:
     grid_a, grid_b = _grid(a, shared), _grid(b, shared)  # [ka, Q], [kb, Q]
     if seeds == (1, 1):
         difference = paired_difference(grid_a[0].tolist(), grid_b[0].tolist())
-        spread = (difference.high - difference.value) * quantile(0.975, difference.count - 1) / 1.959963984540054
+        reach = max(difference.high - difference.value, difference.value - difference.low)  # shares end at 1
+        spread = reach * quantile(0.975, difference.count - 1) / 1.959963984540054
         return Effect(
             value=difference.value, low=difference.value - spread, high=difference.value + spread, p_value=difference.p_value,
             basis="questions", seeds=seeds, questions=difference.count, is_paired=False,
@@ -207,6 +208,8 @@ def mean_of(runs: Sequence[Scored]) -> Estimate:
     if len(shared) < 2:
         return mean_of_few([run.mean for run in runs])
     grid = _grid(runs, shared)  # [k, Q]
+    if grid.min() == grid.max() and grid.min() in (0.0, 1.0):  # all right or all wrong: no spread was measured
+        return bounded_mean(grid.mean(0).tolist())
     if len(runs) == 1:
         return mean_of_few(grid[0].tolist())
     variance, freedom = _paired_variance(grid)
