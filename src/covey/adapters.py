@@ -134,6 +134,12 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
         raise ArgumentTypeError(
             f"peft_config is a {type(peft_config).__name__}; give one of PEFT's, such as LoraConfig()."
         )
+    start = str(getattr(peft_config, "init_lora_weights", ""))
+    if start.startswith("pissa_niter"):
+        raise ConfigError(
+            f"peft_config: init_lora_weights={start!r} takes a part out of the base's weights by a random "
+            "algorithm, so that the saved adapter would belong to no model that can be loaded; use 'pissa'."
+        )
     experts, requested = expert_parameters(model), copy(getattr(peft_config, "target_modules", None))
     _refuse_unknown_parameters(model, peft_config, experts)
     try:
@@ -263,9 +269,16 @@ def by_rank(factor: Tensor, rank: int, *, is_up: bool) -> Tensor | None:
 
 def _is_plain_lora(config: Mapping[str, Any]) -> bool:
     odd = ("rank_pattern", "alpha_pattern", "use_dora", "modules_to_save", "lora_bias", "bias", "layer_replication")
-    return str(config.get("peft_type")).rpartition(".")[2] == "LORA" and all(
-        config.get(name) in (None, False, "none", {}, []) for name in odd
-    )
+    is_lora = str(config.get("peft_type")).rpartition(".")[2] == "LORA" and not changes_base(config)
+    return is_lora and all(config.get(name) in (None, False, "none", {}, []) for name in odd)
+
+
+def changes_base(config: Mapping[str, Any]) -> bool:
+    """True if PEFT takes a part out of the base's weights as it makes an adapter with this configuration: PiSSA, OLoRA and others.
+
+    The part depends on the rank, so that factors of two adapters do not add up.
+    """
+    return str(config.get("init_lora_weights", True)).lower() not in ("true", "false", "none", "gaussian", "eva", "orthogonal")  # fmt: skip
 
 
 def _scaling(config: Mapping[str, Any]) -> float:

@@ -231,6 +231,27 @@ def test_a_smaller_rank_has_the_error_that_is_said(models, adapters, tmp_path, c
     assert max(off) == pytest.approx(told, rel=1e-3)
 
 
+def test_adapters_that_changed_their_base_are_refused(models, tmp_path):
+    import peft
+
+    for name in ("first", "second"):
+        base = AutoModelForCausalLM.from_pretrained(models[0])
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa")
+        peft.get_peft_model(base, config).save_pretrained(tmp_path / name)
+    with pytest.raises(ConfigError, match="init_lora_weights='pissa', which changes the base"):
+        merge_adapters([tmp_path / "first", tmp_path / "second"], tmp_path / "out")
+
+
+def test_an_adapter_of_scale_0_adds_nothing(models, adapters, tmp_path):
+    idle = shutil.copytree(adapters[1], tmp_path / "idle")
+    config = json.loads((idle / "adapter_config.json").read_text())
+    (idle / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 0}))
+    merge_adapters([adapters[0], idle], tmp_path / "both")
+    first, merged = (updates(models, folder) for folder in (adapters[0], tmp_path / "both"))
+    for name, update in merged.items():
+        torch.testing.assert_close(update, first[name] / 2, atol=1e-6, rtol=0)
+
+
 def test_adapters_that_do_not_fit_together_are_refused(adapters, models, tmp_path, capsys):
     import peft
 

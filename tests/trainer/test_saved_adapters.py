@@ -119,6 +119,35 @@ def test_every_command_that_trains_refuses_a_second_adapter(tmp_path, capsys):
         assert " ".join((printed.out + printed.err).split()).count("one already. Leave it out") == 1, words
 
 
+def test_an_adapter_whose_base_cannot_be_told_again_is_refused():
+    config = peft.LoraConfig(**LORA, init_lora_weights="pissa_niter_2")
+    with pytest.raises(ConfigError, match="would belong to no model that can be loaded; use 'pissa'"):
+        with_adapter(tiny_model("qwen2"), config)
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_an_adapter_that_changes_its_base_loads_as_it_was_saved(tmp_path, start):
+    saved_adapter(tmp_path)
+    adapted = with_adapter(load_model(tmp_path / "base"), peft.LoraConfig(**LORA, init_lora_weights=start))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data.mul_(1.1)
+    adapted.save_pretrained(tmp_path / "changed")
+    torch.testing.assert_close(logits(load_model(tmp_path / "changed")), logits(adapted), atol=1e-4, rtol=0)
+
+
+def test_the_former_name_of_the_type_acts(tmp_path):
+    saved_adapter(tmp_path)
+    for dtype in ("bfloat16", torch.bfloat16):
+        assert load_model(tmp_path / "base", {"torch_dtype": dtype}).dtype == torch.bfloat16
+    assert load_model(tmp_path / "base", {"torch_dtype": "bfloat16", "dtype": "float16"}).dtype == torch.float16
+
+
+def test_an_unknown_argument_of_the_shipped_model_is_named():
+    with pytest.raises(ModelError, match="does not take bogus of model_init_kwargs"):
+        load_model("demo", {"bogus": 1})
+
+
 def test_an_adapter_on_an_adapter_is_refused(tmp_path):
     adapter = saved_adapter(tmp_path)
     model = load_model(str(adapter))

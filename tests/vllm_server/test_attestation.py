@@ -169,6 +169,7 @@ def test_an_adapter_travels_alone_under_a_fresh_name(tmp_path):
         ({"use_dora": True}, "uses DoRA"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"bias": "all"}, "trains biases"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
         ({"target_modules": ["lm_head"]}, "targets among embeddings or lm_head"),
     ],
 )

@@ -254,7 +254,7 @@ def _learner(args: GRPOConfig, model_config: Any, peft_config: Any, live: FakeBy
     plain.max_tokens_per_microbatch = None  # set below, by the device of the run
     auto: Any = AutoModelForCausalLM  # its methods carry no types
     with torch.device("meta"):
-        dtype = dtype_of(init_kwargs.get("dtype"))
+        dtype = dtype_of(init_kwargs.get("dtype", init_kwargs.get("torch_dtype")))
         model = auto.from_config(model_config, dtype=dtype, trust_remote_code=args.trust_remote_code)
         model = with_adapter(model, peft_config)
     if args.disable_dropout:

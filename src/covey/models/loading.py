@@ -48,7 +48,8 @@ def load_model(
         return model.take(init_kwargs, trust_remote_code=trust_remote_code)
     source = resolve_source(model)
     kwargs = {"trust_remote_code": trust_remote_code, **(init_kwargs or {})}
-    kwargs["dtype"] = dtype_of(kwargs.get("dtype"))
+    former_name = kwargs.pop("torch_dtype", None)
+    kwargs["dtype"] = dtype_of(kwargs.get("dtype", former_name))
     _check_folder(source, needs=("config.json",), what="model")
     if (described := adapter_options(source)) is not None:
         base = load_model(base_of(source, described), init_kwargs, trust_remote_code=trust_remote_code)
@@ -172,7 +173,7 @@ def as_model_errors(name: Any, kwargs: Mapping[str, Any] | None = None) -> Itera
 
 
 def _unloadable(name: Any, error: Exception, options: Sequence[str], *, is_reachable: bool) -> str:
-    if not is_reachable and not Path(str(name)).expanduser().exists():
+    if not is_reachable and not Path(resolve_source(name)).exists():
         return f"The model {str(name)!r} is neither a folder here nor in the cache, and the hub cannot be reached."
     if isinstance(error, TypeError) and options:
         return f"The model {str(name)!r} does not take {options[0]} of model_init_kwargs: {first_line(error)}"

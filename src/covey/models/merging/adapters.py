@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from covey.adapters import by_rank
+from covey.adapters import by_rank, changes_base
 from covey.errors import ConfigError, ModelError
 from covey.files.bounded import read_json
 
@@ -119,7 +119,7 @@ def _to_rank(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
 
 
 def _scaling(config: dict[str, Any]) -> float:
-    rank, alpha = float(config["r"]), float(config.get("lora_alpha") or config["r"])
+    rank, alpha = float(config["r"]), float(config["r"] if config.get("lora_alpha") is None else config["lora_alpha"])
     return alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
 
 
@@ -132,6 +132,11 @@ def _config(folder: Path) -> dict[str, Any]:
             raise ConfigError(
                 f"{folder} uses {name}, which merging adapters does not know; merge it into its base first."
             )
+    if changes_base(config):
+        raise ConfigError(
+            f"{folder} began with init_lora_weights={config['init_lora_weights']!r}, which changes the base, so its factors do not add up "
+            "with others; merge each adapter into its base first, then merge the models."
+        )
     return config
 
 

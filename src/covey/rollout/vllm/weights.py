@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from covey.adapters import has_adapter
+from covey.adapters import changes_base, has_adapter
 from covey.errors import ConfigError
 from covey.models import decoder_of, reads_media, unwrapped
 from covey.process.sharding import Shards, is_sharded, whole_state
@@ -255,6 +255,7 @@ def why_not_alone(policy: Any, max_rank: int, data_parallel: int) -> str | None:
     reasons = {
         "it was started without --enable-lora (and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)": max_rank == 0,
         f"its --max-lora-rank is {max_rank} and the adapter's rank {max(ranks)}": max(ranks) > max_rank,
+        "the adapter began by changing the base's weights (init_lora_weights)": changes_base(config.to_dict()),
         "the adapter uses DoRA": bool(getattr(config, "use_dora", False)),
         "the adapter trains modules_to_save": bool(config.modules_to_save),
         "the adapter trains biases": config.bias != "none",
