@@ -73,37 +73,12 @@ _TRAINING = ("GRPOTrainer", "SFTTrainer", "train_together")
 _MODULES = ("algorithms", "data", "errors", "rewards", "rollout", "runs", "testing", "types")
 
 __all__ = [
-    "Algorithm",
-    "CoveyError",
-    "DatasetMixtureConfig",
-    "Ensemble",
-    "GRPOConfig",
-    "GRPOTrainer",
-    "Member",
-    "ModelConfig",
-    "NativeSampler",
-    "Run",
-    "SFTTrainer",
-    "SamplingParams",
-    "ScriptArguments",
-    "TrlParser",
-    "algorithms",
-    "batch_arithmetic",
-    "data",
-    "errors",
-    "get_dataset",
-    "get_kbit_device_map",
-    "get_peft_config",
-    "get_quantization_config",
-    "plot",
-    "rewards",
-    "rollout",
-    "runs",
-    "sft_config",
-    "testing",
-    "train_together",
+    "Algorithm", "CoveyError", "DatasetMixtureConfig", "Ensemble", "GRPOConfig", "GRPOTrainer", "Member",
+    "ModelConfig", "NativeSampler", "Run", "SFTTrainer", "SamplingParams", "ScriptArguments", "TrlParser",
+    "algorithms", "batch_arithmetic", "data", "errors", "get_dataset", "get_kbit_device_map", "get_peft_config",
+    "get_quantization_config", "plot", "rewards", "rollout", "runs", "sft_config", "testing", "train_together",
     "types",
-]
+]  # fmt: skip
 
 
 def _set_threads() -> None:

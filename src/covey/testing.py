@@ -11,16 +11,9 @@ from typing import Any
 from covey.algorithms.check import PROBLEMS
 
 __all__ = [
-    "check_advantage",
-    "check_aggregate",
-    "check_controller",
-    "check_critic",
-    "check_kl",
-    "check_objective",
-    "check_reference",
-    "check_regularizer",
-    "check_weight",
-]
+    "check_advantage", "check_aggregate", "check_controller", "check_critic", "check_kl", "check_objective",
+    "check_reference", "check_regularizer", "check_weight",
+]  # fmt: skip
 
 
 def check_advantage(part: Any) -> None:

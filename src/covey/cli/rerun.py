@@ -19,18 +19,9 @@ NEVER = frozenset(
 )  # fmt: skip
 """Options of one call, not of the run."""
 _PATHS = (
-    "model",
-    "dataset",
-    "eval_dataset",
-    "reward",
-    "algorithm",
-    "alert_detectors",
-    "tools",
-    "environment_factory",
-    "rollout_func",
-    "agent",
-    "ensemble",
-)
+    "model", "dataset", "eval_dataset", "reward", "algorithm", "alert_detectors", "tools",
+    "environment_factory", "rollout_func", "agent", "ensemble",
+)  # fmt: skip
 
 
 def recorder(overrides: Mapping[str, Any], cli_args: Mapping[str, Any]) -> Any:

@@ -14,16 +14,9 @@ from covey.errors import ConfigError
 from covey.runs import provenance
 
 CODE = (
-    "reward",
-    "algorithm",
-    "alert_detectors",
-    "tools",
-    "environment_factory",
-    "rollout_func",
-    "agent",
-    "dataset",
-    "eval_dataset",
-)
+    "reward", "algorithm", "alert_detectors", "tools", "environment_factory", "rollout_func", "agent",
+    "dataset", "eval_dataset",
+)  # fmt: skip
 """Options that may name code; a value of them that names none is listed in `_names_code`."""
 _PLAIN_ARGUMENTS = frozenset(
     {

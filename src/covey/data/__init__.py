@@ -15,19 +15,9 @@ if TYPE_CHECKING:
     from covey.data.tokenizer import eos_ids, expect_ids_below, num_embeddings, prepare_tokenizer, vocabulary_size
 
 __all__ = [
-    "Outcome",
-    "PromptStream",
-    "chat_ids",
-    "check_dataset",
-    "eos_ids",
-    "expect_ids_below",
-    "follow",
-    "load",
-    "mix",
-    "num_embeddings",
-    "prepare_tokenizer",
-    "vocabulary_size",
-]
+    "Outcome", "PromptStream", "chat_ids", "check_dataset", "eos_ids", "expect_ids_below", "follow", "load",
+    "mix", "num_embeddings", "prepare_tokenizer", "vocabulary_size",
+]  # fmt: skip
 _WHERE = {
     "checks": "check_dataset",
     "live": "follow",

@@ -12,23 +12,9 @@ HELD_OUT = 300
 """Problems of the evaluation before and after."""
 
 NAMES = (
-    "Ada",
-    "Anna",
-    "Ben",
-    "Eva",
-    "Ian",
-    "Kim",
-    "Leo",
-    "Lily",
-    "Max",
-    "Mia",
-    "Noah",
-    "Omar",
-    "Ruth",
-    "Sam",
-    "Tom",
-    "Zoe",
-)
+    "Ada", "Anna", "Ben", "Eva", "Ian", "Kim", "Leo", "Lily", "Max", "Mia", "Noah", "Omar", "Ruth", "Sam",
+    "Tom", "Zoe",
+)  # fmt: skip
 THINGS = ("apples", "beads", "books", "cards", "coins", "cups", "eggs", "keys", "pens", "plums", "shells", "stamps")
 TEMPLATES = (
     ("+", "{n} has {a} {t}. {m} gives {n} {b} more. How many {t} does {n} have now?"),

@@ -13,22 +13,7 @@ from covey.environments.tools import Tool, tool, tools_of
 from covey.environments.verifiers import verifiers_agent
 
 __all__ = [
-    "Agent",
-    "AgentResult",
-    "EnvironmentPool",
-    "EpisodeLimits",
-    "EpisodeSampler",
-    "Episodes",
-    "RolloutFuncSampler",
-    "Stepped",
-    "SteppedEnvironment",
-    "Template",
-    "Tool",
-    "agent_reward",
-    "gymnasium_environment",
-    "mcp_tools",
-    "openenv_environment",
-    "tool",
-    "tools_of",
-    "verifiers_agent",
-]
+    "Agent", "AgentResult", "EnvironmentPool", "EpisodeLimits", "EpisodeSampler", "Episodes",
+    "RolloutFuncSampler", "Stepped", "SteppedEnvironment", "Template", "Tool", "agent_reward",
+    "gymnasium_environment", "mcp_tools", "openenv_environment", "tool", "tools_of", "verifiers_agent",
+]  # fmt: skip

@@ -15,16 +15,10 @@ RESULTS = "together.json"
 OF_THE_BASE = frozenset({"model", "dtype", "model_init_kwargs", "trust_remote_code"})
 OF_THE_DATA = frozenset(
     {
-        "dataset",
-        "prompt_column",
-        "answer_column",
-        "columns",
-        "system_prompt",
-        "dataset_config",
-        "streaming",
+        "dataset", "prompt_column", "answer_column", "columns", "system_prompt", "dataset_config", "streaming",
         "max_prompts",
     }
-)
+)  # fmt: skip
 OF_THE_PROCESS = frozenset({"use_cpu", "full_determinism", "report_to"})
 
 

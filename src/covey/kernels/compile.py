@@ -29,16 +29,9 @@ K = TypeVar("K")
 
 HEADERS = Path(__file__).parent / "cpp"
 FLAGS = (
-    "-O3",
-    "-march=native",
-    "-std=c++17",
-    "-fPIC",
-    "-fopenmp",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fno-exceptions",
-    "-w",
-)
+    "-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
+    "-fno-exceptions", "-w",
+)  # fmt: skip
 COMPILE_SECONDS = 120
 SWITCH = "COVEY_CPU_KERNELS"
 """Environment variable; 0: compile and load nothing."""

@@ -10,19 +10,6 @@ from covey.learner.teacher import Teacher
 from covey.learner.token_metrics import FIRST_UPDATE
 
 __all__ = [
-    "FIRST_UPDATE",
-    "AdapterCopy",
-    "Critic",
-    "FrozenCopy",
-    "Learner",
-    "NoReference",
-    "Policy",
-    "Reference",
-    "ServedTeacher",
-    "Supervised",
-    "Teacher",
-    "ValueHead",
-    "ValueModel",
-    "frozen_copy",
-    "no_critic",
-]
+    "FIRST_UPDATE", "AdapterCopy", "Critic", "FrozenCopy", "Learner", "NoReference", "Policy", "Reference",
+    "ServedTeacher", "Supervised", "Teacher", "ValueHead", "ValueModel", "frozen_copy", "no_critic",
+]  # fmt: skip

@@ -54,23 +54,10 @@ from transformers.trainer_utils import PredictionOutput, SchedulerType, TrainOut
 from transformers.training_args import OptimizerNames  # noqa: E402
 
 __all__ = [
-    "CallbackHandler",
-    "DefaultFlowCallback",
-    "EarlyStoppingCallback",
-    "ExportableState",
-    "OptimizerNames",
-    "PredictionOutput",
-    "SchedulerType",
-    "TrainOutput",
-    "TrainerCallback",
-    "TrainerControl",
-    "TrainerState",
-    "TrainingArguments",
-    "accelerator_of",
-    "enable_full_determinism",
-    "imported",
-    "set_seed",
-]
+    "CallbackHandler", "DefaultFlowCallback", "EarlyStoppingCallback", "ExportableState", "OptimizerNames",
+    "PredictionOutput", "SchedulerType", "TrainOutput", "TrainerCallback", "TrainerControl", "TrainerState",
+    "TrainingArguments", "accelerator_of", "enable_full_determinism", "imported", "set_seed",
+]  # fmt: skip
 
 
 def accelerator_of(args: Any) -> Any:

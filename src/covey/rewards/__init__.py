@@ -23,30 +23,11 @@ if TYPE_CHECKING:
     from covey.rewards.scorer import Scorer, Scoring
 
 __all__ = [
-    "BUILTIN",
-    "Combiner",
-    "JudgeReward",
-    "ModelReward",
-    "PairwiseJudgeReward",
-    "RewardSpec",
-    "Scorer",
-    "Scoring",
-    "accuracy_reward",
-    "advantage_shares",
-    "check",
-    "get_cosine_scaled_reward",
-    "get_repetition_penalty_reward",
-    "get_soft_overlong_punishment",
-    "has_signal",
-    "mean_score",
-    "on_ray",
-    "per_completion",
-    "reasoning_accuracy_reward",
-    "resolve",
-    "reward",
-    "reward_metrics",
-    "think_format_reward",
-]
+    "BUILTIN", "Combiner", "JudgeReward", "ModelReward", "PairwiseJudgeReward", "RewardSpec", "Scorer",
+    "Scoring", "accuracy_reward", "advantage_shares", "check", "get_cosine_scaled_reward",
+    "get_repetition_penalty_reward", "get_soft_overlong_punishment", "has_signal", "mean_score", "on_ray",
+    "per_completion", "reasoning_accuracy_reward", "resolve", "reward", "reward_metrics", "think_format_reward",
+]  # fmt: skip
 _WHERE = {
     "builtin.judge_rewards": "JudgeReward PairwiseJudgeReward",
     "builtin.length_scaled": "get_cosine_scaled_reward reasoning_accuracy_reward",

@@ -11,22 +11,7 @@ from covey.rollout.prompts import PromptLike
 from covey.rollout.sampler import Sampler, SamplingParams, TokenSampler, close_sampler, sampler_metrics
 
 __all__ = [
-    "Backend",
-    "Drawing",
-    "Drawn",
-    "Environment",
-    "GatheredSampler",
-    "JointRollouts",
-    "NativeSampler",
-    "PromptLike",
-    "Reply",
-    "Sampler",
-    "SamplingParams",
-    "TokenSampler",
-    "TransformersSampler",
-    "Turn",
-    "Unsupported",
-    "choose_sampler",
-    "close_sampler",
-    "sampler_metrics",
-]
+    "Backend", "Drawing", "Drawn", "Environment", "GatheredSampler", "JointRollouts", "NativeSampler",
+    "PromptLike", "Reply", "Sampler", "SamplingParams", "TokenSampler", "TransformersSampler", "Turn",
+    "Unsupported", "choose_sampler", "close_sampler", "sampler_metrics",
+]  # fmt: skip

@@ -27,20 +27,9 @@ FEW = 32
 PATIENCE = 16
 """... and at the latest after this many checks."""
 TABLES = (
-    "rows",
-    "tokens",
-    "logprobs",
-    "uniforms",
-    "is_eos",
-    "banned",
-    "replies",
-    "seen",
-    "no_output",
-    "live",
-    "stopped",
-    "is_reply",
-    "experts",
-)
+    "rows", "tokens", "logprobs", "uniforms", "is_eos", "banned", "replies", "seen", "no_output", "live",
+    "stopped", "is_reply", "experts",
+)  # fmt: skip
 """Tensors of a scheduler that a decode step reads or writes."""
 
 

@@ -26,14 +26,9 @@ ALGORITHM = "covey.algorithms.examples:supervised"
 DEFAULTS: Mapping[str, Any] = {"learning_rate": 2e-5, "num_train_epochs": 1.0, "rollout_log_steps": 0}
 """Defaults that differ from GRPOConfig's; the learning rate is TRL's for supervised fine-tuning."""
 _WATCHED = (
-    "gradient_spike",
-    "large_updates",
-    "non_finite",
-    "throughput_drop",
-    "tiny_updates",
-    "update_spike",
+    "gradient_spike", "large_updates", "non_finite", "throughput_drop", "tiny_updates", "update_spike",
     "detector_failed",
-)
+)  # fmt: skip
 """Alerts that apply to a run without rewards."""
 Encode = Callable[[Prompt], Completion]
 

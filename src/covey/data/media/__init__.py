@@ -6,18 +6,6 @@ from covey.data.media.places import MEDIA_PARTS, items_of, refuse_openai_parts, 
 from covey.data.media.prompts import media_digest, media_prompt
 
 __all__ = [
-    "KINDS",
-    "MEDIA_COLUMNS",
-    "MEDIA_PARTS",
-    "SOUND",
-    "Kind",
-    "has_media",
-    "items_of",
-    "media_digest",
-    "media_prompt",
-    "refuse_openai_parts",
-    "row_kinds",
-    "undecoded",
-    "with_items",
-    "with_paths",
-]
+    "KINDS", "MEDIA_COLUMNS", "MEDIA_PARTS", "SOUND", "Kind", "has_media", "items_of", "media_digest",
+    "media_prompt", "refuse_openai_parts", "row_kinds", "undecoded", "with_items", "with_paths",
+]  # fmt: skip

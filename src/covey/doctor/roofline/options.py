@@ -94,13 +94,9 @@ def _parameters(model_config: Any) -> int:
 
 
 _FORM = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim",
-)
+)  # fmt: skip
 _SHAPES: dict[str, tuple[str, int, bool, tuple[int, ...]]] = {
     "Qwen/Qwen2.5-0.5B": ("qwen2", 151936, True, (896, 4864, 24, 14, 2, 64)),
     "Qwen/Qwen2.5-1.5B": ("qwen2", 151936, True, (1536, 8960, 28, 12, 2, 128)),

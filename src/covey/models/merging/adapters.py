@@ -15,15 +15,9 @@ from covey.errors import ConfigError, ModelError
 from covey.files.bounded import read_json
 
 _SAME = (
-    "base_model_name_or_path",
-    "target_modules",
-    "target_parameters",
-    "peft_type",
-    "fan_in_fan_out",
-    "bias",
-    "use_dora",
-    "modules_to_save",
-)
+    "base_model_name_or_path", "target_modules", "target_parameters", "peft_type", "fan_in_fan_out", "bias",
+    "use_dora", "modules_to_save",
+)  # fmt: skip
 
 
 def merge_adapters(folders: Sequence[Path], out: Path, weights: Sequence[float] = (), rank: int | None = None) -> float:

@@ -14,18 +14,7 @@ from covey.models.modalities.inputs import banned_ids, computes_positions, media
 from covey.models.modalities.processors import load_processing, without_video
 
 __all__ = [
-    "Embedded",
-    "Placed",
-    "banned_ids",
-    "computes_positions",
-    "embed",
-    "forget_positions",
-    "load_processing",
-    "media_inputs",
-    "placed_inputs",
-    "reason_against",
-    "refuse_loose_places",
-    "watched_positions",
-    "whole_inputs",
-    "without_video",
-]
+    "Embedded", "Placed", "banned_ids", "computes_positions", "embed", "forget_positions", "load_processing",
+    "media_inputs", "placed_inputs", "reason_against", "refuse_loose_places", "watched_positions",
+    "whole_inputs", "without_video",
+]  # fmt: skip

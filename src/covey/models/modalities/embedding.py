@@ -18,15 +18,9 @@ from covey.models.modalities.inputs import media_inputs
 from covey.types import Prompt
 
 _ARGUMENTS = (
-    "inputs_embeds",
-    "position_ids",
-    "attention_mask",
-    "cache",
-    "past_key_values",
-    "use_cache",
-    "return_dict",
+    "inputs_embeds", "position_ids", "attention_mask", "cache", "past_key_values", "use_cache", "return_dict",
     "input_ids",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,15 +8,6 @@ from covey.rollout.vllm.transports import Carrier
 from covey.rollout.vllm.weights import plain_weights
 
 __all__ = [
-    "Address",
-    "Carrier",
-    "Client",
-    "Deadlines",
-    "Server",
-    "ServerSampler",
-    "VLLMSampler",
-    "expect_vllm",
-    "plain_weights",
-    "refuse_unfit",
-    "warn_if_exposed",
-]
+    "Address", "Carrier", "Client", "Deadlines", "Server", "ServerSampler", "VLLMSampler", "expect_vllm",
+    "plain_weights", "refuse_unfit", "warn_if_exposed",
+]  # fmt: skip
