@@ -166,12 +166,15 @@ def load_weights(model: Any, folder: Path) -> None:
     if has_adapter(model):
         from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
-        current, weights = get_peft_model_state_dict(model), load_peft_weights(str(folder), device="cpu")
+        name = model.active_adapter
+        place = folder if name == "default" else folder / name  # as PEFT writes it
+        current = get_peft_model_state_dict(model, adapter_name=name)
+        weights = load_peft_weights(str(place), device="cpu")
         _expect_weights(weights, current, folder)
         if are_split(model):
             load_whole_state(current, weights)
             return
-        set_peft_model_state_dict(model, weights)
+        set_peft_model_state_dict(model, weights, adapter_name=name)
         return
     with quiet_bars():
         saved, about = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
@@ -243,15 +246,21 @@ def expect_finite_end(model: Any, world: World | None = None) -> None:
 
 
 def callback_states(handler: Any) -> dict[str, Any]:
-    """State of the callbacks that can be saved, by class name (such as the counter of early stopping)."""
-    return {type(c).__name__: c.state() for c in handler.callbacks if isinstance(c, ExportableState)}
+    """State of the callbacks that can be saved, by class name (such as the counter of early stopping); a list for several of a class."""
+    states: dict[str, list[Any]] = {}
+    for callback in handler.callbacks:
+        if isinstance(callback, ExportableState):
+            states.setdefault(type(callback).__name__, []).append(callback.state())
+    return {name: several if len(several) > 1 else several[0] for name, several in states.items()}
 
 
 def restore_callbacks(handler: Any, states: Mapping[str, Any]) -> None:
-    """Restore the saved state of callbacks; their options stay as given now."""
+    """Restore the saved state of callbacks, those of one class in their order; their options stay as given now."""
+    left = {name: list(saved) if isinstance(saved, list) else [saved] for name, saved in states.items()}
     for callback in handler.callbacks:
-        saved = states.get(type(callback).__name__)
-        if isinstance(callback, ExportableState) and isinstance(saved, Mapping):
+        several = left.get(type(callback).__name__) if isinstance(callback, ExportableState) else None
+        saved = several.pop(0) if several else None
+        if isinstance(saved, Mapping):
             for name, value in saved.get("attributes", {}).items():
                 setattr(callback, name, value)
 

@@ -1,0 +1,60 @@
+"""What a resume puts back by name: an adapter of another name than PEFT's default, and several callbacks of one class."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from covey import GRPOConfig, GRPOTrainer
+from kit import tiny_model, tiny_tokenizer
+
+
+def trainer(folder: Path, model: Any = None, callbacks: Any = None, **options: Any) -> GRPOTrainer:
+    usual = {"max_steps": 2, "save_steps": 2, "learning_rate": 1e-3, "max_completion_length": 4}
+    return GRPOTrainer(
+        model=tiny_model() if model is None else model,
+        processing_class=tiny_tokenizer(),
+        reward_funcs=lambda completion_ids, **columns: [float(sum(ids) % 7) for ids in completion_ids],
+        train_dataset=Dataset.from_dict({"prompt": ["2 + 2 =", "Tom has"]}),
+        callbacks=callbacks,
+        args=GRPOConfig(
+            output_dir=str(folder), use_cpu=True, report_to="none", disable_tqdm=True, num_generations=2,
+            per_device_train_batch_size=2, **{**usual, **options},
+        ),
+    )  # fmt: skip
+
+
+def test_an_adapter_of_another_name_is_resumed_bit_for_bit(tmp_path: Path) -> None:
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    adapted = lambda: get_peft_model(tiny_model(), lora, adapter_name="mine")
+    torch.manual_seed(0)
+    whole = trainer(tmp_path / "whole", adapted(), max_steps=3)
+    whole.train()
+    torch.manual_seed(1)
+    again = trainer(tmp_path / "again", adapted(), max_steps=3)
+    again.train(str(tmp_path / "whole" / "checkpoint-2"))
+    assert again.state.global_step == 3
+    theirs = dict(again.model.named_parameters())
+    assert all(torch.equal(theirs[name], value) for name, value in whole.model.named_parameters())
+
+
+class Counter(TrainerCallback, ExportableState):
+    def __init__(self, by: int) -> None:
+        self.by, self.count = by, 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.count += self.by
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"by": self.by}, "attributes": {"count": self.count}}
+
+
+def test_each_of_several_callbacks_of_one_class_gets_its_own_state(tmp_path: Path) -> None:
+    trainer(tmp_path, callbacks=[Counter(1), Counter(10)]).train()
+    resumed = [Counter(1), Counter(10)]
+    trainer(tmp_path, callbacks=resumed, max_steps=3).train(resume_from_checkpoint=True)
+    assert [callback.count for callback in resumed] == [3, 30]
