@@ -9,7 +9,7 @@ from torch import Tensor
 
 from covey.learner.measured import Measured
 from covey.learner.packing import Row
-from covey.types import TokenBatch, Totals, over_spans
+from covey.types import Completion, TokenBatch, Totals, over_spans
 
 CPU = torch.device("cpu")
 
@@ -64,7 +64,7 @@ def batch_of(rows: Sequence[Row], measured: Measured, values: Tensor | None, dra
     padded = lambda values, fill=0.0: spread(values, shape, device, fill)
     completions = [row.completion for row in rows]
     old = [completion.old_logp for completion in completions]
-    drawn = [completion.logprobs for completion in completions]
+    drawn = drawn_of(completions) if draws.uses_sampler_logp else None
     ref = [completion.ref_logp for completion in completions]
     has_values = all(completion.values is not None for completion in completions)
     old_logp = measured.logp.detach() if any(x is None for x in old) else padded(old)
@@ -80,7 +80,7 @@ def batch_of(rows: Sequence[Row], measured: Measured, values: Tensor | None, dra
         group=onto(device, torch.tensor([row.group for row in rows])),
         row=onto(device, torch.tensor([row.index for row in rows])),
         same_weights=same_weights(rows, device) if draws.samples_here else None,
-        sampler_logp=padded(drawn) if draws.uses_sampler_logp and all(x is not None for x in drawn) else None,
+        sampler_logp=None if drawn is None else padded(drawn),
         ref_logp=None if any(x is None for x in ref) else padded(ref),
         observed=observed,
         observed_logp=None if observed is None else torch.where(observed, measured.logp, 0.0),
@@ -96,6 +96,14 @@ def batch_of(rows: Sequence[Row], measured: Measured, values: Tensor | None, dra
         old_values=padded([completion.values for completion in completions]) if has_values else None,
         returns=padded([row.returns for row in rows]) if rows[0].returns is not None else None,
     )
+
+
+def drawn_of(completions: Sequence[Completion]) -> list[Tensor] | None:
+    """The sampler's log-probabilities of each completion, NaN for those that have none; None if none of them has any."""
+    if all(completion.logprobs is None for completion in completions):
+        return None
+    unknown = lambda completion: torch.full((completion.num_tokens,), torch.nan)
+    return [unknown(c) if c.logprobs is None else c.logprobs for c in completions]
 
 
 def _observed(row: Row) -> Tensor:

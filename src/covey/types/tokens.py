@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -60,7 +61,7 @@ class TokenBatch:
     old_values: Tensor | None = None
     """[N, T], the critic at the time of the rollout."""
     returns: Tensor | None = None
-    """[N, T], targets of the critic."""
+    """[N, T], targets of the critic; NaN of a completion that nobody scored."""
     weight: Tensor | None = None
     """[N, T], factor on the objective of completions that another model wrote, 1 for the policy's own. None: 1 everywhere."""
     row: Tensor | None = None
@@ -97,8 +98,10 @@ class TokenBatch:
     @staticmethod
     def concat(batches: Sequence[TokenBatch]) -> TokenBatch:
         """Rows of all batches below each other, padded with zeros (False) to the longest."""
-        is_weighed = any(batch.weight is not None for batch in batches)
-        parts = [(batch.weighed() if is_weighed else batch).tensors() for batch in batches]
+        filled = {
+            name: fill for name, fill in _WHERE_ABSENT.items() if any(getattr(b, name) is not None for b in batches)
+        }
+        parts = [batch.filled(filled).tensors() for batch in batches]
         longest = max(batch.mask.shape[1] for batch in batches)
         joined = {}
         for name in parts[0]:
@@ -106,14 +109,19 @@ class TokenBatch:
             joined[name] = torch.cat([_widen(part[name], longest) if wide else part[name] for part in parts])
         return TokenBatch(**joined)
 
-    def weighed(self) -> TokenBatch:
-        """The same with `weight`, 1 everywhere where there is none."""
-        return self if self.weight is not None else replace(self, weight=torch.ones_like(self.logp))
+    def filled(self, fills: Mapping[str, float]) -> TokenBatch:
+        """The same, with [N, T] of these numbers in the named fields that are None."""
+        absent = {name: fill for name, fill in fills.items() if getattr(self, name) is None}
+        return replace(self, **{name: torch.full_like(self.logp, fill) for name, fill in absent.items()})
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that is present, by field name."""
         names = self.__dataclass_fields__
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+_WHERE_ABSENT = {"weight": 1.0, "sampler_logp": math.nan}
+"""Fields that a micro-batch may lack where another of the same step has them, and what they mean there."""
 
 
 def over_spans(x: Tensor, span: Tensor) -> Tensor:
