@@ -1,10 +1,12 @@
 """Reward-to-go, GAE and whitening by hand, with tokens in between that the model did not write."""
 
+from math import nan
+
 import torch
 
 from covey import algorithms as alg
 from covey.algorithms.token_advantages import gae, optimal_token_baseline, reward_to_go, token_rewards, whiten
-from covey.types import Scores
+from covey.types import Completion, Group, Prompt, Scores
 
 ROW = torch.tensor([[True, False, True, True, False]])
 
@@ -68,6 +70,34 @@ def test_whitening_one_token_or_equal_ones_gives_zero():
 def test_remax_compares_with_the_greedy_answer():
     scores = scores_of([[1.0, 0.0]], torch.ones(1, 2, 3, dtype=torch.bool), greedy=torch.tensor([0.25]))
     assert alg.ReMax()(scores)[0, :, 0].tolist() == [0.75, -0.25]
+
+
+def test_a_prompt_whose_greedy_answer_nobody_scored_has_no_baseline_and_teaches_nothing():
+    rewards, weights = torch.tensor([[1.0, 2.0], [0.5, 0.0]]), torch.tensor([1.0, 2.0])
+
+    def group(uid, greedy):
+        drawn = Completion(token_ids=torch.tensor([5, 6]), text="", finish="stop")
+        prompt = Prompt(uid=uid, token_ids=(5,))
+        return Group(prompt=prompt, completions=(drawn, drawn), rewards=rewards, greedy_rewards=torch.tensor(greedy))
+
+    scores = Scores.of([group("0:0", [nan, nan]), group("0:1", [nan, 1.0])], weights)
+    assert torch.equal(scores.greedy.isnan(), torch.tensor([True, False]))
+    assert alg.ReMax()(scores)[:, :, 0].tolist() == [[0.0, 0.0], [3.0, -1.5]]
+
+
+def test_a_completion_that_nobody_scored_has_no_target_for_the_critic():
+    rewards = torch.tensor([[[1.0], [nan]]]).double()
+    scores = Scores(
+        per_function=rewards,
+        weights=torch.ones(1).double(),
+        mask=torch.ones(1, 2, 3, dtype=torch.bool),
+        values=torch.full((1, 2, 3), 0.25).double(),
+    )
+    for algorithm in (alg.ppo(), alg.grpo(kl=None).replace(critic=alg.Critic())):
+        advantages, returns = algorithm.judge(scores)
+        assert advantages[0, 1].flatten().tolist() == [0.0] * advantages[0, 1].numel()
+        assert bool(returns[0, 0].isfinite().all())
+        assert bool(returns[0, 1].isnan().all())
 
 
 def test_the_critics_targets_are_the_advantages_plus_the_values():

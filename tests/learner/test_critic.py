@@ -48,6 +48,24 @@ def learner(kind=None, rate=1.0, make=torch.optim.SGD, **changed):
     return learner_of(policy, optimizer, **{"max_completion_length": 8, **critic, **changed})
 
 
+def test_a_completion_that_nobody_scored_teaches_the_critic_nothing():
+    def weights(groups):
+        one = learner("head", rate=0.5)
+        report = one.step(groups, alg.ppo(kl=None), 1)
+        return one.critic.linear.weight.detach().clone(), report
+
+    unscored = replace(GROUPS[0], advantages=GROUPS[0].advantages.clone(), returns=GROUPS[0].returns.clone())
+    unscored.advantages[1], unscored.returns[1] = 0.0, torch.nan
+    at_value = replace(
+        unscored, returns=unscored.returns.nan_to_num(0.0)
+    )  # the head's values start at 0: no error there
+    (without, report), (plain, _) = weights([unscored, GROUPS[1]]), weights([at_value, GROUPS[1]])
+    assert torch.equal(without, plain)
+    assert report["value_loss"] == report["value_loss"]
+    assert report["value/clip_ratio"] == 0.0
+    assert not torch.equal(without, weights(GROUPS)[0])
+
+
 def test_a_separate_critics_values_are_a_plain_forward_of_its_own_decoder():
     policy = Policy(tiny_model("qwen2", layers=2).eval(), pad_id=0)
     critic = ValueModel.of(policy)

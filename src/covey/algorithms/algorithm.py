@@ -13,7 +13,7 @@ from covey.algorithms.advantages import GroupNormalized
 from covey.algorithms.aggregation import token_mean
 from covey.algorithms.composing import is_apart, metrics_of, needs_whole_step, prepared
 from covey.algorithms.control import Controller, controllers_in, settle
-from covey.algorithms.critic import Critic
+from covey.algorithms.critic import Critic, with_targets
 from covey.algorithms.declared import expect_advantages, expect_callable, expect_declared, expect_per_token
 from covey.algorithms.kl import KL, as_kl
 from covey.algorithms.objectives import Clipped
@@ -143,7 +143,7 @@ class Algorithm:
     # -- called by the learner ----------------------------------------------------------------------------------------
 
     def judge(self, scores: Scores) -> tuple[Tensor, Tensor | None]:
-        """Advantages [P, G] or [P, G, T], 0 where unscored; and the critic's targets [P, G, T], or None without one."""
+        """Advantages [P, G] or [P, G, T], 0 where unscored; and the critic's targets [P, G, T], NaN where unscored, or None without one."""
         judged = self.advantage(scores)
         expect_advantages(self.advantage, judged, scores)
         judged = judged.nan_to_num(0.0, posinf=torch.inf, neginf=-torch.inf)
@@ -151,9 +151,8 @@ class Algorithm:
         if self.critic is None:
             return judged, None
         returns = getattr(self.advantage, "returns", None)
-        if callable(returns):
-            return judged, returns(scores)
-        return judged, reward_to_go(token_rewards(scores), scores.mask)
+        targets = returns(scores) if callable(returns) else reward_to_go(token_rewards(scores), scores.mask)
+        return judged, targets.masked_fill(scores.total.isnan().unsqueeze(-1), torch.nan)
 
     def loss(self, tokens: TokenBatch, totals: Totals) -> Tensor:
         """This micro-batch's share of the step's loss, without the critic's; shares of all micro-batches add up."""
@@ -182,10 +181,10 @@ class Algorithm:
             metrics["kl"] = Mean.of(self.kl.measured(tokens), tokens.mask)
         metrics.update(signal_metrics(tokens))
         parts = [self.objective, *self.weights, *self.regularizers]
-        if self.critic is not None and tokens.values is not None and tokens.returns is not None:
-            parts.append(self.critic.error)
         for part in parts:
             metrics.update(metrics_of(part, tokens))
+        if self.critic is not None and tokens.values is not None and tokens.returns is not None:
+            metrics.update(metrics_of(self.critic.error, with_targets(tokens)))
         return metrics
 
     def prepare(self, whole: TokenBatch, totals: Totals) -> Algorithm:

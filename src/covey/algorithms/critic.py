@@ -1,7 +1,7 @@
 """The value loss of PPO: squared error between the critic's estimate at each token and the return."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -39,6 +39,13 @@ class ClippedError:
         return plain, (near - returns).square()
 
 
+def with_targets(tokens: TokenBatch) -> TokenBatch:
+    """The tokens without those whose target is NaN."""
+    if tokens.returns is None:
+        return tokens
+    return replace(tokens, mask=tokens.mask & ~tokens.returns.isnan(), returns=tokens.returns.nan_to_num(0.0))
+
+
 def values_and_returns(tokens: TokenBatch) -> tuple[Tensor, Tensor]:
     """[N, T] each. Raises ValueError where the batch has none."""
     if tokens.values is None or tokens.returns is None:
@@ -67,7 +74,8 @@ class Critic:
             raise ConfigError(f"The critic's model={self.model!r} is not known.{hint}")
 
     def loss(self, tokens: TokenBatch, totals: Totals) -> Tensor:
-        """Scalar share of this micro-batch."""
+        """Scalar share of this micro-batch; completions without a target, which nobody scored, have none."""
+        tokens = with_targets(tokens)
         per_token = self.error(tokens)
         if per_token.shape != tokens.mask.shape:
             raise ValueError(

@@ -112,7 +112,7 @@ class ReinforcePlusPlus:
 class ReMax:
     """Reward-to-go minus the reward of the prompt's greedy answer. Li et al. 2023.
 
-    Needs `scores.greedy` [P]. An unscored completion gets 0.
+    Needs `scores.greedy` [P]. An unscored completion gets 0, and so do those to a prompt whose greedy answer nobody scored.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("greedy",)
@@ -125,7 +125,7 @@ class ReMax:
                 "baseline is the other completions."
             )
         apart = self.returns(scores) - scores.greedy[:, None, None].to(scores.per_function.dtype)
-        return torch.where(_scored(scores), apart, torch.zeros_like(apart))
+        return torch.where(_scored(scores), apart, torch.zeros_like(apart)).nan_to_num(0.0)
 
     def returns(self, scores: Scores) -> Tensor:
         """[P, G, T], reward-to-go."""

@@ -157,7 +157,7 @@ class Group:
     totals: Tensor | None = None
     """[G] float32, the weighted sum of the rewards that advantages were made of, NaN: not scored. None: not computed yet."""
     returns: Tensor | None = None
-    """[G, T] float32, targets of the critic. None: no critic."""
+    """[G, T] float32, targets of the critic, NaN of a completion that nobody scored. None: no critic."""
     greedy_rewards: Tensor | None = None
     """[R] float32, rewards of the greedy answer, for estimators that use it as baseline (ReMax)."""
     events: tuple[Event, ...] = ()
@@ -203,7 +203,7 @@ class Scores:
     kl: Tensor | None = None
     """[P, G, T], already weighted penalty to subtract from the reward of each token. None: the KL is not in the reward."""
     greedy: Tensor | None = None
-    """[P], weighted reward of each prompt's greedy answer."""
+    """[P], weighted reward of each prompt's greedy answer; NaN where no function scored it."""
     per_token: Tensor | None = None
     """[P, G, T], per-token rewards, besides the functions' rewards. None: there are none."""
     slices: tuple[str, ...] | None = None
@@ -214,9 +214,7 @@ class Scores:
     @cached_property
     def total(self) -> Tensor:
         """[P, G], weighted sum over functions, NaN counting 0; NaN only where no function scored."""
-        scored = ~self.per_function.isnan()
-        total = (self.per_function.nan_to_num(0.0) * self.weights).sum(-1)
-        return total.masked_fill(~scored.any(-1), math.nan)
+        return _weighted(self.per_function, self.weights)
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -253,7 +251,7 @@ class Scores:
         greedy = None
         if all(group.greedy_rewards is not None for group in groups):
             stacked = torch.stack([group.greedy_rewards for group in groups if group.greedy_rewards is not None])
-            greedy = (stacked.nan_to_num(0.0) * weights).sum(-1)
+            greedy = _weighted(stacked, weights)
         return Scores(
             per_function=per_function,
             weights=weights,
@@ -265,6 +263,12 @@ class Scores:
             slices=None if slice_column is None else tuple(str(g.prompt.columns.get(slice_column)) for g in groups),
             episodes=episodes_in(groups),
         )
+
+
+def _weighted(rewards: Tensor, weights: Tensor) -> Tensor:
+    """[...] from rewards [..., R]: the weighted sum, NaN counting 0; NaN only where no function scored."""
+    total = (rewards.nan_to_num(0.0) * weights).sum(-1)
+    return total.masked_fill(rewards.isnan().all(-1), math.nan)
 
 
 def episodes_in(groups: Sequence[Group]) -> tuple[tuple[EpisodeNotes | None, ...], ...] | None:
