@@ -1,19 +1,14 @@
 """The numbers of `metrics.jsonl` as columns, read incrementally."""
 
-import io
 import json
 import os
 import threading
-from collections.abc import Collection
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute
-import pyarrow.json as pj
 
+from covey.runs.metrics import NON_FINITE
 from covey.runs.storage import open_plain
 
 _BLOCK = 4 << 20
@@ -23,9 +18,6 @@ _LONGEST_LINE = 4 << 20
 _MOST_METRICS = 2000
 _MOST_NUMBERS = 1 << 25
 """Most numbers of all metrics and steps together: a quarter of a gigabyte, 500,000 steps of 66 metrics."""
-_MOST_BRACKETS = 8
-"""In a line that Arrow may read; it ends the process on lines that are nested deeply."""
-_SAMPLED_LINES = 16
 _MOST_AT_ONCE = 1 << 24
 """Numbers of one block, those that are not there counted."""
 NOT_FINITE = np.inf
@@ -92,7 +84,7 @@ class SeriesIndex:
             if not block.endswith(b"\n") and len(block) < _LONGEST_LINE:
                 self.size = self.done  # a line that is still being written, or that a kill tore, is not counted
                 return True
-            columns = _columns_of(block, self._columns)
+            columns = _columns_of(block)
             with self._lock:
                 if not self._add(columns):
                     self.size = self.done
@@ -145,12 +137,6 @@ class SeriesIndex:
         with self._lock:
             return self._last()
 
-    def last(self, name: str) -> float | None:
-        """The newest finite value of a metric."""
-        values = self.column(name)[1]
-        finite = np.flatnonzero(np.isfinite(values))
-        return float(values[finite[-1]]) if len(finite) else None
-
     def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps [n] in order and values [n] of the steps that have this metric; values that are not finite are `inf`."""
         with self._lock:
@@ -172,74 +158,35 @@ def _grown(column: np.ndarray, room: int) -> np.ndarray:
     return new
 
 
-def _columns_of(block: bytes, metrics: Collection[str]) -> dict[str, np.ndarray]:
-    """The numeric columns of whole lines; `step` is always there. `metrics`: those of earlier lines."""
-    if block.lstrip().startswith(b"{") and b'"non_finite"' not in block and _is_flat(block):
-        with suppress(ValueError):  # a damaged line, one with other metrics, a metric that is now text and now a number
-            return _columns_by_arrow(block, metrics)
-    return _columns_line_by_line(block)
-
-
-def _is_flat(block: bytes) -> bool:
-    """True if no line has more than a few opening brackets."""
-    symbols = np.frombuffer(block, np.uint8)
-    openings = np.flatnonzero((symbols | 0x20) == ord("{"))  # [ as well
-    ends = np.flatnonzero(symbols == ord("\n"))
-    counts = np.diff(np.searchsorted(openings, ends), prepend=0)
-    return len(ends) > 0 and int(counts.max()) <= _MOST_BRACKETS
-
-
-def _columns_by_arrow(block: bytes, metrics: Collection[str]) -> dict[str, np.ndarray]:
-    """The same, fast. ValueError for lines that Arrow does not read, or whose metrics a sample of the lines does not name:
-    else as many columns as a hostile file has names would be made, each as long as the file."""
-    lines = block.splitlines()
-    sample = [json.loads(line) for line in lines[:: max(1, len(lines) // _SAMPLED_LINES)] + lines[-1:]]
-    kinds: dict[str, Any] = dict.fromkeys(metrics, pa.float64())
-    for row in sample:
-        if not isinstance(row, dict):
-            raise ValueError("not a row")
-        kinds |= {name: pa.string() if isinstance(value, str) else pa.float64() for name, value in row.items()}
-    kinds["step"] = pa.int64()
-    if len(kinds) > _MOST_METRICS or len(kinds) * len(lines) > _MOST_AT_ONCE:
-        raise ValueError("too many metrics")
-    table = pj.read_json(
-        io.BytesIO(block),
-        read_options=pj.ReadOptions(block_size=len(block) + 1),
-        parse_options=pj.ParseOptions(
-            explicit_schema=pa.schema(list(kinds.items())), unexpected_field_behavior="error"
-        ),
-    )
-    steps = table["step"]
-    if table.num_rows != len(lines) or steps.null_count or pa.compute.max(pa.compute.abs(steps)).as_py() > 2**53:
-        raise ValueError("not rows of metrics alone")
-    columns = {name: np.array(table[name].cast(pa.float64(), safe=False).to_numpy())
-               for name, kind in kinds.items() if kind != pa.string()}  # fmt: skip
-    return {name: values for name, values in columns.items() if name == "step" or not np.isnan(values).all()}
-
-
-def _columns_line_by_line(block: bytes) -> dict[str, np.ndarray]:
-    """The same, of lines of any kind; of more metrics than one run may have, the first ones."""
+def _columns_of(block: bytes) -> dict[str, np.ndarray]:
+    """The numeric columns of whole lines; `step` is always there. Of more metrics than one run may have, the first ones."""
     rows = [row for row in map(_row_of, block.splitlines()) if row is not None]
     names = dict.fromkeys(["step", *(name for row in rows for name in row)])
     most = list(names)[: min(_MOST_METRICS + 3, _MOST_AT_ONCE // max(1, len(rows)))]
-    return {name: np.array([row.get(name, np.nan) for row in rows], dtype=np.float64) for name in most}
+    columns = {name: _numbers([row.get(name) for row in rows]) for name in most}
+    return {name: values for name, values in columns.items() if name == "step" or not np.isnan(values).all()}
+
+
+def _numbers(values: list[Any]) -> np.ndarray:
+    """Of one metric; NaN for what is no number, `inf` for a whole number too large for a float."""
+    if not set(map(type, values)) <= {float, type(None)}:
+        values = [_number(value) if type(value) in (int, float) else None for value in values]
+    return np.array(values, dtype=np.float64)
 
 
 def _number(value: int | float) -> float:
-    """As a float; a whole number too large for one is not finite."""
     return float(value) if abs(value) < 2**1023 else NOT_FINITE
 
 
-def _row_of(line: bytes) -> dict[str, float] | None:
+def _row_of(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
     if not isinstance(row, dict) or type(row.get("step")) is not int or abs(row["step"]) > 2**53:
         return None
-    named = row.pop("non_finite", None)
-    values = {name: _number(value) for name, value in row.items() if type(value) in (int, float)}
+    named = row.pop(NON_FINITE, None)
     for name in named if isinstance(named, dict) else ():
         if name in row:
-            values[name] = NOT_FINITE
-    return values
+            row[name] = NOT_FINITE
+    return row
