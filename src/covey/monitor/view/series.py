@@ -161,7 +161,9 @@ def _grown(column: np.ndarray, room: int) -> np.ndarray:
 def _columns_of(block: bytes) -> dict[str, np.ndarray]:
     """The numeric columns of whole lines; `step` is always there. Of more metrics than one run may have, the first ones."""
     rows = [row for row in map(_row_of, block.splitlines()) if row is not None]
-    names = dict.fromkeys(["step", *(name for row in rows for name in row)])
+    names: dict[str, Any] = {"step": None}
+    for row in rows:
+        names |= row
     most = list(names)[: min(_MOST_METRICS + 3, _MOST_AT_ONCE // max(1, len(rows)))]
     columns = {name: _numbers([row.get(name) for row in rows]) for name in most}
     return {name: values for name, values in columns.items() if name == "step" or not np.isnan(values).all()}
