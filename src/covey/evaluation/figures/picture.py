@@ -13,7 +13,7 @@ from covey.evaluation.compare.run_data import read_runs
 from covey.evaluation.compare.svg import COLOURS
 from covey.evaluation.figures.draw import as_svg, sheet_of
 from covey.evaluation.figures.gather import Confusion, Figure, Shares, figures_of
-from covey.evaluation.figures.page import page_of
+from covey.evaluation.html import page_of
 from covey.process.terminal import safe
 
 KINDS = (".svg", ".html", ".png", ".pdf")

@@ -9,8 +9,7 @@ from covey.errors import RunFolderError, StorageError
 from covey.evaluation.compare.run_data import Run, read_runs
 from covey.evaluation.figures.draw import as_svg
 from covey.evaluation.figures.gather import figures_of, interval_at, last_values, step_of
-from covey.evaluation.figures.page import page_of, table
-from covey.evaluation.html import text
+from covey.evaluation.html import page_of, table, text
 from covey.names import as_written
 from covey.runs import metrics, rollouts
 
@@ -187,9 +186,8 @@ def _curves(run: Run) -> str:
         titles, figures = figures_of([run])
     except RunFolderError as error:
         return f"<h2>Curves</h2><p>{text(error)}</p>"
-    style = "display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,28rem),1fr));gap:1rem"
     drawn = "".join(f"<figure>{as_svg(figure, titles)}</figure>" for figure in figures)
-    return f'<h2>Curves</h2><p class="soft">Band: 95% interval over the held-out questions.</p><div style="{style}">{drawn}</div>'
+    return f'<h2>Curves</h2><p class="soft">Band: 95% interval over the held-out questions.</p><div class="figures">{drawn}</div>'
 
 
 def _alerts(alerts: Sequence[Mapping[str, Any]]) -> str:

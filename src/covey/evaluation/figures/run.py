@@ -8,8 +8,8 @@ from covey.errors import RunFolderError
 from covey.evaluation.compare import run_data
 from covey.evaluation.figures.draw import as_svg
 from covey.evaluation.figures.gather import figures_of, last_values, step_of
-from covey.evaluation.figures.page import table
 from covey.evaluation.figures.picture import Picture
+from covey.evaluation.html import table
 from covey.runs import metrics, rollouts
 
 
