@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -31,6 +32,14 @@ def test_completions_choose_from_their_prompt_and_themselves(kind):
     policy.release()
     assert_same(together, apart)
     assert not any("forward" in vars(module) for module in policy.model.modules())
+
+
+def test_a_warning_says_that_they_choose_keys_of_whole_rows(caplog):
+    policy = Policy(build("deepseek_v32"), pad_id=0)
+    with caplog.at_level(logging.WARNING, logger="covey.learner.policy"):
+        assert policy.shares_prompts()
+    (line,) = [line for line in caplog.messages if "once a completion" in line]
+    assert line.endswith("in its layers DeepseekV32Indexer alone, which choose keys of whole rows.")
 
 
 def test_the_choice_changes_gradients():

@@ -71,8 +71,14 @@ def _note_layers(inner: Any) -> list[StateLayer]:
 
 def whole_row_layers(layers: Sequence[StateLayer]) -> str | None:
     """The sentence part that says which layers compute a prompt once a completion; None if none does."""
-    kinds = sorted({type(layer.module).__name__ for layer in layers if layer.way == "rows"})
-    return f"in its layers {', '.join(kinds)} alone, which begin with no state" if kinds else None
+    whole = [layer for layer in layers if layer.way == "rows"]
+    ways = {
+        "which begin with no state": [layer for layer in whole if not isinstance(layer, IndexLayer)],
+        "which choose keys of whole rows": [layer for layer in whole if isinstance(layer, IndexLayer)],
+    }
+    names = lambda layers: ", ".join(sorted({type(layer.module).__name__ for layer in layers}))
+    parts = [f"in its layers {names(layers)} alone, {way}" for way, layers in ways.items() if layers]
+    return " and ".join(parts) or None
 
 
 def _noting(cache: Any, note: Callable[[], Any]) -> Any:
