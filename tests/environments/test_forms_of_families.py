@@ -9,7 +9,7 @@ import pytest
 
 from covey.data.prompts import to_prompt
 from covey.environments import Template, tools_of
-from covey.environments.call_forms import WrittenCall
+from covey.environments.call_forms import WrittenCall, typed_argument
 from covey.errors import ModelError
 from environments.acting import CHATML, chat_tokenizer
 from environments.families import FAMILIES
@@ -74,6 +74,63 @@ def test_the_answer_cites_that_identity_and_follows_the_turn_as_the_template_wri
         assert "call00001" in tokenizer.decode(
             template.answer([answer], [WrittenCall("add", {}, id="four")], num_before=0)
         )
+
+
+TEXTS = (
+    "", " ", "7", "null", "\nfirst", "last\n", "  in  ", "日本 é", 'a "b"', "it's", "back\\slash", "\\n", "{", "[1, 2]", "a, b=c", "a < b > c",
+    "</tool_call>", "<tool_call>", "</parameter>", "</arg_value>", "<function=x>", "</think>", "functions.add:1", "\u2028", "&amp;",
+)  # fmt: skip
+VALUES = (
+    [],
+    ["\n", "a'b"],
+    [{"x y": "</tool_call>"}, 1, True],
+    {},
+    {"x y": {"é": ["\\n"]}, "k": 7},
+    {"k": [1], "a b": "c"},
+)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("gpt-oss", "DeepSeek")])
+def test_texts_that_look_like_parts_of_a_call_lists_and_objects_are_read_back(name):
+    """Of two calls in one turn, behind thoughts and a text."""
+    template, _ = of(name)
+    for value in (*TEXTS, *VALUES):
+        made = [{"a": 7, "b": value}, {"b": value}, {"a": 1, "b": "x"}]
+        calls = [
+            {"type": "function", "id": FAMILIES[name][2] or "abcdefghi", "function": {"name": "add", "arguments": each}}
+            for each in made
+        ]
+        ask = [{"role": "user", "content": "q"}]
+        start = template._render(ask, tokenize=True, add_generation_prompt=True)
+        drawn = {"role": "assistant", "content": "" if name == "Llama 4" else "Now.", "tool_calls": calls}
+        whole = template._render([*ask, drawn], tokenize=True)
+        shared = next((i for i, (a, b) in enumerate(zip(start, whole, strict=False)) if a != b), len(start))
+        _, read, _ = template.turn_in(whole[shared:], start)
+        typed = lambda given: {"a": typed_argument(given["a"], {"type": "integer"})} if "a" in given else {}
+        kinds = {"anyOf": [{"type": "array"}, {"type": "object"}]} if not isinstance(value, str) else {"type": "string"}
+        back = [{**typed(each.arguments), "b": each.arguments["b"]} for each in read]
+        back = [each | {"b": typed_argument(each["b"], kinds if i < 2 else None)} for i, each in enumerate(back)]
+        assert back == made, value
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("7", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, 7),
+        ("null", {"type": ["string", "null"]}, None),
+        ("None", {"oneOf": [{"type": "string"}, {"type": "null"}]}, None),
+        ("7", {"type": ["string", "null"]}, "7"),
+        ("true", {"type": ["string", "integer"]}, "true"),
+        ("2", {"enum": [1, 2]}, 2),
+        ("2", {"enum": ["1", "2"]}, "2"),
+        ("2", {"const": 2}, 2),
+        ("2", {}, "2"),
+        ("2", None, "2"),
+    ],
+)
+def test_text_becomes_a_value_of_the_types_that_a_schema_admits(text, schema, value):
+    assert typed_argument(text, schema) == value
+    assert type(typed_argument(text, schema)) is type(value)
 
 
 def test_the_channels_of_harmony_are_told_apart():

@@ -73,10 +73,12 @@ def tagged_form(body: str) -> Callable[[str], tuple[str, list[WrittenCall]]] | N
     closes = between[: len(between) - len(opens)].strip()
     if not opens or not closes:
         return None
-    key_closes = body[key + len(KEYS[0]) : value].strip()
-    closer = last_word(body[last + len(VALUES[1]) :].strip().removeprefix(closes))
-    is_within = closer in opens + key_closes + closes  # then the next call ends this one
-    return _TaggedCalls(last_word(body[:name]), opens, key_closes, closes, "" if is_within else closer)
+    key_closes = body[key + len(KEYS[0]) : value]
+    around = key_closes[len(key_closes.rstrip()) :]
+    around = around if between.startswith(around) else ""
+    key_closes = key_closes.strip()
+    closer = last_word(body[last + len(VALUES[1]) :].strip().removeprefix(closes), first=True)
+    return _TaggedCalls(last_word(body[:name]), opens, key_closes, closes, closer, around)
 
 
 def last_word(text: str, *, first: bool = False) -> str:
@@ -197,26 +199,34 @@ class _TaggedCalls:
     key_closes: str
     value_closes: str
     closer: str
+    around: str
+    """White space that the form adds to both ends of a value."""
 
     def __call__(self, text: str) -> tuple[str, list[WrittenCall]]:
-        calls, first = list[WrittenCall](), len(text)
+        calls, first, at = list[WrittenCall](), len(text), 0
         name = re.compile(re.escape(self.opener) + r"\s*([\w.\-]+)")
-        pair = re.compile(
-            re.escape(self.key_opens)
-            + r"\s*(.+?)\s*"
-            + _flexible(self.key_closes)
-            + r"\n?(.*?)\n?"
-            + _flexible(self.value_closes),
-            re.DOTALL,
-        )
-        starts = list(name.finditer(text))
-        for i, match in enumerate(starts):
+        while match := name.search(text, at):
             first = min(first, match.start())
-            stop = starts[i + 1].start() if i + 1 < len(starts) else len(text)
-            end = text.find(self.closer, match.end(), stop) if self.closer else -1
-            inside = text[match.end() : stop if end < 0 else end]
-            calls.append(WrittenCall(match.group(1), dict(pair.findall(inside))))
+            arguments, at = self._pairs(text, match.end())
+            calls.append(WrittenCall(match.group(1), arguments))
         return _before_tag(text[:first]), calls
+
+    def _pairs(self, text: str, at: int) -> tuple[dict[str, str], int]:
+        """Arguments from `at` on, and where they end. A mark of a part of calls is text where the value goes on behind it."""
+        spaces = rf"(?:{re.escape(self.around)})?"
+        head = re.compile(re.escape(self.key_opens) + r"\s*(.+?)\s*" + _flexible(self.key_closes) + spaces)
+        closes = spaces + _flexible(self.value_closes)
+        marks = [re.escape(mark) for mark in (self.key_opens, self.closer, self.opener) if mark]
+        ends = (re.compile(closes + rf"(?=\s*(?:{'|'.join(marks)}|$))"), re.compile(closes))
+        over = re.compile("|".join(marks[1:]))
+        pairs = dict[str, str]()
+        while match := head.search(text, at):
+            stop = over.search(text, at, match.end())
+            end = next((end for pattern in ends if (end := pattern.search(text, match.end()))), None)
+            if end is None or (stop is not None and stop.start() < match.start()):
+                break
+            pairs[match.group(1)], at = text[match.end() : end.start()], end.end()
+        return pairs, at
 
 
 _ATTRIBUTES = r'(?:\s+[\w\-]+="[^"]*")'
@@ -245,10 +255,37 @@ def as_mapping(arguments: Any) -> Any:
 
 
 def typed_argument(value: Any, schema: Mapping[str, Any] | None) -> Any:
-    """Text as the JSON value that the schema asks for; anything else as it is."""
-    if not isinstance(value, str) or schema is None or schema.get("type", "string") == "string":
+    """Text as a JSON value of a type that the schema admits besides text; anything else as it is."""
+    if not isinstance(value, str) or schema is None:
         return value
-    return literal(value)
+    kinds, read = _kinds(schema), literal(value)
+    is_admitted = any(type(read) in _TYPES.get(kind, ()) for kind in kinds)
+    return read if is_admitted or (kinds and "string" not in kinds) else value
+
+
+_TYPES = {
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+def _kinds(schema: Any) -> set[str]:
+    """JSON's types that a schema admits, of its alternatives and listed values too; empty where it says none."""
+    if not isinstance(schema, Mapping):
+        return set()
+    names, kinds = schema.get("type", ()), set[str]()
+    kinds |= {names} if isinstance(names, str) else {name for name in names if isinstance(name, str)}
+    for key in ("anyOf", "oneOf", "allOf"):
+        kinds |= {kind for part in schema.get(key) or () for kind in _kinds(part)}
+    values = schema.get("enum") or ([schema["const"]] if "const" in schema else ())
+    if not kinds:
+        kinds = {kind for kind, types in _TYPES.items() for value in values if type(value) in types}
+        kinds |= {"string"} if any(isinstance(value, str) for value in values) else set()
+    return kinds
 
 
 def literal(text: str) -> Any:

@@ -1,15 +1,20 @@
 """Tool calls whose keys are bare words: Gemma 4's `call:NAME{key:<|"|>text<|"|>}`, Python's `NAME(key='text')` of LFM2, Llama 4 and OLMo 3."""
 
+import ast
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from covey.environments.call_forms import KEYS, NAME, VALUES, WrittenCall, last_word, literal
 
+_MOST_CLOSERS = 64
+"""Brackets at which a list or an object of Python is looked for to end."""
 _CLOSERS = {"{": "}", "(": ")"}
-_KEY = re.compile(r"\s*,?\s*[\"']?([\w.\-]+)[\"']?\s*[:=]\s*")
+_KEY = re.compile(r"\s*,?\s*[\"']?([^\s,:=\"'{}\[\]()][^,:=\"'{}\[\]()]*?)[\"']?\s*[:=]\s*")
 _ATOM = re.compile(r"[^,)\]}]+")
 
 
@@ -66,14 +71,25 @@ class _KeyedCalls:
         if mark is not None:
             return _quoted(text, at + len(mark), mark)
         if text[at : at + 1] in ("{", "["):
-            try:
-                return json.JSONDecoder().raw_decode(text, at)
-            except ValueError:
-                return self._pairs(text, at + 1, "}") if text[at] == "{" else self._items(text, at + 1)
+            read = self._whole(text, at)
+            if read is not None:
+                return read
+            return self._pairs(text, at + 1, "}") if text[at] == "{" else self._items(text, at + 1)
         atom = _ATOM.match(text, at)
         if atom is None:
             raise ValueError(f"a value is missing before {text[at : at + 20]!r}")
         return literal(atom.group().strip()), atom.end()
+
+    def _whole(self, text: str, at: int) -> tuple[Any, int] | None:
+        """A list or an object as JSON, or as Python writes it, and where it ends; None where it is neither."""
+        with suppress(ValueError):
+            return json.JSONDecoder().raw_decode(text, at)
+        closer = {"{": "}", "[": "]"}[text[at]]
+        ends = (match.end() for match in islice(re.finditer(re.escape(closer), text[at:]), _MOST_CLOSERS))
+        for end in ends if len(self.quote) == 1 else ():
+            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                return ast.literal_eval(text[at : at + end]), at + end
+        return None
 
     def _items(self, text: str, at: int) -> tuple[list[Any], int]:
         items, end, between = list[Any](), re.compile(r"\s*,?\s*\]"), re.compile(r"\s*,?\s*")

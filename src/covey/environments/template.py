@@ -111,6 +111,8 @@ class Template:
         whole = self.tokenizer.decode(ids, skip_special_tokens=False)
         head, rest = self._thought_first(whole, prefix)
         text, calls = self._form(rest)
+        if head and _num_whole(self._form(whole)) > _num_whole(self._form(head)) + _num_whole((text, calls)):
+            head, (text, calls) = "", self._form(whole)  # the word that closes thoughts stood in a call's arguments
         thoughts = thoughts_in(whole) if self._form is read_channels else {}
         shown = without_specials(text, self.tokenizer)
         return head, shown.removesuffix(self._wrapper).strip() if calls else shown, calls, thoughts
@@ -270,6 +272,11 @@ class Template:
         ends = [self.tokenizer.decode([token]) for token in self.eos_ids]
         cuts = [body.rfind(end) for end in ends if end and end in body]
         return body[: max(cuts)] if cuts else body
+
+
+def _num_whole(parsed: tuple[str, list[WrittenCall]]) -> int:
+    """Calls that could be read."""
+    return sum(call.problem is None for call in parsed[1])
 
 
 def _calls_of(message: Mapping[str, Any]) -> list[WrittenCall]:
