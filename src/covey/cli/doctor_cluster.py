@@ -46,7 +46,7 @@ def show(setup: Setup, lora: Any, *, is_json: bool) -> int:
     """Print the combinations. Exit code 1 where none fits."""
     from covey.doctor.roofline.cluster import choices, completions_of, nearest, ways
 
-    output.say("computing steps from shapes alone, each way to hold the weights takes a core half a minute")
+    output.say("computing steps from shapes alone, each way to hold the weights takes a core a few seconds")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what PEFT calls
         made = ways(setup, lora)

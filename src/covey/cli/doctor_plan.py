@@ -46,7 +46,7 @@ def run(args: Args) -> int:
     from covey.doctor.roofline.answers import answers, rows_that_fit
     from covey.doctor.roofline.estimate import estimate
 
-    output.say("computing steps from shapes alone, which takes a core half a minute")
+    output.say("computing steps from shapes alone, which takes a core some ten seconds")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what PEFT calls
         plan = estimate(setup)

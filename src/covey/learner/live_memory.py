@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from covey.learner.fake_results import FakeResults
 
 aten = torch.ops.aten
 
@@ -43,7 +45,7 @@ class LiveBytes(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def counted(self, result: Any) -> Any:
-        for tensor in tree_leaves(result):
+        for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())
         self.peak = max(self.peak, self.now)
@@ -64,15 +66,17 @@ class FakeBytes(LiveBytes):
     """`LiveBytes` for a model of fake tensors, of which only shapes are computed.
 
     Results without a fake input are real, such as the token ids of a batch. A number read from a fake tensor is 0, a boolean is
-    true, so losses and norms are finite and comparisons of two implementations hold. A fake mask selects everything.
+    true, so losses and norms are finite and comparisons of two implementations hold. A fake mask selects everything. `device`
+    names what `cost` depends on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: Hashable = None) -> None:
         super().__init__()
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         """Mode to enter while creating the model."""
         self.products: set[tuple[Any, ...]] = set()
         """Shapes of the matmuls computed so far."""
+        self._results = FakeResults(self.fakes, _computed, self.cost, device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # twice as frequent as operations, and creates no tensor
@@ -81,12 +85,24 @@ class FakeBytes(LiveBytes):
 
     def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in _READ and any(isinstance(arg, FakeTensor) for arg in args):
-            return _READ[func](args[0])
+            result = _READ[func](args[0])
+            self.seconds += self.cost(func, args, kwargs, result)
+            return result
         if func in _PRODUCTS:
             self.products.add(tuple(tuple(arg.shape) for arg in args if isinstance(arg, Tensor)))
-        if func in _INDEXED:
-            args = (args[0], _places(args[1]), *args[2:])
-        return func(*args, **kwargs)
+        result, seconds = self._results.compute(func, args, kwargs)
+        self.seconds += seconds
+        return result
+
+    def cost(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> float:
+        """Seconds of the operation on another device."""
+        return 0.0
+
+
+def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if func in _INDEXED:
+        args = (args[0], _places(args[1]), *args[2:])
+    return func(*args, **kwargs)
 
 
 def _number(x: Tensor) -> Any:

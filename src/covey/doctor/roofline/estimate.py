@@ -354,16 +354,12 @@ class TimedBytes(FakeBytes):
     """
 
     def __init__(self, gpu: Gpu) -> None:
-        super().__init__()
+        super().__init__(gpu)
         self.gpu = gpu
 
-    def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        result = super().compute(func, args, kwargs)
-        if not func.is_view and func not in _FREE:
-            self.seconds += self._seconds(func, args, kwargs, result)
-        return result
-
-    def _seconds(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> float:
+    def cost(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> float:
+        if func.is_view or func in _FREE:
+            return 0.0
         tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
         moved = sum(x.numel() * x.element_size() for x in tensors) / self.gpu.reads
         count = _FLOPS.get(func._overloadpacket)
