@@ -183,10 +183,8 @@ class NativeSampler:
         return self._scheduler(self._requests(prompts, n, params), params)
 
     def _requests(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> deque[GroupRequest]:
-        if n < 1:
-            raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
         context = context_of(unwrapped(self.model))
-        encoded = as_prompts(prompts, self.tokenizer, context, num_embeddings(self.model))
+        encoded = as_prompts(prompts, self.tokenizer, context, num_embeddings(self.model), n)
         self._expect_readable(encoded)
         seed = fresh_seed(params)
         requests: deque[GroupRequest] = deque()

@@ -87,9 +87,8 @@ class TransformersSampler:
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, in the order of the prompts."""
-        if n < 1:
-            raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
-        encoded = as_prompts(prompts, self.tokenizer, context_of(unwrapped(self.model)), num_embeddings(self.model))
+        context = context_of(unwrapped(self.model))
+        encoded = as_prompts(prompts, self.tokenizer, context, num_embeddings(self.model), n)
         refuse_loose_places(encoded, self.banned)
         seed = fresh_seed(params)
         rows = [

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 
 from covey.data import chat_ids, expect_ids_below
-from covey.errors import DataError
+from covey.errors import ConfigError, DataError
 from covey.types import Message, Prompt
 
 PromptLike: TypeAlias = Prompt | str | Sequence[Message] | Sequence[int]
@@ -15,13 +15,15 @@ PromptLike: TypeAlias = Prompt | str | Sequence[Message] | Sequence[int]
 
 
 def as_prompts(
-    prompts: Sequence[PromptLike], tokenizer: Any, context: int | None, vocabulary: int | None = None
+    prompts: Sequence[PromptLike], tokenizer: Any, context: int | None, vocabulary: int | None = None, n: int = 1
 ) -> list[Prompt]:
     """Prompts with their token ids. The uid of an input that is not yet a `Prompt` is its index in the sequence.
 
     Raises DataError for an empty prompt, for one that leaves no room in a context of `context` tokens, and for one with a
-    token id that is not below `vocabulary`, the model's embeddings.
+    token id that is not below `vocabulary`, the model's embeddings; ConfigError for groups of fewer than one completion.
     """
+    if n < 1:
+        raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
     if isinstance(prompts, str):
         raise DataError("sample() takes a sequence of prompts; put the single one in a list.")
     encoded = [

@@ -143,9 +143,7 @@ class VLLMSampler:
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, as they finish."""
-        if n < 1:
-            raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
-        encoded = as_prompts(prompts, self.tokenizer, self.context)
+        encoded = as_prompts(prompts, self.tokenizer, self.context, n=n)
         refuse_loose_places(encoded, self.banned)
         return self._groups(encoded, n, params)
 

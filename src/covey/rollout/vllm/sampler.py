@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from covey.errors import AttestationError, ConfigError, ServerError
+from covey.errors import AttestationError, ServerError
 from covey.models import unwrapped
 from covey.models.modalities import banned_ids
 from covey.process.interruption import on_main
@@ -131,17 +131,15 @@ class ServerSampler:
 
         Raises AttestationError if the server's weights are not those that were sent, ServerError if it does not come back.
         """
-        if n < 1:
-            raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
-        return self._groups(self._encoded(prompts, params), n, params)
+        return self._groups(self._encoded(prompts, n, params), n, params)
 
     def go_on(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """Like `sample`, within a rollout that has begun: by the weights that the server has. Not collective."""
-        return self._groups(self._encoded(prompts, params), n, params, settles=False)
+        return self._groups(self._encoded(prompts, n, params), n, params, settles=False)
 
-    def _encoded(self, prompts: Sequence[PromptLike], params: SamplingParams) -> list[Prompt]:
+    def _encoded(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> list[Prompt]:
         refuse_raw_logprobs(self.server, params)
-        encoded = as_prompts(prompts, self.tokenizer, self.context)
+        encoded = as_prompts(prompts, self.tokenizer, self.context, n=n)
         expect_media_taken(self.client, encoded, self.banned)
         return encoded
 
