@@ -72,6 +72,7 @@ def test_an_adapter_is_added_or_taken_alone(tmp_path: Path, capsys) -> None:
     adapted.save_pretrained(tmp_path / "a")
     tiny_tokenizer().save_pretrained(tmp_path / "a")
     (tmp_path / "a" / "covey_state.json").write_text("{}")
+    (tmp_path / "a" / "spiece.model").write_bytes(b"pieces")
     expected = logits(adapted)
     exported(capsys, tmp_path / "a", "--format", "gguf", "--outtype", "f32", "-o", tmp_path / "a.gguf")
     back = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="a.gguf", dtype=torch.float32)
@@ -82,6 +83,7 @@ def test_an_adapter_is_added_or_taken_alone(tmp_path: Path, capsys) -> None:
     done = exported(capsys, tmp_path / "a", "--format", "adapter", "-o", tmp_path / "alone")
     assert done["base"] == str(tmp_path / "base")
     assert "covey_state.json" not in done["files"], "an adapter is given away without its optimizer"
+    assert "spiece.model" in done["files"]
     fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     assert torch.allclose(logits(peft.PeftModel.from_pretrained(fresh, tmp_path / "alone")), expected, atol=1e-5)
 
@@ -109,6 +111,7 @@ def test_what_cannot_be_exported_is_told_in_a_sentence(tmp_path: Path, capsys) -
         (["demo", "-o", str(tmp_path / "x"), "--format", "gguf", "--outtype", "q4_k"], "is not one of f32, f16"),
         ([str(tmp_path / "g"), "-o", str(tmp_path / "x"), "--format", "gguf"], "not for 'gpt2'"),
         (["demo", "-o", str(tmp_path), "--format", "gguf"], "is there already"),
+        (["demo", "-o", str(tmp_path / "x"), "--format", "merged", "--base", "b"], "nothing is added here"),
     ):
         assert main(["export", *words]) == 2
         assert said in capsys.readouterr().err

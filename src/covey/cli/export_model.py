@@ -40,20 +40,21 @@ def run(args: Args) -> None:
         raise ConfigError(
             f"{args['model']} is no folder here; give a run, a checkpoint or a folder with a model or an adapter."
         )
+    if args.get("base") is not None and (kind == "adapter" or not _is_adapter(folder)):
+        raise ConfigError("--base is what an adapter is added into, and nothing is added here; leave it out.")
     {"merged": _export_merged, "adapter": _export_adapter, "gguf": _export_gguf}[kind](folder, out, args)
 
 
 def _export_merged(folder: Path, out: Path, args: Args) -> None:
-    from covey.models import load_model, load_tokenizer
+    from covey.cli.merge import add_adapter, processing_of
+    from covey.models import load_model
     from covey.training.recording import write_model
 
     if _is_adapter(folder):
-        from covey.cli.merge import add_adapter
-
         return add_adapter(folder, out, args)
     model = load_model(str(folder), {"dtype": args.get("dtype") or "auto"}, trust_remote_code=_trusts(args))
-    tokenizer = load_tokenizer(model, folder, trust_remote_code=_trusts(args))
-    _whole(out, lambda unfinished: write_model(unfinished, model, tokenizer))
+    processing = processing_of(model, folder, None, args)
+    _whole(out, lambda unfinished: write_model(unfinished, model, processing))
     back = load_model(str(out), {"dtype": "auto"}, trust_remote_code=_trusts(args)).state_dict()
     for name, weight in model.state_dict().items():
         if not bool((back[name] == weight).all()):
@@ -142,9 +143,11 @@ def _is_adapter(folder: Path) -> bool:
 
 
 def _is_of_adapter(name: str) -> bool:
-    return name.startswith("adapter_") or name in (
-        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-        *("merges.txt", "chat_template.jinja", "processor_config.json", "preprocessor_config.json", "README.md"),
+    is_tokenizer = name.startswith(("adapter_", "tokenizer", "vocab.")) or name.endswith(
+        (".model", "processor_config.json")
+    )
+    return is_tokenizer or name in (
+        *("special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja", "README.md"),
     )
 
 

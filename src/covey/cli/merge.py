@@ -52,7 +52,7 @@ def add_adapter(folder: Path, out: Path, args: Args) -> None:
     """Load, add, compare, write."""
     base = args.get("base") or base_of(folder)
     merged = merged_model(base, folder, args)
-    _write(out, merged.model, folder, args)
+    _write(out, merged.model, folder, base, args)
     dtype = str(merged.dtype).removeprefix("torch.")
     if args.get("json"):
         facts = {"dtype": dtype, "logits_apart": merged.apart, "logits_moved": merged.moved}
@@ -173,16 +173,31 @@ def _stored_dtype(base: str, trusts: bool) -> Any:
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
-def _write(out: Path, merged: Any, folder: Path, args: Args) -> None:
-    """Model and tokenizer, whole or not at all."""
-    from covey.models import load_tokenizer
+def processing_of(model: Any, folder: Path, base: str | None, args: Args) -> Any:
+    """The tokenizer in `folder`; of a model that reads media the processor around it, its base's where the folder of an adapter has none."""
+    from covey.models import reads_media
+    from covey.models.modalities import load_processing
+
+    trusts = args.get("trust_remote_code", False)
+    processing = load_processing(model, folder, trust_remote_code=trusts)
+    if base is None or not reads_media(model) or hasattr(processing, "tokenizer"):
+        return processing
+    whole = load_processing(model, base, trust_remote_code=trusts)
+    if not hasattr(whole, "tokenizer"):
+        return processing
+    whole.tokenizer = processing
+    return whole
+
+
+def _write(out: Path, merged: Any, folder: Path, base: str, args: Args) -> None:
+    """Model and tokenizer or processor, whole or not at all."""
     from covey.runs.storage import whole_folder
     from covey.training.recording import write_model
 
-    tokenizer = load_tokenizer(merged, folder, trust_remote_code=args.get("trust_remote_code", False))
+    processing = processing_of(merged, folder, base, args)
     try:
         with whole_folder(out) as unfinished:
-            write_model(unfinished, merged, tokenizer)
+            write_model(unfinished, merged, processing)
     except OSError as error:
         raise CoveyError(f"{out} cannot be written: {error.strerror or error}") from error
 

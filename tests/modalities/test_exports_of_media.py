@@ -1,0 +1,25 @@
+"""Exports and merges of models that read media hold their processor."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import AutoModelForMultimodalLM, AutoProcessor
+
+from covey.cli import main
+from modalities.models import tiny_vlm
+
+
+def test_a_merged_model_has_the_processor_of_its_base(tmp_path):
+    peft = pytest.importorskip("peft")
+    model, processor = tiny_vlm("llava")
+    model.save_pretrained(tmp_path / "base")
+    processor.save_pretrained(tmp_path / "base")
+    base = AutoModelForMultimodalLM.from_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    processor.tokenizer.save_pretrained(tmp_path / "adapter")
+    assert main(["merge", str(tmp_path / "adapter"), "-o", str(tmp_path / "merged")]) == 0
+    assert main(["export", str(tmp_path / "base"), "--format", "merged", "-o", str(tmp_path / "whole")]) == 0
+    for name in ("merged", "whole"):
+        back = AutoProcessor.from_pretrained(tmp_path / name)
+        assert back.image_processor.to_dict() == processor.image_processor.to_dict()
