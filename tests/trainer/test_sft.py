@@ -8,6 +8,7 @@ from datasets import Dataset
 
 from covey import SFTTrainer, sft_config
 from covey.cli import main
+from covey.data.examples import load_examples
 from covey.errors import ConfigError, DataError
 from kit import tiny_model, tiny_tokenizer
 
@@ -96,6 +97,20 @@ def test_long_examples_are_refused_or_left_out(tmp_path, caplog):
     kept = trainer_of(tmp_path, rows, max_length=40, on_long_prompt="drop")
     assert len(kept.train_dataset) == 8
     assert "1 of 9 rows of train_dataset are left out" in caplog.text
+
+
+def test_tools_of_a_row_and_options_of_its_template_are_in_what_is_learnt():
+    tools = [{"name": "add", "parameters": {"a": "int"}}, {"name": "ask", "parameters": {"text": "str"}}]
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    told = [{"messages": turns, "tools": json.dumps(tools)}, {"messages": turns, "tools": None}]
+    named = [{"prompt": turns[:1], "completion": turns[1:], "tools": tools}]
+    for rows in (told, named):
+        first = load_examples(Dataset.from_list(rows))[0]
+        assert first["chat_template_kwargs"]["tools"] == tools
+        assert (first["prompt"][0]["content"], first["completion"][0]["content"]) == ("hi", "yes")
+    assert not load_examples(Dataset.from_list(told))[1]["chat_template_kwargs"]
+    own = load_examples(Dataset.from_list([{"messages": turns, "chat_template_kwargs": {"enable_thinking": False}}]))
+    assert own[0]["chat_template_kwargs"] == {"enable_thinking": False}
 
 
 def test_options_without_effect_and_other_configurations_are_refused(tmp_path):

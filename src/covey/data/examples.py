@@ -7,11 +7,12 @@ import datasets
 import torch
 
 from covey.data.checks import check_dataset, row_of
-from covey.data.layouts import with_prompts
+from covey.data.layouts import tools_for_template, with_prompts
 from covey.data.loading import parted
 from covey.data.prompts import encode_chat
 from covey.data.rendering import clean
 from covey.data.sources import AnyDataset, opened, shown
+from covey.data.tables import column_set
 from covey.errors import DataError
 from covey.types import Completion, Message, Prompt
 
@@ -44,22 +45,34 @@ def _first(dataset: Any, limit: int) -> Any:
 
 
 def _as_examples(dataset: Any, name: str) -> Any:
-    """The set itself, or its `messages` parted into a prompt and the assistant's last message."""
+    """The set itself, or its `messages` parted into a prompt and the assistant's last message; a column `tools` goes to the chat template."""
     have = list(dataset.column_names or [])
     if {"prompt", "completion"} <= set(have):
-        return dataset
+        return _with_tools(dataset)
     if not have or not {"prompt", "messages", "problem", "question"} & set(have):  # ShareGPT's and Alpaca's
         dataset = with_prompts(dataset, name, {})
         if {"prompt", "answer"} <= set(dataset.column_names or ()):
             return dataset.rename_columns({"answer": "completion"})
     if "messages" not in have:
         raise DataError(f"{name} has no examples to learn from: it needs {_FORMS}; it has {', '.join(have)}.")
-    rows = []
+    prompts, completions = [], []
     for index, messages in enumerate(dataset["messages"]):
         if not messages or len(messages) < 2 or messages[-1].get("role") != "assistant":
             raise DataError(f"{row_of(index, name)} does not end with a message of the assistant after another one.")
-        rows.append({"prompt": [clean(message) for message in messages[:-1]], "completion": [clean(messages[-1])]})
-    return datasets.Dataset.from_list(rows)
+        prompts.append([clean(message) for message in messages[:-1]])
+        completions.append([clean(messages[-1])])
+    rest = dataset.remove_columns([name for name in ("messages", "prompt", "completion") if name in have])
+    parted_turns = column_set({"prompt": prompts, "completion": completions})
+    return _with_tools(datasets.concatenate_datasets([rest, parted_turns], axis=1))
+
+
+def _with_tools(dataset: Any) -> Any:
+    """The set with the column `tools`, where it has one, among the arguments of the chat template."""
+    have = list(dataset.column_names or [])
+    if "tools" not in have or "chat_template_kwargs" in have:
+        return dataset
+    column = [tools_for_template(row).get("chat_template_kwargs") for row in dataset.select_columns(["tools"])]
+    return datasets.concatenate_datasets([dataset, column_set({"chat_template_kwargs": column})], axis=1)
 
 
 def encode_example(

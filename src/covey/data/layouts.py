@@ -104,7 +104,7 @@ def tools_for_template(row: Mapping[str, Any]) -> dict[str, Any]:
     tools = row.get("tools")
     if not tools or "chat_template_kwargs" in row:
         return {}
-    return {"chat_template_kwargs": {"tools": json.loads(tools) if isinstance(tools, str) else tools}}
+    return {"chat_template_kwargs": clean({"tools": json.loads(tools) if isinstance(tools, str) else tools})}
 
 
 class _Parted:
