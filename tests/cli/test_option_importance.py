@@ -2,10 +2,13 @@
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 
-from covey.experiments.study import importances, in_words
+from covey.experiments.child import Ended
+from covey.experiments.search import dimensions
+from covey.experiments.study import Search, Tuning, importances, in_words, open_study
 
 optuna = pytest.importorskip("optuna")
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -53,3 +56,14 @@ def test_less_than_thirty_trials_are_called_a_hint():
         "importance: rate 90%, beta 10%; a hint, from 12 completed trials"
     ]
     assert in_words({"rate": 0.9, "beta": 0.1}, 30) == ["importance: rate 90%, beta 10%"]
+
+
+def test_a_metric_that_no_evaluation_has_is_named_with_those_that_are_there(tmp_path):
+    tuning = Tuning(
+        folder=tmp_path, options={}, search=tuple(dimensions(["beta=0:1"], {"beta": "float"})), metric="eval_rewrad",
+        is_smaller_better=False, pruner="none", trials=2, keeps_all=True, seed=0,
+    )  # fmt: skip
+    lines = []
+    search = Search(tuning, open_study(tuning), SimpleNamespace(requested=False), lines.append)
+    search.settle(search.following(), Ended(code=0, result={"metrics": {"eval_reward": 0.5, "loss": 1.0}}))
+    assert "eval_rewrad is no number at the end of the run; its evaluations have eval_reward" in lines[-1]

@@ -121,7 +121,10 @@ class Search:
         elif ended.code or not math.isfinite(value):
             has_failed = True
             study.tell(attempt.trial, state=state_of("FAIL"))
+            evaluated = ", ".join(sorted(name for name in ended.result.get("metrics", {}) if name.startswith("eval_")))
             outcome = f"failed with exit code {ended.code}, see {attempt.log}"
+            if not ended.code and ended.result:
+                outcome = f"is no number at the end of the run; its evaluations have {evaluated or 'no metric'}"
         else:
             study.tell(attempt.trial, value)
             outcome = f"{value:.4g}"
