@@ -82,11 +82,6 @@ REFUSALS = (
         "A teacher at an endpoint reads token ids, not images or sounds; load it here (a folder or a hub id).",
     ),
     _refusal(
-        ("media", "agent"),
-        "the run's endpoint reads text alone, so an agent could not show the model an image or a sound; leave these out of the prompts, or "
-        "use tools or environment_factory.",
-    ),
-    _refusal(
         ("ensemble", "rollout_func"),
         "a rollout_func writes whole completions itself, with the trainer and its model, so another model has nothing to write them with; "
         "leave ensemble out, or use tools or environment_factory.",

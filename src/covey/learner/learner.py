@@ -23,6 +23,7 @@ from covey.learner.supervised import Supervised
 from covey.learner.token_batches import Draws, as_drawn, batch_of, moved, totals_of
 from covey.learner.token_metrics import FIRST_UPDATE, TokenEntropies, Unread, metrics_of
 from covey.learner.update_guard import UpdateGuard
+from covey.models.modalities import banned_ids
 from covey.process.gradient_buckets import GradientBuckets
 from covey.process.interruption import Interruption
 from covey.process.ordered_sums import ordered_sums
@@ -190,7 +191,10 @@ class Learner:
     def rows(self, groups: Sequence[Group]) -> list[Row]:
         """Rows of the groups, with the hints of a teacher."""
         return rows_of(
-            groups, mask_truncated=self.mask_truncated, hints=None if self.teacher is None else self.teacher.hints
+            groups,
+            mask_truncated=self.mask_truncated,
+            hints=None if self.teacher is None else self.teacher.hints,
+            places=banned_ids(self.policy.model),
         )
 
     def _needs_no_forward(self, row: Row, algorithm: Algorithm) -> bool:

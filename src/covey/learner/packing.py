@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,6 +33,16 @@ class Row:
     hint: str | None = None
     """Feedback added to the teacher's prompt."""
 
+    @cached_property
+    def placed(self) -> Prompt:
+        """The tokens among which media are placed: the prompt, or the whole row where the completion has some of its own."""
+        return self.prompt if self.completion.media is None else self.completion.behind(self.prompt)
+
+    @property
+    def sharing(self) -> tuple[int, int]:
+        """Equal for rows that share the computation of their prompt: those of a group whose media are all in it."""
+        return self.group, -1 if self.completion.media is None else self.index
+
     @property
     def num_tokens(self) -> int:
         return len(self.prompt.token_ids) + self.completion.num_tokens
@@ -47,11 +58,13 @@ def rows_of(
     *,
     mask_truncated: bool = False,
     hints: Callable[[Group], Sequence[str | None]] | None = None,
+    places: Sequence[int] = (),
 ) -> list[Row]:
     """Rows of all completions, groups in order. Groups need advantages.
 
     `mask_truncated` takes completions that hit the length limit out of the loss (their rewards still count in the
-    group's baseline, and the rows in the sequence count). `hints` gives the teacher's feedback on each completion.
+    group's baseline, and the rows in the sequence count). `hints` gives the teacher's feedback on each completion. `places` are the
+    tokens that stand for images or sounds: no text that could be foretold.
     """
     rows: list[Row] = []
     for index, group in enumerate(groups):
@@ -60,6 +73,8 @@ def rows_of(
         feedback = None if hints is None else hints(group)
         for g, completion in enumerate(group.completions):
             counts, observed = completion.written, None if completion.mask is None else completion.observed
+            if observed is not None and completion.media is not None:
+                observed = observed & ~torch.isin(completion.token_ids, torch.tensor(places, dtype=torch.int64))
             if mask_truncated and completion.is_truncated:
                 counts, observed = torch.zeros_like(counts), None
             advantage = group.advantages[g]
@@ -120,22 +135,22 @@ def microbatches(
     batch, rows of similar length stand together, and the largest batch comes first, so that a step that does not fit in memory
     fails at once. Groups are kept whole if that takes no more batches, so that no shared prompt is computed twice.
     """
-    members: dict[int, list[Row]] = {}
+    members: dict[tuple[int, int], list[Row]] = {}
     for row in rows:
-        members.setdefault(row.group, []).append(row)
+        members.setdefault(row.sharing, []).append(row)
     longest = {index: max(row.num_tokens for row in group) for index, group in members.items()}
     whole = {index: tokens_in(group, shares_prompts) for index, group in members.items()}
-    ordered = sorted(rows, key=lambda row: (-longest[row.group], row.group, -row.num_tokens))
+    ordered = sorted(rows, key=lambda row: (-longest[row.sharing], row.sharing, -row.num_tokens))
 
     def fits(first: Row, count: int, tokens: int) -> bool:
-        limit = limit_of(whole[first.group], max_tokens, enough_tokens)
+        limit = limit_of(whole[first.sharing], max_tokens, enough_tokens)
         return count <= max_rows and (limit is None or tokens <= limit)
 
     batches: list[list[Row]] = []
     tokens = widest = 0
     for row in ordered:
         batch = batches[-1] if batches else []
-        is_behind = bool(batch) and batch[-1].group == row.group  # rows of one group stand together
+        is_behind = bool(batch) and batch[-1].sharing == row.sharing  # rows of one group stand together
         if shares_prompts:
             grown = tokens + row.num_computed + (0 if is_behind else len(row.prompt.token_ids))
         else:
@@ -154,7 +169,10 @@ def microbatches(
 
 
 def _of_whole_groups(
-    members: Mapping[int, list[Row]], whole: Mapping[int, int], count: int, fits: Callable[[Row, int, int], bool]
+    members: Mapping[tuple[int, int], list[Row]],
+    whole: Mapping[tuple[int, int], int],
+    count: int,
+    fits: Callable[[Row, int, int], bool],
 ) -> list[list[Row]] | None:
     """`count` batches of nearly equal size with every group whole; None if greedy filling fails."""
     batches: list[list[Row]] = [[] for _ in range(count)]
@@ -180,7 +198,7 @@ def tokens_in(rows: Sequence[Row], shares_prompts: bool) -> int:
     """Tokens of a forward pass over `rows`: each prompt once where it is shared, else padded to the longest row."""
     if not shares_prompts:
         return len(rows) * max(row.num_tokens for row in rows)
-    prompts = {row.group: len(row.prompt.token_ids) for row in rows}
+    prompts = {row.sharing: len(row.prompt.token_ids) for row in rows}
     return sum(prompts.values()) + sum(row.num_computed for row in rows)
 
 
@@ -250,19 +268,19 @@ def pad_rows(rows: Sequence[Row], pad_id: int, device: torch.device) -> PaddedRo
         spans=tuple(
             (i * width, i * width + len(row.prompt.token_ids), row.completion.num_tokens) for i, row in enumerate(rows)
         ),
-        prompts=tuple(row.prompt for row in rows) if any(row.prompt.media for row in rows) else (),
+        prompts=tuple(row.placed for row in rows) if any(row.placed.media for row in rows) else (),
     )
 
 
 def _placed(rows: Sequence[Row], width: int) -> tuple[Placed, ...]:
-    """Prompts with media among rows padded to `width`, those of one group once."""
-    members: dict[int, list[int]] = {}
+    """Prompts with media among rows padded to `width`, those that are shared once."""
+    members: dict[tuple[int, int], list[int]] = {}
     for i, row in enumerate(rows):
-        if row.prompt.media is not None:
-            members.setdefault(row.group, []).append(i)
+        if row.placed.media is not None:
+            members.setdefault(row.sharing, []).append(i)
     placed = []
     for indices in members.values():
-        prompt = rows[indices[0]].prompt
+        prompt = rows[indices[0]].placed
         length = len(prompt.token_ids)
         starts = tuple(i * width for i in indices)
         placed.append(Placed(prompt, starts, tuple((start + length, width - length) for start in starts)))

@@ -170,8 +170,8 @@ class Policy:
 
         With `against` or `teacher`, the distance to that model's distributions is computed too.
         """
-        has_siblings = self.packs_always or len({row.group for row in rows}) < len(rows)
-        seen = next((row.prompt for row in rows if row.prompt.media is not None), None)
+        has_siblings = self.packs_always or len({row.sharing for row in rows}) < len(rows)
+        seen = next((row.placed for row in rows if row.placed.media is not None), None)
         computing = (self,) if against is None else (self, against.policy)
         _ = [policy._splits() for policy in computing]  # a trial, which is not routed
         if seen is not None:

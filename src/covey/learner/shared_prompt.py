@@ -9,7 +9,7 @@ import functools
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -170,9 +170,9 @@ def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own", *
     For the kernel "flex", and on a CPU, the row is padded: to a whole block, or to one of few lengths. No token attends to it.
     """
     longest = max(row.completion.num_tokens for row in rows)
-    groups: dict[int, list[int]] = {}
+    groups: dict[tuple[int, int], list[int]] = {}
     for i, row in enumerate(rows):
-        groups.setdefault(row.group, []).append(i)
+        groups.setdefault(row.sharing, []).append(i)
     ids: list[Tensor] = []
     positions, source, place = list[_Run](), list[_Run](), list[_Run]()
     target, segments, placed = [], [], []
@@ -186,9 +186,13 @@ def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own", *
         last = offset - 1
         lengths = tuple(rows[i].completion.num_tokens if is_whole else rows[i].num_computed for i in members)
         segments.append(Segment(Layout(start, len(prompt), lengths), device))
-        if rows[members[0]].prompt.media is not None:
+        seen = rows[members[0]].placed
+        if seen.media is not None:
             begins = [offset + sum(lengths[:i]) for i in range(len(lengths))]
-            placed.append(Placed(rows[members[0]].prompt, (start,), tuple(zip(begins, lengths, strict=True))))
+            follows = tuple(zip(begins, lengths, strict=True))
+            if seen is not rows[members[0]].prompt:  # a row by itself, placed as one
+                seen, follows = replace(seen, token_ids=seen.token_ids[: len(prompt) + lengths[0]]), ()
+            placed.append(Placed(seen, (start,), follows))
         for i, count in zip(members, lengths, strict=True):
             tokens = rows[i].completion.token_ids
             ids.append(tokens[:count])

@@ -69,6 +69,7 @@ class Anchor:
 
 def _bare(group: Group, most: int) -> Group:
     """The first `most` completions that have tokens, as ids alone."""
-    ids = [completion.token_ids for completion in group.completions if completion.num_tokens][:most]
+    drawn = [completion for completion in group.completions if completion.num_tokens][:most]
     prompt = Prompt(uid=group.prompt.uid, token_ids=group.prompt.token_ids, media=group.prompt.media)
-    return Group(prompt=prompt, completions=tuple(Completion(token_ids=x, text="", finish="stop") for x in ids))
+    bare = lambda done: Completion(token_ids=done.token_ids, text="", finish="stop", media=done.media)
+    return Group(prompt=prompt, completions=tuple(map(bare, drawn)))

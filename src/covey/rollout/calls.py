@@ -6,7 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
-from covey.errors import CoveyError
+from covey.errors import CoveyError, Unsupported
+from covey.models import reads_media, unwrapped
 from covey.rollout.engine import NativeSampler
 from covey.rollout.live import LiveRequest, LiveScheduler
 from covey.rollout.sampler import DEFAULT_ROWS, Sampler
@@ -108,17 +109,57 @@ class SampledScheduler:
         first = self.requests[0]
         alike = [request for request in self.requests if _shape(request) == _shape(first)]
         self.requests = deque(request for request in self.requests if request not in alike)
-        prompts = [Prompt(uid=f"{request.keys[0]}", token_ids=request.prompt.token_ids) for request in alike]
+        prompts = [
+            Prompt(uid=f"{request.keys[0]}", token_ids=request.prompt.token_ids, media=request.prompt.media)
+            for request in alike
+        ]
         self.running = {prompt.uid: request for prompt, request in zip(prompts, alike, strict=True)}
         go_on: Callable[..., Iterator[Group]] = getattr(self.sampler, "go_on", self.sampler.sample)
         most = max(request.limit for request in alike)
         self.drawn = iter(go_on(prompts, len(first.keys), replace(first.params, max_tokens=most, seed=0)))
 
 
+class SeeingScheduler:
+    """The native engine's scheduler of a model that reads media, and batches for prompts with media that the engine cannot compute."""
+
+    def __init__(self, sampler: NativeSampler) -> None:
+        self.sampler, self.live, self.sampled = sampler, LiveScheduler.of(sampler), SampledScheduler(sampler)
+        self.held, self.max_rows = self.live.held, self.live.max_rows
+
+    @property
+    def num_rows(self) -> int:
+        return self.live.num_rows + self.sampled.num_rows
+
+    @property
+    def requests(self) -> Sized:
+        return [*self.live.requests, *self.sampled.requests]
+
+    @property
+    def is_busy(self) -> bool:
+        return self.live.is_busy or self.sampled.is_busy
+
+    def add(self, request: LiveRequest) -> None:
+        """Queue a request. Raises Unsupported for media that this sampler cannot compute in any way."""
+        prompt = request.prompt
+        reason = None if prompt.media is None else self.sampler.reason_against_media(prompt)
+        if reason is not None and type(self.sampler) is NativeSampler:
+            raise Unsupported(f"{type(unwrapped(self.sampler.model)).__name__} reads text alone here: {reason}.")
+        (self.live if reason is None else self.sampled).add(request)
+
+    def step(self) -> list[tuple[LiveRequest, Group]]:
+        """A token of every row, and the next answer of the batch."""
+        return [done for part in (self.live, self.sampled) if part.is_busy for done in part.step()]
+
+    def cancel(self, request: LiveRequest) -> None:
+        """Drop a request; nothing happens if it is over."""
+        self.live.cancel(request)
+        self.sampled.cancel(request)
+
+
 def scheduler_of(sampler: Any) -> CallScheduler:
     """Scheduler of single requests over this sampler: its own, within the native engine's decode steps, or by batches."""
     if isinstance(sampler, NativeSampler):
-        return LiveScheduler.of(sampler)
+        return SeeingScheduler(sampler) if reads_media(sampler.model) else LiveScheduler.of(sampler)
     made: Callable[[], CallScheduler] | None = getattr(sampler, "scheduler", None)
     return SampledScheduler(sampler) if made is None else made()
 

@@ -89,6 +89,7 @@ class LiveScheduler(Scheduler):
             version=sampler.version,
             environment=None,
             kernels=sampler.kernels,
+            banned=sampler.banned,
         )
         sampler.runs(made)
         return made

@@ -137,7 +137,7 @@ class RemoteScheduler:
         refuse_extras(request)
         number = next(self.sampler.numbers)
         self.running[number] = request
-        prompt = Prompt(uid=request.prompt.uid, token_ids=request.prompt.token_ids)
+        prompt = Prompt(uid=request.prompt.uid, token_ids=request.prompt.token_ids, media=request.prompt.media)
         self.sampler.worker.send(Call(number, replace(request, prompt=prompt, listener=None, num_top=None)))
 
     def step(self) -> list[tuple[LiveRequest, Group]]:

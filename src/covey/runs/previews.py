@@ -37,7 +37,7 @@ def write(rollouts: Path, groups: Sequence[Group]) -> None:
     """Write the previews of these groups' prompts that are not there yet. OSError when the disk refuses."""
     content = {
         name: preview
-        for media in (group.prompt.media for group in groups)
+        for media in (done.media or group.prompt.media for group in groups for done in group.completions)
         if media is not None
         for name, preview in zip(media.names, media.previews, strict=True)
     }

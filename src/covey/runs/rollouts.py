@@ -164,7 +164,8 @@ def _without_media(prompt: Prompt) -> dict[str, Any]:
 
 def _media(groups: Sequence[Group]) -> dict[str, pa.Array]:
     """`images`, `audios` and `videos`: names of each prompt's files in these folders as JSON, if a prompt has any."""
-    names = [group.prompt.media.names if group.prompt.media else () for group in groups for _ in group.completions]
+    shown = [done.media or group.prompt.media for group in groups for done in group.completions]
+    names = [() if media is None else media.names for media in shown]
     return {
         folder: _texts(json.dumps([name for name in row if folder_of(name) == folder]) for row in names)
         for folder in FOLDERS

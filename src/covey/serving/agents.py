@@ -11,14 +11,15 @@ from typing import Any, cast
 
 import torch
 
-from covey.config.combinations import expect_together
 from covey.environments import Agent, AgentResult
 from covey.errors import DataError
+from covey.models.modalities import banned_ids
 from covey.rollout import NativeSampler, SamplingParams, TokenSampler
-from covey.rollout.joining import after, common_prefix
+from covey.rollout.joining import behind, shared_part
 from covey.rollout.prompts import PromptLike, occurrences
 from covey.rollout.sampler import sampler_metrics
 from covey.rollout.sampling import sequence_key
+from covey.serving.content import openai_messages
 from covey.serving.endpoint import Endpoint
 from covey.serving.engine import Call
 from covey.serving.episodes import Episode, Recorded, episodes_of, tool_calls_in
@@ -42,6 +43,8 @@ from covey.types import (
 MODEL = "policy"
 _POLL_SECONDS = 0.1
 _MANY = 1_000_000
+_MOST_BYTES = 1 << 30
+"""Of a request: a conversation comes with all of its images each time."""
 
 
 @dataclass(eq=False)
@@ -52,6 +55,8 @@ class _Run:
     """(prompt, completion)"""
     prompt: Prompt
     session: Session
+    shown: str | list[Message]
+    """The prompt as the agent is handed it."""
     started: float = 0.0
     created: float = 0.0
     seconds: float = 0.0
@@ -73,7 +78,8 @@ class AgentSampler:
 
     Each episode has a session of its own. An agent that raises, or is not done after `timeout_seconds`, loses its episode: the
     group goes on without it, with an event. `max_turns`: most calls of an episode. At most `concurrency` agents run at once, each
-    in a thread. `record` gets the trace of each episode. `may_fail`: a rollout may lose all of its episodes. Another sampler than the native one answers calls that wait as one batch.
+    in a thread. `record` gets the trace of each episode. `may_fail`: a rollout may lose all of its episodes. `processor`: that of
+    a model that reads images or sounds, which agents then send in their messages. Another sampler than the native one answers calls that wait as one batch.
     """
 
     def __init__(
@@ -87,8 +93,9 @@ class AgentSampler:
         concurrency: int = 64,
         record: Callable[[int, Sequence[Trace]], None] = lambda version, traces: None,
         may_fail: bool = False,
+        processor: Any = None,
     ) -> None:
-        self.sampler = sampler
+        self.sampler, self.processor = sampler, processor
         self.agent, self.record, self.may_fail = agent, record, may_fail
         self.timeout_seconds, self.concurrency = timeout_seconds, concurrency
         self.sessions = Sessions(max_tokens, max_turns, self.sampler.eos_ids)
@@ -129,7 +136,6 @@ class AgentSampler:
         encoded = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
         if len(encoded) < len(prompts):
             raise DataError("an AgentSampler takes Prompts; encode text or messages with covey.data first.")
-        expect_together("agent", any(prompt.media is not None for prompt in encoded) and "media")
         if hasattr(self.sampler, "go_on"):  # of all processes together: the weights, which each call finds there
             list(self.sampler.sample([], n, params))
         self._open()
@@ -138,15 +144,27 @@ class AgentSampler:
         seed = params.seed or 0
         runs = []
         for p, (prompt, occurrence) in enumerate(zip(encoded, occurrences(encoded), strict=True)):
+            shown = openai_messages(prompt) if prompt.media is not None else prompt.raw
             for g in range(n):
                 key = sequence_key(seed, prompt.uid, occurrence, g)
-                runs.append(_Run((p, g), prompt, Session(f"{self._count}-{p}-{g}-{key & 0xFFFFFFFF:08x}", key)))
+                session = Session(f"{self._count}-{p}-{g}-{key & 0xFFFFFFFF:08x}", key)
+                runs.append(_Run((p, g), prompt, session, shown))
         return self._groups(runs, len(encoded))
 
     def _open(self) -> None:
         if self.endpoint is None:
-            limits = Limits(max_waiting=_MANY, max_connections=_MANY, max_choices=_MANY, drain_seconds=1.0)
-            hooks: dict[str, Any] = {"on_call": self.sessions.record, "admit": self.sessions.admit}
+            limits = Limits(
+                max_waiting=_MANY,
+                max_connections=_MANY,
+                max_choices=_MANY,
+                drain_seconds=1.0,
+                max_body_bytes=_MOST_BYTES,
+            )
+            hooks: dict[str, Any] = {
+                "on_call": self.sessions.record,
+                "admit": self.sessions.admit,
+                "processor": self.processor,
+            }
             if not isinstance(self.sampler, NativeSampler):
                 hooks["logprobs_mode"] = "processed_logprobs"  # the only ones that it reports
             self.endpoint = Endpoint(cast(Any, self.sampler), name=MODEL, limits=limits, **hooks)
@@ -187,7 +205,7 @@ class AgentSampler:
         run.started, run.created = time.monotonic(), time.time()
         base = self.endpoint.url.removesuffix("/v1")
         offered = {
-            "row": {**run.prompt.columns, "prompt": run.prompt.raw},
+            "row": {**run.prompt.columns, "prompt": run.shown},
             "base_url": f"{base}/sessions/{run.session.id}/v1",
             "model": MODEL,
             "api_key": run.session.id,
@@ -255,12 +273,14 @@ class AgentSampler:
         prompt = runs[0].prompt
         self._refuse_strangers(runs)
         finished = [run for run in runs if not run.lost]
-        first = [episode.prompt.token_ids for run in finished for episode in run.episodes]
-        shared = common_prefix(first) if first else prompt.token_ids
+        first = [episode.prompt for run in finished for episode in run.episodes]
+        shared = shared_part(first, banned_ids(cast(Any, self.sampler).model)) if first else prompt
         events = tuple(self._event(run) for run in runs if run.lost)
-        done = tuple(_completion(run, role, len(shared), self.version) for run in finished for role in run.recorded)
+        done = tuple(_completion(run, role, shared, self.version) for run in finished for role in run.recorded)
         done = done or (_nothing(self.version),)
-        return Group(prompt=replace(prompt, token_ids=shared), completions=done, events=events)
+        return Group(
+            prompt=replace(prompt, token_ids=shared.token_ids, media=shared.media), completions=done, events=events
+        )
 
     def _refuse_strangers(self, runs: Sequence[_Run]) -> None:
         """A group shares its first tokens, if only one; episodes that begin with another are lost."""
@@ -322,8 +342,8 @@ def _nothing(version: int) -> Completion:
     return Completion(token_ids=ids, text="", finish="error", logprobs=none, mask=mask, version=version, messages=())
 
 
-def _completion(run: _Run, role: str | None, start: int, version: int) -> Completion:
-    """The last path of a role's episode, with its other paths as branches. `start`: tokens of the group's prompt."""
+def _completion(run: _Run, role: str | None, shared: Prompt, version: int) -> Completion:
+    """The last path of a role's episode, with its other paths as branches. `shared`: the group's prompt."""
     result = run.result or AgentResult()
     episodes = run.recorded[role].episodes
     scored = {"agent_score": result.score, **result.columns}
@@ -338,10 +358,10 @@ def _completion(run: _Run, role: str | None, start: int, version: int) -> Comple
         states=last.states,
         rewards=result.turn_rewards,
         conversation=_conversation(last),
-        branches=tuple(_as_completion(branch, start) for branch in others),
+        branches=tuple(_as_completion(branch, shared) for branch in others),
         role=name,
     )
-    completion = _as_completion(last, start)
+    completion = _as_completion(last, shared)
     return replace(
         completion,
         text=completion.text if result.answer is None else result.answer,
@@ -353,10 +373,10 @@ def _completion(run: _Run, role: str | None, start: int, version: int) -> Comple
     )
 
 
-def _as_completion(episode: Episode, start: int) -> Completion:
-    """The episode as a completion of the first `start` tokens of its prompt; its mask is False on the rest of the prompt."""
+def _as_completion(episode: Episode, shared: Prompt) -> Completion:
+    """The episode as a completion of what its group shares of its prompt; its mask is False on the rest of the prompt."""
     notes = EpisodeNotes(conversation=_conversation(episode))
-    return replace(after(episode.prompt.token_ids[start:], episode.completion), episode=notes)
+    return replace(behind(shared, episode.prompt, episode.completion), episode=notes)
 
 
 def _conversation(episode: Episode) -> tuple[Message, ...]:

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from covey.errors import CoveyError
+from covey.errors import CoveyError, Unsupported
 from covey.models import context_limit, unwrapped
 from covey.rollout import NativeSampler
 from covey.rollout.calls import NotReportedError
@@ -55,12 +55,13 @@ class Service:
         further: Routes | None = None,
         model_for: Callable[[APIRequest], str] | None = None,
         admit: Admit | None = None,
+        processor: Any = None,
     ) -> None:
         """`model_for`: the model that answers a request; the one that it names when left out."""
         self.model_for = model_for or (lambda request: request.model)
         self.samplers, self.engine, self.limits, self.admit = samplers, engine, limits, admit
         self.further = dict(further or {})
-        self.reader = Reader(samplers, limits)
+        self.reader = Reader(samplers, limits, processor)
         self.created = int(time.time())
         self._long = anyio.CapacityLimiter(1)
 
@@ -370,5 +371,5 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, APIError):
         return error
     if isinstance(error, CoveyError):
-        return APIError(400 if isinstance(error, NotReportedError) else 500, str(error))
+        return APIError(400 if isinstance(error, NotReportedError | Unsupported) else 500, str(error))
     return APIError(500, f"The server failed ({type(error).__name__}); its log says where.")

@@ -11,10 +11,12 @@ from covey.data import num_embeddings
 from covey.environments.thoughts import ThoughtMarks, thought_marks
 from covey.errors import CoveyError, did_you_mean
 from covey.models import context_limit, unwrapped
+from covey.models.modalities import banned_ids, refuse_loose_places
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.prompts import as_prompts
 from covey.rollout.sampler import DEFAULT_ROWS
 from covey.serving.chats import chat_prompt, messages_in, reader_of, rendered, tools_in
+from covey.serving.content import MediaReader
 from covey.serving.engine import PromptRequest
 from covey.serving.errors import APIError, bad
 from covey.serving.fields import Fields
@@ -63,8 +65,10 @@ class APIRequest:
 class Reader:
     """Reads request bodies for these models."""
 
-    def __init__(self, samplers: Mapping[str, NativeSampler], limits: Limits) -> None:
+    def __init__(self, samplers: Mapping[str, NativeSampler], limits: Limits, processor: Any = None) -> None:
+        """`processor`: the models', for images, sounds and videos; None: only text is read."""
         self.samplers, self.limits = samplers, limits
+        self.media = None if processor is None else MediaReader(processor)
         self.tokenizers = Tokenizers()
         self._marks_by_template: dict[str, ThoughtMarks | None] = {}
 
@@ -75,7 +79,9 @@ class Reader:
         if not getattr(sampler.tokenizer, "chat_template", None):
             raise bad(f"The tokenizer of {name} has no chat template; use /v1/completions.", "messages")
         marks = self._marks(sampler)
-        messages, tools = messages_in(fields, None if marks is None else marks.field), tools_in(fields)
+        media, items = self.media, dict[str, Any]()
+        messages = messages_in(fields, None if marks is None else marks.field, media is not None)
+        tools = tools_in(fields)
         options = fields.mapping("chat_template_kwargs")
         add_prompt = fields.flag("add_generation_prompt", True)
         separates, includes = fields.flag("separate_reasoning", True), fields.flag("include_reasoning", True)
@@ -83,12 +89,15 @@ class Reader:
         size = _refuse_long([messages, options], context_limit(unwrapped(sampler.model)))
 
         def render(messages: Sequence[Mapping[str, Any]], add_prompt: bool) -> list[int]:
+            if media is not None:
+                return list(media.prompt(messages, options, add_prompt, items).token_ids)
             with self.tokenizers.of(sampler, size) as tokenizer:
                 return rendered(tokenizer, messages, options, add_prompt, reader.template)
 
         with self.tokenizers.of(sampler, size) as tokenizer:
-            reader = reader_of(tokenizer, sampler.eos_ids, options, render, marks, separates=separates)
-            prompt = chat_prompt(tokenizer, messages, options, add_prompt, reader)
+            spoken = options if media is None else {**media.template, **options}
+            reader = reader_of(tokenizer, sampler.eos_ids, spoken, render, marks, separates=separates)
+            prompt = chat_prompt(tokenizer if media is None else media, messages, options, add_prompt, reader, items)
         logprobs, top = fields.flag("logprobs"), fields.whole("top_logprobs", None, 0, MOST_TOP)
         if top is not None and not logprobs:
             raise bad("top_logprobs needs logprobs: true.", "top_logprobs")
@@ -229,10 +238,13 @@ class Reader:
         try:
             with self.tokenizers.of(sampler, size) as tokenizer:
                 encoded = as_prompts(prompts, tokenizer, None, num_embeddings(sampler.model))
+            refuse_loose_places(encoded, places := banned_ids(sampler.model))
         except CoveyError as error:
             raise bad(str(error), "prompt") from error
         for prompt in encoded:
             length = len(prompt.token_ids)
+            if prompt.token_ids and prompt.token_ids[-1] in places:
+                raise bad("The prompt ends with an image, a sound or a video; put the question behind it.", "prompt")
             if context is not None and length + needs_room > context:
                 raise bad(
                     f"The prompt has {length} tokens, and the model's context of {context} leaves no room for an answer; "

@@ -4,41 +4,38 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from covey.data import chat_ids
 from covey.environments import Template
 from covey.environments.messages import has_form
 from covey.environments.thoughts import FIELDS, ThoughtMarks, message_thoughts, without_thoughts
-from covey.errors import ModelError
+from covey.errors import DataError, ModelError
+from covey.serving.content import MediaReader, content_of
 from covey.serving.errors import bad
 from covey.serving.fields import Fields
 from covey.serving.turns import TurnReader
 from covey.types import Prompt
 
 
-def messages_in(fields: Fields, field: str | None) -> list[dict[str, Any]]:
+def messages_in(fields: Fields, field: str | None, reads_media: bool = False) -> list[dict[str, Any]]:
     """The messages, with their thoughts in the field that the template reads, if it reads one. Raises APIError."""
     messages = fields.take("messages")
     if not isinstance(messages, list) or not messages:
         raise bad("messages must be a list of at least one message.", "messages")
-    return [_message(message, f"messages[{i}]", field) for i, message in enumerate(messages)]
+    return [_message(message, f"messages[{i}]", field, reads_media) for i, message in enumerate(messages)]
 
 
-def _message(raw: Any, place: str, field: str | None) -> dict[str, Any]:
-    """With its content as one text and the arguments of its tool calls as objects, which chat templates expect."""
+def _message(raw: Any, place: str, field: str | None, reads_media: bool) -> dict[str, Any]:
+    """With its content as one text, or parts where it has images or sounds, and the arguments of its tool calls as objects, which chat templates expect."""
     if not isinstance(raw, dict) or not isinstance(raw.get("role"), str):
         raise bad(f"{place} must be an object with a role.", place)
     message = {name: value for name, value in raw.items() if value is not None}
     content = raw.get("content")
     if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if not all(isinstance(part, str) for part in parts):
-            raise bad(f"{place}.content has a part that is no text; only text is read.", place)
-        content = "".join(str(part) for part in parts)
-    if content is not None and not isinstance(content, str):
+        content = content_of(content, f"{place}.content", reads_media)
+    if content is not None and not isinstance(content, str | list):
         raise bad(f"{place}.content must be a text, or a list of text parts.", place)
     message["content"] = content or ""
     thoughts = [message.pop(name) for name in FIELDS if name in message]
@@ -110,17 +107,26 @@ def chat_prompt(
     options: Mapping[str, Any],
     add_prompt: bool,
     reader: TurnReader,
+    items: dict[str, Any],
 ) -> Prompt:
-    """The conversation through the chat template. Raises APIError where it refuses the messages."""
+    """The conversation through the chat template. Raises APIError where it refuses the messages.
+
+    `tokenizer`: or a MediaReader, which adds the images, sounds and videos to `items` by their digests.
+    """
     for name in ("conversation", "tokenize", "return_dict", "return_tensors", "add_generation_prompt", "chat_template"):
         if name in options:
             raise bad(f"chat_template_kwargs may not hold {name}.", "chat_template_kwargs")
+    columns = {"tools": options["tools"]} if options.get("tools") else {}
+    if isinstance(tokenizer, MediaReader):
+        try:
+            return replace(tokenizer.prompt(messages, options, add_prompt, items), columns=columns)
+        except DataError as error:
+            raise bad(str(error), "messages") from error
     try:
         ids = rendered(tokenizer, messages, options, add_prompt, reader.template)
     except Exception as error:
         raise bad(f"The model's chat template refuses these messages: {error}", "messages") from error
-    tools = options.get("tools")
-    return Prompt(uid="0", messages=tuple(messages), token_ids=tuple(ids), columns={"tools": tools} if tools else {})
+    return Prompt(uid="0", messages=tuple(messages), token_ids=tuple(ids), columns=columns)
 
 
 def rendered(

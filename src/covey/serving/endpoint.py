@@ -43,11 +43,13 @@ class Endpoint:
         routes: Routes | None = None,
         model_for: Callable[[APIRequest], str] | None = None,
         admit: Admit | None = None,
+        processor: Any = None,
     ) -> None:
         """`logprobs_mode`: log-probabilities that clients receive; a `Call` always has those of the sampling distribution.
 
         `routes`: the user's own pages. `model_for`: picks the model of a request, where it is not the requested one.
-        `admit` receives each request with its session before it is queued, and may change it or raise APIError.
+        `admit` receives each request with its session before it is queued, and may change it or raise APIError. `processor`: that of
+        models that read images, sounds or videos, which are then read in chat requests.
         """
         self.samplers = dict(samplers) if isinstance(samplers, Mapping) else {name: samplers}
         if not self.samplers:
@@ -59,7 +61,7 @@ class Endpoint:
             raise ConfigError(f"logprobs_mode {logprobs_mode!r} is not known; take raw_logprobs or processed_logprobs.")
         self.limits, self.api_key = limits or Limits(), checked_key(api_key, "127.0.0.1")
         self.engine = Engine(self.samplers, max_waiting=self.limits.max_waiting, mode=logprobs_mode, on_call=on_call)
-        self.app = Service(self.samplers, self.engine, self.limits, routes, model_for, admit).app(api_key)
+        self.app = Service(self.samplers, self.engine, self.limits, routes, model_for, admit, processor).app(api_key)
         """The ASGI application, for a server of your own; `engine.start()` comes first."""
         self.url = ""
         """Base URL for clients, `http://127.0.0.1:PORT/v1`, while it is open."""

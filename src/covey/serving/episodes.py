@@ -81,7 +81,7 @@ def episodes_of(calls: Iterable[Call], *, last_first: bool = False) -> Recorded:
     num_breaks = 0
     for call in sorted(calls, key=lambda item: (item.created, item.id)):
         nodes = sessions[call.session]
-        parent = _parent(nodes, call.group.prompt.token_ids)
+        parent = _parent(nodes, call.group.prompt)
         shown = call.group.prompt.messages or ()
         num_breaks += parent is None and bool(nodes) and any(message["role"] == "assistant" for message in shown)
         answers = [_Node(call, completion, parent) for completion in call.group.completions]
@@ -93,12 +93,13 @@ def episodes_of(calls: Iterable[Call], *, last_first: bool = False) -> Recorded:
     return Recorded(episodes=tuple(reversed(made) if last_first else made), num_breaks=num_breaks)
 
 
-def _parent(nodes: Sequence[_Node], prompt: tuple[int, ...]) -> _Node | None:
-    """The node with the most tokens that `prompt` begins with; of equals the latest, which a retry has replaced."""
+def _parent(nodes: Sequence[_Node], prompt: Prompt) -> _Node | None:
+    """The node with the most tokens, and images and sounds, that `prompt` begins with; of equals the latest, which a retry has replaced."""
     best, most = None, 0
     for node in nodes:
-        ids = node.ids
-        if most <= len(ids) <= len(prompt) and prompt[: len(ids)] == ids:
+        ids, media = node.ids, node.call.group.prompt.media
+        is_longer = most <= len(ids) <= len(prompt.token_ids) and prompt.token_ids[: len(ids)] == ids
+        if is_longer and (media is None or media.begins(prompt.media)):
             best, most = node, len(ids)
     return best
 
@@ -119,6 +120,7 @@ def _episode(path: Sequence[_Node]) -> Episode:
         logprobs += [*([0.0] * len(between)), *([0.0] * len(written) if drawn is None else drawn.tolist())]
         node.is_counted = True
     last = path[-1]
+    seen = last.call.group.prompt.media
     shown = (last.call.group.prompt.messages or ())[len(prompt.messages or ()) :]
     completion = Completion(
         token_ids=torch.tensor(ids, dtype=torch.int64),
@@ -129,6 +131,7 @@ def _episode(path: Sequence[_Node]) -> Episode:
         observations=torch.tensor(observed, dtype=torch.bool),
         version=spans[0][1],
         versions=tuple(span for before, span in pairwise(spans) if span[1] != before[1]),
+        media=None if seen is None or seen.begins(prompt.media) else seen,
         messages=(*shown, {"role": "assistant", "content": last.completion.text}),
     )
     return Episode(

@@ -45,7 +45,8 @@ def continued(
         for done in reversed(call.completions):
             ids = _try_continue(prompt, call, done, frozenset(eos_ids), reader)
             if ids is not None:
-                return replace(prompt, token_ids=ids)
+                media = None if prompt.media is None else prompt.media.over(prompt.token_ids, ids)
+                return replace(prompt, token_ids=ids, media=media)
     return prompt
 
 
@@ -113,15 +114,17 @@ class Session:
     finish: Finish | None = None
     """The limit that a call was refused for."""
     is_open: bool = True
-    num_draws: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    num_draws: Counter[tuple[str, ...]] = field(default_factory=Counter)
     rendered: dict[tuple[int, ...], tuple[tuple[int, ...], TurnReader]] = field(default_factory=dict)
     """By the ids of each prompt of a chat: its messages through the chat template, and what reads its answers."""
 
     def seed(self, prompt: Prompt) -> int:
         """Of the next answer to this prompt."""
-        again = self.num_draws[prompt.token_ids]
-        self.num_draws[prompt.token_ids] += 1
-        words = f"{self.key}\0{again}\0{' '.join(map(str, prompt.token_ids))}".encode()
+        shown = () if prompt.media is None else [digest for kind in prompt.media.digests.values() for digest in kind]
+        asked = (*map(str, prompt.token_ids), *shown)
+        again = self.num_draws[asked]
+        self.num_draws[asked] += 1
+        words = f"{self.key}\0{again}\0{' '.join(asked)}".encode()
         return int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "little")
 
     def continued(self, prompt: Prompt, reader: TurnReader | None, eos_ids: Sequence[int]) -> Prompt:

@@ -218,6 +218,7 @@ def agent_sampler(sampler: TokenSampler, agent: Agent, options: AgentOptions) ->
         concurrency=options.concurrency,
         record=options.record,
         may_fail=options.may_fail,
+        processor=options.processor,
     )
 
 

@@ -1,10 +1,13 @@
 """The images, sounds and videos of a prompt, as a processor of transformers prepared them."""
 
+from __future__ import annotations
+
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 
@@ -21,8 +24,28 @@ class Media:
     """[L] each, which kind of token each of the prompt's ids is (`token_type_ids`, `mm_token_type_ids`), by the model's name for it."""
     count: int = 1
     """n"""
+    digests: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of the content of each image, sound and video, by kind in the order of their places."""
     previews: tuple[bytes, ...] = ()
     """Small files for people: PNG or JPEG of an image, WAV of a sound, GIF of a video."""
+
+    def begins(self, other: Media | None) -> bool:
+        """True if the images, sounds and videos of `other` begin with these."""
+        return other is not None and all(
+            other.digests.get(kind, ())[: len(digests)] == digests for kind, digests in self.digests.items()
+        )
+
+    def first(self, count: int) -> Media:
+        """The same for the first `count` tokens, where all of the media are."""
+        return replace(self, token_types={name: kinds[:count] for name, kinds in self.token_types.items()})
+
+    def over(self, before: Sequence[int], now: Sequence[int]) -> Media:
+        """The same for the tokens `now`, each of the type that it has among `before`, those of these media; else it is text."""
+        types = dict[str, Tensor]()
+        for name, kinds in self.token_types.items():
+            kind_of = dict(zip(before, kinds.tolist(), strict=True))
+            types[name] = torch.tensor([kind_of.get(token, 0) for token in now], dtype=kinds.dtype)
+        return replace(self, token_types=types)
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -111,8 +111,15 @@ class Completion:
     tool_calls: tuple[ToolCall, ...] = ()
     episode: EpisodeNotes | None = None
     """Turns with their rewards and states, the whole conversation, other paths of an agent's calls. None: nothing is known of them."""
+    media: Media | None = None
+    """Images, sounds and videos of prompt and completion, where the completion has some of its own. None: the prompt's are all."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Values of this completion that rewards receive as further columns; dropped once it is scored."""
+
+    def behind(self, prompt: Prompt) -> Prompt:
+        """The prompt with this completion's tokens and media behind it."""
+        ids = (*prompt.token_ids, *self.token_ids.tolist())
+        return replace(prompt, token_ids=ids, media=prompt.media if self.media is None else self.media)
 
     @property
     def num_tokens(self) -> int:

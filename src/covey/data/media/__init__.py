@@ -1,11 +1,14 @@
 """Images, sounds and videos of rows: columns and parts of messages, files, and their way through a processor."""
 
 from covey.data.media.files import undecoded, with_paths
+from covey.data.media.images import open_image
 from covey.data.media.kinds import KINDS, MEDIA_COLUMNS, SOUND, Kind, has_media, row_kinds
 from covey.data.media.places import MEDIA_PARTS, items_of, refuse_openai_parts, with_items
-from covey.data.media.prompts import media_digest, media_prompt
+from covey.data.media.prompts import media_digest, media_prompt, open_video
+from covey.data.media.sounds import open_sound
 
 __all__ = [
     "KINDS", "MEDIA_COLUMNS", "MEDIA_PARTS", "SOUND", "Kind", "has_media", "items_of", "media_digest",
-    "media_prompt", "refuse_openai_parts", "row_kinds", "undecoded", "with_items", "with_paths",
+    "media_prompt", "open_image", "open_sound", "open_video", "refuse_openai_parts", "row_kinds", "undecoded",
+    "with_items", "with_paths",
 ]  # fmt: skip

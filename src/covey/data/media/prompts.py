@@ -189,12 +189,17 @@ def _media(made: Mapping[str, Any], opened: Items) -> Media:
         tensors=tensors,
         token_types=kinds,
         count=sum(map(len, opened.values())),
+        digests={kind.name: tuple(map(_digest, values)) for kind, values in opened.items() if values},
         previews=(
             *map(preview_image, opened[IMAGE]),
             *map(preview_sound, opened[SOUND]),
             *map(preview_video, opened[VIDEO]),
         ),
     )
+
+
+def _digest(item: Any) -> str:
+    return media_digest(item.samples if isinstance(item, Sound) else item)
 
 
 def _articled(kind: Kind) -> str:
