@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import io
+import json
 from pathlib import Path
 
 import openai
@@ -12,37 +11,20 @@ import torch
 from acting_models import acting_model, item, prompt_of, row
 from models import picture
 
-from covey.environments import Agent, agent_reward  # noqa: F401
+from covey.environments import Agent
 from covey.errors import DataError
 from covey.learner import Policy
 from covey.learner.packing import Row
-from covey.models.modalities import banned_ids, forget_positions
+from covey.models.modalities import banned_ids, forget_positions, whole_inputs
 from covey.rollout import SamplingParams, choose_sampler
 from covey.rollout.agreement import plain_logprobs
 from covey.serving import AgentSampler
 from covey.serving.content import openai_messages
 from kit import rest_nightly
+from modalities.agents import ending, png
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*plain transformers:UserWarning")
 KINDS = ("qwen2_5_vl", "llava", "gemma3", "idefics3", "qwen2_5_omni", "qwen2_audio")
-
-
-def png(image):
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return {
-        "type": "image_url",
-        "image_url": {"url": f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"},
-    }
-
-
-def ending(kind):
-    """A model of random weights that ends its turns after a few tokens."""
-    model, processor = acting_model(kind)
-    with torch.no_grad():
-        model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.lm_head.weight.shape[0]))
-        model.lm_head.bias[processor.tokenizer.eos_token_id] = 6.0
-    return model, processor
 
 
 def shows(more, turns=2):
@@ -79,10 +61,9 @@ def learnt(model, processor, groups):
     """Log-probabilities that the learner computes, all rows together; and its gradient."""
     completions = [one for group in groups for one in group.completions]
     rows = [
-        Row(group.prompt, one, g, torch.ones(()), one.written, index=i)
-        for i, (g, group, one) in enumerate(
-            (g, group, one) for g, group in enumerate(groups) for one in group.completions
-        )
+        Row(group.prompt, one, g, torch.ones(()), one.written)
+        for g, group in enumerate(groups)
+        for one in group.completions
     ]
     model.zero_grad()
     measured = Policy(model, pad_id=processor.tokenizer.pad_token_id, packs_always=True).measure(rows).logp
@@ -104,8 +85,6 @@ def compare(model, processor, groups):
     for group in groups:
         for one in group.completions:
             whole = one.behind(group.prompt)
-            from covey.models.modalities import whole_inputs
-
             logits = model(**whole_inputs(model, whole)).logits[0, len(group.prompt.token_ids) - 1 : -1]
             forget_positions(model)
             logp = torch.log_softmax(logits.index_fill(-1, barred, -1e4), -1)
@@ -127,6 +106,29 @@ def test_images_in_later_turns_are_sampled_and_learnt_as_a_plain_forward_sees_th
         assert {one.media.count for one in group.completions} == {2}
         assert not any(one.episode.branches for one in group.completions)  # one conversation, its tokens as drawn
     compare(model, processor, groups)
+
+
+def test_the_pixels_that_are_learnt_are_those_of_the_images_in_their_order():
+    """Against inputs that are put together here, from each image by the image processor and from the ids."""
+    model, processor = ending("qwen2_5_vl")
+    other = picture(3, seed=4)
+    groups = drawn(
+        model, processor, shows(lambda row, turn: [png(other), {"type": "text", "text": "?"}]), [row("qwen2_5_vl")], n=1
+    )
+    ((one,), prompt) = groups[0].completions, groups[0].prompt
+    made = [
+        processor.image_processor(images=[image], return_tensors="pt") for image in (item("qwen2_5_vl")["image"], other)
+    ]
+    ids = torch.tensor([[*prompt.token_ids, *one.token_ids.tolist()]])
+    inputs = {name: torch.cat([each[name] for each in made]) for name in ("pixel_values", "image_grid_thw")}
+    kinds = (ids == model.config.image_token_id).long()
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=kinds, **inputs).logits[0]
+    forget_positions(model)
+    logits = logits[len(prompt.token_ids) - 1 : -1].index_fill(-1, torch.tensor(banned_ids(model)), -1e4)
+    plain = torch.log_softmax(logits, -1).gather(-1, one.token_ids[:, None])[:, 0]
+    torch.testing.assert_close(one.logprobs[one.written], plain[one.written], atol=1e-5, rtol=1e-5)
+    assert one.written.sum() < len(one.token_ids)
 
 
 def test_rows_media_alone_are_computed_once_for_the_group():
@@ -220,7 +222,7 @@ def test_a_part_that_cannot_be_read_is_refused_in_one_sentence_and_no_file_is_op
 
     def main(row, client):
         for name, (part, _) in BAD.items():
-            sent = eval(repr(part).replace("FILE", str(file)))  # noqa: S307 - our own literal
+            sent = json.loads(json.dumps(part).replace("FILE", str(file)))
             messages = [{"role": "user", "content": [sent, {"type": "text", "text": "q"}]}]
             try:
                 client.chat.completions.create(model="policy", messages=messages, max_tokens=4)

@@ -290,15 +290,3 @@ def test_what_reset_may_not_return_and_where_an_item_may_not_be_are_said():
     text = to_prompt({"prompt": [{"role": "user", "content": "q"}]}, "0:0", "row", tokenizer, {})
     with pytest.raises(DataError, match="has images, but the model or its processor takes text alone"):
         EnvironmentPool(lambda: Shown(parts)).reset(text, 1, encoder(None, tokenizer))
-
-
-def test_an_agent_whose_endpoint_reads_text_is_refused_a_prompt_with_an_image():
-    from covey.environments import Agent
-    from covey.errors import ConfigError
-    from covey.serving import AgentSampler
-
-    model, processor = tiny_of("llava")
-    inner = choose_sampler(model, processor.tokenizer, backend="transformers")
-    sampler = AgentSampler(inner, Agent(lambda row: 1.0), max_tokens=8)
-    with pytest.raises(ConfigError, match="endpoint reads text alone.*use tools or environment_factory"):
-        sampler.sample(prompts(processor, "llava")[:1], 1, SamplingParams(max_tokens=4))

@@ -146,6 +146,8 @@ class LearningEndpoint:
             return "it was not asked by a user of their own model"
         if model != self.name and model not in models and len(models) >= self.settings.max_users:
             return "as many users have an adapter as may have one"
+        if call.group.prompt.media is not None:
+            return "its prompt has images, sounds or videos, which are not kept"
         if params.temperature <= 0:
             return "it was drawn greedily"
         if params.truncates or params.repetition_penalty != 1.0:

@@ -41,7 +41,7 @@ class Row:
     @property
     def sharing(self) -> tuple[int, int]:
         """Equal for rows that share the computation of their prompt: those of a group whose media are all in it."""
-        return self.group, -1 if self.completion.media is None else self.index
+        return self.group, 0 if self.completion.media is None else id(self.completion)
 
     @property
     def num_tokens(self) -> int:
@@ -140,7 +140,9 @@ def microbatches(
         members.setdefault(row.sharing, []).append(row)
     longest = {index: max(row.num_tokens for row in group) for index, group in members.items()}
     whole = {index: tokens_in(group, shares_prompts) for index, group in members.items()}
-    ordered = sorted(rows, key=lambda row: (-longest[row.sharing], row.sharing, -row.num_tokens))
+    ordered = sorted(
+        rows, key=lambda row: (-longest[row.sharing], row.group, row.completion.media is not None, -row.num_tokens)
+    )
 
     def fits(first: Row, count: int, tokens: int) -> bool:
         limit = limit_of(whole[first.sharing], max_tokens, enough_tokens)

@@ -150,6 +150,7 @@ def _attributes_of(call: Call, done: Completion) -> dict[str, Any]:
         "covey.prompt_token_ids": list(prompt.token_ids),
         "covey.completion_token_ids": done.token_ids.tolist(),
         "covey.logprobs": [] if drawn is None else [float(logprob) for logprob in drawn],
+        **({} if prompt.media is None else {"covey.media": prompt.media.count}),
         "covey.digest": _digest(prompt.token_ids, done.token_ids.tolist()),
     }
 
@@ -159,7 +160,11 @@ def _message_parts(message: Message) -> dict[str, Any]:
     if message.get("role") == "tool":
         answer = {"type": "tool_call_response", "id": message.get("tool_call_id"), "response": message.get("content")}
         return {"role": "tool", "parts": [answer]}
-    parts: list[dict[str, Any]] = [{"type": "text", "content": message["content"]}] if message.get("content") else []
+    content = message.get("content") or ()
+    texts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    parts: list[dict[str, Any]] = [
+        {"type": "text", "content": part["text"]} if part["type"] == "text" else dict(part) for part in texts
+    ]
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
         parts.append({"type": "tool_call", "id": call.get("id"), "name": function.get("name"), "arguments": function.get("arguments")})  # fmt: skip
@@ -219,6 +224,8 @@ def _call(span: Mapping[str, Any], has: Mapping[str, Any], place: str) -> Call:
             f"{place}: call {name} has other tokens than were recorded; text that was rendered again is not what the model read "
             "and wrote. Take the trace as the run wrote it."
         )
+    if has.get("covey.media"):
+        raise DataError(f"{place}: call {name} has images, sounds or videos, which traces do not hold; leave it out.")
     completion = Completion(
         token_ids=torch.tensor(written, dtype=torch.int64),
         text=text,
