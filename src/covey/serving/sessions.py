@@ -121,10 +121,10 @@ class Session:
     def seed(self, prompt: Prompt) -> int:
         """Of the next answer to this prompt."""
         shown = () if prompt.media is None else [digest for kind in prompt.media.digests.values() for digest in kind]
-        asked = (*map(str, prompt.token_ids), *shown)
-        again = self.num_draws[asked]
-        self.num_draws[asked] += 1
-        words = f"{self.key}\0{again}\0{' '.join(asked)}".encode()
+        identity = (*map(str, prompt.token_ids), *shown)
+        again = self.num_draws[identity]
+        self.num_draws[identity] += 1
+        words = f"{self.key}\0{again}\0{' '.join(identity)}".encode()
         return int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "little")
 
     def continued(self, prompt: Prompt, reader: TurnReader | None, eos_ids: Sequence[int]) -> Prompt:
