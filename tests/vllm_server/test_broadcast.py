@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from fake_server import FakeServer, nudged
 from covey.errors import ConfigError, ServerError
 from covey.process.link.covey_link import Link, store_at
 from covey.rollout.vllm import ServerSampler
-from covey.rollout.vllm.broadcast import together
+from covey.rollout.vllm.broadcast import local_address, together
+from covey.rollout.vllm.client import Address, Client
 from forked import Forked, free_port
 from kit import tiny_model, tiny_tokenizer
 
@@ -40,13 +43,29 @@ def sampler_of(fake, model, tmp_path, **options):
 RECEIVER = """
 import json, sys
 from covey.process.link.covey_link import Link, store_at
-link = Link("gloo", store_at("127.0.0.1", int(sys.argv[1]), size=2, seconds=60), rank=1, size=2, seconds=60)
+link = Link("gloo", store_at(sys.argv[2], int(sys.argv[1]), size=2, seconds=60), rank=1, size=2, seconds=60)
 print(json.dumps([[name, str(x.dtype), list(x.shape), x.float().flatten().tolist()] for name, x in link.receive()]))
 """
 
 
+HAS_IPV6 = socket.has_ipv6 and Path("/proc/net/if_inet6").exists() and bool(Path("/proc/net/if_inet6").read_text())
+IPV6 = pytest.mark.skipif(not HAS_IPV6, reason="this machine has no IPv6")
+
+
+@IPV6
+@pytest.mark.parametrize(
+    "host, mine", [("::1", "::1"), ("0:0:0:0:0:0:0:1", "::1"), ("::", "::1"), ("0.0.0.0", "127.0.0.1")]
+)
+def test_a_server_is_met_in_the_family_of_its_address(host, mine):
+    address = Address.of(None, host, 8000)
+    assert ("[" in str(address)) == (":" in host)
+    assert Address.of(str(address)) == address
+    assert local_address(SimpleNamespace(client=Client(address))) == mine
+
+
 @pytest.mark.slow
-def test_two_processes_hand_over_tensors_of_every_type():
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=IPV6)])
+def test_two_processes_hand_over_tensors_of_every_type(host):
     import json
 
     messages = [
@@ -54,8 +73,8 @@ def test_two_processes_hand_over_tensors_of_every_type():
         {"whole": torch.tensor([7, 8]), "scalar": torch.tensor(2.5, dtype=torch.float64), "none": torch.zeros(0, 4)},
     ]
     port = int(free_port())
-    store = store_at("127.0.0.1", port, size=2, seconds=60, is_master=True)
-    receiver = Forked("-c", RECEIVER, port)
+    store = store_at(host, port, size=2, seconds=60, is_master=True)
+    receiver = Forked("-c", RECEIVER, port, host)
     link = Link("gloo", store, rank=0, size=2, seconds=60)
     link.send(messages)
     assert receiver.wait(60) == 0, receiver.err[-2000:]

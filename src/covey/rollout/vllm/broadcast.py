@@ -148,10 +148,12 @@ def local_address(server: Server) -> str:
     """Address of this machine as the server's machine reaches it."""
     address = server.client.address
     if address.is_local:
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address.host, address.port))  # sends nothing
-        return str(probe.getsockname()[0])
+        return "::1" if address.host == "::1" else "127.0.0.1"
+    for family, kind, _, _, place in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_DGRAM):
+        with contextlib.suppress(OSError), socket.socket(family, kind) as probe:  # no route in this family
+            probe.connect(place)  # sends nothing
+            return str(probe.getsockname()[0])
+    raise ServerError(f"{address.host} has no address that this machine has a route to; give one that it reaches.")
 
 
 class Feed:

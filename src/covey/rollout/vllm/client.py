@@ -92,8 +92,8 @@ class Address:
 
     @staticmethod
     def of(base_url: str | None, host: str = "127.0.0.1", port: int = 8000) -> Address:
-        """The address from TRL's options; 0.0.0.0 means this machine. Raises ConfigError for an invalid address."""
-        url = base_url or f"http://{host}:{port}"
+        """The address from TRL's options; 0.0.0.0 and :: mean this machine. Raises ConfigError for an invalid address."""
+        url = base_url or f"http://{_bracketed(host)}:{port}"
         try:
             parts = urlsplit(url)
             number = parts.port or (443 if parts.scheme == "https" else 80)
@@ -101,16 +101,21 @@ class Address:
             raise ConfigError(f"vllm_server_base_url={url!r} is no address: {error}.") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"vllm_server_base_url={url!r} is no address; give one such as http://127.0.0.1:8000.")
-        name = "127.0.0.1" if parts.hostname == "0.0.0.0" else parts.hostname
+        name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(parts.hostname, parts.hostname)
         prefix = parts.path.rstrip("/").removesuffix("/v1")
         return Address(parts.scheme, name, number, prefix)
 
     def __str__(self) -> str:
-        return f"{self.scheme}://{self.host}:{self.port}{self.prefix}"
+        return f"{self.scheme}://{_bracketed(self.host)}:{self.port}{self.prefix}"
 
     @property
     def is_local(self) -> bool:
         return self.host in ("localhost", "127.0.0.1", "::1")
+
+
+def _bracketed(host: str) -> str:
+    """A host as URLs write it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 @dataclass(eq=False)
