@@ -2,10 +2,12 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from covey.cli import main
+from covey.cli.doctor_plan import rows_in_words
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,25 @@ def test_a_mistake_gets_one_sentence(words, sentence, capsys, monkeypatch):
     said = capsys.readouterr().err
     assert sentence in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "devices, hosts, rows, words",
+    [
+        (True, True, 1200, "up to 1,200 completions fit in a micro-batch"),
+        (True, True, 1, "one completion fits in a micro-batch"),
+        (False, True, 0, "not one completion fits in a micro-batch"),
+        (False, False, 0, "not one completion fits in a micro-batch"),
+        (
+            True,
+            False,
+            40,
+            "the host memory of a node alone lacks: up to 40 completions fit in a micro-batch on a device",
+        ),
+    ],
+)
+def test_the_completions_of_a_micro_batch_in_words(devices, hosts, rows, words):
+    assert rows_in_words(SimpleNamespace(fits_devices=devices, fits_hosts=hosts), rows) == words
 
 
 @pytest.mark.nightly
@@ -71,7 +92,7 @@ def test_a_run_that_does_not_fit_is_exit_code_1_and_is_told_what_would(capsys, m
     assert main(["doctor", "plan", "--model", "Qwen/Qwen2.5-7B", "--gpus", "8xA100"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "of 70.0 GiB: does not fit" in said
-    assert "not even 1 completions" in said
+    assert "not one completion fits in a micro-batch; a micro-batch begins with" in said
     assert re.search(r"pays a split model \(--fsdp true\): [\d.]+ s a step, [\d.]+ GiB at the peak; it would fit", said)
     assert "asked of a run that fits" in said
 

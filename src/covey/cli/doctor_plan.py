@@ -154,15 +154,24 @@ def _show(plan: Estimate, rows: int, changes: list[Answer]) -> None:
         output.result(
             f"\nhost memory of each node, for shards, gradients and optimizer state: {in_gib(plan.host)}{judged}"
         )
-    most = f"up to {rows:,}" if rows else "not even 1"
     limit = "per-device-train-batch-size" if args.max_tokens_per_microbatch is None else "max-tokens-per-microbatch"
-    output.result(f"\n{most} completions in a micro-batch fit; it begins with {plan.measurement.rows:,} (--{limit})")
+    output.result(f"\n{rows_in_words(plan, rows)}; a micro-batch begins with {plan.measurement.rows:,} (--{limit})")
     output.result("\nwhat a change would bring:")
     for answer in changes:
         host = f", {in_gib(answer.host)} in the host memory of each node" if answer.host else ""
         line = f"{'pays' if answer.pays else 'does not pay':<13} {answer.change}: {answer.said}{host}"
         output.result(textwrap.fill(line, output.width(), initial_indent="  ", subsequent_indent=" " * 16))
     output.say("\nBy calculation, from data sheets: docs/plan.md says how near published runs come.")
+
+
+def rows_in_words(plan: Estimate, rows: int) -> str:
+    """Completions of a micro-batch that a device has room for, and what lacks where the host memory alone does."""
+    many = (
+        f"up to {rows:,} completions fit" if rows > 1 else "one completion fits" if rows else "not one completion fits"
+    )
+    if plan.fits_devices and not plan.fits_hosts:
+        return f"the host memory of a node alone lacks: {many} in a micro-batch on a device"
+    return f"{many} in a micro-batch"
 
 
 def _as_json(plan: Estimate, rows: int, changes: list[Answer]) -> dict[str, Any]:

@@ -40,7 +40,9 @@ def rows_that_fit(plan: Estimate) -> int:
     other = rows // 2 if rows > 1 else 2
     slope = (peak - setup.with_rows(other).measure().peak) / (rows - other)
     free = setup.gpu.memory - plan.held.learning
-    return max(0, int(rows + free // slope)) if slope > 0 else rows
+    if slope <= 0:
+        return rows if free >= 0 else 0
+    return max(0, int(rows + free // slope))
 
 
 def answers(plan: Estimate, lora: Any) -> Iterator[Answer]:
