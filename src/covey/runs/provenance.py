@@ -61,14 +61,15 @@ def _version(package: str) -> str | None:
 
 def git_facts(folder: Path) -> dict[str, Any] | None:
     """Commit, whether the tree differs from it, the difference (cut at MAX_TEXT), untracked names. None outside git."""
-    commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None:
+    head = _git(folder, "rev-parse", "HEAD", "--abbrev-ref", "HEAD")
+    if head is None:
         return None
+    commit, _, branch = head.partition("\n")
     diff = _git(folder, "diff", "--no-ext-diff", "--no-textconv", "HEAD") or ""
     untracked = (_git(folder, "ls-files", "--others", "--exclude-standard") or "").splitlines()
     return {
-        "commit": commit.strip(),
-        "branch": (_git(folder, "rev-parse", "--abbrev-ref", "HEAD") or "").strip(),
+        "commit": commit,
+        "branch": branch.strip(),
         "is_dirty": bool(diff),
         "diff": diff[:MAX_TEXT],
         "is_diff_cut": len(diff) > MAX_TEXT,
