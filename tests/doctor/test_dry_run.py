@@ -14,6 +14,7 @@ from covey.doctor import dry_run as module
 from covey.doctor.dry_run import dry_run
 from covey.doctor.layers import few_layers
 from covey.kernels.footprint import footprint
+from covey.learner import memory_estimate
 from covey.learner.live_memory import LiveBytes
 from covey.learner.memory_estimate import bytes_a_token, in_gib, starting_tokens
 from covey.learner.policy import Policy
@@ -180,6 +181,18 @@ def test_tokens_at_the_start_are_what_half_of_the_free_memory_holds(monkeypatch)
     assert starting_tokens(500, policy, on_cpu=True) == 500
     assert torch.equal(state, torch.get_rng_state())
     assert all(parameter.grad is None for parameter in policy.parameters())
+
+
+@pytest.mark.parametrize("tokens", [300, 4095, 4097, 20_000, 10**7])
+def test_one_short_pass_is_enough_where_memory_cannot_run_out(tokens, monkeypatch):
+    policy = Policy(tiny_model(layers=2, hidden=64), pad_id=0)
+    each = bytes_a_token(policy)
+    monkeypatch.setattr(memory_estimate, "free_memory", lambda: int(2 * tokens * each))
+    quick = starting_tokens("auto", policy, on_cpu=True)
+    assert bytes_a_token(policy, negligible=each * 1000) == each * 1000  # a single pass
+    monkeypatch.setattr(memory_estimate, "_STEEPER", float("inf"))
+    assert bytes_a_token(policy, negligible=each * 1000) == each
+    assert starting_tokens("auto", policy, on_cpu=True) == quick
 
 
 def test_live_bytes_are_those_of_storages_that_are_held():

@@ -122,10 +122,11 @@ def starting_tokens(
     """
     if max_tokens != "auto":
         return None if max_tokens is None else int(max_tokens)
-    each = bytes_each() if bytes_each else bytes_a_token(policy)
     if on_cpu:
         free = free_memory() or psutil.virtual_memory().available
+        each = bytes_each() if bytes_each else bytes_a_token(policy, negligible=0.25 * free / CPU_TOKENS)
         return context * max(256, min(CPU_TOKENS, int(0.5 * free / each)))
+    each = bytes_each() if bytes_each else bytes_a_token(policy)
     free_bytes = room() if room else free_on(policy.device) - update_bytes(policy) / shards
     fitting = max(GPU_FEWEST, min(GPU_TOKENS, int(0.5 * free_bytes / each)))
     return context << (fitting.bit_length() - 1)
@@ -183,13 +184,16 @@ def starting_rows(max_tokens: int | str | None, batch: int, step: int, *, on_cpu
 
 _TRIED = (32, 32, 96)
 """Tokens of the measured rows; the first is a warm-up for lazy initialization."""
+_STEEPER = (_TRIED[1] + _TRIED[2]) / _TRIED[0]
+"""Most that a token may add between the last two rows, by the mean of the first: bytes are a polynomial of degree 2 in the tokens,
+without negative coefficients (a t^2 + b t + c adds a (t1 + t2) + b, and has a t0 + b + c / t0 a token)."""
 
 
-def bytes_a_token(policy: Policy, *, is_warm: bool = False) -> float:
+def bytes_a_token(policy: Policy, *, is_warm: bool = False, negligible: float = 0.0) -> float:
     """Bytes of a decoder's forward and backward pass per additional token, measured on short rows.
 
     Gradients and the state of the random generator stay as they are. `is_warm`: the model has run before, so
-    the warm-up pass is skipped.
+    the warm-up pass is skipped. Where that pass shows that a token takes no more than `negligible` bytes, the result is this bound.
     """
     decoder = decoder_of(policy.model)
     embedding = unwrapped(policy.model).get_input_embeddings()
@@ -201,4 +205,6 @@ def bytes_a_token(policy: Policy, *, is_warm: bool = False) -> float:
             total = decoder(inputs_embeds=start, use_cache=False)[0].float().sum()
             torch.autograd.grad(total, start)
         peaks.append(live.peak)
+        if not is_warm and len(peaks) == 1 and _STEEPER * live.peak / count <= negligible:
+            return negligible
     return float(max(1.0, (peaks[-1] - peaks[-2]) / (_TRIED[-1] - _TRIED[-2])))
