@@ -1,4 +1,4 @@
-"""What a resume puts back by name: an adapter of another name than PEFT's default, and several callbacks of one class."""
+"""What a resume puts back by name (adapters, callbacks of one class), and options of the optimizer that are others since."""
 
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from covey import GRPOConfig, GRPOTrainer
+from covey.training.recovery import lower_learning_rate
 from kit import tiny_model, tiny_tokenizer
 
 
@@ -58,3 +59,50 @@ def test_each_of_several_callbacks_of_one_class_gets_its_own_state(tmp_path: Pat
     resumed = [Counter(1), Counter(10)]
     trainer(tmp_path, callbacks=resumed, max_steps=3).train(resume_from_checkpoint=True)
     assert [callback.count for callback in resumed] == [3, 30]
+
+
+ADAM = {"weight_decay": 0.25, "adam_beta1": 0.5, "adam_epsilon": 1e-4}
+
+
+def resumed(folder: Path, **options: Any) -> GRPOTrainer:
+    elsewhere = folder.with_name("_".join(["again", *options]))
+    one = trainer(elsewhere, **{"max_steps": 3, "logging_steps": 1, "lr_scheduler_type": "constant", **options})
+    one.train(str(folder / "checkpoint-2"))
+    return one
+
+
+def rates(one: GRPOTrainer) -> list[float]:
+    return [entry["learning_rate"] for entry in one.state.log_history if "learning_rate" in entry and entry["step"] > 2]
+
+
+class Lowered(TrainerCallback):
+    """Halves the learning rate, as an alert may."""
+
+    one: GRPOTrainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            lower_learning_rate(self.one._running.learner, 0.5)
+
+
+def test_options_of_the_optimizer_act_after_a_resume_where_they_are_others_than_before(tmp_path: Path) -> None:
+    lowered = Lowered()
+    lowered.one = trainer(tmp_path / "run", callbacks=[lowered], lr_scheduler_type="constant")
+    lowered.one.train()
+    assert rates(resumed(tmp_path / "run")) == [5e-4]
+    one = resumed(tmp_path / "run", learning_rate=4e-3, **ADAM)
+    assert rates(one) == [2e-3]
+    with_decay, without = one.optimizer.param_groups
+    assert (with_decay["weight_decay"], with_decay["betas"], with_decay["eps"]) == (0.25, (0.5, 0.999), 1e-4)
+    assert (without["weight_decay"], without["betas"], without["lr"]) == (0.0, (0.5, 0.999), 2e-3)
+    assert rates(resumed(tmp_path / "run", learning_rate=4e-3, lr_scheduler_type="linear", max_steps=4)) == [1e-3, 5e-4]
+
+
+def test_a_run_that_is_made_longer_has_the_learning_rate_of_the_longer_schedule_at_once(tmp_path: Path) -> None:
+    trainer(tmp_path / "run", lr_scheduler_type="linear").train()
+    assert rates(resumed(tmp_path / "run", lr_scheduler_type="linear", max_steps=4)) == [5e-4, 2.5e-4]
+
+
+def test_a_learning_rate_of_0_can_be_raised(tmp_path: Path) -> None:
+    trainer(tmp_path / "run", learning_rate=0.0, lr_scheduler_type="constant").train()
+    assert rates(resumed(tmp_path / "run", learning_rate=1e-3)) == [1e-3]

@@ -13,7 +13,7 @@ from covey.algorithms import Algorithm, Needs
 from covey.learner.critic import Critic, no_critic
 from covey.learner.measured import Measured
 from covey.learner.micro_batches import MicroBatcher
-from covey.learner.optimizer import check_room, clip
+from covey.learner.optimizer import check_room, clip, options_of
 from covey.learner.packing import Row, can_have_gradient, filler, regrouped, rows_of, unscored_row
 from covey.learner.policy import Policy
 from covey.learner.reference import Reference
@@ -84,8 +84,11 @@ class Learner:
     """Callback before a rollout's first update, with its metrics and the version of the weights; may refuse it by raising."""
     token_entropies: TokenEntropies = field(default_factory=TokenEntropies)
     micro_batcher: MicroBatcher = field(init=False)
+    options: list[dict[str, Any]] = field(init=False)
+    """Options of the optimizer's groups as it was made (`options_of`)."""
 
     def __post_init__(self) -> None:
+        self.options = options_of(self.optimizer)
         self.micro_batcher = MicroBatcher(
             self.max_rows,
             self.max_tokens,

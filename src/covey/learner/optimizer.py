@@ -1,6 +1,6 @@
 """The optimizer, its learning-rate schedule, and a check that its state fits in memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +72,45 @@ def make_scheduler(args: Any, optimizer: torch.optim.Optimizer, total_steps: int
         raise ConfigError(
             f"{schedule} cannot be made with lr_scheduler_kwargs={args.lr_scheduler_kwargs!r}: {first_line(error)}"
         ) from error
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Numbers and flags of each group of parameters, `lr` as it is before the schedule."""
+    rates = ("params", "lr", "initial_lr")
+    return [
+        {name: value for name, value in group.items() if name not in rates and isinstance(value, float | int | tuple)}
+        | {"lr": float(group.get("initial_lr", group["lr"]))}
+        for group in optimizer.param_groups
+    ]
+
+
+def schedule_of(scheduler: Any) -> list[float]:
+    """Factor of each group's learning rate at the current step; empty for a schedule that is no function of the step."""
+    return [float(factor(scheduler.last_epoch)) for factor in getattr(scheduler, "lr_lambdas", ())]
+
+
+def follow_options(
+    optimizer: torch.optim.Optimizer, scheduler: Any, saved: Mapping[str, Any], options: Sequence[Mapping[str, Any]]
+) -> None:
+    """Change a restored optimizer and schedule where their options are no longer those that they were `saved` with.
+
+    `saved` has `groups` (`options_of`) and `factors` (`schedule_of`); `options` are those of now. A learning rate that was lowered on the
+    way stays lowered, by the same factor.
+    """
+    factors = schedule_of(scheduler)
+    for place, (group, before, now) in enumerate(zip(optimizer.param_groups, saved["groups"], options, strict=True)):
+        group |= {name: value for name, value in now.items() if name != "lr" and before.get(name, value) != value}
+        rate = group.get("initial_lr", group["lr"])
+        if before["lr"] != now["lr"]:
+            scale = now["lr"] / before["lr"] if before["lr"] else 1.0
+            rate = rate * scale if before["lr"] else now["lr"]
+            group["lr"] *= scale
+            if "initial_lr" in group:
+                group["initial_lr"] = scheduler.base_lrs[place] = rate
+        if factors != saved["factors"] or not before["lr"]:
+            group["lr"] = rate * (factors[place] if factors else 1.0)
+    if hasattr(scheduler, "_last_lr"):
+        scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
 def check_room(optimizer: torch.optim.Optimizer) -> None:

@@ -12,6 +12,7 @@ import torch
 from covey.adapters import has_adapter
 from covey.errors import CheckpointError, RewardError, SpoiledError, first_line
 from covey.files.bounded import MOST_DEPTH, json_depth
+from covey.learner.optimizer import follow_options, schedule_of
 from covey.learner.shard_optimizer import load_saved_state, saved_state
 from covey.learner.soundness import saved_weights, weight_fault
 from covey.models import quiet_bars
@@ -63,6 +64,7 @@ def checkpoint_tree(parts: Parts, state: TrainState) -> dict[str, Any]:
         "state": state.to_dict(),
         "optimizer": saved_state(learner.optimizer),
         "scheduler": learner.scheduler.state_dict(),
+        "options": {"groups": learner.options, "factors": schedule_of(learner.scheduler)},
         "scaler": {} if learner.scaler is None else learner.scaler.state_dict(),
         "reference": learner.reference.state_dict(),
         "teacher": {} if learner.teacher is None else learner.teacher.state_dict(),
@@ -112,6 +114,8 @@ def _restored(parts: Parts, folder: Path) -> TrainState:
     load_saved_state(learner.optimizer, tree["optimizer"])
     _expect_shapes(learner.optimizer)
     learner.scheduler.load_state_dict(tree["scheduler"])
+    if "options" in tree:
+        follow_options(learner.optimizer, learner.scheduler, tree["options"], learner.options)
     if learner.scaler is not None:
         learner.scaler.load_state_dict(tree["scaler"])
     learner.reference.load_state_dict(tree["reference"])
