@@ -39,6 +39,22 @@ def column(scored, index=0):
     return torch.cat([g.rewards[:, index] for g in scored]).tolist()
 
 
+def test_columns_of_one_name_by_two_rewards_are_both_kept():
+    def first(completions, log_extra, **kwargs):
+        log_extra("note", ["a", None])
+        return [0.0] * len(completions)
+
+    def second(completions, log_extra, **kwargs):
+        log_extra("note", ["b", "c"])
+        return [0.0] * len(completions)
+
+    (scored,), _ = score(first, second)
+    assert {name: list(values) for name, values in scored.extras.items()} == {
+        "note": ["a", "c"],
+        "note (second)": ["b", "c"],
+    }
+
+
 # -- what a function receives --------------------------------------------------------------------------------------------
 
 

@@ -159,7 +159,13 @@ class Scorer:
         scores = torch.stack([outcome.scores for outcome in outcomes], dim=-1)  # [N, R]
         events = [event for outcome in outcomes for event in outcome.events(batch)]
         scores, more = within_float32(scores, self.weights, self.names, batch)
-        extras = {column: values for outcome in outcomes for column, values in outcome.extras.items()}
+        extras = dict[str, list[Any]]()
+        for outcome in outcomes:
+            for column, values in outcome.extras.items():
+                before = extras.get(column, values)
+                extras[column] = [new if old is None else old for old, new in zip(before, values, strict=True)]
+                if before is not values:  # another reward has a column of this name
+                    extras[f"{column} ({outcome.name})"] = values
         return _attach(groups, scores, [*events, *more], extras)
 
     def tidy(self, before: Surroundings) -> list[Event]:
