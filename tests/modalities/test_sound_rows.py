@@ -123,6 +123,8 @@ def test_another_rate_is_resampled_by_soxr():
         ({"array": np.full(RATE, 9000.0), "sampling_rate": RATE}, "has samples up to 9000, where full scale is 1"),
         ({"array": [12000] * RATE, "sampling_rate": RATE}, "is an array of int64 and shape (16000,); give floats from -1 to 1"),
         ({"array": np.zeros((RATE, 2)), "sampling_rate": RATE}, "shape (16000, 2)"),
+        ({"array": np.zeros((0, RATE)), "sampling_rate": RATE}, "shape (0, 16000)"),
+        ({"array": [[0.1, 0.2], [0.3]], "sampling_rate": RATE}, "is a list whose parts differ in length"),
         ({"array": np.zeros(1801 * 1000, np.float32), "sampling_rate": 1000}, "lasts 1801 seconds; cut it to 1800"),
         (tone(440, 2.5), "sound 0 lasts 2.5 seconds, of which Qwen2AudioProcessor takes the first 2.0; cut it"),
         ("nowhere.wav", "nowhere.wav cannot be read"),

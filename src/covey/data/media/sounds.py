@@ -61,7 +61,12 @@ def open_sound(value: Any, where: str, rate: int) -> Sound:
     if isinstance(value, bytes):
         samples, source_rate = _read_file(value, where)
     elif isinstance(value, Mapping) and {"array", "sampling_rate"} <= value.keys():
-        samples, source_rate = np.asarray(value["array"]), value["sampling_rate"]
+        try:
+            samples, source_rate = np.asarray(value["array"]), value["sampling_rate"]
+        except ValueError as error:
+            raise DataError(
+                f"{where} is a list whose parts differ in length; give one list of samples a channel."
+            ) from error
     elif hasattr(value, "get_all_samples"):  # AudioDecoder of torchcodec, by datasets
         decoded = value.get_all_samples()
         samples, source_rate = decoded.data.numpy(), decoded.sample_rate
@@ -126,8 +131,8 @@ def _soundfile() -> Any:
 
 def _one_channel(samples: np.ndarray, where: str) -> np.ndarray:
     """[n] float32 from [n] or [channels, n]; integers are scaled to -1 to 1 by their type."""
-    is_wide = samples.ndim == 2 and len(samples) > _MOST_CHANNELS
-    if samples.ndim not in (1, 2) or is_wide or not (samples.dtype.kind == "f" or samples.dtype in _INTEGERS):
+    has_channels = samples.ndim == 1 or (samples.ndim == 2 and 1 <= len(samples) <= _MOST_CHANNELS)
+    if not has_channels or not (samples.dtype.kind == "f" or samples.dtype in _INTEGERS):
         raise DataError(
             f"{where} is an array of {samples.dtype} and shape {samples.shape}; give floats from -1 to 1, or int16, of "
             f"shape [samples], or [channels, samples] with at most {_MOST_CHANNELS} channels."
