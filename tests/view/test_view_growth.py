@@ -15,7 +15,7 @@ import torch
 from covey.monitor.view import Library
 from covey.monitor.view.curves import thin
 from covey.monitor.view.files import FilesOnDisk
-from covey.monitor.view.groups import GroupIndex
+from covey.monitor.view.groups import GroupIndex, select
 from covey.monitor.view.phases import phases_of
 from covey.monitor.view.series import NOT_FINITE, SeriesIndex
 from covey.runs import rollouts
@@ -222,3 +222,12 @@ def test_a_page_that_is_open_follows_a_run_that_grows(tmp_path: Path, served: Ca
             assert curve["values"] == [n / 4 for n in range(1, step + 1)]
             assert [row["step"] for row in client.get("rollouts", run="run")["rows"]] == list(range(step, 0, -1))
             log = JsonLines(log.path)  # which takes the torn line away
+
+
+def test_rewards_that_are_equal_do_not_differ_whatever_the_rounding_of_their_mean(tmp_path: Path) -> None:
+    groups = [group("0:1", [1.0, 1.0, 1.0]), group("0:2", [1.0, 1.0, 0.0])]
+    rollouts.write(tmp_path / "rollouts", 10, groups, ["right"], weights=[0.1])  # three times 0.1 is not 0.3
+    index = GroupIndex(tmp_path / "rollouts")
+    index.refresh()
+    table = index.table()
+    assert table["group"][select(table, {"signal": True}, "newest")].tolist() == [1]

@@ -13,7 +13,7 @@ h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margi
 .lead { font-size: 1.1rem; font-weight: 600; border-left: 4px solid #0072b2; padding-left: .8rem; } .lead.mend { border-color: #d55e00; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; } th, td { text-align: left; padding: .25rem .8rem .25rem 0; vertical-align: top; }
 tbody tr > * { border-top: 1px solid var(--line); } td { overflow-wrap: anywhere; min-width: 4rem; } summary { cursor: pointer; padding: .2rem 0; }
-.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; } .code { font: .92em monospace; white-space: nowrap; } .long { min-width: 16rem; }
+.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; } td.code { font: .92em monospace; white-space: nowrap; } .long { min-width: 16rem; }
 pre { background: var(--soft); padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere; border-radius: 6px; margin: .3rem 0; max-height: 24rem; overflow-y: auto; }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem; } figure { margin: 0; } svg { width: 100%; height: auto; }
 .alert { border-left: 4px solid #d9730d; padding: .1rem .8rem; margin: .5rem 0; } .alert.error { border-color: #c23b4b; } .alert.info { border-color: #7f8a96; }

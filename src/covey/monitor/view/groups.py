@@ -214,7 +214,7 @@ def summary_of(tables: Mapping[int, pa.Table]) -> np.ndarray:
     out["step"], out["group"], out["size"] = step[starts], group[starts], sizes
     out["first_row"] = starts - first[starts]
     out["uid"] = _hashes(table["prompt_uid"].take(pa.array(starts)))
-    rewards = _floats(table, "reward")
+    rewards = floats_of(table, "reward")
     scored = np.isfinite(rewards)
     scores = np.add.reduceat(scored, starts, dtype=np.int64)
     sums = np.add.reduceat(np.where(scored, rewards, 0.0), starts)
@@ -224,8 +224,8 @@ def summary_of(tables: Mapping[int, pa.Table]) -> np.ndarray:
     out["spread"] = np.sqrt(np.add.reduceat(off**2, starts) / np.maximum(scores, 1))
     out["lowest"] = np.fmin.reduceat(rewards, starts)
     out["highest"] = np.fmax.reduceat(rewards, starts)
-    out["advantage"] = np.fmax.reduceat(np.abs(_floats(table, "advantage")), starts)
-    lengths = _floats(table, "num_tokens")
+    out["advantage"] = np.fmax.reduceat(np.abs(floats_of(table, "advantage")), starts)
+    lengths = floats_of(table, "num_tokens")
     out["length"] = np.add.reduceat(lengths, starts) / sizes
     out["longest"] = np.fmax.reduceat(lengths, starts)
     out["truncated"] = np.add.reduceat(
@@ -235,7 +235,8 @@ def summary_of(tables: Mapping[int, pa.Table]) -> np.ndarray:
     return out
 
 
-def _floats(table: pa.Table, name: str) -> np.ndarray:
+def floats_of(table: pa.Table, name: str) -> np.ndarray:
+    """A column of numbers [rows]; NaN where it is empty, or not there."""
     if name not in table.column_names:
         return np.full(table.num_rows, np.nan)
     return np.asarray(table[name].cast(pa.float64()).to_numpy())
@@ -292,7 +293,7 @@ def select(table: np.ndarray, filters: Mapping[str, Any], sort: str) -> np.ndarr
     if filters.get("truncated"):
         keep &= table["truncated"] > 0
     if filters.get("signal"):
-        keep &= table["spread"] > 0
+        keep &= table["highest"] > table["lowest"]
     if filters.get("uid") is not None:
         keep &= table["uid"] == np.uint64(filters["uid"])
     number, descending = SORTS[sort]

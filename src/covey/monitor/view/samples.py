@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from covey.monitor.view.groups import GroupIndex, read_columns
+from covey.monitor.view.groups import GroupIndex, floats_of, read_columns
 
 _CACHED = 256
 _SECONDS = 0.1
@@ -138,20 +138,14 @@ def sample_of(index: GroupIndex, step: int, *, has_tokens: bool) -> Sample:
     table = read_columns(path, [*_SCALARS, *rewards, *(_TOKENS if has_tokens else ())])
     tokens = _tokens(table) if has_tokens else ({}, {})
     return Sample(
-        lengths=_numbers(table, "num_tokens"),
+        lengths=floats_of(table, "num_tokens"),
         is_cut=np.asarray(pc.equal(table["finish"], "length").fill_null(False).to_numpy()),
-        rewards={name.removeprefix("reward/") if name != "reward" else "reward (total)": _numbers(table, name)
+        rewards={name.removeprefix("reward/") if name != "reward" else "reward (total)": floats_of(table, name)
                  for name in (*rewards, *(("reward",) if len(rewards) != 1 else ())) if name in table.column_names},
-        advantages=_numbers(table, "advantage"),
+        advantages=floats_of(table, "advantage"),
         by_position=tokens[0],
         histograms=tokens[1],
     )  # fmt: skip
-
-
-def _numbers(table: pa.Table, name: str) -> np.ndarray:
-    if name not in table.column_names:
-        return np.full(table.num_rows, np.nan)
-    return np.asarray(table[name].cast(pa.float64()).to_numpy())
 
 
 def _tokens(table: pa.Table) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], dict[str, np.ndarray]]:

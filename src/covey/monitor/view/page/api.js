@@ -1,15 +1,12 @@
 // Questions to the server. A newer question of the same kind cancels the older one.
 
+import { addTo } from "./dom.js";
+
 const running = new Map();
 
 /** The JSON of an endpoint; `kind` names questions of which only the newest counts. Throws Error with the server's sentence. */
 export async function ask(call, query = {}, kind = null) {
-  const words = new URLSearchParams();
-  for (const [name, value] of Object.entries(query)) {
-    for (const one of Array.isArray(value) ? value : [value]) {
-      if (one !== null && one !== undefined && one !== "" && one !== false) words.append(name, one === true ? "1" : one);
-    }
-  }
+  const words = addTo(new URLSearchParams(), query);
   const stop = new AbortController();
   if (kind) {
     running.get(kind)?.abort();

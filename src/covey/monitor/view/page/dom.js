@@ -33,6 +33,17 @@ export function visible(text) {
     .replace(DIRECTION, "\ufffd");
 }
 
+/** A variable of the style sheet, in the theme there is now. */
+export const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+/** Add words to a query; lists repeat, empty values are left out. */
+export function addTo(query, words) {
+  for (const [name, value] of Object.entries(words)) {
+    for (const one of [value].flat()) if (one !== null && one !== undefined && one !== "" && one !== false) query.append(name, one === true ? "1" : one);
+  }
+  return query;
+}
+
 const WHOLE = new Intl.NumberFormat("en");
 
 /** A number in few characters; a dash for none. */

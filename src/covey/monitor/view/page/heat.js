@@ -1,9 +1,8 @@
 // Heat maps and histograms: rows of cells on a canvas, numbers on pointing, values as CSV.
 
-import { axisTexts, fill, h, short } from "./dom.js";
+import { axisTexts, fill, h, short, style } from "./dom.js";
 
 const [LEFT, RIGHT, TOP, BOTTOM] = [64, 10, 8, 34];
-const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const BLUE = [47, 127, 193];
 const RED = [217, 115, 13];
 

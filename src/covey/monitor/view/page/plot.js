@@ -1,6 +1,6 @@
 // One picture: lines, bands or stacked areas over steps, with alerts as marks. Tooltips are text nodes.
 
-import { axisTexts, fill, h, short } from "./dom.js";
+import { axisTexts, fill, h, short, style } from "./dom.js";
 import { pictureOf } from "./picture.js";
 
 const SEVERITY = { error: "#c23b4b", warning: "#d9730d", info: "#7f8a96" };
@@ -9,8 +9,6 @@ const NEAR = 6; // pixels
 const CROWD = 12; // alerts, from which on their lines are faint and the curve stays in front
 const APART = 70; // pixels between the marks of a run on its curve
 const LOOK = 400; // points to either side in which the nearest value of a run is looked for
-
-const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /** A plot in `element`. `onRange(low, high)` when the reader drags over a stretch, `onAlert(alert)` when one is clicked. */
 export class Plot {

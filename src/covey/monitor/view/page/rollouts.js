@@ -123,7 +123,7 @@ export function rolloutsPage(main) {
 
   fromAddress();
   return {
-    moved: () => rolloutsPageAgain(main),
+    moved: () => rolloutsPage(main),
     theme: () => group.recolour(),
     key(key) {
       if (key === "j") return select(kept.at + 1, false);
@@ -140,10 +140,6 @@ export function rolloutsPage(main) {
 function contrast({ reward, lowest, highest }) {
   const spread = (highest ?? 0) - (lowest ?? 0);
   return spread > 0 ? spread * (1 - Math.abs((2 * (reward - lowest)) / spread - 1)) : 0;
-}
-
-function rolloutsPageAgain(main) {
-  return rolloutsPage(main);
 }
 
 function meter(row) {

@@ -1,5 +1,7 @@
 // Where the reader is: the part of the address after `#`, so that every view can be linked to.
 
+import { addTo } from "./dom.js";
+
 /** `{page, words}` of the address: `#curves?run=a&run=b`. */
 export function place() {
   const [page, query] = location.hash.slice(1).split("?");
@@ -8,24 +10,15 @@ export function place() {
 
 /** The address of a page with these words; lists repeat. Empty values are left out. */
 export function link(page, words = {}) {
-  const query = new URLSearchParams();
-  for (const [name, value] of Object.entries(words)) {
-    for (const one of Array.isArray(value) ? value : [value]) {
-      if (one !== null && one !== undefined && one !== "" && one !== false) query.append(name, one === true ? "1" : one);
-    }
-  }
+  const query = addTo(new URLSearchParams(), words);
   return `#${page}${query.size ? `?${query}` : ""}`;
 }
 
 /** Change words of the present address without leaving the page or its history entry. */
 export function amend(changes) {
   const { page, words } = place();
-  for (const [name, value] of Object.entries(changes)) {
-    words.delete(name);
-    for (const one of Array.isArray(value) ? value : [value]) {
-      if (one !== null && one !== undefined && one !== "" && one !== false) words.append(name, one === true ? "1" : one);
-    }
-  }
+  for (const name of Object.keys(changes)) words.delete(name);
+  addTo(words, changes);
   history.replaceState(null, "", `#${page}${words.size ? `?${words}` : ""}`);
 }
 

@@ -1,6 +1,6 @@
 // A completion token by token: coloured by a quantity, its numbers on demand, drawn when it comes into sight.
 
-import { h, short, visible } from "./dom.js";
+import { h, short, style, visible } from "./dom.js";
 
 const FIRST = ["advantage", "logprobs", "entropy", "kl", "learner - sampler"];
 const SIGNED = new Set(["advantage", "advantages", "learner - sampler", "values"]);
@@ -21,7 +21,7 @@ export function scaleOf(group, name) {
   const isSigned = SIGNED.has(name) || (all[0] < 0 && all.at(-1) > 0);
   const [low, high] = [all[Math.floor(0.02 * (all.length - 1))], all[Math.ceil(0.98 * (all.length - 1))]];
   const size = isSigned ? Math.max(Math.abs(low), Math.abs(high)) || 1 : high;
-  const isDark = getComputedStyle(document.documentElement).getPropertyValue("--is-dark").trim() === "1";
+  const isDark = style("--is-dark") === "1";
   const reach = isDark ? 0.6 : 0.55; // the text stays readable on it (4.5 to 1)
   const paint = (rgb, part) => `rgba(${rgb}, ${(reach * Math.min(1, Math.max(0, part))).toFixed(3)})`;
   const blue = isDark ? "70,140,220" : "33,102,172";
