@@ -344,3 +344,26 @@ def test_killed_at_a_random_moment_no_prompt_is_lost_or_doubled(trial: int, left
     assert again.wait(300) == 0, again.err
     assert prompts_by_step(tmp_path) == prompts, again.err
     assert again.out.split("digest ")[-1].strip() == expected, again.err
+
+
+@pytest.mark.parametrize(
+    "backend, options, is_named",
+    [
+        ("transformers", {}, True),
+        ("generate", {}, True),
+        ("vllm", {}, True),
+        ("auto", {}, False),
+        ("vllm-server", {}, False),
+        ("transformers", {"in_flight_weights": False}, False),
+        ("transformers", {"max_staleness": 0}, False),
+    ],
+)
+def test_workers_that_keep_the_weights_of_a_completion_are_named(backend, options, is_named, tmp_path, caplog):
+    from covey.training.build_sampler import name_whole_completions
+
+    args = GRPOConfig(str(tmp_path), use_cpu=True, report_to="none", async_rollouts=True, **options)
+    caplog.clear()
+    name_whole_completions(args, backend)
+    assert ["in_flight_weights=True changes no completion here" in text for text in caplog.messages] == [
+        True
+    ] * is_named

@@ -248,6 +248,17 @@ def sampler_ahead(
     )
 
 
+def name_whole_completions(args: GRPOConfig, backend: str) -> None:
+    """Name `in_flight_weights` where the workers' sampler cannot change weights inside a completion."""
+    writers = {"transformers": "transformers", "generate": "transformers' generate", "vllm": "vLLM in the workers"}
+    if args.in_flight_weights and args.max_staleness and backend in writers:
+        logger.warning(
+            "in_flight_weights=True changes no completion here: %s ends each with the weights that began it, and new ones are taken "
+            "between rollouts.",
+            writers[backend],
+        )
+
+
 def _takes_newest(args: GRPOConfig) -> bool:
     """False: a rollout is written by the weights of its order, so that runs repeat."""
     return args.in_flight_weights or args.pipeline_depth > 1
@@ -281,6 +292,7 @@ def without(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
 def _refuse(args: GRPOConfig, options: dict[str, Any], agents: Agents) -> None:
     is_uncorrected = options.get("backend") == "generate" and bool(args.max_staleness)
     expect_together(*features_of(args), *agents.features, is_uncorrected and "generate")
+    name_whole_completions(args, str(options.get("backend")))
 
 
 def worker_devices(name: str | None, learner: torch.device) -> list[str]:
