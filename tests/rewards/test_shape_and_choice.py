@@ -229,6 +229,29 @@ def test_a_number_in_words_of_ten_has_its_size():
     assert call("numeric", *texts, answer="12000000") == [1.0, 1.0, 0.0, 0.0]
     assert call("numeric", *texts, answer="12") == [0.0, 0.0, 1.0, 1.0]
     assert call("numeric", *texts, answer="12 million") == [1.0, 1.0, 0.0, 0.0]
+    assert call("numeric", "3 million-dollar homes", "3\nmillion more", answer="3") == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "text, gold",
+    [
+        ("it fell by -$5 million", "-5000000"),
+        ("1/2 million", "500000"),
+        (r"\boxed{3\text{ million}}", "3000000"),
+        (r"\boxed{\$3 million}", "3e6"),
+        ("#### 3 million dollars", "3000000"),
+        ("2 thousand", "2 Thousand dollars"),
+    ],
+)
+def test_a_number_in_words_of_ten_keeps_sign_share_and_unit(text, gold):
+    assert call("numeric", text, answer=gold) == [1.0]
+
+
+@pytest.mark.parametrize(
+    "text", ["A\n\nthe train is late", "A would be right", "A seems right", "A was it", "A must hold"]
+)
+def test_a_letter_before_what_follows_no_article_is_a_choice(text):
+    assert call("choice", text, text, answer=["A", "B"]) == [1.0, 0.0]
 
 
 GOLD = ("math", "exact", "numeric", "f1", "fuzzy", "rouge", "choice")
@@ -247,6 +270,18 @@ def test_any_of_several_gold_answers_is_right_and_a_missing_one_abstains(name):
 def test_whole_numbers_stored_as_floats_or_in_arrays_are_the_same_gold_answers(name):
     text = "C" if name == "choice" else "2"
     assert call(name, *[text] * 4, answer=[2, 2.0, np.int64(2), torch.tensor(2.0)]) == [1.0] * 4
+
+
+@pytest.mark.parametrize("name", ["math", "exact", "f1", "fuzzy"])
+def test_decimals_of_narrow_types_are_the_gold_answers_that_they_print(name):
+    cells = [np.float32(0.1), np.array([0.1], dtype=np.float32), torch.tensor(0.1), np.float16(0.1), 0.1]
+    assert call(name, *["0.1"] * 5, answer=cells) == [1.0] * 5
+
+
+@pytest.mark.parametrize("name", GOLD)
+def test_a_missing_value_of_pandas_abstains(name):
+    pandas = pytest.importorskip("pandas")
+    assert call(name, "A", "A", answer=[pandas.NA, pandas.NaT]) == [None, None]
 
 
 @pytest.mark.parametrize("name", GOLD)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from covey.errors import ConfigError, RewardError
-from covey.rewards.builtin.answers import gold_answer, marked_answer, number
+from covey.rewards.builtin.answers import gold_answer, marked_answer, number, plain
 from covey.rewards.builtin.text import last_tagged, text_of, values_in
 
 _ARTICLES = frozenset({"a", "an", "the"})
@@ -23,11 +23,15 @@ _MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillio
 """Powers of ten by word."""
 _NUMBER = re.compile(
     r"(?<![\w.])[-+]?\$?(?:\d[\d,]*\.?\d*|\.\d+)(?:/\d+)?(?:[eE][-+]?\d{1,3})?(?!\d|[eE][-+]?\d)"
-    rf"(?:\s(?:{'|'.join(_MAGNITUDES)})s?\b)?",
+    rf"(?:[^\S\n](?:{'|'.join(_MAGNITUDES)})s?\b(?!-))?",
     re.IGNORECASE,
 )
-_SENTENCE = re.compile(r"[AI]\s+(?!(?:as|because|due|for|is|since)\b)[a-z]")
-"""The beginning of a sentence whose first word is no letter of a choice: `A train`, `I think`."""
+_SIZED = re.compile(rf"(.*\d.*?)\s*\b({'|'.join(_MAGNITUDES)})s?\b(?!-)\s*[^\d\s]*\s*", re.IGNORECASE | re.DOTALL)
+_NO_NOUN = "as because but by could due for from had has if in is it must of on or seems should since so that the this to was with would"
+_SENTENCE = re.compile(
+    rf"(?:A[^\S\n]+(?!(?:{_NO_NOUN.replace(' ', '|')})\b)|I[^\S\n]+(?!(?:as|because|due|for|is|since)\b))[a-z]"
+)
+"""The beginning of a sentence whose first word is no letter of a choice: `A train`, `I think`. No article stands before `_NO_NOUN`."""
 
 
 @dataclass(frozen=True)
@@ -156,11 +160,12 @@ def number_within(text: str) -> Fraction | None:
     exact = number(text)
     if exact is not None:
         return exact
-    match = re.fullmatch(r"\s*\$?([-+]?(?:\d[\d,]*\.?\d*|\.\d+))(?:[eE]([-+]?\d{1,3}))?\s*([^\d\s]*)\s*", text[:200])
-    if match is None:
-        return None
-    power = int(match[2] or 0) + _MAGNITUDES.get(match[3].lower().removesuffix("s"), 0)
-    return Fraction(match[1].replace(",", "")) * Fraction(10) ** power
+    sized = _SIZED.fullmatch(plain(text[:200]))
+    if sized is not None:
+        value = number(sized[1])
+        return None if value is None else value * 10 ** _MAGNITUDES[sized[2].lower()]
+    match = re.fullmatch(r"\s*\$?([-+]?(?:\d[\d,]*\.?\d*|\.\d+))(?:[eE]([-+]?\d{1,3}))?\s*[^\d\s]*\s*", text[:200])
+    return None if match is None else Fraction(match[1].replace(",", "")) * Fraction(10) ** int(match[2] or 0)
 
 
 def normalized(text: str) -> str:

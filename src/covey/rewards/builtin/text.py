@@ -2,8 +2,11 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import numpy as np
 
 from covey.errors import ConfigError, RewardError
 
@@ -46,6 +49,8 @@ def values_in(cell: Any) -> list[Any]:
     >>> values_in("a"), values_in(["a", None, "b"]), values_in(float("nan")), values_in(2.0)
     (['a'], ['a', 'b'], [], [2])
     """
+    if str(getattr(cell, "dtype", "")).removeprefix("torch.") in ("float16", "float32"):
+        cell = np.asarray(cell).astype(str).astype(float)  # 0.1 stays 0.1, not what its bits are in float64
     if hasattr(cell, "tolist"):
         cell = cell.tolist()
     if isinstance(cell, Mapping):
@@ -57,7 +62,9 @@ def values_in(cell: Any) -> list[Any]:
         return [value for item in cell for value in values_in(item)]
     if isinstance(cell, float) and cell.is_integer():
         return [int(cell)]
-    return [] if cell is None or cell != cell else [cell]
+    with suppress(TypeError):  # of pandas' NA, which is neither equal to itself nor not
+        return [] if cell is None or cell != cell else [cell]
+    return []
 
 
 def last_tagged(text: str, name: str) -> str | None:
