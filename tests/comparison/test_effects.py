@@ -73,6 +73,38 @@ def test_seed_means_alone_are_the_paired_t_test():
     assert found.high - found.value == pytest.approx(4.3027 * 0.01 / math.sqrt(3), abs=1e-5)
 
 
+def of_means(*means, first=0):
+    return [Scored(seed=first + i, mean=mean) for i, mean in enumerate(means)]
+
+
+@pytest.mark.parametrize("a, b", [((0.5, 0.4), (0.7, 0.6)), ((0.5, 0.25), (0.75, 0.5)), ((0.1,), (0.3, 0.3))])
+@pytest.mark.parametrize("first", [0, 9])
+def test_a_few_seeds_with_equal_gaps_prove_nothing(a, b, first):
+    found = effect_of(of_means(*a), of_means(*b, first=first))
+    assert not found.is_real
+    assert found.p_value >= 0.1
+    assert found.high - found.low > 0.1
+
+
+def test_seeds_without_any_spread_are_tested_by_their_orders():
+    few, many = (effect_of(of_means(*[0.25] * k), of_means(*[0.75] * k)) for k in (5, 6))
+    assert (few.p_value, few.low, few.high, few.detectable) == (2 / 32, -math.inf, math.inf, math.inf)
+    assert (many.p_value, many.low, many.high, many.is_real) == (2 / 64, 0.5, 0.5, True)
+    apart = effect_of(of_means(*[0.25] * 4), of_means(*[0.75] * 4, first=9))
+    assert apart.p_value == pytest.approx(2 / 70)
+    same = effect_of(of_means(0.1, 0.1), of_means(0.1, 0.1))
+    assert (same.value, same.p_value, same.is_real) == (0.0, 1.0, False)
+    assert mean_of(of_means(0.1, 0.1)).high == math.inf
+
+
+def test_seeds_without_any_spread_leave_that_of_the_questions():
+    found = effect_of(runs([[0] * 8, [0] * 8]), runs([[1] * 8, [1] * 8]))
+    assert (found.basis, found.seeds, found.questions) == ("seeds and questions", (2, 2), 8)
+    assert (found.p_value, found.low < 0.5) == (2 / 2**8, True)
+    same = effect_of(runs([[0, 1, 1], [0, 1, 1]]), runs([[0, 1, 1], [0, 1, 1]]))
+    assert (same.p_value, same.low < -0.5, same.high > 0.5) == (1.0, True, True)
+
+
 def test_other_seeds_are_welchs_test():
     a = [Scored(seed=s, mean=m) for s, m in enumerate([0.1, 0.2, 0.3])]
     b = [Scored(seed=9 + s, mean=m) for s, m in enumerate([0.4, 0.5])]

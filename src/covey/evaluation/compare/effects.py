@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from covey.evaluation.intervals import Estimate, bounded_mean, mean_of_few, paired_difference
+from covey.evaluation.intervals import Z95, Estimate, bounded_mean, mean_of_few, paired_difference
 from covey.evaluation.student_t import quantile, two_sided
 
 Basis = Literal["seeds and questions", "questions", "seeds", "nothing"]
@@ -66,18 +66,25 @@ def effect_of(a: Sequence[Scored], b: Sequence[Scored]) -> Effect:
         return _over_seeds(a, b, is_paired)
     grid_a, grid_b = _grid(a, shared), _grid(b, shared)  # [ka, Q], [kb, Q]
     if seeds == (1, 1):
-        difference = paired_difference(grid_a[0].tolist(), grid_b[0].tolist())
-        reach = max(difference.high - difference.value, difference.value - difference.low)  # shares end at 1
-        spread = reach * quantile(0.975, difference.count - 1) / 1.959963984540054
-        return Effect(
-            value=difference.value, low=difference.value - spread, high=difference.value + spread, p_value=difference.p_value,
-            basis="questions", seeds=seeds, questions=difference.count, is_paired=False,
-            detectable=_detectable(spread / quantile(0.975, difference.count - 1), difference.count - 1),
-        )  # fmt: skip
+        return _over_questions(grid_a, grid_b)
     variance, freedom = _paired_variance(grid_b - grid_a) if is_paired else _unpaired_variance(grid_a, grid_b)
-    value = float(grid_b.mean() - grid_a.mean())
-    tested = _by_t(value, math.sqrt(variance), freedom)
+    value, error = float(grid_b.mean() - grid_a.mean()), math.sqrt(variance)
+    is_flat = _is_rounding(error, grid_a, grid_b)  # then seeds tell no more than one of them
+    tested = _over_questions(grid_a, grid_b) if is_flat else _by_t(value, error, freedom)
     return replace(tested, basis="seeds and questions", seeds=seeds, questions=len(shared), is_paired=is_paired)
+
+
+def _over_questions(grid_a: np.ndarray, grid_b: np.ndarray) -> Effect:
+    """Test over questions alone, of the means over runs [k, Q]."""
+    difference = paired_difference(grid_a.mean(0).tolist(), grid_b.mean(0).tolist())
+    reach = max(difference.high - difference.value, difference.value - difference.low)  # shares end at 1
+    freedom = difference.count - 1
+    spread = reach * quantile(0.975, freedom) / Z95
+    return Effect(
+        value=difference.value, low=difference.value - spread, high=difference.value + spread, p_value=difference.p_value,
+        basis="questions", seeds=(len(grid_a), len(grid_b)), questions=difference.count, is_paired=False,
+        detectable=_detectable(spread / quantile(0.975, freedom), freedom),
+    )  # fmt: skip
 
 
 def adjusted(effects: Sequence[Effect]) -> list[Effect]:
@@ -167,24 +174,40 @@ def _over_seeds(a: Sequence[Scored], b: Sequence[Scored], is_paired: bool) -> Ef
     x, y = (x, y) if is_paired else (x[~np.isnan(x)], y[~np.isnan(y)])
     value = float(y.mean() - x.mean()) if x.size and y.size else math.nan
     seeds = (len(x), len(y))
+    if max(seeds) < 2 or min(seeds) < 1:
+        return replace(_by_t(value, math.inf, 1), basis="nothing", seeds=seeds)
     if is_paired:
-        tested = _by_t(value, float((y - x).std(ddof=1)) / math.sqrt(len(x)), len(x) - 1)
-    elif max(seeds) < 2 or min(seeds) < 1:
-        blank = _by_t(value, math.inf, 1)
-        return replace(blank, basis="nothing", seeds=seeds)
+        error, freedom = float((y - x).std(ddof=1)) / math.sqrt(len(x)), float(len(x) - 1)
     else:
         many = [side if side.size > 1 else other for side, other in ((x, y), (y, x))]
         parts = [(float(m.var(ddof=1)) / s.size, m.size - 1) for m, s in zip(many, (x, y), strict=True)]
         freedom = float(max(seeds) - 1) if min(seeds) == 1 else _satterthwaite(parts)
-        tested = _by_t(value, math.sqrt(sum(variance for variance, _ in parts)), freedom)
+        error = math.sqrt(sum(variance for variance, _ in parts))
+    if _is_rounding(error, x, y):
+        ways = 2 ** len(x) if is_paired else math.comb(x.size + y.size, x.size)
+        tested = _without_spread(0.0 if _is_rounding(abs(value), x, y) else value, min(1.0, 2 / ways))
+    else:
+        tested = _by_t(value, error, freedom)
     return replace(tested, basis="seeds", seeds=seeds, is_paired=is_paired)
+
+
+def _is_rounding(size: float, a: np.ndarray, b: np.ndarray) -> bool:
+    """True if `size` is no more than the rounding of the scores it was computed of."""
+    return bool(size <= 1e-12 * max(np.abs(a).max(), np.abs(b).max()))
+
+
+def _without_spread(value: float, smallest: float) -> Effect:
+    """The test by permutations, of runs that measured no spread. `smallest`: its p where no order is more extreme.
+
+    From 0.05 on, as with a few seeds, no interval can be computed; below, all differences between seeds are the interval of ranks.
+    """
+    reach = 0.0 if smallest < 0.05 else math.inf
+    p_value = smallest if value else 1.0
+    return replace(_by_t(value, math.inf, 1), low=value - reach, high=value + reach, p_value=p_value, detectable=reach)
 
 
 def _by_t(value: float, error: float, freedom: float) -> Effect:
     blank = {"basis": "nothing", "seeds": (0, 0), "questions": 0, "is_paired": False}
-    if error == 0:  # every pair differs by the same: the same answers, or a difference without any spread
-        p_value = 1.0 if value == 0 else 0.0
-        return Effect(value=value, low=value, high=value, p_value=p_value, detectable=0.0, **blank)  # type: ignore[arg-type]
     if math.isinf(error) or math.isnan(value):
         return Effect(value=value, low=-math.inf, high=math.inf, p_value=1.0, detectable=math.inf, **blank)  # type: ignore[arg-type]
     spread = quantile(0.975, freedom) * error
@@ -206,7 +229,7 @@ def mean_of(runs: Sequence[Scored]) -> Estimate:
     """
     shared = _shared_questions(runs)
     if len(shared) < 2:
-        return mean_of_few([run.mean for run in runs])
+        return _of_seeds([run.mean for run in runs])
     grid = _grid(runs, shared)  # [k, Q]
     if grid.min() == grid.max() and grid.min() in (0.0, 1.0):  # all right or all wrong: no spread was measured
         return bounded_mean(grid.mean(0).tolist())
@@ -215,3 +238,10 @@ def mean_of(runs: Sequence[Scored]) -> Estimate:
     variance, freedom = _paired_variance(grid)
     value, spread = float(grid.mean()), quantile(0.975, freedom) * math.sqrt(variance)
     return Estimate(value, value - spread, value + spread, len(shared))
+
+
+def _of_seeds(means: Sequence[float]) -> Estimate:
+    """Their mean; of a few equal ones without an interval, since no spread was measured."""
+    estimate = mean_of_few(means)
+    is_flat = estimate.high - estimate.low <= 1e-12 * abs(estimate.value) and 2 ** (1 - estimate.count) >= 0.05
+    return replace(estimate, low=-math.inf, high=math.inf) if is_flat else estimate

@@ -21,9 +21,12 @@ def _sentence(a: Side, b: Side, result: Result, effect: Effect) -> str:
         )
     if not effect.is_real:
         low, high = scale * effect.low, scale * effect.high
+        span = f"95% {_format(low, scale)} to {_format(high, scale)}"
+        if math.isinf(low):
+            span = "with seeds too few and too equal for an interval"
         return (
             f"No difference can be told: {b.title} is {_format(scale * value, scale, sign=True)} {unit} from {a.title}, "
-            f"95% {_format(low, scale)} to {_format(high, scale)}, {_counts(effect)}{_power(effect, scale, unit)}."
+            f"{span}, {_counts(effect)}{_power(effect, scale, unit)}."
         )
     word = "better" if value > 0 else "worse"
     low, high = sorted((abs(scale * effect.low), abs(scale * effect.high)))
