@@ -1,15 +1,19 @@
 """What a resume puts back by name (adapters, callbacks of one class), and options of the optimizer that are others since."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.optim.lr_scheduler as schedules
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from covey import GRPOConfig, GRPOTrainer
+from covey.learner.optimizer import follow_options, options_of, schedule_of
 from covey.training.recovery import lower_learning_rate
 from kit import tiny_model, tiny_tokenizer
 
@@ -106,3 +110,31 @@ def test_a_run_that_is_made_longer_has_the_learning_rate_of_the_longer_schedule_
 def test_a_learning_rate_of_0_can_be_raised(tmp_path: Path) -> None:
     trainer(tmp_path / "run", learning_rate=0.0, lr_scheduler_type="constant").train()
     assert rates(resumed(tmp_path / "run", learning_rate=1e-3)) == [1e-3]
+
+
+def composed(kind: str, rate: float) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=rate)
+    parts = [schedules.LinearLR(optimizer, 0.1, total_iters=3), schedules.ExponentialLR(optimizer, 0.5)]
+    whole = schedules.SequentialLR(optimizer, parts, [3]) if kind == "sequential" else schedules.ChainedScheduler(parts)
+    return optimizer, whole
+
+
+@pytest.mark.parametrize("kind", ["sequential", "chained"])
+@pytest.mark.parametrize("steps", [2, 5])
+def test_a_schedule_that_is_made_of_others_follows_a_new_learning_rate(kind: str, steps: int) -> None:
+    def rates_of(optimizer: torch.optim.Optimizer, schedule: Any, steps: int) -> list[float]:
+        rates = []
+        for _ in range(steps):
+            optimizer.step()
+            schedule.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates
+
+    before, now = composed(kind, 1.0), composed(kind, 3.0)
+    saved = {"groups": options_of(before[0]), "factors": schedule_of(before[1])}
+    options = options_of(now[0])
+    rates_of(*before, steps)
+    for mine, theirs in zip(now, before, strict=True):
+        mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    follow_options(*now, saved, options)
+    assert rates_of(*now, 4) == pytest.approx([3 * rate for rate in rates_of(*before, 4)])

@@ -106,11 +106,21 @@ def follow_options(
             rate = rate * scale if before["lr"] else now["lr"]
             group["lr"] *= scale
             if "initial_lr" in group:
-                group["initial_lr"] = scheduler.base_lrs[place] = rate
+                group["initial_lr"] = rate
+                for rates in _base_rates(scheduler):
+                    rates[place] = rate
         if factors != saved["factors"] or not before["lr"]:
             group["lr"] = rate * (factors[place] if factors else 1.0)
     if hasattr(scheduler, "_last_lr"):
         scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+
+
+def _base_rates(scheduler: Any) -> Iterator[list[float]]:
+    """The `base_lrs` of a schedule and of those that it is made of, as SequentialLR and ChainedScheduler."""
+    if hasattr(scheduler, "base_lrs"):
+        yield scheduler.base_lrs
+    for part in getattr(scheduler, "_schedulers", ()):
+        yield from _base_rates(part)
 
 
 def check_room(optimizer: torch.optim.Optimizer) -> None:
