@@ -1,5 +1,6 @@
 """TRL's column contract: where images come from, where their tokens go, and what is refused in one sentence."""
 
+import io
 import json
 
 import datasets
@@ -7,6 +8,7 @@ import pytest
 from models import KINDS, PLACEHOLDER, picture, tiny_processor
 
 from covey.data import PromptStream, load
+from covey.data.media.images import open_image
 from covey.data.media.images import preview_image as preview
 from covey.data.prompts import to_prompt
 from covey.errors import DataError
@@ -91,6 +93,17 @@ def test_bad_rows_are_refused_in_one_sentence(row, said, processor):
     with pytest.raises(DataError, match="^row 0.*") as error:
         prompt_of({**row, **images}, processor)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(("kind", "place", "value"), [("DDS", 80, 1), ("BLP", 4, 9)])
+def test_an_error_of_any_kind_by_a_reader_of_images_is_told_in_one_sentence(kind, place, value):
+    """Pillow raises NotImplementedError of these two, and others of other files."""
+    file = io.BytesIO()
+    (picture(1) if kind == "DDS" else picture(1).convert("P")).save(file, kind)
+    content = bytearray(file.getvalue())
+    content[place] = value
+    with pytest.raises(DataError, match="^row 0 cannot be read as an image"):
+        open_image(bytes(content), "row 0")
 
 
 def test_an_expanded_prompt_of_gemma_is_refused_too():

@@ -24,7 +24,9 @@ def open_image(value: Any, where: str) -> Any:
         warnings.simplefilter("error", image_class.DecompressionBombWarning)
         try:
             return _rgb(image_class.open(io.BytesIO(value)), where)
-        except (OSError, ValueError, SyntaxError, image_class.DecompressionBombError, Warning) as error:
+        except DataError:
+            raise
+        except Exception as error:  # Pillow's readers of formats raise anything on a damaged file
             raise DataError(f"{where} cannot be read as an image ({error}); mend or remove it.") from error
 
 
@@ -33,7 +35,7 @@ def _rgb(image: Any, where: str) -> Any:
         raise DataError(f"{where} has {image.width} x {image.height} pixels; make it smaller than 64 million.")
     try:
         return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError) as error:
+    except Exception as error:  # as above: pixels are decoded here
         raise DataError(f"{where} cannot be read as an image ({error}); mend or remove it.") from error
 
 
