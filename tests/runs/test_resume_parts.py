@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from covey import GRPOConfig, GRPOTrainer
+from covey.errors import ModelError
 from covey.learner.optimizer import follow_options, options_of, schedule_of
 from covey.training.recovery import lower_learning_rate
 from kit import tiny_model, tiny_tokenizer
@@ -45,6 +46,47 @@ def test_an_adapter_of_another_name_is_resumed_bit_for_bit(tmp_path: Path) -> No
     assert again.state.global_step == 3
     theirs = dict(again.model.named_parameters())
     assert all(torch.equal(theirs[name], value) for name, value in whole.model.named_parameters())
+
+
+def of_two_types() -> Any:
+    """Weights of bfloat16 with norms of float32, as libraries leave them that keep the norms exact."""
+    model = tiny_model().to(torch.bfloat16)
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            weight.data = weight.data.float()
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Completions are written by plain transformers")
+def test_weights_of_several_types_are_trained_under_bf16_and_resumed_bit_for_bit(tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole", of_two_types(), max_steps=3, bf16=True, learning_rate=1e-2)
+    whole.train()
+    again = trainer(tmp_path / "again", of_two_types(), max_steps=3, bf16=True, learning_rate=1e-2)
+    again.train(str(tmp_path / "whole" / "checkpoint-2"))
+    theirs = dict(again.model.named_parameters())
+    norm = dict(whole.model.named_parameters())["model.norm.weight"]
+    assert norm.dtype == torch.float32
+    assert not torch.equal(norm, norm.to(torch.bfloat16).float()), "a norm that bfloat16 cannot hold"
+    assert all(torch.equal(theirs[name], value) for name, value in whole.model.named_parameters())
+
+
+@pytest.mark.filterwarnings("ignore:Completions are written by plain transformers")
+def test_weights_of_several_types_that_do_not_compute_together_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ModelError, match=r"torch.bfloat16 and torch.float32, which do not compute together .* Set bf16"
+    ):
+        trainer(tmp_path, of_two_types(), bf16=False).train()
+
+
+def test_a_callback_that_ends_an_epoch_is_warned_once_that_epochs_are_not_ended(tmp_path: Path, caplog: Any) -> None:
+    class Ends(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_epoch_stop = True
+
+    run = trainer(tmp_path, callbacks=[Ends()])
+    run.train()
+    assert run.state.global_step == 2
+    assert caplog.text.count("control.should_epoch_stop, which has no effect") == 1
 
 
 class Counter(TrainerCallback, ExportableState):

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from covey.data import vocabulary_size
-from covey.errors import RAW_ERRORS
+from covey.errors import RAW_ERRORS, ModelError, first_line
 from covey.learner.logprobs import Head
 from covey.learner.packing import Row
 from covey.models import decoder_of, unwrapped
 from covey.models.modalities import banned_ids
 from covey.process.memory import is_out_of_memory
+from covey.process.world import autocast
 from covey.types import Completion, Prompt
 
 logger = logging.getLogger(__name__)
@@ -84,9 +85,20 @@ def splits_exactly(model: Any, device: torch.device) -> bool:
     return apart.shape == whole[0].shape and torch.allclose(apart, whole[0], atol=slack, rtol=slack)
 
 
-def splits_or_warns(model: Any, device: torch.device) -> bool:
-    """`splits_exactly`, with a warning where it is False."""
-    is_split = splits_exactly(model, device)
+def splits_or_warns(model: Any, device: torch.device, compute_dtype: torch.dtype | None) -> bool:
+    """`splits_exactly`, with a warning where it is False. Raises ModelError for weights of types that do not compute together.
+
+    Weights of several types are tried under autocast to `compute_dtype`, as the learner computes with them.
+    """
+    dtypes = sorted({str(weight.dtype) for weight in model.parameters() if weight.is_floating_point()})
+    try:
+        with autocast(device, compute_dtype if len(dtypes) > 1 else None):
+            is_split = splits_exactly(model, device)
+    except RuntimeError as error:
+        if len(dtypes) < 2 or is_out_of_memory(error):
+            raise
+        mixed = f"The model has weights of {' and '.join(dtypes)}, which do not compute together"
+        raise ModelError(f"{mixed} ({first_line(error)}). Set bf16=True, or cast the model to one type.") from error
     if not is_split:
         logger.warning(
             "%s cannot be split into decoder and head exactly; whole logits are built at once, which takes more memory.",

@@ -380,5 +380,5 @@ class Policy:
     def _splits(self) -> bool:
         """True if decoder and head, called separately, give the model's own logits on four tokens; tried once."""
         if self._is_split is None:
-            self._is_split = self.within(lambda: splits_or_warns(self.model, self.device))
+            self._is_split = self.within(lambda: splits_or_warns(self.model, self.device, self.compute_dtype))
         return self._is_split

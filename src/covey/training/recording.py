@@ -1,5 +1,6 @@
 """Records of a run on disk: metrics and rollouts of a step, contents of a checkpoint, and restoring it."""
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -180,8 +181,10 @@ def load_weights(model: Any, folder: Path) -> None:
             return
         set_peft_model_state_dict(model, weights, adapter_name=name)
         return
-    with quiet_bars():
-        saved, about = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
+    dtypes = {value.dtype for value in model.state_dict().values() if value.is_floating_point()}
+    with quiet_bars():  # in the type that holds all of the model's exactly, as of float32 norms in a bfloat16 model
+        widest = functools.reduce(torch.promote_types, dtypes, model.dtype)
+        saved, about = type(model).from_pretrained(folder, dtype=widest, output_loading_info=True)
     current, weights = model.state_dict(), saved.state_dict()
     _expect_weights({k: v for k, v in weights.items() if k not in about["missing_keys"]}, current, folder)
     if are_split(model):
