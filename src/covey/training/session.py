@@ -103,6 +103,8 @@ class Session:
     latest: TrainState = field(default_factory=TrainState)
     """State after the last complete step, for an emergency checkpoint."""
     started: float = field(default_factory=time.perf_counter)
+    is_epoch_stop_named: bool = False
+    """True once a callback that ends an epoch early was warned that epochs are not ended."""
     flos_per_token: float = 0.0
     """Floating-point operations of training on one token, for `total_flos`."""
 
@@ -286,6 +288,12 @@ class Session:
         elif self.control.should_save or saves_best:
             self._save(state)
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False
+        if self.control.should_epoch_stop and not self.is_epoch_stop_named:
+            self.is_epoch_stop_named = True
+            logger.warning(
+                "A callback set control.should_epoch_stop, which has no effect: one order of prompts runs through all "
+                "epochs. Set control.should_training_stop to end the training."
+            )
 
     def _announce(self, logs: dict[str, Any]) -> None:
         (self.announce or self.log)(logs)
