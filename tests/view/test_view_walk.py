@@ -316,7 +316,7 @@ CONTRAST = """() => { const light = (text) => { const [r, g, b] = text.match(/[\
         const isMark = one.matches('.mark, canvas *');
         if (isText && !isMark && ratio(style.color, behind(one)) < 4.5) bad.push(['text', one.tagName, one.className, one.textContent.slice(0, 30)]);
         if (isMark && ratio(style.color, behind(one)) < 3) bad.push(['mark', one.textContent, style.color]);
-        if (one.matches('button:not(.plain), select, input:not([type=checkbox])') && ratio(style.borderTopColor, behind(one.parentElement)) < 3) bad.push(['border', one.tagName, one.textContent]);
+        if (one.matches('button:not(.plain), select, input:not([type=checkbox])') && (/, 0\\)$/.test(style.borderTopColor) || ratio(style.borderTopColor, behind(one.parentElement)) < 3)) bad.push(['border', one.tagName, one.textContent]);
     }
     return bad; }"""
 
