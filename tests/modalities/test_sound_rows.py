@@ -12,6 +12,7 @@ from sound_models import KINDS, PLACES, RATE, needs_soundfile, tiny_hearing_proc
 
 from covey.data import PromptStream, load
 from covey.data.checks import check_dataset
+from covey.data.media.images import open_image
 from covey.data.media.sounds import open_sound
 from covey.data.prompts import to_prompt
 from covey.errors import DataError
@@ -143,8 +144,29 @@ def test_broken_files_are_refused_with_their_row(tmp_path, processor):
     needs_soundfile()
     whole = write_wav(tmp_path / "a.wav", tone(440)).read_bytes()
     for content in (b"", b"no sound", whole[:30]):
-        with pytest.raises(DataError, match=r"^row 0: sound 0 (cannot be read as a sound|ends [\d,]+ bytes before)"):
+        with pytest.raises(
+            DataError, match=r"^row 0: sound 0 (cannot be read as a sound|ends [\d,]+ bytes before|is a file)"
+        ) as error:
             prompt_of({"prompt": ask("a"), "audio": content}, processor)
+        assert "object at 0x" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "it is a file of 0 bytes; mend or remove it."),
+        (
+            b"no file of sound",
+            "it cannot be read as a sound (Error opening: Format not recognised.); mend or remove it.",
+        ),
+        (b"no image", "it cannot be read as an image (cannot identify image file); mend or remove it."),
+    ],
+)
+def test_no_address_of_memory_is_shown(content, sentence):
+    needs_soundfile()
+    with pytest.raises(DataError) as error:
+        open_image(content, "it") if "image" in sentence else open_sound(content, "it", RATE)
+    assert str(error.value) == sentence
 
 
 @pytest.mark.parametrize("form", ["WAV", "FLAC", "AIFF"])

@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,18 @@ _MOST_BYTES = 64 << 20
 
 
 def content_of(value: Any, kind: Kind, where: str) -> Any:
-    """Bytes of a path, of a `data:` address or of `datasets`' dict of bytes and path; every other value as it is."""
+    """Bytes of a path, of a `data:` address or of `datasets`' dict of bytes and path; every other value as it is. DataError for no bytes."""
     if isinstance(value, Mapping) and not value.keys().isdisjoint(("bytes", "path")) and "array" not in value:
         value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
-    return _read(str(value), kind, where) if isinstance(value, str | Path) else value
+    content = _read(str(value), kind, where) if isinstance(value, str | Path) else value
+    if isinstance(content, bytes) and not content:
+        raise DataError(f"{where} is a file of 0 bytes; mend or remove it.")
+    return content
+
+
+def reason_of(error: BaseException) -> str:
+    """A library's message about bytes, in one line without the address of the object that held them."""
+    return " ".join(re.sub(r"<[\w.]+ object at \w+>", "", str(error)).split()).replace(" :", ":")
 
 
 def from_base64(text: str, where: str) -> bytes:

@@ -4,7 +4,7 @@ import io
 import warnings
 from typing import Any
 
-from covey.data.media.files import content_of
+from covey.data.media.files import content_of, reason_of
 from covey.data.media.kinds import IMAGE
 from covey.errors import DataError
 
@@ -27,7 +27,7 @@ def open_image(value: Any, where: str) -> Any:
         except DataError:
             raise
         except Exception as error:  # Pillow's readers of formats raise anything on a damaged file
-            raise DataError(f"{where} cannot be read as an image ({error}); mend or remove it.") from error
+            raise DataError(f"{where} cannot be read as an image ({reason_of(error)}); mend or remove it.") from error
 
 
 def _rgb(image: Any, where: str) -> Any:
@@ -36,7 +36,7 @@ def _rgb(image: Any, where: str) -> Any:
     try:
         return image.convert("RGB")
     except Exception as error:  # as above: pixels are decoded here
-        raise DataError(f"{where} cannot be read as an image ({error}); mend or remove it.") from error
+        raise DataError(f"{where} cannot be read as an image ({reason_of(error)}); mend or remove it.") from error
 
 
 def preview_image(image: Any) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from covey.data.media.files import content_of
+from covey.data.media.files import content_of, reason_of
 from covey.data.media.kinds import SOUND
 from covey.errors import DataError
 
@@ -55,7 +55,7 @@ def open_sound(value: Any, where: str, rate: int) -> Sound:
     """The sound at `rate` samples a second, channels averaged.
 
     From a file's path, its bytes, `datasets`' dict of the two, a dict of `array` and `sampling_rate`, or a decoder of torchcodec.
-    Another rate is resampled by soxr at its quality HQ. Raises DataError for anything else, and for a broken, silent or endless file.
+    Another rate is resampled by soxr at its quality HQ. Raises DataError for anything else, and for a file that is broken, too short or too long.
     """
     value = content_of(value, SOUND, where)
     if isinstance(value, bytes):
@@ -108,9 +108,7 @@ def _read_file(content: bytes, where: str) -> tuple[np.ndarray, int]:
                 raise DataError(f"{where} ends after {len(samples)} of its {file.frames} samples; mend or remove it.")
             return samples.T, file.samplerate
     except (soundfile.SoundFileError, RuntimeError, ValueError, TypeError) as error:
-        raise DataError(
-            f"{where} cannot be read as a sound ({' '.join(str(error).split())}); mend or remove it."
-        ) from error
+        raise DataError(f"{where} cannot be read as a sound ({reason_of(error)}); mend or remove it.") from error
 
 
 def _missing_bytes(content: bytes) -> int:
