@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_PATTERNS = ("rank_pattern", "alpha_pattern")
 SECOND_ADAPTER = (
     "peft_config (--lora-r) asks for a new adapter, but {} one already. Leave it out to go on training that adapter, or add it into "
     "its base first (covey merge ADAPTER -o FOLDER) and train a new one on the result."
@@ -97,8 +98,9 @@ def with_saved_adapter(model: Any, folder: str | Path, *, is_trainable: bool = F
 
 @contextmanager
 def _without_notes_of_peft() -> Iterator[None]:
-    """Python's warnings without the one that PEFT's own call of transformers' former name causes."""
+    """Python's warnings without those of PEFT's own call of transformers' former name, and of patterns, of which we warn."""
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
         yield
 
@@ -125,6 +127,8 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
     """
     refuse_second_adapter(model, peft_config)
     if peft_config is None:
+        if has_adapter(model):
+            _settle_patterns(model)
         return model
     try:
         from peft import PeftConfig, get_peft_model
@@ -142,14 +146,44 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
         )
     experts, requested = expert_parameters(model), copy(getattr(peft_config, "target_modules", None))
     _refuse_unknown_parameters(model, peft_config, experts)
+    entries = {option: [*(getattr(peft_config, option, None) or ())] for option in _PATTERNS}
     try:
         with _without_notes_of_peft():
             adapted = get_peft_model(model, peft_config)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, re.error) as error:
+        if unfit := re.search(r"ParamWrapper does not work (?:with|when) `?(\w+)", str(error)):
+            raise ConfigError(
+                f"peft_config: {unfit[1]} does not go with an adapter on experts ({', '.join(experts)}); leave it out, or "
+                "leave the experts out of target_parameters and target_modules."
+            ) from error
         raise ConfigError(f"peft_config cannot be used with this model: {first_line(error)}") from error
+    used = _settle_patterns(adapted)
+    for option, keys in entries.items():
+        if idle := [key for key in keys if key not in used]:
+            logger.warning(
+                "%s holds %s, from which no layer with an adapter takes its value: the first entry that ends a layer's name counts.",
+                option, ", ".join(map(repr, idle)),
+            )  # fmt: skip
     if requested == "all-linear" or isinstance(requested, list | set | tuple):
         _name_left_out(model, requested, experts)  # which has the layers of PEFT in it now
     return adapted
+
+
+def _settle_patterns(adapted: Any) -> set[str]:
+    """Make `rank_pattern` and `alpha_pattern` mean the same in a file, whose entries PEFT sorts; the entries with an effect.
+
+    The first entry that ends a layer's name counts. Where sorting changes which, every layer gets an entry of its own.
+    """
+    tuner, used = adapted.base_model, set[str]()
+    names = [*getattr(tuner, "targeted_module_names", ()), *getattr(tuner, "targeted_parameter_names", ())]
+    for config, option in ((config, option) for config in adapted.peft_config.values() for option in _PATTERNS):
+        patterns = getattr(config, option, None) or {}
+        ends = {name: [key for key in patterns if re.match(rf"(.*\.)?({key})$", name)] for name in names}
+        first = {name: keys[0] for name, keys in ends.items() if keys}
+        used.update(first.values())
+        if any(patterns[min(ends[name])] != patterns[key] for name, key in first.items()):
+            setattr(config, option, {f"^{re.escape(name)}": patterns[key] for name, key in first.items()})
+    return used
 
 
 def expert_parameters(model: Any) -> list[str]:

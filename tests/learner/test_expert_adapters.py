@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from datasets import Dataset
 from safetensors.torch import load_file
 from shared_rows import ROWS, gradients
 
 from covey import GRPOConfig, GRPOTrainer
-from covey.adapters import weights_on_same_base, with_adapter, with_saved_adapter
+from covey.adapters import expert_parameters, weights_on_same_base, with_adapter, with_saved_adapter
+from covey.cli import main
 from covey.errors import ConfigError
 from covey.learner.packing import unscored_row
 from covey.learner.policy import Policy
@@ -117,8 +119,6 @@ def saved_pair(family: str, place: Path) -> tuple[Any, Any]:
 
 
 def loaded(family: str, place: Path) -> Any:
-    import transformers
-
     return getattr(transformers, f"{family}ForCausalLM").from_pretrained(place / "base")
 
 
@@ -197,6 +197,59 @@ def test_a_parameter_that_is_not_there_is_refused_with_those_that_are():
         with_adapter(expert_model("Qwen3Moe"), adapter)
     with pytest.raises(ConfigError, match="it has no experts"):
         with_adapter(expert_model("Qwen3Moe", mlp_only_layers=[0, 1]), adapter)
+
+
+PATTERNS: dict[str, dict[str, Any]] = {
+    "a rank of its own": {"rank_pattern": {"gate_up_proj": 2}},
+    "a scale of its own": {"alpha_pattern": {"experts.down_proj": 32}},
+    "a layer of its own": {"alpha_pattern": {"down_proj": 32, r"layers\.1\..*down_proj": 2}},
+    "two entries for one parameter": {"rank_pattern": {"gate_up_proj": 2, "experts.gate_up_proj": 3}},
+    "rslora": {"use_rslora": True, "lora_alpha": 16},
+    "linear layers": {"target_modules": ["q_proj"], "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 32}},
+    "all linear layers": {"target_modules": "all-linear", "rank_pattern": {"gate_up_proj": 2, "q_proj": 3}},
+}
+
+
+@pytest.mark.parametrize("options", PATTERNS.values(), ids=list(PATTERNS))
+@pytest.mark.parametrize(
+    "family",
+    rest_nightly(["Qwen3Moe", "GptOss", "DeepseekV3", "GraniteMoe", "Mixtral", "Olmoe"], ["Qwen3Moe", "GptOss"]),
+)
+def test_ranks_and_scales_of_experts_are_the_same_merged_and_loaded(family, options, tmp_path):
+    tokenizer = tiny_tokenizer()
+    expert_model(family, vocab_size=len(tokenizer)).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+
+    def adapted(**options: Any) -> Any:
+        base = loaded(family, tmp_path)
+        settings = {"target_modules": [], "target_parameters": expert_parameters(base), **options}
+        model = with_adapter(base, peft.LoraConfig(r=4, **settings))
+        for i, parameter in enumerate(p for n, p in model.named_parameters() if ".lora_" in n):
+            size = parameter.numel()
+            parameter.data = 0.3 * torch.sin(i + torch.arange(size, dtype=torch.float32)).view(parameter.shape)
+        return model
+
+    model = adapted(**options)
+    wanted = logits(model)
+    assert (wanted - logits(adapted())).abs().max() > 1e-2, "the options must be seen"
+    assert (wanted - logits(loaded(family, tmp_path))).abs().max() > 1e-2
+    model.save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    torch.testing.assert_close(logits(with_saved_adapter(loaded(family, tmp_path), tmp_path / "adapter")), wanted)
+    assert not main(["export", str(tmp_path / "adapter"), "--format", "merged", "-o", str(tmp_path / "merged")])
+    merged = getattr(transformers, f"{family}ForCausalLM").from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), wanted, rtol=0, atol=1e-5)
+
+
+def test_what_does_not_go_with_experts_is_one_sentence():
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    for option in ({"use_dora": True}, {"lora_dropout": 0.1}, {"lora_bias": True}):
+        adapter = peft.LoraConfig(r=2, target_modules=[], target_parameters=targets, **option)
+        sentence = (
+            rf"peft_config: {next(iter(option))} does not go with an adapter on experts \(mlp\.experts\.gate_up_proj, "
+        )
+        with pytest.raises(ConfigError, match=sentence):
+            with_adapter(expert_model("Qwen3Moe"), adapter)
 
 
 def test_a_run_trains_the_experts_adapter_and_saves_it(tmp_path):

@@ -49,9 +49,14 @@ def logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
         return model.eval()(ids).logits
 
 
+def base_folder(adapter: Path) -> Path:
+    """The base of an adapter in a test's folder, or in its run."""
+    return next(place / "base" for place in adapter.parents if (place / "base").is_dir())
+
+
 def answer_of(folder: Path) -> torch.Tensor:
     """Logits of the adapter by PEFT alone."""
-    return logits(peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder.parent / "base"), folder))
+    return logits(peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base_folder(folder)), folder))
 
 
 def trainer(model: Any, place: Path, peft_config: Any = None, tokenizer: Any = None, **options: Any) -> GRPOTrainer:
@@ -82,6 +87,42 @@ def test_the_adapter_in_a_folder_is_trained_further(tmp_path):
     assert not torch.allclose(end, answer_of(adapter), atol=1e-4)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     assert torch.equal(logits(peft.PeftModel.from_pretrained(again, checkpoint)), end)
+
+
+OVERLAPPING = {"q_proj": 8, "layers.0.self_attn.q_proj": 3}
+"""PEFT takes the first that ends a layer's name, and sorts the entries as it saves."""
+
+
+@pytest.mark.filterwarnings("ignore:.* goes on from step 1")
+@pytest.mark.parametrize("arrives", ["as options", "on the model"])
+@pytest.mark.parametrize("option", ["rank_pattern", "alpha_pattern"])
+def test_entries_for_one_layer_mean_the_same_in_the_saved_adapter(tmp_path, option, arrives, caplog):
+    tiny_model("qwen2").save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **{option: dict(OVERLAPPING)})
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    is_option = arrives == "as options"
+    model, adapter = (base, config) if is_option else (peft.get_peft_model(base, config), None)
+    run = trainer(model, tmp_path, adapter, tiny_tokenizer(), save_strategy="steps", save_steps=1)
+    run.train()
+    end = logits(run.model)
+    assert not torch.allclose(end, logits(AutoModelForCausalLM.from_pretrained(tmp_path / "base")), atol=1e-4)
+    assert torch.equal(answer_of(tmp_path / "run" / "checkpoint-2"), end)
+    note = f"{option} holds 'layers.0.self_attn.q_proj', from which no layer with an adapter takes its value"
+    assert (note in caplog.text) == is_option
+    if is_option:
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **{option: dict(OVERLAPPING)})
+        resumed = trainer(again, tmp_path, config, tiny_tokenizer())
+        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+        assert torch.equal(logits(resumed.model), end)
+
+
+def test_patterns_that_end_no_name_are_named_and_broken_ones_refused(caplog):
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], rank_pattern={"q_porj": 8, "q_proj": 2})
+    with_adapter(tiny_model("qwen2"), adapter)
+    assert "rank_pattern holds 'q_porj', from which no layer" in caplog.text
+    with pytest.raises(ConfigError, match="peft_config cannot be used with this model: nothing to repeat"):
+        with_adapter(tiny_model("qwen2"), peft.LoraConfig(target_modules=["q_proj"], rank_pattern={"*.q_proj": 2}))
 
 
 def test_a_second_adapter_is_refused_before_anything_is_loaded(tmp_path):
