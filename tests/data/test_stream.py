@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from covey.data import PromptStream
+from covey.data import PromptStream, mix
 from covey.data.checks import first_prompts
 from covey.errors import DataError, ModelError
 from kit import rest_nightly, tiny_tokenizer
@@ -136,6 +136,29 @@ def test_a_position_in_other_data_is_refused(other, said):
     state = stream().state_dict()
     with pytest.raises(DataError, match=said):
         stream(**other).load_state_dict(state)
+
+
+def mixture(weight):
+    return mix({"a": table(4), "b": table(6)}, {"a": weight, "b": 1 - weight})
+
+
+@pytest.mark.parametrize(
+    "before, now",
+    [
+        (table(), table().remove_columns("answer").add_column("answer", ["0"] * 10)),
+        (mixture(0.75), mixture(0.25)),
+        (table().add_column("at", [{"day": 1}] * 10), table().add_column("at", [{"day": 2}] * 10)),
+    ],
+)
+def test_a_resume_with_other_answers_or_weights_is_named(before, now, caplog):
+    state = json.loads(json.dumps(stream(before).state_dict()))
+    stream(before).load_state_dict(state)
+    assert not caplog.text
+    stream(now).load_state_dict(state)
+    assert caplog.text.count("but not its other columns") == 1
+    del state["other_columns"]  # as in a checkpoint of before
+    stream(now).load_state_dict(state)
+    assert caplog.text.count("but not its other columns") == 1
 
 
 def test_an_empty_stream_is_told():

@@ -1,6 +1,7 @@
 """Prompts in an order that a seed decides, from a position that a checkpoint remembers."""
 
 import hashlib
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -143,6 +144,7 @@ class PromptStream:
             "curriculum": self._curriculum,
             "dropped": self.num_dropped,
             "fingerprint": self._fingerprint,
+            "other_columns": self._other_columns,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -158,6 +160,12 @@ class PromptStream:
             raise DataError(
                 f"{self.name} is not the one of the checkpoint (other rows or columns), so its position means nothing; restore it, "
                 "or start a new run from the checkpoint's model."
+            )
+        if state.get("other_columns", self._other_columns) != self._other_columns:
+            logger.warning(
+                "%s has the prompts of the checkpoint, but not its other columns, such as answers or the weights of a mixture; "
+                "the run goes on with today's.",
+                self.name,
             )
         self.num_dropped = state["dropped"]
         self._order.load_state_dict(state["order"])
@@ -211,11 +219,28 @@ class PromptStream:
         if isinstance(self._dataset, LiveDataset):  # its rows and columns are still to come
             return hashlib.sha256(self._dataset.name.encode()).hexdigest()[:16]
         texts = [str(rows), str(sorted(getattr(self._dataset, "column_names", None) or []))]
-        for index in sorted({rows * part // 16 for part in range(16)} if rows else ()):
-            row = row_at(self._dataset, index, self.name)
+        for row in self._sixteen_rows():
             texts.append(str(row.get("prompt")))
             texts += [media_digest(row[name]) for name in MEDIA_COLUMNS if row.get(name) is not None]
         return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+    @cached_property
+    def _other_columns(self) -> str | None:
+        """A digest of the other columns of the same rows, which no position depends on; None of a live source."""
+        if isinstance(self._dataset, LiveDataset):
+            return None
+        rest = [
+            {name: value for name, value in row.items() if name not in ("prompt", *MEDIA_COLUMNS)}
+            for row in self._sixteen_rows()
+        ]
+        text = json.dumps(rest, default=lambda value: type(value).__name__, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _sixteen_rows(self) -> list[Mapping[str, Any]]:
+        """Rows at equal distances; all of fewer."""
+        rows = self.num_rows or 0
+        indices = sorted({rows * part // 16 for part in range(16)} if rows else ())
+        return [row_at(self._dataset, index, self.name) for index in indices]
 
 
 def _most_tokens(value: Any) -> int:
