@@ -104,6 +104,15 @@ def test_the_tools_of_a_log_reach_the_chat_template(tmp_path):
     assert loaded[0]["chat_template_kwargs"] == {"tools": TOOLS}
 
 
+@pytest.mark.parametrize("tools", ["search, sum", ["search"], 3, json.dumps(TOOLS[0]), json.dumps(["search"])])
+def test_a_column_that_only_has_the_name_of_tools_is_refused(tools):
+    row = {"messages": [USER, ASSISTANT], "tools": tools}
+    with pytest.raises(DataError, match=r"in its column 'tools'; give a list of functions as JSON schemas"):
+        load_examples(datasets.Dataset.from_list([row]))
+    in_parts = load_examples(datasets.Dataset.from_list([row | {"tools": [json.dumps(tool) for tool in TOOLS]}]))
+    assert in_parts[0]["chat_template_kwargs"] == {"tools": TOOLS}
+
+
 def test_the_columns_that_a_user_names_are_the_users(tmp_path, caplog):
     row = {"instruction": "Add.", "output": "2", "messages": [USER, ASSISTANT]}
     loaded = load(written(tmp_path / "a.jsonl", [row]), prompt_column="instruction", columns={"gold": "output"})

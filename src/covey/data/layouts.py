@@ -6,6 +6,7 @@ A conversation that ends with the assistant is parted: its last turn is the colu
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +14,7 @@ import datasets
 
 from covey.data.rendering import clean
 from covey.data.tables import column_set
+from covey.errors import DataError
 
 logger = logging.getLogger(__name__)
 
@@ -100,11 +102,28 @@ def messages_of(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
 
 
 def tools_for_template(row: Mapping[str, Any]) -> dict[str, Any]:
-    """`chat_template_kwargs` with the row's column `tools`; empty without one, or where the row has such options."""
-    tools = row.get("tools")
-    if not tools or "chat_template_kwargs" in row:
+    """`chat_template_kwargs` with the row's column `tools`; empty without one, or where the row has such options.
+
+    Raises DataError for what are no tools.
+    """
+    column = row.get("tools")
+    if not column or "chat_template_kwargs" in row:
         return {}
-    return {"chat_template_kwargs": clean({"tools": json.loads(tools) if isinstance(tools, str) else tools})}
+    tools = _read_json(column)
+    tools = list(map(_read_json, tools)) if isinstance(tools, list) else [None]
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(
+            f"A row has {str(column)[:60]!r} in its column 'tools'; give a list of functions as JSON schemas, as text or as objects, "
+            "or give the column another name."
+        )
+    return {"chat_template_kwargs": clean({"tools": tools})}
+
+
+def _read_json(value: Any) -> Any:
+    """The value of a text of JSON; anything else as it is."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(value) if isinstance(value, str) else value
+    return value
 
 
 class _Parted:
