@@ -118,6 +118,14 @@ def test_options_without_effect_and_other_configurations_are_refused(tmp_path):
 
     with pytest.raises(ConfigError, match="num_generations has no effect"):
         sft_config(output_dir=str(tmp_path), num_generations=4)
+    for name, value in {
+        "temperature": 0.5, "top_p": 0.9, "beta": 0.04, "max_completion_length": 8, "use_vllm": True, "reward_weights": [1.0],
+        "num_generations_eval": 2, "async_rollouts": True, "loss_type": "grpo", "router_replay": True, "algorithm": "dapo",
+    }.items():  # fmt: skip
+        with pytest.raises(ConfigError, match=f"^{name} has no effect in supervised fine-tuning"):
+            sft_config(output_dir=str(tmp_path), **{name: value})
+    with pytest.raises(ConfigError, match="min_p, top_k have no effect"):
+        sft_config(output_dir=str(tmp_path), top_k=3, min_p=0.1)
     with pytest.raises(ConfigError, match=r"covey.sft_config"):
         SFTTrainer("nowhere", GRPOConfig(output_dir=str(tmp_path)))
 

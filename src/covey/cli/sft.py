@@ -61,7 +61,7 @@ _DEFAULTS = {"learning_rate": "2e-05", "num_train_epochs": "1.0", "rollout_log_s
 def flags() -> tuple[Flag, ...]:
     from dataclasses import replace
 
-    named = {name for group in _GROUPS for name in options.GROUPS[group]} - _IDLE
+    named = {name for group in _GROUPS for name in options.GROUPS[group]} - _IDLE - options.IDLE_WITHOUT_SAMPLING
     chosen = [flag for flag in config_flags(_COMMON) if flag.name in named]
     return (*_WHAT, *(replace(flag, default=_DEFAULTS.get(flag.name, flag.default)) for flag in chosen))
 

@@ -62,6 +62,13 @@ ALGORITHM_OPTIONS = (
 )
 """Options that compose an algorithm; they cannot be combined with `algorithm`."""
 
+IDLE_WITHOUT_SAMPLING = frozenset(
+    name
+    for group in ("sampling", "vLLM", "loss", "reference model", "rewards", "sampler and learner")
+    for name in GROUPS[group]
+) - {"curriculum", "metrics_by"} | {"num_generations", "num_generations_eval", "router_replay"}
+"""Options that change nothing where completions come from the data set."""
+
 
 def defaults_of(config_class: Any) -> dict[str, Any]:
     """Default of each field of a dataclass, factories called."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from covey.config import GRPOConfig
 from covey.config.alerts import ALERT_RULES
+from covey.config.options import IDLE_WITHOUT_SAMPLING
 from covey.data.checks import row_at
 from covey.data.examples import encode_example, load_examples
 from covey.data.prompts import to_prompt
@@ -35,9 +36,10 @@ Encode = Callable[[Prompt], Completion]
 
 def sft_config(**options: Any) -> GRPOConfig:
     """A GRPOConfig for `SFTTrainer`: no groups, no sampling, a learning rate of 2e-5. Takes GRPOConfig's options."""
-    for name in ("algorithm", "num_generations", "temperature"):
-        if name in options:
-            raise ConfigError(f"{name} has no effect in supervised fine-tuning; leave it out.")
+    idle = sorted(IDLE_WITHOUT_SAMPLING & options.keys())
+    if idle:
+        are = "have" if len(idle) > 1 else "has"
+        raise ConfigError(f"{', '.join(idle)} {are} no effect in supervised fine-tuning; leave out what is idle.")
     chosen = {**DEFAULTS, **options}
     chosen["alert_actions"] = {
         **{rule: "off" for rule in ALERT_RULES if rule not in _WATCHED},
