@@ -126,6 +126,11 @@ def test_texts_that_look_like_parts_of_a_call_lists_and_objects_are_read_back(na
         ("2", {"const": 2}, 2),
         ("2", {}, "2"),
         ("2", None, "2"),
+        ("2", {"enum": ["2", 3]}, "2"),
+        ("2", {"type": None}, "2"),
+        ("2", {"type": "integer", "enum": None, "anyOf": None}, 2),
+        ("2", {"enum": 2}, "2"),
+        ("2", True, "2"),
     ],
 )
 def test_text_becomes_a_value_of_the_types_that_a_schema_admits(text, schema, value):

@@ -3,7 +3,7 @@
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -256,7 +256,7 @@ def as_mapping(arguments: Any) -> Any:
 
 def typed_argument(value: Any, schema: Mapping[str, Any] | None) -> Any:
     """Text as a JSON value of a type that the schema admits besides text; anything else as it is."""
-    if not isinstance(value, str) or schema is None:
+    if not isinstance(value, str) or not isinstance(schema, Mapping) or value in _listed(schema, "enum"):
         return value
     kinds, read = _kinds(schema), literal(value)
     is_admitted = any(type(read) in _TYPES.get(kind, ()) for kind in kinds)
@@ -277,15 +277,23 @@ def _kinds(schema: Any) -> set[str]:
     """JSON's types that a schema admits, of its alternatives and listed values too; empty where it says none."""
     if not isinstance(schema, Mapping):
         return set()
-    names, kinds = schema.get("type", ()), set[str]()
-    kinds |= {names} if isinstance(names, str) else {name for name in names if isinstance(name, str)}
+    names, kinds = schema.get("type"), set[str]()
+    kinds |= {
+        name for name in ([names] if isinstance(names, str) else _listed(schema, "type")) if isinstance(name, str)
+    }
     for key in ("anyOf", "oneOf", "allOf"):
-        kinds |= {kind for part in schema.get(key) or () for kind in _kinds(part)}
-    values = schema.get("enum") or ([schema["const"]] if "const" in schema else ())
+        kinds |= {kind for part in _listed(schema, key) for kind in _kinds(part)}
+    values = _listed(schema, "enum") or ([schema["const"]] if "const" in schema else ())
     if not kinds:
         kinds = {kind for kind, types in _TYPES.items() for value in values if type(value) in types}
         kinds |= {"string"} if any(isinstance(value, str) for value in values) else set()
     return kinds
+
+
+def _listed(schema: Mapping[str, Any], key: str) -> Sequence[Any]:
+    """The list under a key of a schema; empty where there is none."""
+    values = schema.get(key)
+    return values if isinstance(values, list | tuple) else ()
 
 
 def literal(text: str) -> Any:
