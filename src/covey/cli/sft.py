@@ -31,18 +31,12 @@ _WHAT = (
 )  # fmt: skip
 _CLI_FLAGS = frozenset(flag.name for flag in _WHAT)
 _GROUPS = (
-    "model",
-    "data",
-    "steps and batches",
-    "optimizer",
-    "numbers gone bad",
-    "evaluation",
-    "output",
+    "model", "data", "steps and batches", "optimizer", "numbers gone bad", "evaluation", "output",
     "memory, precision and devices",
-)
+)  # fmt: skip
 _IDLE = frozenset(
     {
-        "num_generations", "num_generations_eval", "generation_batch_size", "steps_per_generation", "num_iterations", "log_completions",
+        "generation_batch_size", "steps_per_generation", "num_iterations", "log_completions",
         "num_completions_to_print", "log_unique_prompts", "remove_unused_columns", "target_kl",
     }
 )  # fmt: skip

@@ -21,14 +21,9 @@ _STATE = "a checkpoint holds whole weights and split optimizer state, whichever 
 _TUNING = "it is a setting of DeepSpeed's own buffers"
 
 _READ = (
-    "version",
-    "reshard_after_forward",
-    "auto_wrap_policy",
-    "transformer_layer_cls_to_wrap",
-    "activation_checkpointing",
-    "offload_params",
-    "cpu_offload",
-)
+    "version", "reshard_after_forward", "auto_wrap_policy", "transformer_layer_cls_to_wrap",
+    "activation_checkpointing", "offload_params", "cpu_offload",
+)  # fmt: skip
 _INERT: Mapping[str, str] = {
     "cpu_ram_efficient_loading": _READS,
     "state_dict_type": _STATE,

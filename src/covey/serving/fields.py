@@ -31,14 +31,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Parameters that Covey does not honour, and the values that ask for nothing."""
 WITHOUT_EFFECT = (
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
+    "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "prompt_cache_options",
-)
+)  # fmt: skip
 """Accepted: no answer depends on them."""
 _warned: set[str] = set()
 _LARGEST, _LARGEST_NUMBER = 2**63 - 1, 1e300

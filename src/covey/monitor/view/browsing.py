@@ -17,34 +17,18 @@ from covey.monitor.view.token_text import pieces, tokenizer_file
 from covey.runs.previews import FOLDERS
 
 _PLAIN = (
-    "step",
-    "group",
-    "size",
-    "reward",
-    "lowest",
-    "highest",
-    "spread",
-    "advantage",
-    "length",
-    "truncated",
+    "step", "group", "size", "reward", "lowest", "highest", "spread", "advantage", "length", "truncated",
     "change",
-)
+)  # fmt: skip
 _SECONDS = (0.06, 0.25)
 """Seconds that a request searches: briefly for a first answer, longer where the reader has one and waits for the rest."""
 _MOST_COMPLETIONS = 1024
 _MOST_MEDIA = 64
 _LONGEST_TEXT = 400_000
 _HEAD = (
-    "completion",
-    "finish",
-    "num_tokens",
-    "reward",
-    "advantage",
-    "version",
-    "source",
-    "completion_index",
+    "completion", "finish", "num_tokens", "reward", "advantage", "version", "source", "completion_index",
     "branch_of",
-)
+)  # fmt: skip
 
 
 def rows(

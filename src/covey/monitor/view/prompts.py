@@ -26,19 +26,9 @@ ORDERS: Mapping[str, tuple[str, bool]] = {
 _MOST_VISITS = 24
 _MOST_TEXTS = 20_000
 _COLUMNS = (
-    "uid",
-    "state",
-    "forgotten",
-    "visits",
-    "first_step",
-    "last_step",
-    "first",
-    "last",
-    "gain",
-    "best",
-    "swing",
+    "uid", "state", "forgotten", "visits", "first_step", "last_step", "first", "last", "gain", "best", "swing",
     "group",
-)
+)  # fmt: skip
 _VISIT = ["step", "group", "reward", "lowest", "highest"]
 
 

@@ -32,15 +32,9 @@ _POLITE_SECONDS = 0.15
 """Seconds after a request in which indexing yields half of the CPU time to requests."""
 _LONGEST_NAME = 200
 _SHOWN = (
-    "reward",
-    "eval_reward",
-    "frac_reward_zero_std",
-    "kl",
-    "entropy",
-    "completions/mean_length",
-    "loss",
+    "reward", "eval_reward", "frac_reward_zero_std", "kl", "entropy", "completions/mean_length", "loss",
     "step_time",
-)
+)  # fmt: skip
 
 
 class RunView:
