@@ -20,6 +20,7 @@ from covey.rollout import SamplingParams, choose_sampler
 from covey.rollout.agreement import plain_logprobs
 from covey.serving import AgentSampler
 from covey.serving.content import openai_messages
+from covey.serving.sessions import Sessions
 from kit import rest_nightly
 from modalities.agents import ending, png
 
@@ -142,6 +143,27 @@ def test_rows_media_alone_are_computed_once_for_the_group():
         torch.testing.assert_close(group.prompt.media.tensors, encoded.media.tensors)
         assert all(one.media is None for one in group.completions)
     compare(model, processor, groups)
+
+
+def test_a_conversation_has_its_images_in_memory_once(monkeypatch):
+    """Each call sends those of all turns; what was read of a call stays as it was read."""
+    model, processor = ending("qwen2_5_vl")
+    shown = lambda row, turn: [png(picture(2, seed=turn)), {"type": "text", "text": "?"}]
+    read, runs = [], []
+    record, settle = Sessions.record, AgentSampler._settle
+    monkeypatch.setattr(Sessions, "record", lambda self, call: (read.append(call), record(self, call)))
+    monkeypatch.setattr(AgentSampler, "_settle", lambda self, run: (runs.append(run), settle(self, run)))
+    groups = drawn(model, processor, shows(shown, 5), [row("qwen2_5_vl")], n=1)
+    ((*earlier, last),) = [run.session.calls for run in runs]
+    pixels = lambda call: call.group.prompt.media.tensors["pixel_values"]
+    place = pixels(last).untyped_storage().data_ptr()
+    assert {pixels(call).untyped_storage().data_ptr() for call in earlier} == {place}
+    assert [call.group.prompt.media.count for call in (*earlier, last)] == [1, 2, 3, 4, 5]
+    for call, before in zip((*earlier, last), read, strict=True):
+        torch.testing.assert_close(call.group.prompt.media.tensors, before.group.prompt.media.tensors, atol=0, rtol=0)
+    assert pixels(runs[0].session.calls[0]).untyped_storage().nbytes() > pixels(runs[0].session.calls[0]).nbytes
+    (prompt,) = [group.prompt for group in groups]
+    assert prompt.media.tensors["pixel_values"].untyped_storage().nbytes() == pixels(earlier[0]).nbytes
 
 
 def test_other_images_under_equal_tokens_are_other_episodes():

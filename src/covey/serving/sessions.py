@@ -8,13 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from covey.environments.thoughts import message_thoughts, without_thoughts
 from covey.rollout import SamplingParams
 from covey.serving.asking import APIRequest
 from covey.serving.engine import Call, PromptRequest
 from covey.serving.errors import APIError
 from covey.serving.turns import TurnReader
-from covey.types import Completion, Finish, Message, Prompt
+from covey.types import Completion, Finish, Media, Message, Prompt
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +102,34 @@ def _same(function: Mapping[str, Any], name: str, arguments: Any) -> bool:
     return function.get("name") == name and function.get("arguments") == arguments
 
 
+def _forgotten(messages: Sequence[Mapping[str, Any]], add_prompt: bool) -> list[int]:
+    raise RuntimeError("the messages of a request that is answered are not rendered again")
+
+
+def share_media(calls: list[Call], media: Media) -> None:
+    """Make the media of earlier calls views of `media`, where these begin with them.
+
+    A conversation sends all of its images and sounds each time; so they are in memory once.
+    """
+    equal = dict[Any, torch.Tensor]()  # by place in memory: the latest first, of which the earlier are views already
+    previews = {preview: preview for preview in media.previews}
+    for i, call in reversed([*enumerate(calls)]):
+        prompt = call.group.prompt
+        if prompt.media is None or not prompt.media.begins(media):
+            continue
+        tensors = dict(prompt.media.tensors)
+        for name, tensor in tensors.items():
+            whole, place = media.tensors.get(name, tensor), (name, tensor.data_ptr(), tensor.stride())
+            view = whole[tuple(map(slice, tensor.shape))] if whole.ndim == tensor.ndim else tensor
+            is_checked = place in equal and all(n <= m for n, m in zip(view.shape, equal[place].shape, strict=True))
+            if is_checked or (view.dtype == tensor.dtype and torch.equal(view, tensor)):
+                equal.setdefault(place, view)
+                tensors[name] = view
+        shown = tuple(previews.get(preview, preview) for preview in prompt.media.previews)
+        shared = replace(prompt.media, tensors=tensors, previews=shown)
+        calls[i] = replace(call, group=replace(call.group, prompt=replace(prompt, media=shared)))
+
+
 logger = logging.getLogger(__name__)
 
 
@@ -135,7 +165,8 @@ class Session:
         ]
         continuation = continued(prompt, answered, eos_ids, reader)
         if reader is not None:
-            self.rendered[continuation.token_ids] = (prompt.token_ids, reader)
+            lasting = replace(reader, render=_forgotten)  # that of the request holds its images
+            self.rendered[continuation.token_ids] = (prompt.token_ids, lasting)
         return continuation
 
     def read(self, prompt: Prompt) -> int:
@@ -216,4 +247,6 @@ class Sessions:
         with self._lock:
             session = self._open.get(call.session or "")
             if session is not None:
+                if call.group.prompt.media is not None:
+                    share_media(session.calls, call.group.prompt.media)
                 session.calls.append(call)

@@ -36,8 +36,10 @@ class Media:
         )
 
     def first(self, count: int) -> Media:
-        """The same for the first `count` tokens, where all of the media are."""
-        return replace(self, token_types={name: kinds[:count] for name, kinds in self.token_types.items()})
+        """The same for the first `count` tokens, where all of the media are; tensors that are parts of larger ones are copied."""
+        copied = lambda x: x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
+        kinds = {name: kinds[:count] for name, kinds in self.token_types.items()}
+        return replace(self, tensors={name: copied(x) for name, x in self.tensors.items()}, token_types=kinds)
 
     def over(self, before: Sequence[int], now: Sequence[int]) -> Media:
         """The same for the tokens `now`, each of the type that it has among `before`, those of these media; else it is text."""
