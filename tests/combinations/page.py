@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 from combinations.pairs import ELSEWHERE, PAIRS, RAN, REAL, TRIPLES
-from covey.config.combinations import FEATURES, REFUSALS, refusal_of
+from covey.config.combinations import FEATURES, REFUSALS, VARIANTS, Refusal, refusal_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
 EQUAL = {
@@ -39,6 +40,12 @@ asks (`covey/config/combinations.py`). A test fails when they disagree.
 A run without any of these is one process, the native engine, synchronous, on text, with all weights trained. Ray as the place of the workers
 is tested by `make test-ray`.
 """
+NARROW = """## Refused within features
+
+These refusals need more than a pair, or a setting that is no feature. A word in italics is the run's own.
+
+| setting | |
+|---|---|"""
 
 
 def cell(one: str, other: str) -> str:
@@ -55,6 +62,19 @@ def cell(one: str, other: str) -> str:
     return "yes" if pair in RAN else "open"
 
 
+def is_narrow(refusal: Refusal) -> bool:
+    """True where more than a pair of features is refused."""
+    return len(refusal.terms) > 2 or not FEATURES.keys() >= {name for names in refusal.choices for name in names}
+
+
+def line(refusal: Refusal) -> str:
+    """The row of a refusal; the run's own words in italics."""
+    more = f", {refusal.at_once}" if refusal.at_once else ""
+    why = re.sub(r"\{(\w+)(!r)?\}", r"*\1*", refusal.why)
+    together = " + ".join(f"({term})" if " or " in term else term for term in refusal.terms)
+    return f"| {together}{more} | {why} |"
+
+
 def text() -> str:
     """The whole page."""
     names = list(FEATURES)
@@ -68,11 +88,11 @@ def text() -> str:
     counts = [cell(*pair) for pair in PAIRS]
     told = ", ".join(f"{counts.count(word)} {word}" for word in ("yes", "open", "real", "card", "no"))
     lines += ["", f"Of {len(PAIRS)} pairs: {told}.", "", "## Refused", "", "| together | the sentence |", "|---|---|"]
-    for refusal in REFUSALS:
-        together = " + ".join(name for name in names if name in refusal.features)
-        more = f", {refusal.at_once}" if refusal.at_once else ""
-        more += f", except with {', '.join(sorted(refusal.unless))}" if refusal.unless else ""
-        lines.append(f"| {together}{more} | {refusal.why} |")
+    lines += [line(refusal) for refusal in REFUSALS if not is_narrow(refusal)]
+    lines += ["", NARROW]
+    lines += [f"| {name} | {what} |" for name, what in VARIANTS.items()]
+    lines += ["", "| together | the sentence |", "|---|---|"]
+    lines += [line(refusal) for refusal in REFUSALS if is_narrow(refusal)]
     lines += ["", "## Triples", "", "| together | |", "|---|---|"]
     for triple in TRIPLES:
         found = refusal_of(triple)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from combinations.combined_run import moved, policy, run, seeing, trainer
-from combinations.pairs import ELSEWHERE, PAIRS, REAL, TRIPLES, case_of, num_processes, write_others
+from combinations.pairs import ELSEWHERE, PAIRS, REAL, TRIPLES, Room, case_of, num_processes, write_others
+from covey import GRPOConfig
 from covey.config.combinations import AXES, FEATURES, REFUSALS, expect_together, refusal_of
 from covey.errors import ConfigError, CoveyError
+from covey.training.agents import Agents
+from covey.training.build import ensemble_of
 from environments.acting import chat_tokenizer, tiny_llama
 from kit import tiny_tokenizer
 from modalities.acting_models import acting_model
@@ -61,12 +66,17 @@ def test_every_feature_is_in_a_pair_that_runs_or_has_a_reason():
     assert all(set(axis) <= FEATURES.keys() for axis in AXES)
 
 
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda one: named(sorted(one.features)))
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda one: named(one.terms))
 def test_a_refusal_is_one_sentence_that_says_what_to_do(refusal):
-    with pytest.raises(ConfigError) as raised:
-        expect_together(*refusal.features)
+    words = dict.fromkeys(re.findall(r"\{(\w+)", refusal.why), "a word of the run")
+    for features in product(*refusal.choices):
+        with pytest.raises(ConfigError) as raised:
+            expect_together(*features, **words)
+        for feature in features:  # without any one of them it runs
+            expect_together(*(name for name in features if name != feature), **words)
     assert str(raised.value).endswith(".")
-    assert "leave" in refusal.why or "load it here" in refusal.why
+    assert "{" not in str(raised.value)
+    assert re.search(r"\b(leave|load it here|use|take|set|give|start)\b", refusal.why, re.IGNORECASE)
 
 
 IN_ONE_PROCESS = [
@@ -85,6 +95,16 @@ def test_the_trainer_refuses_by_the_table(features, tmp_path):
     with ExitStack() as stack, pytest.raises(CoveyError) as raised:
         trainer(tmp_path, started(stack, features, tmp_path)).train()
     assert refusal.why in str(raised.value)
+
+
+def test_members_that_act_ahead_are_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
+    args = GRPOConfig(str(tmp_path), async_rollouts=True, report_to="none", use_cpu=True)
+    agents = Agents.of(None, Room, None)
+    assert ensemble_of(["a"], agents, args).members
+    monkeypatch.setattr(GRPOConfig, "world_size", 2)
+    with pytest.raises(ConfigError, match="members of an ensemble act on every process"):
+        ensemble_of(["a"], agents, args)
+    assert ensemble_of(None, agents, args) is None
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 import torch
 from media_prompts import ALL, EMBEDDED, GREEDY, generated, prompts, tiny_of
 
-from covey.errors import DataError, Unsupported
+from covey.errors import ConfigError, DataError, Unsupported
 from covey.learner import Policy
 from covey.learner.packing import Row
 from covey.models.modalities import banned_ids
@@ -40,7 +40,7 @@ def test_beams_over_several_images_of_a_prompt_are_refused():
     sampler = choose_sampler(model, processor.tokenizer, backend="generate", generate={"num_beams": 2})
     one, two, _ = prompts(processor, "llava")
     assert len(list(sampler.sample([one], 2, GREEDY))) == 1
-    with pytest.raises(DataError, match="prompt 0:1 has 2 images or sounds, .* leave num_beams out"):
+    with pytest.raises(ConfigError, match="prompt 0:1 has 2 images or sounds, .* leave num_beams out"):
         list(sampler.sample([two], 2, GREEDY))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,26 @@ FEATURES = {
     "average": "`ema_decay` or `soup_steps`",
 }
 """Features by name. None of them: one process, the native engine, synchronous, text, all weights trained."""
+VARIANTS = {
+    "CPU offload": "`fsdp_config` with `offload_params`, or `deepspeed` with an offload",
+    "fp16": "`fp16: true`",
+    "optimizer for whole tensors": "`optim` that is not known to work on parts of tensors, such as `adafactor`",
+    "paged optimizer": "`optim` of bitsandbytes that pages its state",
+    "optimizer object": "`optimizers=(...)` of the trainer",
+    "device_map": "`model_init_kwargs` with a `device_map` over several devices",
+    "mixture of experts": "a model that routes tokens to experts",
+    "router_replay": "`router_replay: R3`",
+    "tensor parallel": "`vllm_tensor_parallel_size` above 1",
+    "separate critic": "`alg.ppo(critic_model='separate')`",
+    "_calculate_rewards": "a trainer that overrides it",
+    "other tokenizer": "a teacher whose tokenizer is not the policy's",
+    "teaching adapter": "a teacher that is another adapter on the policy's base",
+    "LoRA on the output layer": "an adapter that holds the output layer",
+    "full-distribution KL": "a KL term over the whole vocabulary",
+    "several beams": "`generation_kwargs` with `num_beams`, and a prompt with several images or sounds",
+    "sampler's environment": "a sampler of your own with `environment`, outside of a trainer",
+}
+"""Settings within features, and kinds of models, that other features refuse."""
 AXES = (
     ("DDP", "FSDP2"),
     ("LoRA", "QLoRA"),
@@ -50,68 +70,151 @@ AXES = (
 class Refusal:
     """A combination that is refused."""
 
-    features: frozenset[str]
+    terms: tuple[str, ...]
+    """Features and variants; of "environment or agent", either."""
     why: str
-    """One sentence: the reason, and what to do instead."""
-    unless: frozenset[str] = frozenset()
-    """Features with any of which it runs all the same."""
+    """One sentence: the reason, and what to do instead. Words in braces are those of the run."""
     at_once: str = ""
     """A condition on an option, as the page writes it; empty: the features alone are refused."""
 
+    @property
+    def choices(self) -> list[list[str]]:
+        """The names of each term."""
+        return [term.split(" or ") for term in self.terms]
+
     def covers(self, features: Collection[str]) -> bool:
-        return self.features <= set(features) and not self.unless & set(features)
+        return all(set(names) & set(features) for names in self.choices)
 
 
-def _refusal(features: Iterable[str], why: str, unless: Iterable[str] = (), at_once: str = "") -> Refusal:
-    return Refusal(frozenset(features), why, frozenset(unless), at_once)
-
-
+_SEVERAL = "DDP or FSDP2"
 _UNSCORED = (
     "an agent's calls are recorded with their log-probabilities, which completions of transformers' generate do not have; leave those "
     "generation_kwargs out."
 )
 REFUSALS = (
-    _refusal(
+    Refusal(
         ("FSDP2", "rollout_func"),
         "rollout_func is handed a trainer whose model fsdp has split, which cannot generate; leave one of them out, or use tools or "
         "environment_factory.",
     ),
-    _refusal(("agent", "generate"), _UNSCORED),
-    _refusal(
+    Refusal(("agent", "generate"), _UNSCORED),
+    Refusal(
         ("media", "served teacher"),
         "A teacher at an endpoint reads token ids, not images or sounds; load it here (a folder or a hub id).",
     ),
-    _refusal(
+    Refusal(
         ("ensemble", "rollout_func"),
         "a rollout_func writes whole completions itself, with the trainer and its model, so another model has nothing to write them with; "
         "leave ensemble out, or use tools or environment_factory.",
     ),
-    _refusal(
+    Refusal(
         ("asynchronous", "rollout_func"),
         "rollout_func is handed the trainer, whose weights the learner changes while rollouts run ahead; leave async_rollouts out, or use "
         "tools or environment_factory.",
     ),
-    _refusal(
+    Refusal(
         ("asynchronous", "generate"),
         "generation_kwargs that only transformers' generate knows give no log-probabilities, so staleness could not be corrected; leave "
         "them out, or set max_staleness=0.",
         at_once="with staleness",
     ),
+    Refusal(
+        ("asynchronous", _SEVERAL, "environment or agent", "ensemble"),
+        "async_rollouts=True with environments or agents scores on the main process for all, and members of an ensemble act on every process; "
+        "start one learner process, or leave ensemble out.",
+    ),
+    Refusal(
+        ("asynchronous", _SEVERAL, "environment or agent", "_calculate_rewards"),
+        "async_rollouts=True with environments or agents scores on the main process for all, and a trainer's _calculate_rewards is "
+        "called by every process; start one learner process, or give reward_funcs instead.",
+    ),
+    Refusal(
+        ("context parallel", "separate critic"),
+        "parallelism_config has cp_size, and a separate critic computes whole rows on every process; take the critic as a head.",
+    ),
+    Refusal(
+        ("context parallel", "mixture of experts"),
+        "parallelism_config has cp_size, and {name} routes tokens to experts, which are counted over whole rows; leave it out.",
+    ),
+    Refusal(
+        ("FSDP2", "device_map"),
+        "device_map spreads the model over devices and fsdp over processes; leave one of them out.",
+    ),
+    Refusal(
+        ("FSDP2", "optimizer object"),
+        "fsdp replaces the parameters that the optimizer of optimizers=(...) was made for; leave it out, and set optim.",
+    ),
+    Refusal(
+        ("FSDP2", "optimizer for whole tensors"),
+        "optim={optim!r} cannot be honoured on a model that is split: it is not known to work on parts of tensors. Use one of {others}.",
+    ),
+    Refusal(
+        ("FSDP2", "CPU offload", "paged optimizer"),
+        "optim={optim!r} pages its state between device and host memory, and fsdp's offload keeps it in host memory; take an optimizer that "
+        "is not paged, or leave the offload out.",
+    ),
+    Refusal(
+        ("FSDP2", "fp16"),
+        "fp16=True cannot be honoured on a model that is split: its loss scale is kept by process; set bf16=True.",
+    ),
+    Refusal(
+        ("router_replay", "agent or rollout_func"),
+        "router_replay='R3' needs the experts of each token, which no {writer} gives; leave it out.",
+    ),
+    Refusal(
+        ("router_replay", "vLLM server or vLLM in process or transformers or generate"),
+        "router_replay='R3' needs the experts of each token, which Covey's own engine records and {writer} does not; leave one of them out.",
+    ),
+    Refusal(
+        ("vLLM in process", "tensor parallel", _SEVERAL),
+        "vllm_tensor_parallel_size={size} with {processes} processes: each has an engine on its own device, and the devices of others are "
+        "taken; leave it out, or start a server (vllm_mode='server').",
+    ),
+    Refusal(
+        ("generate", "sampler's environment"),
+        "generation_kwargs has {names}, which only transformers' generate knows, and it cannot call tools; leave one of them out.",
+    ),
+    Refusal(
+        ("media", "generate", "several beams"),
+        "prompt {uid} has {count} images or sounds, which transformers' generate would give to other beams than their own; leave num_beams "
+        "out of generation_kwargs.",
+    ),
+    Refusal(
+        ("QLoRA", "separate critic"),
+        "A separate critic trains all its weights, which quantized ones do not allow; use critic model='head'.",
+    ),
+    Refusal(
+        ("media", "teacher", "other tokenizer"),
+        "The teacher {name} has another tokenizer ({difference}), so it reads text alone, and the policy reads images or sound; give a "
+        "teacher with the policy's tokenizer.",
+    ),
+    Refusal(
+        ("LoRA on the output layer", "teaching adapter"),
+        "A teacher that is another adapter on the policy's base cannot be told apart with an adapter on the output layer; take that layer "
+        "out of the adapter.",
+    ),
+    Refusal(
+        ("LoRA on the output layer", "full-distribution KL"),
+        "The full-distribution KL cannot be measured with an adapter on the output layer; use k3.",
+    ),
 )
 
 
 def refusal_of(features: Collection[str]) -> Refusal | None:
-    """The refusal of a combination; None: it runs. Raises KeyError for an unknown feature."""
+    """The refusal of a combination; None: it runs. Raises KeyError for an unknown feature or variant."""
     for feature in features:
-        FEATURES[feature]
+        FEATURES[feature] if feature in FEATURES else VARIANTS[feature]
     return next((refusal for refusal in REFUSALS if refusal.covers(features)), None)
 
 
-def expect_together(*features: str | bool | None) -> None:
-    """Raise ConfigError for a combination that is refused; entries that are no names are skipped: `args.fsdp and "FSDP2"`."""
+def expect_together(*features: str | bool | None, **words: object) -> None:
+    """Raise ConfigError for a combination that is refused; entries that are no names are skipped: `args.fsdp and "FSDP2"`.
+
+    `words`: those of its sentence that only the run can say.
+    """
     refusal = refusal_of([feature for feature in features if isinstance(feature, str) and feature])
     if refusal is not None:
-        raise ConfigError(refusal.why)
+        raise ConfigError(refusal.why.format(**words))
 
 
 def features_of(args: Any) -> list[str]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from covey.config.combinations import expect_together
 from covey.errors import ConfigError, did_you_mean
 from covey.process.sharding import Sharding
 
@@ -101,21 +102,16 @@ def settle_sharding(config: Any) -> Sharding | None:
             "fsdp changes nothing here: there is one process, which holds the whole model; start several with torchrun."
         )
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # transformers would leave the weights of other ranks empty
-    if config.fp16:
-        raise ConfigError(
-            "fp16=True cannot be honoured on a model that is split: its loss scale is kept by process; set bf16=True."
-        )
     optimizer = str(getattr(config.optim, "value", config.optim))
-    if optimizer not in _OPTIMIZERS:
-        raise ConfigError(
-            f"optim={optimizer!r} cannot be honoured on a model that is split: it is not known to work on parts of tensors. Use one of "
-            f"{', '.join(_OPTIMIZERS)}."
-        )
-    if sharding.offloads and optimizer.startswith("paged_"):
-        raise ConfigError(
-            f"optim={optimizer!r} pages its state between device and host memory, and fsdp's offload keeps it in host memory; "
-            "take an optimizer that is not paged, or leave the offload out."
-        )
+    expect_together(
+        "FSDP2",
+        config.fp16 and "fp16",
+        optimizer not in _OPTIMIZERS and "optimizer for whole tensors",
+        sharding.offloads and "CPU offload",
+        optimizer.startswith("paged_") and "paged optimizer",
+        optim=optimizer,
+        others=", ".join(_OPTIMIZERS),
+    )
     return sharding
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.adapters import has_adapter
+from covey.config.combinations import expect_together
 from covey.errors import ConfigError
 from covey.kernels import learning
 from covey.learner.measured import Measured
@@ -129,9 +130,10 @@ def _decoder_copy(model: Any) -> nn.Module:
         adapted = copy.deepcopy(model)
         model = adapted.unload() if hasattr(adapted.base_model, "unload") else adapted.get_base_model()
     decoder = copy.deepcopy(model.get_decoder()) if hasattr(model, "get_decoder") else None
-    advice = "use critic model='head'."
     if not isinstance(decoder, nn.Module):
-        raise ConfigError(f"{type(model).__name__} has no decoder that a separate critic could copy; {advice}")
-    if not all(parameter.is_floating_point() for parameter in decoder.parameters()):
-        raise ConfigError(f"A separate critic trains all its weights, which quantized ones do not allow; {advice}")
+        raise ConfigError(
+            f"{type(model).__name__} has no decoder that a separate critic could copy; use critic model='head'."
+        )
+    is_quantized = not all(parameter.is_floating_point() for parameter in decoder.parameters())
+    expect_together("separate critic", is_quantized and "QLoRA")
     return decoder

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from covey.errors import ConfigError
+from covey.config.combinations import expect_together
 from covey.learner.measured import Measured
 from covey.learner.packing import Row
 from covey.learner.policy import DistanceTo, Policy
@@ -168,10 +168,8 @@ class AdapterCopy:
     def against(self, distance: Callable[[Tensor, Tensor], Tensor]) -> DistanceTo | None:
         """The head is shared with the policy, so an adapter on it cannot be told apart: ConfigError."""
         head = self.policy.output_layer()
-        if any(parameter.requires_grad for parameter in head.parameters()):
-            raise ConfigError(
-                "The full-distribution KL cannot be measured with an adapter on the output layer; use k3."
-            )
+        is_adapted = any(parameter.requires_grad for parameter in head.parameters())
+        expect_together("full-distribution KL", is_adapted and "LoRA on the output layer")
         return DistanceTo(self.policy, distance, self.swapped)
 
     @torch.no_grad()

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from covey.algorithms import TeacherRole
+from covey.config.combinations import expect_together
 from covey.data import vocabulary_size
 from covey.data.hints import with_hint
 from covey.data.prompts import encode_chat
@@ -51,11 +52,8 @@ class Tokenizers:
                 f"The teacher {name} has another vocabulary: {difference}, so their distributions cannot be compared; give a teacher with "
                 "the policy's tokenizer, or learn from log-probabilities of its text alone (mopd, iw_opd, rlsd, sdar, sdpo)."
             )
-        if self.reads_media:
-            raise ConfigError(
-                f"The teacher {name} has another tokenizer ({difference}), so it reads text alone, and the policy reads images or sound; give a "
-                "teacher with the policy's tokenizer."
-            )
+        words: dict[str, object] = {"name": name, "difference": difference}
+        expect_together("teacher", "other tokenizer", self.reads_media and "media", **words)
         several = isinstance(self.role.teacher, (Mapping, list, tuple)) and self.role.by is None
         if several:
             raise ConfigError(

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.config.combinations import expect_together
 from covey.data import num_embeddings
-from covey.errors import ConfigError, DataError
+from covey.errors import ConfigError
 from covey.models import evaluating, unwrapped
 from covey.models.modalities import banned_ids, media_inputs, refuse_loose_places
 from covey.rollout.autocast import SamplerPrecision, expect_precision, in_precision
@@ -50,11 +51,8 @@ class GenerateSampler:
                     f"generation_kwargs has {name!r}, which cannot be handed to generate: num_generations counts completions and "
                     "max_completion_length their tokens; leave it out."
                 )
-        if environment is not None:
-            raise ConfigError(
-                f"generation_kwargs has {', '.join(map(repr, generate))}, which only transformers' generate knows, and it cannot call "
-                "tools; leave one of them out."
-            )
+        names = ", ".join(map(repr, generate))
+        expect_together("generate", environment is not None and "sampler's environment", names=names)
         self.tokenizer, self.options = tokenizer, dict(generate)
         eos_option = self.options.pop("eos_token_id", None)
         eos_ids = (
@@ -75,11 +73,9 @@ class GenerateSampler:
         encoded = as_prompts(prompts, self.tokenizer, context, num_embeddings(self.model), n)
         refuse_loose_places(encoded, self.banned)
         for prompt in encoded:
-            if self.options.get("num_beams", 1) > 1 and prompt.media is not None and prompt.media.count > 1:
-                raise DataError(
-                    f"prompt {prompt.uid} has {prompt.media.count} images or sounds, which transformers' generate would give to other beams "
-                    "than their own; leave num_beams out of generation_kwargs."
-                )
+            count = 0 if prompt.media is None else prompt.media.count
+            searches = count > 1 and self.options.get("num_beams", 1) > 1
+            expect_together("generate", "media", searches and "several beams", uid=prompt.uid, count=count)
         return self._groups(encoded, n, params, fresh_seed(params))
 
     def _groups(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, seed: int) -> Iterator[Group]:

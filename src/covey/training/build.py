@@ -149,21 +149,8 @@ def build_sampler(
     """
     args, shards = inputs.args, policy.shards
     name_idle_options(inputs.agents, args)
-    if (
-        args.async_rollouts
-        and inputs.agents.reads_rows
-        and inputs.world.size > 1
-        and inputs.scorer.replaced is not None
-    ):
-        raise ConfigError(
-            "async_rollouts=True with an environment or an agent scores on the main process for all, and _calculate_rewards of a "
-            "trainer's own is called by every process; start one learner process, or give reward_funcs instead."
-        )
-    if args.async_rollouts and inputs.agents.reads_rows and inputs.world.size > 1 and inputs.ensemble is not None:
-        raise ConfigError(
-            "async_rollouts=True with an environment or an agent scores on the main process for all, and the members of an ensemble act "
-            "on every process; start one learner process, or leave ensemble out."
-        )
+    is_replaced = inputs.scorer.replaced is not None
+    expect_together(*features_of(args), *inputs.agents.features, is_replaced and "_calculate_rewards")
     if args.async_rollouts:
         ahead = sampler_ahead(
             args,
@@ -314,8 +301,9 @@ def build_supply(
 
 def ensemble_of(ensemble: Any, agents: Agents, args: GRPOConfig) -> Ensemble | None:
     """The ensemble of a trainer's argument. Raises ConfigError for features of the run that do not go together."""
-    expect_together(*features_of(args), *agents.features)
-    return checked_ensemble(ensemble, args.num_generations, agents.features)
+    features = [*features_of(args), *agents.features]
+    expect_together(*features)
+    return checked_ensemble(ensemble, args.num_generations, features)
 
 
 def build_stages(

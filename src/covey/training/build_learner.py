@@ -84,8 +84,8 @@ def networks_of(
         whole = build_reference(algorithm, policy, frozen=frozen)
         return Networks(policy, whole, build_critic(algorithm, policy), max_tokens)
     devices = set(getattr(policy.model, "hf_device_map", {}).values())
-    if len(devices) > 1 or (devices and not getattr(policy.model, "is_quantized", False)):  # quantizing sets one device
-        raise ConfigError("device_map spreads the model over devices and fsdp over processes; leave one of them out.")
+    is_quantized = getattr(policy.model, "is_quantized", False)  # which sets one device
+    expect_together("FSDP2", (len(devices) > 1 or (bool(devices) and not is_quantized)) and "device_map")
 
     def shard(module: nn.Module, keeps_whole: bool = False) -> Shards:
         with learning(module):  # chooses its kernels, once and for all, while the weights are whole
@@ -113,10 +113,7 @@ def text_layers(model: Any) -> tuple[str, ...]:
 
 def refuse_unsplit(optimizer: Any, rollout_func: Any) -> None:
     """Raise ConfigError for what would hold the unsharded parameters of a sharded model, or measures it before each step."""
-    if optimizer is not None:
-        raise ConfigError(
-            "fsdp replaces the parameters that the optimizer of optimizers=(...) was made for; leave it out, and set optim."
-        )
+    expect_together("FSDP2", optimizer is not None and "optimizer object")
     expect_together("FSDP2", rollout_func is not None and "rollout_func")
 
 
@@ -178,17 +175,12 @@ def learner_world(inputs: RunInputs) -> World:
 
 def refuse_in_context(inputs: RunInputs) -> None:
     """Raise ConfigError for what computes whole rows, or counts the tokens of one, where processes share out the tokens."""
-    algorithm, name = inputs.algorithm, type(unwrapped(inputs.model)).__name__
-    if getattr(algorithm.critic, "model", None) == "separate":
-        raise ConfigError(
-            "parallelism_config has cp_size, and a separate critic computes whole rows on every process; take the critic as a head."
-        )
-    if (getattr(unwrapped(inputs.model), "_can_record_outputs", None) or {}).get("router_logits") and _routes(
-        inputs.model
-    ):
-        raise ConfigError(
-            f"parallelism_config has cp_size, and {name} routes tokens to experts, which are counted over whole rows; leave it out."
-        )
+    model = unwrapped(inputs.model)
+    is_separate = getattr(inputs.algorithm.critic, "model", None) == "separate"
+    has_routers = bool((getattr(model, "_can_record_outputs", None) or {}).get("router_logits"))
+    expect_together("context parallel", is_separate and "separate critic")
+    has_experts = has_routers and _routes(inputs.model)
+    expect_together("context parallel", has_experts and "mixture of experts", name=type(model).__name__)
 
 
 def build_policy(inputs: RunInputs) -> Policy:
@@ -208,11 +200,8 @@ def build_policy(inputs: RunInputs) -> Policy:
         replays_experts=args.router_replay is not None,
     )
     if args.router_replay:
-        writer = next((name for name in inputs.agents.features if name in ("agent", "rollout_func")), None)
-        if writer:
-            raise ConfigError(
-                f"router_replay='R3' needs the experts of each token, which no {writer} gives; leave it out."
-            )
+        features = inputs.agents.features
+        expect_together("router_replay", *features, writer=features[0] if features else "")
         expect_replay(policy)
     if args.cast_lm_head_to_fp32:
         policy.expect_float32_head()

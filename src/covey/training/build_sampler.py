@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from covey.config import GRPOConfig
-from covey.config.combinations import expect_together, features_of
+from covey.config.combinations import FEATURES, expect_together, features_of
 from covey.errors import ConfigError, did_you_mean
 from covey.process.sharding import Shards
 from covey.process.world import World
@@ -136,12 +136,9 @@ def sampler_options(
 
 def _refuse_replay(args: GRPOConfig, others: Mapping[str, Any]) -> None:
     """Raise ConfigError where nothing records the experts that wrote a completion, or the learner cannot replay them."""
-    if args.rollout_backend in ("vllm", "transformers") or others:
-        writer = "transformers' generate" if others else args.rollout_backend
-        raise ConfigError(
-            f"router_replay='R3' needs the experts of each token, which Covey's own engine records and {writer} does not; leave one of "
-            "them out."
-        )
+    writer = "transformers' generate" if others else args.rollout_backend
+    sampler = "vLLM in process" if writer == "vllm" else "generate" if others else writer
+    expect_together("router_replay", sampler in FEATURES and sampler, writer=writer)
 
 
 def _dtype(args: GRPOConfig, world: World) -> str:

@@ -7,8 +7,8 @@ import torch
 
 from covey.adapters import adapter_options, has_adapter, refuse_second_adapter, with_adapter
 from covey.config import GRPOConfig
+from covey.config.combinations import expect_together, features_of
 from covey.data import eos_ids, prepare_tokenizer
-from covey.errors import ConfigError
 from covey.learner.preparation import prepare_for_training
 from covey.models import config_of, disable_dropout, load_model, load_tokenizer, reads_media, refuse_quantized
 from covey.models.modalities import load_processing
@@ -47,11 +47,9 @@ def expect_engine(
     if args.rollout_backend != "vllm":
         return None
     if args.vllm_mode == "colocate":
-        if args.world_size > 1 and args.vllm_tensor_parallel_size > 1:
-            raise ConfigError(
-                f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} with {args.world_size} processes: each has an engine on its "
-                "own device, and the devices of others are taken; leave it out, or start a server (vllm_mode='server')."
-            )
+        size = args.vllm_tensor_parallel_size
+        words: dict[str, object] = {"size": size, "processes": args.world_size}
+        expect_together(*features_of(args), size > 1 and "tensor parallel", **words)
         expect_vllm()
         return None
     address = Address.of(args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port)

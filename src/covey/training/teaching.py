@@ -122,11 +122,8 @@ class Maker:
         return self._made(weights, needs_hint=True, following=following)
 
     def _expect_plain_head(self) -> None:
-        if any(parameter.requires_grad for parameter in self.policy.output_layer().parameters()):
-            raise ConfigError(
-                "A teacher that is another adapter on the policy's base cannot be told apart with an adapter on the output layer; "
-                "take that layer out of the adapter."
-            )
+        is_adapted = any(parameter.requires_grad for parameter in self.policy.output_layer().parameters())
+        expect_together("teaching adapter", is_adapted and "LoRA on the output layer")
 
     def of_model(self, source: Any) -> Teacher:
         """Another model, loaded here. Raises ConfigError for another vocabulary, ModelError where it cannot be loaded."""
