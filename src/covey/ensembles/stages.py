@@ -23,7 +23,7 @@ from covey.types import Completion, Group, Metric, Position, Stages
 def checked_ensemble(ensemble: Any, num_generations: int, features: Sequence[str]) -> Ensemble | None:
     """The ensemble of a trainer's argument, an ensemble or its members. Raises ConfigError for one that could not act.
 
-    `features`: those of the run beside it, such as tools.
+    `features`: the others of the run, such as tools.
     """
     made = Ensemble.of(ensemble)
     if made is None:
