@@ -11,7 +11,7 @@ from kit import http_server
 
 @contextmanager
 def endpoint(reply):
-    """An OpenAI-compatible server on this machine; `reply(body)` gives text, or a status code."""
+    """An OpenAI-compatible server on this machine; `reply(body)` gives text, the fields of a message, or a status code."""
     asked = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -19,8 +19,9 @@ def endpoint(reply):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             asked.append(body)
             answer = reply(body)
-            is_text = isinstance(answer, str)
-            choice = {"message": {"content": answer}, "finish_reason": "stop"}
+            is_text = not isinstance(answer, int)
+            message = dict(answer) if isinstance(answer, dict) else {"content": answer}
+            choice = {"finish_reason": message.pop("finish_reason", "stop"), "message": message}
             data = json.dumps({"choices": [choice]} if is_text else {}).encode()
             self.send_response(200 if is_text else answer)
             self.send_header("Content-Length", str(len(data)))

@@ -14,6 +14,7 @@ from covey.ensembles.loading import load_writer
 from covey.ensembles.writers import Encoding
 from covey.errors import ConfigError, CoveyError
 from covey.rollout import SamplingParams
+from covey.types import Prompt
 from kit import prompt, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -171,6 +172,48 @@ def test_an_endpoint_rescues(tmp_path):
 
     written = pq.read_table(tmp_path / "rollouts" / "step-000001.parquet").to_pylist()
     assert sorted(row["source"] for row in written) == ["big", "big", *["policy"] * 4]
+
+
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n"
+    "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+OPENED = THINKING.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+
+
+def written_by_endpoint(message: dict, template: str | None, limit: int = 60) -> tuple:
+    """The completion of an endpoint's message, the text of its tokens, and the number of requests."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template or tokenizer.chat_template
+    messages = ({"role": "user", "content": "2 + 2 ="},)
+    ids = tuple(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)["input_ids"])
+    row = Prompt(uid="0", token_ids=ids, messages=messages)
+    form = Encoding.of(tiny_model(), tokenizer, (tokenizer.eos_token_id,))
+    with endpoint(lambda body: message) as (url, asked):
+        writer = load_writer(Member(url, served_model_name="big"), "big", CPU, form)
+        ((completion,),) = [group.completions for group in writer.write([row], SamplingParams(max_tokens=limit))]
+    return completion, tokenizer.decode(completion.token_ids, skip_special_tokens=True), len(asked)
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+@pytest.mark.parametrize(
+    ("message", "template", "text"),
+    [
+        ({"content": "\n\n4"}, THINKING, "<think>\nTwo and two.\n</think>\n\n4"),
+        ({"content": "4"}, OPENED, "Two and two.\n</think>\n\n4"),
+        ({"content": "<think>Two and two.</think>4"}, THINKING, "<think>Two and two.</think>4"),
+        ({"content": None, "finish_reason": "length"}, THINKING, "<think>\nTwo and two."),
+        ({"content": "4"}, None, "4"),
+    ],
+)
+def test_an_endpoints_thoughts_are_written_once_as_the_policys_template_writes_them(
+    message, template, text, field, caplog
+):
+    completion, decoded, requests = written_by_endpoint({**message, field: "Two and two.\n"}, template)
+    assert (completion.text, decoded, requests) == (text, text, 1)
+    assert completion.finish == message.get("finish_reason", "stop")
+    note = "Ensemble member big answers with thoughts apart, for which the policy's prompts"
+    assert (note in caplog.text) == (template is None)
 
 
 @pytest.mark.parametrize("fault", ["slow down", "no key"])

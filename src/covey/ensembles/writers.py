@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,8 @@ from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.chat_endpoint import Endpoint, Reply, all_of
 from covey.rollout import Sampler, SamplingParams, close_sampler
 from covey.types import Completion, Finish, Group, Prompt
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,21 @@ class Encoding:
             ids.append(self.eos_ids[0])
         is_encodable = self.num_embeddings is None or max(ids) < self.num_embeddings
         return ids if is_encodable and len(ids) <= limit else None
+
+    def with_thoughts(self, prompt: Prompt, thoughts: str, text: str) -> str | None:
+        """A turn behind the prompt with thoughts before its text, as the chat template writes them. None where it does not."""
+        thoughts, text = thoughts.strip(), text.strip()
+        fields = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), thoughts)
+        turn = {"role": "assistant", "content": text, **fields}
+        try:
+            whole = str(self.tokenizer.apply_chat_template([*(prompt.messages or ()), turn], tokenize=False))
+        except Exception:  # noqa: BLE001 - a template is a program and may raise anything
+            return None
+        before = self.tokenizer.decode(list(prompt.token_ids), clean_up_tokenization_spaces=False)
+        head, word, rest = whole.removeprefix(before).partition(thoughts)
+        if not whole.startswith(before) or not word or thoughts in rest or text not in rest:
+            return None
+        return head + word + rest[: rest.rfind(text) + len(text) if text else 0]
 
 
 @dataclass(eq=False)
@@ -114,6 +132,7 @@ class EndpointWriter:
     """None: its completions have text and no tokens."""
     check_stop: Callable[[], None] = field(default=lambda: None)
     """Called while requests are pending; an exception ends the waiting."""
+    has_noted_thoughts: bool = field(default=False, init=False)
 
     def write(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Group]:
         """As `LocalWriter.write`. Raises ConfigError where the endpoint refuses for good: a wrong key, model or address."""
@@ -122,7 +141,7 @@ class EndpointWriter:
             replies = iter(all_of(work, self.check_stop))
         except RewardError as error:
             raise ConfigError(f"Ensemble member {self.name}: {error}") from error
-        made = [[self._completion(next(replies), params) for _ in range(self.samples)] for _ in prompts]
+        made = [[self._completion(prompt, next(replies), params) for _ in range(self.samples)] for prompt in prompts]
         return [
             Group(prompt=prompt, completions=tuple(completion for completion in row if completion is not None))
             for prompt, row in zip(prompts, made, strict=True)
@@ -141,16 +160,33 @@ class EndpointWriter:
         except (TimeoutError, ConnectionError):
             return None
 
-    def _completion(self, reply: Reply | None, params: SamplingParams) -> Completion | None:
+    def _completion(self, prompt: Prompt, reply: Reply | None, params: SamplingParams) -> Completion | None:
         if reply is None:
             return None
         finish: Finish = "length" if reply.finish == "length" else "stop"
-        ids = [] if self.encoding is None else self.encoding(reply.text, finish, params.max_tokens)
-        if ids is None:
-            return None
-        return Completion(
-            token_ids=torch.tensor(ids, dtype=torch.int64), text=reply.text, finish=finish, source=self.name
-        )
+        text, ids = reply.text, list[int]()
+        if self.encoding is not None:
+            text = self._with_thoughts(self.encoding, prompt, reply)
+            if (encoded := self.encoding(text, finish, params.max_tokens)) is None:
+                return None
+            ids = encoded
+        return Completion(token_ids=torch.tensor(ids, dtype=torch.int64), text=text, finish=finish, source=self.name)
+
+    def _with_thoughts(self, encoding: Encoding, prompt: Prompt, reply: Reply) -> str:
+        """The reply as the policy would write it; the text alone, which is said once, where the policy has no form for thoughts."""
+        if not reply.thoughts.strip() or reply.thoughts.strip() in reply.text:
+            return reply.text
+        whole = encoding.with_thoughts(prompt, reply.thoughts, reply.text)
+        if whole is not None:
+            return whole
+        if not self.has_noted_thoughts:
+            self.has_noted_thoughts = True
+            logger.warning(
+                "Ensemble member %s answers with thoughts apart, for which the policy's prompts and chat template have no place; "
+                "its completions are the answers without them.",
+                self.name,
+            )
+        return reply.text
 
 
 def for_each_path(completion: Completion, change: Callable[[Completion], Completion]) -> Completion:

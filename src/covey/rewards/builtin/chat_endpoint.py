@@ -55,6 +55,8 @@ class Reply:
     """HTTP requests that it took; 0 for a remembered one."""
     finish: str = "stop"
     """The endpoint's `finish_reason`."""
+    thoughts: str = ""
+    """Thoughts of a reasoning model before `text`, where the endpoint returns them apart (`reasoning_content` or `reasoning`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,15 +196,17 @@ def _reply_of(body: bytes) -> Reply:
     try:
         reply = json.loads(body)
         choice = reply["choices"][0]
-        text, finish = choice["message"]["content"], str(choice.get("finish_reason") or "stop")
+        message, finish = choice["message"], str(choice.get("finish_reason") or "stop")
+        thoughts = next((message[name] for name in ("reasoning_content", "reasoning") if message.get(name)), "")
+        text = message["content"] if isinstance(message.get("content"), str) or not thoughts else ""
         usage = reply.get("usage") or {}
         num_prompt_tokens, written = (int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         shown = body[:80].decode(errors="replace")
         raise _PassingError(f"its reply is no chat completion ({shown!r})") from error
-    if not isinstance(text, str):
+    if not isinstance(text, str) or not isinstance(thoughts, str):
         raise _PassingError("its reply holds no text")
-    return Reply(text, num_prompt_tokens, written, finish=finish)
+    return Reply(text, num_prompt_tokens, written, finish=finish, thoughts=thoughts)
 
 
 def _retry_after(headers: Any) -> float:
