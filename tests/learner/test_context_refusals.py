@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from covey import GRPOConfig
@@ -12,7 +13,9 @@ from covey.errors import ConfigError
 from covey.learner import Policy
 from covey.learner.context_parallel import expect_shared_out
 from covey.process.context import ContextGroup
+from covey.process.sharding import Sharding
 from covey.process.world import World
+from covey.training.build import media_example
 from covey.training.build_learner import RunInputs, refuse_in_context
 from kit import tiny_model
 from modalities.media_prompts import prompts, tiny_of
@@ -80,3 +83,18 @@ def test_a_layer_with_a_state_is_refused():
     config = AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=1, vocab_size=64, state_size=4)
     with pytest.raises(ConfigError, match="layers with a state read the tokens of a row one after the other"):
         expect_shared_out(AutoModelForCausalLM.from_config(config), 2, set())
+
+
+def test_media_in_later_rows_alone_is_named_before_a_model_is_split(tmp_path, caplog):
+    model, processor = tiny_of("llava")
+    start = inputs(tmp_path, model, alg.grpo())
+    rows = Dataset.from_list([{"prompt": "hi", "image": None}] * 3)
+    run = replace(start, tokenizer=processor.tokenizer, processor=processor, train_dataset=rows, world=World(size=2))
+    run.args.context, run.args.sharding, run.args.max_completion_length = 2, Sharding(), 4
+    assert media_example(run) is None
+    assert "has the column image" in caplog.text
+    caplog.clear()
+    run.args.sharding = None  # tried at the first row with media
+    assert media_example(run) is None
+    assert media_example(replace(run, train_dataset=rows.remove_columns("image"))) is None
+    assert caplog.text == ""

@@ -1,5 +1,6 @@
 """Construction of the parts of a run: with `build_learner.py` the only reader of the whole configuration."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,6 +16,7 @@ from covey.config import GRPOConfig
 from covey.config.combinations import expect_together, features_of
 from covey.config.grpo_config import batch_arithmetic
 from covey.data import PromptStream, check_dataset, num_embeddings
+from covey.data.media import MEDIA_COLUMNS
 from covey.ensembles import Ensemble
 from covey.ensembles.stages import checked_ensemble, ensemble_stages, load_ensemble
 from covey.environments.branches import episode_stages
@@ -45,6 +47,8 @@ from covey.training.invariants import OnPolicyCheck, expect_served_policy
 from covey.training.parts import Parts
 from covey.training.session import Session, StopSignal
 from covey.types import Prompt, Stages
+
+logger = logging.getLogger(__name__)
 
 
 def build_scorer(
@@ -137,7 +141,15 @@ def media_example(inputs: RunInputs) -> Prompt | None:
     is_read = inputs.args.rollout_backend == "vllm" or learner_world(inputs).context > 1
     if not is_read or inputs.processor is None:
         return None
-    return build_prompts(inputs, inputs.train_dataset, shuffle=False).first_with_media()
+    example = build_prompts(inputs, inputs.train_dataset, shuffle=False).first_with_media()
+    columns = [name for name in getattr(inputs.train_dataset, "column_names", None) or () if name in MEDIA_COLUMNS]
+    if example is None and columns and inputs.args.sharding is not None and learner_world(inputs).context > 1:
+        logger.warning(
+            "train_dataset has the column %s, and its first rows have nothing there to try before fsdp splits the model: with cp_size, a "
+            "later row with media ends the run. Put such a row first.",
+            columns[0],
+        )
+    return example
 
 
 def build_sampler(
