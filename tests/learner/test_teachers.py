@@ -245,6 +245,8 @@ def divergence(policy, teacher):
     [
         ("rlsd, feedback=solution", {"solution": ["", " "]}, "has no text in the first 2 rows"),
         ("rlsd, feedback=solution", {"solution": [["a"], ["b"]]}, "'solution' holds list, no text"),
+        ("rlsd, feedback=best", {"image": ["a.png", None]}, "cannot be put into prompts with images"),
+        ("sdpo", {"audio": [None, "a.wav"]}, "cannot be put into prompts with images"),
         ("mopd, teacher={'math': 'a', 'code': 'b'}, by=domain", {"answer": ["4", "5"]}, "is no column of the data set"),
         ("mopd, teacher={'math': 'a', 'code': 'b'}, by=domain", {"domain": ["prose", "law"]}, "it holds law, prose"),
     ],

@@ -10,6 +10,8 @@ from covey.types import Completion, Group, Prompt
 OF_GROUP = ("best", "successful", "tool_result")
 """Feedback that comes from the completions, not from a column."""
 
+NO_MEDIA = "A teacher's feedback cannot be put into prompts with images, sounds or videos; leave `feedback` out."
+
 
 def hints_of(group: Group, feedback: str, threshold: float | None = None) -> list[str | None]:
     """The teacher's feedback on each completion: of the group, of its episode, of a column of a reward or of the data set."""
@@ -71,7 +73,9 @@ def _best_of(group: Group, threshold: float | None) -> list[str | None]:
 
 
 def with_hint(prompt: Prompt, hint: str, template: str, tokenizer: Any, options: Mapping[str, Any]) -> tuple[int, ...]:
-    """Token ids of the prompt with the hint appended to it, or to its last user message."""
+    """Token ids of the prompt with the hint appended to it, or to its last user message. Raises ConfigError for media."""
+    if prompt.media is not None:
+        raise ConfigError(NO_MEDIA)
     text = template.replace("{feedback}", hint)
     if prompt.messages is None:
         return tuple(tokenizer(text=f"{prompt.text or ''}{text}")["input_ids"])

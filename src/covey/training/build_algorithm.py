@@ -8,7 +8,8 @@ from covey.algorithms import Algorithm
 from covey.config import GRPOConfig
 from covey.config.options import ALGORITHM_OPTIONS
 from covey.data.checks import row_at
-from covey.data.hints import text_of_feedback
+from covey.data.hints import NO_MEDIA, text_of_feedback
+from covey.data.media import has_media
 from covey.data.together import columns_of, refuse_missing_languages
 from covey.errors import ConfigError, did_you_mean
 from covey.monitor import refuse_unknown_columns
@@ -124,6 +125,8 @@ def check_teacher(role: Any, dataset: Any) -> None:
         return
     count = min(LOOKED_AT, len(dataset)) if hasattr(dataset, "__len__") else 0
     rows = [row_at(dataset, index) for index in range(count)]
+    if role.feedback and any(has_media(row) for row in rows):
+        raise ConfigError(NO_MEDIA)
     if role.feedback in columns and rows:
         values = [row[role.feedback] for row in rows]
         if not any(text_of_feedback(value, role.feedback) for value in values):
