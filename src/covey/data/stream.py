@@ -137,14 +137,15 @@ class PromptStream:
 
     def state_dict(self) -> dict[str, Any]:
         """The exact position, as plain values that JSON can hold."""
+        fingerprint, other_columns = self._digests
         return {
             "order": self._order.state_dict(),
             "seed": self._seed,
             "shuffle": self._shuffle,
             "curriculum": self._curriculum,
             "dropped": self.num_dropped,
-            "fingerprint": self._fingerprint,
-            "other_columns": self._other_columns,
+            "fingerprint": fingerprint,
+            "other_columns": other_columns,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -156,12 +157,13 @@ class PromptStream:
                     f"The checkpoint drew its prompts with {name}={state.get(name, 'none')!r} and this run has {value!r}; resume with the same, "
                     "or start a new run from the checkpoint's model."
                 )
-        if state["fingerprint"] != self._fingerprint:
+        fingerprint, other_columns = self._digests
+        if state["fingerprint"] != fingerprint:
             raise DataError(
                 f"{self.name} is not the one of the checkpoint (other rows or columns), so its position means nothing; restore it, "
                 "or start a new run from the checkpoint's model."
             )
-        if state.get("other_columns", self._other_columns) != self._other_columns:
+        if state.get("other_columns", other_columns) != other_columns:
             logger.warning(
                 "%s has the prompts of the checkpoint, but not its other columns, such as answers or the weights of a mixture; "
                 "the run goes on with today's.",
@@ -213,34 +215,27 @@ class PromptStream:
                 self._prompt(f"0:{index}", row_at(self._dataset, index, self.name))
 
     @cached_property
-    def _fingerprint(self) -> str:
-        """A digest of the number of rows, the columns, and the prompts and media of up to 16 rows."""
-        rows = self.num_rows
-        if isinstance(self._dataset, LiveDataset):  # its rows and columns are still to come
-            return hashlib.sha256(self._dataset.name.encode()).hexdigest()[:16]
-        texts = [str(rows), str(sorted(getattr(self._dataset, "column_names", None) or []))]
-        for row in self._sixteen_rows():
+    def _digests(self) -> tuple[str, str | None]:
+        """Of up to 16 rows at equal distances: the prompts and media, with the number of rows and the columns; and the other columns.
+
+        No position depends on the other columns. Of a live source, whose rows are still to come: its name, and None.
+        """
+        if isinstance(self._dataset, LiveDataset):
+            return _digest(self._dataset.name), None
+        num_rows = self.num_rows or 0
+        texts = [str(self.num_rows), str(sorted(getattr(self._dataset, "column_names", None) or []))]
+        rest = []
+        for index in sorted({num_rows * part // 16 for part in range(16)} if num_rows else ()):
+            row = row_at(self._dataset, index, self.name)
             texts.append(str(row.get("prompt")))
             texts += [media_digest(row[name]) for name in MEDIA_COLUMNS if row.get(name) is not None]
-        return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+            rest.append({name: value for name, value in row.items() if name not in ("prompt", *MEDIA_COLUMNS)})
+        others = json.dumps(rest, default=lambda value: type(value).__name__, sort_keys=True)
+        return _digest("\0".join(texts)), _digest(others)
 
-    @cached_property
-    def _other_columns(self) -> str | None:
-        """A digest of the other columns of the same rows, which no position depends on; None of a live source."""
-        if isinstance(self._dataset, LiveDataset):
-            return None
-        rest = [
-            {name: value for name, value in row.items() if name not in ("prompt", *MEDIA_COLUMNS)}
-            for row in self._sixteen_rows()
-        ]
-        text = json.dumps(rest, default=lambda value: type(value).__name__, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def _sixteen_rows(self) -> list[Mapping[str, Any]]:
-        """Rows at equal distances; all of fewer."""
-        rows = self.num_rows or 0
-        indices = sorted({rows * part // 16 for part in range(16)} if rows else ())
-        return [row_at(self._dataset, index, self.name) for index in indices]
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def _most_tokens(value: Any) -> int:
