@@ -133,9 +133,9 @@ def plain_logprobs(model: Any, groups: Sequence[Group], precision: SamplerPrecis
     with evaluating(model), in_precision(model, precision):
         for group in groups:
             for completion in group.completions:
-                inputs = whole_inputs(model, completion.behind(group.prompt))
-                logits = model(**inputs).logits[0, len(group.prompt.token_ids) - 1 : -1]
-                if completion.behind(group.prompt).media is not None:
+                whole = completion.behind(group.prompt)
+                logits = model(**whole_inputs(model, whole)).logits[0, len(group.prompt.token_ids) - 1 : -1]
+                if whole.media is not None:
                     forget_positions(model)
                 logp = torch.log_softmax(logits.float().index_fill(-1, barred, -torch.inf), -1)
                 logprobs.append(logp.gather(-1, completion.token_ids.to(device)[:, None]).squeeze(-1).cpu())
