@@ -24,7 +24,7 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, torch.device
 
 @dataclass(frozen=True)
 class _Output:
-    """How a tensor of a result is made: an argument itself, a view of it, or a tensor of its own."""
+    """Recipe of a result's tensor: an argument itself, a view of it, or a tensor of its own."""
 
     source: int | None
     """Number of the tensor argument whose storage it has; None: its own."""

@@ -43,7 +43,7 @@ _NUMPY = (
     "numpy.random",
     "numpy.testing",
     "numpy.typing",
-)  # fmt: skip
+)
 _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _COVERED = {
     "files": ("namespaces", "landlock"),
