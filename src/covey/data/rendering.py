@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a message that hold thoughts, by the servers and templates of today."""
 _OPENS, _CLOSES = "\uf8f0", "\uf8f1"
 _PLACES = ("image_token", "boi_token", "audio_token", "video_token")
 _HIDDEN = re.compile(f"{_OPENS}([0-9]+){_CLOSES}")
@@ -65,7 +67,8 @@ def _as_object(arguments: Any) -> Any:
 
 
 def _as_json(arguments: Any) -> Any:
-    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
+    is_written = arguments is None or isinstance(arguments, str)
+    return arguments if is_written else json.dumps(arguments, ensure_ascii=False)
 
 
 def _objects_in(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

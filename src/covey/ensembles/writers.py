@@ -13,6 +13,7 @@ import torch
 
 from covey.data import num_embeddings
 from covey.data.prompts import encode_chat
+from covey.data.rendering import THOUGHT_FIELDS
 from covey.ensembles.member import Role
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.chat_endpoint import Endpoint, Reply, all_of
@@ -51,7 +52,7 @@ class Encoding:
     def with_thoughts(self, prompt: Prompt, thoughts: str, text: str) -> str | None:
         """A turn behind the prompt with thoughts before its text, as the chat template writes them. None where it does not."""
         thoughts, text = thoughts.strip(), text.strip()
-        fields = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), thoughts)
+        fields = dict.fromkeys(THOUGHT_FIELDS, thoughts)
         turn = {"role": "assistant", "content": text, **fields}
         try:
             whole = str(self.tokenizer.apply_chat_template([*(prompt.messages or ()), turn], tokenize=False))

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 NAME, KEYS, VALUES = "qxname", ("qxkeya", "qxkeyb"), ("qxvaluea", "qxvalueb")
@@ -252,6 +252,14 @@ def as_mapping(arguments: Any) -> Any:
         return json.loads(arguments)
     except ValueError:
         return arguments
+
+
+def typed_call(call: WrittenCall, schemas: Mapping[str, Any]) -> WrittenCall:
+    """The call with arguments that a template writes as text converted to the types of their `schemas`."""
+    if not isinstance(call.arguments, Mapping):
+        return call
+    typed = {name: typed_argument(value, schemas.get(name)) for name, value in call.arguments.items()}
+    return replace(call, arguments=typed)
 
 
 def typed_argument(value: Any, schema: Mapping[str, Any] | None) -> Any:

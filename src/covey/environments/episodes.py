@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from covey.environments.call_forms import WrittenCall, typed_argument
+from covey.environments.call_forms import WrittenCall, typed_call
 from covey.environments.calls import Request, ToolRunner
 from covey.environments.factory import Encode, EnvironmentPool, Reset
 from covey.environments.states import states_of
@@ -144,25 +144,13 @@ class Episodes:
         if episode.finish is not None:
             return []
         episode.turns += 1
-        return [self._typed(episode, call) for call in calls]
+        return [typed_call(call, tool.parameters) if (tool := episode.tools.get(call.name)) else call for call in calls]
 
     def _limit(self, episode: _Episode) -> Finish | None:
         if self.limits.turns is not None and episode.turns >= self.limits.turns:
             return "turns"
         is_late = self.limits.seconds is not None and time.monotonic() - episode.started > self.limits.seconds
         return "seconds" if is_late else None
-
-    def _typed(self, episode: _Episode, call: WrittenCall) -> WrittenCall:
-        """The call with arguments that a template writes as text converted to the schema's types."""
-        tool = episode.tools.get(call.name)
-        if tool is None or not isinstance(call.arguments, Mapping):
-            return call
-        return replace(
-            call,
-            arguments={
-                name: typed_argument(value, tool.parameters.get(name)) for name, value in call.arguments.items()
-            },
-        )
 
     def _answer(self, episode: _Episode, done: Sequence[ToolCall], calls: Sequence[WrittenCall]) -> list[int] | None:
         """Token ids of the answers and of the turn's beginning; None where the environment says that the episode is over."""

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from covey.data.rendering import THOUGHT_FIELDS
 from covey.environments.call_forms import WrittenCall, read_json
-from covey.environments.thoughts import FIELDS as THOUGHT_FIELDS
 from covey.types import Completion, Group, Message, Prompt
 
 _CHANNEL_MESSAGE = re.compile(

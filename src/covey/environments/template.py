@@ -121,7 +121,7 @@ class Template:
         """A turn's thoughts with their marks, and what follows. Thoughts without an end are no thoughts: a call may end them."""
         if self._form is read_channels or self.marks is None:
             return "", text
-        is_open = self.marks.are_open(self.tokenizer.decode(list(prefix)[-16:], skip_special_tokens=False))
+        is_open = self.marks.are_open(self.tokenizer, prefix)
         end = text.find(self.marks.closes) + len(self.marks.closes)
         if end < len(self.marks.closes) or not (is_open or text.lstrip().startswith(self.marks.opens)):
             return "", text

@@ -1,13 +1,13 @@
 """Thoughts of a reasoning model: the words that mark them in a turn, as its chat template writes them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from covey.data.rendering import THOUGHT_FIELDS
 from covey.environments.call_forms import last_word
 
-FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Fields of a message that hold thoughts, by the servers and templates of today."""
+T = TypeVar("T")
 _WORD = "qxthought"
 _PAIRS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """Marks that templates without such a field mention, as DeepSeek R1's does."""
@@ -25,15 +25,27 @@ class ThoughtMarks:
         """Thoughts of a turn's text, empty if it has none, and the rest. `is_open`: the prompt opened them."""
         return ThoughtStream(self, is_open).push(text, is_end=True)
 
-    def are_open(self, prompt: str) -> bool:
+    def are_open(self, tokenizer: Any, prompt_ids: Sequence[int]) -> bool:
         """True where a prompt ends with the word that opens thoughts."""
-        return prompt.rstrip().endswith(self.opens)
+        end = tokenizer.decode(list(prompt_ids[-16:]), skip_special_tokens=False)
+        return bool(end.rstrip().endswith(self.opens))
+
+
+_marks: dict[str, ThoughtMarks | None] = {}
+"""By chat template: every request with tools asks for them."""
 
 
 def thought_marks(tokenizer: Any) -> ThoughtMarks | None:
     """The marks of the thoughts in a tokenizer's chat template; None where it has none."""
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    if template not in _marks:
+        _marks[template] = _learn_marks(tokenizer, template)
+    return _marks[template]
+
+
+def _learn_marks(tokenizer: Any, template: str) -> ThoughtMarks | None:
     ask = {"role": "user", "content": "qxquestion"}
-    for field in FIELDS:
+    for field in THOUGHT_FIELDS:
         answer = {"role": "assistant", "content": "qxanswer", field: _WORD}
         try:
             text = str(tokenizer.apply_chat_template([ask, answer], tokenize=False))
@@ -43,18 +55,29 @@ def thought_marks(tokenizer: Any) -> ThoughtMarks | None:
         opens, closes = last_word(before), last_word(behind, first=True)
         if word and opens[:1] in ("<", "[") and closes[:1] in ("<", "["):
             return ThoughtMarks(opens, closes, field)
-    template = str(getattr(tokenizer, "chat_template", None) or "")
     return next((ThoughtMarks(*pair, None) for pair in _PAIRS if pair[1] in template), None)
 
 
 def message_thoughts(message: Mapping[str, Any]) -> str:
     """The thoughts of a message, in the first of the fields for them that has some."""
-    return str(next((message[name] for name in FIELDS if message.get(name)), ""))
+    return str(next((message[name] for name in THOUGHT_FIELDS if message.get(name)), ""))
 
 
 def without_thoughts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages without their fields for thoughts."""
-    return [{name: value for name, value in message.items() if name not in FIELDS} for message in messages]
+    return [{name: value for name, value in message.items() if name not in THOUGHT_FIELDS} for message in messages]
+
+
+def without_refused_thoughts(
+    read: Callable[[Sequence[Mapping[str, Any]]], T], messages: Sequence[Mapping[str, Any]], refusal: type[Exception]
+) -> T:
+    """`read(messages)`; without their thoughts where the template refuses these, as gpt-oss' does with a text and a call."""
+    try:
+        return read(messages)
+    except refusal:
+        if not any(map(message_thoughts, messages)):
+            raise
+        return read(without_thoughts(messages))
 
 
 class ThoughtStream:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from covey.data import num_embeddings
-from covey.environments.thoughts import ThoughtMarks, thought_marks
+from covey.environments.thoughts import thought_marks
 from covey.errors import CoveyError, did_you_mean
 from covey.models import context_limit, unwrapped
 from covey.models.modalities import banned_ids, refuse_loose_places
@@ -70,7 +70,6 @@ class Reader:
         self.samplers, self.limits = samplers, limits
         self.media = None if processor is None else MediaReader(processor)
         self.tokenizers = Tokenizers()
-        self._marks_by_template: dict[str, ThoughtMarks | None] = {}
 
     def chat(self, body: Any) -> APIRequest:
         """Request to /v1/chat/completions. Raises APIError."""
@@ -78,7 +77,7 @@ class Reader:
         name, sampler = self._model(fields)
         if not getattr(sampler.tokenizer, "chat_template", None):
             raise bad(f"The tokenizer of {name} has no chat template; use /v1/completions.", "messages")
-        marks = self._marks(sampler)
+        marks = thought_marks(sampler.tokenizer)  # tokenizes nothing
         media, items = self.media, dict[str, Any]()
         messages = messages_in(fields, None if marks is None else marks.field, media is not None)
         tools = tools_in(fields)
@@ -92,12 +91,12 @@ class Reader:
             if media is not None:
                 return list(media.prompt(messages, options, add_prompt, items).token_ids)
             with self.tokenizers.of(sampler, size) as tokenizer:
-                return rendered(tokenizer, messages, options, add_prompt, reader.template)
+                return rendered(tokenizer, messages, options, add_prompt)
 
         with self.tokenizers.of(sampler, size) as tokenizer:
             spoken = options if media is None else {**media.template, **options}
             reader = reader_of(tokenizer, sampler.eos_ids, spoken, render, marks, separates=separates)
-            prompt = chat_prompt(tokenizer if media is None else media, messages, options, add_prompt, reader, items)
+            prompt = chat_prompt(tokenizer if media is None else media, messages, options, add_prompt, items)
         logprobs, top = fields.flag("logprobs"), fields.whole("top_logprobs", None, 0, MOST_TOP)
         if top is not None and not logprobs:
             raise bad("top_logprobs needs logprobs: true.", "top_logprobs")
@@ -148,14 +147,6 @@ class Reader:
             raise bad("tokens must be a list of token ids.", "tokens")
         with self.tokenizers.of(sampler, len(ids)) as tokenizer:
             return {"prompt": tokenizer.decode(ids)}
-
-    def _marks(self, sampler: NativeSampler) -> ThoughtMarks | None:
-        """The marks of thoughts in the chat template."""
-        template = str(sampler.tokenizer.chat_template)
-        if template not in self._marks_by_template:
-            with self.tokenizers.of(sampler, 0) as tokenizer:
-                self._marks_by_template[template] = thought_marks(tokenizer)
-        return self._marks_by_template[template]
 
     def _model(self, fields: Fields) -> tuple[str, NativeSampler]:
         name = fields.text("model") or next(iter(self.samplers))

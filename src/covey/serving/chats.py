@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from covey.data import chat_ids
+from covey.data.rendering import THOUGHT_FIELDS
 from covey.environments import Template
 from covey.environments.messages import has_form
-from covey.environments.thoughts import FIELDS, ThoughtMarks, message_thoughts, without_thoughts
+from covey.environments.thoughts import ThoughtMarks, without_refused_thoughts
 from covey.errors import DataError, ModelError
 from covey.serving.content import MediaReader, content_of
 from covey.serving.errors import bad
@@ -38,7 +39,7 @@ def _message(raw: Any, place: str, field: str | None, reads_media: bool) -> dict
     if content is not None and not isinstance(content, str | list):
         raise bad(f"{place}.content must be a text, or a list of text parts.", place)
     message["content"] = content or ""
-    thoughts = [message.pop(name) for name in FIELDS if name in message]
+    thoughts = [message.pop(name) for name in THOUGHT_FIELDS if name in message]
     if not all(isinstance(text, str) for text in thoughts):
         raise bad(f"{place} has thoughts (reasoning_content) that are no text.", place)
     if field is not None and any(thoughts):
@@ -106,7 +107,6 @@ def chat_prompt(
     messages: list[dict[str, Any]],
     options: Mapping[str, Any],
     add_prompt: bool,
-    reader: TurnReader,
     items: dict[str, Any],
 ) -> Prompt:
     """The conversation through the chat template. Raises APIError where it refuses the messages.
@@ -123,32 +123,15 @@ def chat_prompt(
         except DataError as error:
             raise bad(str(error), "messages") from error
     try:
-        ids = rendered(tokenizer, messages, options, add_prompt, reader.template)
+        ids = rendered(tokenizer, messages, options, add_prompt)
     except Exception as error:
         raise bad(f"The model's chat template refuses these messages: {error}", "messages") from error
     return Prompt(uid="0", messages=tuple(messages), token_ids=tuple(ids), columns=columns)
 
 
 def rendered(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any],
-    add_prompt: bool,
-    template: Template | None,
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], add_prompt: bool
 ) -> list[int]:
-    """Token ids of messages; without their thoughts where the template refuses these, as gpt-oss' does with a text and a call."""
-    shown = [_as_text(message) for message in messages] if template and template.takes_text_arguments else messages
-    try:
-        return chat_ids(tokenizer, shown, add_generation_prompt=add_prompt, **options)
-    except Exception:
-        if not any(map(message_thoughts, shown)):
-            raise
-        return chat_ids(tokenizer, without_thoughts(shown), add_generation_prompt=add_prompt, **options)
-
-
-def _as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With the arguments of tool calls as JSON texts."""
-    if "tool_calls" not in message:
-        return message
-    text = lambda call: {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
-    return {**message, "tool_calls": [{**call, "function": text(call)} for call in message["tool_calls"]]}
+    """Token ids of messages."""
+    read = lambda shown: chat_ids(tokenizer, shown, add_generation_prompt=add_prompt, **options)
+    return without_refused_thoughts(read, messages, Exception)

@@ -10,7 +10,7 @@ from typing import Any
 
 from covey.data.media import SOUND, items_of, media_prompt, open_image, open_sound, open_video, with_items
 from covey.data.media.files import from_base64
-from covey.environments.thoughts import message_thoughts, without_thoughts
+from covey.environments.thoughts import without_refused_thoughts
 from covey.errors import DataError
 from covey.serving.errors import bad
 from covey.types import Message, Prompt
@@ -90,12 +90,7 @@ class MediaReader:
         how, sent = dict(options), [_changed(message, lambda part: _filled(part, items)) for message in messages]
         if not add_prompt or sent[-1]["role"] == "assistant":  # a message of the assistant is not gone on with here
             how |= {"add_generation_prompt": add_prompt, "continue_final_message": False}
-        try:
-            made = self._read(sent, how)
-        except DataError:
-            if not any(map(message_thoughts, sent)):
-                raise
-            made = self._read(without_thoughts(sent), how)
+        made = without_refused_thoughts(lambda shown: self._read(shown, how), sent, DataError)
         digests = {} if made.media is None else made.media.digests
         waiting = {kind: iter(of_kind) for kind, of_kind in digests.items()}
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from covey.environments import Template
-from covey.environments.call_forms import WrittenCall, typed_argument
+from covey.environments.call_forms import WrittenCall, typed_call
 from covey.environments.messages import message_in, without_specials
 from covey.environments.thoughts import ThoughtMarks, message_thoughts
 
@@ -61,8 +61,7 @@ class TurnReader:
 
     def are_open(self, prompt_ids: Sequence[int]) -> bool:
         """True where a prompt has opened the thoughts of its answer."""
-        end = self.tokenizer.decode(list(prompt_ids[-16:]), skip_special_tokens=False)
-        return self.marks is not None and self.marks.are_open(end)
+        return self.marks is not None and self.marks.are_open(self.tokenizer, prompt_ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of tokens, in which marks of thoughts stay where they are special tokens."""
@@ -107,16 +106,11 @@ class TurnReader:
         return replace(turn, calls=tuple(self._typed(call) for call in calls))
 
     def _typed(self, call: WrittenCall) -> WrittenCall:
-        """With arguments that a template writes as text converted to the types of the tool's schema."""
         tools = self.options.get("tools", ())
         schema: Mapping[str, Any] = next(
             (tool["function"] for tool in tools if tool["function"]["name"] == call.name), {}
         )
-        properties = (schema.get("parameters") or {}).get("properties", {})
-        if not isinstance(call.arguments, Mapping):
-            return call
-        typed = {name: typed_argument(value, properties.get(name)) for name, value in call.arguments.items()}
-        return replace(call, arguments=typed)
+        return typed_call(call, (schema.get("parameters") or {}).get("properties", {}))
 
 
 def final_text(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str]) -> tuple[str, str | None]:
