@@ -9,7 +9,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 from combinations.pairs import ELSEWHERE, PAIRS, RAN, REAL, TRIPLES
-from covey.config.combinations import FEATURES, REFUSALS, VARIANTS, Refusal, refusal_of
+from covey.config.combinations import FEATURES, IDLE, RECORDS, REFUSALS, VARIANTS, Idle, Refusal, refusal_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
 EQUAL = {
@@ -46,6 +46,21 @@ These refusals need more than a pair, or a setting that is no feature. A word in
 
 | setting | |
 |---|---|"""
+
+NAMED = """## Idle options
+
+An option that is set and changes nothing is accepted and named once, with this reason. `tests/combinations/test_idle_options.py` sets every
+option of sampling and of vLLM, for every sampler in every place: each acts, is named, or is refused. The reasons are tried from above. So it
+is for the options of the loss: one without which they give an equal algorithm is named.
+
+| option | the reason | in runs with | unless they have |
+|---|---|---|---|"""
+
+
+def idle_line(idle: Idle) -> str:
+    """The row of idle options."""
+    words = lambda names: ", ".join(f"`{name}`" if "=" in name else RECORDS.get(name, name) for name in names)
+    return f"| {', '.join(f'`{name}`' for name in idle.options)} | {idle.why} | {words(idle.idle_in)} | {words(idle.needs)} |"
 
 
 def cell(one: str, other: str) -> str:
@@ -93,6 +108,7 @@ def text() -> str:
     lines += [f"| {name} | {what} |" for name, what in VARIANTS.items()]
     lines += ["", "| together | the sentence |", "|---|---|"]
     lines += [line(refusal) for refusal in REFUSALS if is_narrow(refusal)]
+    lines += ["", NAMED, *map(idle_line, IDLE)]
     lines += ["", "## Triples", "", "| together | |", "|---|---|"]
     for triple in TRIPLES:
         found = refusal_of(triple)

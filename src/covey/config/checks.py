@@ -309,53 +309,23 @@ def _arm_has_bfloat16() -> bool:
         return " bf16" in file.read()
 
 
-def settle_sampler(config: Any, changed: Mapping[str, Any]) -> None:
-    """Resolves `use_vllm`, TRL's name for `rollout_backend="vllm"`; warns of options that only vLLM honours when it is off."""
+def settle_sampler(config: Any) -> None:
+    """Resolves `use_vllm`, TRL's name for `rollout_backend="vllm"`."""
     if config.use_vllm and config.rollout_backend not in ("auto", "vllm"):
         raise ConfigError(f"use_vllm=True and rollout_backend={config.rollout_backend!r} contradict each other.")
     if config.use_vllm:
         config.rollout_backend = "vllm"
-    is_vllm, is_server = config.rollout_backend == "vllm", config.vllm_mode == "server"
-    if config.vllm_structured_outputs_regex is not None and not is_vllm:
+    if config.vllm_structured_outputs_regex is not None and config.rollout_backend != "vllm":
         raise ConfigError(
             f"vllm_structured_outputs_regex={config.vllm_structured_outputs_regex!r} cannot be honoured without vLLM: set use_vllm=True, "
             "or score the format with a reward."
         )
-    for name in ("vllm_mode", *_WITH_SERVER, *_COLOCATED):
-        if name in changed and not is_vllm:
-            logger.warning("%s=%r changes nothing here: it acts with use_vllm=True.", name, changed[name])
-        elif name in changed and name != "vllm_mode" and is_server != (name in _WITH_SERVER):
-            why = "the server was started with its own" if is_server else "it acts with vllm_mode='server'"
-            logger.warning("%s=%r changes nothing here: %s.", name, changed[name], why)
 
 
-_WITH_SERVER = (
-    *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port"),
-    *("vllm_transport", "vllm_directory", "vllm_attestation", "vllm_deadlines"),
-)
-_COLOCATED = (
-    *("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size", "vllm_model_impl"),
-    "vllm_enable_sleep_mode",
-)
-
-
-_ASYNCHRONOUS = (
-    *("max_staleness", "pipeline_depth", "in_flight_weights"),
-    *("rollout_workers", "rollout_device", "rollout_placement"),
-)
-
-
-def settle_asynchrony(config: Any, changed: Mapping[str, Any]) -> None:
-    """Refuse options that asynchronous rollouts cannot honour; warn of those that act only there, and of uncorrected staleness."""
+def settle_asynchrony(config: Any) -> None:
+    """Refuse options that asynchronous rollouts cannot honour; warn of uncorrected staleness."""
     if not config.async_rollouts:
-        for name in _ASYNCHRONOUS:
-            if name in changed:
-                logger.warning("%s=%r changes nothing here: it acts with async_rollouts=True.", name, changed[name])
         return
-    if config.rollout_backend == "vllm" and config.vllm_mode == "server":
-        for name in ("rollout_workers", "rollout_device", "rollout_placement"):
-            if name in changed:
-                logger.warning("%s=%r changes nothing here: the vLLM server writes the rollouts.", name, changed[name])
     expect_together(*features_of(config))
     if config.max_staleness and not config.vllm_importance_sampling_correction:
         logger.warning(

@@ -1,12 +1,15 @@
-"""Combinations of features that are refused: one table, which every check asks and docs/combinations.md is written from."""
+"""Combinations that are refused, and options that are idle: two tables, which every check asks and docs/combinations.md is written from."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import logging
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from covey.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 FEATURES = {
     "DDP": "several learner processes, each with the whole model",
@@ -198,6 +201,81 @@ REFUSALS = (
         "The full-distribution KL cannot be measured with an adapter on the output layer; use k3.",
     ),
 )
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Options that change nothing in some runs, where they are accepted and named once."""
+
+    options: tuple[str, ...]
+    why: str
+    idle_in: tuple[str, ...] = ()
+    """Features, or settings as `name=value`. The options are idle in runs with any of these; empty: in all."""
+    needs: tuple[str, ...] = ()
+    """Nor are they idle in a run with any of these."""
+
+    @property
+    def is_of_options(self) -> bool:
+        """True if the options of a run alone say whether it holds."""
+        return not {*self.needs, *self.idle_in} & _OF_ARGUMENTS
+
+    def covers(self, features: Collection[str], args: Any) -> bool:
+        has = lambda names: any(_has(name, features, args) for name in names)
+        return (not self.idle_in or has(self.idle_in)) and not has(self.needs)
+
+
+def _has(name: str, features: Collection[str], args: Any) -> bool:
+    option, is_setting, value = name.partition("=")
+    return repr(getattr(args, option)) == value if is_setting else name in features
+
+
+RECORDS = {
+    "another distribution": "completions of top-k, top-p, min-p, a penalty or a regular expression",
+    "no log-probabilities": "completions of transformers' `generate` alone",
+}
+"""Kinds of completions by which options are idle."""
+_OF_ARGUMENTS = frozenset({"tools", "environment", "agent", "generate", *RECORDS})
+_SERVER = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
+    "vllm_transport", "vllm_directory", "vllm_attestation", "vllm_deadlines")  # fmt: skip
+_COLOCATED = ("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size", "vllm_model_impl",
+    "vllm_enable_sleep_mode")  # fmt: skip
+_WORKERS = ("rollout_workers", "rollout_device", "rollout_placement")
+_NATIVE = ("rollout_cache_fraction", "cuda_graphs", "attention")
+_CORRECTION = ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min")  # fmt: skip
+_OF_VLLM = ("vLLM server", "vLLM in process")
+IDLE = (
+    Idle(("vllm_mode", *_SERVER, *_COLOCATED), "it acts with use_vllm=True", needs=_OF_VLLM),
+    Idle(_SERVER, "it acts with vllm_mode='server'", needs=("vLLM server",)),
+    Idle((*_COLOCATED, "rollout_dtype"), "the server was started with its own", idle_in=("vLLM server",)),
+    Idle(("rollout_max_rows",), "the server was started with its own", idle_in=("vLLM server",), needs=("average",)),
+    Idle(("vllm_server_host", "vllm_server_port"), "vllm_server_base_url is the address", needs=("vllm_server_base_url=None",)),
+    Idle(("vllm_directory",), "weights are broadcast", idle_in=("vllm_transport='gloo'", "vllm_transport='nccl'")),
+    Idle(("vllm_group_port",), "weights travel by a folder", idle_in=("vllm_transport='directory'",)),
+    Idle(("max_staleness", "pipeline_depth", "in_flight_weights", *_WORKERS), "it acts with async_rollouts=True", needs=("asynchronous",)),
+    Idle(_WORKERS, "the vLLM server writes the rollouts", idle_in=("vLLM server",)),
+    Idle(("pipeline_depth", "in_flight_weights"), "max_staleness=0 lets no rollout run ahead", idle_in=("max_staleness=0",)),
+    Idle(_NATIVE, "it is the native engine's, and vLLM writes the completions", idle_in=_OF_VLLM),
+    Idle(_NATIVE, "it is the native engine's, and transformers' generate writes the completions", idle_in=("generate",)),
+    Idle(_CORRECTION, "completions of transformers' generate have no log-probabilities to correct by", idle_in=("no log-probabilities",)),
+    Idle(_CORRECTION, "log-probabilities of truncated, penalized or constrained sampling are not those of the policy, and not corrected by",
+        idle_in=("another distribution",)),
+    Idle(("max_tool_calling_iterations",), "it acts with tools, an environment or an agent", needs=("tools", "environment", "agent")),
+    Idle(("episode_timeout_seconds",), "it acts with tools or an environment", needs=("tools", "environment")),
+    Idle(("agent_timeout_seconds", "agent_concurrency"), "it acts with an agent", needs=("agent",)),
+)  # fmt: skip
+"""Options that are idle in some runs; the first line that covers a run says why. `name_idle_losses` finds those of the loss."""
+
+
+def name_idle(changed: Mapping[str, Any], features: Collection[str], args: Any, *, of_options: bool) -> None:
+    """Warn once of each of the `changed` options that changes nothing in a run of these features and options.
+
+    `of_options`: by what the options alone say; else by what the arguments of the trainer say too.
+    """
+    for name, value in changed.items():
+        lines = [line for line in IDLE if name in line.options and line.covers(features, args)]
+        if lines and lines[0].is_of_options == of_options:
+            logger.warning("%s=%r changes nothing here: %s.", name, value, lines[0].why)
 
 
 def refusal_of(features: Collection[str]) -> Refusal | None:

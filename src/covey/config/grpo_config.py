@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 
 from covey.config import alerts, checks, options
 from covey.config.batches import Arithmetic, arithmetic
+from covey.config.combinations import features_of, name_idle
 from covey.config.fields import Options
 from covey.config.parallelism import expect_processes, settle_parallelism
 from covey.config.sharding import settle_sharding, split_by_covey
@@ -87,7 +88,7 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
         checks.refuse_contradictions(self, changed)
         checks.warn_of_levels(self)
         checks.settle_precision(self)
-        checks.settle_sampler(self, changed)
+        checks.settle_sampler(self)
         self.sharding = settle_sharding(self)
         """Sharding of the model over ranks; None: each holds all of it."""
         context = settle_parallelism(self)
@@ -101,8 +102,9 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
         if checks.is_default_accelerator(self.accelerator_config):
             changed.pop("accelerator_config", None)
         alerts.refuse_bad_alerts(self)
-        checks.settle_asynchrony(self, changed)
+        checks.settle_asynchrony(self)
         checks.settle_batches(self)
+        name_idle(changed, features_of(self), self, of_options=True)
         checks.warn_inert(changed)
 
     def _settle_as_transformers(self) -> None:

@@ -57,7 +57,11 @@ RENAMED: Mapping[str, str] = {
 """Former or foreign option names, with their replacements."""
 
 ALGORITHM_OPTIONS = (
-    *(name for name in (*GROUPS["loss"], *GROUPS["reference model"]) if name != "algorithm"),
+    *(
+        name
+        for name in (*GROUPS["loss"], *GROUPS["reference model"], *GROUPS["sampler and learner"])
+        if name != "algorithm"
+    ),
     *("scale_rewards", "multi_objective_aggregation", "advantage_slices"),
 )
 """Options that compose an algorithm; they cannot be combined with `algorithm`."""

@@ -4,6 +4,7 @@ A rollout is ordered only if its first update will be at most `max_staleness` up
 weights, so every ordered rollout is used and none is discarded.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -16,6 +17,8 @@ from covey.errors import CheckpointError
 from covey.rollout.asynchronous import AsynchronousSampler
 from covey.rollout.sampler import SamplingParams
 from covey.types import Group, Max, Mean, Metric, Position, Prompt, Stages, Sum
+
+logger = logging.getLogger(__name__)
 
 
 class PromptSupply(Protocol):
@@ -80,6 +83,12 @@ class Ahead:
     sampling_for: Callable[[int], SamplingParams]
     """Sampling parameters of a rollout, by its number."""
     is_stopping: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        most = 1 + (self.max_staleness - 1) // self.updates_per_rollout
+        if self.max_staleness and self.depth > most:
+            sentence = "pipeline_depth=%d orders no more rollouts ahead than %d: max_staleness=%d ends there, at %d update(s) a rollout."
+            logger.warning(sentence, self.depth, most, self.max_staleness, self.updates_per_rollout)
 
     @property
     def stages(self) -> Stages:

@@ -1,6 +1,7 @@
 """Choice of the algorithm of a run, and of the languages that share a group, from its options."""
 
 import inspect
+import logging
 from typing import Any
 
 from covey import algorithms as alg
@@ -13,6 +14,8 @@ from covey.data.media import has_media
 from covey.data.together import columns_of, refuse_missing_languages
 from covey.errors import ConfigError, did_you_mean
 from covey.monitor import refuse_unknown_columns
+
+logger = logging.getLogger(__name__)
 
 
 def build_algorithm(args: GRPOConfig, algorithm: Any = None) -> Algorithm:
@@ -43,13 +46,30 @@ def _chosen(args: GRPOConfig, algorithm: Any) -> Algorithm:
         raise ConfigError(
             f"algorithm={chosen!r} is neither a name, nor an import path, nor a covey.algorithms.Algorithm."
         )
+    return alg.from_options(**_loss_options(args))
+
+
+def _loss_options(args: GRPOConfig) -> dict[str, Any]:
     parameters = inspect.signature(alg.from_options).parameters
-    return alg.from_options(**{name: getattr(args, name) for name in parameters if hasattr(args, name)})
+    return {name: getattr(args, name) for name in parameters if hasattr(args, name)}
+
+
+def name_idle_losses(args: GRPOConfig) -> None:
+    """Warn of each option of the loss that is set and changes nothing: without it the options give an equal algorithm."""
+    options, changed = _loss_options(args), args._changed()
+    for name in (name for name in ALGORITHM_OPTIONS if name in options and name in changed):
+        if alg.from_options(**{**options, name: getattr(type(args), name)}) == alg.from_options(**options):
+            logger.warning(
+                "%s=%r changes nothing here: with loss_type=%r and the other options no part of the loss reads it.",
+                name, options[name], args.loss_type,
+            )  # fmt: skip
 
 
 def choose_algorithm(args: GRPOConfig, algorithm: Any) -> Algorithm:
     """The constructor's `algorithm`, under the rules of the option of that name; None: the algorithm of the options."""
     if algorithm is None:
+        if args.algorithm is None:
+            name_idle_losses(args)
         return build_algorithm(args)
     if args.algorithm is not None:
         raise ConfigError("algorithm is given to GRPOTrainer and in GRPOConfig; keep one of them.")

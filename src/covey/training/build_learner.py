@@ -42,7 +42,7 @@ from covey.runs import rollouts
 from covey.training.agents import Agents
 from covey.training.build_algorithm import build_algorithm as build_algorithm
 from covey.training.build_algorithm import choose_algorithm as choose_algorithm
-from covey.training.build_sampler import as_dict, sampling_params
+from covey.training.build_sampler import as_dict, draws_otherwise, sampling_params
 from covey.training.teaching import build_supervised, build_teacher, past_rule
 from covey.types import Prompt
 
@@ -316,7 +316,6 @@ def build_learner(
     extra: list[torch.nn.Module] = [critic] if isinstance(critic, torch.nn.Module) else []
     optimizer = optimizers[0] or make_optimizer(args, inputs.model, extra)
     scheduler = optimizers[1] or make_scheduler(args, optimizer, total_steps)
-    sampling = sampling_params(args)
     template = inputs.agents.template_options(args.chat_template_kwargs)
     stop = callbacks["interruption"].when_apart if "interruption" in callbacks else lambda: None
     teach = partial(build_teacher, eos_ids=inputs.eos_ids, trust_remote_code=args.trust_remote_code, check_stop=stop)
@@ -344,8 +343,7 @@ def build_learner(
         critic=critic,
         teacher=teach(algorithm, policy, inputs.tokenizer, template, **copies),
         supervised=build_supervised(algorithm, policy, inputs.tokenizer, inputs.eos_ids, template, seed),
-        uses_sampler_logp=not (sampling.truncates or args.vllm_structured_outputs_regex)
-        and sampling.repetition_penalty == 1.0,
+        uses_sampler_logp=not draws_otherwise(args),
         expects_stale=args.async_rollouts and args.max_staleness > 0,
         token_entropies=TokenEntropies(partial(rollouts.is_due, every=args.rollout_log_steps)),
         overlaps_reduction=policy.shards is None

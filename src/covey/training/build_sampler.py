@@ -6,7 +6,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from covey.config import GRPOConfig
-from covey.config.combinations import FEATURES, expect_together, features_of
+from covey.config.combinations import FEATURES, expect_together, features_of, name_idle
 from covey.errors import ConfigError, did_you_mean
 from covey.process.sharding import Shards
 from covey.process.world import World
@@ -180,6 +180,7 @@ def vllm_options(args: GRPOConfig, world: World, server: Any = None, example: Pr
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
         "model_impl": args.vllm_model_impl,
         "sleeps": args.vllm_enable_sleep_mode,
+        "max_rows": args.rollout_max_rows,
     }
 
 
@@ -340,16 +341,19 @@ def _record(args: GRPOConfig, rank: int, version: int, recorded: Sequence[Trace]
         traces.thin(folder, args.rollout_total_limit)
 
 
-def name_idle_options(agents: Agents, args: GRPOConfig) -> None:
-    """Warn about each option of tools, environments and agents that is set but has no effect in this run."""
-    turns = agents.have_turns
-    acting = {
-        "max_tool_calling_iterations": (turns or agents.agent is not None, "tools, an environment or an agent"),
-        "episode_timeout_seconds": (turns, "tools or an environment"),
-        "agent_timeout_seconds": (agents.agent is not None, "an agent"),
-        "agent_concurrency": (agents.agent is not None, "an agent"),
+def name_idle_options(agents: Agents, args: GRPOConfig, *, has_members: bool = False) -> None:
+    """Warn about each option that has no effect with the arguments of the trainer. `has_members`: other models write too."""
+    is_by_generate = bool(generate_options(args))
+    more = {
+        "generate": is_by_generate,
+        "no log-probabilities": is_by_generate and agents.rollout_func is None and not has_members,
+        "another distribution": draws_otherwise(args),
     }
-    usual = {field.name: field.default for field in fields(args) if field.name in acting}
-    for name, (acts, needs) in acting.items():
-        if not acts and getattr(args, name) != usual[name]:
-            logger.warning("%s=%r changes nothing here: it acts with %s.", name, getattr(args, name), needs)
+    features = [*features_of(args), *agents.features, *(name for name, is_so in more.items() if is_so)]
+    name_idle(args._changed(), features, args, of_options=False)
+
+
+def draws_otherwise(args: GRPOConfig) -> bool:
+    """True if completions are drawn from another distribution than the policy's at its temperature."""
+    sampling = sampling_params(args)
+    return sampling.truncates or bool(args.vllm_structured_outputs_regex) or sampling.repetition_penalty != 1.0

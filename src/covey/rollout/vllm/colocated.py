@@ -58,6 +58,7 @@ class VLLMSampler:
         tensor_parallel_size: int = 1,
         model_impl: str = "vllm",
         sleeps: bool = False,
+        max_rows: int | None = None,
         regex: str | None = None,
         processor: Any = None,
         shards: Shards | None = None,
@@ -70,7 +71,7 @@ class VLLMSampler:
         Raises ConfigError without vLLM, ModelError for a model that it cannot run.
         """
         self.tokenizer, self.shards = tokenizer, shards
-        self.model, self.max_rows = model, None
+        self.model, self.max_rows = model, max_rows
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
         self.banned = banned_ids(model)
         self.check_stop = check_stop
@@ -88,6 +89,8 @@ class VLLMSampler:
             extra["distributed_executor_backend"] = "external_launcher"  # an engine in each process of the group
         if model_impl != "vllm":
             extra["model_impl"] = model_impl
+        if max_rows is not None:
+            extra["max_num_seqs"] = max_rows
         self.engine = _engine(model, processor, dtype, gpu_memory_utilization, self.context, extra)
         self.dtype = "float32" if self.engine.llm_engine.model_config.dtype == torch.float32 else None
         """Type that it computes in, where its log-probabilities are to equal a plain forward's."""
