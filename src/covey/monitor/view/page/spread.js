@@ -44,7 +44,7 @@ function samplePage(main, { title, call, sentence, extra = () => [], draw }) {
   function show(told) {
     kept.told = told;
     kept.count = told.of;
-    const all = told.read === told.of ? `all ${short(told.of)} recorded steps` : `${short(told.read)} of ${short(told.of)} recorded steps, evenly spread; choose a stretch to see it closer`;
+    const all = told.of === 1 ? "the only recorded step" : told.read === told.of ? `all ${short(told.of)} recorded steps` : `${short(told.read)} of ${short(told.of)} recorded steps, evenly spread; choose a stretch to see it closer`;
     fill(notes, told.of ? `From ${all}.` : "No completions are recorded (rollout_log_steps).", told.left ? ` ${told.left} more are being read.` : "");
     leave();
     kept.pictures = told.read ? draw(told).filter(Boolean) : [];
