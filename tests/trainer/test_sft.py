@@ -126,6 +126,8 @@ def test_options_without_effect_and_other_configurations_are_refused(tmp_path):
             sft_config(output_dir=str(tmp_path), **{name: value})
     with pytest.raises(ConfigError, match="min_p, top_k have no effect"):
         sft_config(output_dir=str(tmp_path), top_k=3, min_p=0.1)
+    with pytest.raises(ConfigError, match=r"SFTTrainer\(\.\.\., max_length"):
+        sft_config(output_dir=str(tmp_path), max_length=64)
     with pytest.raises(ConfigError, match=r"covey.sft_config"):
         SFTTrainer("nowhere", GRPOConfig(output_dir=str(tmp_path)))
 

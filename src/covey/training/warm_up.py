@@ -36,6 +36,8 @@ Encode = Callable[[Prompt], Completion]
 
 def sft_config(**options: Any) -> GRPOConfig:
     """A GRPOConfig for `SFTTrainer`: no groups, no sampling, a learning rate of 2e-5. Takes GRPOConfig's options."""
+    if "max_length" in options:
+        raise ConfigError("max_length is an argument of the trainer: SFTTrainer(..., max_length=1024).")
     idle = sorted(IDLE_WITHOUT_SAMPLING & options.keys())
     if idle:
         are = "have" if len(idle) > 1 else "has"
