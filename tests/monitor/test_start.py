@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
 from covey.monitor import policy_drift
+from covey.types import Completion, Group, Prompt
 from faults.small_runs import lines, trainer
 from kit import tiny_model
 
@@ -65,3 +67,24 @@ def test_a_checkpoint_from_before_this_metric_does_not_make_a_later_policy_the_s
     one.load_state_dict({})
     one.begin([])
     assert one(1) == one(20) == {}
+
+
+def test_only_tokens_that_the_policy_wrote_are_measured():
+    """Answers of tools, and the rest of an agent's prompt, stand in a completion with mask False."""
+    model, ids = tiny_model(), torch.tensor([5, 6, 7, 8])
+    mask = torch.tensor([True, False, False, True])
+    drawn = [Completion(token_ids=ids, text="", finish="stop", mask=m) for m in (mask, torch.zeros_like(mask))]
+    group = Group(prompt=Prompt(uid="0:0", token_ids=(3, 4)), completions=tuple(drawn))
+
+    @torch.no_grad()
+    def annotate(groups, algorithm):
+        logp = model(input_ids=torch.tensor([[3, 4, *ids.tolist()]])).logits[0, 1:-1].log_softmax(-1)
+        old = logp.gather(-1, ids[:, None])[:, 0]
+        return [replace(g, completions=tuple(replace(done, old_logp=old) for done in g.completions)) for g in groups]
+
+    one = policy_drift.Anchor(annotate)
+    one.begin([group])
+    [before] = one.groups[0].completions  # of the other the policy wrote nothing
+    model.lm_head.weight.data *= 1.5
+    moved = (annotate([group], None)[0].completions[0].old_logp - before.old_logp)[mask]
+    assert one(1)["kl_start"].value == pytest.approx((moved.expm1() - moved).mean().item(), rel=1e-6)

@@ -44,12 +44,12 @@ class Anchor:
         if not self.groups or (step != 1 and step % EVERY):
             return {}
         pairs = [
-            (before.old_logp, now.old_logp)
+            (before.old_logp, now.old_logp, before.written)
             for old, new in zip(self.groups, self._measured(self.groups), strict=True)
             for before, now in zip(old.completions, new.completions, strict=True)
         ]
         moved = torch.cat(
-            [now - before for before, now in pairs if before is not None and now is not None]
+            [(now - before)[written] for before, now, written in pairs if before is not None and now is not None]
         )  # [tokens], log r
         return {"kl_start": Mean.of(moved.expm1() - moved)}
 
@@ -68,8 +68,8 @@ class Anchor:
 
 
 def _bare(group: Group, most: int) -> Group:
-    """The first `most` completions that have tokens, as ids alone."""
-    drawn = [completion for completion in group.completions if completion.num_tokens][:most]
+    """The first `most` completions of which the model wrote tokens, as ids and their mask alone."""
+    drawn = [completion for completion in group.completions if bool(completion.written.any())][:most]
     prompt = Prompt(uid=group.prompt.uid, token_ids=group.prompt.token_ids, media=group.prompt.media)
-    bare = lambda done: Completion(token_ids=done.token_ids, text="", finish="stop", media=done.media)
+    bare = lambda done: Completion(token_ids=done.token_ids, text="", finish="stop", mask=done.mask, media=done.media)
     return Group(prompt=prompt, completions=tuple(map(bare, drawn)))
