@@ -124,3 +124,20 @@ def test_a_changed_history_is_a_break_and_never_joined(sampler):
     found, calls = recorded(sampler, act)
     assert found.num_breaks == 1
     assert [episode.call_ids for episode in found.episodes] == [(call.id,) for call in calls]
+
+
+def test_a_turn_without_log_probabilities_is_no_certain_one(sampler):
+    """0 would be the log-probability of a token that had to come, and the learner would correct for it."""
+
+    def act(ask):
+        agent = Agent(ask, "a")
+        agent.say("one")
+        agent.say("two")
+
+    with Words(sampler, "yes<|im_end|>", "no<|im_end|>"):
+        _, (first, second) = recorded(sampler, act)
+    bare = tuple(replace(done, logprobs=None) for done in second.group.completions)
+    [episode] = episodes_of([first, replace(second, group=replace(second.group, completions=bare))]).episodes
+    drawn, written = episode.completion.logprobs, len(bare[0].token_ids)
+    assert drawn[-written:].isnan().all()
+    assert not drawn[:-written].isnan().any()

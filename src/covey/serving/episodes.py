@@ -8,6 +8,7 @@ history, a text that was tokenized otherwise) is a root. Each path from a root t
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ class Episode:
     prompt: Prompt
     """The first call's."""
     completion: Completion
-    """All that follows: `mask` is True for what the model wrote, and `logprobs` are as drawn, 0 elsewhere. `version` and `versions`
+    """All that follows: `mask` is True for what the model wrote, and `logprobs` are as drawn (NaN: not reported), 0 elsewhere. `version` and `versions`
     are the weights of each turn, `finish` and `text` the last turn's."""
     call_ids: tuple[str, ...]
     """Ids of the calls, first to last."""
@@ -117,7 +118,7 @@ def _episode(path: Sequence[_Node]) -> Episode:
         ids += written
         mask += [*([False] * len(between)), *([not node.is_counted] * len(written))]
         observed += [*([not node.is_counted] * len(between)), *([False] * len(written))]
-        logprobs += [*([0.0] * len(between)), *([0.0] * len(written) if drawn is None else drawn.tolist())]
+        logprobs += [*([0.0] * len(between)), *([math.nan] * len(written) if drawn is None else drawn.tolist())]
         node.is_counted = True
     last = path[-1]
     seen = last.call.group.prompt.media
