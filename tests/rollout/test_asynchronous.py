@@ -124,6 +124,46 @@ def test_hooks_of_gradient_checkpointing_stay_behind() -> None:
         torch.testing.assert_close(copied(ids).logits, model.eval()(ids).logits)
 
 
+class Slow:
+    """A worker that takes what it was published a moment later."""
+
+    def __init__(self, tell) -> None:
+        self.tell, self.is_free, self.published = tell, True, []
+
+    def publish(self, version: int) -> bool:
+        if not self.is_free:
+            return False
+        self.is_free = False
+        self.published.append(version)
+        threading.Timer(0.02, self.take, [version]).start()
+        return True
+
+    def take(self, version: int) -> None:
+        self.is_free = True
+        self.tell(("took", version, 0.0))
+
+    def send(self, order: Order) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_weights_of_an_order_are_published_before_the_next_ones_where_runs_repeat(model) -> None:
+    workers = []
+
+    def start(model, content, version, tell, place) -> Slow:
+        workers.append(Slow(tell))
+        return workers[0]
+
+    far = AsynchronousSampler(model, tiny_tokenizer(), start, takes_newest=False)
+    far.order(prompts(1), 4, PARAMS, at_least=0)
+    for version in (1, 2):
+        far.load(model, version)  # the second while the worker still takes the first
+    far.order(prompts(2), 4, PARAMS, at_least=2)
+    assert workers[0].published == [1, 2], "the learner's next update would be the third"
+
+
 @pytest.mark.parametrize(("takes_newest", "version"), [(False, 1), (True, 2)])
 def test_a_worker_that_is_late_writes_with_the_weights_of_the_order_where_runs_repeat(
     model, takes_newest, version

@@ -70,14 +70,16 @@ class AsynchronousSampler:
         check_stop: Callable[[], None] = lambda: None,
         pack: Pack = packed,
         keeps_columns: bool = False,
+        takes_newest: bool = True,
         forget: Callable[[Sequence[Group]], None] = lambda groups: None,
     ) -> None:
-        """`keeps_columns`: the workers read the prompts' columns, as environments do.
+        """`keeps_columns`: the workers read the prompts' columns, as environments do. `takes_newest`: as of `Setup`.
 
         `forget` receives groups once they have been scored, or are dropped: what they hold, such as environments, is free then.
         """
         self.model, self.tokenizer, self.start, self.num_workers = model, tokenizer, start, workers
         self.pack, self.keeps_columns, self.forget = pack, keeps_columns, forget
+        self.takes_newest = takes_newest
         self._scored: list[Group] = []
         """Groups that were delivered without an order, and are scored by the next call."""
         self.check_stop = check_stop
@@ -155,6 +157,8 @@ class AsynchronousSampler:
                 self._send(place, number)
         else:
             self._start_all()
+        while self._unpublished and not self.takes_newest:  # the next weights would take the place of the order's
+            self._wait()
         return number
 
     def forget_first(self) -> int:

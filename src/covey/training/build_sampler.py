@@ -203,10 +203,10 @@ def sampler_ahead(
     options |= {"processor": processor} if options.get("backend") == "vllm" else {}
     more = agent_options(args, world.rank, processor)
     drives = lambda make: agents.sampler(make, more, tokenizer, eos_ids, None, is_ahead=True)
-    held: dict[str, Any] = {"keeps_columns": agents.reads_rows, "forget": agents.forget}
+    held: dict[str, Any] = {"keeps_columns": agents.reads_rows, "forget": agents.forget} | _repeats(args)
     if options.get("backend") == "vllm-server":
         served = ServerSampler(model, tokenizer, shards=shards, **without(options, "backend"))
-        weights = ServedWeights(served, takes_newest=_takes_newest(args))
+        weights = ServedWeights(served, **_repeats(args))
         writer = drives(lambda environment=None: with_turns(served, environment, tokenizer, model))
         return CentralSampler(
             model,
@@ -257,9 +257,9 @@ def name_whole_completions(args: GRPOConfig, backend: str) -> None:
         )
 
 
-def _takes_newest(args: GRPOConfig) -> bool:
-    """False: a rollout is written by the weights of its order, so that runs repeat."""
-    return args.in_flight_weights or args.pipeline_depth > 1
+def _repeats(args: GRPOConfig) -> dict[str, bool]:
+    """`takes_newest`; False: a rollout is written by the weights of its order, so that runs repeat."""
+    return {"takes_newest": args.in_flight_weights or args.pipeline_depth > 1}
 
 
 def _setup(args: GRPOConfig, options: Mapping[str, Any], agents: Agents, device: str, learner: torch.device) -> Setup:
@@ -268,7 +268,7 @@ def _setup(args: GRPOConfig, options: Mapping[str, Any], agents: Agents, device:
         device=device,
         threads=_threads(args, learner),
         in_flight=args.in_flight_weights,
-        takes_newest=_takes_newest(args),
+        **_repeats(args),
         has_turns=agents.have_turns,
         has_calls=agents.agent is not None,
     )
