@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy
 import pytest
 
 from covey.evaluation.assessment import Assessment
-from covey.evaluation.intervals import bounded_mean, paired_difference, pass_at_k
+from covey.evaluation.figures.gather import interval_at
+from covey.evaluation.intervals import bounded_mean, mean_of_seeds, mean_reward, paired_difference, pass_at_k
+from covey.evaluation.model_card import _estimated
+from covey.experiments.seeds import summary
+from covey.monitor.view.heldout import HeldOut
+from covey.runs import evaluations
+from kit import group
 
 
 @pytest.mark.parametrize("right, prompts", [(0, 20), (20, 20), (19, 20), (1, 200)])
@@ -51,3 +59,23 @@ def test_the_interval_of_pass_at_k_holds_the_truth_about_as_often_as_it_says(a, 
         found = bounded_mean(values)
         hits += found.low <= truth <= found.high
     assert hits >= 0.92 * 400
+
+
+@pytest.mark.parametrize("rewards", [[1.0] * 8, [0.0, 0.25, 1.0], [2.0, -1.0, 3.0], [2.5] * 9])
+def test_an_evaluation_has_one_interval_wherever_it_is_shown(tmp_path, rewards):
+    groups = [group(["4"], uid=f"0:{i}", question=f"{i} =", rewards=[[reward]]) for i, reward in enumerate(rewards)]
+    rows = evaluations.rows_of(groups, ["r"], [1.0])
+    evaluations.write(tmp_path, 10, "eval", rows)
+    shown = HeldOut(tmp_path).interval("eval_reward", 10)
+    assert shown == interval_at(SimpleNamespace(answers=lambda name, step: rows), "eval", 10)
+    estimate = mean_reward(rewards)
+    assert shown == (estimate.low, estimate.high)
+    assert f"({estimate.low:.4g} to {estimate.high:.4g})" in _estimated(evaluations.by_question(rows), 10)
+    assert estimate.high > estimate.low or len(rewards) > 5, "a few equal rewards do not show that all are equal"
+
+
+def test_a_few_equal_seeds_do_not_show_that_the_next_is_equal_too():
+    results = {seed: {"metrics": {"eval_reward": 2.5}} for seed in range(3)}
+    assert summary(results)["eval_reward"] == mean_of_seeds([2.5] * 3)
+    assert numpy.isinf(mean_of_seeds([2.5] * 3).high)
+    assert mean_of_seeds([1.0, 2.0, 3.0]).high == pytest.approx(4.48, abs=0.01)

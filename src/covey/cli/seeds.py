@@ -96,7 +96,8 @@ def report(folder: Path, results: Results, args: Args) -> None:
         values = "  ".join(f"{number_of(result['metrics'].get(name)):>18.4g}" for name in names)
         output.result(f"{number:<6}{result['steps']:>7}  {values}")
     for name, e in means.items():
-        sure = f"95% {e.low:.4g} to {e.high:.4g}" if math.isfinite(e.low) else "one seed says nothing of the next"
+        unsure = "one seed says nothing of the next" if e.count == 1 else "equal so far: no spread was measured"
+        sure = f"95% {e.low:.4g} to {e.high:.4g}" if math.isfinite(e.low) else unsure
         output.result(f"{name}: {e.value:.4g} on average ({sure}, {e.count} seeds)")
     say_if_not_held_out(names)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -114,6 +114,19 @@ def mean_of_few(values: Sequence[float]) -> Estimate:
         return Estimate(float(x[0]), -math.inf, math.inf, 1)
     spread = quantile(0.975, x.size - 1) * float(x.std(ddof=1)) / math.sqrt(x.size)
     return Estimate(float(x.mean()), float(x.mean()) - spread, float(x.mean()) + spread, int(x.size))
+
+
+def mean_of_seeds(values: Sequence[float]) -> Estimate:
+    """`mean_of_few`; of up to five equal values with an infinite interval, since no spread was measured."""
+    estimate = mean_of_few(values)
+    is_flat = estimate.high - estimate.low <= 1e-12 * abs(estimate.value) and 2 ** (1 - estimate.count) >= 0.05
+    return replace(estimate, low=-math.inf, high=math.inf) if is_flat else estimate
+
+
+def mean_reward(values: Sequence[float]) -> Estimate:
+    """Mean over prompts, the same wherever an evaluation is shown: of rewards within 0 and 1 `bounded_mean`, else `mean_of_seeds`."""
+    is_share = all(0.0 <= value <= 1.0 for value in values if not math.isnan(value))
+    return bounded_mean(values) if is_share else mean_of_seeds(values)
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:

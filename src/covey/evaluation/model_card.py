@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from covey.evaluation.intervals import Difference, Estimate, mean_of_few, paired_difference
+from covey.evaluation.intervals import Difference, Estimate, mean_reward, paired_difference
 from covey.runs import evaluations, manifest
 
 _SHOWN_CHARACTERS = 60
@@ -131,7 +131,7 @@ class Card:
 
 
 def _estimated(scores: Mapping[str, float], step: int) -> str:
-    estimate: Estimate = mean_of_few(list(scores.values()))
+    estimate: Estimate = mean_reward(list(scores.values()))
     return f"{estimate.value:.4g} ({estimate.low:.4g} to {estimate.high:.4g}), step {step}"
 
 

@@ -34,11 +34,11 @@ def write(folder: Path, results: Results) -> None:
 
 def summary(results: Results) -> dict[str, Estimate]:
     """Mean and Student's 95% interval over seeds of what each ended with: held-out rewards, or the last training reward."""
-    from covey.evaluation.intervals import mean_of_few
+    from covey.evaluation.intervals import mean_of_seeds
 
     names = shown_metrics([result["metrics"] for result in results.values()])
     values = {name: [number_of(result["metrics"].get(name)) for result in results.values()] for name in names}
-    return {name: mean_of_few(several) for name, several in values.items()}
+    return {name: mean_of_seeds(several) for name, several in values.items()}
 
 
 def shown_metrics(metrics: Sequence[Mapping[str, Any]]) -> list[str]:

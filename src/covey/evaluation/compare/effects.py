@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from covey.evaluation.intervals import Z95, Estimate, bounded_mean, mean_of_few, paired_difference
+from covey.evaluation.intervals import Z95, Estimate, bounded_mean, mean_of_few, mean_of_seeds, paired_difference
 from covey.evaluation.student_t import quantile, two_sided
 
 Basis = Literal["seeds and questions", "questions", "seeds", "nothing"]
@@ -229,7 +229,7 @@ def mean_of(runs: Sequence[Scored]) -> Estimate:
     """
     shared = _shared_questions(runs)
     if len(shared) < 2:
-        return _of_seeds([run.mean for run in runs])
+        return mean_of_seeds([run.mean for run in runs])
     grid = _grid(runs, shared)  # [k, Q]
     if grid.min() == grid.max() and grid.min() in (0.0, 1.0):  # all right or all wrong: no spread was measured
         return bounded_mean(grid.mean(0).tolist())
@@ -238,10 +238,3 @@ def mean_of(runs: Sequence[Scored]) -> Estimate:
     variance, freedom = _paired_variance(grid)
     value, spread = float(grid.mean()), quantile(0.975, freedom) * math.sqrt(variance)
     return Estimate(value, value - spread, value + spread, len(shared))
-
-
-def _of_seeds(means: Sequence[float]) -> Estimate:
-    """Their mean; of a few equal ones without an interval, since no spread was measured."""
-    estimate = mean_of_few(means)
-    is_flat = estimate.high - estimate.low <= 1e-12 * abs(estimate.value) and 2 ** (1 - estimate.count) >= 0.05
-    return replace(estimate, low=-math.inf, high=math.inf) if is_flat else estimate

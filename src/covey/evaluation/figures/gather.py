@@ -136,9 +136,8 @@ def interval_at(run: Run, set_name: str, step: int) -> tuple[float, float] | Non
     values = [value for value in by_question(run.answers(set_name, step), "reward").values() if not math.isnan(value)]
     if len(values) < 2:
         return None
-    is_share = all(0.0 <= value <= 1.0 for value in values)
-    estimate = intervals.bounded_mean(values) if is_share else intervals.mean(values)
-    return estimate.low, estimate.high
+    estimate = intervals.mean_reward(values)
+    return (estimate.low, estimate.high) if math.isfinite(estimate.low) else None
 
 
 def _training_line(side: Side, name: str) -> Line:

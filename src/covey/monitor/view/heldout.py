@@ -32,7 +32,7 @@ class HeldOut:
             return None
         estimates = self._of(match["set"], step)
         estimate = estimates.get("reward" if match["reward"] is None else f"reward/{match['reward']}")
-        if estimate is None or not math.isfinite(estimate.low) or not math.isfinite(estimate.high):
+        if estimate is None or estimate.count < 2 or not math.isfinite(estimate.low):
             return None
         return estimate.low, estimate.high
 
@@ -57,7 +57,8 @@ class HeldOut:
             rows = table.to_pylist()
             rewards = [column for column in table.column_names if column == "reward" or column.startswith("reward/")]
             estimates = {
-                column: intervals.mean(list(evaluations.by_question(rows, column).values())) for column in rewards
+                column: intervals.mean_reward(list(evaluations.by_question(rows, column).values()))
+                for column in rewards
             }
         except (OSError, ValueError, KeyError, TypeError, OverflowError, pa.ArrowException) as error:
             self.unreadable[f"{path.parent.name}/{path.name}"] = str(error)[:300]
