@@ -16,6 +16,7 @@ from covey.errors import ArgumentTypeError, ConfigError, ModelError, first_line
 from covey.files.bounded import read_json
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,24 @@ def refuse_second_adapter(model: Any, peft_config: Any) -> None:
         raise ConfigError(
             "This model carries an adapter without PEFT's model around it; give the adapter's folder as the model to train it further, or merge it "
             "first (covey merge)."
+        )
+
+
+def refuse_quantized(model: Any, device: torch.device, has_adapter: bool) -> None:
+    """Raises ConfigError for a quantized model without an adapter to train, and for any on a CPU.
+
+    There bitsandbytes 0.50 has no gradient through its products.
+    """
+    if not getattr(model, "is_quantized", False):
+        return
+    if device.type == "cpu":
+        raise ConfigError(
+            "A quantized model cannot be trained on a CPU: bitsandbytes packs its weights for inference there. Leave "
+            "quantization_config out (bf16=True and peft_config save memory too), or train on a GPU."
+        )
+    if not has_adapter:
+        raise ConfigError(
+            "The weights of a quantized model cannot be trained; give peft_config=LoraConfig(...) to train an adapter on it."
         )
 
 

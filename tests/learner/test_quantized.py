@@ -9,8 +9,8 @@ import torch
 from datasets import Dataset
 
 from covey import GRPOConfig, GRPOTrainer
+from covey.adapters import refuse_quantized
 from covey.errors import ConfigError
-from covey.models import refuse_quantized
 from forked import Forked, free_port, rank_environment
 from kit import tiny_model, tiny_tokenizer
 

@@ -1,16 +1,17 @@
 """`covey merge`: an adapter added into its base model, or several models or adapters merged into one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from covey.adapters import base_of, with_saved_adapter
+from covey.adapters import adapter_options, base_of, with_saved_adapter
 from covey.cli import output
 from covey.cli.flags import Flag
 from covey.cli.merge_models import merge, refuse_idle
 from covey.cli.verb import JSON, Args, Verb
 from covey.errors import ConfigError, CoveyError, ModelError, first_line
+from covey.files.hub import hub_options
 
 MOST_APART = 1e-3
 """Logits in float32 may differ so much, relative to their largest, before and after adding."""
@@ -108,8 +109,9 @@ def merged_model(base: str, folder: Path, args: Args) -> Merged:
 
     trusts = args.get("trust_remote_code", False)
     dtype = _dtype_of(args)
-    model = load_model(base, trust_remote_code=trusts).eval()
-    dtype = dtype or _stored_dtype(base, trusts)
+    place = {} if args.get("base") else hub_options(adapter_options(folder))
+    model = load_model(base, place, trust_remote_code=trusts).eval()
+    dtype = dtype or _stored_dtype(base, place, trusts)
     try:
         ids = torch.arange(1, 17)[None] % vocabulary_size(model)
         with torch.no_grad():
@@ -162,14 +164,13 @@ def _dtype_of(args: Args) -> Any:
     return dtype
 
 
-def _stored_dtype(base: str, trusts: bool) -> Any:
+def _stored_dtype(base: str, place: Mapping[str, Any], trusts: bool) -> Any:
     """The type that the base is stored in by its configuration; float32 when it does not say."""
     import torch
-    from transformers import AutoConfig
 
-    from covey.models import resolve_source
+    from covey.models import config_of
 
-    dtype = AutoConfig.from_pretrained(resolve_source(base), trust_remote_code=trusts).get_text_config().dtype
+    dtype = config_of(base, place, trust_remote_code=trusts).get_text_config().dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 

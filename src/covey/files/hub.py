@@ -3,12 +3,18 @@
 import functools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 _PATIENCE_SECONDS = 4.0
+
+
+def hub_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Those keyword arguments of `from_pretrained` that its tokenizer and processor share with a model: revision, cache, token."""
+    names = ("revision", "cache_dir", "token", "local_files_only")
+    return {name: options[name] for name in names if options and options.get(name) is not None}
 
 
 @contextmanager

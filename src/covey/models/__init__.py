@@ -18,7 +18,6 @@ from covey.models.loading import (
     load_tokenizer,
     quiet_bars,
     reads_media,
-    refuse_quantized,
     resolve_source,
     short_name,
     unwrapped,
@@ -27,6 +26,6 @@ from covey.models.loading import (
 __all__ = [
     "SharedBase", "accepts", "as_model_errors", "auto_class", "config_of", "context_limit", "decoder_of",
     "disable_dropout", "dtype_of", "encoder_of", "evaluating", "first_line", "float32_stream", "load_model",
-    "load_tokenizer", "quiet_bars", "reads_media", "refuse_quantized", "resolve_source", "short_name",
+    "load_tokenizer", "quiet_bars", "reads_media", "resolve_source", "short_name",
     "unwrapped",
 ]  # fmt: skip

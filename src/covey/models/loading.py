@@ -1,4 +1,4 @@
-"""Loading of models and tokenizers from a folder, a hub id, or a loaded object. Optimizers and schedules by name."""
+"""Loading of models and tokenizers from a folder, a hub id, or a loaded object."""
 
 import copy
 import inspect
@@ -17,7 +17,7 @@ from torch import nn
 from covey.adapters import adapter_options, base_of, has_adapter, with_saved_adapter
 from covey.errors import ConfigError, CoveyError, ModelError, did_you_mean
 from covey.files.bounded import read_json
-from covey.files.hub import bounded_hub
+from covey.files.hub import bounded_hub, hub_options
 from covey.files.places import refuse_missing
 from covey.process.memory import is_out_of_memory
 
@@ -52,13 +52,14 @@ def load_model(
     kwargs["dtype"] = dtype_of(kwargs.get("dtype", former_name))
     _check_folder(source, needs=("config.json",), what="model")
     if (described := adapter_options(source)) is not None:
+        init_kwargs = {**(init_kwargs or {}), **hub_options(described)}
         base = load_model(base_of(source, described), init_kwargs, trust_remote_code=trust_remote_code)
         with quiet_bars(), as_model_errors(source):
             adapted = with_saved_adapter(base, source, is_trainable=is_trainable)
         return _finite(adapted, source)
     with quiet_bars(), as_model_errors(model, kwargs):
-        pair: Any = auto_class(source, trust_remote_code).from_pretrained(source, **kwargs, output_loading_info=True)
-        loaded, info = pair
+        auto = auto_class(source, trust_remote_code, init_kwargs)
+        loaded, info = auto.from_pretrained(source, **kwargs, output_loading_info=True)
     if missing := sorted(info.get("missing_keys") or ()):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(
@@ -94,6 +95,7 @@ def config_of(
     source = resolve_source(named)
     _check_folder(source, needs=("config.json",), what="model")
     if (described := adapter_options(source)) is not None:
+        init_kwargs = {**(init_kwargs or {}), **hub_options(described)}
         return config_of(base_of(source, described), init_kwargs, trust_remote_code=trust_remote_code)
     kwargs = {"trust_remote_code": trust_remote_code, **(init_kwargs or {})}
     with as_model_errors(named, kwargs):
@@ -135,12 +137,14 @@ class SharedBase:
         return copy.deepcopy(self._base, {id(weight): weight for weight in self._base.parameters()})
 
 
-def auto_class(source: str, trust_remote_code: bool = False) -> Any:
+def auto_class(source: str, trust_remote_code: bool = False, init_kwargs: Mapping[str, Any] | None = None) -> Any:
     """transformers' class that loads this model, as its config says; a model that speaks (Qwen2.5-Omni) by its part that writes."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as MULTIMODAL
 
-    config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    config = transformers.AutoConfig.from_pretrained(
+        source, trust_remote_code=trust_remote_code, **hub_options(init_kwargs)
+    )
     if (thinker := getattr(config, "thinker_config", None)) is not None:
         return getattr(transformers, MULTIMODAL[thinker.model_type])
     is_named = any(name in MULTIMODAL.get(config.model_type, ()) for name in config.architectures or ())
@@ -180,23 +184,32 @@ def _unloadable(name: Any, error: Exception, options: Sequence[str], *, is_reach
     return f"The model {str(name)!r} could not be loaded: {first_line(error)}"
 
 
-def load_tokenizer(model: Any, source: str | Path | None = None, *, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(
+    model: Any,
+    source: str | Path | None = None,
+    init_kwargs: Mapping[str, Any] | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> Any:
     """The tokenizer at `source`, or the one in the folder of the loaded model; an adapter's folder without one has its base's.
 
-    Raises ModelError when there is none.
+    `init_kwargs`: those that the model was loaded with, as `load_model` takes them. Raises ModelError when there is none.
     """
     from transformers import AutoTokenizer
 
     where = resolve_source(source if source is not None else model.config._name_or_path)
     if (described := adapter_options(where)) is not None and not any(Path(where).glob("tokenizer*")):
-        where = resolve_source(base_of(where, described))
+        where, init_kwargs = (
+            resolve_source(base_of(where, described)),
+            {**(init_kwargs or {}), **hub_options(described)},
+        )
     if not str(where):
         raise ModelError(
             "The model was not loaded from a folder or id, so its tokenizer is unknown; pass processing_class=."
         )
     try:
         with bounded_hub(where):
-            return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
+            return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code, **hub_options(init_kwargs))
     except Exception as error:  # tokenizers raises Exception itself
         hint = "tokenizer.json and tokenizer_config.json must lie beside the model, or pass processing_class="
         raise ModelError(f"No tokenizer could be loaded from {str(where)!r} ({hint}): {first_line(error)}") from error
@@ -265,24 +278,6 @@ def first_line(error: BaseException) -> str:
     if "trust_remote_code" in str(error):
         return "it comes with Python code of its own; read that code, and allow it with trust_remote_code=True"
     return lines[0] if lines else type(error).__name__
-
-
-def refuse_quantized(model: Any, device: torch.device, has_adapter: bool) -> None:
-    """Raises ConfigError for a quantized model without an adapter to train, and for any on a CPU.
-
-    There bitsandbytes 0.50 has no gradient through its products.
-    """
-    if not getattr(model, "is_quantized", False):
-        return
-    if device.type == "cpu":
-        raise ConfigError(
-            "A quantized model cannot be trained on a CPU: bitsandbytes packs its weights for inference there. Leave "
-            "quantization_config out (bf16=True and peft_config save memory too), or train on a GPU."
-        )
-    if not has_adapter:
-        raise ConfigError(
-            "The weights of a quantized model cannot be trained; give peft_config=LoraConfig(...) to train an adapter on it."
-        )
 
 
 def unwrapped(model: Any) -> Any:

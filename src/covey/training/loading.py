@@ -5,12 +5,12 @@ from typing import Any, cast
 
 import torch
 
-from covey.adapters import adapter_options, has_adapter, refuse_second_adapter, with_adapter
+from covey.adapters import adapter_options, has_adapter, refuse_quantized, refuse_second_adapter, with_adapter
 from covey.config import GRPOConfig
 from covey.config.combinations import expect_together, features_of
 from covey.data import eos_ids, prepare_tokenizer
 from covey.learner.preparation import prepare_for_training
-from covey.models import config_of, disable_dropout, load_model, load_tokenizer, reads_media, refuse_quantized
+from covey.models import config_of, disable_dropout, load_model, load_tokenizer, reads_media
 from covey.models.modalities import load_processing
 from covey.process.cluster import expect_cluster
 from covey.rollout.on_ray import RAY_OPTION
@@ -57,9 +57,10 @@ def expect_engine(
     server = Server.connect(Client(address, deadlines), args.vllm_server_timeout)
     if args.process_index == 0:
         warn_if_exposed(server)
-    config = config_of(model, as_dict(args.model_init_kwargs), trust_remote_code=args.trust_remote_code)
+    init_kwargs, trusts = as_dict(args.model_init_kwargs), args.trust_remote_code
+    config = config_of(model, init_kwargs, trust_remote_code=trusts)
     text_tokenizer = tokenizer or load_tokenizer(
-        None, place_of_text(model) or config._name_or_path, trust_remote_code=args.trust_remote_code
+        None, place_of_text(model) or config._name_or_path, init_kwargs, trust_remote_code=trusts
     )
     refuse_unfit(
         server,
@@ -93,12 +94,16 @@ def load_for_training(
     if quantization_config is not None:
         init_kwargs["quantization_config"] = quantization_config
     loaded = load_model(model, init_kwargs, trust_remote_code=args.trust_remote_code, is_trainable=True)
-    processing = tokenizer or load_processing(loaded, place_of_text(model), trust_remote_code=args.trust_remote_code)
+    processing = tokenizer or load_processing(
+        loaded, place_of_text(model), init_kwargs, trust_remote_code=args.trust_remote_code
+    )
     prepared = prepare_tokenizer(processing, loaded)
     processor = processing if processing is not prepared and reads_media(loaded) else None
     ends = eos_ids(loaded, prepared)
     refuse_quantized(loaded, device, has_adapter=peft_config is not None or hasattr(loaded, "peft_config"))
     loaded = with_adapter(loaded, peft_config)
+    if peft_config is not None and "revision" in init_kwargs:
+        peft_config.revision = init_kwargs["revision"]  # in the adapter's file: its base is that of this revision
     if args.disable_dropout:
         disable_dropout(loaded)
     if not hasattr(loaded, "hf_device_map"):

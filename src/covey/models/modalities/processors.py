@@ -1,48 +1,55 @@
 """Processors of models that read media: tokenizer and the parts for each modality in one, without torchvision where that can be."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from covey.errors import CoveyError, ModelError
-from covey.files.hub import bounded_hub
+from covey.files.hub import bounded_hub, hub_options
 from covey.models.loading import first_line, load_tokenizer, reads_media, resolve_source
 
 _CONFIGS = ("processor_config.json", "preprocessor_config.json")
 
 
-def load_processing(model: Any, source: str | Path | None = None, *, trust_remote_code: bool = False) -> Any:
+def load_processing(
+    model: Any,
+    source: str | Path | None = None,
+    init_kwargs: Mapping[str, Any] | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> Any:
     """The processor of a model that reads media, or the tokenizer of any other, at `source` or in the model's folder.
 
-    The tokenizer alone for a local folder that holds no processor. Raises ModelError when there is neither.
+    The tokenizer alone for a local folder that holds no processor. `init_kwargs`: as of `load_tokenizer`. Raises ModelError when there is neither.
     """
     where = resolve_source(source if source is not None else model.config._name_or_path)
     is_bare = Path(where).is_dir() and not any((Path(where) / name).is_file() for name in _CONFIGS)
     if not where or is_bare or not reads_media(model):
-        return load_tokenizer(model, source, trust_remote_code=trust_remote_code)
+        return load_tokenizer(model, source, init_kwargs, trust_remote_code=trust_remote_code)
     from transformers import AutoProcessor
 
     try:
         with bounded_hub(where):
-            return AutoProcessor.from_pretrained(where, trust_remote_code=trust_remote_code)
+            return AutoProcessor.from_pretrained(where, trust_remote_code=trust_remote_code, **hub_options(init_kwargs))
     except CoveyError:
         raise
     except Exception as error:
         if isinstance(error, ImportError) and "VideoProcessor" in str(error):
-            return _without_video(model, where)
+            return _without_video(model, where, hub_options(init_kwargs))
         hint = " (pip install 'covey[vision,audio]')" if isinstance(error, ImportError) else ""
         raise ModelError(
             f"No processor could be loaded from {where!r}{hint}: {first_line(error)}; pass processing_class= to give another."
         ) from error
 
 
-def _without_video(model: Any, where: str) -> Any:
+def _without_video(model: Any, where: str, options: Mapping[str, Any]) -> Any:
     """The processor without the part for videos, the only one that needs torchvision."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     mapping: Any = PROCESSOR_MAPPING
     try:
         with bounded_hub(where):
-            return without_video(mapping[type(model.config)]).from_pretrained(where)
+            return without_video(mapping[type(model.config)]).from_pretrained(where, **options)
     except CoveyError:
         raise
     except Exception as error:

@@ -151,14 +151,14 @@ def load_model(auto: str, source: str, noun: str, **options: Any) -> tuple[Any, 
     return model, sorted(info["missing_keys"])
 
 
-def read_tokenizer(where: str, absent: str, owner: str, option: str) -> Any:
+def read_tokenizer(where: str, absent: str, owner: str, option: str, **place: Any) -> Any:
     """Tokenizer of the folder or hub id `where`; `absent`: why there is none. Raises ModelError, which names `option` to pass it in."""
     from transformers import AutoTokenizer
 
     try:
         if not where:
             raise OSError(absent)
-        return AutoTokenizer.from_pretrained(where)
+        return AutoTokenizer.from_pretrained(where, **place)
     except (OSError, ValueError) as error:
         raise ModelError(f"No tokenizer for the {owner} ({message_of(error)}); pass {option}.") from error
 

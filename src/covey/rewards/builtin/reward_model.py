@@ -13,6 +13,7 @@ from torch import Tensor
 
 from covey.data.rendering import plain_ids, spells_control
 from covey.errors import ModelError, TooLongError
+from covey.files.hub import hub_options
 from covey.process.device import dtype_to_read_in
 from covey.rewards.builtin.inference_model import Frozen, conversation_ids, is_float, load_model, read_tokenizer
 from covey.rewards.builtin.text import clean
@@ -54,7 +55,8 @@ class ModelReward(Frozen):
             raise ModelError(f"The reward model {name!r} has {labels} labels; a reward model has one (num_labels=1).")
         if tokenizer is None:
             absent = "the model was not loaded from a folder or id"
-            tokenizer = read_tokenizer(where, absent, f"reward model {name!r}", "it in reward_processing_classes")
+            option, place = "it in reward_processing_classes", hub_options(model_init_kwargs)
+            tokenizer = read_tokenizer(where, absent, f"reward model {name!r}", option, **place)
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         text_config = loaded.config.get_text_config() if hasattr(loaded.config, "get_text_config") else loaded.config
