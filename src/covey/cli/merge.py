@@ -53,7 +53,7 @@ def add_adapter(folder: Path, out: Path, args: Args) -> None:
     """Load, add, compare, write."""
     base = args.get("base") or base_of(folder)
     merged = merged_model(base, folder, args)
-    _write(out, merged.model, folder, base, args)
+    _write(out, merged, folder, base, args)
     dtype = str(merged.dtype).removeprefix("torch.")
     if args.get("json"):
         facts = {"dtype": dtype, "logits_apart": merged.apart, "logits_moved": merged.moved}
@@ -190,15 +190,17 @@ def processing_of(model: Any, folder: Path, base: str | None, args: Args) -> Any
     return whole
 
 
-def _write(out: Path, merged: Any, folder: Path, base: str, args: Args) -> None:
+def _write(out: Path, merged: Merged, folder: Path, base: str, args: Args) -> None:
     """Model and tokenizer or processor, whole or not at all."""
+    from covey.models.merging.models import name_dtype
     from covey.runs.storage import whole_folder
     from covey.training.recording import write_model
 
-    processing = processing_of(merged, folder, base, args)
+    processing = processing_of(merged.model, folder, base, args)
     try:
         with whole_folder(out) as unfinished:
-            write_model(unfinished, merged, processing)
+            write_model(unfinished, merged.model, processing)
+            name_dtype(unfinished, merged.dtype)
     except OSError as error:
         raise CoveyError(f"{out} cannot be written: {error.strerror or error}") from error
 

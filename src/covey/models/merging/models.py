@@ -153,7 +153,19 @@ def _copy_rest(source: Path, out: Path, dtype: torch.dtype | None) -> None:
             if file.name not in _LEFT:
                 shutil.copy2(file, out / file.name)
     if dtype is not None:
-        config = json.loads((out / "config.json").read_text())
-        key = "torch_dtype" if "torch_dtype" in config else "dtype"
-        config[key] = str(dtype).removeprefix("torch.")
-        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        name_dtype(out, dtype)
+
+
+def name_dtype(folder: Path, dtype: torch.dtype) -> None:
+    """Name the type of the weights in `config.json`, and in its parts for text and media."""
+    config = json.loads((folder / "config.json").read_text())
+    _name_dtype(config, str(dtype).removeprefix("torch."))
+    config.setdefault("dtype", str(dtype).removeprefix("torch."))
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _name_dtype(config: dict[str, Any], dtype: str) -> None:
+    config.update({key: dtype for key in ("dtype", "torch_dtype") if key in config})
+    for name, part in config.items():
+        if name.endswith("_config") and name != "quantization_config" and isinstance(part, dict):
+            _name_dtype(part, dtype)
