@@ -14,6 +14,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests start processes beside them
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+# runs are of no repository: a run notes what differs from its commit, 0.1 s of a tiny run in a fresh clone
+os.environ["GIT_DIR"] = os.devnull
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy
@@ -44,6 +46,9 @@ def pytest_collection_finish():
     """Garbage collections leave out what the imports made: a run collects once before it starts, which took 0.3 s each time.
     Counting what is frozen, as a run does, takes another 0.1 s."""
     sys.dont_write_bytecode = WRITES_NO_BYTECODE
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.partition(".")[0] in ("torch", "dill"):
+            logger.propagate = True  # pytest puts its handlers on each that does not, six times a test
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -80,9 +85,9 @@ def _seeded():
 @pytest.fixture(autouse=True)
 def _process_as_it_was(monkeypatch):
     """What the command line sets for its process is taken back, also what a fixture of a whole module set by calling it."""
-    known = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] in ("covey", "bitsandbytes")]
-    for name in known:
-        logger = logging.getLogger(name)
+    for name, logger in logging.root.manager.loggerDict.items():
+        if not name.startswith(("covey", "bitsandbytes")) or not isinstance(logger, logging.Logger):
+            continue
         logger.handlers.clear()
         if logger.level != logging.NOTSET:  # setting it empties the cache of every logger there is
             logger.setLevel(logging.NOTSET)

@@ -23,10 +23,18 @@ def import_graph() -> dict[str, set[str]]:
 
 
 def strongly_connected(graph: dict[str, set[str]]) -> list[list[str]]:
-    """The components of a directed graph: nodes that reach each other."""
-    reach = {name: _reachable(graph, name) for name in graph}
-    found = {tuple(sorted({name} | {other for other in reach[name] if name in reach[other]})) for name in graph}
+    """The components of a directed graph that hold circles: nodes that reach each other."""
+    reach = {name: _reachable(graph, name) for name in _without_leaves(graph)}
+    found = {tuple(sorted({name} | {other for other in reach[name] if name in reach.get(other, ())})) for name in reach}
     return sorted(map(list, found))
+
+
+def _without_leaves(graph: dict[str, set[str]]) -> set[str]:
+    """The nodes that are in a circle or lead to one."""
+    left = set(graph)
+    while leaves := {name for name in left if not graph[name] & left}:
+        left -= leaves
+    return left
 
 
 def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:

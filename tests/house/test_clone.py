@@ -1,5 +1,6 @@
 """A clone of the repository, alone on another machine, holds all that its tests, scripts and pages read."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -8,7 +9,9 @@ OUTSIDE = ("../" + "shared", 'parents[3] / "', 'parent.parent.parent.parent / "'
 
 
 def test_no_file_reads_a_folder_beside_the_repository():
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    environment = {name: value for name, value in os.environ.items() if name != "GIT_DIR"}
+    command = ["git", "ls-files", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
     named = [
         ROOT / name
         for name in listed.split("\0")

@@ -305,6 +305,7 @@ def test_versions_hardware_and_data_are_stored(tmp_path: Path) -> None:
 
 
 def test_the_commit_and_what_differs_from_it_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GIT_DIR")  # conftest.py
     work = tmp_path / "work"
     work.mkdir()
     git = lambda *words: subprocess.run(
