@@ -20,25 +20,21 @@ def test_every_block_of_code_runs():
     assert isinstance(names["mine"], alg.Algorithm)
 
 
-@pytest.mark.parametrize("name", alg.PRESETS)
-def test_every_preset_has_a_paragraph(name):
-    assert f"**`{name}`**" in PAGE
+def test_every_preset_has_a_paragraph():
+    assert [name for name in alg.PRESETS if f"**`{name}`**" not in PAGE] == []
 
 
-@pytest.mark.parametrize("name", inspect.signature(alg.from_options).parameters)
-def test_every_option_of_trl_is_mapped(name):
-    assert f"`{name}`" in PAGE
+def test_every_option_of_trl_is_mapped():
+    assert [name for name in inspect.signature(alg.from_options).parameters if f"`{name}`" not in PAGE] == []
 
 
-@pytest.mark.parametrize("name", alg.__all__)
-def test_every_public_part_is_on_the_page(name):
-    if name not in ("Controller", "Needs", "Algorithm", "PRESETS"):
-        assert re.search(rf"\b{name}\b", PAGE)
+def test_every_public_part_is_on_the_page():
+    public = set(alg.__all__) - {"Controller", "Needs", "Algorithm", "PRESETS"}
+    assert [name for name in public if not re.search(rf"\b{name}\b", PAGE)] == []
 
 
-@pytest.mark.parametrize("name", testing.__all__)
-def test_every_check_is_on_the_page(name):
-    assert f"`{name}`" in PAGE or f"{name}(" in PAGE
+def test_every_check_is_on_the_page():
+    assert [name for name in testing.__all__ if f"`{name}`" not in PAGE and f"{name}(" not in PAGE] == []
 
 
 @pytest.mark.parametrize("slot", ["advantage", "objective"])
