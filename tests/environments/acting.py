@@ -99,7 +99,7 @@ def tiny_qwen3_5(tokenizer: Any, seed: int = 0) -> Qwen3_5ForCausalLM:
     return Qwen3_5ForCausalLM(config).float()
 
 
-def trained_on(texts: tuple[tuple[str, str], ...], steps: int = 120, make: Callable[[Any], Any] = tiny_llama) -> Any:
+def trained_on(texts: tuple[tuple[str, str], ...], steps: int = 80, make: Callable[[Any], Any] = tiny_llama) -> Any:
     """A model that continues each first text with the second, greedily. The loss is on the second alone. A copy, to be trained further."""
     return copy.deepcopy(_trained_on(texts, steps, make))
 
