@@ -155,19 +155,24 @@ def test_every_objective_with_every_aggregate_ignores_split_order_and_padding(nu
     assert apart(whole, {name: x if name == "loss" else x[:, :7] for name, x in padded.items()}) <= 1e-6
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_part_of_a_preset_passes_its_check(name):
-    preset = PRESETS[name]
-    testing.check_advantage(preset.advantage)
-    testing.check_objective(preset.objective)
-    testing.check_aggregate(preset.aggregate)
-    testing.check_reference(preset.reference)
-    for weight in preset.weights:
-        testing.check_weight(weight)
-    if preset.kl is not None:
-        testing.check_kl(preset.kl)
-    if preset.critic is not None:
-        testing.check_critic(preset.critic)
+def parts_of(preset):
+    """(check, part) of each part."""
+    yield testing.check_advantage, preset.advantage
+    yield testing.check_objective, preset.objective
+    yield testing.check_aggregate, preset.aggregate
+    yield testing.check_reference, preset.reference
+    yield from ((testing.check_weight, weight) for weight in preset.weights)
+    yield from ((testing.check_kl, kl) for kl in (preset.kl,) if kl is not None)
+    yield from ((testing.check_critic, critic) for critic in (preset.critic,) if critic is not None)
+
+
+PARTS = {(check.__name__, repr(part)): (check, part) for preset in PRESETS.values() for check, part in parts_of(preset)}
+"""Presets share most of them."""
+
+
+@pytest.mark.parametrize("check, part", PARTS.values(), ids=lambda value: getattr(value, "__name__", None))
+def test_every_part_of_a_preset_passes_its_check(check, part):
+    check(part)
 
 
 @pytest.mark.parametrize("part", OBJECTIVES, ids=by_name)

@@ -13,7 +13,7 @@ from covey.rewards import BUILTIN, resolve
 from covey.rewards.builtin.code import program_of
 from covey.rewards.builtin.gym import answer_of
 from covey.rewards.builtin.judge_rewards import ReplyError, read_object
-from kit import tiny_tokenizer
+from kit import rest_nightly, tiny_tokenizer
 
 LENGTH = 100_000
 QUICK_SECONDS = 0.2
@@ -101,7 +101,7 @@ def test_the_time_of_a_reward_is_linear(name, unit, end):
     expect_linear(lambda text: reward(completions=[text], completion_ids=ids, **columns), unit, end)
 
 
-@pytest.mark.parametrize("name", ["math", "exact", "choice", "code", "gym", "numeric", "json_schema(schema={'type': 'object'})", "language(language='en')"])  # fmt: skip
+@pytest.mark.parametrize("name", rest_nightly(["choice", "exact", "math", "code", "gym", "numeric", "json_schema(schema={'type': 'object'})", "language(language='en')"], 2))  # fmt: skip
 def test_the_time_for_each_mark_alone_is_linear(name):
     for unit in MARKS:
         test_the_time_of_a_reward_is_linear.hypothesis.inner_test(name, unit, "x")
