@@ -10,7 +10,7 @@ from covey.doctor.roofline.estimate import TimedBytes
 from covey.doctor.roofline.gpus import GPUS
 from covey.learner.fake_results import FakeResults
 from covey.learner.live_memory import FakeBytes
-from kit import tiny_model
+from kit import rest_nightly, tiny_model
 
 aten = torch.ops.aten
 FAKES = FakeTensorMode(allow_non_fake_inputs=True)
@@ -97,7 +97,7 @@ def test_equal_numbers_of_other_types_are_told_apart(other):
         assert memory.compute(aten.mul.Tensor, (ints, value), {})[0].dtype == aten.mul.Tensor(ints, value).dtype
 
 
-@pytest.mark.parametrize("is_adapted", [False, True])
+@pytest.mark.parametrize("is_adapted", rest_nightly([True, False], 1))
 def test_a_step_is_measured_alike_with_and_without(is_adapted, tmp_path, monkeypatch):
     adapter = is_adapted and pytest.importorskip("peft").LoraConfig(
         r=4, target_modules="all-linear", task_type="CAUSAL_LM"
