@@ -26,15 +26,16 @@ def ask(text):
 
 
 def rows_of(kind):
-    """One item, two items of different sizes, none; of Qwen2.5-Omni an image with a sound, too."""
+    """One item, two items of different sizes, none; where both are read, an image with a sound, and an image, too."""
     if kind in KINDS:
         items = {"image": picture(2)}, {"images": [picture(3, (64, 32), 1), picture(1)]}
     else:
         items = {"audio": tone(440)}, {"audios": [tone(300, 1.2), tone(900, 0.3)]}
     rows = [{"prompt": ask("How many?"), **items[0]}, {"prompt": ask("More in the first?"), **items[1]}]
     rows.append({"prompt": ask("What is 2 + 3?")})
-    if kind == "qwen2_5_omni":
+    if kind in ("qwen2_5_omni", "gemma3n"):
         rows.append({"prompt": ask("Which fits?"), "image": picture(3), "audio": tone(700, 0.8)})
+        rows.append({"prompt": ask("How many?"), "image": picture(2)})
     return rows
 
 

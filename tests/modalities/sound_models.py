@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.utils import is_timm_available
 
 from covey.models.modalities import without_video
 from kit import tiny_tokenizer
@@ -21,6 +23,9 @@ SPECIAL = {
     "boi": "<start_of_image>", "eoi": "<end_of_image>", "boa": "<start_of_audio>", "eoa": "<end_of_audio>",
 }  # fmt: skip
 KINDS = ("qwen2_audio", "qwen2_5_omni", "gemma3n")
+_SIDE = 64
+"""Pixels a side of an image that Gemma 3n's tower makes four tokens of."""
+_WIDTH = 16
 PLACES = {
     "qwen2_audio": {"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"},
     "qwen2_5_omni": {
@@ -62,7 +67,7 @@ def tiny_hearing_processor(kind: str, base: Any = None) -> Any:
     tokenizer = _tokenizer(kind, base)
     chat: dict[str, Any] = {"chat_template": tokenizer.chat_template}
     if kind == "gemma3n":
-        images = transformers.SiglipImageProcessorPil(size={"height": 16, "width": 16})
+        images = transformers.SiglipImageProcessorPil(size={"height": _SIDE, "width": _SIDE})
         hearing = transformers.Gemma3nAudioFeatureExtractor(feature_size=16, max_length=2 * RATE, min_frequency=0.0)
         return transformers.Gemma3nProcessor(
             hearing, images, tokenizer, audio_seq_length=14, image_seq_length=4, **chat
@@ -125,7 +130,7 @@ def _qwen2_5_omni(tokenizer: Any, text: dict[str, Any], whisper: dict[str, Any])
 
 
 def _gemma3n(tokenizer: Any, text: dict[str, Any], whisper: dict[str, Any]) -> Any:
-    """Its vision tower needs timm; where that is not installed, a tower of CLIP, which no sound passes, takes its place."""
+    """Its vision tower is timm's MobileNetV5, made small; where timm is not installed, `Tower`, which no folder gives back."""
     size = len(tokenizer)
     text = {
         **text, "vocab_size": size + 16, "vocab_size_per_layer_input": size, "hidden_size_per_layer_input": 8, "head_dim": 16, "num_kv_shared_layers": 0,
@@ -137,18 +142,49 @@ def _gemma3n(tokenizer: Any, text: dict[str, Any], whisper: dict[str, Any]) -> A
         "conf_num_hidden_layers": 1, "sscp_conv_channel_size": [8, 4], "conf_attention_chunk_size": 4,
         "conf_attention_context_left": 5,
     }  # fmt: skip
+    tower: dict[str, Any] = {"hidden_size": _WIDTH, "vocab_size": 8, "vocab_offset": size}
+    if is_timm_available():
+        tower |= {"hidden_size": 2048, "model_args": _small_mobilenet()}
     config = transformers.Gemma3nConfig(
-        text_config=text, audio_config=hearing, vision_config={"hidden_size": 16, "vocab_size": 8, "vocab_offset": size},
+        text_config=text, audio_config=hearing, vision_config=tower, vision_soft_tokens_per_image=4,
         audio_soft_tokens_per_image=14, audio_token_id=tokenizer.audio_token_id, image_token_id=tokenizer.image_token_id,
         boa_token_id=tokenizer.boa_token_id, eoa_token_id=tokenizer.eoa_token_id, boi_token_id=tokenizer.boi_token_id,
         eoi_token_id=tokenizer.eoi_token_id,
     )  # fmt: skip
-    clip = transformers.CLIPVisionConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
-    )
+    if is_timm_available():
+        model = transformers.Gemma3nForConditionalGeneration(config)
+        config.vision_config.model_args = _small_mobilenet()  # timm writes classes into those that it gets
+        return model
+    clip = transformers.CLIPVisionConfig(hidden_size=_WIDTH, num_hidden_layers=1, num_attention_heads=2)
     clip.vocab_size, clip.vocab_offset, clip.rms_norm_eps = 8, size, 1e-6
     vars(config)["vision_config"] = clip  # by assignment it is refused
-    return transformers.Gemma3nForConditionalGeneration(config)
+    model = transformers.Gemma3nForConditionalGeneration(config)
+    model.model.vision_tower = Tower()
+    return model
+
+
+class Tower(torch.nn.Module):
+    """A convolution in the place of timm's tower: images [B, 3, 64, 64] to [B, 16, 2, 2]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = torch.nn.Conv2d(3, _WIDTH, _SIDE // 2, _SIDE // 2)
+
+    def forward(self, pixel_values: torch.Tensor, **_: Any) -> Any:
+        return BaseModelOutputWithPooling(last_hidden_state=self.patches(pixel_values))
+
+
+def _small_mobilenet() -> dict[str, Any]:
+    """Arguments of timm's MobileNetV5 for a tower of a layer or two a stage."""
+    from timm.models._efficientnet_builder import decode_arch_def
+
+    stages = [
+        ["er_r1_k3_s2_e2_c8"],
+        ["uir_r1_a3_k5_s2_e2_c8"],
+        ["uir_r1_a5_k5_s2_e2_c16", "mqa_r1_k3_h2_v2_s1_d8_c16", "uir_r1_a0_k0_s1_e2_c16"],
+        ["uir_r1_a5_k5_s2_e2_c16", "mqa_r1_k3_h2_s1_d8_c16", "uir_r1_a0_k0_s1_e2_c16"],
+    ]
+    return {"block_args": decode_arch_def(stages), "stem_size": 8, "msfa_output_resolution": 2}
 
 
 _MAKE = {"qwen2_audio": _qwen2_audio, "qwen2_5_omni": _qwen2_5_omni, "gemma3n": _gemma3n}
