@@ -12,9 +12,11 @@ from transformers import PreTrainedTokenizerFast
 from covey import Ensemble, GRPOConfig, GRPOTrainer, Member
 from covey.ensembles.loading import load_writer
 from covey.ensembles.writers import Encoding
+from covey.environments.messages import with_messages
 from covey.errors import ConfigError, CoveyError
 from covey.rollout import SamplingParams
 from covey.types import Prompt
+from environments.acting import HARMONY, chat_tokenizer
 from kit import prompt, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -214,6 +216,50 @@ def test_an_endpoints_thoughts_are_written_once_as_the_policys_template_writes_t
     assert completion.finish == message.get("finish_reason", "stop")
     note = "Ensemble member big answers with thoughts apart, for which the policy's prompts"
     assert (note in caplog.text) == (template is None)
+
+
+ANALYSIS = "<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>assistant"
+THINKING_HARMONY = HARMONY.replace(
+    "assistant<|channel|>final", "assistant{% if m.thinking %}" + ANALYSIS + "{% endif %}<|channel|>final"
+)
+IN_CHANNELS = (
+    "<|channel|>analysis<|message|>Two and two.<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>"
+)
+MISTRAL = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST]{% elif m.reasoning_content %}[THINK]{{ m.reasoning_content }}[/THINK]"
+    "{% endif %}{{ m.content }}{% endfor %}"
+)
+
+
+def written_with_marks(message: dict, template: str) -> tuple:
+    """The completion of an endpoint's message for a policy whose marks are control tokens, its tokens' text, and its tokenizer."""
+    words = ("<|return|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "[INST]", "[THINK]", "[/THINK]")
+    tokenizer = chat_tokenizer(template, words, eos="<|return|>")
+    messages, high = ({"role": "user", "content": "2 + 2 ="},), {"reasoning_effort": "high"}
+    ids = tuple(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, **high)["input_ids"])
+    row = Prompt(uid="0", token_ids=ids, messages=messages)
+    form = Encoding.of(tiny_model(vocab_size=len(tokenizer)), tokenizer, (tokenizer.eos_token_id,), high)
+    with endpoint(lambda body: message) as (url, _):
+        writer = load_writer(Member(url, served_model_name="big"), "big", CPU, form)
+        (group,) = writer.write([row], SamplingParams(max_tokens=200))
+    (done,) = with_messages(group, tokenizer).completions
+    return done, tokenizer.decode(done.token_ids, skip_special_tokens=False)
+
+
+def test_thoughts_and_answers_of_an_endpoint_get_the_control_tokens_of_the_policys_template(caplog):
+    apart = {"content": "4", "reasoning_content": "Two and two.\n"}
+    done, text = written_with_marks(apart, THINKING_HARMONY)
+    assert text == IN_CHANNELS
+    assert done.messages == ({"role": "assistant", "content": "4", "thinking": "Two and two."},)
+    done, text = written_with_marks({"content": "4"}, THINKING_HARMONY)
+    assert text == "<|channel|>final<|message|>4<|return|>"
+    assert done.messages == ({"role": "assistant", "content": "4"},)
+    done, text = written_with_marks(apart, MISTRAL)
+    assert (text, done.text) == ("[THINK]Two and two.[/THINK]4<|return|>", "Two and two.4")
+    assert not caplog.records
+    done, text = written_with_marks(apart, HARMONY)
+    assert text == "<|channel|>final<|message|>4<|return|>"
+    assert "with thoughts apart" in caplog.text
 
 
 @pytest.mark.parametrize("fault", ["slow down", "no key"])

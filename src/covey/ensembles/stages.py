@@ -1,6 +1,6 @@
 """Stages of an ensemble in training: correct answers of rescuers join failed groups, siblings get importance weights, baselines leave."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -40,9 +40,10 @@ def load_ensemble(
     tokenizer: Any,
     eos_ids: Sequence[int],
     device: torch.device,
+    template: Mapping[str, Any],
     **options: Any,
 ) -> EnsembleSampler:
-    """A sampler of the policy and the loaded members; `options`: those of `load_writer`.
+    """A sampler of the policy and the loaded members; `template`: options of the policy's; `options`: those of `load_writer`.
 
     Raises ConfigError where a member could not act.
     """
@@ -52,7 +53,7 @@ def load_ensemble(
         ensemble.members,
         ensemble.names,
         device,
-        Encoding.of(model, tokenizer, eos_ids),
+        Encoding.of(model, tokenizer, eos_ids, template),
         **options,
     )
     return EnsembleSampler(sampler, writers, ensemble.threshold, ensemble.weight)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 
 from covey.data import num_embeddings
 from covey.data.prompts import encode_chat
-from covey.data.rendering import THOUGHT_FIELDS
+from covey.data.rendering import THOUGHT_FIELDS, spells_control
 from covey.ensembles.member import Role
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.chat_endpoint import Endpoint, Reply, all_of
@@ -25,23 +25,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Encoding:
-    """Encoding of text as the policy reads it: its tokenizer, and the ids that end a completion."""
+    """Encoding of text as the policy reads it: its tokenizer, the ids that end a completion, and its chat template's options."""
 
     tokenizer: Any
     eos_ids: tuple[int, ...]
     num_embeddings: int | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
-    def of(model: Any, tokenizer: Any, eos_ids: Sequence[int]) -> Encoding:
-        return Encoding(tokenizer, tuple(eos_ids), num_embeddings(model))
+    def of(model: Any, tokenizer: Any, eos_ids: Sequence[int], template: Mapping[str, Any] | None = None) -> Encoding:
+        return Encoding(tokenizer, tuple(eos_ids), num_embeddings(model), template or {})
 
-    def __call__(self, text: str, finish: Finish, limit: int) -> list[int] | None:
-        """Token ids of a text, the end-of-sequence token last where it ended with one.
+    def __call__(self, text: str, finish: Finish, limit: int, has_marks: bool = False) -> list[int] | None:
+        """Token ids of a text, the end-of-sequence token last where it ended with one. `has_marks`: it may hold control tokens.
 
         None where decoding them does not give the text back, or they are more than `limit`, or none.
         """
         ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        back = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        back = self.tokenizer.decode(ids, skip_special_tokens=not has_marks, clean_up_tokenization_spaces=False)
         if back != text or not ids:
             return None
         if finish == "stop":
@@ -49,18 +50,23 @@ class Encoding:
         is_encodable = self.num_embeddings is None or max(ids) < self.num_embeddings
         return ids if is_encodable and len(ids) <= limit else None
 
-    def with_thoughts(self, prompt: Prompt, thoughts: str, text: str) -> str | None:
-        """A turn behind the prompt with thoughts before its text, as the chat template writes them. None where it does not."""
+    def turn(self, prompt: Prompt, thoughts: str, text: str) -> str | None:
+        """A turn behind the prompt as the chat template writes it, thoughts before its text. None where it does not."""
         thoughts, text = thoughts.strip(), text.strip()
-        fields = dict.fromkeys(THOUGHT_FIELDS, thoughts)
+        fields = dict.fromkeys(THOUGHT_FIELDS, thoughts) if thoughts else {}
         turn = {"role": "assistant", "content": text, **fields}
+        options = {**self.template, **(prompt.columns.get("chat_template_kwargs") or {})}
         try:
-            whole = str(self.tokenizer.apply_chat_template([*(prompt.messages or ()), turn], tokenize=False))
+            whole = str(self.tokenizer.apply_chat_template([*(prompt.messages or ()), turn], tokenize=False, **options))
         except Exception:  # noqa: BLE001 - a template is a program and may raise anything
             return None
         before = self.tokenizer.decode(list(prompt.token_ids), clean_up_tokenization_spaces=False)
-        head, word, rest = whole.removeprefix(before).partition(thoughts)
-        if not whole.startswith(before) or not word or thoughts in rest or text not in rest:
+        head, word, rest = whole.removeprefix(before).partition(thoughts or text or whole)
+        if not whole.startswith(before) or not word:
+            return None
+        if not thoughts:
+            return head + word
+        if thoughts in rest or text not in rest:
             return None
         return head + word + rest[: rest.rfind(text) + len(text) if text else 0]
 
@@ -167,27 +173,37 @@ class EndpointWriter:
         finish: Finish = "length" if reply.finish == "length" else "stop"
         text, ids = reply.text, list[int]()
         if self.encoding is not None:
-            text = self._with_thoughts(self.encoding, prompt, reply)
-            if (encoded := self.encoding(text, finish, params.max_tokens)) is None:
+            tokenizer = self.encoding.tokenizer
+            if spells_control(tokenizer, reply.thoughts, text):
+                return None
+            whole = self._turn(self.encoding, prompt, reply)
+            encoded = self.encoding(whole or text, finish, params.max_tokens, has_marks=whole is not None)
+            if encoded is None:
                 return None
             ids = encoded
+            if whole is not None:
+                shown = ids[:-1] if finish == "stop" else ids
+                text = tokenizer.decode(shown, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return Completion(token_ids=torch.tensor(ids, dtype=torch.int64), text=text, finish=finish, source=self.name)
 
-    def _with_thoughts(self, encoding: Encoding, prompt: Prompt, reply: Reply) -> str:
-        """The reply as the policy would write it; the text alone, which is said once, where the policy has no form for thoughts."""
-        if not reply.thoughts.strip() or reply.thoughts.strip() in reply.text:
-            return reply.text
-        whole = encoding.with_thoughts(prompt, reply.thoughts, reply.text)
-        if whole is not None:
-            return whole
-        if not self.has_noted_thoughts:
-            self.has_noted_thoughts = True
-            logger.warning(
-                "Ensemble member %s answers with thoughts apart, for which the policy's prompts and chat template have no place; "
-                "its completions are the answers without them.",
-                self.name,
-            )
-        return reply.text
+    def _turn(self, encoding: Encoding, prompt: Prompt, reply: Reply) -> str | None:
+        """The reply as the policy would write it: thoughts in their marks, the answer in its channel. None for its text alone.
+
+        Thoughts for which the policy has no form are left out, which is said once.
+        """
+        thoughts = reply.thoughts.strip()
+        if thoughts and thoughts not in reply.text:
+            if (whole := encoding.turn(prompt, thoughts, reply.text)) is not None:
+                return whole
+            if not self.has_noted_thoughts:
+                self.has_noted_thoughts = True
+                logger.warning(
+                    "Ensemble member %s answers with thoughts apart, for which the policy's prompts and chat template have no "
+                    "place; its completions are the answers without them.",
+                    self.name,
+                )
+        whole = encoding.turn(prompt, "", reply.text)
+        return whole if whole is not None and spells_control(encoding.tokenizer, whole) else None
 
 
 def for_each_path(completion: Completion, change: Callable[[Completion], Completion]) -> Completion:

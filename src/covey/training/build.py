@@ -336,6 +336,7 @@ def build_stages(
         inputs.tokenizer,
         inputs.eos_ids,
         inputs.world.device,
+        inputs.agents.template_options(args.chat_template_kwargs),
         trust_remote_code=args.trust_remote_code,
         check_stop=draws.interruption,
         shard=None if shard is None else partial(shard, keeps_whole=True),
