@@ -25,8 +25,9 @@ from covey.types import Completion, Group
 from kit import learner_of, tiny_model
 from modalities.media_prompts import prompts, tiny_of
 
-PRESETS = [name for name, algorithm in CASES.items() if getattr(algorithm.critic, "model", "head") == "head"]
-QUICK_PRESETS = ["grpo", "gspo", "ppo", "clip-cov", "prompt mean", "sdar", "iw_opd", "opsd"]
+PRESETS = list(CASES)
+SEPARATE = "ppo with a model of its own"
+QUICK_PRESETS = ["grpo", "gspo", "ppo", SEPARATE, "clip-cov", "prompt mean", "sdar", "iw_opd", "opsd"]
 MODELS = {
     "sliding window": ("mistral", {"sliding_window": 3, "layers": 2}),
     "window by layer, soft cap": ("gemma2", {"sliding_window": 4, "layers": 2}),
@@ -179,7 +180,7 @@ def work(folder, which):
     if which == "quick":
         done["presets"] = {name: preset(name, pair) for name in QUICK_PRESETS}
         done["models"] = {name: model(name, pair) for name in MODELS}
-        done["split"] = {name: preset(name, pair, Sharding()) for name in ("grpo", "ppo")}
+        done["split"] = {name: preset(name, pair, Sharding()) for name in ("grpo", "ppo", SEPARATE)}
         done["teachers"] = {name: teacher(name, pair) for name in TEACHERS}
         done["media"] = {kind: media(kind, pair) for kind in QUICK_MEDIA}
         done["single"] = {again: single(pair, again) for again in (False, True)}

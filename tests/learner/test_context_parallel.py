@@ -74,7 +74,7 @@ def test_a_teacher_of_whole_rows_or_of_shared_ones_teaches_as_in_one_process(nam
     expect_step([rank["teachers"][name] for rank in pair], (found, reported))
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
+@pytest.mark.parametrize("name", ["grpo", "ppo", cases.SEPARATE])
 def test_a_split_model_shares_out_tokens_too(name, pair):
     expect_step([rank["split"][name] for rank in pair], cases.preset(name, World()))
 

@@ -26,23 +26,12 @@ def inputs(tmp_path, model, algorithm):
     return RunInputs(args, model, None, (), algorithm, None, None, World())
 
 
-@pytest.mark.parametrize(
-    "algorithm, said",
-    [
-        (alg.ppo(critic_model="separate"), "a separate critic computes whole rows"),
-    ],
-)
-def test_parts_that_compute_whole_rows_are_refused(algorithm, said, tmp_path):
-    with pytest.raises(ConfigError, match=f"parallelism_config has cp_size, and {said}"):
-        refuse_in_context(inputs(tmp_path, tiny_model(), algorithm))
-
-
 def test_a_model_of_experts_is_refused_by_name(tmp_path):
     config = AutoConfig.for_model("mixtral", hidden_size=16, intermediate_size=16, num_hidden_layers=1, vocab_size=64,
                                   num_attention_heads=2, num_key_value_heads=1, num_local_experts=2)  # fmt: skip
     with pytest.raises(ConfigError, match="MixtralForCausalLM routes tokens to experts"):
         refuse_in_context(inputs(tmp_path, AutoModelForCausalLM.from_config(config), alg.grpo()))
-    refuse_in_context(inputs(tmp_path, tiny_model(), alg.ppo()))  # the critic as a head runs
+    refuse_in_context(inputs(tmp_path, tiny_model(), alg.ppo()))  # others run
 
 
 def test_a_number_of_heads_that_does_not_divide_names_those_that_do():

@@ -132,10 +132,6 @@ REFUSALS = (
         "called by every process; start one learner process, or give reward_funcs instead.",
     ),
     Refusal(
-        ("context parallel", "separate critic"),
-        "parallelism_config has cp_size, and a separate critic computes whole rows on every process; take the critic as a head.",
-    ),
-    Refusal(
         ("context parallel", "mixture of experts"),
         "parallelism_config has cp_size, and {name} routes tokens to experts, which are counted over whole rows; leave it out.",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -13,9 +14,11 @@ from covey.adapters import has_adapter
 from covey.config.combinations import expect_together
 from covey.errors import ConfigError
 from covey.kernels import learning
+from covey.learner import shared_prompt
 from covey.learner.measured import Measured
-from covey.learner.packing import Row, pad_rows, pick_rows
+from covey.learner.packing import PaddedRows, Row, pad_rows, pick_rows
 from covey.learner.policy import Policy
+from covey.learner.shared_prompt import SharedRows
 from covey.process.sharding import Shards
 
 
@@ -96,16 +99,26 @@ class ValueModel(nn.Module):
         return ValueModel(decoder, policy.model.config.get_text_config().hidden_size, policy, shards)
 
     def values(self, measured: Measured, batch: Sequence[Row]) -> Tensor:
-        rows = pad_rows(batch, self.policy.pad_id, self.policy.device)
+        rows, inputs = self._inputs(measured, batch)
         self.decoder.train(self.policy.model.training)  # dropout and checkpointing follow the policy's mode
 
         def work() -> Tensor:
             with self.policy.autocast(), learning(self.decoder):
-                hidden: Tensor = self.decoder(input_ids=rows.input_ids, use_cache=False).last_hidden_state  # [N, S, D]
+                hidden: Tensor = self.decoder(**inputs, use_cache=False).last_hidden_state  # [N, S, D]
             return hidden
 
-        hidden = work() if self.shards is None else self.shards.run(work)
+        hidden = self.policy.within(work) if self.shards is None else self.shards.run(work)
         return rows.spread(_read(self.linear, pick_rows(hidden, rows.source)))
+
+    def _inputs(self, measured: Measured, batch: Sequence[Row]) -> tuple[PaddedRows | SharedRows, dict[str, Any]]:
+        """Rows and keywords of the decoder: padded rows, or the policy's packed ones where processes share out their tokens."""
+        rows = measured.rows
+        if self.policy.context is None or not isinstance(rows, SharedRows):
+            rows = pad_rows(batch, self.policy.pad_id, self.policy.device)
+            return rows, {"input_ids": rows.input_ids}
+        rows = replace(rows, windows=self.policy.windows, placed=())
+        shared_prompt.switch(self.decoder)  # for good: it has no other rows
+        return rows, shared_prompt.forward_kwargs(rows, self.decoder)
 
     def parameters(self, recurse: bool = True) -> list[nn.Parameter]:  # type: ignore[override]
         return list(super().parameters(recurse))

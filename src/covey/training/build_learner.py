@@ -176,9 +176,7 @@ def learner_world(inputs: RunInputs) -> World:
 def refuse_in_context(inputs: RunInputs) -> None:
     """Raise ConfigError for what computes whole rows, or counts the tokens of one, where processes share out the tokens."""
     model = unwrapped(inputs.model)
-    is_separate = getattr(inputs.algorithm.critic, "model", None) == "separate"
     has_routers = bool((getattr(model, "_can_record_outputs", None) or {}).get("router_logits"))
-    expect_together("context parallel", is_separate and "separate critic")
     has_experts = has_routers and _routes(inputs.model)
     expect_together("context parallel", has_experts and "mixture of experts", name=type(model).__name__)
 
