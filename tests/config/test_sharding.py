@@ -130,7 +130,6 @@ def test_a_launcher_that_wants_what_cannot_be_honoured_is_refused(name, value, s
             {"fsdp": True, "optim": "ademamix_8bit"},
             "optim='ademamix_8bit' cannot be honoured on a model that is split",
         ),
-        ({"fsdp": True, "fp16": True}, "set bf16=True"),
         ({"fsdp": True, "deepspeed": {"zero_optimization": {"stage": 3}}}, "keep one of them"),
         ({"deepspeed": {"zero_optimization": {"stage": 1}}}, "ZeRO stage 1"),
         ({"deepspeed": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}}, "offloads to 'nvme'"),

@@ -37,7 +37,6 @@ WORDS = {
     "process rewards": r"\bprocess rewards?\b",
     "average": r"\bema_decay\b|\bsoup_steps\b|\baveraged weights\b",
     "CPU offload": r"\boffload",
-    "fp16": r"\bfp16\b",
     "optimizer for whole tensors": r"\boptim\b",
     "paged optimizer": r"\bpages\b|\bpaged\b",
     "optimizer object": r"\boptimizers=",

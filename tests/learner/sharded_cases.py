@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from covey import algorithms as alg
 from covey.adapters import expert_parameters
 from covey.learner import Policy
 from covey.learner.memory_estimate import CPU_TOKENS
+from covey.learner.optimizer import LossScaler
 from covey.process.sharding import Sharding, is_sharded, local, whole, whole_state
 from covey.process.world import World
 from covey.rollout import GatheredSampler, NativeSampler, SamplingParams
@@ -85,6 +87,29 @@ def tied_of(world):
     before = flat(one.trainable())
     one.step([group for group in groups_of(False) if not group.advantages.any()], alg.dapo(), 2)
     return before, flat(one.trainable())
+
+
+SCALED = ("grpo", "ppo", "ppo with a model of its own")
+
+
+def scaled_of(name, world):
+    """The gradient of one step whose loss is scaled by a power of two, and of one that overflows on the last process; scales after."""
+    gradients, scales = [], []
+    for overflows in (False, True):
+        one = learner_in(CASES[name], world, policy_of())
+        one.scaler = LossScaler("cpu")
+        if overflows and world.rank == world.size - 1:
+            one.backward = partial(overflowing, one, one.backward)
+        before = flat(one.trainable())
+        one.step(groups_of(name in BY_TOKEN), CASES[name], 1)
+        gradients.append(before - flat(one.trainable()))
+        scales.append(one.scaler.get_scale())
+    return gradients, scales
+
+
+def overflowing(learner, backward, loss):
+    backward(loss)
+    local(learner.policy.parameters()[0].grad).view(-1)[0] = torch.inf
 
 
 # -- runs of the trainer ----------------------------------------------------------------------------------------------------
@@ -322,6 +347,7 @@ def work(folder, cases, runs):
     assert world.size == 2
     found = {
         "cases": {name: case_of(name, world) for name in cases},
+        "scaled": {name: scaled_of(name, world) for name in SCALED},
         "shares": {share: share_of(share, world) for share in SHARES},
         "tied": tied_of(world),
         "sampled": sampled(world),

@@ -78,6 +78,17 @@ def test_one_step_of_every_preset_has_the_same_gradient(name, every):
     expect_case(name, every)
 
 
+@pytest.mark.parametrize("name", cases.SCALED)
+def test_a_scaled_loss_has_the_same_gradient_and_an_overflow_on_one_process_counts_on_both(name, pair):
+    (gradient, skipped), scales = cases.scaled_of(name, World())
+    assert skipped.abs().max() == 0
+    assert apart(gradient, cases.case_of(name, World())[0]) <= 1e-12
+    for (found, left_out), found_scales in (one["scaled"][name] for one in pair[0]):
+        assert apart(found, gradient) <= 1e-6
+        assert left_out.abs().max() == 0
+        assert found_scales == scales == [65536.0, 32768.0]
+
+
 @pytest.mark.parametrize("share", cases.SHARES)
 def test_processes_with_unequal_numbers_of_passes_keep_pace(share, pair):
     (first, second), _ = pair

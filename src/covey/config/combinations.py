@@ -40,7 +40,6 @@ FEATURES = {
 """Features by name. None of them: one process, the native engine, synchronous, text, all weights trained."""
 VARIANTS = {
     "CPU offload": "`fsdp_config` with `offload_params`, or `deepspeed` with an offload",
-    "fp16": "`fp16: true`",
     "optimizer for whole tensors": "`optim` that is not known to work on parts of tensors, such as `adafactor`",
     "paged optimizer": "`optim` of bitsandbytes that pages its state",
     "optimizer object": "`optimizers=(...)` of the trainer",
@@ -151,10 +150,6 @@ REFUSALS = (
         ("FSDP2", "CPU offload", "paged optimizer"),
         "optim={optim!r} pages its state between device and host memory, and fsdp's offload keeps it in host memory; take an optimizer that "
         "is not paged, or leave the offload out.",
-    ),
-    Refusal(
-        ("FSDP2", "fp16"),
-        "fp16=True cannot be honoured on a model that is split: its loss scale is kept by process; set bf16=True.",
     ),
     Refusal(
         ("router_replay", "agent or rollout_func"),

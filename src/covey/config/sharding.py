@@ -105,7 +105,6 @@ def settle_sharding(config: Any) -> Sharding | None:
     optimizer = str(getattr(config.optim, "value", config.optim))
     expect_together(
         "FSDP2",
-        config.fp16 and "fp16",
         optimizer not in _OPTIMIZERS and "optimizer for whole tensors",
         sharding.offloads and "CPU offload",
         optimizer.startswith("paged_") and "paged optimizer",

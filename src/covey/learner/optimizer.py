@@ -1,6 +1,7 @@
 """The optimizer, its learning-rate schedule, and a check that its state fits in memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from covey.learner.shard_optimizer import is_bitsandbytes, on_shards
 from covey.models import first_line
 from covey.process.lean import imported
 from covey.process.memory import is_out_of_memory, release
-from covey.process.sharding import are_split
+from covey.process.sharding import are_split, is_sharded
 
 _STATES = {torch.optim.Adam: 2, torch.optim.AdamW: 2, torch.optim.Adagrad: 1, torch.optim.RMSprop: 1}
 """State tensors per parameter, by optimizer class; the check skips others."""
@@ -174,3 +175,19 @@ def clip(parameters: Sequence[torch.nn.Parameter], norm: float, limit: float) ->
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(limit / (norm + 1e-6))
+
+
+class LossScaler(torch.amp.GradScaler):
+    """torch's scale of the loss for float16, over parameters of which some are split: an overflow on one process counts on all.
+
+    torch itself agrees on an overflow in DTensors, and takes no list of them with plain tensors, such as those of a critic's head.
+    """
+
+    def _unscale_grads_(self, optimizer: Any, *scale: Any) -> dict[torch.device, Tensor]:
+        infinite: dict[torch.device, Tensor] = {}
+        for is_split in (False, True):
+            trained = [p for group in optimizer.param_groups for p in group["params"] if is_sharded(p) == is_split]
+            part: Any = SimpleNamespace(param_groups=[{"params": trained}])
+            for device, overflow in super()._unscale_grads_(part, *scale).items():
+                infinite[device] = torch.maximum(infinite.get(device, overflow), overflow)
+        return infinite

@@ -28,7 +28,7 @@ from covey.learner.memory_estimate import (
     starting_rows,
     starting_tokens,
 )
-from covey.learner.optimizer import make_optimizer, make_scheduler
+from covey.learner.optimizer import LossScaler, make_optimizer, make_scheduler
 from covey.learner.preparation import checkpoint_activations, on_accelerator
 from covey.learner.reference import Reference
 from covey.learner.token_metrics import TokenEntropies
@@ -346,7 +346,7 @@ def build_learner(
         token_entropies=TokenEntropies(partial(rollouts.is_due, every=args.rollout_log_steps)),
         overlaps_reduction=policy.shards is None
         and not as_dict(args.gradient_checkpointing_kwargs).get("use_reentrant"),
-        scaler=torch.amp.GradScaler(policy.device.type) if args.fp16 else None,
+        scaler=LossScaler(policy.device.type) if args.fp16 else None,
         before_update=inputs.before_update,
         after_update=inputs.after_update,
         **callbacks,
