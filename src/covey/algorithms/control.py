@@ -51,7 +51,8 @@ class WarmUp:
 
 def is_controller(value: Any) -> bool:
     """True if `value` has `init` and `update`."""
-    return isinstance(value, Controller) and not isinstance(value, type)
+    methods = (getattr(value, name, None) for name in ("init", "update"))  # the protocol itself is slow to ask
+    return not isinstance(value, type) and all(map(callable, methods))
 
 
 def applied(controller: Controller, value: float) -> float:

@@ -131,10 +131,10 @@ class _Encoder:
             return self._once(value, where)
         if isinstance(value, Mapping):
             return self._mapping(value, where)
-        if type(value) is list:
-            return [self.encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
-        if type(value) is tuple:
-            return {"$tuple": [self.encode(item, f"{where}[{i}]") for i, item in enumerate(value)]}
+        if type(value) in (list, tuple):
+            is_plain = set(map(type, value)) <= {int}  # a random state has 625 integers
+            items = list(value) if is_plain else [self.encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+            return items if type(value) is list else {"$tuple": items}
         if isinstance(value, np.ndarray | np.generic):
             return self._numpy(value, where)
         for kind, (cls, to_json, _) in _SCALARS.items():

@@ -50,7 +50,7 @@ def _bytes_in(tree: Any) -> int:
         return tree.numel() * tree.element_size()
     if isinstance(tree, Mapping):
         return sum(map(_bytes_in, tree.values()))
-    return sum(map(_bytes_in, tree)) if isinstance(tree, list | tuple) else 0
+    return sum(_bytes_in(item) for item in tree if type(item) is not int) if isinstance(tree, list | tuple) else 0
 
 
 T = TypeVar("T")
