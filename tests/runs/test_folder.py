@@ -21,6 +21,7 @@ from covey.runs import RunFolder, checkpoint, manifest, rollouts
 from covey.runs.masking import mask, mask_command, mask_text
 from covey.runs.metrics import read
 from covey.types import Alert, Completion, Event, Group, Prompt
+from forked import Forked
 
 
 def a_group() -> Group:
@@ -193,9 +194,10 @@ HOLD = "import sys, time; from covey.runs import RunFolder; run = RunFolder.crea
 
 
 def test_a_folder_in_use_is_refused_and_freed_by_a_kill(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "held\n"
+    ours, theirs = os.pipe()
+    with Forked("-c", HOLD, tmp_path, stdout=theirs) as other, open(ours) as told:
+        os.close(theirs)
+        assert told.readline() == "held\n"
         with pytest.raises(RunFolderError, match=f"is in use: process {other.pid} on .* trains in it now"):
             RunFolder.create(tmp_path)
         other.kill()
