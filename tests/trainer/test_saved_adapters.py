@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,13 @@ OVERLAPPING = {"q_proj": 8, "layers.0.self_attn.q_proj": 3}
 
 
 @pytest.mark.filterwarnings("ignore:.* goes on from step 1")
-@pytest.mark.parametrize("arrives", ["as options", "on the model"])
-@pytest.mark.parametrize("option", ["rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize(
+    "option, arrives",
+    rest_nightly(
+        product(["rank_pattern", "alpha_pattern"], ["as options", "on the model"]),
+        [("rank_pattern", "as options"), ("alpha_pattern", "on the model")],
+    ),
+)
 def test_entries_for_one_layer_mean_the_same_in_the_saved_adapter(tmp_path, option, arrives, caplog):
     tiny_model("qwen2").save_pretrained(tmp_path / "base")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **{option: dict(OVERLAPPING)})

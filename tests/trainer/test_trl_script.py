@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,17 +87,23 @@ def test_the_quick_start_of_trl_runs_unchanged(tmp_path, model_dir, monkeypatch)
     assert [entry["step"] for entry in one.state.log_history] == [2, 4, 4]
 
 
-def test_the_log_has_trls_names(tmp_path):
-    one = trainer(tmp_path, beta=0.1)
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """A run of four steps that has ended."""
+    one = trainer(tmp_path_factory.mktemp("ended"), beta=0.1, save_strategy="steps", save_steps=2)
     one.train()
-    names = set(one.state.log_history[0])
+    return one
+
+
+def test_the_log_has_trls_names(ended):
+    names = set(ended.state.log_history[0])
     assert names >= {
         "loss", "grad_norm", "learning_rate", "num_tokens", "reward", "reward_std", "frac_reward_zero_std", "kl", "entropy",
         "rewards/reward_len/mean", "rewards/reward_len/std", "completions/mean_length", "completions/min_length",
         "completions/max_length", "completions/clipped_ratio", "clip_ratio/low_mean", "clip_ratio/high_mean",
         "clip_ratio/region_mean", "epoch", "step", "step_time",
     }  # fmt: skip
-    assert {"train_runtime", "train_loss", "train_steps_per_second"} <= set(one.state.log_history[-1])
+    assert {"train_runtime", "train_loss", "train_steps_per_second"} <= set(ended.state.log_history[-1])
 
 
 def test_a_reward_gets_trls_keywords(tmp_path):
@@ -158,7 +165,7 @@ def test_training_changes_the_weights_and_the_same_seed_changes_them_equally(tmp
 @pytest.mark.parametrize(
     "changed",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.nightly),
         pytest.param({"steps_per_generation": 4}, marks=pytest.mark.nightly),
         pytest.param({"num_iterations": 2}, marks=pytest.mark.slow),
         pytest.param({"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}, marks=pytest.mark.nightly),
@@ -284,16 +291,14 @@ def test_a_data_set_smaller_than_a_batch_works(tmp_path):
     assert one.train().global_step == 2
 
 
-def test_save_model_writes_what_transformers_reads(tmp_path):
+def test_save_model_writes_what_transformers_reads(ended, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    one = trainer(tmp_path)
-    one.train()
-    one.save_model(str(tmp_path / "saved"))
+    ended.save_model(str(tmp_path / "saved"))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     AutoTokenizer.from_pretrained(tmp_path / "saved")
     ids = torch.tensor([[3, 4, 5]])
-    torch.testing.assert_close(again(ids).logits, one.model.eval()(ids).logits)
+    torch.testing.assert_close(again(ids).logits, ended.model.eval()(ids).logits)
 
 
 def test_the_optimizer_and_the_schedule_may_be_the_users_own(tmp_path):
@@ -398,9 +403,8 @@ def test_every_refusal_is_a_covey_error_with_an_exit_code():
         assert error.exit_code in (2, 3)
 
 
-def test_a_run_leaves_metrics_that_anyone_can_read(tmp_path):
-    trainer(tmp_path, save_strategy="steps", save_steps=2).train()
-    found = lines(tmp_path / "out")
+def test_a_run_leaves_metrics_that_anyone_can_read(ended):
+    found = lines(Path(ended.args.output_dir))
     assert [line["step"] for line in found] == [1, 2, 3, 4]
     assert all("reward" in line for line in found)
 
