@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.cli import main
-from kit import tiny_model, tiny_tokenizer
+from kit import rest_nightly, tiny_model, tiny_tokenizer
 
 REWARD = "def digits(completions, **kwargs):\n    return [sum(c.isdigit() for c in text) / 8 for text in completions]\n"
 WHAT = "--model model --dataset train.jsonl --eval-dataset test.jsonl --reward mine.py:digits --output-dir run"
@@ -110,7 +110,7 @@ def test_the_best_evaluation_that_has_a_checkpoint_keeps_it_while_a_better_one_h
     assert all(torch.equal(ends[name], value) for name, value in saved.items()) == (not options)
 
 
-@pytest.mark.parametrize("moved", [True, False], ids=["moved", "gone"])
+@pytest.mark.parametrize("moved", rest_nightly([False, True], 1), ids=["gone", "moved"])
 def test_a_run_whose_best_checkpoint_was_moved_or_deleted_ends_all_the_same(tmp_path, caplog, moved):
     scores = (1.0, 3.0, 0.0, 0.0, 0.0, 0.0)
     one = judged(tmp_path / "run", scores)

@@ -18,8 +18,7 @@ KERNELS = ["one function on a CPU", "SDPA by part, as on other devices", "FlexAt
 @pytest.mark.parametrize(
     "architecture, kernel",
     [(architecture, kernel) for architecture in ("qwen2", "qwen3", "llama", "gpt2") for kernel in KERNELS[:2]]
-    + [("qwen2", KERNELS[2])]
-    + [pytest.param(name, KERNELS[2], marks=pytest.mark.nightly) for name in ("qwen3", "llama", "gpt2")],
+    + [pytest.param(name, KERNELS[2], marks=pytest.mark.nightly) for name in ("qwen2", "qwen3", "llama", "gpt2")],
 )
 def test_sharing_equals_one_row_at_a_time_in_value_and_gradient(architecture, recomputes, kernel, flex_on_a_cpu):
     """Rotary and learned positions, grouped queries, norms of queries and keys."""

@@ -53,7 +53,10 @@ def heads(dtype=torch.float32, device="cpu"):
     return AttentionHeads(4, 2, 16, 16, dtype, torch.device(device))
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=pytest.mark.slow), torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, *(pytest.param(dtype, marks=pytest.mark.nightly) for dtype in (torch.float64, torch.bfloat16))],
+)
 def test_the_trial_that_decides_passes_where_the_kernel_is_right(dtype, flex_on_a_cpu):
     assert tried(heads(dtype)) is None
 

@@ -14,7 +14,7 @@ from covey.doctor.roofline.rollout import KERNELS_OF_A_LAYER, KERNELS_OF_A_STEP
 from covey.kernels import TritonDecode
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.kernel_choice import verified_attention
-from kit import tiny_model, tiny_tokenizer
+from kit import rest_nightly, tiny_model, tiny_tokenizer
 
 NO_TRITON = (subprocess.SubprocessError,)
 A_LAYER = 10
@@ -70,7 +70,7 @@ def test_a_truncated_distribution_is_drawn_inside_the_step(monkeypatch):
     assert truncated == plain  # the twin counts two launches; the kernel takes three
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", rest_nightly(WAYS, ("top_p", "rich")))
 def test_the_steps_write_the_completions_of_steps_as_written(monkeypatch, way):
     model, params = writer(), SamplingParams(max_tokens=40, seed=7, **WAYS[way])
     expected = collect(NativeSampler(model, tiny_tokenizer(), dtype="float32", max_rows=9), PROMPTS[:6], 4, params)

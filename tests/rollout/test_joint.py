@@ -65,7 +65,7 @@ def are_equal(ones, others):
     )
 
 
-@pytest.mark.parametrize("attention", ["auto", "torch"])
+@pytest.mark.parametrize("attention", rest_nightly(["auto", "torch"], 1))
 def test_each_run_draws_what_it_draws_alone(base, joined, attention):
     # waiting groups, rows that end early, and batches that fall below four rows
     asked = [drawing(sampler_on(base, i, max_rows=8, attention=attention), i, n=3 + i) for i in range(3)]

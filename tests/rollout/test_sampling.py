@@ -9,6 +9,7 @@ from plain_sampling import transformers_scores
 from covey.errors import ConfigError
 from covey.rollout import SamplingParams
 from covey.rollout.sampling import draw, processed, sequence_key, uniforms
+from kit import rest_nightly
 
 KINDS = {
     "plain": {},
@@ -66,7 +67,7 @@ def test_log_probability_and_entropy_are_those_of_the_processed_distribution(kin
     torch.testing.assert_close(drawn.entropy.double(), entropy, atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["plain", "temperature", "everything"])
+@pytest.mark.parametrize("kind", rest_nightly(["plain", "everything", "temperature"], 2))
 def test_frequencies_pass_a_chi_square_test(kind):
     params = SamplingParams(**KINDS[kind])
     logits = torch.randn(1, 300)

@@ -28,7 +28,7 @@ def two_threads() -> Iterator[None]:
 @pytest.mark.parametrize(("hidden", "threads"), [(16, 1), (512, 2)])
 def test_a_tiny_model_decodes_on_one_thread_and_a_larger_one_on_all(kind: Any, hidden: int, threads: int) -> None:
     counts: list[int] = []
-    model = tiny_model("qwen2", hidden=hidden)
+    model = tiny_model("qwen2", hidden=hidden, head_dim=16)
     sampler = kind(model, tiny_tokenizer(), check_stop=lambda: counts.append(torch.get_num_threads()))
     sampler.load(model, version=0)
     list(sampler.sample(PROMPTS, 2, SamplingParams(max_tokens=4, seed=1)))  # compares it with a plain forward

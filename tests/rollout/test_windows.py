@@ -20,7 +20,7 @@ def tokenizer():
     return tiny_tokenizer()
 
 
-QUICK = ("mistral", "gemma3", "afmoe")
+QUICK = ("mistral", "gemma3")
 EACH = [pytest.param(arch, marks=() if arch in QUICK else pytest.mark.nightly) for arch in LOCAL]
 
 
