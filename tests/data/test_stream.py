@@ -213,6 +213,25 @@ def test_fields_that_only_other_rows_have_do_not_reach_the_template():
     assert second.messages == tuple(CHAT)
 
 
+def test_template_options_that_only_other_rows_have_do_not_reach_the_template():
+    template = "{{ effort | default('medium') }} {{ tools[0] if tools else 'none' }} {{ thinks }}"
+    tool = {"name": "add", "unit": {"default": None, "kind": "text"}}
+    options = [{"effort": "high"}, {"thinks": False}, {"tools": [tool]}]
+    dataset = datasets.Dataset.from_list([{"prompt": CHAT, "chat_template_kwargs": each} for each in options])
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    rows = stream(dataset, tokenizer, shuffle=False, chat_template_kwargs={"thinks": True}).take(3)
+    cleaned = {"name": "add", "unit": {"kind": "text"}}
+    told = [tokenizer.decode(row.token_ids) for row in rows]
+    assert told == ["high none True", "medium none False", f"medium {cleaned} True"]
+
+
+def test_tools_beside_a_prompt_are_named_once_as_not_shown(caplog):
+    for extra in ({"tools": [{"name": "add"}]}, {"tools": None}, {"tools": [1], "chat_template_kwargs": {"tools": []}}):
+        chat(CHAT, extra=extra)
+    assert caplog.text.count("The column 'tools' is not shown to the model") == 1
+
+
 def test_no_chat_template_is_told_with_the_fix():
     with pytest.raises(ModelError, match=r"Row 0 .* but the tokenizer has no chat template; use an instruct"):
         chat(CHAT, tiny_tokenizer(chat=False))

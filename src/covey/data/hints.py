@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from covey.data.prompts import encode_chat
+from covey.data.prompts import encode_chat, template_of_row
 from covey.errors import ConfigError
 from covey.types import Completion, Group, Prompt
 
@@ -85,5 +85,5 @@ def with_hint(prompt: Prompt, hint: str, template: str, tokenizer: Any, options:
         messages[of_user[-1]]["content"] = f"{messages[of_user[-1]].get('content') or ''}{text}"
     else:
         messages.append({"role": "user", "content": text.strip()})
-    kwargs = prompt.columns.get("chat_template_kwargs") or {}
-    return encode_chat(messages, f"prompt {prompt.uid} with its feedback", tokenizer, {**options, **kwargs})
+    where = f"prompt {prompt.uid} with its feedback"
+    return encode_chat(messages, where, tokenizer, {**options, **template_of_row(prompt.columns, where)})

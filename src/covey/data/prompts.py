@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from covey.data.media import media_prompt, refuse_openai_parts, row_kinds
-from covey.data.rendering import chat_ids, clean
+from covey.data.rendering import chat_ids, clean, without_nulls
 from covey.errors import DataError, ModelError, message_of
 from covey.types import Message, Prompt
 
@@ -59,7 +59,7 @@ def to_prompt(
     check_prompt(value, where)
     columns = {name: column for name, column in row.items() if name != "prompt"}
     if processor is not None:
-        return media_prompt(row, uid, where, processor, {**template, **_template_of_row(row, where)}, columns)
+        return media_prompt(row, uid, where, processor, {**template, **template_of_row(row, where)}, columns)
     if kinds := row_kinds(row):
         nouns = " and ".join(f"{kind.noun}s" for kind in kinds)
         raise DataError(
@@ -79,17 +79,24 @@ def to_prompt(
             "Prompts end with a message of the assistant, which the model continues. If that is the answer, take it off: "
             "leave prompt_column out for a column 'messages', whose last turn then becomes the column 'answer'."
         )
-    ids = encode_chat(messages, where, tokenizer, {**template, **_template_of_row(row, where)})
+    options = {**template, **template_of_row(row, where)}
+    if row.get("tools") and "tools" not in options:
+        _say_once(
+            "The column 'tools' is not shown to the model: beside a column 'prompt' it goes to the rewards alone. Give the chat template "
+            "a column chat_template_kwargs with {'tools': [...]}, or the run tools=[...] to call."
+        )
+    ids = encode_chat(messages, where, tokenizer, options)
     return Prompt(uid=uid, messages=messages, token_ids=ids, columns=columns)
 
 
-def _template_of_row(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def template_of_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Options of the chat template in a row's column, without nulls, which a table fills in. Raises DataError for no mapping."""
     template = row.get("chat_template_kwargs") or {}
     if not isinstance(template, Mapping):
         raise DataError(
             f"{where} has chat_template_kwargs of type {type(template).__name__}; give a mapping, or leave it out."
         )
-    return template
+    return without_nulls(template)
 
 
 @lru_cache(maxsize=256)

@@ -33,13 +33,14 @@ def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: A
 
 def clean(message: Mapping[str, Any]) -> dict[str, Any]:
     """The message without the fields that are null, at any depth: a table fills in those of other rows. `content` stays."""
-    return {name: _filled(value) for name, value in message.items() if value is not None or name == "content"}
+    return {name: without_nulls(value) for name, value in message.items() if value is not None or name == "content"}
 
 
-def _filled(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
+    """The value without the keys that are null, at any depth."""
     if isinstance(value, Mapping):
-        return {name: _filled(part) for name, part in value.items() if part is not None}
-    return [_filled(part) for part in value] if isinstance(value, list | tuple) else value
+        return {name: without_nulls(part) for name, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _changed(message: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from covey.data import num_embeddings
-from covey.data.prompts import encode_chat
+from covey.data.prompts import encode_chat, template_of_row
 from covey.data.rendering import THOUGHT_FIELDS, spells_control
 from covey.ensembles.member import Role
 from covey.errors import ConfigError, RewardError
@@ -55,7 +55,7 @@ class Encoding:
         thoughts, text = thoughts.strip(), text.strip()
         fields = dict.fromkeys(THOUGHT_FIELDS, thoughts) if thoughts else {}
         turn = {"role": "assistant", "content": text, **fields}
-        options = {**self.template, **(prompt.columns.get("chat_template_kwargs") or {})}
+        options = {**self.template, **template_of_row(prompt.columns, f"prompt {prompt.uid}")}
         try:
             whole = str(self.tokenizer.apply_chat_template([*(prompt.messages or ()), turn], tokenize=False, **options))
         except Exception:  # noqa: BLE001 - a template is a program and may raise anything
