@@ -254,3 +254,24 @@ def test_a_share_of_free_memory_is_for_keys_and_values():
     assert half < most / 20
     with pytest.raises(ConfigError, match="cache_fraction is 0"):
         NativeSampler(model, tokenizer, cache_fraction=0)
+
+
+SCALED = {
+    "dynamic": {"max_position_embeddings": 600},
+    "longrope": {"max_position_embeddings": 2400, "original_max_position_embeddings": 600,
+        "short_factor": [1.0] * 8, "long_factor": [4.0] * 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_frequencies_that_depend_on_the_length_are_those_of_the_text_and_not_of_a_larger_table(tokenizer, kind):
+    """Of 540 tokens, where those for long texts begin at 600 and a table of rotations grows by doubling."""
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0, **SCALED[kind]}
+    model = tiny_model("llama", rope_parameters=rope, max_position_embeddings=rope.pop("max_position_embeddings"))
+    for name, weight in model.named_parameters():
+        weight.data.mul_(8.0 if "proj" in name else 1.0)
+    prompt = Prompt(uid="0:0", token_ids=tuple(3 + i * 7 % 200 for i in range(500)))
+    params = SamplingParams(max_tokens=40, seed=3)
+    (group,) = NativeSampler(model, tokenizer, dtype="float32", eos_ids=[1]).sample([prompt], 2, params)
+    for completion, expected in zip(group.completions, plain_logprobs(model, group, params), strict=True):
+        assert completion.logprobs.sub(expected).abs().max() < 1e-4

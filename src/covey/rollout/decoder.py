@@ -78,6 +78,8 @@ class DecoderForward:
         name = type(self.model).__name__
         if name not in WRITTEN_OUT or config.hidden_act != "silu":
             raise Unsupported(f"{name} is not one of the decoders that are written out")
+        if getattr(self.model.model.rotary_emb, "rope_type", "default") in ("dynamic", "longrope"):
+            raise Unsupported(f"the rotary frequencies of this {name} depend on the length of the text")
         probe = ModulesForward(model)  # raises Unsupported where the engine cannot run the model
         self.layers: tuple[LayerShape, ...] = probe.layers
         self.states: StatePlaces | None = None
@@ -189,8 +191,6 @@ class DecoderForward:
             yield
 
     def reserve(self, positions: int) -> None:
-        if getattr(self.model.model.rotary_emb, "rope_type", "default") in ("dynamic", "longrope"):
-            return  # its frequencies depend on the length of the text
         self._rotate_up_to(positions)
         self.is_reserved = True
 
