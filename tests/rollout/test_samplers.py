@@ -316,3 +316,14 @@ def test_padding_does_not_enter_keys_that_are_compressed_in_blocks():
     drawn = [completion for group in groups for completion in group.completions]
     for completion, expected in zip(drawn, forwarded(sampler.model, groups), strict=True):
         torch.testing.assert_close(completion.logprobs, expected, atol=1e-5, rtol=0)
+
+
+def test_a_finished_row_at_the_end_of_the_context_has_no_position_beyond_it(tokenizer):
+    """Learned positions end there, and such rows stay in a batch until a fifth of it has finished."""
+    model = tiny_model("gpt2", max_position_embeddings=32)
+    long, *short = [Prompt(uid=f"0:{i}", token_ids=tuple(range(3, n))) for i, n in enumerate([31, *[6] * 9])]
+    params = SamplingParams(max_tokens=29, seed=3)
+    near = {one.prompt.uid: one for one in TransformersSampler(model, tokenizer).sample([long, *short], 1, params)}
+    for group in NativeSampler(model, tokenizer, dtype="float32").sample([long, *short], 1, params):
+        expected = group.completions[0].token_ids.tolist()
+        assert near[group.prompt.uid].completions[0].token_ids.tolist() == expected
