@@ -89,7 +89,8 @@ class EnvironmentPool:
             shown = _with_observation(prompt, observations[0], self.tools[name], encode)
             shown = replace(shown, before=prompt)
         return shown, [
-            Reset(instance, bound(self.tools[name], instance), partial(_reset, instance, row)) for instance in instances
+            Reset(instance, bound(self.tools[name], instance), partial(_reset_again, instance, row, observations[0]))
+            for instance in instances
         ]
 
     def release(self, instances: Iterable[Any]) -> None:
@@ -246,6 +247,15 @@ def _reset(instance: Any, row: Mapping[str, Any]) -> Observation:
             'of parts such as {"type": "image", "image": ...}.'
         )
     return observation  # type: ignore[no-any-return]
+
+
+def _reset_again(instance: Any, row: Mapping[str, Any], shown: Observation) -> None:
+    """Reset for a completion that is written once more. Raises DataError where that is not the task that its prompt shows."""
+    if not _is_same(_reset(instance, row), shown):
+        raise DataError(
+            f"memory ran out, and reset() of {type(instance).__name__} gave another task than the one that a completion had begun with; draw "
+            "the task from a column of the row, or from the argument `seed`."
+        )
 
 
 def _copy(instance: Any) -> Any:
