@@ -7,12 +7,14 @@ import torch
 from distilled import ROWS, row, trained, trainer_of
 
 from covey import algorithms as alg
+from covey.data.hints import with_hint
 from covey.errors import ConfigError
 from covey.learner import FrozenCopy, Policy
 from covey.learner.teacher import Member, Teacher, Teachers
 from covey.learner.token_batches import Draws, batch_of
+from covey.training.build_algorithm import check_teacher
 from covey.training.teaching import build_teacher, hints_of
-from covey.types import StepReport, Totals
+from covey.types import Prompt, StepReport, Totals
 from kit import completion, group, learner_of, rest_nightly, tiny_model, tiny_tokenizer
 
 
@@ -254,17 +256,32 @@ def divergence(policy, teacher):
 def test_columns_that_a_teacher_cannot_use_are_refused_before_anything_is_loaded(algorithm, columns, said):
     from datasets import Dataset
 
-    from covey.training.build_algorithm import check_teacher
-
     dataset = Dataset.from_dict({"prompt": ["2 + 2 =", "2 + 3 ="], **columns})
     with pytest.raises(ConfigError, match=said):
         check_teacher(alg.from_name(algorithm).role, dataset)
 
 
+def test_feedback_is_refused_beside_an_agent_whose_prompt_is_its_own():
+    with pytest.raises(ConfigError, match="the prompt that an agent shows"):
+        check_teacher(alg.from_name("sdpo").role, None, has_agent=True)
+    check_teacher(alg.from_name("mopd, teacher=demo, feedback=None").role, None, has_agent=True)
+
+
+def test_feedback_follows_the_parts_of_a_message_as_a_part():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "2 + 2"}, {"type": "text", "text": " ="}]
+    prompt = Prompt(uid="0:0", token_ids=(1,), messages=({"role": "user", "content": parts},))
+    ids = with_hint(prompt, "4", "\n{feedback}", tokenizer, {})
+    assert tokenizer.decode(ids) == "2 + 2 =\n4"
+    assert len(parts) == 2
+
+
 def test_columns_of_a_teacher_that_hold_something_are_fine():
     from datasets import Dataset
-
-    from covey.training.build_algorithm import check_teacher
 
     dataset = Dataset.from_dict({"prompt": ["a", "b"], "solution": ["", "4"], "domain": ["math", "prose"]})
     check_teacher(alg.from_name("rlsd, feedback=solution").role, dataset)

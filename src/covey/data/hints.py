@@ -10,6 +10,10 @@ from covey.types import Completion, Group, Prompt
 OF_GROUP = ("best", "successful", "tool_result")
 """Feedback that comes from the completions, not from a column."""
 
+NO_AGENT = (
+    "A teacher's feedback cannot be put into the prompt that an agent shows the model, such as with a system message of its own; "
+    "leave `feedback` out."
+)
 NO_MEDIA = "A teacher's feedback cannot be put into prompts with images, sounds or videos; leave `feedback` out."
 
 
@@ -82,7 +86,9 @@ def with_hint(prompt: Prompt, hint: str, template: str, tokenizer: Any, options:
     messages = [dict(message) for message in prompt.messages]
     of_user = [place for place, message in enumerate(messages) if message["role"] == "user"]
     if of_user:
-        messages[of_user[-1]]["content"] = f"{messages[of_user[-1]].get('content') or ''}{text}"
+        content = messages[of_user[-1]].get("content") or ""
+        is_text = isinstance(content, str)
+        messages[of_user[-1]]["content"] = f"{content}{text}" if is_text else [*content, {"type": "text", "text": text}]
     else:
         messages.append({"role": "user", "content": text.strip()})
     where = f"prompt {prompt.uid} with its feedback"

@@ -9,7 +9,7 @@ from covey.algorithms import Algorithm
 from covey.config import GRPOConfig
 from covey.config.options import ALGORITHM_OPTIONS
 from covey.data.checks import row_at
-from covey.data.hints import NO_MEDIA, text_of_feedback
+from covey.data.hints import NO_AGENT, NO_MEDIA, text_of_feedback
 from covey.data.media import has_media
 from covey.data.together import columns_of, refuse_missing_languages
 from covey.errors import ConfigError, did_you_mean
@@ -138,8 +138,10 @@ LOOKED_AT = 256
 """First rows of a data set in which a teacher's columns are looked at."""
 
 
-def check_teacher(role: Any, dataset: Any) -> None:
-    """Raise ConfigError for a teacher's feedback column without text, and for a column `by` that chooses none of the teachers."""
+def check_teacher(role: Any, dataset: Any, *, has_agent: bool = False) -> None:
+    """Raise ConfigError for feedback without text, or with an agent, and for a column `by` that chooses none of the teachers."""
+    if role is not None and role.feedback and has_agent:
+        raise ConfigError(NO_AGENT)
     columns = getattr(dataset, "column_names", None)
     if role is None or columns is None:
         return

@@ -209,7 +209,7 @@ class GRPOTrainer(TRLInterface):
         self.train_dataset = checked_dataset(train_dataset, "train_dataset", self.args)
         self.eval_dataset = checked_eval(eval_dataset, self.args)
         check_columns(self.args, self.train_dataset, self.agents, self.scorer, self.algorithm)
-        check_teacher(self.algorithm.role, self.train_dataset)
+        check_teacher(self.algorithm.role, self.train_dataset, has_agent=self.agents.agent is not None)
         if self.world.size > 1:
             self.world.expect_same(comparable_inputs(self.train_dataset, model, self.algorithm, self.scorer.rewards))
 
