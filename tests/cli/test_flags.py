@@ -2,6 +2,7 @@
 
 import pytest
 
+from covey.cli import main
 from covey.cli.flags import Flag, describe, read_flags, read_yaml, typed
 from covey.errors import ConfigError
 
@@ -138,3 +139,23 @@ def test_a_letter_after_one_dash_stands_for_the_option_that_names_it():
     assert read_flags(["-o", "x"], flags) == read_flags(["--output=x"], flags) == {"output": "x"}
     with pytest.raises(ConfigError, match="-p is not an option here"):
         read_flags(["-p", "x"], flags)
+
+
+@pytest.mark.parametrize(
+    ("words", "content", "said"),
+    [
+        (["--max-steps", "1:30"], "", "max_steps: 1:30 is 90 in YAML"),
+        (["--reward-weights", "1:30", "2"], "", "reward_weights: 1:30 is 90 in YAML"),
+        ([], "max_steps: 010\n", "010 is 8 in YAML"),
+        ([], "model_init_kwargs: {revision: 1:30}\n", "1:30 is 90 in YAML"),
+        (["--max-steps", "010"], "seed: 007\nrun_name: '1:30'\n", None),
+    ],
+)
+def test_a_number_that_yaml_reads_in_base_8_or_60_is_no_other_number(words, content, said, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(content)
+    command = ["train", "--config", str(tmp_path / "run.yaml"), "--model", "demo", "--dataset", "demo", *words]
+    is_fine = main([*command, "--print-config"]) == 0
+    told = capsys.readouterr()
+    assert (said is None) == is_fine
+    assert said is None or said in told.err
+    assert not is_fine or ("max_steps: 10\n" in told.out and "seed: 7\n" in told.out)

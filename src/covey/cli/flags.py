@@ -11,7 +11,7 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from covey.errors import ConfigError, did_you_mean
-from covey.files.bounded import MOST_DEPTH, json_depth, read_text, yaml_of
+from covey.files.bounded import MOST_DEPTH, json_depth, read_text, refuse_odd_numbers, yaml_of
 
 _NUMBER = re.compile(r"-\.?\d")
 _YES_NO = frozenset({"true", "false", "yes", "no", "on", "off", "null", "none"})
@@ -193,6 +193,7 @@ def typed(raw: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in raw.items():
         if isinstance(value, str) and json_depth(value.encode(errors="replace")) > MOST_DEPTH:
             raise ConfigError(f"{name} is nested more than {MOST_DEPTH} deep.")
+        texts = list(value) if isinstance(value, list) else [value]  # before the parser changes them in place
         parser = ArgumentParser(exit_on_error=False)
         parser.add_argument(f"--{name}", type=types[name])
         try:
@@ -201,6 +202,10 @@ def typed(raw: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
             shown = value if isinstance(value, str) else repr(value)
             shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
             raise ConfigError(f"{name}={shown} cannot be read as {describe(types[name])}.") from error
+        results = values[name] if isinstance(value, list) else [values[name]]
+        for text, read in zip(texts, results or (), strict=False):  # a text that was read as YAML
+            if isinstance(text, str) and not isinstance(read, str) and re.match(r"\s*([\[{]|[-+\d]+:)", text):
+                refuse_odd_numbers(text, name)
     return values
 
 

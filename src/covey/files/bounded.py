@@ -21,6 +21,8 @@ MOST_NODES = 100_000
 """Values of a YAML text, each counted as often as an alias repeats it."""
 _PATIENCE_SECONDS = 10.0
 """Longest silence of a pipe."""
+_ODD_NUMBER = re.compile(r"[-+]?(0[0-7_]+|[1-9][0-9_]*(:[0-5]?[0-9])+|[0-9][0-9_]*(:[0-5]?[0-9])+\.[0-9_]*)")
+"""Numbers in base 8 and 60 of YAML 1.1."""
 _JSON_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
 
 
@@ -80,6 +82,7 @@ def yaml_of(text: str, source: str) -> tuple[Any, Any]:
 
     try:
         _refuse_deep_yaml(text, source)
+        refuse_odd_numbers(text, source)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is not None and _size(node, {}) > MOST_NODES:
             raise ConfigError(
@@ -115,6 +118,19 @@ def _refuse_deep_yaml(text: str, source: str) -> None:
         if depth > MOST_DEPTH:
             line = event.start_mark.line + 1 if event.start_mark is not None else 1
             raise ConfigError(f"{source}, line {line} is nested more than {MOST_DEPTH} deep.")
+
+
+def refuse_odd_numbers(text: str, source: str) -> None:
+    """Raise ConfigError for numbers that YAML does not read as written: `010` is 8 there, and `1:30` is 90. YAMLError for no YAML."""
+    import yaml
+
+    for token in yaml.scan(text, Loader=yaml.SafeLoader):
+        if isinstance(token, yaml.ScalarToken) and token.plain and _ODD_NUMBER.fullmatch(token.value):
+            value = yaml.safe_load(token.value)
+            if str(value) != token.value.lstrip("+0_"):
+                raise ConfigError(
+                    f"{source}: {token.value} is {value} in YAML; write the number that is meant, or text in quotes."
+                )
 
 
 def _size(node: Any, sizes: dict[int, float]) -> float:
