@@ -9,12 +9,12 @@ from covey.kernels.shared_attention import SharedAttention
 from covey.learner.packing import tokens_in
 from covey.learner.policy import Policy
 from covey.learner.shared_prompt import SharedRows, share_rows
-from kit import tiny_model
+from kit import rest_nightly, tiny_model
 
 KERNELS = ["one function on a CPU", "SDPA by part, as on other devices", "FlexAttention, as on CUDA, uncompiled"]
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("recomputes", rest_nightly([False, True], 1))
 @pytest.mark.parametrize(
     "architecture, kernel",
     [(architecture, kernel) for architecture in ("qwen2", "qwen3", "llama", "gpt2") for kernel in KERNELS[:2]]

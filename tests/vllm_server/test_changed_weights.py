@@ -95,7 +95,7 @@ def test_after_a_failed_label_check_everything_is_sent(fake, model, tmp_path):
     expect_the_trainers(fake, model)
 
 
-@pytest.mark.parametrize("phase", ["/pause", "covey_reload", "/reset_prefix_cache", "/resume"])
+@pytest.mark.parametrize("phase", rest_nightly(["covey_reload", "/resume", "/pause", "/reset_prefix_cache"], 2))
 def test_after_a_failed_update_everything_is_sent(phase, fake, model, tmp_path):
     sampler = sampler_of(fake, model, tmp_path)
     moved(model, "layers.0.mlp")
