@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -162,6 +163,7 @@ class TransformersInterface:
     """The part of transformers' trainer that is neither training nor saving, with the values of this run."""
 
     args: GRPOConfig
+    agents: Any
     world: World
     model: Any
     train_dataset: Any
@@ -269,8 +271,9 @@ class TransformersInterface:
             raise DataError("evaluate() needs eval_dataset: a data set with a column 'prompt'.")
         sets = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
         metrics: dict[str, float] = {}
-        for name, dataset in sets.items():
-            metrics |= self._evaluate_one(dataset, f"{prefix}_{name}" if name else prefix)
+        with nullcontext() if self.is_in_train else closing(self.agents):  # in training they are closed at its end
+            for name, dataset in sets.items():
+                metrics |= self._evaluate_one(dataset, f"{prefix}_{name}" if name else prefix)
         metrics[f"{prefix}_num_tokens"] = float(self.state.num_input_tokens_seen)
         return metrics
 
