@@ -45,6 +45,28 @@ def test_a_conversation_runs_without_a_terminal(folder, capsys, monkeypatch):
     assert "> " not in shown.out
 
 
+def test_settings_of_the_checkpoint_have_no_effect_and_are_named(folder, tmp_path, capsys, monkeypatch):
+    chat = new_chat()
+    plain = chat.ask("Tom has 3 apples")
+    chat.reset()
+    chat.model.generation_config.repetition_penalty = 50.0
+    chat.model.generation_config.min_new_tokens = 4
+    assert chat.ask("Tom has 3 apples") == plain
+    assert chat.model.generation_config.repetition_penalty == 50.0
+    chat.model.generation_config.update(do_sample=True, top_k=20)
+    chat.model.save_pretrained(tmp_path)
+    chat.tokenizer.save_pretrained(tmp_path)
+    for where, advice in (
+        (folder, ""),
+        (str(tmp_path), " Its generation_config.json, which is not applied, names top_k=20 "),
+    ):
+        monkeypatch.setattr("sys.stdin", io.StringIO(""))
+        assert main(["chat", where, "--top-p", "0.9"]) == 0
+        shown = capsys.readouterr().err
+        assert f"Answers are drawn with temperature=0.7 top_p=0.9 top_k=0 max_tokens=512.{advice}" in shown
+        assert ("generation_config" in shown) == bool(advice)
+
+
 def test_the_answer_joins_the_conversation_until_it_is_reset():
     chat = new_chat()
     chat.ask("What is 2 + 2?")

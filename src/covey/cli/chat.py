@@ -20,6 +20,9 @@ _HELP = """/reset            forget the conversation
 /quit             leave (so do Ctrl-D and Ctrl-C)"""
 
 
+_ADVISED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "no_repeat_ngram_size")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """Sampling settings of the answers."""
@@ -57,6 +60,9 @@ class Sampling:
         chosen = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         return {"max_new_tokens": self.max_tokens, "do_sample": True, **chosen}
 
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in vars(self).items())
+
 
 @dataclass
 class Chat:
@@ -80,9 +86,12 @@ class Chat:
         """The answer, added to the conversation; a tokenizer without chat template continues the text as it stands."""
         import torch
 
+        from covey.models.loading import unwrapped
+        from covey.rollout.hf import plainly_generating
+
         messages = [*self.messages, {"role": "user", "content": text}]
         ids = self._encoded(messages, text).to(self.model.device)
-        with torch.inference_mode():
+        with torch.inference_mode(), plainly_generating(unwrapped(self.model)):
             drawn = self.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -150,6 +159,14 @@ def start(args: Args) -> Chat:
     return Chat(model, tokenizer, list(data.eos_ids(model, tokenizer)), sampling, args.get("system_prompt"))
 
 
+def advice_of(model: Any) -> str:
+    """A sentence with the sampling settings of the model's generation config, which have no effect; empty without any."""
+    config = getattr(model, "generation_config", None)
+    settings = {} if config is None else config.to_diff_dict()
+    advised = [f"{name}={value}" for name, value in settings.items() if name in _ADVISED]
+    return f" Its generation_config.json, which is not applied, names {' '.join(advised)}." if advised else ""
+
+
 def lines() -> Iterator[str]:
     """Lines that the user types, until the end of the input."""
     with contextlib.suppress(ImportError):
@@ -202,7 +219,9 @@ def run(args: Args) -> None:
         output.say(
             "This tokenizer has no chat template: each line is continued as it stands, without the lines before it."
         )
-    output.say(f"{args['model']}: /help shows the commands.")
+    output.say(
+        f"{args['model']}: /help shows the commands. Answers are drawn with {chat.sampling}.{advice_of(chat.model)}"
+    )
     converse(chat)
 
 

@@ -96,7 +96,7 @@ def template_of_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise DataError(
             f"{where} has chat_template_kwargs of type {type(template).__name__}; give a mapping, or leave it out."
         )
-    return without_nulls(template)
+    return {name: without_nulls(value) for name, value in template.items() if value is not None}
 
 
 @lru_cache(maxsize=256)
