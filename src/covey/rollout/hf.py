@@ -138,7 +138,8 @@ class _Batch:
         context = context_of(unwrapped(sampler.model))
         self.lengths = torch.tensor([len(row.prompt.token_ids) for row in rows], device=device)  # [B]
         room = params.max_tokens if context is None else (context - self.lengths).clamp(max=params.max_tokens)
-        self.last = None if context is None else context - 1
+        self.last = (context or 1 << 31) - 1
+        """Last position that the model has."""
         self.limits = torch.as_tensor(room, device=device).expand(len(rows)).clone()  # [B]
         self.steps = int(self.limits.max())
         self.uniforms = uniforms([row.key for row in rows], self.steps).to(device, widest_float(device))  # [B, T]
@@ -225,9 +226,7 @@ class _CachedBatch(_Batch):
                 break
             if left < SHRINK_BELOW * len(self.alive):
                 tokens = self._keep(is_writing.nonzero().squeeze(-1), tokens)
-            places = (self.first[self.alive] + t).clamp(
-                max=self.last
-            )  # beyond it: of finished rows, which nobody reads
+            places = (self.first[self.alive] + t).clamp(max=self.last)  # beyond it: of finished rows, unread
             logits = self._forward(tokens[:, None], places[:, None])
         return self._completions()
 
