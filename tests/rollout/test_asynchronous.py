@@ -164,6 +164,28 @@ def test_the_weights_of_an_order_are_published_before_the_next_ones_where_runs_r
     assert workers[0].published == [1, 2], "the learner's next update would be the third"
 
 
+def test_a_worker_without_a_share_of_an_order_is_not_waited_for(model) -> None:
+    class Asleep(Slow):
+        def publish(self, version: int) -> bool:
+            is_free, self.is_free = self.is_free, False
+            return is_free
+
+        def send(self, order: Order) -> None:
+            self.is_free = True
+
+    def check_stop() -> None:
+        polls.append(0)
+        assert len(polls) < 4, "it waits for weights that nobody takes"
+
+    polls: list[int] = []
+    start = lambda model, content, version, tell, place: Asleep(tell)
+    far = AsynchronousSampler(model, tiny_tokenizer(), start, 2, check_stop, takes_newest=False)
+    far.order(prompts(2), 4, PARAMS, at_least=0)
+    for version in (1, 2):
+        far.load(model, version)
+    far.order(prompts(1), 4, PARAMS, at_least=2)
+
+
 @pytest.mark.parametrize(("takes_newest", "version"), [(False, 1), (True, 2)])
 def test_a_worker_that_is_late_writes_with_the_weights_of_the_order_where_runs_repeat(
     model, takes_newest, version

@@ -157,8 +157,9 @@ class AsynchronousSampler:
                 self._send(place, number)
         else:
             self._start_all()
-        while self._unpublished and not self.takes_newest:  # the next weights would take the place of the order's
-            self._wait()
+        places = range(len(prompts))  # a worker without a share takes no weights meanwhile
+        while not self.takes_newest and self._unpublished.intersection(places):
+            self._wait()  # the next weights would take the place of the order's
         return number
 
     def forget_first(self) -> int:
