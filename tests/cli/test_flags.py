@@ -141,6 +141,10 @@ def test_a_letter_after_one_dash_stands_for_the_option_that_names_it():
         read_flags(["-p", "x"], flags)
 
 
+def test_json_that_is_indented_by_tabs_is_read_as_before():
+    assert typed({"x": '{\n\t"a": 1\n}'}, {"x": dict[str, int]}) == {"x": {"a": 1}}
+
+
 @pytest.mark.parametrize(
     ("words", "content", "said"),
     [

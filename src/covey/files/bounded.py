@@ -7,6 +7,7 @@ import select
 import stat
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,16 +122,16 @@ def _refuse_deep_yaml(text: str, source: str) -> None:
 
 
 def refuse_odd_numbers(text: str, source: str) -> None:
-    """Raise ConfigError for numbers that YAML does not read as written: `010` is 8 there, and `1:30` is 90. YAMLError for no YAML."""
+    """Raise ConfigError for numbers that YAML does not read as written: `010` is 8 there, and `1:30` is 90. A text that is no YAML has none."""
     import yaml
 
-    for token in yaml.scan(text, Loader=yaml.SafeLoader):
-        if isinstance(token, yaml.ScalarToken) and token.plain and _ODD_NUMBER.fullmatch(token.value):
-            value = yaml.safe_load(token.value)
-            if str(value) != token.value.lstrip("+0_"):
-                raise ConfigError(
-                    f"{source}: {token.value} is {value} in YAML; write the number that is meant, or text in quotes."
-                )
+    with suppress(yaml.YAMLError):  # JSON may be indented by tabs, at which YAML's scanner stops
+        for token in yaml.scan(text, Loader=yaml.SafeLoader):
+            if isinstance(token, yaml.ScalarToken) and token.plain and _ODD_NUMBER.fullmatch(token.value):
+                value = yaml.safe_load(token.value)
+                if str(value) != token.value.lstrip("+0_"):
+                    read = f"{token.value} is {value} in YAML"
+                    raise ConfigError(f"{source}: {read}; write the number that is meant, or text in quotes.")
 
 
 def _size(node: Any, sizes: dict[int, float]) -> float:
