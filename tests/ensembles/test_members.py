@@ -254,6 +254,10 @@ def test_thoughts_and_answers_of_an_endpoint_get_the_control_tokens_of_the_polic
     done, text = written_with_marks({"content": "4"}, THINKING_HARMONY)
     assert text == "<|channel|>final<|message|>4<|return|>"
     assert done.messages == ({"role": "assistant", "content": "4"},)
+    for answer in ("a", "final"):  # words of the marks before it
+        assert written_with_marks({"content": answer}, THINKING_HARMONY)[1] == (
+            f"<|channel|>final<|message|>{answer}<|return|>"
+        )
     done, text = written_with_marks(apart, MISTRAL)
     assert (text, done.text) == ("[THINK]Two and two.[/THINK]4<|return|>", "Two and two.4")
     assert not caplog.records

@@ -22,6 +22,8 @@ from covey.types import Completion, Finish, Group, Prompt
 
 logger = logging.getLogger(__name__)
 
+_STAND_IN = "covey-stand-in-for-an-answer"
+
 
 @dataclass(frozen=True)
 class Encoding:
@@ -53,22 +55,25 @@ class Encoding:
     def turn(self, prompt: Prompt, thoughts: str, text: str) -> str | None:
         """A turn behind the prompt as the chat template writes it, thoughts before its text. None where it does not."""
         thoughts, text = thoughts.strip(), text.strip()
-        fields = dict.fromkeys(THOUGHT_FIELDS, thoughts) if thoughts else {}
-        turn = {"role": "assistant", "content": text, **fields}
+        whole = self._behind(prompt, text, thoughts)
+        if not thoughts:  # an answer such as `final` may be a word of the marks before it
+            head, word, _ = (self._behind(prompt, _STAND_IN) or "").partition(_STAND_IN)
+            return head + text if text and word and (whole or "").startswith(head + text) else None
+        head, word, rest = (whole or "").partition(thoughts)
+        if not word or thoughts in rest or text not in rest:
+            return None
+        return head + word + rest[: rest.rfind(text) + len(text) if text else 0]
+
+    def _behind(self, prompt: Prompt, text: str, thoughts: str = "") -> str | None:
+        """Text of the chat template behind the prompt, for a turn of the assistant. None where it does not begin with the prompt."""
+        turn = {"role": "assistant", "content": text, **(dict.fromkeys(THOUGHT_FIELDS, thoughts) if thoughts else {})}
         options = {**self.template, **template_of_row(prompt.columns, f"prompt {prompt.uid}")}
         try:
             whole = str(self.tokenizer.apply_chat_template([*(prompt.messages or ()), turn], tokenize=False, **options))
         except Exception:  # noqa: BLE001 - a template is a program and may raise anything
             return None
         before = self.tokenizer.decode(list(prompt.token_ids), clean_up_tokenization_spaces=False)
-        head, word, rest = whole.removeprefix(before).partition(thoughts or text or whole)
-        if not whole.startswith(before) or not word:
-            return None
-        if not thoughts:
-            return head + word
-        if thoughts in rest or text not in rest:
-            return None
-        return head + word + rest[: rest.rfind(text) + len(text) if text else 0]
+        return whole.removeprefix(before) if whole.startswith(before) else None
 
 
 @dataclass(eq=False)
