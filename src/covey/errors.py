@@ -62,6 +62,10 @@ class Unsupported(ModelError):  # noqa: N818  # the name others rely on
     """The native engine cannot run this model exactly; the message is the reason."""
 
 
+class MediaUnsupported(Unsupported):
+    """It cannot compute images, sounds or videos of this model."""
+
+
 class RunFolderError(CoveyError, ValueError):
     """An output folder that holds something else, or cannot be written."""
 

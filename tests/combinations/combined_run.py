@@ -94,6 +94,16 @@ def trainer(folder: Path, case: dict[str, Any]) -> Any:
         given["processing_class"] = chat_tokenizer()
         given["model"] = tiny_llama(chat_tokenizer(), **case.get("llama", {}))
         rows = [{"prompt": [{"role": "user", "content": f"{i}"}]} for i in range(4 * STEPS)]
+    if "shown" in case:  # a tool that answers with an image
+        from covey import algorithms as alg
+        from modalities.acting_models import add_shown, row, seeing_caller
+
+        given["model"], given["processing_class"] = seeing_caller(case["vlm"], shows=True, steps=25)
+        given["tools"] = [add_shown]
+        given["algorithm"] = alg.grpo().replace(
+            advantage=lambda scores: 1.0 + scores.total
+        )  # equal ones move weights too
+        rows = [row(case["vlm"], i % 2) for i in range(4 * STEPS)]
     if "calls" in case:  # the tool `add`, when it is asked "q"
         from environments.tool_runs import calling
 

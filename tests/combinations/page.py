@@ -16,6 +16,7 @@ EQUAL = {
     "DDP or FSDP2, asynchronous, native or a vLLM server, or with tools, an environment or an agent": "test_asynchronous_learners.py",
     "tools and environments over a vLLM server, ahead, over transformers": "test_tools_over_vllm.py",
     "tools, environments and rollout_func with images, over every sampler, ahead, DDP or FSDP2": "test_acting_with_media.py",
+    "tools that answer with images, over every sampler, DDP or FSDP2": "test_shown_answers.py",
     "agents with images, over a vLLM server, ahead, over transformers, DDP or FSDP2": "test_seeing_agents.py",
     "agents over a vLLM server, ahead, over transformers": "test_agents_over_vllm.py",
     "context parallelism, DDP or FSDP2, adapters, references": "../learner/test_context_parallel.py",

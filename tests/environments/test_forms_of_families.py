@@ -63,16 +63,18 @@ def test_the_answer_cites_that_identity_and_follows_the_turn_as_the_template_wri
     template, tokenizer = of(name)
     identity = FAMILIES[name][2]
     answer = {"role": "tool", "name": "add", "content": "9"}
-    ids = template.answer([answer], [WrittenCall("add", {"a": 7}, id=identity)], num_before=2)
+    ids = template.answer([answer], [WrittenCall("add", {"a": 7}, id=identity)], num_before=2).token_ids
     text = tokenizer.decode(ids)
     assert "9" in text
     if identity is not None:
         assert identity in text
     if name == "Kimi K2":  # without an identity, the next number of the conversation
-        assert "functions.add:2" in tokenizer.decode(template.answer([answer], [WrittenCall("add", {})], num_before=2))
+        assert "functions.add:2" in tokenizer.decode(
+            template.answer([answer], [WrittenCall("add", {})], num_before=2).token_ids
+        )
     if name == "Mistral":  # its template refuses an identity of four letters
         assert "call00001" in tokenizer.decode(
-            template.answer([answer], [WrittenCall("add", {}, id="four")], num_before=0)
+            template.answer([answer], [WrittenCall("add", {}, id="four")], num_before=0).token_ids
         )
 
 

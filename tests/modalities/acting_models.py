@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,19 +62,55 @@ def prompt_of(processor: Any, row: dict[str, Any], uid: str = "0:0", tools: tupl
     return to_prompt(row, uid, f"row {uid}", processor.tokenizer, shown, processor)
 
 
+def add_shown(a: int, b: int) -> list:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return [{"type": "text", "text": str(a + b)}, {"type": "image", "image": picture(a + b - 5, seed=b)}]
+
+
+add_shown.__name__ = "add"
+
+
+def template_of(processor: Any, tools: tuple[Any, ...]) -> Any:
+    """The template of a run with these tools, which shows answers with media."""
+    from covey.environments import Template, tools_of
+
+    options = {"chat_template": processor.chat_template, "tools": [one.schema for one in tools_of(tools)]}
+    tokenizer = processor.tokenizer
+    return Template(tokenizer, [tokenizer.eos_token_id], options, processor=processor)
+
+
+def answered(processor: Any, tool: Any = add_shown) -> Any:
+    """Tokens and media of the answer to the call of 3 and 4."""
+    message = {"role": "tool", "name": "add", "content": tool(3, 4), "tool_call_id": "call00001"}
+    return template_of(processor, (tool,)).reply([message])
+
+
 def seeing_caller(kind: str, text: str = "q", **made: Any) -> tuple[Any, Any]:
-    """A model that looks at an image (or listens), calls `add`, and then says the sum; and its processor."""
+    """A model that looks at an image (or listens), calls `add`, and then says the sum; and its processor.
+
+    `shows`: the answer is that of `add_shown`.
+    """
     model, processor = _seeing_caller(kind, text, **made)
     return copy.deepcopy(model), processor
 
 
 @functools.cache
-def _seeing_caller(kind: str, text: str, steps: int = 60, hidden: int = 64) -> tuple[Any, Any]:
+def _seeing_caller(kind: str, text: str, steps: int = 60, hidden: int = 64, shows: bool = False) -> tuple[Any, Any]:
     model, processor = acting_model(kind, hidden=hidden)
     encode = lambda words: processor.tokenizer(words, add_special_tokens=False)["input_ids"]
     shown = [prompt_of(processor, row(kind, i, text), f"0:{i}") for i in range(2)]
-    call, answer, said = encode(CALL), encode(bridge("7")), encode("7<|im_end|>")
+    call, said = encode(CALL), encode("7<|im_end|>")
+    reply = answered(processor) if shows else None
+    answer = encode(bridge("7")) if reply is None else list(reply.token_ids)
     written = [*call, *answer, *said]
+    if reply is not None:
+        behind = lambda prompt: reply.media.behind(prompt.media, len(prompt.token_ids) + len(call))
+        shown = [replace(prompt, media=behind(prompt)) for prompt in shown]
     learnt = torch.tensor([True] * len(call) + [False] * len(answer) + [True] * len(said))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for _ in range(steps):

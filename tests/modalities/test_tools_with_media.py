@@ -11,7 +11,7 @@ from media_prompts import ALL, EMBEDDED, prompts, tiny_of
 from models import picture
 
 from covey.data.prompts import to_prompt
-from covey.environments import EnvironmentPool, Episodes, EpisodeSampler, Template, tool, tools_of
+from covey.environments import EnvironmentPool, Episodes, EpisodeSampler, Template, tools_of
 from covey.environments.calls import Request, ToolRunner
 from covey.errors import DataError, ModelError
 from covey.learner import Policy
@@ -175,30 +175,7 @@ def test_a_template_that_leaves_answers_out_is_refused():
         Template(tokenizer, [tokenizer.eos_token_id], {"tools": [one.schema for one in tools_of([add])]})
 
 
-# -- images in answers ------------------------------------------------------------------------------------------------
-
-
-def look() -> list:
-    """Look around."""
-    return [{"type": "text", "text": "here"}, {"type": "image", "image": picture(1)}]
-
-
-def photograph():
-    """Take a picture."""
-    return picture(2)
-
-
-@tool(isolated=True, timeout=60)
-def draw():
-    """Draw a picture."""
-    return picture(2)
-
-
-@pytest.mark.parametrize("function", [look, photograph, pytest.param(draw, marks=pytest.mark.slow)])
-def test_an_image_in_an_answer_is_refused_by_the_tools_name(function):
-    (made,) = tools_of([function])
-    with pytest.raises(DataError, match=f"tool '{made.name}' returned an image.*answers of tools are text; return"):
-        ToolRunner().run([Request(made.name, {}, {made.name: made})])
+# -- answers ----------------------------------------------------------------------------------------------------------
 
 
 def test_answers_that_are_json_stay_json():

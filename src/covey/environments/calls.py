@@ -6,20 +6,29 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import psutil
 
-from covey.data.media import MEDIA_PARTS
+from covey.data.media import Kind
+from covey.environments.contents import (
+    MediaReturnedError,
+    content_of,
+    limited,
+    media_in,
+    opened,
+    sendable,
+    text_of,
+)
 from covey.environments.tools import Limits, Tool, unknown_tool
-from covey.errors import DataError
 from covey.rewards.calling.deadline import DeadlineError, EventLoop
 from covey.rewards.calling.workers import WorkerDied, WorkerError, WorkerPool
 from covey.types import ToolCall
 
 AT_ONCE = 64
 """Most calls that run at the same time."""
+_PARTS = "\0parts:"
 
 
 @dataclass(frozen=True)
@@ -33,22 +42,22 @@ class Request:
     """Sentence for the model where the call could not be read at all."""
 
 
-class MediaReturnedError(DataError):
-    """A tool returned an image, a sound or a video, where answers are text."""
-
-
 class ToolRunner:
     """Runs the calls of one decode step side by side: async tools on one event loop, others in threads or worker processes."""
 
-    def __init__(self, tokenizer: Any = None) -> None:
-        """`tokenizer`: the policy's, in whose tokens results are limited."""
-        self.tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Any = None, processor: Any = None, shows: Callable[[Kind], bool] = lambda kind: True
+    ) -> None:
+        """`tokenizer`: the policy's, in whose tokens results are limited. `processor`: of a model that reads media, whose chat template
+        `shows` a modality in answers.
+        """
+        self.tokenizer, self.processor, self.shows = tokenizer, processor, shows
         self._loop = EventLoop()
         self._pools: dict[str, WorkerPool] = {}
         self._room = threading.BoundedSemaphore(AT_ONCE)
 
     def run(self, requests: Sequence[Request]) -> list[ToolCall]:
-        """The result of every call, in order. Raises nothing that a tool raises, but DataError for a tool that returns an image."""
+        """The result of every call, in order. Raises nothing that a tool raises, but DataError for media that the model cannot be shown."""
         results: list[ToolCall | MediaReturnedError | None] = [None] * len(requests)
         done = threading.Semaphore(0)
 
@@ -88,16 +97,14 @@ class ToolRunner:
         if problem is not None or tool is None:
             return _failed(request, "error", problem or "", started)
         try:
-            value = self._value(tool, dict(request.arguments))
-            text = content_of(value)
+            content = content_of(self._value(tool, dict(request.arguments)))
+            parts = () if isinstance(content, str) else tuple(self._read(tool, content))
         except MediaReturnedError:
-            raise _media_returned(tool.name) from None
+            raise
         except DeadlineError:
             sentence = f"{tool.name} did not answer within {tool.limits.seconds:g} seconds"
             return _failed(request, "timeout", sentence, started)
         except (WorkerError, WorkerDied) as error:
-            if isinstance(error, WorkerError) and error.kind == MediaReturnedError.__name__:
-                raise _media_returned(tool.name) from None
             kind = error.kind if isinstance(error, WorkerError) else "its process ended"
             return _failed(request, "error", f"{kind}: {error}" if str(error) else kind, started)
         except BaseException as error:  # noqa: BLE001 - any exception of a tool is its answer
@@ -105,10 +112,26 @@ class ToolRunner:
         return ToolCall(
             name=tool.name,
             arguments=request.arguments,
-            result=self._within(tool.limits, text),
+            result=self._within(tool.limits, content) if isinstance(content, str) else text_of(parts),
             status="ok",
             seconds=time.perf_counter() - started,
+            parts=parts,
         )
+
+    def _read(self, tool: Tool, content: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The parts of an answer, their media opened. Raises MediaReturnedError for a modality that the model is not shown."""
+        for kind in media_in(content, tool.name):
+            if self.processor is None or not kind.is_read_by(self.processor):
+                lack = "the model or its processor does not read; give a model that does"
+            elif not self.shows(kind):
+                lack = "the chat template leaves out of a tool's answer; set another tokenizer.chat_template"
+            else:
+                continue
+            raise MediaReturnedError(
+                f"tool {tool.name!r} returned a part of the type {kind.name!r}, which {lack}, or return a description in words."
+            )
+        parts = [opened(part, f"part {i} of the answer", self.processor) for i, part in enumerate(content)]
+        return limited(parts, lambda text: self._within(tool.limits, text))
 
     def _within(self, limits: Limits, text: str) -> str:
         """The result, cut at the first of its limits with a note."""
@@ -122,8 +145,8 @@ class ToolRunner:
     def _value(self, tool: Tool, arguments: dict[str, Any]) -> Any:
         seconds = tool.limits.seconds
         if tool.limits.isolated:
-            reply = self._pool(tool).call(arguments, (), seconds)
-            return reply["values"]
+            text: str = self._pool(tool).call(arguments, (), seconds)["values"]
+            return json.loads(text.removeprefix(_PARTS)) if text.startswith(_PARTS) else text
         if tool.is_async:
             return self._loop.run(lambda: tool.call(**arguments), seconds)
         return in_thread(lambda: tool.call(**arguments), seconds)
@@ -135,7 +158,7 @@ class ToolRunner:
 
 
 class _Isolated:
-    """A tool as a worker process calls it: text comes back, since replies of workers are JSON."""
+    """A tool as a worker process calls it: text comes back, parts as JSON behind a mark, since replies of workers are numbers and text."""
 
     def __init__(self, call: Callable[..., Any], max_memory: int | None) -> None:
         self.call, self.max_memory = call, max_memory
@@ -143,7 +166,10 @@ class _Isolated:
     def __call__(self, **arguments: Any) -> str:
         with _limit_memory(self.max_memory):
             returned = self.call(**arguments)
-            return content_of(asyncio.run(returned) if asyncio.iscoroutine(returned) else returned)
+            content = content_of(asyncio.run(returned) if asyncio.iscoroutine(returned) else returned)
+            if isinstance(content, str):
+                return content
+            return _PARTS + json.dumps([sendable(part, "its answer") for part in content])
 
 
 @contextmanager
@@ -183,48 +209,16 @@ def in_thread(function: Callable[[], Any], seconds: float) -> Any:
     return value
 
 
-def _media_returned(name: str) -> MediaReturnedError:
-    return MediaReturnedError(
-        f"tool {name!r} returned an image, a sound or a video, and answers of tools are text; return a description in words, and put images "
-        "into the prompt."
-    )
-
-
-def content_of(value: Any) -> str:
-    """A tool's return value as the text that the model reads: text as it is, JSON where it can be, else `str`.
-
-    Raises MediaReturnedError for a picture of Pillow, and for parts of a message that hold an image, a sound or a video.
-    """
-    if isinstance(value, str):
-        return value
-    entries = value if isinstance(value, list | tuple) else [value]
-    if any(kind.__module__.startswith("PIL.") for entry in entries for kind in type(entry).__mro__) or _are_parts(
-        value
-    ):
-        raise MediaReturnedError("an image, a sound or a video")
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):
-        return str(value)
-
-
-def _are_parts(value: Any) -> bool:
-    """True for the content of a message in parts that are not all text."""
-    parts = value if isinstance(value, list) else []
-    kinds = {str(part.get("type")) if isinstance(part, Mapping) else "" for part in parts}
-    return bool(kinds & MEDIA_PARTS) and kinds <= {"text", *MEDIA_PARTS}
-
-
 def cut(text: str, most: int) -> str:
     """The first `most` characters of a result, with a note where some are missing."""
     return text if len(text) <= most else f"{text[:most]}\n[{len(text) - most} more characters were cut]"
 
 
 def _failed(request: Request, status: str, sentence: str, started: float) -> ToolCall:
-    return ToolCall(
-        name=request.name,
-        arguments=request.arguments,
-        result=json.dumps({"error": cut(sentence, 2000)}, ensure_ascii=False),
-        status="timeout" if status == "timeout" else "error",
-        seconds=time.perf_counter() - started,
-    )
+    call = ToolCall(name=request.name, arguments=request.arguments, result="", seconds=time.perf_counter() - started)
+    return failed(call, sentence, "timeout" if status == "timeout" else "error")
+
+
+def failed(call: ToolCall, sentence: str, status: Literal["error", "timeout"] = "error") -> ToolCall:
+    """The call with an error as its answer."""
+    return replace(call, result=json.dumps({"error": cut(sentence, 2000)}, ensure_ascii=False), status=status, parts=())

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from covey.data.media import media_digest
-from covey.environments.calls import content_of
+from covey.environments.contents import content_of
 from covey.environments.factory import EnvironmentPool, Reset
 from covey.environments.tools import Tool
 from covey.types import Message, Prompt
@@ -149,7 +149,8 @@ def _as_text(content: Any) -> str:
 def _call(session: Reset, name: str, arguments: dict[str, Any]) -> tuple[str, str | None]:
     call = next(tool.call for tool in session.tools if tool.name == name)
     try:
-        return content_of(call(**arguments)), None
+        content = content_of(call(**arguments))
+        return content if isinstance(content, str) else _as_text(content), None
     except Exception as error:  # noqa: BLE001 - any exception of a tool is its answer, as in a run
         return f"{type(error).__name__}: {error}", f"{name}: {type(error).__name__}: {error}"
 

@@ -11,14 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from covey.environments.call_forms import WrittenCall, typed_call
-from covey.environments.calls import Request, ToolRunner
+from covey.environments.calls import Request, ToolRunner, failed
+from covey.environments.contents import shown_parts
 from covey.environments.factory import Encode, EnvironmentPool, Reset
 from covey.environments.states import states_of
 from covey.environments.template import Template
 from covey.environments.tools import Tool
 from covey.errors import DataError
 from covey.rollout import Sampler, SamplingParams
-from covey.rollout.environments import Turn
+from covey.rollout.environments import Answer, Turn
 from covey.rollout.prompts import PromptLike
 from covey.types import Completion, EpisodeNotes, Finish, Group, Message, Prompt, ToolCall
 
@@ -55,7 +56,7 @@ class Episodes:
     def __init__(self, template: Template, tools: Sequence[Tool], limits: EpisodeLimits | None = None) -> None:
         self.template, self.tools = template, {tool.name: tool for tool in tools}
         self.limits = limits or EpisodeLimits()
-        self.runner = ToolRunner(template.tokenizer)
+        self.runner = ToolRunner(template.tokenizer, template.processor, template.shows)
         self._running: dict[tuple[str, int], _Episode] = {}
 
     def begin(self, prompt: Prompt, resets: Sequence[Reset | None]) -> None:
@@ -72,8 +73,8 @@ class Episodes:
             tools = self.tools if reset is None else self.tools | {tool.name: tool for tool in reset.tools}
             self._running[prompt.uid, i] = _Episode(tools, reset)
 
-    def __call__(self, turns: Sequence[Turn]) -> list[list[int] | None]:
-        """Token ids to append to each completion before it continues, or None where it is over."""
+    def __call__(self, turns: Sequence[Turn]) -> list[Answer | None]:
+        """Token ids and media to append to each completion before it continues, or None where it is over."""
         episodes = [self._of(turn) for turn in turns]
         written = [
             self._note(episode, turn.prompt, turn.token_ids) for episode, turn in zip(episodes, turns, strict=True)
@@ -152,17 +153,34 @@ class Episodes:
         is_late = self.limits.seconds is not None and time.monotonic() - episode.started > self.limits.seconds
         return "seconds" if is_late else None
 
-    def _answer(self, episode: _Episode, done: Sequence[ToolCall], calls: Sequence[WrittenCall]) -> list[int] | None:
-        """Token ids of the answers and of the turn's beginning; None where the environment says that the episode is over."""
-        answers = [{"role": "tool", "name": call.name, "content": call.result} for call in done]
-        num_before = len(episode.calls)
-        episode.calls += done
-        episode.messages += answers
-        if episode.reset is not None and getattr(episode.reset.instance, "is_over", False) is True:
-            return None
-        ids = self.template.answer(answers, calls, num_before)
-        episode.read += len(ids)
-        return ids
+    def _answer(self, episode: _Episode, done: Sequence[ToolCall], calls: Sequence[WrittenCall]) -> Answer | None:
+        """The answers and the turn's beginning; None where the environment says that the episode is over."""
+        is_over = episode.reset is not None and getattr(episode.reset.instance, "is_over", False) is True
+        shown, answer = (done, None) if is_over else self._rendered(done, calls, len(episode.calls))
+        episode.calls += shown
+        episode.messages += [_as_answer(call, shown_parts(call.parts)) for call in shown]
+        episode.read += 0 if answer is None else len(answer.token_ids)
+        return answer
+
+    def _rendered(
+        self, done: Sequence[ToolCall], calls: Sequence[WrittenCall], num_before: int
+    ) -> tuple[Sequence[ToolCall], Answer]:
+        """These calls through the chat template; those whose media the processor refuses have an error as their answer."""
+        answer = lambda shown: self.template.answer([_as_answer(call, call.parts) for call in shown], calls, num_before)
+        try:
+            return done, answer(done)
+        except DataError:
+            if not any(call.parts for call in done):
+                raise
+        shown = [self._readable(call, written) for call, written in zip(done, calls, strict=True)]
+        return shown, answer(shown)
+
+    def _readable(self, call: ToolCall, written: WrittenCall) -> ToolCall:
+        try:
+            self.template.answer([_as_answer(call, call.parts)], [written], 0)
+        except DataError as error:
+            return failed(call, str(error))
+        return call
 
 
 def _notes(prompt: Prompt, episode: _Episode) -> EpisodeNotes:
@@ -176,6 +194,11 @@ def _notes(prompt: Prompt, episode: _Episode) -> EpisodeNotes:
         rewards=tuple(float(reward) for reward in rewards),
         role=None if role is None else str(role),
     )
+
+
+def _as_answer(call: ToolCall, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The message of a call's answer: its text, or its parts where it has media."""
+    return {"role": "tool", "name": call.name, "content": list(parts) if parts else call.result}
 
 
 def _as_message(call: WrittenCall) -> dict[str, Any]:

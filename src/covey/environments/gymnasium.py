@@ -40,7 +40,7 @@ class _Gymnasium:
     def close(self) -> None:
         self.env.close()
 
-    def show(self, observation: Any) -> str:
+    def show(self, observation: Any) -> Any:
         if getattr(self.env, "render_mode", None) == "ansi":
             return str(self.env.render())
         return as_text(observation)

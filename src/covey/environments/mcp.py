@@ -49,12 +49,22 @@ class _Call:
     def __init__(self, session: _Session, name: str, timeout: float) -> None:
         self.session, self.name, self.timeout = session, name, timeout
 
-    def __call__(self, **arguments: Any) -> str:
+    def __call__(self, **arguments: Any) -> Any:
         result = self.session.call(self.name, arguments, self.timeout)
         text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
         if result.is_error:
             raise RuntimeError(text)
-        return text
+        return list(map(_as_part, result.content)) if {part.type for part in result.content} & _MEDIA else text
+
+
+_MEDIA = {"image", "audio"}
+
+
+def _as_part(part: Any) -> dict[str, Any]:
+    """A part of the protocol, whose images and sounds are base64, as a part of a message."""
+    if part.type in _MEDIA:
+        return {"type": part.type, "base64": part.data}
+    return {"type": "text", "text": getattr(part, "text", f"[{part.type}]")}
 
 
 class _Session:

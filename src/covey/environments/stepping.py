@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from covey.environments.contents import content_of
+
 
 class SteppedEnvironment(Protocol):
     """The protocol of environments that are stepped, after Gymnasium's. One instance is one session; several live at once."""
@@ -29,7 +31,7 @@ class Stepped:
         environment: SteppedEnvironment,
         parameters: Mapping[str, Any],
         description: str,
-        show: Callable[[Any], str] | None = None,
+        show: Callable[[Any], Any] | None = None,
     ) -> None:
         self.environment, self.show = environment, show or as_text
         schema = {"name": "step", "description": description, "parameters": dict(parameters)}
@@ -38,12 +40,12 @@ class Stepped:
         """Reward of each turn, so far."""
         self.is_over = False
 
-    def reset(self, seed: int = 0, **row: Any) -> str:
+    def reset(self, seed: int = 0, **row: Any) -> Any:
         """Begin an episode. `seed`: the row's column, or a number drawn from the prompt, the same for its whole group."""
         self.turn_rewards, self.is_over = [], False
         return self.show(self.environment.reset(int(seed)))
 
-    def step(self, **action: Any) -> str:
+    def step(self, **action: Any) -> Any:
         """Take an action."""
         if self.is_over:
             raise RuntimeError("the episode is over")
@@ -59,10 +61,10 @@ class Stepped:
         self.environment.close()
 
 
-def as_text(observation: Any) -> str:
-    """An observation as the model reads it: text as it is, the only text of a mapping, JSON of anything else."""
-    if isinstance(observation, str):
-        return observation
+def as_text(observation: Any) -> Any:
+    """An observation as the model reads it: text, images and parts with media as they are, the only text of a mapping, else JSON."""
+    if isinstance(observation, str) or not isinstance(content := content_of(observation), str):
+        return observation if isinstance(observation, str) else content
     if isinstance(observation, Mapping):
         filled = {name: value for name, value in observation.items() if value not in (None, "", [], {})}
         texts = [value for value in filled.values() if isinstance(value, str)]

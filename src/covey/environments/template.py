@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from covey.data import chat_ids
+from covey.data.media import Kind, media_prompt, parts_of
 from covey.environments.call_forms import (
     ID,
     KEYS,
@@ -25,7 +26,8 @@ from covey.environments.keyed_calls import keyed_form
 from covey.environments.messages import parsed_response, read_channels, thoughts_in, thoughts_of, without_specials
 from covey.environments.thoughts import thought_marks
 from covey.errors import ModelError
-from covey.types import Message
+from covey.rollout.environments import Answer
+from covey.types import Media, Message
 
 
 def channel_form(body: str) -> Callable[[str], tuple[str, list[WrittenCall]]] | None:
@@ -49,9 +51,16 @@ class Template:
     """
 
     def __init__(
-        self, tokenizer: Any, eos_ids: Sequence[int], options: Mapping[str, Any], *, has_bridges: bool = True
+        self,
+        tokenizer: Any,
+        eos_ids: Sequence[int],
+        options: Mapping[str, Any],
+        *,
+        has_bridges: bool = True,
+        processor: Any = None,
     ) -> None:
-        """`has_bridges=False`: only calls are read, so an answer may change what came before it."""
+        """`has_bridges=False`: only calls are read, so an answer may change what came before it. `processor`: of a model that reads media."""
+        self.processor = processor
         self.tokenizer, self.eos_ids = tokenizer, frozenset(eos_ids)
         self.options = {name: value for name, value in options.items() if name != "tools"}
         self.tools = options.get("tools") or None
@@ -134,10 +143,24 @@ class Template:
 
     # -- what the tools answered ------------------------------------------------------------------------------------
 
-    def bridge(self, answers: Sequence[Message]) -> list[int]:
-        """Token ids from the end of the model's turn to the start of its next, with `answers` (tool or user messages).
+    def shows(self, kind: Kind) -> bool:
+        """True if the template writes the placeholder of such an item in an answer."""
+        place, answer = kind.place(self.processor), {"role": "tool", "name": NAME, "content": [{"type": kind.name}]}
+        history = [_ASK, self._assistant([NAME], {}), {**answer, "tool_call_id": self.call_id(NAME)}]
+        try:
+            return place is None or place in self._render(history, tokenize=False)
+        except Exception:  # noqa: BLE001 - a template is a program and may raise anything
+            return False
 
-        Raises ModelError where the template writes what came before the model's turn otherwise once it is answered.
+    def bridge(self, answers: Sequence[Message]) -> list[int]:
+        """The token ids of `reply`."""
+        return list(self.reply(answers).token_ids)
+
+    def reply(self, answers: Sequence[Message]) -> Answer:
+        """Token ids from the end of the model's turn to the start of its next, with `answers` (tool or user messages), and their media.
+
+        Raises ModelError where the template writes what came before the model's turn otherwise once it is answered, DataError for
+        media that the processor refuses.
         """
         tools = [answer for answer in answers if answer["role"] == "tool"]
         names = [str(answer.get("name") or NAME) for answer in tools]
@@ -146,7 +169,8 @@ class Template:
         turn = self._assistant(names, {}, ids) if names else {"role": "assistant", "content": "qx"}
         before = self._render([_ASK], tokenize=True)
         alone = self._render([_ASK, turn], tokenize=True)
-        whole = self._render([_ASK, turn, *answers], tokenize=True, add_generation_prompt=True)
+        whole, media = self._whole([_ASK, turn, *answers])
+        rest = lambda start: Answer(whole[start:], None if media is None else media.last(len(whole) - start))
         if whole[: len(before)] != before:
             raise ModelError(
                 "the tokenizer's chat template is not prefix-stable: an answer changes the tokens that came before the "
@@ -154,16 +178,24 @@ class Template:
             )
         end = next((i for i in range(len(before), len(whole)) if whole[i] in self.eos_ids), None)
         if end is not None:
-            return list(whole[end + 1 :])
+            return rest(end + 1)
         if whole[: len(alone)] != alone:
             raise ModelError(
                 "the tokenizer's chat template has no token that ends the model's turn, and an answer changes that turn; set "
                 "another tokenizer.chat_template, or eos_token_id to the token that ends a turn."
             )
-        return list(whole[len(alone) :])
+        return rest(len(alone))
 
-    def answer(self, answers: Sequence[Message], calls: Sequence[WrittenCall], num_before: int) -> list[int]:
-        """`bridge` for the answers of these calls, with the identities that the model wrote where the template takes them.
+    def _whole(self, messages: Sequence[Message]) -> tuple[list[int], Media | None]:
+        """The conversation with the model's turn next, the items of its media read by the processor."""
+        if not any(part.get("type") != "text" for part in parts_of(messages)):
+            return list(self._render(messages, tokenize=True, add_generation_prompt=True)), None
+        how = self.options | ({"tools": self.tools} if self.tools else {})
+        read = media_prompt({"prompt": messages}, "", "an answer of a tool", self.processor, how, {})
+        return list(read.token_ids), read.media
+
+    def answer(self, answers: Sequence[Message], calls: Sequence[WrittenCall], num_before: int) -> Answer:
+        """`reply` with the answers of these calls, with the identities that the model wrote where the template takes them.
 
         `num_before`: calls of the conversation before these.
         """
@@ -171,11 +203,11 @@ class Template:
         ids = [call.id or made for call, made in zip(calls, new, strict=True)]
         with_ids = lambda ids: [{**entry, "tool_call_id": id} for entry, id in zip(answers, ids, strict=True)]
         try:
-            return self.bridge(with_ids(ids))
+            return self.reply(with_ids(ids))
         except Exception:
             if ids == new:
                 raise
-            return self.bridge(with_ids(new))  # templates may refuse an identity, such as one of too few letters
+            return self.reply(with_ids(new))  # templates may refuse an identity, such as one of too few letters
 
     def _roles_in_parts(self, messages: Sequence[Message], word: str) -> frozenset[str]:
         """The role of the last message, where the template leaves out its `word` as text but not in a part; else none."""

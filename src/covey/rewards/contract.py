@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from covey.data.media import as_returned
 from covey.errors import DataError, RewardError, did_you_mean
 from covey.rewards.decorators import CallOptions, call_options_of
 from covey.rewards.inputs import copied_inputs
 from covey.rewards.raised import describe, is_ctrl_c
-from covey.types import Group, Reward
+from covey.types import Completion, Group, Reward
 
 T = TypeVar("T")
 
@@ -109,10 +110,8 @@ class Batch:
         for group in groups:
             chat = group.prompt.messages is not None
             for completion in group.completions:
-                text = completion.text
                 batch.prompts.append(group.prompt.raw)
-                turns = [{"role": "assistant", "content": text}] if completion.messages is None else completion.messages
-                batch.completions.append([dict(turn) for turn in turns] if chat else text)
+                batch.completions.append(_turns(completion) if chat else completion.text)
                 batch.completion_ids.append(completion.token_ids.tolist())
                 for name, values in columns.items():
                     values.append(completion.columns.get(name, group.prompt.columns.get(name)))
@@ -148,6 +147,19 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.completions)
+
+
+def _turns(completion: Completion) -> list[dict[str, Any]]:
+    """The messages of a completion, answers with images, sounds and videos as their tools returned them."""
+    if completion.messages is None:
+        return [{"role": "assistant", "content": completion.text}]
+    waiting = iter([call.parts for call in completion.tool_calls if call.parts])
+    is_shown = lambda turn: turn["role"] == "tool" and isinstance(turn.get("content"), list)
+    parts_of = lambda turn: next(waiting, None) if is_shown(turn) else None
+    return [
+        dict(turn) if (parts := parts_of(turn)) is None else {**turn, "content": [as_returned(part) for part in parts]}
+        for turn in completion.messages
+    ]
 
 
 @dataclass

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from covey.errors import RAW_ERRORS
 from covey.rollout.batches import AnswerBatch, DecodeBatch, PrefillBatch
-from covey.rollout.forward import Forward, plain_cache
+from covey.rollout.forward import Forward, ModulesForward, plain_cache
 from covey.rollout.kv_cache import KVCache, rounded
+from covey.types import Prompt
 
 FEWEST, ENOUGH, BLOCK = 8, 64, 64
 
@@ -46,6 +47,17 @@ def prefill_answers(
         experts = [None] * len(rows) if forward.routers is None else forward.routers.taken().chunk(len(rows))
         for row, length, chosen in zip(rows, lengths, experts, strict=True):
             yield row, None if chosen is None else chosen[:length]
+
+
+def prefill_seen(forward: Forward, cache: KVCache, row: int, whole: Prompt, count: int) -> tuple[int, Tensor | None]:
+    """Prefill the row's last `count` tokens before the last of `whole`, its conversation with media.
+
+    Returns the position of that last token, which the media leave, and the experts [L, L_r, k] of the tokens.
+    """
+    assert isinstance(forward, ModulesForward)  # `DecoderForward` takes text only
+    cache.extend_rows([row], [count])
+    position = forward.prefill_media(whole, AnswerBatch(cache, [row], [count]))
+    return position, None if forward.routers is None else forward.routers.taken()
 
 
 def _batches(answers: Answers, most: int, is_padded: bool) -> Iterator[list[int]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from covey.errors import RAW_ERRORS, ConfigError, ModelError, Unsupported
+from covey.errors import RAW_ERRORS, ConfigError, MediaUnsupported, ModelError, Unsupported
 from covey.models import reads_media, unwrapped
 from covey.models.modalities import banned_ids
 from covey.rollout.agreement import price, raw_reason, reason_against, refusal
@@ -15,8 +16,9 @@ from covey.rollout.engine import NativeSampler
 from covey.rollout.environments import Environment
 from covey.rollout.generate import GenerateSampler
 from covey.rollout.hf import TransformersSampler, Way
-from covey.rollout.prompts import PromptLike
+from covey.rollout.prompts import PromptLike, as_prompts
 from covey.rollout.sampler import SamplingParams, TokenSampler
+from covey.rollout.sampling import fresh_seed
 from covey.rollout.stopping import context_of
 from covey.rollout.turns import TurnSampler
 from covey.rollout.vllm import ServerSampler, VLLMSampler
@@ -36,14 +38,40 @@ class SplitSampler(NativeSampler):
     """The native engine, except for prompts with media that it cannot compute: plain transformers samples those."""
 
     _other: TokenSampler | None = None
+    _media_answers = ""
+    """The reason against media that an environment has replied with; empty: it has with none that the engine cannot compute."""
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, as they finish."""
+        if self.environment is not None:
+            return self._until_shown(as_prompts(prompts, self.tokenizer, None, n=n), n, params)
         seen = [prompt for prompt in prompts if isinstance(prompt, Prompt) and prompt.media is not None]
         reason = self.reason_against_media(seen[0]) if seen else None
         if reason is None:
             return super().sample(prompts, n, params)
         return self._split(prompts, seen, n, params, reason)
+
+    def _until_shown(self, prompts: Sequence[Prompt], n: int, params: SamplingParams) -> Iterator[Group]:
+        """Groups of the engine, until a prompt or a reply shows it media that it cannot compute; plain transformers writes the others."""
+        left, params = list(prompts), replace(params, seed=fresh_seed(params))
+        if not self._media_answers:
+            try:
+                for group in super().sample(prompts, n, params):
+                    left = [prompt for prompt in left if prompt is not group.prompt]
+                    yield group
+                return
+            except MediaUnsupported as error:
+                self._media_answers = str(error)
+        yield from self._split(left, left, n, params, self._media_answers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the engine, and whether it still writes the completions that an environment answers."""
+        return {**super().state_dict(), "media_answers": self._media_answers}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` holds."""
+        super().load_state_dict(state)
+        self._media_answers = state.get("media_answers", "")
 
     def _split(
         self, prompts: Sequence[PromptLike], seen: Sequence[Prompt], n: int, params: SamplingParams, reason: str

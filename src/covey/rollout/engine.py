@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from covey.data import num_embeddings
-from covey.errors import ConfigError, DataError, MemoryLimitError, Unsupported
+from covey.errors import ConfigError, DataError, MediaUnsupported, MemoryLimitError, Unsupported
 from covey.kernels import DecodeKernels
 from covey.models import unwrapped
 from covey.models.modalities import banned_ids, reason_against, refuse_loose_places
@@ -198,13 +198,18 @@ class NativeSampler:
         """Raise Unsupported for media that the engine cannot prefill, DataError for a prompt that ends with a placeholder."""
         refuse_loose_places(prompts, self.banned)
         seen = [prompt for prompt in prompts if prompt.media is not None]
-        if seen and self.reason_against_media(seen[0]) is not None:
-            raise Unsupported(f"{type(unwrapped(self.model)).__name__}: {self.reason_against_media(seen[0])}")
+        if seen:
+            self._expect_media(seen[0])
         for prompt in seen:
             if prompt.token_ids[-1] in self.banned:
                 raise DataError(
                     f"prompt {prompt.uid} ends with an image, a sound or a video; put the question, or a line break, behind it."
                 )
+
+    def _expect_media(self, prompt: Prompt) -> None:
+        """Raise MediaUnsupported for media that the engine cannot prefill."""
+        if (reason := self.reason_against_media(prompt)) is not None:
+            raise MediaUnsupported(f"{type(unwrapped(self.model)).__name__}: {reason}")
 
     def reason_against_media(self, prompt: Prompt) -> str | None:
         """Reason why prompts with media cannot be computed by this engine, told by one of them, once; None if they can."""
@@ -212,6 +217,9 @@ class NativeSampler:
             reason = reason_against(self.model, prompt)
             if reason is None and not isinstance(self.forward, ModulesForward):
                 reason = "its decoder is written out for text"
+            is_indexed = self.forward.is_indexed and self.environment is not None  # its answers may be media
+            if reason is None and (self.forward.states is not None or is_indexed):
+                reason = "its layers keep more than keys and values"
             self._media_reason = (reason,)
         return self._media_reason[0]
 
@@ -289,6 +297,7 @@ class NativeSampler:
             "environment": self.environment,
             "check_stop": self.check_stop,
             "banned": self.banned,
+            "expect_media": self._expect_media,
         }
         if not self.is_static:
             return Scheduler(self.forward, requests, params, **options, kernels=self.kernels)

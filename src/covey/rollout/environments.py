@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from covey.errors import DataError
-from covey.types import Prompt
+from covey.types import Media, Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,24 @@ class Turn:
         return Turn(prompt=prompt, sample=sample, token_ids=tuple(token_ids), text=text)
 
 
-Reply: TypeAlias = "str | Sequence[int] | None"
-"""Text (encoded without adding special tokens) or token ids to append to the completion; None ends it."""
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """Token ids of a reply, and the images, sounds and videos that placeholders among them stand for."""
+
+    token_ids: Sequence[int]
+    media: Media | None = None
+
+    def cut(self, room: int, banned: Collection[int]) -> Answer:
+        """As much as fits into `room` tokens: without its media where not all of it does, up to the first of their placeholders."""
+        ids = self.token_ids
+        if len(ids) <= room:
+            return self
+        end = next((i for i, token in enumerate(ids) if token in banned), room) if self.media is not None else room
+        return Answer(ids[: min(end, room)])
+
+
+Reply: TypeAlias = "str | Sequence[int] | Answer | None"
+"""Text (encoded without adding special tokens), token ids or an `Answer` to append to the completion; None ends it."""
 
 Environment: TypeAlias = "Callable[[Sequence[Turn]], Sequence[Reply]]"
 """One reply for each turn. All completions that end in one decode step come in one call, so that tools can run concurrently.
@@ -46,8 +62,8 @@ Example, with ChatML: `lambda turns: [f"\\n<|im_start|>tool\\n{run(t.text)}<|im_
 
 def replies(
     environment: Environment, turns: Sequence[Turn], tokenizer: Any, banned: Collection[int] = ()
-) -> list[list[int] | None]:
-    """The environment's replies as token ids. `banned`: those that stand for images or sounds, which no reply holds.
+) -> list[Answer | None]:
+    """The environment's replies as token ids. `banned`: those that stand for images or sounds, which no reply without these holds.
 
     Raises DataError unless there is one for each turn, and for one that holds a banned id.
     """
@@ -58,15 +74,15 @@ def replies(
         )
     encoded = [_encoded(reply, tokenizer) for reply in outputs]
     for turn, reply in zip(turns, encoded, strict=True):
-        if banned and reply and not set(banned).isdisjoint(reply):
+        if banned and reply and reply.media is None and not set(banned).isdisjoint(reply.token_ids):
             raise DataError(
-                f"a reply to a completion of prompt {turn.prompt.uid} holds a token that stands for an image or a sound, and replies are "
-                "text; leave it out of the reply."
+                f"a reply to a completion of prompt {turn.prompt.uid} holds a token that stands for an image or a sound, and no image or "
+                "sound with it; leave it out of the reply."
             )
     return encoded
 
 
-def _encoded(reply: Reply, tokenizer: Any) -> list[int] | None:
-    if reply is None:
-        return None
-    return list(tokenizer(reply, add_special_tokens=False)["input_ids"]) if isinstance(reply, str) else list(reply)
+def _encoded(reply: Reply, tokenizer: Any) -> Answer | None:
+    if reply is None or isinstance(reply, Answer):
+        return reply
+    return Answer(tokenizer(reply, add_special_tokens=False)["input_ids"] if isinstance(reply, str) else reply)

@@ -159,17 +159,18 @@ class ModulesForward:
         logits: Tensor = self._run(ids[:, None], positions[:, None], batch).logits[:, -1]
         return logits
 
-    def prefill_media(self, prompt: Prompt, batch: PrefillBatch) -> int:
-        """Prefill one prompt with media except its last token. Returns the position of that token."""
+    def prefill_media(self, prompt: Prompt, batch: PrefillBatch | AnswerBatch) -> int:
+        """Prefill one prompt with media except its last token, or the batch's last tokens of it. Returns the position of that token."""
         read = embed(self.model, prompt)
-        end = len(prompt.token_ids) - 1
+        (length,), end = batch.lengths, len(prompt.token_ids) - 1
+        place = slice(end - length, end)
         with our_attention(self.model), self._watching():
             decoder_of(self.model)(
-                inputs_embeds=read.embeds[None, :end],
-                position_ids=read.positions[..., None, :end],
+                inputs_embeds=read.embeds[None, place],
+                position_ids=read.positions[..., None, place],
                 use_cache=False,
                 covey_batch=batch,
-                **self._index_inputs(end, batch),
+                **self._index_inputs(length, batch),
             )
         return read.next_position - 1
 

@@ -1,13 +1,16 @@
 """Groups that wait for the engine, and groups that it decodes."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
+from covey.rollout.environments import Answer
 from covey.rollout.forward import Forward
 from covey.rollout.kv_cache import rounded
-from covey.types import Prompt
+from covey.rollout.stopping import check_finite, completion
+from covey.types import Completion, Media, Prompt
 
 
 @dataclass(frozen=True)
@@ -60,5 +63,43 @@ class RunningGroup:
     """Version of the weights with which it started."""
     spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """Weight changes during generation, by output row."""
+    media: dict[int, Media] = field(default_factory=dict)
+    """Images, sounds and videos of prompt and replies by output row, where a reply has any."""
     prompt_experts: Tensor | None = None
     """[prompt's tokens - 1, L, k], experts of the prompt's tokens, if they are recorded."""
+
+    def answered(self, output_row: int, written: Sequence[int], answer: Answer) -> Prompt:
+        """The prompt, what is `written` of a completion, and an answer to it with media, which are the row's from now on."""
+        prompt = self.request.prompt
+        before = (*prompt.token_ids, *written)
+        assert answer.media is not None
+        self.media[output_row] = answer.media.behind(self.media.get(output_row, prompt.media), len(before))
+        return replace(prompt, token_ids=(*before, *answer.token_ids), media=self.media[output_row])
+
+    def completions(
+        self, tokens: Tensor, logprobs: Tensor, experts: Tensor | None, replies: Tensor | None, tokenizer: Any
+    ) -> tuple[Completion, ...]:
+        """Its completions from the tables of output rows [rows, T], copied: they are reused next. `replies` is negative where none stands."""
+        longest = max(length for length, _ in self.written.values())
+        take: Any = lambda table: None if table is None else table[self.output_rows, :longest].cpu()
+        tokens, logprobs, experts, replies = take(tokens), take(logprobs), take(experts), take(replies)
+        read = self.prompt_experts
+        if read is None and experts is not None:  # a prompt of one token
+            read = experts.new_zeros(0, *experts.shape[2:])
+        check_finite(logprobs)  # beyond a completion's end stand zeros, or values that were checked before
+        return tuple(
+            completion(
+                tokens[i, :length].clone(),
+                logprobs[i, :length].clone(),
+                "stop" if stopped else "length",
+                tokenizer=tokenizer,
+                version=self.version,
+                versions=self.spans.get(output_row, ()),
+                mask=None if replies is None else replies[i, :length] < 0,
+                experts=None if experts is None else experts[i, :length].clone(),
+                prompt_experts=read,
+                media=self.media.get(output_row),
+            )
+            for i, output_row in enumerate(self.output_rows)
+            for length, stopped in [self.written[output_row]]
+        )

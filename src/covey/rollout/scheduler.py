@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from covey.kernels import DecodeKernels
-from covey.rollout.answers import fewest_tokens, prefill_answers, takes_answers
+from covey.rollout.answers import fewest_tokens, prefill_answers, prefill_seen, takes_answers
 from covey.rollout.batches import DecodeBatch, PrefillBatch
-from covey.rollout.environments import Environment, Turn, replies
+from covey.rollout.environments import Answer, Environment, Turn, replies
 from covey.rollout.forward import UNLIMITED, Forward, ModulesForward, plain_cache
 from covey.rollout.kv_cache import KVCache, padded_rows, rounded
 from covey.rollout.requests import GroupRequest, RunningGroup, prefill_batches
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.sampling import Draw, draw, uniforms
-from covey.rollout.stopping import StopStrings, check_finite, completion
-from covey.types import Completion, Group, Prompt, widest_float
+from covey.rollout.stopping import StopStrings
+from covey.types import Group, Prompt, widest_float
 
 PREFILL_TOKENS = 8192
 """Tokens of a prefill batch, padding included; bounds the memory of activations."""
@@ -53,8 +53,10 @@ class Scheduler:
         check_stop: Callable[[], None] = lambda: None,
         kernels: DecodeKernels | None = None,
         banned: Sequence[int] = (),
+        expect_media: Callable[[Prompt], None] = lambda prompt: None,
     ) -> None:
-        self.check_stop, self.kernels = check_stop, kernels
+        """`expect_media` raises for a prompt with media that the forward pass cannot compute."""
+        self.check_stop, self.kernels, self.expect_media = check_stop, kernels, expect_media
         self.forward, self.requests, self.params, self.tokenizer = forward, requests, params, tokenizer
         self.unfinished = list(requests)
         self.version, self.environment, self.barred = version, environment, frozenset(banned)
@@ -267,36 +269,54 @@ class Scheduler:
         ended = stops.nonzero().squeeze(-1).tolist()
         if not ended or self.environment is None or self.replies is None:
             return continues
-        columns, answers = self.rows[:, ended].T.tolist(), dict[int, list[int]]()
+        columns, answers = self.rows[:, ended].T.tolist(), dict[int, Sequence[int]]()
         answered = replies(self.environment, list(map(self._turn, columns)), self.tokenizer, self.barred)
         for row, column, reply in zip(ended, columns, answered, strict=True):
             if reply is None:
                 continue
-            answer = reply[: column[LIMIT] - column[WRITTEN]]
-            place = slice(column[WRITTEN], column[WRITTEN] + len(answer))
-            self.replies[column[OUTPUT_ROW], place] = torch.tensor(answer, dtype=torch.int64)
+            cut = reply.cut(column[LIMIT] - column[WRITTEN], self.barred)
+            answer, end = cut.token_ids, column[WRITTEN] + len(cut.token_ids)
+            self.replies[column[OUTPUT_ROW], column[WRITTEN] : end] = torch.tensor(answer, dtype=torch.int64)
             continues[row] = True
-            if len(answer) >= fewest_tokens(self.forward, self.num_rows):
+            if len(answer) < len(reply.token_ids):
+                self.rows[LIMIT, row] = end
+            if cut.media is not None:
+                self._prefill_seen(row, column, cut)
+            elif len(answer) >= fewest_tokens(self.forward, self.num_rows):
                 answers[row] = answer
         if answers and takes_answers(self.forward):
             self._prefill_answers(answers)
         return continues
 
-    def _prefill_answers(self, answers: dict[int, list[int]]) -> None:
+    def _prefill_seen(self, row: int, column: list[int], answer: Answer) -> None:
+        """Prefill an answer with media: embedded in the row's whole conversation, which the model numbers by its media."""
+        group, output_row = self.open[column[SLOT]], column[OUTPUT_ROW]
+        assert group is not None  # a running row belongs to a running group
+        whole = group.answered(output_row, self.tokens[output_row, : column[WRITTEN]].tolist(), answer)
+        self.expect_media(whole)
+        position, experts = prefill_seen(self.forward, self.cache, row, whole, len(answer.token_ids))
+        self._place_answer(row, column, answer.token_ids, experts)
+        self.rows[POSITION, row] = position
+
+    def _prefill_answers(self, answers: dict[int, Sequence[int]]) -> None:
         """Prefill the last drawn tokens of these rows and their answers but for the last tokens, which are the next inputs."""
         columns = {row: self.rows[:, row].tolist() for row in answers}
         read = {row: [columns[row][TOKEN], *ids[:-1]] for row, ids in answers.items()}
         positions = {row: column[POSITION] for row, column in columns.items()}
         for row, experts in prefill_answers(self.forward, self.cache, read, positions, self.prefill_tokens):
-            ids, column = torch.tensor(answers[row], device=self.rows.device), columns[row]
-            place = column[OUTPUT_ROW], slice(column[WRITTEN], column[WRITTEN] + len(ids))
-            self.tokens[place], self.logprobs[place] = ids, 0.0
-            if self.experts is not None and experts is not None:
-                self.experts[place] = experts
-            if self.seen is not None:
-                self.seen[row, ids] = True
-            self.rows[TOKEN, row] = ids[-1]
-            self.rows[POSITION : WRITTEN + 1, row] += len(ids)
+            self._place_answer(row, columns[row], answers[row], experts)
+
+    def _place_answer(self, row: int, column: list[int], answer: Sequence[int], experts: Tensor | None) -> None:
+        """Enter an answer that was prefilled into the tables."""
+        ids = torch.tensor(answer, device=self.rows.device)
+        place = column[OUTPUT_ROW], slice(column[WRITTEN], column[WRITTEN] + len(ids))
+        self.tokens[place], self.logprobs[place] = ids, 0.0
+        if self.experts is not None and experts is not None:
+            self.experts[place] = experts
+        if self.seen is not None:
+            self.seen[row, ids] = True
+        self.rows[TOKEN, row] = ids[-1]
+        self.rows[POSITION : WRITTEN + 1, row] += len(ids)
 
     def _turn(self, column: list[int]) -> Turn:
         group, output_row, written = self.open[column[SLOT]], column[OUTPUT_ROW], column[WRITTEN]
@@ -340,7 +360,7 @@ class Scheduler:
         return finished
 
     def _finish(self, group: RunningGroup) -> Group:
-        completions = self._completions(group)
+        completions = group.completions(self.tokens, self.logprobs, self.experts, self.replies, self.tokenizer)
         self.unfinished = [request for request in self.unfinished if request is not group.request]
         self.open[group.slot] = None
         self.held -= group.request.cache_bytes(self.forward)
@@ -348,33 +368,6 @@ class Scheduler:
         if self.replies is not None:
             self.replies[group.output_rows] = -1
         return Group(prompt=group.request.prompt, completions=completions)
-
-    def _completions(self, group: RunningGroup) -> tuple[Completion, ...]:
-        """Completions of a finished group, copied: its output rows are reused next."""
-        longest = max(length for length, _ in group.written.values())
-        take = lambda table: table[group.output_rows, :longest].cpu()
-        tokens, logprobs = take(self.tokens), take(self.logprobs)
-        experts = None if self.experts is None else take(self.experts)
-        read = group.prompt_experts
-        if read is None and experts is not None:  # a prompt of one token
-            read = experts.new_zeros(0, *experts.shape[2:])
-        mask = None if self.replies is None else take(self.replies) < 0
-        check_finite(logprobs)  # beyond a completion's end stand zeros, or values that were checked before
-        return tuple(
-            completion(
-                tokens[i, :length].clone(),
-                logprobs[i, :length].clone(),
-                "stop" if stopped else "length",
-                tokenizer=self.tokenizer,
-                version=group.version,
-                versions=group.spans.get(output_row, ()),
-                mask=None if mask is None else mask[i, :length].clone(),
-                experts=None if experts is None else experts[i, :length].clone(),
-                prompt_experts=read,
-            )
-            for i, output_row in enumerate(group.output_rows)
-            for length, stopped in [group.written[output_row]]
-        )
 
     def _drop_finished_prompts(self) -> None:
         """Free the prefixes of finished groups."""

@@ -84,7 +84,7 @@ def completion(
     version: int,
     versions: Sequence[tuple[int, int]] = (),
     mask: Tensor | None = None,
-    **recorded: Tensor | None,
+    **recorded: Any,
 ) -> Completion:
     """A finished completion, its text without special tokens; `recorded`: further fields. Empty spans of `versions` are dropped."""
     text = tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from covey.errors import DataError
-from covey.rollout.environments import Environment, Turn, replies
+from covey.rollout.environments import Answer, Environment, Turn, replies
 from covey.rollout.prompts import PromptLike
 from covey.rollout.sampler import Sampler, SamplingParams
 from covey.rollout.sampling import fresh_seed
-from covey.types import Completion, Finish, Group, Prompt
+from covey.types import Completion, Finish, Group, Media, Prompt
 
 
 @dataclass(eq=False)
@@ -36,6 +36,8 @@ class _Writing:
     """(token, version) of each turn."""
     turns: int = 0
     finish: Finish | None = None
+    media: Media | None = None
+    """Images, sounds and videos of prompt and replies, where a reply has any."""
 
     @property
     def left(self) -> int:
@@ -58,24 +60,30 @@ class _Writing:
         elif not self.left:
             self.finish = "stop"
 
-    def answer(self, reply: Sequence[int] | None) -> None:
-        """A reply, cut at the limit; None: the completion is over."""
+    def answer(self, reply: Answer | None, banned: Collection[int] = ()) -> None:
+        """A reply, cut at the limit; None: the completion is over. `banned`: ids that stand for media."""
         if reply is None:
             self.finish = "stop"
             return
-        cut = list(reply)[: self.left]
+        answer = reply.cut(self.left, banned)
+        cut = list(answer.token_ids)
+        if answer.media is not None:
+            read = len(self.prompt.token_ids) + len(self.ids)
+            self.media = answer.media.behind(self.media or self.prompt.media, read)
         self.ids += cut
         self.mask += [False] * len(cut)
         if self.logprobs is not None:
             self.logprobs.append(torch.zeros(len(cut)))
-        if not self.left:
+        if not self.left or len(cut) < len(reply.token_ids):
             self.finish = "length"
 
     def continuation(self) -> Prompt:
         """The prompt with its images and sounds, and what was written, as the prompt of the next turn."""
         i, g = self.place
         ids = (*self.prompt.token_ids, *self.ids)
-        return Prompt(uid=f"{self.prompt.uid}/{i}.{g}.{self.turns}", token_ids=ids, media=self.prompt.media)
+        return Prompt(
+            uid=f"{self.prompt.uid}/{i}.{g}.{self.turns}", token_ids=ids, media=self.media or self.prompt.media
+        )
 
     def completion(self, tokenizer: Any) -> Completion:
         ids = torch.tensor(self.ids, dtype=torch.int64)
@@ -88,6 +96,7 @@ class _Writing:
             mask=torch.tensor(self.mask, dtype=torch.bool),
             version=first[1],
             versions=tuple(later),
+            media=self.media,
         )
 
 
@@ -152,4 +161,4 @@ class TurnSampler:
         turns = [Turn.of(row.prompt, row.place[1], row.ids, row.mask, self.tokenizer) for row in rows]
         answers = replies(self.environment, turns, self.tokenizer, self.banned) if turns else []
         for row, reply in zip(rows, answers, strict=True):
-            row.answer(reply)
+            row.answer(reply, self.banned)

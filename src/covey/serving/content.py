@@ -1,14 +1,13 @@
 """Images, sounds and videos in chat requests: never a file or an address; and those of a row as an agent sends them."""
 
 import base64
-import io
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import replace
 from typing import Any
 
-from covey.data.media import SOUND, items_of, media_prompt, open_image, open_sound, open_video, with_items
+from covey.data.media import SOUND, items_of, media_prompt, open_image, open_sound, open_video, png, with_items
 from covey.data.media.files import from_base64
 from covey.environments.thoughts import without_refused_thoughts
 from covey.errors import DataError
@@ -153,6 +152,4 @@ def _openai_part(part: Any, uid: str) -> Any:
 
 def _png(image: Any) -> str:
     """The image without loss."""
-    file = io.BytesIO()
-    image.save(file, "PNG", compress_level=1)
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return f"data:image/png;base64,{base64.b64encode(png(image)).decode()}"

@@ -166,7 +166,7 @@ class Agents:
         limits = EpisodeLimits(turns=options.max_turns, seconds=options.episode_seconds)
         theirs = getattr(options.processor, "chat_template", None)  # it may not be the tokenizer's
         spoken = template if theirs is None else {"chat_template": theirs, **template}
-        episodes = Episodes(Template(tokenizer, eos_ids, spoken), self.tools, limits)
+        episodes = Episodes(Template(tokenizer, eos_ids, spoken, processor=options.processor), self.tools, limits)
 
         def encode(messages: Sequence[Message], prompt: Prompt, tools: Sequence[Tool]) -> Prompt:
             shown = [tool.schema for tool in (*self.tools, *tools)]

@@ -49,12 +49,46 @@ class Media:
             types[name] = torch.tensor([kind_of.get(token, 0) for token in now], dtype=kinds.dtype)
         return replace(self, token_types=types)
 
+    def last(self, count: int) -> Media:
+        """The same for the last `count` tokens, where all of the media are."""
+        kinds = {name: kinds[len(kinds) - count :] for name, kinds in self.token_types.items()}
+        return replace(self, token_types=kinds)
+
+    def behind(self, before: Media | None, count: int) -> Media:
+        """As one with those `before` them, among the first `count` tokens; these media are among the tokens behind."""
+        parts = (self,) if before is None else (before, self)
+        names = dict.fromkeys(name for media in parts for name in media.tensors)
+        kinds = dict[str, Tensor]()
+        for name, theirs in self.token_types.items():
+            first = theirs[:0] if before is None else before.token_types.get(name)
+            if first is not None:  # text since has no kind
+                kinds[name] = torch.cat([first, theirs.new_zeros(count - len(first)), theirs])
+        return Media(
+            tensors={name: joined([media.tensors[name] for media in parts if name in media.tensors]) for name in names},
+            token_types=kinds,
+            count=sum(media.count for media in parts),
+            digests={
+                kind: tuple(digest for media in parts for digest in media.digests.get(kind, ()))
+                for kind in dict.fromkeys(kind for media in parts for kind in media.digests)
+            },
+            previews=tuple(preview for media in parts for preview in media.previews),
+        )
+
     @cached_property
     def names(self) -> tuple[str, ...]:
         """File names of the previews, by their content."""
         return tuple(
             f"{hashlib.sha256(preview).hexdigest()[:24]}{suffix_of(preview) or '.jpg'}" for preview in self.previews
         )
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Along dimension 0, each padded with zeros to the largest in every other dimension."""
+    if len({part.shape[1:] for part in parts}) == 1:
+        return torch.cat(list(parts))
+    sizes = [max(part.shape[d] for part in parts) for d in range(1, parts[0].ndim)]
+    pads = lambda part: [n for d in reversed(range(1, part.ndim)) for n in (0, sizes[d - 1] - part.shape[d])]
+    return torch.cat([torch.nn.functional.pad(part, pads(part)) for part in parts])
 
 
 BEGINNINGS = {".png": b"\x89PNG", ".jpg": b"\xff\xd8\xff", ".wav": b"RIFF", ".gif": b"GIF8"}

@@ -64,6 +64,8 @@ class ToolCall:
     """Text that the model read."""
     status: Literal["ok", "error", "timeout"] = "ok"
     seconds: float = 0.0
+    parts: tuple[Mapping[str, Any], ...] = ()
+    """The answer in parts, where it holds images (PNG files), sounds (arrays) or videos (lists of PNG files), with their digests."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,14 +1,14 @@
 """Images, sounds and videos of rows: columns and parts of messages, files, and their way through a processor."""
 
 from covey.data.media.files import undecoded, with_paths
-from covey.data.media.images import open_image
-from covey.data.media.kinds import KINDS, MEDIA_COLUMNS, SOUND, Kind, has_media, row_kinds
+from covey.data.media.images import open_image, png
+from covey.data.media.kinds import KINDS, MEDIA_COLUMNS, SOUND, Kind, has_media, parts_of, row_kinds
 from covey.data.media.places import MEDIA_PARTS, items_of, refuse_openai_parts, with_items
-from covey.data.media.prompts import media_digest, media_prompt, open_video
+from covey.data.media.prompts import as_returned, media_digest, media_prompt, open_video, sound_reader
 from covey.data.media.sounds import open_sound
 
 __all__ = [
-    "KINDS", "MEDIA_COLUMNS", "MEDIA_PARTS", "SOUND", "Kind", "has_media", "items_of", "media_digest",
-    "media_prompt", "open_image", "open_sound", "open_video", "refuse_openai_parts", "row_kinds", "undecoded",
-    "with_items", "with_paths",
+    "KINDS", "MEDIA_COLUMNS", "MEDIA_PARTS", "SOUND", "Kind", "as_returned", "has_media", "items_of", "media_digest",
+    "media_prompt", "open_image", "open_sound", "open_video", "parts_of", "png", "refuse_openai_parts", "row_kinds",
+    "sound_reader", "undecoded", "with_items", "with_paths",
 ]  # fmt: skip

@@ -51,6 +51,13 @@ def preview_image(image: Any) -> bytes:
     return file.getvalue()
 
 
+def png(image: Any) -> bytes:
+    """The image as a file, without loss."""
+    file = io.BytesIO()
+    image.save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
 def pillow() -> Any:
     """Pillow's `Image`. DataError where it is not installed."""
     try:

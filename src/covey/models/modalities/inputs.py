@@ -9,6 +9,7 @@ from torch import Tensor
 from covey.errors import DataError
 from covey.models.loading import accepts, encoder_of, unwrapped
 from covey.types import Prompt
+from covey.types.media import joined
 
 _KINDS = ("image", "video", "audio")
 _PLACEHOLDERS = tuple(f"{kind}_token_{end}" for kind in _KINDS for end in ("id", "index"))
@@ -56,7 +57,7 @@ def media_inputs(model: Any, prompts: Sequence[Prompt], width: int, starts: Sequ
     if not media:
         return {}
     names = dict.fromkeys(name for entry in media for name in entry.tensors)
-    out = {name: _join([entry.tensors[name] for entry in media if name in entry.tensors]) for name in names}
+    out = {name: joined([entry.tensors[name] for entry in media if name in entry.tensors]) for name in names}
     for name in _token_types(model, prompts):
         kinds = torch.zeros(len(prompts), width, dtype=torch.long)
         for row, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
@@ -66,15 +67,6 @@ def media_inputs(model: Any, prompts: Sequence[Prompt], width: int, starts: Sequ
         out[name] = kinds
     moved = lambda x: x.to(parameter.device, parameter.dtype if x.is_floating_point() else None)
     return {name: moved(value) for name, value in out.items()}
-
-
-def _join(parts: Sequence[Tensor]) -> Tensor:
-    """Along dimension 0, each padded with zeros to the largest in every other dimension."""
-    if len({part.shape[1:] for part in parts}) == 1:
-        return torch.cat(list(parts))
-    sizes = [max(part.shape[d] for part in parts) for d in range(1, parts[0].ndim)]
-    pads = lambda part: [n for d in reversed(range(1, part.ndim)) for n in (0, sizes[d - 1] - part.shape[d])]
-    return torch.cat([torch.nn.functional.pad(part, pads(part)) for part in parts])
 
 
 def _token_types(model: Any, prompts: Sequence[Prompt]) -> list[str]:
