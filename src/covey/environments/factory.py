@@ -72,9 +72,8 @@ class EnvironmentPool:
         instances = [self._take(name) for _ in range(n)]
         row = {**prompt.columns, "prompt": prompt.raw}
         if "seed" in inspect.signature(instances[0].reset).parameters:
-            row.setdefault(
-                "seed", crc32(prompt.uid.encode())
-            )  # one task for the group, another at each visit of the row
+            # one task for the group, another at each visit of the row
+            row.setdefault("seed", crc32(prompt.uid.encode()))
         observations = [_reset(instance, row) for instance in instances]
         if any(not _is_same(observation, observations[0]) for observation in observations[1:]):
             others, instances[1:] = instances[1:], [_copy(instances[0]) for _ in instances[1:]]
@@ -83,9 +82,8 @@ class EnvironmentPool:
                 _close(other)
             self._busy |= {id(instance): (name, instance) for instance in instances}
         shown = prompt
-        if (
-            observations[0] or prompt.media is None or name is not None
-        ):  # otherwise it is encoded with these tools already
+        # otherwise it is encoded with these tools already
+        if observations[0] or prompt.media is None or name is not None:
             shown = _with_observation(prompt, observations[0], self.tools[name], encode)
             shown = replace(shown, before=prompt)
         return shown, [
@@ -192,11 +190,14 @@ def _joined(content: Any, observation: str | Sequence[Mapping[str, Any]]) -> Any
 
 
 def _is_same(first: Any, other: Any) -> bool:
-    """True for equal observations; arrays of pixels, which have no single answer, count as different."""
-    try:
-        return bool(first == other)
-    except ValueError:
-        return False
+    """True for equal observations, arrays of pixels compared by value."""
+    if isinstance(first, Mapping) and isinstance(other, Mapping):
+        return first.keys() == other.keys() and all(_is_same(first[name], other[name]) for name in first)
+    if isinstance(first, list | tuple) and isinstance(other, list | tuple):
+        return len(first) == len(other) and all(map(_is_same, first, other))
+    if hasattr(first, "shape") and hasattr(other, "shape"):
+        return bool(first.shape == other.shape and (first == other).all())
+    return bool(first == other)
 
 
 def _make(factory: Factory, name: str | None) -> Any:
