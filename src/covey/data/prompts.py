@@ -82,7 +82,7 @@ def to_prompt(
     options = {**template, **template_of_row(row, where)}
     if row.get("tools") and "tools" not in options:
         _say_once(
-            "The column 'tools' is not shown to the model: beside a column 'prompt' it goes to the rewards alone. Give the chat template "
+            "The column 'tools' is not shown to the model: beside a column 'prompt' it goes to rewards, environments and agents. Give the chat template "
             "a column chat_template_kwargs with {'tools': [...]}, or the run tools=[...] to call."
         )
     ids = encode_chat(messages, where, tokenizer, options)
