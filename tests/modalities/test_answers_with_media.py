@@ -8,7 +8,7 @@ from types import SimpleNamespace as Part
 
 import pytest
 import torch
-from acting_models import acting_model, answered, item, prompt_of, row, template_of
+from acting_models import acting_model, add_shown, answered, item, prompt_of, row, template_of
 from models import picture
 
 from covey.data.media import png
@@ -26,10 +26,11 @@ from covey.models.modalities import banned_ids, forget_positions
 from covey.rewards.contract import Batch
 from covey.rollout import SamplingParams, choose_sampler
 from covey.rollout.agreement import plain_logprobs
-from covey.rollout.environments import Answer
+from covey.rollout.environments import Answer, Turn
 from covey.runs import serialization
 from covey.types import Completion, Group, Prompt
 from environments.acting import chat_tokenizer
+from environments.tool_runs import CALL
 from kit import rest_nightly
 from modalities.agents import ending
 
@@ -171,6 +172,66 @@ def test_an_image_that_cannot_be_read_is_the_tools_error(n, words):
         assert [call.status for call in one.tool_calls] == ["error", "ok"]
         assert words in one.tool_calls[0].result
         assert one.media.count == 2
+
+
+def search(n: int) -> str:
+    """Search.
+
+    Args:
+        n: Of what.
+    """
+    return "the token <|image_pad|>"
+
+
+@pytest.mark.parametrize("name", ["search", "<|image_pad|>"])
+def test_a_text_that_spells_a_placeholder_beside_an_image_does_not_end_the_run(name):
+    """The processor cannot tell both apart, so the image is an error: the text, or the name that the model calls, is not its tool's."""
+    model, processor = ending("qwen2_5_vl")
+    asks = lambda _: [WrittenCall(name, {"n": 1}), WrittenCall("photograph", {"n": 1})]
+    for one in drawn(model, processor, [row("qwen2_5_vl")], (search, photograph), asks, turns=1)[0].completions:
+        assert "2 image tokens for 1" in one.tool_calls[1].result or "3 image tokens for 1" in one.tool_calls[1].result
+        assert [call.status for call in one.tool_calls] == ["ok" if name == "search" else "error", "error"]
+        assert one.media is None  # but for the prompt's
+        assert not torch.isin(one.token_ids, torch.tensor(banned_ids(model))).any()
+
+
+def test_an_episode_begins_anew_where_its_completion_is_written_with_other_tokens():
+    """Plain transformers goes on for an engine that cannot compute an answer, and rounds otherwise: its turn may be another, and longer."""
+    _, processor = acting_model("qwen2_5_vl")
+    encode = lambda text: tuple(processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+    made = Episodes(template_of(processor, (add_shown,)), tools_of([add_shown]))
+    prompt = prompt_of(processor, row("qwen2_5_vl"))
+    made.begin(prompt, [None])
+    for text in (CALL, "a" * 400 + CALL):
+        (answer,) = made([Turn(prompt=prompt, sample=0, token_ids=encode(text), text=text)])
+        ids = (*encode(text), *answer.token_ids)
+    done = Completion(token_ids=torch.tensor(ids), text="", finish="length")
+    (one,) = made.end(Group(prompt=prompt, completions=(done,))).completions
+    assert [turn["role"] for turn in one.messages] == ["assistant", "tool"]
+    assert one.messages[0]["content"].startswith("aaa")
+    assert len(one.tool_calls) == 1
+
+
+FORMS = {
+    "a part": (lambda image: {"type": "image", "image": image}, "<image>"),
+    "parts in a tuple": (lambda image: ({"type": "text", "text": "a"}, {"type": "image", "image": image}), "a<image>"),
+    "texts and parts": (lambda image: ["a", {"type": "image", "image": image}, {"n": 1}], 'a<image>{"n": 1}'),
+    "a mapping": (lambda image: {"image": image, "n": 1}, "an image is inside of a dict; return it"),
+    "lists in a list": (lambda image: [image, [image]], "an image is inside of a list; return it"),
+    "JSON": (lambda image: {"type": "image", "image": "a.png"}, '{"type": "image", "image": "a.png"}'),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_image_that_is_returned_is_never_its_repr(form):
+    make, words = FORMS[form]
+    (made,) = tools_of([photograph])
+    made = replace(made, call=lambda n: make(picture(2)))
+    _, processor = acting_model("qwen2_5_vl")
+    (done,) = ToolRunner(processor.tokenizer, processor).run([Request("see", {"n": 1}, {"see": made})])
+    assert words in done.result
+    assert (done.status == "error") == words.startswith("an image")
+    assert any(part["type"] == "image" for part in done.parts) == ("<image>" in words)
 
 
 def refused(function, template=None, runner=None):

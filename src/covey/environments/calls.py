@@ -28,7 +28,6 @@ from covey.types import ToolCall
 
 AT_ONCE = 64
 """Most calls that run at the same time."""
-_PARTS = "\0parts:"
 
 
 @dataclass(frozen=True)
@@ -145,8 +144,7 @@ class ToolRunner:
     def _value(self, tool: Tool, arguments: dict[str, Any]) -> Any:
         seconds = tool.limits.seconds
         if tool.limits.isolated:
-            text: str = self._pool(tool).call(arguments, (), seconds)["values"]
-            return json.loads(text.removeprefix(_PARTS)) if text.startswith(_PARTS) else text
+            return json.loads(self._pool(tool).call(arguments, (), seconds)["values"])
         if tool.is_async:
             return self._loop.run(lambda: tool.call(**arguments), seconds)
         return in_thread(lambda: tool.call(**arguments), seconds)
@@ -158,7 +156,7 @@ class ToolRunner:
 
 
 class _Isolated:
-    """A tool as a worker process calls it: text comes back, parts as JSON behind a mark, since replies of workers are numbers and text."""
+    """A tool as a worker process calls it: its text or parts come back as JSON, since replies of workers are numbers and text."""
 
     def __init__(self, call: Callable[..., Any], max_memory: int | None) -> None:
         self.call, self.max_memory = call, max_memory
@@ -167,9 +165,9 @@ class _Isolated:
         with _limit_memory(self.max_memory):
             returned = self.call(**arguments)
             content = content_of(asyncio.run(returned) if asyncio.iscoroutine(returned) else returned)
-            if isinstance(content, str):
-                return content
-            return _PARTS + json.dumps([sendable(part, "its answer") for part in content])
+            if not isinstance(content, str):
+                content = [sendable(part, "its answer") for part in content]
+            return json.dumps(content)
 
 
 @contextmanager

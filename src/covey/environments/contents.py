@@ -32,26 +32,44 @@ Content = str | list[dict[str, Any]]
 def content_of(value: Any) -> Content:
     """A tool's return value as the content of its answer: text as it is, parts with media as they are, JSON where it can be, else `str`.
 
-    Images of Pillow, alone or in a list with texts, become parts.
+    Images of Pillow and parts with items that are no JSON, alone or in a list with texts, become parts. Raises DataError for an image
+    of Pillow anywhere else.
     """
     if isinstance(value, str):
         return value
     entries = list(value) if isinstance(value, list | tuple) else [value]
-    if any(map(_is_image, entries)) or _are_parts(value):
+    is_content = any(map(_is_image, entries)) or (not isinstance(value, Mapping) and _are_parts(entries))
+    if is_content or (any(_are_parts([entry]) for entry in entries) and _json(value) is None):
         return [_as_part(entry) for entry in entries]
+    return _as_text(value)
+
+
+def _json(value: Any) -> str | None:
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
-        return str(value)
+        return None
+
+
+def _as_text(value: Any) -> str:
+    """Raises DataError for a value that holds an image, which would be its `repr`."""
+    text = value if isinstance(value, str) else _json(value)
+    if text is None and _holds_image(value):
+        raise DataError(f"an image is inside of a {type(value).__name__}; return it, or a list of texts and images.")
+    return str(value) if text is None else text
 
 
 def _is_image(value: Any) -> bool:
     return any(kind.__module__.startswith("PIL.") for kind in type(value).__mro__)
 
 
-def _are_parts(value: Any) -> bool:
+def _holds_image(value: Any, depth: int = 4) -> bool:
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return _is_image(value) or (depth > 0 and any(_holds_image(entry, depth - 1) for entry in inner))
+
+
+def _are_parts(parts: Sequence[Any]) -> bool:
     """True for the content of a message in parts that are not all text."""
-    parts = value if isinstance(value, list) else []
     kinds = {str(part.get("type")) if isinstance(part, Mapping) else "" for part in parts}
     return bool(kinds & MEDIA_PARTS) and kinds <= {"text", *MEDIA_PARTS}
 
@@ -59,7 +77,7 @@ def _are_parts(value: Any) -> bool:
 def _as_part(entry: Any) -> dict[str, Any]:
     if isinstance(entry, Mapping) and entry.get("type") in {"text", *MEDIA_PARTS}:
         return dict(entry)
-    return {"type": "image", "image": entry} if _is_image(entry) else {"type": "text", "text": str(content_of(entry))}
+    return {"type": "image", "image": entry} if _is_image(entry) else {"type": "text", "text": _as_text(entry)}
 
 
 def text_of(parts: Sequence[Mapping[str, Any]]) -> str:

@@ -44,7 +44,7 @@ class _Episode:
     messages: list[Message] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     turns: int = 0
-    read: int = 0
+    read: tuple[int, ...] = ()
     """Tokens of the completion that `messages` hold already."""
     finish: Finish | None = None
     """Set where a limit of the episode ended it."""
@@ -105,10 +105,11 @@ class Episodes:
         self._running = {key: episode for key, episode in self._running.items() if key[0] not in gone}
 
     def _of(self, turn: Turn) -> _Episode:
-        """The turn's episode; begun again where the sampler ran out of memory and writes the completion once more."""
+        """The turn's episode; begun again where the completion is written once more: memory ran out, or another sampler goes on for it."""
         key = (turn.prompt.uid, turn.sample)
         episode = self._running[key]
-        if episode.read and len(turn.token_ids) <= episode.read:
+        is_next = len(turn.token_ids) > len(episode.read) and turn.token_ids[: len(episode.read)] == episode.read
+        if episode.read and not is_next:
             if episode.reset is not None:
                 episode.reset.again()
             episode = self._running[key] = _Episode(episode.tools, episode.reset)
@@ -116,7 +117,7 @@ class Episodes:
 
     def _ended(self, prompt: Prompt, sample: int, completion: Completion) -> Completion:
         episode = self._running.pop((prompt.uid, sample))
-        if episode.read < completion.num_tokens:  # a last turn that was cut at a limit
+        if len(episode.read) < completion.num_tokens:  # a last turn that was cut at a limit
             self._note(episode, prompt, completion.token_ids.tolist(), is_over=True)
         columns = {} if episode.reset is None else {"environments": episode.reset.instance}
         return replace(
@@ -132,9 +133,9 @@ class Episodes:
         self, episode: _Episode, prompt: Prompt, token_ids: Sequence[int], is_over: bool = False
     ) -> list[WrittenCall]:
         """Add the model's turn to the messages; its calls, where they are to be run."""
-        before = [*prompt.token_ids, *token_ids[: episode.read]]
-        text, calls, thoughts = self.template.turn_in(token_ids[episode.read :], before)
-        episode.read = len(token_ids)
+        before, read = [*prompt.token_ids, *episode.read], len(episode.read)
+        text, calls, thoughts = self.template.turn_in(token_ids[read:], before)
+        episode.read = tuple(token_ids)
         message: dict[str, Any] = {"role": "assistant", "content": text, **thoughts}
         if calls:
             message["tool_calls"] = [_as_message(call) for call in calls]
@@ -159,13 +160,13 @@ class Episodes:
         shown, answer = (done, None) if is_over else self._rendered(done, calls, len(episode.calls))
         episode.calls += shown
         episode.messages += [_as_answer(call, shown_parts(call.parts)) for call in shown]
-        episode.read += 0 if answer is None else len(answer.token_ids)
+        episode.read += () if answer is None else tuple(answer.token_ids)
         return answer
 
     def _rendered(
         self, done: Sequence[ToolCall], calls: Sequence[WrittenCall], num_before: int
     ) -> tuple[Sequence[ToolCall], Answer]:
-        """These calls through the chat template; those whose media the processor refuses have an error as their answer."""
+        """These calls through the chat template; those whose media the processor refuses, alone or with the others, are errors."""
         answer = lambda shown: self.template.answer([_as_answer(call, call.parts) for call in shown], calls, num_before)
         try:
             return done, answer(done)
@@ -173,6 +174,10 @@ class Episodes:
             if not any(call.parts for call in done):
                 raise
         shown = [self._readable(call, written) for call, written in zip(done, calls, strict=True)]
+        try:
+            return shown, answer(shown)
+        except DataError as error:
+            shown = [failed(call, str(error)) if call.parts else call for call in shown]
         return shown, answer(shown)
 
     def _readable(self, call: ToolCall, written: WrittenCall) -> ToolCall:
