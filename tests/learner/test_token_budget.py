@@ -112,6 +112,11 @@ def test_shards_that_host_memory_has_no_room_for_are_refused_before_the_start(mo
     assert offloaded_bytes(policy, "adamw_torch", copies=1) == 5 * weights  # weights, reference, gradients, two moments
     assert offloaded_bytes(policy, "sgd") == 2 * weights
     assert offloaded_bytes(policy, "adamw_8bit") == 2 * weights + weights // 2
+    decoder = sum(p.nbytes for p in policy.model.get_decoder().parameters())
+    more = offloaded_bytes(policy, "adamw_torch", has_critic=True, teachers=100) - offloaded_bytes(
+        policy, "adamw_torch"
+    )
+    assert more == 4 * decoder + 100  # a separate critic's weights, gradients and two moments
     monkeypatch.setattr("covey.learner.memory_estimate.free_memory", lambda: 3 * weights)
     expect_host_room(3 * weights, World())
     expect_host_room(5 * weights, World(), held=2 * weights)

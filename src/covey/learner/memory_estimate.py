@@ -141,16 +141,24 @@ _STATES = {"adamw": 2, "adagrad": 1, "rmsprop": 1, "lion": 1, "sgd": 0}
 """State tensors per parameter, by the beginning of the optimizer's name."""
 
 
-def offloaded_bytes(policy: Policy, optimizer: str, *, copies: int = 0) -> int:
-    """Bytes of weights, of so many frozen copies of them, of gradients and of the state of the optimizer of that name."""
-    trained = policy.parameters()
+def offloaded_bytes(
+    policy: Policy, optimizer: str, *, copies: int = 0, has_critic: bool = False, teachers: int = 0
+) -> int:
+    """Bytes of weights, of so many frozen copies of them, of gradients and of the state of the optimizer of that name.
+
+    `has_critic`: a separate critic, a copy of the decoder without adapters, is trained too. `teachers`: bytes of their weights.
+    """
+    decoder = [p for name, p in decoder_of(unwrapped(policy.model)).named_parameters() if ".lora_" not in name]
+    critic = decoder if has_critic else []
+    trained: list[torch.Tensor] = [*policy.parameters(), *critic]
     gradients, numbers = sum(p.nbytes for p in trained), sum(p.numel() for p in trained)
     stored = (
         gradients if "torch" in optimizer or optimizer in _STATES else 4 * numbers
     )  # bitsandbytes' states are float32
     state = next((count for name, count in _STATES.items() if name in optimizer), 2)
     weights = sum(p.nbytes for p in policy.model.parameters())
-    return int(weights) * (1 + copies) + gradients + state * (numbers if "8bit" in optimizer else stored)
+    others = sum(p.nbytes for p in critic) + teachers
+    return int(weights * (1 + copies) + others + gradients + state * (numbers if "8bit" in optimizer else stored))
 
 
 def expect_host_room(needed: int, world: World, held: int = 0) -> None:

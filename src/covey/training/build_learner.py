@@ -33,7 +33,7 @@ from covey.learner.preparation import checkpoint_activations, on_accelerator
 from covey.learner.reference import Reference
 from covey.learner.token_metrics import TokenEntropies
 from covey.learner.update_guard import GuardPolicy, UpdateGuard
-from covey.models import decoder_of, reads_media, unwrapped
+from covey.models import config_of, decoder_of, reads_media, unwrapped
 from covey.process.context import ContextGroup
 from covey.process.sharding import Sharding, Shards, layer_classes
 from covey.process.world import World
@@ -43,7 +43,7 @@ from covey.training.agents import Agents
 from covey.training.build_algorithm import build_algorithm as build_algorithm
 from covey.training.build_algorithm import choose_algorithm as choose_algorithm
 from covey.training.build_sampler import as_dict, draws_otherwise, sampling_params
-from covey.training.teaching import build_supervised, build_teacher, past_rule
+from covey.training.teaching import build_supervised, build_teacher, past_rule, sizes_of_teachers
 from covey.types import Prompt
 
 Shard = Callable[..., Shards]
@@ -269,7 +269,13 @@ def build_networks(inputs: RunInputs, optimizer: Any = None, example: Prompt | N
     if args.sharding is not None and args.sharding.offloads and inputs.world.size > 1:
         copies = int(inputs.algorithm.needs.reference) + int(past_rule(inputs.algorithm) is not None)
         copies *= int(not has_adapter(inputs.model))
-        needed = offloaded_bytes(policy, str(getattr(args.optim, "value", args.optim)), copies=copies)
+        needed = offloaded_bytes(
+            policy,
+            str(getattr(args.optim, "value", args.optim)),
+            copies=copies,
+            has_critic=getattr(inputs.algorithm.critic, "model", None) == "separate",
+            teachers=bytes_of_teachers(inputs),
+        )
         held = sum(p.nbytes for p in inputs.model.parameters()) if inputs.world.device.type == "cpu" else 0
         expect_host_room(needed, inputs.world, held)
     on_cpu = inputs.world.device.type == "cpu"
@@ -283,6 +289,13 @@ def build_networks(inputs: RunInputs, optimizer: Any = None, example: Prompt | N
     )
     networks.policy.expect_context()
     return networks
+
+
+def bytes_of_teachers(inputs: RunInputs) -> int:
+    """Bytes of the weights of teachers that this run loads, about."""
+    read = lambda source: config_of(source, trust_remote_code=inputs.args.trust_remote_code)
+    policy = unwrapped(inputs.model).config
+    return sum(size for _, size in sizes_of_teachers(inputs.algorithm.role, policy, read))
 
 
 def samples_here(inputs: RunInputs) -> bool:

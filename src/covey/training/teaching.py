@@ -11,7 +11,7 @@ import torch
 
 from covey.adapters import adapter_options, has_adapter, weights_on_same_base
 from covey.algorithms import SFT, Algorithm, Distill, TeacherRole, keep
-from covey.algorithms.teachers import is_address
+from covey.algorithms.teachers import is_address, is_policy
 from covey.config.combinations import expect_together
 from covey.data.checks import row_at
 from covey.data.examples import encode_example, load_examples
@@ -184,6 +184,31 @@ def past_rule(algorithm: Algorithm) -> Any:
     role = algorithm.role
     rule = role.rule if role is not None and role.is_policy else None
     return None if is_reference(rule, algorithm) and algorithm.needs.reference else rule
+
+
+def sizes_of_teachers(role: TeacherRole | None, policy: Any, config_of: Callable[[Any], Any]) -> list[tuple[int, int]]:
+    """Parameters of each teacher in this process, and bytes of weights of its own, 16 bits each: 0 for the policy itself.
+
+    `policy`: configuration of the model. `config_of` reads that of a teacher by its name.
+    """
+    named = [] if role is None else [source for source, _, _ in role.shares()]
+    here = [source for source in named if not (isinstance(source, str) and is_address(source))]
+    counts = [
+        (
+            _num_parameters(policy if is_policy(source) or not isinstance(source, str | Path) else config_of(source)),
+            source,
+        )
+        for source in here
+    ]
+    return [(count, 2 * count * (isinstance(source, str | Path) and not is_policy(source))) for count, source in counts]
+
+
+def _num_parameters(model_config: Any) -> int:
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        return sum(p.numel() for p in auto.from_config(model_config).parameters())
 
 
 def build_teacher(
