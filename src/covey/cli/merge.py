@@ -183,7 +183,8 @@ def processing_of(model: Any, folder: Path, base: str | None, args: Args) -> Any
     processing = load_processing(model, folder, trust_remote_code=trusts)
     if base is None or not reads_media(model) or hasattr(processing, "tokenizer"):
         return processing
-    whole = load_processing(model, base, trust_remote_code=trusts)
+    place = None if args.get("base") else adapter_options(folder)  # the base's revision
+    whole = load_processing(model, base, place, trust_remote_code=trusts)
     if not hasattr(whole, "tokenizer"):
         return processing
     whole.tokenizer = processing
