@@ -18,6 +18,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -287,3 +288,11 @@ def resident(line: str, process: int | str = "self") -> float:
     """MiB that a process has in memory (`line` VmRSS), or had at most (VmHWM). Linux only."""
     found = next(one for one in Path(f"/proc/{process}/status").read_text().splitlines() if one.startswith(line))
     return int(found.split()[1]) / 1024
+
+
+class Doubled(TorchDispatchMode):
+    """Makes float64 of every float32 that code asks for, as transformers' norms and softmax do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wide = lambda value: torch.float64 if value is torch.float32 else value
+        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})

@@ -1,26 +1,15 @@
 """Packed rows in float64: where float32 differs from single rows by more than 1e-5, rounding is all of it."""
 
-from typing import Any
-
 import pytest
 import torch
 from shared_rows import ROWS, gradients
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from covey.learner.policy import Policy
-from kit import rest_nightly
+from kit import Doubled, rest_nightly
 from rollout.causal_classes import build
 
 KINDS = ("qwen3_5_text", "gemma4_text", "gemma3n_text", "gemma2", "lfm2", "mamba2", "recurrent_gemma")
 """None has experts, whose grouped products PyTorch does not have in float64."""
-
-
-class Doubled(TorchDispatchMode):
-    """Makes float64 of every float32 that code asks for, as transformers' norms and softmax do."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        wide = lambda value: torch.float64 if value is torch.float32 else value
-        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
 
 
 @pytest.mark.parametrize("kind", rest_nightly(KINDS, ("qwen3_5_text", "gemma4_text")))

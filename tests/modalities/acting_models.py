@@ -14,8 +14,7 @@ from covey.models.modalities import forget_positions, whole_inputs
 from covey.types import Prompt
 from environments.acting import CHATML, chat_tokenizer
 from environments.tool_runs import CALL, add, bridge
-from modalities.models import KINDS as SEEING
-from modalities.models import PLACEHOLDER, picture, tiny_vlm
+from modalities.models import PLACEHOLDER, SEEING, picture, tiny_vlm
 from modalities.sound_models import KINDS as HEARING
 from modalities.sound_models import PLACES, tiny_hearing_model, tone
 

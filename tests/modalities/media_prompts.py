@@ -7,18 +7,18 @@ from covey.learner.packing import Row
 from covey.models.modalities import banned_ids
 from covey.rollout import SamplingParams
 from covey.types import Completion
-from modalities.models import KINDS, picture, tiny_vlm
+from modalities.models import SEEING, picture, tiny_vlm
 from modalities.sound_models import KINDS as HEARING
 from modalities.sound_models import tiny_hearing_model, tone
 
-ALL = (*KINDS, *HEARING)
+ALL = (*SEEING, *HEARING)
 EMBEDDED = tuple(kind for kind in ALL if kind not in ("gemma3", "gemma3n"))
 """Models whose language model needs embeddings and positions alone."""
 
 
 def tiny_of(kind):
     """(model in eval mode, processor) with random weights."""
-    return tiny_vlm(kind) if kind in KINDS else tiny_hearing_model(kind)
+    return tiny_vlm(kind) if kind in SEEING else tiny_hearing_model(kind)
 
 
 def ask(text):
@@ -27,7 +27,7 @@ def ask(text):
 
 def rows_of(kind):
     """One item, two items of different sizes, none; where both are read, an image with a sound, and an image, too."""
-    if kind in KINDS:
+    if kind in SEEING:
         items = {"image": picture(2)}, {"images": [picture(3, (64, 32), 1), picture(1)]}
     else:
         items = {"audio": tone(440)}, {"audios": [tone(300, 1.2), tone(900, 0.3)]}

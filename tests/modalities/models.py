@@ -1,4 +1,4 @@
-"""Tiny vision-language models with real processors: with a patch grid (Qwen2.5-VL) and without (Idefics3, LLaVA, Gemma 3)."""
+"""Tiny vision-language models with real processors: with a patch grid (Qwen2.5-VL, Qwen3.5) and without (Idefics3, LLaVA, Gemma 3)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ SPECIAL = [
     *("<fake_token_around_image>", "<global-img>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"),
 ]
 
+GRID = ("qwen2_5_vl", "qwen3_5")
+"""Kinds with one processor."""
 PLACEHOLDER = {
-    "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    **dict.fromkeys(GRID, "<|vision_start|><|image_pad|><|vision_end|>"),
     "idefics3": "<image>",
     "llava": "<image>",
     "gemma3": "<start_of_image>",
 }
-KINDS = tuple(PLACEHOLDER)
+SEEING = tuple(PLACEHOLDER)
+KINDS = tuple(kind for kind in SEEING if kind != "qwen3_5")
+"""A kind of each processor."""
 
 
 def template(kind: str) -> str:
@@ -40,7 +44,7 @@ def _tokenizer(kind: str, base: Any = None) -> Any:
     tokenizer = base or tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     tokenizer.chat_template = template(kind) if base is None else base.chat_template
-    named = {"qwen2_5_vl": "<|image_pad|>", "gemma3": "<image_soft_token>"}.get(kind, "<image>")
+    named = {**dict.fromkeys(GRID, "<|image_pad|>"), "gemma3": "<image_soft_token>"}.get(kind, "<image>")
     if kind == "gemma3":
         tokenizer.boi_token, tokenizer.eoi_token = "<start_of_image>", "<end_of_image>"
         tokenizer.boi_token_id = tokenizer.convert_tokens_to_ids("<start_of_image>")
@@ -59,7 +63,7 @@ def tiny_processor(kind: str, base: Any = None) -> Any:
 def _tiny_processor(kind: str, base: Any) -> Any:
     tokenizer = _tokenizer(kind, base)
     chat: dict[str, Any] = {"chat_template": tokenizer.chat_template}
-    if kind == "qwen2_5_vl":
+    if kind in GRID:
         images = transformers.Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=64, max_pixels=1024)
         return without_video(transformers.Qwen2_5_VLProcessor)(images, tokenizer, **chat)
     if kind == "idefics3":
@@ -105,6 +109,8 @@ def tiny_vlm(kind: str, *, seed: int = 0, layers: int = 2, hidden: int = 32, bas
             vision_end_token_id=ids("<|vision_end|>"), **ends,
         )  # fmt: skip
         model: Any = transformers.Qwen2_5_VLForConditionalGeneration(config)
+    elif kind == "qwen3_5":
+        model = transformers.Qwen3_5ForConditionalGeneration(_hybrid_config(text, hidden, ids, ends))
     elif kind == "idefics3":
         vision = {**small, "image_size": 32, "patch_size": 8}
         config = transformers.Idefics3Config(
@@ -148,3 +154,23 @@ def picture(count: int, size: tuple[int, int] = (40, 32), seed: int = 0) -> Imag
         x, y = (7 * i + 5 * seed) % (size[0] - 6), (11 * i + 3 * seed) % (size[1] - 6)
         draw.rectangle([x, y, x + 4, y + 4], fill=(255, 200 - 20 * i, 40 * seed % 255))
     return image
+
+
+def _hybrid_config(text: dict[str, Any], hidden: int, ids: Any, ends: dict[str, Any]) -> Any:
+    """Qwen3.5's: gated delta nets and one layer of attention."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+    rope |= {"mrope_section": [hidden // 32, hidden // 32, 0], "mrope_interleaved": True}
+    delta = {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
+    delta |= {f"linear_{name}_head_dim": 8 for name in ("key", "value")} | {"linear_conv_kernel_dim": 4}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
+    vision |= {
+        "out_hidden_size": hidden,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 64,
+    }
+    return transformers.Qwen3_5Config(
+        text_config={**text, **delta, "num_hidden_layers": 4, "head_dim": hidden // 2, "rope_parameters": rope},
+        vision_config=vision, image_token_id=ids("<|image_pad|>"), video_token_id=ids("<|video_pad|>"),
+        vision_start_token_id=ids("<|vision_start|>"), vision_end_token_id=ids("<|vision_end|>"), **ends,
+    )  # fmt: skip

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*plain transformers:UserWarning
 CASES = [
     (kind, way)
     for way in ("auto", "transformers", "generate")
-    for kind in ("qwen2_5_vl", "idefics3", "gemma3", "qwen2_audio")
+    for kind in ("qwen2_5_vl", "qwen3_5", "idefics3", "gemma3", "qwen2_audio")
 ]
 
 

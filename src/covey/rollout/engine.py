@@ -218,7 +218,7 @@ class NativeSampler:
             if reason is None and not isinstance(self.forward, ModulesForward):
                 reason = "its decoder is written out for text"
             is_indexed = self.forward.is_indexed and self.environment is not None  # its answers may be media
-            if reason is None and (self.forward.states is not None or is_indexed):
+            if reason is None and is_indexed:
                 reason = "its layers keep more than keys and values"
             self._media_reason = (reason,)
         return self._media_reason[0]

@@ -164,21 +164,23 @@ class ModulesForward:
         read = embed(self.model, prompt)
         (length,), end = batch.lengths, len(prompt.token_ids) - 1
         place = slice(end - length, end)
-        with our_attention(self.model), self._watching():
-            decoder_of(self.model)(
-                inputs_embeds=read.embeds[None, place],
-                position_ids=read.positions[..., None, place],
-                use_cache=False,
-                covey_batch=batch,
-                **self._index_inputs(length, batch),
-            )
+        inputs = {"inputs_embeds": read.embeds[None, place], "position_ids": read.positions[..., None, place]}
+        with our_attention(self.model), self._watching(), self._caching(length, batch) as caches:
+            decoder_of(self.model)(**inputs, **caches, covey_batch=batch)
         return read.next_position - 1
 
     def _run(self, ids: Tensor, positions: Tensor, batch: Any) -> Any:
+        with self._caching(ids.shape[1], batch) as caches:
+            return self._call(ids, positions, batch, **caches)
+
+    @contextmanager
+    def _caching(self, length: int, batch: Any) -> Iterator[dict[str, Any]]:
+        """Inputs of a pass of `length` new tokens a row for layers that keep more than keys and values."""
         if self.states is None:
-            return self._call(ids, positions, batch, use_cache=False, **self._index_inputs(ids.shape[1], batch))
+            yield {"use_cache": False, **self._index_inputs(length, batch)}
+            return
         with batch.states() as cache, in_place_steps(self.steps):
-            return self._call(ids, positions, batch, use_cache=True, **{self.states.keyword: cache})
+            yield {"use_cache": True, self.states.keyword: cache}
 
     def _index_inputs(self, length: int, batch: Any) -> dict[str, Any]:
         """Inputs of a pass of `length` new tokens a row for layers with an indexer: their cache, and the keys to choose from."""
