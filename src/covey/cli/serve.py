@@ -52,7 +52,11 @@ def run(args: Args) -> None:
     limits = Limits(**{name: options[name] for name in _LIMITS})
     key = checked_key(options["api_key"] or os.environ.get(KEY) or None, options["host"])
     how: dict[str, Any] = {"limits": limits, "api_key": key, "logprobs_mode": options["logprobs_mode"]}
-    served = learning_endpoint(options, how) if options["learn"] else Endpoint(samplers_of(options), **how)
+    if options["learn"]:
+        served: Any = learning_endpoint(options, how)
+    else:
+        samplers, processor = samplers_of(options)
+        served = Endpoint(samplers, **how, processor=processor)
     endpoint = getattr(served, "endpoint", served)
     try:
         listener = endpoint.listen(options["host"], options["port"])
@@ -67,17 +71,18 @@ def learning_endpoint(options: Args, how: Args) -> Any:
     from covey.feedback.endpoint import LearningEndpoint
 
     settings = serve_learn.settings_of(options)
-    ((name, sampler),) = samplers_of(options).items()
+    ((name, sampler),) = samplers_of(options)[0].items()
     return LearningEndpoint(sampler, settings, name=name, **how)
 
 
-def samplers_of(options: Args) -> dict[str, Any]:
-    """The model and its adapters, by the names that clients use."""
+def samplers_of(options: Args) -> tuple[dict[str, Any], Any]:
+    """The model and its adapters, by the names that clients use, and the processor of a model that reads media, else None."""
     import torch
 
     from covey import data
     from covey.cli.checkpoints import model_folder
-    from covey.models import load_model, load_tokenizer, unwrapped
+    from covey.models import load_model, unwrapped
+    from covey.models.modalities import load_processing
     from covey.rollout import Unsupported, choose_sampler
     from covey.serving.loading import named_adapters, with_merged_adapter
 
@@ -87,7 +92,8 @@ def samplers_of(options: Args) -> dict[str, Any]:
         raise ConfigError(f"--adapter {name} has the name of the model itself; give it another.")
     folder, trust = model_folder(options["model"]), bool(options["trust_remote_code"])
     model = load_model(folder, {"dtype": options["dtype"]}, trust_remote_code=trust).eval()
-    tokenizer = data.prepare_tokenizer(load_tokenizer(model, folder, trust_remote_code=trust), model)
+    processing = load_processing(model, folder, trust_remote_code=trust)
+    tokenizer = data.prepare_tokenizer(processing, model)
     if torch.accelerator.is_available() and not options["use_cpu"]:
         model = model.to(torch.accelerator.current_accelerator())
     models = {name: model} | {
@@ -97,12 +103,13 @@ def samplers_of(options: Args) -> dict[str, Any]:
     how: dict[str, Any] = {"dtype": options["sampler_dtype"], "max_rows": options["max_rows"]}
     how["eos_ids"] = data.eos_ids(model, tokenizer)
     try:
-        return {
+        samplers = {
             served_name: choose_sampler(served_model, tokenizer, backend="native", **how)
             for served_name, served_model in models.items()
         }
     except Unsupported as error:
         raise ConfigError(f"covey serve runs on the native engine, which cannot run this model: {error}.") from error
+    return samplers, None if processing is tokenizer else processing
 
 
 verb = Verb(
