@@ -10,13 +10,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from covey.errors import ModelError
 from covey.process.world import World
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.asynchronous import AsynchronousSampler
 from covey.rollout.central import CentralSampler
 from covey.rollout.live import LiveRequest, LiveScheduler
+from covey.rollout.model_copies import packed, unpacked
 from covey.rollout.on_ray import Queues
-from covey.rollout.worker import Call, Cancelled, Order, Served, Setup, Writer, packed, unpacked
+from covey.rollout.worker import Call, Cancelled, Order, Served, Setup, Writer
 from covey.rollout.worker_process import ProcessWorker, decoded
 from covey.training.build_sampler import worker_devices
 from covey.types import Completion, Group, Prompt
@@ -122,6 +124,13 @@ def test_hooks_of_gradient_checkpointing_stay_behind() -> None:
     ids = torch.tensor([[1, 2, 3]])
     with torch.no_grad():
         torch.testing.assert_close(copied(ids).logits, model.eval()(ids).logits)
+
+
+def test_a_users_hook_that_would_stay_behind_is_refused() -> None:
+    model = tiny_model()
+    model.lm_head.register_forward_hook(lambda module, args, out: 2 * out)
+    with pytest.raises(ModelError, match=r"lm_head has the forward hook .*<lambda>.* leave async_rollouts out"):
+        packed(model, tiny_tokenizer())
 
 
 class Slow:

@@ -13,10 +13,11 @@ from typing import Any
 
 from covey.errors import CoveyError
 from covey.models import unwrapped
+from covey.rollout.model_copies import packed
 from covey.rollout.prompts import PromptLike, as_prompts, with_distinct_uids
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.stopping import context_of
-from covey.rollout.worker import Order, packed
+from covey.rollout.worker import Order
 from covey.rollout.worker_process import Worker
 from covey.types import Group, Mean, Metric, Prompt, merge_metrics
 

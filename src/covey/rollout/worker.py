@@ -8,7 +8,6 @@ depend on how orders and weights arrive, so it also runs in a Ray actor.
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import signal
@@ -19,24 +18,21 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from types import FunctionType, SimpleNamespace
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from covey.errors import CoveyError, ModelError
+from covey.errors import CoveyError
 from covey.process.memory import is_out_of_memory, release
 from covey.rollout.backends import choose_sampler
 from covey.rollout.calls import CallScheduler, decoding, scheduler_of
 from covey.rollout.engine import NativeSampler
 from covey.rollout.environments import Environment, Reply, Turn
 from covey.rollout.live import LiveRequest
+from covey.rollout.model_copies import unpacked, views
 from covey.rollout.sampler import SamplingParams
 from covey.types import Group, Prompt
-
-ALIGNMENT = 64
-"""Alignment of tensors in the shared memory, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -187,77 +183,6 @@ def _change(scheduler: CallScheduler, running: dict[int, LiveRequest], call: Cal
         scheduler.add(call.request)
     elif (request := running.pop(call.number, None)) is not None:
         scheduler.cancel(request)
-
-
-# -- serialization of the model ---------------------------------------------------------------------------------------
-
-
-def _left_out(*_: Any, **__: Any) -> None:
-    """Placeholder for an unpicklable function that only training calls."""
-
-
-def _its_place() -> Any:
-    return _left_out
-
-
-class _Pickler(pickle.Pickler):
-    """Pickler without local functions: hooks of gradient checkpointing, which sampling does not need."""
-
-    def reducer_override(self, value: Any) -> Any:
-        is_local = isinstance(value, FunctionType) and "<" in value.__qualname__
-        is_of_training = type(value).__module__.startswith("covey.kernels")
-        return (_its_place, ()) if is_local else (_left_out, ()) if is_of_training else NotImplemented
-
-
-_PICKLE = SimpleNamespace(Pickler=_Pickler, __name__="covey.rollout.worker")
-
-
-def packed(model: Any, tokenizer: Any) -> bytes:
-    """Current model and tokenizer, serialized. Raises ModelError for a model that cannot be pickled."""
-    file = io.BytesIO()
-    try:
-        torch.save({"model": model, "tokenizer": tokenizer}, file, pickle_module=_PICKLE)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise ModelError(
-            f"{type(model).__name__} cannot be copied to the process that samples ({error}); leave async_rollouts out."
-        ) from error
-    return file.getvalue()
-
-
-def unpacked(sent: bytes, device: str) -> tuple[Any, Any]:
-    """Model, on `device`, and tokenizer from the bytes of `packed`."""
-    from transformers.dynamic_module_utils import init_hf_modules
-
-    init_hf_modules()  # makes remote code of a model importable by its name
-    content = torch.load(io.BytesIO(sent), map_location=device, weights_only=False)  # trusted: written by this run
-    model = content["model"].requires_grad_(False).eval()
-    for module in model.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for key in [key for key, hook in hooks.items() if hook is _left_out]:
-                del hooks[key]
-    return model, content["tokenizer"]
-
-
-def layout(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> tuple[dict[str, int], int]:
-    """Offset of each tensor in one block of memory, and the size of the block, in bytes."""
-    starts: dict[str, int] = {}
-    end = 0
-    for name, (shape, dtype) in shapes.items():
-        starts[name] = end
-        size = torch.Size(shape).numel() * dtype.itemsize
-        end += -(-size // ALIGNMENT) * ALIGNMENT
-    return starts, max(end, ALIGNMENT)
-
-
-def views(path: str, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
-    """Tensors by name in the memory that processes share through the file `path`."""
-    starts, size = layout(shapes)
-    block = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-    out = {}
-    for name, (shape, dtype) in shapes.items():
-        length = torch.Size(shape).numel() * dtype.itemsize
-        out[name] = block[starts[name] : starts[name] + length].view(dtype).view(shape)
-    return out
 
 
 # -- the process ------------------------------------------------------------------------------------------------------

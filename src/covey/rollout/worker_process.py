@@ -20,8 +20,9 @@ from torch import Tensor
 
 from covey.errors import CoveyError
 from covey.process.spawner import start_module
+from covey.rollout.model_copies import layout, views
 from covey.rollout.sampler import update_metrics
-from covey.rollout.worker import Order, Setup, ToWorker, layout, views
+from covey.rollout.worker import Order, Setup, ToWorker
 
 Tell = Callable[[tuple[Any, ...]], None]
 """Message callback, called from any thread with ("ready", t), ("took", version, t), ("began", number, t), ("group", number, Group),
