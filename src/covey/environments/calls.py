@@ -12,15 +12,7 @@ from typing import Any, Literal
 import psutil
 
 from covey.data.media import Kind
-from covey.environments.contents import (
-    MediaReturnedError,
-    content_of,
-    limited,
-    media_in,
-    opened,
-    sendable,
-    text_of,
-)
+from covey.environments.contents import MediaReturnedError, content_of, limited, media_in, opened, sendable, text_of
 from covey.environments.tools import Limits, Tool, unknown_tool
 from covey.rewards.calling.deadline import DeadlineError, EventLoop
 from covey.rewards.calling.workers import WorkerDied, WorkerError, WorkerPool
@@ -212,9 +204,9 @@ def cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}\n[{len(text) - most} more characters were cut]"
 
 
-def _failed(request: Request, status: str, sentence: str, started: float) -> ToolCall:
+def _failed(request: Request, status: Literal["error", "timeout"], sentence: str, started: float) -> ToolCall:
     call = ToolCall(name=request.name, arguments=request.arguments, result="", seconds=time.perf_counter() - started)
-    return failed(call, sentence, "timeout" if status == "timeout" else "error")
+    return failed(call, sentence, status)
 
 
 def failed(call: ToolCall, sentence: str, status: Literal["error", "timeout"] = "error") -> ToolCall:

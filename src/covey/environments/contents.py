@@ -113,8 +113,7 @@ def opened(part: Mapping[str, Any], where: str, processor: Any) -> dict[str, Any
     if kind is SOUND:
         sound = open_sound(item, where, sound_reader(processor).sampling_rate)
         return {"type": kind.name, kind.name: sound.as_column(), "digest": media_digest(sound.samples)}
-    read = (open_video if kind.name == "video" else open_image)(item, where)
-    content: Any = list(map(png, read)) if isinstance(read, list) else png(read)
+    read, content = _seen(kind, item, where, png)
     return {"type": kind.name, kind.name: content, "digest": media_digest(read)}
 
 
@@ -129,9 +128,14 @@ def sendable(part: Mapping[str, Any], where: str) -> dict[str, Any]:
         if not isinstance(item, bytes):
             return {"type": kind.name, "base64": open_sound(item, where, item["sampling_rate"]).as_base64()}
         return {"type": kind.name, kind.name: address(item)}
-    read = (open_video if kind.name == "video" else open_image)(item, where)
-    content: Any = [address(png(frame)) for frame in read] if isinstance(read, list) else address(png(read))
+    _, content = _seen(kind, item, where, lambda image: address(png(image)))
     return {"type": kind.name, kind.name: content}
+
+
+def _seen(kind: Kind, item: Any, where: str, write: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """An image, or the list of a video's frames, of Pillow; and what `write` makes of each."""
+    read = (open_video if kind.name == "video" else open_image)(item, where)
+    return read, list(map(write, read)) if isinstance(read, list) else write(read)
 
 
 def _item(part: Mapping[str, Any], where: str) -> tuple[Kind | None, Any]:

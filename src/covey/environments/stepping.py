@@ -63,8 +63,9 @@ class Stepped:
 
 def as_text(observation: Any) -> Any:
     """An observation as the model reads it: text, images and parts with media as they are, the only text of a mapping, else JSON."""
-    if isinstance(observation, str) or not isinstance(content := content_of(observation), str):
-        return observation if isinstance(observation, str) else content
+    content = content_of(observation)
+    if isinstance(observation, str) or not isinstance(content, str):
+        return content
     if isinstance(observation, Mapping):
         filled = {name: value for name, value in observation.items() if value not in (None, "", [], {})}
         texts = [value for value in filled.values() if isinstance(value, str)]

@@ -201,8 +201,7 @@ def _media(made: Mapping[str, Any], opened: Items) -> Media:
 def as_returned(part: Mapping[str, Any]) -> dict[str, Any]:
     """A part of a tool's answer with its item as the model sees it: images of Pillow, lists of these, a dict of samples."""
     kind, read = part["type"], {"image": open_image, "video": open_video}.get(part["type"])
-    name = "text" if kind == "text" else kind
-    return {"type": kind, name: part[name] if read is None else read(part[name], "an answer")}
+    return {"type": kind, kind: part[kind] if read is None else read(part[kind], "an answer")}
 
 
 def _digest(item: Any) -> str:
