@@ -52,7 +52,7 @@ def load_model(
     kwargs["dtype"] = dtype_of(kwargs.get("dtype", former_name))
     _check_folder(source, needs=("config.json",), what="model")
     if (described := adapter_options(source)) is not None:
-        init_kwargs = {**(init_kwargs or {}), **hub_options(described)}
+        init_kwargs = _of_base(init_kwargs, described)
         base = load_model(base_of(source, described), init_kwargs, trust_remote_code=trust_remote_code)
         with quiet_bars(), as_model_errors(source):
             adapted = with_saved_adapter(base, source, is_trainable=is_trainable)
@@ -83,6 +83,11 @@ def _finite(model: Any, source: str | Path) -> Any:
     return model
 
 
+def _of_base(init_kwargs: Mapping[str, Any] | None, described: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `from_pretrained` for the base of an adapter, which names its revision."""
+    return {**(init_kwargs or {}), **hub_options(described)}
+
+
 def config_of(
     model: str | Any, init_kwargs: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False
 ) -> Any:
@@ -95,7 +100,7 @@ def config_of(
     source = resolve_source(named)
     _check_folder(source, needs=("config.json",), what="model")
     if (described := adapter_options(source)) is not None:
-        init_kwargs = {**(init_kwargs or {}), **hub_options(described)}
+        init_kwargs = _of_base(init_kwargs, described)
         return config_of(base_of(source, described), init_kwargs, trust_remote_code=trust_remote_code)
     kwargs = {"trust_remote_code": trust_remote_code, **(init_kwargs or {})}
     with as_model_errors(named, kwargs):
@@ -199,10 +204,7 @@ def load_tokenizer(
 
     where = resolve_source(source if source is not None else model.config._name_or_path)
     if (described := adapter_options(where)) is not None and not any(Path(where).glob("tokenizer*")):
-        where, init_kwargs = (
-            resolve_source(base_of(where, described)),
-            {**(init_kwargs or {}), **hub_options(described)},
-        )
+        where, init_kwargs = resolve_source(base_of(where, described)), _of_base(init_kwargs, described)
     if not str(where):
         raise ModelError(
             "The model was not loaded from a folder or id, so its tokenizer is unknown; pass processing_class=."
