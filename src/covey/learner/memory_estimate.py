@@ -148,8 +148,8 @@ def offloaded_bytes(
 
     `has_critic`: a separate critic, a copy of the decoder without adapters, is trained too. `teachers`: bytes of their weights.
     """
-    decoder = [p for name, p in decoder_of(unwrapped(policy.model)).named_parameters() if ".lora_" not in name]
-    critic = decoder if has_critic else []
+    named = decoder_of(unwrapped(policy.model)).named_parameters() if has_critic else ()
+    critic = [p for name, p in named if ".lora_" not in name]
     trained: list[torch.Tensor] = [*policy.parameters(), *critic]
     gradients, numbers = sum(p.nbytes for p in trained), sum(p.numel() for p in trained)
     stored = (

@@ -57,8 +57,9 @@ def _loss_options(args: GRPOConfig) -> dict[str, Any]:
 def name_idle_losses(args: GRPOConfig) -> None:
     """Warn of each option of the loss that is set and changes nothing: without it the options give an equal algorithm."""
     options, changed = _loss_options(args), args._changed()
+    composed = alg.from_options(**options)
     for name in (name for name in ALGORITHM_OPTIONS if name in options and name in changed):
-        if alg.from_options(**{**options, name: getattr(type(args), name)}) == alg.from_options(**options):
+        if alg.from_options(**{**options, name: getattr(type(args), name)}) == composed:
             logger.warning(
                 "%s=%r changes nothing here: with loss_type=%r and the other options no part of the loss reads it.",
                 name, options[name], args.loss_type,

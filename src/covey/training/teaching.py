@@ -192,15 +192,14 @@ def sizes_of_teachers(role: TeacherRole | None, policy: Any, config_of: Callable
     `policy`: configuration of the model. `config_of` reads that of a teacher by its name.
     """
     named = [] if role is None else [source for source, _, _ in role.shares()]
-    here = [source for source in named if not (isinstance(source, str) and is_address(source))]
-    counts = [
-        (
-            _num_parameters(policy if is_policy(source) or not isinstance(source, str | Path) else config_of(source)),
-            source,
-        )
-        for source in here
-    ]
-    return [(count, 2 * count * (isinstance(source, str | Path) and not is_policy(source))) for count, source in counts]
+    sizes = []
+    for source in named:
+        if isinstance(source, str) and is_address(source):
+            continue
+        is_loaded = isinstance(source, str | Path) and not is_policy(source)
+        count = _num_parameters(config_of(source) if is_loaded else policy)
+        sizes.append((count, 2 * count if is_loaded else 0))
+    return sizes
 
 
 def _num_parameters(model_config: Any) -> int:
