@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from covey.data.prompts import to_prompt
+from covey.learner.packing import Row
 from covey.models.modalities import forget_positions, whole_inputs
-from covey.types import Prompt
+from covey.types import Group, Prompt
 from environments.acting import CHATML, chat_tokenizer
 from environments.tool_runs import CALL, add, bridge
 from modalities.models import PLACEHOLDER, SEEING, picture, tiny_vlm
@@ -59,6 +60,15 @@ def prompt_of(processor: Any, row: dict[str, Any], uid: str = "0:0", tools: tupl
 
     shown = {"tools": [one.schema for one in tools_of(tools)]} if tools else {}
     return to_prompt(row, uid, f"row {uid}", processor.tokenizer, shown, processor)
+
+
+def rows_of(groups: list[Group]) -> list[Row]:
+    """Every completion as a row of the learner."""
+    return [
+        Row(group.prompt, completion, g, torch.ones(()), completion.written)
+        for g, group in enumerate(groups)
+        for completion in group.completions
+    ]
 
 
 def add_shown(a: int, b: int) -> list:

@@ -9,13 +9,12 @@ from pathlib import Path
 import openai
 import pytest
 import torch
-from acting_models import acting_model, item, prompt_of, row
+from acting_models import acting_model, item, prompt_of, row, rows_of
 from models import picture
 
 from covey.environments import Agent
 from covey.errors import DataError
 from covey.learner import Policy
-from covey.learner.packing import Row
 from covey.models.modalities import banned_ids, forget_positions, whole_inputs
 from covey.rollout import SamplingParams, choose_sampler
 from covey.rollout.agreement import plain_logprobs
@@ -62,11 +61,7 @@ def drawn(model, processor, main, rows, n=2, backend="auto", **made):
 def learnt(model, processor, groups):
     """Log-probabilities that the learner computes, all rows together; and its gradient."""
     completions = [one for group in groups for one in group.completions]
-    rows = [
-        Row(group.prompt, one, g, torch.ones(()), one.written)
-        for g, group in enumerate(groups)
-        for one in group.completions
-    ]
+    rows = rows_of(groups)
     model.zero_grad()
     measured = Policy(model, pad_id=processor.tokenizer.pad_token_id, packs_always=True).measure(rows).logp
     written = torch.nn.utils.rnn.pad_sequence([one.written for one in completions], batch_first=True)

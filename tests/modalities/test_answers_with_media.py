@@ -8,7 +8,7 @@ from types import SimpleNamespace as Part
 
 import pytest
 import torch
-from acting_models import acting_model, add_shown, answered, item, prompt_of, row, template_of
+from acting_models import acting_model, add_shown, answered, item, prompt_of, row, rows_of, template_of
 from models import picture
 
 from covey.data.media import png
@@ -21,7 +21,6 @@ from covey.environments.mcp import _Call
 from covey.environments.stepping import Stepped
 from covey.errors import DataError
 from covey.learner import Policy
-from covey.learner.packing import Row
 from covey.models.modalities import banned_ids, forget_positions
 from covey.rewards.contract import Batch
 from covey.rollout import SamplingParams, choose_sampler
@@ -84,11 +83,7 @@ def drawn(model, processor, rows, tools, asks, backend="auto", max_tokens=500, *
 def compare(model, processor, groups):
     """Log-probabilities of sampler and learner with a plain forward over each whole conversation."""
     completions = [one for group in groups for one in group.completions]
-    rows = [
-        Row(group.prompt, one, g, torch.ones(()), one.written)
-        for g, group in enumerate(groups)
-        for one in group.completions
-    ]
+    rows = rows_of(groups)
     with torch.no_grad():
         measured = Policy(model, pad_id=processor.tokenizer.pad_token_id, packs_always=True).measure(rows).logp
     for i, (one, plain) in enumerate(zip(completions, plain_logprobs(model, groups), strict=True)):

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from acting_models import PARTS_ALONE, acting_template, item, prompt_of, row, seeing_caller
+from acting_models import PARTS_ALONE, acting_template, item, prompt_of, row, rows_of, seeing_caller
 from media_prompts import ALL, EMBEDDED, prompts, tiny_of
 from models import picture
 
@@ -15,7 +15,6 @@ from covey.environments import EnvironmentPool, Episodes, EpisodeSampler, Templa
 from covey.environments.calls import Request, ToolRunner
 from covey.errors import DataError, ModelError
 from covey.learner import Policy
-from covey.learner.packing import Row
 from covey.models.modalities import banned_ids
 from covey.rollout import SamplingParams, choose_sampler
 from covey.rollout.agreement import plain_logprobs
@@ -51,11 +50,7 @@ def drawn(model, processor, found, backend, params, **made_of):
 def compare(model, processor, groups):
     """Log-probabilities of the sampler, of a plain forward over ids and pixels, and of the learner."""
     completions = [one for group in groups for one in group.completions]
-    rows = [
-        Row(group.prompt, one, g, torch.ones(()), one.written)
-        for g, group in enumerate(groups)
-        for one in group.completions
-    ]
+    rows = rows_of(groups)
     with torch.no_grad():
         measured = Policy(model, pad_id=processor.tokenizer.pad_token_id).measure(rows).logp
     for i, (one, expected) in enumerate(zip(completions, plain_logprobs(model, groups), strict=True)):
