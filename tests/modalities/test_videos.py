@@ -4,10 +4,13 @@ Its video processor needs torchvision. Where that is not installed, the image pr
 frames are put together to the same patches of two frames; a test compares the two where torchvision is there.
 """
 
+import importlib.util
 import io
 import json
+import subprocess
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -16,6 +19,8 @@ from media_prompts import GREEDY, by_the_model, generated, rows_for
 from models import picture, tiny_processor, tiny_vlm
 from PIL import Image
 
+from covey.data.checks import check_dataset
+from covey.data.media import open_video
 from covey.data.prompts import to_prompt
 from covey.errors import DataError
 from covey.learner import Policy
@@ -133,17 +138,114 @@ def test_torchvision_makes_the_same_of_them(processor):
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
-        ("film.mp4", "video 0 is a str; give its frames, a list of images"),
+        ("film.mp4", "video 0: film.mp4 cannot be read: No such file"),
+        ("https://a.org/film.mp4", "videos are not downloaded, give a file's path"),
+        (5, "video 0 is a int; give its frames, a list of images, or a file's path"),
         ([[]], "video 0 has 0 frames; give 1 to 768"),
         ([[picture(1), picture(1, (16, 16))]], "video 0 has frames of 2 sizes"),
         ([[picture(1), "nowhere.png"]], "video 0, frame 1: nowhere.png cannot be read"),
     ],
 )
 def test_bad_videos_are_refused_with_their_row(value, sentence, processor):
-    row = {"video": value} if isinstance(value, str) else {"videos": value}
+    row = {"videos": value} if isinstance(value, list) else {"video": value}
     with pytest.raises(DataError, match="^row 0") as error:
         prompt_of({"prompt": ask("a"), **row}, processor)
     assert sentence in str(error.value)
+
+
+class Decoder:
+    """What torchcodec's VideoDecoder gives of these frames: [frames, 3, height, width], or with the colours last."""
+
+    def __init__(self, frames, order="NCHW"):
+        stacked = torch.from_numpy(np.stack([np.asarray(frame) for frame in frames]))
+        self.frames = stacked if order == "NHWC" else stacked.permute(0, 3, 1, 2)
+        self.metadata = SimpleNamespace(width=frames[0].width, height=frames[0].height)
+
+    def __len__(self):
+        return len(self.frames)
+
+    def __getitem__(self, key):
+        return self.frames[key]
+
+    def get_frames_in_range(self, start, stop, step=1):
+        raise AssertionError("slices are read")
+
+
+class Film(Decoder):
+    """A decoder of a long film, which is refused before a frame is decoded."""
+
+    def __init__(self, count, side):
+        self.count, self.metadata = count, SimpleNamespace(width=side, height=side)
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, key):
+        raise AssertionError("decoded")
+
+
+@pytest.mark.parametrize("order", ["NCHW", "NHWC"])
+def test_a_decoder_gives_the_frames_it_holds(order, processor):
+    frames = rows()[0]["video"]
+    prompt = prompt_of({**rows()[0], "video": Decoder(frames, order)}, processor)
+    assert prompt.token_ids == prompts(processor)[0].token_ids
+    expected = prompts(processor)[0].media
+    assert torch.equal(prompt.media.tensors["pixel_values_videos"], expected.tensors["pixel_values_videos"])
+    assert prompt.media.digests == expected.digests
+
+
+@pytest.mark.parametrize(
+    ("film", "sentence"),
+    [
+        (Film(769, 32), "v has 769 frames; give 1 to 768"),
+        (Film(400, 2000), "v has 400 frames of 2000 x 2000 pixels; make it smaller"),
+    ],
+)
+def test_long_films_are_refused_before_they_are_decoded(film, sentence):
+    with pytest.raises(DataError, match=sentence):
+        open_video(film, "v")
+
+
+def film_of(frames, folder):
+    """The path of a file of video without loss."""
+    for i, frame in enumerate(frames, 1):
+        frame.save(folder / f"{i}.png")
+    how = f"-loglevel error -f image2 -i {folder}/%d.png -c:v ffv1 -pix_fmt bgr0 {folder}/film.mkv"
+    subprocess.run(["ffmpeg", *how.split()], check=True)
+    return str(folder / "film.mkv")
+
+
+def test_torchcodec_reads_the_same_frames_of_a_file(tmp_path, processor):
+    pytest.importorskip("torchcodec", exc_type=ImportError, reason="files of video need torchcodec and ffmpeg")
+    path = film_of(rows()[0]["video"], tmp_path)
+    table = datasets.Dataset.from_list([{"prompt": ask("What moves?"), "video": path}])
+    decoded = table.cast_column("video", datasets.Video())
+    content = (tmp_path / "film.mkv").read_bytes()
+    expected = prompts(processor)[0]
+    for row in (table[0], decoded[0], check_dataset(decoded)[0], {**table[0], "video": content}):
+        prompt = prompt_of(row, processor)
+        assert prompt.token_ids == expected.token_ids
+        assert prompt.media.digests == expected.media.digests
+        for name, value in expected.media.tensors.items():
+            assert torch.equal(torch.as_tensor(prompt.media.tensors[name]), torch.as_tensor(value)), name
+    for broken in (content[: len(content) // 2], b"no video"):
+        with pytest.raises(DataError, match="^v cannot be read as a video"):
+            open_video(broken, "v")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchcodec") is not None, reason="torchcodec is installed")
+def test_a_file_of_video_asks_for_torchcodec(tmp_path):
+    (tmp_path / "film.mp4").write_bytes(b"film")
+    with pytest.raises(DataError, match="^v is a file of video, which torchcodec reads: install torchcodec and ffmpeg"):
+        open_video(tmp_path / "film.mp4", "v")
+
+
+def test_columns_of_datasets_video_stay_files_in_a_data_set():
+    feature = datasets.Video()
+    for column, value, kind in (("video", "a.mkv", feature), ("videos", ["a.mkv"], datasets.List(feature))):
+        table = datasets.Dataset.from_dict({"prompt": ["a"], column: [value]}).cast_column(column, kind)
+        held = check_dataset(table)[0][column]
+        assert held in ({"bytes": None, "path": "a.mkv"}, [{"bytes": None, "path": "a.mkv"}])
 
 
 def test_a_processor_without_the_part_for_videos_is_named():

@@ -4,8 +4,9 @@ from covey.data.media.files import undecoded, with_paths
 from covey.data.media.images import open_image, png
 from covey.data.media.kinds import KINDS, MEDIA_COLUMNS, SOUND, Kind, has_media, parts_of, row_kinds
 from covey.data.media.places import MEDIA_PARTS, items_of, refuse_openai_parts, with_items
-from covey.data.media.prompts import as_returned, media_digest, media_prompt, open_video, sound_reader
+from covey.data.media.prompts import as_returned, media_digest, media_prompt, sound_reader
 from covey.data.media.sounds import open_sound
+from covey.data.media.videos import open_video
 
 __all__ = [
     "KINDS", "MEDIA_COLUMNS", "MEDIA_PARTS", "SOUND", "Kind", "as_returned", "has_media", "items_of", "media_digest",

@@ -50,15 +50,16 @@ def _read(text: str, kind: Kind, where: str) -> bytes:
 
 
 def undecoded(dataset: Any) -> Any:
-    """The data set with columns of `datasets.Audio` as bytes and paths: decoded by us, not by torchcodec."""
+    """The data set with columns of `datasets.Audio` and `datasets.Video` as bytes and paths, which are smaller and can be pickled."""
     import datasets
 
-    plain = datasets.Audio(decode=False)
+    kinds = (datasets.Audio, datasets.Video)
     for name, feature in (getattr(dataset, "features", None) or {}).items():
-        if isinstance(feature, datasets.Audio) and feature.decode:
-            dataset = dataset.cast_column(name, plain)
-        elif isinstance(getattr(feature, "feature", None), datasets.Audio) and feature.feature.decode:
-            dataset = dataset.cast_column(name, datasets.List(plain))
+        inner = getattr(feature, "feature", None)
+        if isinstance(feature, kinds) and feature.decode:
+            dataset = dataset.cast_column(name, type(feature)(decode=False))
+        elif isinstance(inner, kinds) and inner.decode:
+            dataset = dataset.cast_column(name, datasets.List(type(inner)(decode=False)))
     return dataset
 
 
