@@ -13,6 +13,8 @@ from covey.types import Message, Prompt
 logger = logging.getLogger(__name__)
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
+_ANSWERS = ("tool", "ipython", "function")
+"""Roles of answers, whose content may be an object."""
 
 
 def check_prompt(value: Any, where: str) -> None:
@@ -40,7 +42,8 @@ def _check_message(message: Any, where: str) -> None:
     if message["role"] not in ROLES:
         raise DataError(f"{where} has a message with the role {message['role']!r}; known roles are {', '.join(ROLES)}.")
     content = message.get("content")
-    if not isinstance(content, str | Sequence) and not message.get("tool_calls"):
+    is_object = isinstance(content, Mapping) and message["role"] in _ANSWERS
+    if not (isinstance(content, str | Sequence) or is_object or message.get("tool_calls")):
         raise DataError(
             f"{where} has a message whose content is {type(content).__name__}; it must be text, as in {example}."
         )

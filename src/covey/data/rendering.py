@@ -2,9 +2,13 @@
 
 import copy
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message that hold thoughts, by the servers and templates of today."""
@@ -85,19 +89,56 @@ def as_template_takes(
 ) -> list[dict[str, Any]]:
     """The messages with arguments of tool calls as objects, also those that are JSON in a text.
 
-    As JSON again where the template adds them to a text: where it raises for objects, or writes them as Python does.
+    As JSON again where the template adds them to a text: where it raises for objects, or writes them as Python does. An object that
+    is the content of an answer stays one where the template writes JSON of it, and is JSON too where it does not.
     """
     plain = [dict(message) for message in messages]
-    if not any(message.get("tool_calls") for message in plain):
-        return plain
-    objects = [_changed(message, _as_object) for message in plain]
-    try:
-        rendered = str(tokenizer.apply_chat_template(objects, tokenize=False, **options))
-    except Exception:  # noqa: BLE001 - a template is a program and may raise anything
-        rendered = None
-    if rendered is not None and not any(str(arguments) in rendered for arguments in _objects_in(objects)):
+    contents = [content for message in plain if isinstance(content := message.get("content"), Mapping)]
+    as_text = [with_text(message) for message in plain] if contents else plain
+    arguments = _arguments_taken(tokenizer, as_text, options)
+    shown = [_changed(message, arguments) for message in as_text]
+    if not contents:
+        return shown
+    objects = [_changed(message, arguments) for message in plain]
+    rendered = _rendered(tokenizer, objects, options)
+    if rendered is not None and all(_as_json(content) in rendered for content in contents):
         return objects
-    return [_changed(message, _as_json) for message in objects]
+    _say_as_text()
+    return shown
+
+
+@lru_cache(maxsize=1)
+def _say_as_text() -> None:
+    logger.warning(
+        "The content of a tool's answer is an object, which the chat template does not write as JSON; it is given the JSON as a text. TRL gives "
+        "it the object, of which such templates show Python's repr, the keys, or nothing."
+    )
+
+
+def _arguments_taken(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> Callable[[Any], Any]:
+    """The change of the arguments of calls to what the template takes: objects, or JSON."""
+    if not any(message.get("tool_calls") for message in messages):
+        return lambda arguments: arguments
+    objects = [_changed(message, _as_object) for message in messages]
+    rendered = _rendered(tokenizer, objects, options)
+    takes = rendered is not None and not any(str(arguments) in rendered for arguments in _objects_in(objects))
+    return _as_object if takes else lambda arguments: _as_json(_as_object(arguments))
+
+
+def with_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with content that is an object as JSON."""
+    content = message.get("content")
+    return {**message, "content": _as_json(content)} if isinstance(content, Mapping) else dict(message)
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str | None:
+    """The text of the messages; None where the template refuses them."""
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except Exception:  # noqa: BLE001 - a template is a program and may raise anything
+        return None
 
 
 def keeping_text(processor: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[Any, Sequence[Mapping[str, Any]]]:

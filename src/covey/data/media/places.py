@@ -68,7 +68,7 @@ def with_items(messages: Sequence[Message], items: Items) -> list[Message]:
 
 
 def with_places(messages: Sequence[Message], items: Items, where: str) -> tuple[list[Message], Items]:
-    """The messages with every content a list of parts, those of media empty, and the items in the order of the parts.
+    """The messages with every content a list of parts, or an object; parts of media empty, and the items in the order of the parts.
 
     Items of a modality without any part come before the text of the first user message: images, sounds, videos.
     """
@@ -80,6 +80,9 @@ def with_places(messages: Sequence[Message], items: Items, where: str) -> tuple[
     out = list[Message]()
     for message in messages:
         content = message.get("content")
+        if isinstance(content, Mapping):  # an answer of a tool
+            out.append(message)
+            continue
         parts: list[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
         if message["role"] == "user" and loose:
             parts, loose = [*loose, *parts], []

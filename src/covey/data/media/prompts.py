@@ -13,7 +13,7 @@ from covey.data.media.kinds import IMAGE, KINDS, SOUND, VIDEO, Kind
 from covey.data.media.places import Items, column_items, expect_places, with_places
 from covey.data.media.sounds import Sound, open_sound, preview_sound
 from covey.data.media.videos import open_video, preview_video
-from covey.data.rendering import HiddenMarks, as_template_takes, clean, keeping_text
+from covey.data.rendering import HiddenMarks, as_template_takes, clean, keeping_text, with_text
 from covey.errors import DataError, message_of
 from covey.types import Media, Message, Prompt
 
@@ -79,7 +79,7 @@ def _conversation(
             f"{where}: {name} has no chat template that takes options or continues a message; leave out chat_template_kwargs, and let "
             "the prompt end with a message of the user."
         )
-    shown, ordered = with_places([clean(message) for message in value], items, where)
+    shown, ordered = with_places([with_text(clean(message)) for message in value], items, where)
     opened = _opened(ordered, where, processor)
     waiting = list(opened[SOUND])
     place = lambda part: {**part, "base64": waiting.pop(0).as_base64()} if part.get("type") == SOUND.name else part
@@ -145,7 +145,7 @@ def _render(messages: Sequence[Message], where: str, processor: Any, template: M
     has_template = getattr(processor, "chat_template", None) or template.get("chat_template")
     shown = processor if has_template else processor.tokenizer
     try:
-        messages = as_template_takes(shown, messages, {**how, **template})
+        messages = list(map(_in_parts, as_template_takes(shown, messages, {**how, **template})))
         text: str = shown.apply_chat_template(messages, tokenize=False, **{**how, **template})
     except Exception as error:  # a template is a program and may raise anything
         reason = message_of(error, 300)
@@ -153,6 +153,12 @@ def _render(messages: Sequence[Message], where: str, processor: Any, template: M
             f"{where}: the chat template refused its messages ({type(error).__name__}: {reason})."
         ) from error
     return text
+
+
+def _in_parts(message: Message) -> Message:
+    """The message, a text as a part."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _process(
