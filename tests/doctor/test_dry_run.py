@@ -189,7 +189,7 @@ def test_one_short_pass_is_enough_where_memory_cannot_run_out(tokens, monkeypatc
     each = bytes_a_token(policy)
     monkeypatch.setattr(memory_estimate, "free_memory", lambda: int(2 * tokens * each))
     quick = starting_tokens("auto", policy, on_cpu=True)
-    assert bytes_a_token(policy, negligible=each * 1000) == each * 1000  # a single pass
+    assert bytes_a_token(policy, negligible=each * 1000) == each * 1000  # a single forward
     monkeypatch.setattr(memory_estimate, "_STEEPER", float("inf"))
     assert bytes_a_token(policy, negligible=each * 1000) == each
     assert starting_tokens("auto", policy, on_cpu=True) == quick

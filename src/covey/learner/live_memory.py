@@ -29,6 +29,7 @@ class LiveBytes(TorchDispatchMode):
         """Bytes of live storages."""
         self.peak = 0
         """Maximum of `now` since the last `begin`."""
+        self.total = 0  # with those that were freed
         self.seconds = 0.0
         """Estimated seconds of the operations on another device; counted by subclasses that model one."""
         self._freed_by: dict[int, weakref.finalize[Any, Any]] = {}
@@ -56,6 +57,7 @@ class LiveBytes(TorchDispatchMode):
         if key not in self._freed_by:
             self._freed_by[key] = weakref.finalize(storage, self._forget, key, size)
             self.now += size
+            self.total += size
 
     def _forget(self, key: int, size: int) -> None:
         del self._freed_by[key]
@@ -109,16 +111,12 @@ def _number(x: Tensor) -> Any:
     return True if x.dtype == torch.bool else 0.0 if x.dtype.is_floating_point else 0
 
 
-def _everywhere(x: Tensor) -> Tensor:
-    return x.new_zeros((x.numel(), x.ndim), dtype=torch.long)
-
-
 _DEVICE = torch.ops.prim.device.default
 _READ = {
     aten._local_scalar_dense.default: _number,
     aten.equal.default: lambda x: True,
     aten.allclose.default: lambda x: True,
-    aten.nonzero.default: _everywhere,
+    aten.nonzero.default: lambda x: x.new_zeros((x.numel(), x.ndim), dtype=torch.long),
 }
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.linear.default, aten.bmm.default)
 _INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
