@@ -54,6 +54,7 @@ slow: $(DEV)           ## real runs that are killed, resumed and trained: CI run
 
 nightly: $(DEV)        ## repetitions of the slow tests; with `pip install triton` its kernels too
 	$(PYTEST) -m "nightly and not gpu and not vllm" --timeout 1800 $(call marked,nightly)
+	COVEY_EXAMPLES=nightly $(PYTEST) -m "hypothesis and not gpu and not vllm" --timeout 1800 $(shell grep -rl "example_counts\|fuzzing" tests --include="test_*.py")
 
 extras: $(DEV) .venv-extras/.installed   ## the tests of trackers and task libraries that the development tools leave out
 	.venv-extras/bin/python -m pytest -n 0 -m "not nightly and not gpu" tests/monitor/test_trackers.py tests/rewards/test_gym.py tests/rewards/test_overlap_and_language.py

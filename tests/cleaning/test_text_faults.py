@@ -13,6 +13,7 @@ from covey.data.features.language import language
 from covey.doctor.data_check import languages
 from covey.doctor.data_check.encoding import repaired, repaired_row
 from covey.doctor.data_check.row_checks import personal
+from example_counts import examples
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -36,6 +37,7 @@ def test_a_fault_of_the_text_is_named_and_mended(text, mended, faults):
     assert repaired(text) == (mended, faults)
 
 
+@examples(50)
 @given(st.text(st.characters(codec=None)))
 def test_mending_twice_is_mending_once(text):
     once, _ = repaired(text)

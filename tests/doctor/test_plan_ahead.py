@@ -15,7 +15,7 @@ from covey.doctor.roofline.gpus import GPUS, HOST_LINK, LINKS, NETWORK, PRODUCTS
 from covey.doctor.roofline.options import MODELS, config_by_name, planned
 from covey.doctor.roofline.rollout import A_KERNEL, LAUNCHED, Decoding, kernels_of, rate_of
 from covey.errors import ConfigError
-from kit import rest_nightly
+from kit import rest_nightly, tiny_model
 
 H100 = GPUS["H100"]
 
@@ -173,10 +173,12 @@ def test_a_split_model_may_be_sampled_by_vllm_and_lie_in_host_memory():
 @pytest.mark.parametrize(
     ("host", "sentence"), rest_nightly([("0.000001", "of 1.0 KiB: does not fit"), ("64", "of 64.0 GiB: fits")], 1)
 )
-def test_host_memory_is_judged_where_it_is_named(host, sentence, capsys):
+def test_host_memory_is_judged_where_it_is_named(host, sentence, tmp_path, capsys):
     from covey.cli import main
 
-    words = ["--model", "demo", "--gpus", "2xH100", "--fsdp", "full_shard offload", "--max-completion-length", "16"]
+    tiny_model().config.save_pretrained(tmp_path)
+    words = ["--model", str(tmp_path / "config.json"), "--gpus", "2xH100", "--fsdp", "full_shard offload"]
+    words += ["--max-completion-length", "16"]
     assert main(["doctor", "plan", *words, "--host-gib", host]) == (host != "64")
     out = capsys.readouterr().out
     assert sentence in out

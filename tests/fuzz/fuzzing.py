@@ -1,15 +1,13 @@
-"""Input from outside, made up: JSON of any shape, damaged files, a run folder to damage, and how many examples a test tries."""
+"""Input from outside, made up: JSON of any shape, damaged files, a run folder to damage."""
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -17,17 +15,10 @@ from covey.errors import CoveyError
 from covey.evaluation.compare.run_data import read_runs
 from covey.monitor.view.reading import RunView
 from covey.runs import RunFolder, checkpoint, evaluations, manifest, metrics, rollouts, status
+from example_counts import examples
 from kit import group
 
-EXAMPLES = int(os.environ.get("COVEY_FUZZ", "60"))
-"""Of each test; `COVEY_FUZZ=5000 pytest tests/fuzz` looks longer."""
-
-fuzz = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    derandomize="COVEY_FUZZ" not in os.environ,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
-)
+fuzz = examples(30)
 odd_texts = st.sampled_from(
     ["", "\0", "\ud800", "../../x", "[", "{}", "1e999", "null", "-1", "nan", "a" * 5000, "\x1b[2J"]
 )

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from fuzzing import EXAMPLES, damages, fuzz, json_values, only_covey_errors, texts
-from hypothesis import example, given, settings
+from fuzzing import damages, fuzz, json_values, only_covey_errors, texts
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from covey.data import PromptStream, load
@@ -18,6 +18,7 @@ from covey.data.checks import check_dataset
 from covey.data.prompts import to_prompt
 from covey.rewards import Scorer
 from covey.rewards.contract import to_scores
+from example_counts import examples
 from kit import group, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -32,7 +33,7 @@ rows = st.fixed_dictionaries(
 WHOLE = b"".join(json.dumps({"prompt": f"What is {i} + {i}?", "answer": str(2 * i)}).encode() + b"\n" for i in range(6))
 
 
-few = settings(fuzz, max_examples=max(10, EXAMPLES // 5))
+few = examples(8)
 """Every file is a data set that `datasets` builds: a quarter of a second."""
 
 

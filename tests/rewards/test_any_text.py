@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.rewards import resolve
+from example_counts import examples
 
 PIECES = [
     "####",
@@ -58,7 +59,7 @@ def scores(reward, texts, gold):
 
 
 @pytest.mark.parametrize("name", [*IN_0_1, *IN_MINUS_1_0])
-@settings(max_examples=25, deadline=None, derandomize=True)
+@examples(25)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4))
 def test_any_text_has_a_score_in_range_and_the_same_again(name, texts):
     reward = resolve(name).call
@@ -70,7 +71,7 @@ def test_any_text_has_a_score_in_range_and_the_same_again(name, texts):
 
 
 @pytest.mark.parametrize("name", ["exact", "numeric", "fuzzy", "f1", "rouge", "bleu(max_n=2)"])
-@settings(max_examples=25, deadline=None, derandomize=True)
+@examples(25)
 @given(value=st.integers(-(10**12), 10**12))
 def test_the_gold_answer_itself_always_has_full_marks(name, value):
     assert scores(resolve(name).call, [str(value)], str(value)) == [pytest.approx(1.0)]

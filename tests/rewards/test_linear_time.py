@@ -6,13 +6,14 @@ import signal
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.rewards import BUILTIN, resolve
 from covey.rewards.builtin.code import program_of
 from covey.rewards.builtin.gym import answer_of
 from covey.rewards.builtin.judge_rewards import ReplyError, read_object
+from example_counts import examples
 from kit import rest_nightly, tiny_tokenizer
 
 LENGTH = 100_000
@@ -87,7 +88,7 @@ UNITS = st.lists(st.sampled_from(MARKS), min_size=1, max_size=3).map("".join)
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] if name in ("bleu", "accuracy_reward") else []) for name in READING],
 )
-@settings(max_examples=12, deadline=None, derandomize=True)
+@examples(12)
 @given(unit=UNITS, end=st.sampled_from(["", "x", "}", "\n", " 7"]))
 def test_the_time_of_a_reward_is_linear(name, unit, end):
     if "accuracy_reward" in name:
@@ -107,7 +108,7 @@ def test_the_time_for_each_mark_alone_is_linear(name):
         test_the_time_of_a_reward_is_linear.hypothesis.inner_test(name, unit, "x")
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@examples(25)
 @given(unit=UNITS)
 def test_the_reply_of_a_judge_is_read_in_linear_time(unit):
     def read(text):

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from math_pairs import BOMBS, pairs
 
@@ -15,6 +15,7 @@ from covey.errors import RewardError
 from covey.rewards import resolve
 from covey.rewards.builtin import verify
 from covey.rewards.builtin.formulas import readable
+from example_counts import examples
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k" / "test.jsonl"
 
@@ -79,7 +80,7 @@ def test_without_math_verify_numbers_are_judged_and_a_gold_formula_is_refused(mo
         scores([(r"\sqrt{2}", r"\boxed{2^{1/2}}")])
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@examples(100)
 @given(
     numbers=st.lists(st.integers(0, 999), min_size=2, max_size=4),
     between=st.sampled_from([" ", "  ", "\\,", "\\;", "\\quad ", "\\\\", "!", " \\text{ to } ", "_", "?", ":", "~"]),

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.runs.metrics import JsonLines, read
+from example_counts import examples
 
 
 def test_lines_come_back_in_order(tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def test_no_step_is_logged_twice_after_resuming(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(30)
 @given(
     content=st.binary()
     | st.text().map(str.encode)

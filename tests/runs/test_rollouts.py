@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from covey.process.terminal import safe
 from covey.runs import rollouts
 from covey.types import Completion, Group, Prompt
+from example_counts import examples
 
 
 def completion(text: str, tokens: list[int], **known: object) -> Completion:
@@ -149,6 +150,7 @@ def test_one_line_where_one_is_wanted() -> None:
     assert safe("a\n\tb\x1b[2J c", keep_lines=False) == "a b c"
 
 
+@examples(50)
 @given(st.text(st.characters()) | st.lists(st.sampled_from("\x1b[]0;7mP\\\x07\x9b\x9c\n a")).map("".join))
 def test_no_text_brings_a_control_character_through(text: str) -> None:
     shown = safe(text)

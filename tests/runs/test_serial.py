@@ -18,12 +18,13 @@ from zoneinfo import ZoneInfo
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.errors import CheckpointError
 from covey.runs import rng, serialization
 from covey.types import Completion, Event, Group, Max, Mean, Prompt, StepReport
+from example_counts import examples
 
 
 def through_disk(tree: Any, folder: Path) -> Any:
@@ -75,7 +76,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(30)
 @given(tree=trees)
 def test_any_tree_of_plain_values_comes_back_bit_for_bit(tree: Any, tmp_path: Path) -> None:
     assert bits(through_disk(tree, tmp_path)) == bits(tree)
@@ -277,7 +278,7 @@ def test_tensors_that_cannot_be_held_are_refused_by_their_place(tensor: torch.Te
         serialization.encode({"weight": tensor})
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(30)
 @given(
     where=st.floats(0, 1, exclude_max=True),
     bit=st.integers(0, 7),

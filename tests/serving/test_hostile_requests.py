@@ -10,7 +10,7 @@ import time
 from urllib.parse import urlsplit
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.data import chat_ids
@@ -21,6 +21,7 @@ from covey.rollout.prompts import as_prompts
 from covey.serving import Endpoint, Limits
 from covey.serving.access import is_loopback
 from environments.acting import chat_tokenizer
+from example_counts import examples
 from kit import tiny_model, tiny_tokenizer
 
 USER = [{"role": "user", "content": "hi"}]
@@ -94,7 +95,7 @@ MESSAGE = ["role", "content", "tool_calls", "name", "tool_call_id", "reasoning_c
 CALL = ["id", "type", "function", "index"]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@examples(50)
 @given(data=st.data())
 def test_any_value_of_any_field_is_an_answer_or_a_4xx(endpoint, data):
     is_chat = data.draw(st.booleans())
@@ -123,7 +124,7 @@ def test_any_value_of_any_field_is_an_answer_or_a_4xx(endpoint, data):
     assert "Internal" not in json.dumps(answer)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(30)
 @given(
     path=st.sampled_from(["/tokenize", "/detokenize"]),
     name=st.sampled_from(["prompt", "tokens", "model", "add_special_tokens"]),
