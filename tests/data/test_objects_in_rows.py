@@ -1,18 +1,25 @@
-"""Objects in rows: the content of a tool's answer reaches the model whole, as the template's JSON or as a text."""
+"""Objects in rows: a tool's answer, its schema and the arguments of a call reach the model as they were written.
+
+Arrow's structs have the keys of all rows, and a null where a row has none: these go. A null that was written stays.
+"""
 
 import json
 
 import datasets
+import pyarrow.parquet as pq
 import pytest
 
 from covey.data import PromptStream, load
+from covey.data.examples import load_examples
+from covey.data.prompts import to_prompt
 from covey.data.rendering import _say_as_text
+from covey.data.tables import with_structs
 from covey.errors import DataError
 from kit import tiny_tokenizer
 from modalities.models import picture, tiny_processor
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}
-ANSWER = {"degrees": 21.5, "sky": "clear", "hours": [{"hour": 1}, "é"]}
+ANSWER = {"degrees": 21.5, "sky": "clear", "storm": None, "hours": [{"hour": 1}, "é"]}
 MESSAGES = [
     {"role": "user", "content": "Warm?"},
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
@@ -69,9 +76,8 @@ def test_such_an_answer_beside_an_image_is_shown_too():
     processor = tiny_processor("qwen2_5_vl")
     ids = []
     for content in (ANSWER, json.dumps(ANSWER, ensure_ascii=False)):
-        rows = [{"prompt": [*MESSAGES[:2], {**MESSAGES[2], "content": content}], "image": picture(1)}]
-        stream = datasets.IterableDataset.from_generator(lambda rows=rows: iter(rows))
-        (prompt,) = PromptStream(stream, processor.tokenizer, processor=processor, shuffle=False).take(1)
+        row = {"prompt": [*MESSAGES[:2], {**MESSAGES[2], "content": content}], "image": picture(1)}
+        prompt = to_prompt(row, "0", "row 0", processor.tokenizer, {}, processor, features={})
         ids.append(prompt.token_ids)
     assert ids[0] == ids[1]
     assert "degrees" in processor.tokenizer.decode(ids[0])
@@ -80,3 +86,104 @@ def test_such_an_answer_beside_an_image_is_shown_too():
 def test_an_object_as_any_other_content_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"Row 0 .*whose content is dict; it must be text"):
         PromptStream(table(tmp_path, [{"role": "user", "content": ANSWER}]), tiny_tokenizer()).take(1)
+
+
+# -- nulls ----------------------------------------------------------------------------------------------------------------------
+
+DEFAULTS = [{"default": None, "enum": ["C", None]}, {"default": "C", "enum": ["C", None]}, {"kind": "unit"}]
+SHOWS_TOOLS = "{{ tools | tojson }};{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+SHOWS_TOOLS += "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+LIMITS = {"limit": None, "unit": "C"}
+CONVERSATION = [
+    {"role": "user", "content": "Warm?", "name": None},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": None, "function": {"name": "f", "arguments": LIMITS}}],
+    },
+    {"role": "tool", "content": "21"},
+]
+
+
+def tool(unit):
+    return {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"unit": unit}}}}
+
+
+def texts_of(dataset, template=SHOWS_TOOLS):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    count = len(dataset) if hasattr(dataset, "__len__") else len(DEFAULTS)
+    return [
+        tokenizer.decode(prompt.token_ids) for prompt in PromptStream(dataset, tokenizer, shuffle=False).take(count)
+    ]
+
+
+def tools_in(dataset):
+    return [json.loads(text.partition(";")[0])[0] for text in texts_of(dataset)]
+
+
+def file_of(rows, tmp_path, **how):
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return load(tmp_path / "rows.jsonl", **how)
+
+
+@pytest.mark.parametrize("units", [DEFAULTS, DEFAULTS[:2]], ids=["other keys", "the same keys"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_nulls_of_a_schema_in_a_json_file_stay(units, streaming, tmp_path):
+    rows = [{"prompt": MESSAGES[:1], "chat_template_kwargs": {"tools": [tool(unit)]}} for unit in units]
+    dataset = file_of(rows, tmp_path, streaming=streaming)
+    assert tools_in(dataset)[: len(units)] == [tool(unit) for unit in units]
+
+
+@pytest.mark.parametrize("as_text", [lambda tools: tools, json.dumps, lambda tools: [json.dumps(one) for one in tools]])
+def test_nulls_of_a_column_of_tools_beside_messages_stay(as_text, tmp_path):
+    answered = [*MESSAGES[:1], {"role": "assistant", "content": "Yes"}]
+    rows = [{"messages": answered, "tools": as_text([tool(unit)])} for unit in DEFAULTS]
+    assert tools_in(file_of(rows, tmp_path)) == [tool(unit) for unit in DEFAULTS]
+    examples = load_examples(tmp_path / "rows.jsonl")
+    assert tools_in(examples) == [tool(unit) for unit in DEFAULTS]
+
+
+def test_nulls_that_arrow_fills_into_a_schema_go_and_those_of_its_json_stay():
+    filled = datasets.Dataset.from_list(
+        [{"prompt": MESSAGES[:1], "chat_template_kwargs": {"tools": [tool(unit)]}} for unit in DEFAULTS]
+    )
+    assert filled[2]["chat_template_kwargs"]["tools"] == [tool({"default": None, "enum": None, "kind": "unit"})]
+    assert tools_in(filled) == [tool({"enum": ["C", None]}), tool(DEFAULTS[1]), tool(DEFAULTS[2])]
+    if hasattr(datasets, "Json"):
+        stored = [json.dumps(row) for row in filled["chat_template_kwargs"]]
+        features = datasets.Features({"prompt": filled.features["prompt"], "chat_template_kwargs": datasets.Json()})
+        written = datasets.Dataset.from_dict({"prompt": filled["prompt"], "chat_template_kwargs": stored}, features)
+        assert tools_in(written)[2] == tool({"default": None, "enum": None, "kind": "unit"})
+
+
+def test_nulls_of_a_stream_that_does_not_say_how_it_is_stored_go():
+    rows = [{"prompt": MESSAGES[:1], "chat_template_kwargs": {"tools": [tool(unit)]}} for unit in DEFAULTS]
+    table = datasets.Dataset.from_list(rows)
+    assert tools_in(table.to_iterable_dataset().map(dict)) == tools_in(table)
+
+
+def test_nulls_in_arguments_stay_and_fields_of_messages_that_are_null_go(tmp_path):
+    whole = [{"function": {"name": "f", "arguments": LIMITS}}]
+    (text,) = texts_of(
+        file_of([{"prompt": CONVERSATION}], tmp_path), "{{ messages[0] | tojson }};{{ messages[1] | tojson }}"
+    )
+    first, _, second = text.partition(";")
+    assert json.loads(first) == {"role": "user", "content": "Warm?"}
+    assert json.loads(second) == {"role": "assistant", "tool_calls": whole}
+    answered = [*CONVERSATION, {"role": "assistant", "content": "Yes"}]
+    (text,) = texts_of(file_of([{"messages": answered}], tmp_path), "{{ messages[1].tool_calls | tojson }}")
+    assert json.loads(text) == whole
+    filled = datasets.Dataset.from_list([{"prompt": CONVERSATION}])
+    (text,) = texts_of(filled, "{{ messages[1].tool_calls | tojson }}")
+    assert json.loads(text) == [{"function": {"name": "f", "arguments": {"unit": "C"}}}]
+
+
+def test_columns_of_objects_with_nulls_are_structs_in_parquet(tmp_path):
+    rows = [{"prompt": "a", "info": {"x": None, "y": 1}}, {"prompt": "b", "info": {"x": "c", "y": 2}}]
+    dataset = file_of(rows, tmp_path)
+    assert [dict(row) for row in with_structs(dataset)] == rows == list(dataset)
+    with_structs(dataset).to_parquet(tmp_path / "a.parquet")
+    assert pq.read_table(tmp_path / "a.parquet").to_pylist() == rows
+    other = file_of([*rows, {"prompt": "c", "info": {"z": None}}], tmp_path)
+    assert with_structs(other).features == other.features

@@ -69,11 +69,12 @@ def evaluate(options: Mapping[str, Any]) -> None:
 def prompts_of(dataset: Any) -> list[Any]:
     """The rows as prompts without tokens: each member has its own."""
     from covey.data.prompts import check_prompt
-    from covey.data.rendering import clean
+    from covey.data.rendering import as_written, clean
     from covey.types import Prompt
 
     prompts = []
     for i, row in enumerate(dataset):
+        row = as_written(row, dataset.features)
         value = row["prompt"]
         check_prompt(value, f"row {i} of the data set")
         columns = {name: column for name, column in row.items() if name != "prompt"}

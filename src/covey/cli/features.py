@@ -45,7 +45,7 @@ def run(args: Args) -> None:
     from covey.data import load
     from covey.data.features import add_features
     from covey.data.features.columns import Embedder
-    from covey.data.tables import AsWritten
+    from covey.data.tables import AsWritten, with_structs
     from covey.models import resolve_source
 
     dataset = load(
@@ -57,8 +57,9 @@ def run(args: Args) -> None:
     wants = set(options["features"])
     tokenizer, rates = _judge(options, bool(wants & {"pass_rate", "difficulty"}))
     embedder = Embedder.of(resolve_source(options["embedding_model"])) if options["embedding_model"] else None
-    mixed = [name for name, feature in dataset.features.items() if isinstance(feature, AsWritten)]
     path = Path(options["output"])
+    dataset = with_structs(dataset) if path.suffix == ".parquet" else dataset
+    mixed = [name for name, feature in dataset.features.items() if isinstance(feature, AsWritten)]
     if mixed and path.suffix == ".parquet":
         raise ConfigError(
             f"The column {mixed[0]!r} holds values of several types, which Parquet cannot; write {path.stem}.jsonl."

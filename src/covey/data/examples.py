@@ -10,7 +10,7 @@ from covey.data.checks import check_dataset, row_of
 from covey.data.layouts import tools_for_template, with_prompts
 from covey.data.loading import parted
 from covey.data.prompts import encode_chat, template_of_row
-from covey.data.rendering import clean
+from covey.data.rendering import as_written, clean
 from covey.data.sources import AnyDataset, opened, shown
 from covey.data.tables import column_set
 from covey.errors import DataError
@@ -56,7 +56,8 @@ def _as_examples(dataset: Any, name: str) -> Any:
     if "messages" not in have:
         raise DataError(f"{name} has no examples to learn from: it needs {_FORMS}; it has {', '.join(have)}.")
     prompts, completions = [], []
-    for index, messages in enumerate(dataset["messages"]):
+    for index, row in enumerate(dataset.select_columns(["messages"])):
+        messages = as_written(row, dataset.features)["messages"]
         if not messages or len(messages) < 2 or messages[-1].get("role") != "assistant":
             raise DataError(f"{row_of(index, name)} does not end with a message of the assistant after another one.")
         prompts.append([clean(message) for message in messages[:-1]])
@@ -71,7 +72,8 @@ def _with_tools(dataset: Any) -> Any:
     have = list(dataset.column_names or [])
     if "tools" not in have or "chat_template_kwargs" in have:
         return dataset
-    column = [tools_for_template(row).get("chat_template_kwargs") for row in dataset.select_columns(["tools"])]
+    rows = (as_written(row, dataset.features) for row in dataset.select_columns(["tools"]))
+    column = [tools_for_template(row).get("chat_template_kwargs") for row in rows]
     return datasets.concatenate_datasets([dataset, column_set({"chat_template_kwargs": column})], axis=1)
 
 

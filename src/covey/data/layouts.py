@@ -12,7 +12,7 @@ from typing import Any
 
 import datasets
 
-from covey.data.rendering import clean
+from covey.data.rendering import as_written, clean
 from covey.data.tables import column_set
 from covey.errors import DataError
 
@@ -116,7 +116,7 @@ def tools_for_template(row: Mapping[str, Any]) -> dict[str, Any]:
             f"A row has {str(column)[:60]!r} in its column 'tools'; give a list of functions as JSON schemas, as text or as objects, "
             "or give the column another name."
         )
-    return {"chat_template_kwargs": clean({"tools": tools})}
+    return {"chat_template_kwargs": {"tools": tools}}
 
 
 def _read_json(value: Any) -> Any:
@@ -193,12 +193,14 @@ def _first_row(dataset: Any) -> Mapping[str, Any]:
 def _add_columns(dataset: Any, change: Change, taken: Collection[str], drops: Sequence[str]) -> Any:
     """The rows with their new columns, without those whose names are `taken`."""
     if not hasattr(dataset, "__len__"):
+        features = dataset.features
+        changed = lambda row: change(as_written(row, features))
         return dataset.map(
-            lambda row: {n: v for n, v in change(row).items() if n not in taken}, remove_columns=list(drops)
+            lambda row: {n: v for n, v in changed(row).items() if n not in taken}, remove_columns=list(drops)
         )
     columns: dict[str, list[Any]] = {}
     for number, row in enumerate(dataset):
-        for name, value in change(row).items():
+        for name, value in change(as_written(row, dataset.features)).items():
             if name not in taken:
                 columns.setdefault(name, [None] * len(dataset))[number] = value
     rest = dataset.remove_columns([column for column in {*drops, *columns} if column in dataset.column_names])

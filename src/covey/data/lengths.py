@@ -28,7 +28,8 @@ def longest_prompt(dataset: Any, tokenizer: Any, template: Mapping[str, Any], na
     def count(row: Mapping[str, Any], index: int) -> int:
         if has_media(row):  # their tokens are known to the processor alone
             return len(tokenizer(text=prompt_text(row["prompt"]))["input_ids"])
-        return len(to_prompt(row, str(index), row_of(index, name), tokenizer, template).token_ids)
+        features = getattr(dataset, "features", None)
+        return len(to_prompt(row, str(index), row_of(index, name), tokenizer, template, features=features).token_ids)
 
     if not hasattr(dataset, "__len__"):
         return max((count(row, index) for index, row in enumerate(islice(dataset, 2 * SAMPLE))), default=0)

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from covey.data.media import media_prompt, refuse_openai_parts, row_kinds
-from covey.data.rendering import chat_ids, clean, without_nulls
+from covey.data.rendering import ROW_COLUMNS, as_written, chat_ids, clean
 from covey.errors import DataError, ModelError, message_of
 from covey.types import Message, Prompt
 
@@ -56,10 +56,15 @@ def to_prompt(
     tokenizer: Any,
     template: Mapping[str, Any],
     processor: Any = None,
+    features: Mapping[str, Any] | None = None,
 ) -> Prompt:
-    """The row as a prompt, its images, sounds and videos through `processor`. Raises DataError or ModelError with `where` in the sentence."""
-    value = row.get("prompt")
-    check_prompt(value, where)
+    """The row as a prompt, its images, sounds and videos through `processor`. Raises DataError or ModelError with `where` in the sentence.
+
+    `features`: those of the data set, which tell its nulls from Arrow's, as in `as_written`.
+    """
+    check_prompt(row.get("prompt"), where)
+    row = as_written(row, features, ROW_COLUMNS)
+    value = row["prompt"]
     columns = {name: column for name, column in row.items() if name != "prompt"}
     if processor is not None:
         return media_prompt(row, uid, where, processor, {**template, **template_of_row(row, where)}, columns)
@@ -93,13 +98,13 @@ def to_prompt(
 
 
 def template_of_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Options of the chat template in a row's column, without nulls, which a table fills in. Raises DataError for no mapping."""
+    """Options of the chat template in a row's column, without those that are null. Raises DataError for no mapping."""
     template = row.get("chat_template_kwargs") or {}
     if not isinstance(template, Mapping):
         raise DataError(
             f"{where} has chat_template_kwargs of type {type(template).__name__}; give a mapping, or leave it out."
         )
-    return {name: without_nulls(value) for name, value in template.items() if value is not None}
+    return {name: value for name, value in template.items() if value is not None}
 
 
 @lru_cache(maxsize=256)

@@ -4,7 +4,7 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -36,15 +36,64 @@ def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: A
 
 
 def clean(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message without the fields that are null, at any depth: a table fills in those of other rows. `content` stays."""
-    return {name: without_nulls(value) for name, value in message.items() if value is not None or name == "content"}
+    """The message without its fields, nor those of its parts and calls, that are null; `content` stays.
+
+    Objects that are arguments of calls or answers of tools keep their nulls, which are values.
+    """
+    cleaned: dict[str, Any] = _without_fields(message)
+    return cleaned
 
 
-def without_nulls(value: Any) -> Any:
-    """The value without the keys that are null, at any depth."""
+_DATA = ("arguments", "content")
+"""Fields whose objects hold data."""
+
+
+def _without_fields(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: without_nulls(part) for name, part in value.items() if part is not None}
-    return [without_nulls(part) for part in value] if isinstance(value, list | tuple) else value
+        return {
+            name: part if isinstance(part, Mapping) and name in _DATA else _without_fields(part)
+            for name, part in value.items()
+            if part is not None or _is_content(name, value)
+        }
+    return [_without_fields(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _is_content(name: str, message: Mapping[str, Any]) -> bool:
+    return name == "content" and "role" in message
+
+
+_ANY: Any = object()
+"""Feature of values that may be structs, at any depth."""
+ROW_COLUMNS = ("prompt", "completion", "chat_template_kwargs")
+_CHAT_COLUMNS = (*ROW_COLUMNS, "messages", "conversations", "conversation", "tools")
+
+
+def as_written(
+    row: Mapping[str, Any], features: Mapping[str, Any] | None, columns: Collection[str] = _CHAT_COLUMNS
+) -> dict[str, Any]:
+    """The row, its messages, tools and options without the nulls that Arrow filled in: a struct has the keys of all rows.
+
+    `features`: those of the data set. JSON text has the nulls that were written, and they stay. None, of a stream that does not say how
+    its rows are stored: every null goes.
+    """
+    stored = lambda name: _ANY if features is None else features.get(name)
+    return {name: _unfilled(value, stored(name)) if name in columns else value for name, value in row.items()}
+
+
+def _unfilled(value: Any, feature: Any) -> Any:
+    if isinstance(value, Mapping) and (feature is _ANY or isinstance(feature, Mapping)):
+        inner = lambda name: _ANY if feature is _ANY else feature.get(name)
+        return {
+            name: _unfilled(part, inner(name))
+            for name, part in value.items()
+            if part is not None or _is_content(name, value)
+        }
+    if isinstance(value, list | tuple):
+        items = (
+            _ANY if feature is _ANY else feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+        )
+        return [_unfilled(part, items) for part in value]
+    return value
 
 
 def _changed(message: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:

@@ -175,7 +175,8 @@ class PromptStream:
     def _prompt(self, uid: str, row: Mapping[str, Any]) -> Prompt | None:
         """The row as a prompt, or None when it is too long and may be dropped."""
         where = row_of(uid.partition(":")[2], self.name)
-        prompt = to_prompt(row, uid, where, self.tokenizer, self.template, self.processor)
+        features = getattr(self._dataset, "features", None)
+        prompt = to_prompt(row, uid, where, self.tokenizer, self.template, self.processor, features)
         length, limit = len(prompt.token_ids), self.max_prompt_length
         if not length:
             raise DataError(f"{where} has a prompt without a single token; remove the row.")

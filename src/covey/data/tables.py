@@ -177,8 +177,11 @@ def _open(file: Path) -> Any:
 # -- types of columns ----------------------------------------------------------------------------------------------------------
 
 
-def kind_of(value: Any) -> Any:
-    """Type of a JSON value that can be compared: a word, None of null, a tuple of a list, a dict of an object."""
+def kind_of(value: Any, null: str | None = "mixed") -> Any:
+    """Type of a JSON value that can be compared: a word, None of null, a tuple of a list, a dict of an object.
+
+    `null`: of a null in an object. A struct could not tell it from a field that is not there, so such objects are kept as written.
+    """
     if isinstance(value, bool):
         return "bool"
     if isinstance(value, str):
@@ -190,9 +193,11 @@ def kind_of(value: Any) -> Any:
     if isinstance(value, list):
         kind: Any = None
         for item in value:
-            kind = joined(kind, kind_of(item))
+            kind = joined(kind, kind_of(item, null))
         return (kind,)
-    return {name: kind_of(item) for name, item in value.items()} if isinstance(value, Mapping) else None
+    if isinstance(value, Mapping):
+        return {name: null if item is None else kind_of(item, null) for name, item in value.items()}
+    return None
 
 
 def joined(kind: Any, other: Any) -> Any:
@@ -290,6 +295,18 @@ def column_set(columns: Mapping[str, Sequence[Any]]) -> Any:
             kind = joined(kind, kind_of(value))
         features[name] = _feature(kind)
     return datasets.Dataset.from_dict(dict(columns), datasets.Features(features))
+
+
+def with_structs(dataset: Any) -> Any:
+    """The data set with its columns of objects as structs, those too that are kept as written for their nulls alone."""
+    names, made = dataset.column_names, dataset
+    for name in [name for name, feature in dataset.features.items() if isinstance(feature, AsWritten)]:
+        kind: Any = None
+        for value in (values := list(dataset[name])):
+            kind = joined(kind, kind_of(value, None))
+        if not isinstance(feature := _feature(kind), AsWritten):
+            made = made.remove_columns(name).add_column(name, values, feature=feature)
+    return made.select_columns(names)
 
 
 def _feature(kind: Any) -> Any:

@@ -91,8 +91,9 @@ def lengths(
 ) -> Finding:
     """The longest of `dataset`, whose first rows are `rows`. FAIL when a prompt cannot be encoded, or when prompts leave no room for a completion; WARN when such prompts are dropped."""
     template = args.chat_template_kwargs if isinstance(args.chat_template_kwargs, dict) else {}
+    how = tokenizer, template, processor, getattr(dataset, "features", None)
     try:
-        prompts = (to_prompt(row, str(i), f"row {i}", tokenizer, template, processor) for i, row in enumerate(rows))
+        prompts = (to_prompt(row, str(i), f"row {i}", *how) for i, row in enumerate(rows))
         counts = [len(prompt.token_ids) for prompt in prompts]
         more = 0 if len(counts) < ROWS or processor is not None else longest_prompt(dataset, tokenizer, template)
     except CoveyError as error:

@@ -118,7 +118,8 @@ class SFTTrainer(GRPOTrainer):
         fitting = []
         for index in range(len(dataset)):
             where = f"row {index} of {name}"
-            prompt = to_prompt(row_at(dataset, index), str(index), where, self.processing_class, template)
+            row, features = row_at(dataset, index), dataset.features
+            prompt = to_prompt(row, str(index), where, self.processing_class, template, features=features)
             sizes = len(prompt.token_ids), encode(prompt).num_tokens
             if limit is not None and sum(sizes) > limit:
                 if self.args.on_long_prompt != "drop":

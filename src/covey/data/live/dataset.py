@@ -7,7 +7,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from covey import names
 from covey.data.live.sources import FollowFile, FollowFolder, FollowIterable, HttpQueue, Source
@@ -26,6 +26,9 @@ class LiveDataset:
     is told, by the column `id`, or the whole row where there is none. `replay_rows`: size of the sample of earlier rows that
     `curriculum="replay"` draws from.
     """
+
+    features: ClassVar[Mapping[str, Any]] = {}
+    """Rows are as their source gives them: no table fills nulls in."""
 
     def __init__(
         self, source: Source, name: str, *, buffer: int = 64, memory: int = 20_000, replay_rows: int = 1000

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.data.layouts import messages_of, tools_for_template
+from covey.data.rendering import as_written
 from covey.doctor.data_check.clean_copy import written
 from covey.doctor.data_check.rows import Rows
 from covey.errors import DataError
@@ -102,4 +103,5 @@ def _pivots(rows: Rows, chosen: Chosen, counts: Counter[str]) -> Iterator[dict[s
         if not _is_success(record.row, chosen, record.number):
             counts["failed"] += 1
             continue
-        yield from pivots_of(record.row, chosen, record.number)
+        row = as_written(record.row, None if record.line is None else {})
+        yield from pivots_of(row, chosen, record.number)
