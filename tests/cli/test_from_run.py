@@ -3,6 +3,7 @@
 import json
 import os
 import select
+import shutil
 import sys
 from pathlib import Path
 
@@ -29,9 +30,8 @@ SMALL = {
 }
 
 
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def prepare():
+    """A model, data, a reward and a configuration in the working folder."""
     tiny_model(layers=1).save_pretrained("model")
     tiny_tokenizer().save_pretrained("model")
     rows = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(6)]
@@ -39,7 +39,39 @@ def place(tmp_path, monkeypatch):
     Path("mine.py").write_text(REWARD)
     what = {"model": "model", "dataset": "sums.jsonl", "prompt_column": "question", "reward": ["mine.py:digits"]}
     Path("run.yaml").write_text(yaml.safe_dump({**what, **SMALL, "beta": 0.01, "seed": 3}))
-    return tmp_path
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prepare()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of `prepare` in which runs/a has trained for three steps; no test changes what is in it."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        prepare()
+        assert main(["train", "run.yaml", "--output-dir", "runs/a"]) == 0
+    return folder
+
+
+@pytest.fixture
+def shared(trained, monkeypatch):
+    monkeypatch.chdir(trained)
+    return trained
+
+
+@pytest.fixture
+def copied(trained, tmp_path, monkeypatch):
+    """A copy of it, to be changed."""
+    others = shutil.ignore_patterns("b", "seed-4", "elsewhere")
+    shutil.copytree(trained, tmp_path, ignore=others, dirs_exist_ok=True)
+    facts = tmp_path / "runs" / "a" / "run.json"
+    facts.write_text(facts.read_text().replace(str(trained), str(tmp_path)))
+    monkeypatch.chdir(tmp_path)
 
 
 def numbers(run):
@@ -49,8 +81,7 @@ def numbers(run):
     return [{k: v for k, v in line.items() if not any(word in k for word in timed)} for line in lines]
 
 
-def test_a_repeated_run_has_the_same_numbers(place, capsys):
-    assert main(["train", "run.yaml", "--output-dir", "runs/a"]) == 0
+def test_a_repeated_run_has_the_same_numbers(shared, capsys):
     assert main(["train", "--from-run", "runs/a", "--output-dir", "runs/b"]) == 0
     first, second = numbers("runs/a"), numbers("runs/b")
     assert len(first) == 3
@@ -59,20 +90,20 @@ def test_a_repeated_run_has_the_same_numbers(place, capsys):
     assert "repeats runs/a" in capsys.readouterr().err
 
 
-def test_an_option_beside_it_changes_the_run_and_is_said(place, capsys):
-    assert main(["train", "run.yaml", "--output-dir", "runs/a"]) == 0
-    assert main(["train", "--from-run", "runs/a", "--output-dir", "runs/b", "--seed", "4", "--max-steps", "1"]) == 0
+def test_an_option_beside_it_changes_the_run_and_is_said(shared, capsys):
+    assert (
+        main(["train", "--from-run", "runs/a", "--output-dir", "runs/seed-4", "--seed", "4", "--max-steps", "1"]) == 0
+    )
     assert "repeats runs/a with seed 3 -> 4, max_steps 3 -> 1" in capsys.readouterr().err
-    assert len(numbers("runs/b")) == 1
-    assert numbers("runs/b")[0] != numbers("runs/a")[0]
-    again = yaml.safe_load(Path("runs/b/train.yaml").read_text())
+    assert len(numbers("runs/seed-4")) == 1
+    assert numbers("runs/seed-4")[0] != numbers("runs/a")[0]
+    again = yaml.safe_load(Path("runs/seed-4/train.yaml").read_text())
     assert (again["seed"], again["beta"], again["model"]) == (4, 0.01, "model")
 
 
-def test_it_works_from_another_folder(place, capsys, monkeypatch):
-    assert main(["train", "run.yaml", "--output-dir", "runs/a"]) == 0
-    (place / "elsewhere").mkdir()
-    monkeypatch.chdir(place / "elsewhere")
+def test_it_works_from_another_folder(shared, monkeypatch):
+    (shared / "elsewhere").mkdir()
+    monkeypatch.chdir(shared / "elsewhere")
     assert main(["train", "--from-run", "../runs/a", "--output-dir", "b"]) == 0
     assert numbers("b") == numbers("../runs/a")
 
@@ -81,9 +112,8 @@ AGAIN = ["train", "--from-run", "runs/a", "--output-dir", "runs/b", "--max-steps
 
 
 @pytest.fixture
-def changed(place):
+def changed(copied):
     """A run whose reward file has changed since: it now leaves a trace as soon as it is imported."""
-    assert main(["train", "run.yaml", "--output-dir", "runs/a", "--max-steps", "1"]) == 0
     for name in [
         name for name, module in sys.modules.items() if str(getattr(module, "__file__", "")).endswith("/mine.py")
     ]:
@@ -126,8 +156,7 @@ def test_a_reward_that_is_named_beside_it_is_the_users_own(changed, capsys):
     assert main([*AGAIN, "--reward", "mine.py:digits"]) == 0
 
 
-def test_code_within_the_run_folder_and_code_beside_a_model_are_asked_for_too(place, capsys):
-    assert main(["train", "run.yaml", "--output-dir", "runs/a", "--max-steps", "1"]) == 0
+def test_code_within_the_run_folder_and_code_beside_a_model_are_asked_for_too(copied, capsys):
     recipe = yaml.safe_load(Path("runs/a/train.yaml").read_text())
     Path("runs/a/mine.py").write_text(Path("mine.py").read_text())
     Path("runs/a/train.yaml").write_text(yaml.safe_dump({**recipe, "reward": ["runs/a/mine.py:digits"]}))
@@ -147,12 +176,11 @@ def test_trust_in_the_source_needs_a_run_to_repeat(place, capsys):
     assert "--trust-source belongs to --from-run" in capsys.readouterr().err
 
 
-def test_other_versions_are_warned_of(place, capsys):
-    assert main(["train", "run.yaml", "--output-dir", "runs/a", "--max-steps", "1"]) == 0
+def test_other_versions_are_warned_of(copied, capsys):
     found = json.loads(Path("runs/a/run.json").read_text())
     found["versions"]["torch"] = "1.0"
     Path("runs/a/run.json").write_text(json.dumps(found))
-    assert main(["train", "--from-run", "runs/a", "--output-dir", "runs/b"]) == 0
+    assert main(AGAIN) == 0
     assert "torch was 1.0 and is" in capsys.readouterr().err
 
 
@@ -197,8 +225,7 @@ def test_an_algorithm_that_its_options_do_not_make_is_refused(place, capsys):
     assert "give it as --algorithm" in capsys.readouterr().err
 
 
-def test_options_that_no_longer_exist_are_left_out_of_an_older_run(place, capsys):
-    assert main(["train", "run.yaml", "--output-dir", "runs/a"]) == 0
+def test_options_that_no_longer_exist_are_left_out_of_an_older_run(copied, capsys):
     recipe, facts = Path("runs/a/train.yaml"), Path("runs/a/run.json")
     recipe.write_text(recipe.read_text() + "reuse_rollout: true\n")
     manifest = json.loads(facts.read_text())
