@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import json
 from dataclasses import replace
 from types import SimpleNamespace as Part
 
+import numpy as np
 import pytest
 import torch
 from acting_models import acting_model, add_shown, answered, item, prompt_of, row, rows_of, template_of
@@ -220,13 +222,40 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_an_image_that_is_returned_is_never_its_repr(form):
     make, words = FORMS[form]
-    (made,) = tools_of([photograph])
-    made = replace(made, call=lambda n: make(picture(2)))
+    made = replace(*tools_of([photograph]), call=lambda n: make(picture(2)))
     _, processor = acting_model("qwen2_5_vl")
     (done,) = ToolRunner(processor.tokenizer, processor).run([Request("see", {"n": 1}, {"see": made})])
     assert words in done.result
     assert (done.status == "error") == words.startswith("an image")
     assert any(part["type"] == "image" for part in done.parts) == ("<image>" in words)
+
+
+PIXELS = np.asarray(picture(1, (32, 24)))
+ARRAYS = {
+    "numpy": PIXELS,
+    "torch, colours first": torch.tensor(PIXELS).permute(2, 0, 1),
+    "frames in a mapping": {"frames": PIXELS[None], "n": 1},
+    "beside a part": ["a", {"type": "image", "image": picture(1)}, PIXELS],
+}
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_pixels_that_are_returned_are_never_an_abbreviated_text(kind):
+    made = replace(*tools_of([photograph]), call=lambda n: ARRAYS[kind])
+    _, processor = acting_model("qwen2_5_vl")
+    with pytest.raises(
+        DataError, match=r"an array of bytes of the shape .*return PIL.Image.fromarray\(array\) to show it, or"
+    ):
+        ToolRunner(processor.tokenizer, processor).run([Request("see", {"n": 1}, {"see": made})])
+
+
+@pytest.mark.parametrize("value", [PIXELS[:2, :2], PIXELS[..., 0], PIXELS / 255, PIXELS[:2, :2].tolist()])
+def test_arrays_of_other_numbers_stay_text(value):
+    made = replace(*tools_of([photograph]), call=lambda n: value)
+    _, processor = acting_model("qwen2_5_vl")
+    (done,) = ToolRunner(processor.tokenizer, processor).run([Request("see", {"n": 1}, {"see": made})])
+    assert done.result == str(value)
+    assert json.loads(Stepped(Part(reset=lambda seed: PIXELS), {}, "").reset()) == PIXELS.tolist()
 
 
 def refused(function, template=None, runner=None):

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,11 +30,12 @@ class MediaReturnedError(DataError):
 Content = str | list[dict[str, Any]]
 
 
-def content_of(value: Any) -> Content:
+def content_of(value: Any, *, has_numbers: bool = False) -> Content:
     """A tool's return value as the content of its answer: text as it is, parts with media as they are, JSON where it can be, else `str`.
 
     Images of Pillow and parts with items that are no JSON, alone or in a list with texts, become parts. Raises DataError for an image
-    of Pillow anywhere else.
+    of Pillow anywhere else, MediaReturnedError for an array of pixels, of which `str` leaves out most. `has_numbers`: the caller
+    writes all numbers of arrays itself.
     """
     if isinstance(value, str):
         return value
@@ -41,7 +43,7 @@ def content_of(value: Any) -> Content:
     is_content = any(map(_is_image, entries)) or (not isinstance(value, Mapping) and _are_parts(entries))
     if is_content or (any(_are_parts([entry]) for entry in entries) and _json(value) is None):
         return [_as_part(entry) for entry in entries]
-    return _as_text(value)
+    return _as_text(value, has_numbers)
 
 
 def _json(value: Any) -> str | None:
@@ -51,10 +53,15 @@ def _json(value: Any) -> str | None:
         return None
 
 
-def _as_text(value: Any) -> str:
-    """Raises DataError for a value that holds an image, which would be its `repr`."""
+def _as_text(value: Any, has_numbers: bool = False) -> str:
+    """Raises DataError for a value that holds an image, which would be its `repr`; MediaReturnedError for one that holds pixels."""
     text = value if isinstance(value, str) else _json(value)
-    if text is None and _holds_image(value):
+    if text is None and not has_numbers and (pixels := _first_in(value, _are_pixels)) is not None:
+        raise MediaReturnedError(
+            f"what a tool returned holds an array of bytes of the shape {list(pixels.shape)}, of which a text would leave out most; return "
+            "PIL.Image.fromarray(array) to show it, or array.tolist() for its numbers."
+        )
+    if text is None and _first_in(value, _is_image) is not None:
         raise DataError(f"an image is inside of a {type(value).__name__}; return it, or a list of texts and images.")
     return str(value) if text is None else text
 
@@ -63,9 +70,24 @@ def _is_image(value: Any) -> bool:
     return any(kind.__module__.startswith("PIL.") for kind in type(value).__mro__)
 
 
-def _holds_image(value: Any, depth: int = 4) -> bool:
+def _are_pixels(value: Any) -> bool:
+    """True for an image or a video of more bytes than `str` writes, as an array of numpy or torch with 3 or 4 colours."""
+    shape = tuple(getattr(value, "shape", ()))
+    is_picture = len(shape) in (3, 4) and bool({shape[-1], shape[-3]} & {3, 4}) and math.prod(shape) > _WRITTEN
+    return is_picture and str(getattr(value, "dtype", "")).endswith("uint8")
+
+
+_WRITTEN = 1000
+"""Most values of an array that numpy and torch write all."""
+
+
+def _first_in(value: Any, is_so: Callable[[Any], bool], depth: int = 4) -> Any:
+    """The value, or the first in its lists and objects, for which `is_so` is true; None without one."""
+    if is_so(value):
+        return value
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return _is_image(value) or (depth > 0 and any(_holds_image(entry, depth - 1) for entry in inner))
+    deeper = (_first_in(entry, is_so, depth - 1) for entry in inner) if depth else ()
+    return next((entry for entry in deeper if entry is not None), None)
 
 
 def _are_parts(parts: Sequence[Any]) -> bool:

@@ -63,7 +63,7 @@ class Stepped:
 
 def as_text(observation: Any) -> Any:
     """An observation as the model reads it: text, images and parts with media as they are, the only text of a mapping, else JSON."""
-    content = content_of(observation)
+    content = content_of(observation, has_numbers=True)
     if isinstance(observation, str) or not isinstance(content, str):
         return content
     if isinstance(observation, Mapping):
