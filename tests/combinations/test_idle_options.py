@@ -84,6 +84,7 @@ def messages(caplog: Any, **options: Any) -> list[str]:
         ({"vllm_server_base_url": "http://localhost:1"}, {"vllm_server_port": 9}, "vllm_server_base_url is the address"),
         ({"vllm_transport": "gloo"}, {"vllm_directory": "there"}, "weights are broadcast"),
         ({"vllm_transport": "directory"}, {"vllm_group_port": 9}, "weights travel by a folder"),
+        ({"vllm_transport": "ipc"}, {"vllm_group_port": 9}, "weights travel within a machine"),
     ],
 )  # fmt: skip
 def test_an_option_that_another_one_replaces_is_named(options, name, why, caplog):

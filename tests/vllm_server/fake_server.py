@@ -202,10 +202,13 @@ class FakeServer:
             return None
         received = {name: weight.clone() for name, weight in self.link.receive()}
         if method == "covey_try":
-            return [weight.tolist() for weight in received.values()]
+            return [weight.tolist() for name, weight in received.items() if name == "trial"]
+        if self.moves_nothing:
+            return None
         self.read.append(sorted(received))
-        for model in self.replicas:
-            model.load_state_dict(received, strict=False)
+        for rank, model in enumerate(self.replicas):
+            if self.reached is None or rank in self.reached:
+                model.load_state_dict(self._named(received), strict=False)
         return None
 
     def _load_adapter(self, body: dict[str, Any]) -> Any:

@@ -121,6 +121,16 @@ def test_a_restarted_server_is_met_again_and_sent_everything(fake, model, tmp_pa
     expect_the_trainers(fake, model)
 
 
+@pytest.mark.parametrize("transport", ["ipc", "gloo"])
+def test_a_meeting_that_a_restarted_server_does_not_come_to_is_repeated(transport, fake, model, tmp_path):
+    sampler = sampler_of(fake, model, tmp_path, transport=transport, deadlines={"init": 5})
+    fake.restart(tiny_model("qwen2", seed=9, layers=2))
+    failures = [503]
+    fake.faults["covey_join"] = lambda body: failures.pop() if failures else None
+    assert update(sampler) == megabytes(model, "")
+    expect_the_trainers(fake, model)
+
+
 def test_a_broadcast_that_breaks_off_is_made_good(fake, model, tmp_path):
     sampler = sampler_of(fake, model, tmp_path, deadlines={"update": 5})
     moved(model, "layers.0.mlp")
@@ -130,24 +140,32 @@ def test_a_broadcast_that_breaks_off_is_made_good(fake, model, tmp_path):
     expect_the_trainers(fake, model)
 
 
-def test_a_folder_is_taken_where_the_server_sees_it_and_gloo_otherwise(fake, model, tmp_path, caplog):
+def without_memory(fake):
+    """A server in whose machine shared memory is another."""
+    fake.faults["covey_join"] = lambda body: 503 if body["kwargs"]["backend"] == "ipc" else None
+
+
+def test_memory_is_taken_within_a_machine_then_a_folder_that_the_server_sees_then_gloo(fake, model, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
-        sampler_of(fake, model, tmp_path, transport="auto")
-    assert "by a folder that it sees" in caplog.text
+        sampler = sampler_of(fake, model, tmp_path, transport="auto")
+    assert caplog.messages[-1] == "Weights travel to the vLLM server by shared memory."
+    without_memory(fake)
+    sampler_of(fake, model, tmp_path, transport="auto")
+    assert "by a folder that it sees (not by shared memory: meeting the server's workers by ipc failed" in caplog.text
     fake.sees_folders = False
     sampler = sampler_of(fake, model, tmp_path, transport="auto")
-    assert f"by gloo (not by a folder: the server does not see {tmp_path}" in caplog.text
+    assert "by gloo (not by shared memory: meeting the server's workers" in caplog.messages[-1]
+    assert f"not by a folder: the server does not see {tmp_path}" in caplog.messages[-1]
     moved(model, "norm")
     assert update(sampler, model, 1) == megabytes(model, "norm")
     expect_the_trainers(fake, model)
 
 
-def test_where_no_transport_works_the_sentence_has_both_reasons(fake, model, tmp_path):
+def test_where_no_transport_works_the_sentence_has_every_reason(fake, model, tmp_path):
     fake.sees_folders = False
     fake.faults["covey_join"] = 503
-    with pytest.raises(
-        ServerError, match=r"not by a folder \(the server does not see .*not by gloo \(meeting the server's workers"
-    ):
+    reasons = r"not by shared memory \(meeting .*not by a folder \(the server does not see .*not by gloo \(meeting the server's workers"
+    with pytest.raises(ServerError, match=reasons):
         sampler_of(fake, model, tmp_path, transport="auto", deadlines={"init": 5})
 
 

@@ -30,7 +30,8 @@ def fake(model):
 
 
 def sampler_of(fake, model, tmp_path, **options):
-    sampler = ServerSampler(model, tiny_tokenizer(), port=fake.port, directory=tmp_path, eos_ids=[2], **options)
+    options = {"transport": "directory", "directory": tmp_path, **options}
+    sampler = ServerSampler(model, tiny_tokenizer(), port=fake.port, eos_ids=[2], **options)
     update(sampler)
     return sampler
 

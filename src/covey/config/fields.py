@@ -149,8 +149,8 @@ class Options:
     vllm_server_timeout: float = option(240.0, "Seconds to wait for a vLLM server.", group="vLLM", above=0)
     vllm_group_port: int = option(51216, "Port at which the workers of a vLLM server meet a run that broadcasts weights.", group="vLLM", at_least=1)
     vllm_transport: str = option("auto",
-        "How weights reach a vLLM server: directory (a folder that both see), gloo or nccl (a broadcast), or auto (the first that works).",
-        group="vLLM", words=("auto", "directory", "gloo", "nccl"))
+        "How weights reach a vLLM server: ipc (memory of one machine or GPU), directory (a folder that both see), gloo or nccl (a broadcast), or auto (the first that works).",
+        group="vLLM", words=("auto", "ipc", "directory", "gloo", "nccl"))
     vllm_directory: str | None = option(None,
         "Folder of the versions that a vLLM server reads; unset: `vllm-weights` in output_dir.", group="vLLM")
     vllm_attestation: str = option("stop",

@@ -1,5 +1,6 @@
 """A process group of a trainer (rank 0) and the workers of a server, apart from the groups of either. Tensors go from rank 0 to all.
 
+Between processes of one machine the group only says where they are: `ipc` hands over memory, by CUDA IPC or as POSIX shared memory.
 Imports torch alone, because it runs in the server's environment too.
 """
 
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +19,7 @@ _ALIGNMENT = 16
 
 
 def store_at(host: str, port: int, *, size: int, seconds: float, is_master: bool = False) -> Any:
-    """The store at which the members of links meet; the master listens, at this address alone.
+    """The store at which the members of links meet; the master listens, at this address alone, port 0 being a free one (`store.port`).
 
     Raises OSError for a port in use, RuntimeError if nobody listens.
     """
@@ -26,6 +27,7 @@ def store_at(host: str, port: int, *, size: int, seconds: float, is_master: bool
     if is_master:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, port), family=family, backlog=1024) as listener:
+            port = listener.getsockname()[1]
             listening["master_listen_fd"] = listener.detach()
     return dist.TCPStore(host, port, size, is_master, timedelta(seconds=seconds), wait_for_workers=False, **listening)
 
@@ -39,8 +41,12 @@ class Link:
     """One end of the group. After an error in the middle of a message it cannot be used any more."""
 
     def __init__(self, backend: str, store: Any, *, rank: int, size: int, seconds: float, device: str = "cpu") -> None:
-        """Wait for all the others. `seconds`: limit of this and of each collective. Raises RuntimeError past it."""
-        self.device = torch.device(device)
+        """Wait for all the others. `seconds`: limit of this and of each collective. Raises RuntimeError past it.
+
+        `device`: of tensors that are received, and of those that NCCL or CUDA IPC sends. Backends: `gloo`, `nccl`, `ipc`.
+        """
+        self.device, self.rank, self.size = torch.device(device), rank, size
+        self.shares_memory, self.carries = backend == "ipc", torch.device(device if backend == "nccl" else "cpu")
         limit = timedelta(seconds=seconds)
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
@@ -50,16 +56,25 @@ class Link:
             self.group = dist.ProcessGroupGloo(store, rank, size, limit)
 
     def send(self, messages: Iterable[Mapping[str, torch.Tensor]]) -> None:
-        """Send named tensors, each mapping as one block of bytes after a header in JSON; then the end."""
+        """Send named tensors, each mapping as one block of bytes after a header in JSON; then the end.
+
+        A block of shared memory is freed once every receiver has copied it.
+        """
         for tensors in messages:
             header = [
                 (name, str(weight.dtype).removeprefix("torch."), weight.shape) for name, weight in tensors.items()
             ]
-            text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
             block = torch.cat([_padded(weight) for weight in tensors.values()])
+            block, handles = block.to(self.device if self.shares_memory else self.carries), []
+            if self.shares_memory and len(block):
+                handles = [handle_of(block) for _ in range(1, self.size)]  # CUDA counts the readers of each
+            text = torch.frombuffer(bytearray(json.dumps([header, handles]).encode()), dtype=torch.uint8)
             self._broadcast(torch.tensor([len(text), len(block)]))
             self._broadcast(text)
-            self._broadcast(block)
+            if handles:
+                self.group.barrier().wait()
+            else:
+                self._broadcast(block)
         self._broadcast(torch.zeros(2, dtype=torch.int64))
 
     def receive(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -69,20 +84,60 @@ class Link:
             if not text_length:
                 return
             text = self._broadcast(torch.empty(text_length, dtype=torch.uint8))
-            block = self._broadcast(torch.empty(length, dtype=torch.uint8))
+            header, handles = json.loads(bytes(text.tolist()))
+            if handles:
+                block = copy_of(handles[self.rank - 1], self.device)
+                self.group.barrier().wait()
+            else:
+                block = self._broadcast(torch.empty(length, dtype=torch.uint8))
             start = 0
-            for name, dtype_name, shape in json.loads(bytes(text.tolist())):
+            for name, dtype_name, shape in header:
                 dtype = getattr(torch, dtype_name)
                 end = start + torch.Size(shape).numel() * dtype.itemsize
                 yield name, block[start:end].view(dtype).view(shape)
                 start = end + -end % _ALIGNMENT
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        held = tensor.to(self.device)
+        held = tensor.to(self.carries)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         self.group.broadcast([held], options).wait()
         return held
+
+
+def handle_of(block: torch.Tensor) -> list[Any]:
+    """Handle, as JSON takes it, by which one other process of this machine opens a block [bytes] of uint8, once.
+
+    The block must live until that process has copied it. Memory of a CPU becomes shared memory by this.
+    """
+    storage = block.untyped_storage()
+    if block.is_cuda:
+        torch.cuda.synchronize(block.device)  # an event would order other streams too, but only those of this moment
+        gpu, parts = str(torch.cuda.get_device_properties(block.device).uuid), storage._share_cuda_()[1:]
+    else:
+        gpu, parts = "", storage._share_filename_cpu_()
+    return [gpu, *(part.hex() if isinstance(part, bytes) else part for part in parts)]
+
+
+def copy_of(handle: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Copy, on `device`, of the block behind a handle, which is closed again. Raises RuntimeError where it cannot be opened."""
+    gpu, *encoded = handle
+    parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in encoded]
+    if gpu:
+        torch.cuda.init()
+        there = range(torch.cuda.device_count())
+        numbers = [number for number in there if str(torch.cuda.get_device_properties(number).uuid) == gpu]
+        if not numbers:
+            raise RuntimeError(f"this process does not see GPU {gpu}, which holds the weights")
+        storage = torch.UntypedStorage._new_shared_cuda(numbers[0], *parts)
+    else:
+        storage = torch.UntypedStorage._new_shared_filename_cpu(*parts)
+    opened = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    copy = torch.empty_like(opened, device=device).copy_(opened)
+    for place in {opened.device, copy.device}:
+        if place.type == "cuda":
+            torch.cuda.synchronize(place)
+    return copy
 
 
 def _padded(weight: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Broadcast of weights to the workers of a vLLM server, by gloo or NCCL."""
+"""Weights to the workers of a vLLM server: a broadcast by gloo or NCCL, or memory of one machine that is handed over."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ _LOOK_SECONDS = 0.05
 class BroadcastTransport:
     """Weights over a process group with the server's workers: gloo between any devices, NCCL between CUDA devices. Needs the extension.
 
+    By `ipc` they are handed over within a machine, a piece at a time: as memory of the GPU (CUDA IPC), or as shared memory of the host.
     The main process has a copy in host memory, in the server's type, with which later weights are compared. Of a model that is split no
     process has one: a piece is sent once it is gathered. NCCL was not run on a GPU yet.
     """
@@ -38,6 +39,10 @@ class BroadcastTransport:
     server: Server
     backend: str
     port: int
+    device: str = "cpu"
+    """Type of the device that it sends from: `cuda` for NCCL and CUDA IPC."""
+    room: int = 0
+    """Bytes of the largest piece, which a trial of `ipc` hands over too: shared memory may be too small for it."""
     pauses: bool = True
     sends_changed: bool = False
     pieces: Mapping[str, Piece] = field(default_factory=dict)
@@ -80,7 +85,7 @@ class BroadcastTransport:
 
         def pieces() -> Iterator[Mapping[str, Tensor]]:
             nonlocal num_bytes
-            for _, tensors in in_pieces(weights, on_host=self.backend != "nccl"):
+            for _, tensors in in_pieces(weights, on_host=self.device == "cpu"):
                 for name, weight in tensors.items() if self.server.has_digests else ():
                     add_digest(sums, name, weight)
                 num_bytes += sum(weight.nbytes for weight in tensors.values())
@@ -97,7 +102,10 @@ class BroadcastTransport:
     def attempt(self) -> None:
         """Send one small tensor and compare what arrived. Raises ServerError where that fails, within the deadline `init`."""
         values = [1.0, 2.0, 3.0]
-        answers = self._broadcast([{"trial": torch.tensor(values)}], TRY, self.server.client.deadlines.init)
+        messages = [{"trial": torch.tensor(values)}]
+        if self.backend == "ipc" and self.room:
+            messages.append({"room": torch.zeros(self.room, dtype=torch.uint8)})
+        answers = self._broadcast(messages, TRY, self.server.client.deadlines.init)
         if answers != [[values]] * self.server.facts.tensor_parallel:
             raise ServerError(f"a broadcast by {self.backend} arrived changed.")
 
@@ -118,19 +126,21 @@ class BroadcastTransport:
 
     def _meet(self) -> Any:
         seconds, size = self.server.client.deadlines.init, 1 + self.server.facts.tensor_parallel
-        device = f"cuda:{torch.cuda.current_device()}" if self.backend == "nccl" else "cpu"
-        host = local_address(self.server)
+        device = f"cuda:{torch.cuda.current_device()}" if self.device == "cuda" else "cpu"
+        host, port = local_address(self.server), 0 if self.backend == "ipc" else self.port
         try:
-            self.store = self.store or store_at(host, self.port, size=size, seconds=seconds, is_master=True)
+            self.store = self.store or store_at(host, port, size=size, seconds=seconds, is_master=True)
         except (RuntimeError, OSError) as error:
             raise ServerError(
                 f"port {self.port}, at which the server's workers meet this process, cannot be used ({first_line(error)}); give "
                 "another vllm_group_port."
             ) from error
         self.meetings += 1
-        store = meeting(self.store, self.meetings)
+        port = self.store.port
+        there = store_at(host, port, size=size, seconds=seconds)  # of its own: a meeting that fails blocks it
+        store = meeting(there, self.meetings)
         join = lambda: Link(self.backend, store, rank=0, size=size, seconds=seconds, device=device)
-        where = {"host": host, "port": self.port, "number": self.meetings, "size": size}
+        where = {"host": host, "port": port, "number": self.meetings, "size": size}
         call = lambda: self.server.call_workers(JOIN, seconds=seconds, backend=self.backend, limit=seconds, **where)
         link, _ = together([join, call], seconds, f"meeting the server's workers by {self.backend}")
         return link

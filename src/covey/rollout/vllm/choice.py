@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ from covey.process.interruption import on_main
 from covey.process.sharding import compute_device
 from covey.process.world import World
 from covey.rollout.vllm.broadcast import BroadcastTransport
+from covey.rollout.vllm.pieces import largest_piece
 from covey.rollout.vllm.server import Server
 from covey.rollout.vllm.transports import (
     AdapterTransport,
     Carrier,
     DirectoryTransport,
     Transport,
+    dtype_of,
     refuse_carrier,
     refuse_stale_head,
     why_not_broadcast,
@@ -38,7 +41,9 @@ def transport_for(server: Server, model: Any, carrier: Carrier, folder: Path, po
         logger.warning("Whole weights are sent to the vLLM server instead of the adapter alone: %s.", reason)
     refuse_stale_head(server, unwrapped(model).config)
     failed = ServerError("no transport of weights to the vLLM server works on the main process; its log says why.")
-    chosen = on_main(world, lambda: whole_transport(server, carrier, folder, port, is_on_cuda=is_on_cuda), failed)
+    room = largest_piece(model.named_parameters()) * dtype_of(server).itemsize
+    choose = lambda: whole_transport(server, carrier, folder, port, is_on_cuda=is_on_cuda, room=room)
+    chosen = on_main(world, choose, failed)
     backend = world.broadcast(getattr(chosen, "backend", None))
     if chosen is None:  # this process only takes part in gathering
         return DirectoryTransport(server, folder) if backend is None else BroadcastTransport(server, backend, port)
@@ -46,35 +51,47 @@ def transport_for(server: Server, model: Any, carrier: Carrier, folder: Path, po
 
 
 def whole_transport(
-    server: Server, carrier: Carrier, folder: Path, port: int, *, is_on_cuda: bool
+    server: Server, carrier: Carrier, folder: Path, port: int, *, is_on_cuda: bool, room: int = 0
 ) -> DirectoryTransport | BroadcastTransport:
-    """The first transport of whole weights that a trial shows to work: a folder that both see, or gloo. NCCL must be asked for.
+    """The first transport of whole weights that a trial shows to work: memory within a machine, a folder, gloo. NCCL must be asked for.
 
-    Raises ServerError where a transport that was asked for fails.
+    `room`: bytes of the largest piece. Raises ServerError where none works, or not the one that was asked for.
     """
     by_folder = DirectoryTransport(server, folder)
     if carrier == "directory" or (carrier == "auto" and not server.facts.has_digest):
         return by_folder
-    if carrier != "auto":
-        chosen = BroadcastTransport(server, carrier, port)
-        chosen.attempt()
-        return chosen
-    try:
-        by_folder.attempt()
-        logger.info("Weights travel to the vLLM server by a folder that it sees.")
-        return by_folder
-    except ServerError as error:
-        unseen = str(error).rstrip(".")
-    reason = why_not_broadcast(server, "gloo", is_on_cuda=is_on_cuda)
-    broadcast = BroadcastTransport(server, "gloo", port)
-    try:
-        if reason is None:
-            broadcast.attempt()
-            logger.warning("Weights travel to the vLLM server by gloo (not by a folder: %s).", unseen)
-            return broadcast
-    except ServerError as error:
-        reason = str(error).rstrip(".")
+    failures: list[tuple[str, str]] = []
+    for backend, device in _ways(server, carrier, is_on_cuda=is_on_cuda):
+        is_folder, name = backend == "directory", _NAMES.get((backend, device), backend)
+        way = by_folder if is_folder else BroadcastTransport(server, backend, port, device, room)
+        try:
+            if not is_folder and (reason := why_not_broadcast(server, backend, is_on_cuda=is_on_cuda)):
+                raise ServerError(reason)
+            way.attempt()
+        except ServerError as error:
+            failures.append((name, str(error).rstrip(".")))
+            continue
+        before = "; ".join(f"not by {other}: {reason}" for other, reason in failures)
+        level, seen = logging.WARNING if before else logging.INFO, " that it sees" * is_folder
+        logger.log(level, "Weights travel to the vLLM server by %s%s%s.", name, seen, f" ({before})" if before else "")
+        return way
+    reasons = ", and ".join(f"not by {name} ({reason})" for name, reason in failures)
     raise ServerError(
-        f"Weights cannot travel to the vLLM server: not by a folder ({unseen}), and not by gloo ({reason}). Give a vllm_directory that "
-        "both see, or a vllm_group_port that the server reaches."
+        f"Weights cannot travel to the vLLM server: {reasons}. Give a vllm_directory that both see, or a vllm_group_port that the "
+        "server reaches."
     )
+
+
+_NAMES = {("ipc", "cpu"): "shared memory", ("ipc", "cuda"): "CUDA IPC", ("directory", "cpu"): "a folder"}
+
+
+def _ways(server: Server, carrier: Carrier, *, is_on_cuda: bool) -> Iterator[tuple[str, str]]:
+    """Backends to try, in this order, and the device that each sends from."""
+    is_near = server.client.address.is_local
+    if (carrier == "ipc" or (carrier == "auto" and is_near)) and is_on_cuda and server.facts.device == "cuda":
+        yield "ipc", "cuda"
+    if carrier == "auto":
+        yield from [("ipc", "cpu")] * is_near
+        yield from (("directory", "cpu"), ("gloo", "cpu"))
+    else:
+        yield carrier, "cuda" if carrier == "nccl" else "cpu"

@@ -83,6 +83,14 @@ def _place_of(name: str) -> str:
     return within_layer.group() if within_layer else name.rpartition(".")[0]
 
 
+def largest_piece(weights: Iterable[tuple[str, Tensor]]) -> int:
+    """Number of values in the largest piece, about: adapters and tied weights count too."""
+    sizes: dict[str, int] = {}
+    for name, weight in weights:
+        sizes[_place_of(name)] = sizes.get(_place_of(name), 0) + weight.numel()
+    return max(sizes.values(), default=0)
+
+
 def changed_pieces(pieces: Mapping[str, Piece], held: Mapping[str, int]) -> list[Piece]:
     """Pieces whose numbers differ from those that a server holds, with all parts of each."""
     places = {key.split()[0] for key, piece in pieces.items() if held.get(key) != piece.number}

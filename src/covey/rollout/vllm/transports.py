@@ -15,7 +15,7 @@ from covey.rollout.vllm.pieces import Piece, changed_pieces
 from covey.rollout.vllm.server import SEES, Server
 from covey.rollout.vllm.weights import Source, safe_name, sums_of, write_adapter, write_weights
 
-Carrier = Literal["auto", "directory", "gloo", "nccl"]
+Carrier = Literal["auto", "directory", "ipc", "gloo", "nccl"]
 MOST_VERSIONS = 2
 """Number of versions whose folders are kept: the current and the previous one."""
 
@@ -184,7 +184,7 @@ def dtype_of(server: Server) -> torch.dtype:
 
 def refuse_carrier(server: Server, carrier: Carrier, *, is_on_cuda: bool) -> None:
     """Raise ConfigError if weights of a run on such a device cannot travel to the server by `carrier`."""
-    if carrier in ("gloo", "nccl"):
+    if carrier in ("ipc", "gloo", "nccl"):
         if reason := why_not_broadcast(server, carrier, is_on_cuda=is_on_cuda):
             raise ConfigError(f"vllm_transport={carrier!r} cannot be used: {reason}; use 'directory'.")
     elif not server.client.has("/collective_rpc"):

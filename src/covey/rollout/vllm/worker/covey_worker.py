@@ -79,7 +79,7 @@ class CoveyWorker:
         from covey_link import Link, meeting, store_at
 
         self.link = None
-        device = str(self.device) if backend == "nccl" else "cpu"
+        device = "cpu" if backend == "gloo" else str(self.device)
         store = meeting(store_at(host, port, size=size, seconds=limit), number)
         self.link = Link(backend, store, rank=1 + self.rank, size=size, seconds=limit, device=device)
 
@@ -88,8 +88,8 @@ class CoveyWorker:
         return os.access(path, os.R_OK)
 
     def covey_try(self) -> list[list[float]]:
-        """The values that the trainer sends over the group."""
-        return [tensor.tolist() for _, tensor in self.link.receive()]
+        """The values of the tensors `trial` that the trainer sends over the group."""
+        return [tensor.tolist() for name, tensor in self.link.receive() if name == "trial"]
 
     def covey_receive(self) -> None:
         """Load the weights that the trainer sends over the group, as `covey_reload` does."""

@@ -1,0 +1,153 @@
+"""Weights handed over as memory of one machine, to processes without vLLM: shared memory on a CPU, CUDA IPC on a GPU."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from dataclasses import fields
+
+import pytest
+import torch
+from memory_worker import as_json, layers, started
+
+from covey.errors import ServerError
+from covey.process.link import covey_link
+from covey.process.link.covey_link import Link, store_at
+from covey.process.world import World
+from covey.rollout.vllm.choice import transport_for
+from covey.rollout.vllm.client import Address, Client, Deadlines
+from covey.rollout.vllm.server import Server, ServerInfo
+from covey.rollout.vllm.transports import DirectoryTransport
+from covey.rollout.vllm.weights import Source, texts_of
+from forked import free_port
+
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.slow),
+    pytest.param(
+        "cuda:0",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
+
+
+@contextmanager
+def freeing(device):
+    """All memory of the GPU that is taken within is free again afterwards."""
+    is_on_cuda = torch.device(device).type == "cuda"
+    before = torch.cuda.memory_allocated() if is_on_cuda else 0
+    yield
+    if is_on_cuda:
+        torch.cuda.ipc_collect()
+        assert torch.cuda.memory_allocated() == before
+
+
+def messages_of(seed, device):
+    """An update of two mappings: a layer that is loaded in place, and tensors of every type."""
+    draw = torch.Generator().manual_seed(seed)
+    layer = {"weight": torch.randn(1024, 64, generator=draw), "bias": torch.randn(1024, generator=draw)}
+    others = {
+        "half": torch.randn(3, generator=draw).bfloat16(),
+        "whole": torch.tensor([7, seed]),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "none": torch.zeros(0, 4),
+    }
+    return [{name: value.to(device) for name, value in part.items()} for part in (layer, others)]
+
+
+def hand_over(link, device, count):
+    """What `count` updates hold, each of which is handed over and then overwritten."""
+    expected = []
+    for seed in range(count):
+        messages = messages_of(seed, device)
+        expected.append({name: as_json(value) for part in messages for name, value in part.items()})
+        link.send(messages)
+        for value in (value for part in messages for value in part.values()):
+            value.fill_(77)
+        torch.full((2**19,), 255, dtype=torch.uint8, device=device)  # memory that the blocks of `send` have left
+    return expected
+
+
+@pytest.mark.parametrize("receivers", [1, 2])
+@pytest.mark.parametrize("device", DEVICES)
+def test_processes_have_the_bits_that_were_sent_whatever_becomes_of_the_senders_memory(device, receivers):
+    port, size, count = free_port(), 1 + receivers, 4
+    store = store_at("127.0.0.1", int(port), size=size, seconds=60, is_master=True)
+    processes = [started("receive", port, rank, size, device, count) for rank in range(1, size)]
+    with freeing(device):
+        link = Link("ipc", store, rank=0, size=size, seconds=60, device=device)
+        expected = hand_over(link, device, count)
+        for process in processes:
+            out, err = process.communicate(timeout=120)
+            assert process.returncode == 0, err[-2000:]
+            assert json.loads(out) == expected
+
+
+class Workers(Server):
+    """A server with one worker, a process of `memory_worker.py`."""
+
+    def call_workers(self, method, *, seconds, **arguments):
+        self.calls.append(method)
+        print(json.dumps([method, arguments]), file=self.process.stdin, flush=True)
+        answer = json.loads(self.process.stdout.readline() or '"it has ended"')
+        if isinstance(answer, str):
+            raise ServerError(answer)
+        return answer
+
+    def repack(self):
+        """Nothing is packed."""
+
+
+@contextmanager
+def worker_on(device, seconds=60):
+    facts = dict.fromkeys((each.name for each in fields(ServerInfo)), 1)
+    facts |= {"model": "policy", "dtype": "float32", "device": torch.device(device).type, "has_digest": True}
+    client = Client(
+        Address.of(None, "127.0.0.1", 1), Deadlines.of({"init": seconds}), paths=frozenset({"/collective_rpc"})
+    )
+    server = Workers(client, ServerInfo(**facts))
+    server.calls, server.process = [], started("obey", device)
+    with server.process as process:
+        yield server
+        process.stdin.close()
+        assert process.wait(60) == 0, process.stderr.read()[-2000:]
+
+
+def send(transport, model, version):
+    """Bytes of an update, which digests of the worker have proved."""
+    shipment = transport.prepare(Source(model), f"run:{version}")
+    sent = transport.send(Source(model), f"run:{version}", shipment)
+    assert texts_of(shipment.sums) == transport.server.digests()[0]
+    transport.finish(shipment, is_exact=True)
+    return sent
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_worker_is_updated_in_place_over_the_transport_that_a_run_chooses(device, tmp_path, caplog):
+    with worker_on(device) as server, caplog.at_level("INFO"), freeing(device):
+        model = layers(device, seed=1)
+        transport = transport_for(server, model, "auto", tmp_path, int(free_port()), world=World())
+        name = "shared memory" if device == "cpu" else "CUDA IPC"
+        assert caplog.messages == [f"Weights travel to the vLLM server by {name}."]
+        transport.sends_changed, size = True, model.layers[0].mlp.weight.nbytes
+        assert send(transport, model, 0) == 4 * size
+        for layer in range(3):
+            model.layers[layer].mlp.weight.data.add_(1.0)
+            assert send(transport, model, 1 + layer) == size
+        assert server.calls.count("covey_join") == 1
+        del model, transport
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_memory_that_the_server_cannot_open_is_not_chosen(device, tmp_path, monkeypatch, caplog):
+    gone = {"cpu": ["", b"/tmp/nobody".hex(), b"/covey_is_not_there".hex(), 12], "cuda:0": ["GPU-of-another-machine"]}
+    monkeypatch.setattr(covey_link, "handle_of", lambda block: gone["cuda:0" if block.is_cuda else "cpu"])
+    with worker_on(device, seconds=5) as server:
+        transport = transport_for(server, layers(device, seed=1), "auto", tmp_path, int(free_port()), world=World())
+    assert isinstance(transport, DirectoryTransport)
+    assert "by a folder that it sees (not by " in caplog.text
+    assert "not by shared memory: sending weights by ipc failed: RuntimeError" in caplog.text
+    if device != "cpu":
+        assert (
+            "not by CUDA IPC: sending weights by ipc failed: RuntimeError('this process does not see GPU" in caplog.text
+        )
