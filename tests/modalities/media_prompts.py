@@ -3,6 +3,7 @@
 import torch
 
 from covey.data.prompts import to_prompt
+from covey.learner import Policy
 from covey.learner.packing import Row
 from covey.models.modalities import banned_ids
 from covey.rollout import SamplingParams
@@ -100,3 +101,42 @@ def by_the_model(model, processor, row):
     if getattr(getattr(model, "model", None), "rope_deltas", None) is not None:
         model.model.rope_deltas = None
     return logp.gather(-1, row.completion.token_ids[:, None]).squeeze(-1)
+
+
+def expect_gradients_of_rows_alone(model, processor, rows, pad_id):
+    """The learner's log-probabilities and gradients of the rows together are those of the model's own forward, one row at a time."""
+    weights = [
+        torch.randn(row.completion.num_tokens, generator=torch.Generator().manual_seed(i)) for i, row in enumerate(rows)
+    ]
+    model.zero_grad()
+    for row, weight in zip(rows, weights, strict=True):
+        (by_the_model(model, processor, row) * weight).sum().backward()
+    alone = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    policy = Policy(model, pad_id=pad_id)
+    model.zero_grad()
+    measured = policy.measure(rows)
+    for i, row in enumerate(rows):
+        expected = by_the_model(model, processor, row)
+        torch.testing.assert_close(measured.logp[i, : len(expected)], expected, atol=1e-5, rtol=1e-5)
+    sum((measured.logp[i, : len(w)] * w).sum() for i, w in enumerate(weights)).backward()
+    together = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert together.keys() == alone.keys()
+    assert any("vis" in name or "audio" in name for name in alone), "the towers have gradients"
+    for name, gradient in alone.items():
+        scale = max(gradient.abs().max().item(), 1e-3)
+        torch.testing.assert_close(together[name] / scale, gradient / scale, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def expect_drawn_is_measured(model, found, sampler, pad_id):
+    """Log-probabilities of what the sampler draws behind these prompts are the learner's."""
+    groups = list(sampler.sample(found, 3, SamplingParams(max_tokens=6, seed=3)))
+    rows = [
+        Row(group.prompt, done, g, torch.ones(()), done.written)
+        for g, group in enumerate(groups)
+        for done in group.completions
+    ]
+    with torch.no_grad():
+        measured = Policy(model, pad_id=pad_id).measure(rows)
+    for i, row in enumerate(rows):
+        drawn = row.completion.logprobs
+        torch.testing.assert_close(measured.logp[i, : len(drawn)], drawn, atol=1e-4, rtol=1e-4)

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from media_prompts import ALL, EMBEDDED, GREEDY, generated, prompts, tiny_of
+from media_prompts import ALL, EMBEDDED, GREEDY, expect_drawn_is_measured, generated, prompts, tiny_of
 
 from covey.errors import ConfigError, DataError, Unsupported
-from covey.learner import Policy
-from covey.learner.packing import Row
 from covey.models.modalities import banned_ids
 from covey.rollout import SamplingParams, choose_sampler
 from covey.rollout.hf import TransformersSampler
@@ -47,19 +45,8 @@ def test_beams_over_several_images_of_a_prompt_are_refused():
 @KIND
 def test_the_learner_measures_what_the_sampler_drew(kind):
     model, processor = tiny_of(kind)
-    params = SamplingParams(max_tokens=6, seed=3)
-    groups = list(TransformersSampler(model, processor.tokenizer).sample(prompts(processor, kind), 3, params))
-    rows = [
-        Row(group.prompt, done, g, torch.ones(()), done.written)
-        for g, group in enumerate(groups)
-        for done in group.completions
-    ]
-    policy = Policy(model, pad_id=processor.tokenizer.pad_token_id)
-    with torch.no_grad():
-        measured = policy.measure(rows)
-    for i, row in enumerate(rows):
-        drawn = row.completion.logprobs
-        torch.testing.assert_close(measured.logp[i, : len(drawn)], drawn, atol=1e-4, rtol=1e-4)
+    sampler = TransformersSampler(model, processor.tokenizer)
+    expect_drawn_is_measured(model, prompts(processor, kind), sampler, processor.tokenizer.pad_token_id)
 
 
 @KIND

@@ -7,7 +7,14 @@ from typing import ClassVar
 import pytest
 import torch
 import transformers
-from media_prompts import GREEDY, by_the_model, generated, rows_for
+from media_prompts import (
+    GREEDY,
+    by_the_model,
+    expect_drawn_is_measured,
+    expect_gradients_of_rows_alone,
+    generated,
+    rows_for,
+)
 from sound_models import needs_soundfile, tone
 
 pytest.importorskip("mistral_common", reason="Voxtral's processor needs mistral-common")
@@ -120,6 +127,16 @@ def test_samplers_write_greedily_what_generate_writes_and_the_learner_measures_i
         for i, row in enumerate(rows_for(made)):
             expected = by_the_model(model, processor, row)
             torch.testing.assert_close(measured.logp[i, : len(expected)], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_learner_measures_what_the_samplers_drew(processor, model):
+    for backend in ("transformers", "native"):
+        sampler = choose_sampler(model, processor.tokenizer, backend=backend, dtype="float32", eos_ids=[2])
+        expect_drawn_is_measured(model, prompts(processor), sampler, 11)
+
+
+def test_gradients_of_a_mixed_batch_are_those_of_one_row_at_a_time(processor, model):
+    expect_gradients_of_rows_alone(model, processor, rows_for(prompts(processor)), 11)
 
 
 def test_what_its_processor_does_not_take_is_refused(processor):
