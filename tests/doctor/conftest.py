@@ -26,7 +26,7 @@ def case(tmp_path):
             "model": "demo",
             "rewards": ["demo"],
             "configure": lambda: GRPOConfig(**wanted),
-            "load_dataset": lambda: load("demo", limit=200),
+            "load_dataset": lambda: load("demo", limit=60),
             "load_held_out": lambda: load("demo:test", limit=20),
             "prompts": 0,
         }

@@ -141,7 +141,7 @@ def test_a_data_set_without_rows_fails(case, found):
 
 def test_prompts_that_do_not_fit_fail_with_their_number(case, found):
     long = case({"max_completion_length": 2040}, prompts=4)
-    assert "200 of 200 prompts are longer than the 8 tokens" in found(long, "FAIL", "data")
+    assert "60 of 60 prompts are longer than the 8 tokens" in found(long, "FAIL", "data")
     assert "no trial" in found(long, "FAIL", "signal")
 
 

@@ -1,5 +1,6 @@
 """Arithmetic word problems, generated from a seed, and the reward that knows their answers."""
 
+import functools
 import hashlib
 import random
 import re
@@ -55,7 +56,8 @@ class Problem:
         return "test" if int(hashlib.sha256(key).hexdigest(), 16) % 5 == 0 else "train"
 
 
-def problems(split: Split, count: int, seed: int = 0) -> list[Problem]:
+@functools.cache
+def problems(split: Split, count: int, seed: int = 0) -> tuple[Problem, ...]:
     """`count` problems of a split, each another calculation or other names; the same seed gives the same ones."""
     rng = random.Random(f"{split}/{seed}")
     drawn: list[Problem] = []
@@ -63,7 +65,7 @@ def problems(split: Split, count: int, seed: int = 0) -> list[Problem]:
         problem = draw(rng)
         if problem.split == split:
             drawn.append(problem)
-    return drawn
+    return tuple(drawn)
 
 
 def rows(split: Split = "train", count: int | None = None, seed: int = 0) -> list[dict[str, Any]]:

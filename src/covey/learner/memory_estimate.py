@@ -152,9 +152,7 @@ def offloaded_bytes(
     critic = [p for name, p in named if ".lora_" not in name]
     trained: list[torch.Tensor] = [*policy.parameters(), *critic]
     gradients, numbers = sum(p.nbytes for p in trained), sum(p.numel() for p in trained)
-    stored = (
-        gradients if "torch" in optimizer or optimizer in _STATES else 4 * numbers
-    )  # bitsandbytes' states are float32
+    stored = gradients if "torch" in optimizer or optimizer in _STATES else 4 * numbers  # bitsandbytes: float32
     state = next((count for name, count in _STATES.items() if name in optimizer), 2)
     weights = sum(p.nbytes for p in policy.model.parameters())
     others = sum(p.nbytes for p in critic) + teachers
@@ -195,7 +193,7 @@ _TRIED = (32, 32, 96)
 _STEEPER = (_TRIED[1] + _TRIED[2]) / _TRIED[0]
 """Most that a token may add between the last two rows, by the mean of the first: bytes are a polynomial of degree 2 in the tokens,
 without negative coefficients (a t^2 + b t + c adds a (t1 + t2) + b, and has a t0 + b + c / t0 a token)."""
-_BOTH_PASSES = 3  # of what the forward allocates; measured: 2.7 with recomputation in bfloat16, of which 1.1 at a time
+_MOST_AT_A_TIME = 2  # bytes of both passes, by all that the forward allocates; measured: at most 1.1
 
 
 def bytes_a_token(policy: Policy, *, is_warm: bool = False, negligible: float = 0.0) -> float:
@@ -206,14 +204,17 @@ def bytes_a_token(policy: Policy, *, is_warm: bool = False, negligible: float = 
     """
     decoder = decoder_of(policy.model)
     embedding = unwrapped(policy.model).get_input_embeddings()
-    peaks = []
+    peaks = list[int]()
     for count in _TRIED[1:] if is_warm else _TRIED:
+        is_first = not is_warm and not peaks
         ids = (torch.arange(count) % vocabulary_size(policy.model))[None].to(policy.device)
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), LiveBytes() as live, policy.autocast():
             start = embedding(ids).detach().requires_grad_()  # no gradient of the weights is computed
             total = decoder(inputs_embeds=start, use_cache=False)[0].float().sum()
-            if not is_warm and not peaks and _STEEPER * _BOTH_PASSES * live.total / count <= negligible:
+            if is_first and _STEEPER * _MOST_AT_A_TIME * live.total / count <= negligible:
                 return negligible
             torch.autograd.grad(total, start)
         peaks.append(live.peak)
+        if is_first and _STEEPER * live.peak / count <= negligible:
+            return negligible
     return float(max(1.0, (peaks[-1] - peaks[-2]) / (_TRIED[-1] - _TRIED[-2])))
