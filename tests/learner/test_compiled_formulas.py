@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from covey.kernels import LogitKernels, compiled_cache, fuse, fused_layers, fusing_unavailable_reason
 from covey.kernels.fused_layers import tried
 from covey.learner import Policy
+from covey.learner.memory_estimate import bytes_a_token
 from covey.learner.packing import rows_of
 from covey.learner.preparation import checkpoint_activations, on_accelerator
 from covey.learner.worst_case import groups_of
@@ -68,6 +69,25 @@ def test_a_shape_that_the_compiler_fails_for_is_computed_by_the_formula_and_name
     monkeypatch.setattr(fused_layers, "strictly_compiled", lambda function: full)
     with pytest.raises(torch.OutOfMemoryError):
         fused_layers.compiled.__wrapped__(fused_layers.gated)(x, y)
+
+
+def test_a_memory_estimate_leaves_the_formulas_compiled(monkeypatch):
+    """A call in the estimate's dispatch mode would make torch skip the compiled code for the rest of the process."""
+    torch._dynamo.reset()
+    runs = []
+    backend = lambda graph, inputs: lambda *args: runs.append(graph) or graph.forward(*args)
+    monkeypatch.setattr(
+        fused_layers, "strictly_compiled", functools.lru_cache(lambda f: torch.compile(f, backend=backend))
+    )
+    monkeypatch.setenv("COVEY_CPU_KERNELS", "0")
+    model = tiny_model("qwen2", layers=1).train()
+    fuse(model, functools.lru_cache(fused_layers.compiled.__wrapped__))
+    policy = Policy(model, pad_id=0, compute_dtype=torch.bfloat16, shared_attention="sdpa")
+    bytes_a_token(policy)
+    assert not runs
+    policy.measure(rows_of(groups_of(4, 5, 6, 2, 300)))
+    assert len({id(graph) for graph in runs}) >= 3, "norms, rotations and gated MLPs"
+    torch._dynamo.reset()
 
 
 def test_a_kernel_that_computes_something_else_is_found_out():

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from covey.kernels.compiled_cache import keep_compiled_code
 from covey.kernels.half_weights import products_of
@@ -110,8 +111,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         nonlocal is_plain
-        if is_plain:
-            return function(*args)
+        if is_plain or is_in_torch_dispatch_mode(include_infra_modes=False):
+            return function(*args)  # a call in such a mode would make torch skip the compiled code for good
         try:
             return kernel(*args)
         except Exception as error:  # a compiler fails in many ways
