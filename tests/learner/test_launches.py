@@ -16,7 +16,7 @@ from covey.kernels import compile as compiled
 from covey.kernels.prompt_attention import SharedPromptAttention
 from covey.learner import Policy
 from covey.learner.packing import rows_of
-from covey.learner.preparation import checkpoint_activations
+from covey.learner.preparation import checkpoint_activations, leave_casts_to_autocast
 from covey.learner.worst_case import groups_of
 from kit import forgotten, rest_nightly, tiny_model
 
@@ -118,6 +118,29 @@ def test_values_and_gradients_are_those_of_transformers_layers_but_for_rounding(
         off = lambda found, name=name, gradient=gradient: (found[1][name] - gradient).norm()
         assert own[1][name].dtype == torch.float32
         assert off(own) < 1.5 * off(plain) + 1e-3 * gradient.norm(), name
+
+
+def test_an_adapters_layers_leave_their_inputs_to_autocast_with_the_same_bits():
+    from peft import LoraConfig, get_peft_model
+
+    options = LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    results, casts = [], []
+    for prepares in (False, True):
+        torch.manual_seed(0)
+        model = get_peft_model(tiny_model("qwen2", layers=1, hidden=64, dtype=torch.bfloat16), options).train()
+        if prepares:
+            leave_casts_to_autocast(model)
+        live = Launches()
+        fuse(model, live.compiled)
+        policy = Policy(model, pad_id=0, compute_dtype=torch.bfloat16, shared_attention="sdpa")
+        policy.shares_prompts()
+        with live:
+            results.append(passes(policy))
+        casts.append(Counter(live.names)["_to_copy.default"])
+    assert casts[0] - casts[1] == 2 * 7 + 2 * 4, "there and back; those that read the embedding have no backward"
+    (logp, gradients), (own_logp, own_gradients) = results
+    assert torch.equal(logp, own_logp)
+    assert all(torch.equal(gradients[name], own_gradients[name]) for name in gradients)
 
 
 def test_no_pass_casts_a_weight_of_a_linear_layer():
