@@ -214,7 +214,7 @@ def tests_and_demo(session: Session) -> str:
             [str(ROOT / "tests" / "rollout" / "test_sampling.py")],
             [*demo, "--steps", "2", "--held-out", "10"],
         )
-    session.run([Call("tests", [*command, *marked], 95), Call("demo", demo, 95)])
+    session.run([Call("tests", [*command, *marked], 130), Call("demo", demo, 130)])
     curve = curve_of(session.out / "demo")
     (session.out / "demo_curve.txt").write_text(curve)
     tests = session.results["tests"]
@@ -227,7 +227,7 @@ def steps(session: Session) -> str:
     profile.unlink(missing_ok=True)
     more = SMALL_STEP if session.is_tiny else []
     script = str(HERE / "gpu_step.py")
-    mine = Call("covey", [session.python, script, "covey", *more, "--profile", str(profile)], 85)
+    mine = Call("covey", [session.python, script, "covey", *more, "--profile", str(profile)], 120)
     return beside(session, mine, "trl", [script, "trl", *(more or ["--steps", "2"])], 90)
 
 
@@ -237,7 +237,7 @@ def lora(session: Session) -> str:
     profile.unlink(missing_ok=True)
     more = [*SMALL_STEP, "--lora", "4"] if session.is_tiny else ["--size", "7b", *LORA]
     script = str(HERE / "gpu_step.py")
-    mine = Call("lora_covey", [session.python, script, "covey", *more, "--profile", str(profile)], 75)
+    mine = Call("lora_covey", [session.python, script, "covey", *more, "--profile", str(profile)], 100)
     return beside(session, mine, "lora_trl", [script, "trl", *more], 70)
 
 

@@ -180,6 +180,9 @@ class Clock(TrainerCallback):
             self.peaks.append(round(torch.cuda.max_memory_allocated() / 2**30, 2))
             self.reserved = round(torch.cuda.max_memory_reserved() / 2**30, 2)
         self.seconds.append(round(time.perf_counter() - self.began, 3))
+        print(
+            f"step {len(self.seconds)}: {self.seconds[-1]} s, reserved {self.reserved} GiB", flush=True
+        )  # all that a cut run leaves
 
 
 class Watch:
