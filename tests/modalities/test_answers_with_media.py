@@ -133,7 +133,7 @@ def test_the_pixels_that_are_learnt_are_those_of_the_images_in_their_order():
     assert [turn["content"][0].keys() for turn in one.messages if turn["role"] == "tool"] == [{"type", "digest"}] * 2
 
 
-@pytest.mark.parametrize("backend", ["auto", "transformers"])
+@pytest.mark.parametrize("backend", rest_nightly(["auto", "transformers"], 1))
 def test_a_cut_never_splits_an_image(backend):
     """Whatever room is left, an answer with an image is there as a whole or ends before its placeholders."""
     model, processor = ending("qwen2_5_vl")
