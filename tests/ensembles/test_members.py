@@ -11,12 +11,13 @@ from transformers import PreTrainedTokenizerFast
 
 from covey import Ensemble, GRPOConfig, GRPOTrainer, Member
 from covey.ensembles.loading import load_writer
-from covey.ensembles.writers import Encoding
-from covey.environments.messages import with_messages
+from covey.ensembles.writers import Encoding, LocalWriter
+from covey.environments.messages import with_messages, with_thoughts_apart
 from covey.errors import ConfigError, CoveyError
 from covey.rollout import SamplingParams
-from covey.types import Prompt
-from environments.acting import HARMONY, chat_tokenizer
+from covey.training import build
+from covey.types import Completion, Group, Prompt
+from environments.acting import CHATML, HARMONY, chat_tokenizer
 from kit import prompt, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -218,6 +219,7 @@ def test_an_endpoints_thoughts_are_written_once_as_the_policys_template_writes_t
     assert (note in caplog.text) == (template is None)
 
 
+WORDS = ("<|return|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "[INST]", "[THINK]", "[/THINK]")
 ANALYSIS = "<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>assistant"
 THINKING_HARMONY = HARMONY.replace(
     "assistant<|channel|>final", "assistant{% if m.thinking %}" + ANALYSIS + "{% endif %}<|channel|>final"
@@ -233,8 +235,7 @@ MISTRAL = (
 
 def written_with_marks(message: dict, template: str) -> tuple:
     """The completion of an endpoint's message for a policy whose marks are control tokens, its tokens' text, and its tokenizer."""
-    words = ("<|return|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "[INST]", "[THINK]", "[/THINK]")
-    tokenizer = chat_tokenizer(template, words, eos="<|return|>")
+    tokenizer = chat_tokenizer(template, WORDS, eos="<|return|>")
     messages, high = ({"role": "user", "content": "2 + 2 ="},), {"reasoning_effort": "high"}
     ids = tuple(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, **high)["input_ids"])
     row = Prompt(uid="0", token_ids=ids, messages=messages)
@@ -264,6 +265,61 @@ def test_thoughts_and_answers_of_an_endpoint_get_the_control_tokens_of_the_polic
     done, text = written_with_marks(apart, HARMONY)
     assert text == "<|channel|>final<|message|>4<|return|>"
     assert "with thoughts apart" in caplog.text
+
+
+class Writes:
+    """A sampler whose every completion is this text."""
+
+    def __init__(self, text: str, tokenizer) -> None:
+        self.ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+        self.text = tokenizer.decode(self.ids, skip_special_tokens=True)
+
+    def sample(self, prompts, n, params):
+        done = Completion(token_ids=self.ids, text=self.text, finish="stop")
+        return [Group(prompt=row, completions=(done,) * n) for row in prompts]
+
+
+def taken_over(text: str, theirs: str, template: str, words: tuple = WORDS, policy_words: tuple = WORDS) -> str | None:
+    """Text of the tokens in which a policy with this template takes over a member's turn; None where it takes none."""
+    member, tokenizer = chat_tokenizer(theirs, words), chat_tokenizer(template, policy_words)
+    messages = ({"role": "user", "content": "2 + 2 ="},)
+    ids = tuple(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)["input_ids"])
+    form = Encoding.of(tiny_model(vocab_size=len(tokenizer)), tokenizer, (tokenizer.eos_token_id,))
+    writer = LocalWriter("big", "rescue", 1, Writes(text, member), member, form, True, with_thoughts_apart)
+    (group,) = writer.write([Prompt(uid="0", token_ids=ids, messages=messages)], SamplingParams(max_tokens=200))
+    texts = [tokenizer.decode(done.token_ids, skip_special_tokens=False) for done in group.completions]
+    return texts[0] if texts else None
+
+
+def test_thoughts_and_answers_of_a_local_member_with_another_tokenizer_stay_apart(caplog):
+    thought = "<think>\nTwo and two.\n</think>\n\n4<|im_end|>"
+    marks = ("<think>", "</think>")
+    assert taken_over(IN_CHANNELS, THINKING_HARMONY, THINKING) == thought
+    assert taken_over(IN_CHANNELS, THINKING_HARMONY, OPENED) == thought.removeprefix("<think>\n")
+    assert taken_over(thought, THINKING, THINKING) == thought
+    assert taken_over(thought, THINKING, THINKING, marks) == thought, "marks that are control tokens of the member"
+    assert taken_over(thought.removeprefix("<think>\n"), OPENED, THINKING) == thought
+    in_channels = IN_CHANNELS.replace("<|return|>", "<|im_end|>")
+    assert taken_over(thought, THINKING, THINKING_HARMONY) == in_channels
+    assert taken_over("4<|im_end|>", THINKING, THINKING_HARMONY) == in_channels[in_channels.index("<|channel|>final") :]
+    assert taken_over("4<|im_end|>", THINKING, THINKING) == "4<|im_end|>"
+    assert not caplog.records
+    assert taken_over(thought, THINKING, CHATML) == "4<|im_end|>"
+    assert "with thoughts apart" in caplog.text
+
+
+def test_a_run_reads_the_turns_of_its_local_members(tmp_path, monkeypatch):
+    turns = []
+    monkeypatch.setattr(build, "with_thoughts_apart", lambda tokenizer, ids, prefix: turns.append(list(ids)))
+    model, tokenizer = foreign()
+    tokenizer.chat_template = THINKING
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i} + 2 ="}]} for i in range(4)])
+    member = Member(model, tokenizer=tokenizer, role="baseline")
+    reward = lambda completions, **columns: [0.0] * len(completions)
+    GRPOTrainer(tiny_model(), reward, config(tmp_path, max_steps=1), rows, ensemble=[member],
+                processing_class=tiny_tokenizer()).train()  # fmt: skip
+    assert turns
+    assert all(turns)
 
 
 @pytest.mark.parametrize("fault", ["slow down", "no key"])

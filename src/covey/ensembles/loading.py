@@ -10,7 +10,7 @@ from torch import nn
 
 from covey.data import eos_ids, prepare_tokenizer
 from covey.ensembles.member import Member, Role
-from covey.ensembles.writers import Encoding, EndpointWriter, LocalWriter, Writer
+from covey.ensembles.writers import Encoding, EndpointWriter, LocalWriter, ReadTurn, Writer
 from covey.errors import ConfigError
 from covey.models import load_model, load_tokenizer
 from covey.process.sharding import Shards
@@ -31,13 +31,15 @@ def load_writer(
     check_stop: Callable[[], None] = lambda: None,
     shard: Callable[[nn.Module], Shards] | None = None,
     episodes: Callable[..., Sampler] | None = None,
+    read_turn: ReadTurn | None = None,
 ) -> Writer:
     """The member, loaded on `device`.
 
     `policy`: how the policy reads text; None at inference, where each member reads and writes in its own tokens. `check_stop`:
     called while the member generates; an exception ends it. `shard`: splits a model that is loaded here over the processes; a loaded
     object and a quantized model stay whole. `episodes(over, model, shards, tokenizer, eos_ids)`: makes the sampler of completions that
-    call the run's tools, act in its environment, or answer its agent, of those that `over(model)` makes. Raises ConfigError for a
+    call the run's tools, act in its environment, or answer its agent, of those that `over(model)` makes. `read_turn`: tells thoughts
+    of another tokenizer's turns apart. Raises ConfigError for a
     sibling with another tokenizer than the policy's, for a member that cannot write the run's episodes, and ModelError for what cannot
     be loaded.
     """
@@ -64,10 +66,8 @@ def load_writer(
         )
     if episodes is not None and not is_same:
         raise _without_tools(name, "another tokenizer")
-    ends = eos_ids(model, tokenizer)
-    if is_same and policy is not None:
-        ends = tuple(dict.fromkeys((*policy.eos_ids, *ends)))
-
+    theirs = policy.eos_ids if is_same and policy is not None else ()
+    ends = tuple(dict.fromkeys((*theirs, *eos_ids(model, tokenizer))))
     is_split = is_named and not getattr(model, "is_quantized", False)
     shards = shard(model) if shard is not None and is_split else None
 
@@ -79,7 +79,8 @@ def load_writer(
         sampler = episodes(over, model, shards, tokenizer, ends)
     else:
         sampler = over(model) if shards is None else GatheredSampler(shards, over)
-    return LocalWriter(name, role, member.samples, sampler, tokenizer, None if is_same else policy, renders=not is_same)
+    encoding = None if is_same else policy
+    return LocalWriter(name, role, member.samples, sampler, tokenizer, encoding, not is_same, read_turn)
 
 
 def _endpoint_writer(

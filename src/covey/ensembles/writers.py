@@ -76,6 +76,50 @@ class Encoding:
         return whole.removeprefix(before) if whole.startswith(before) else None
 
 
+ReadTurn = Callable[[Any, Sequence[int], Sequence[int]], tuple[str, str] | None]
+"""Thoughts and text of a turn, from a tokenizer, the turn's ids and the prompt's; None where no thoughts are told apart."""
+
+
+@dataclass(eq=False)
+class Rewriter:
+    """A turn of a member with another tokenizer as the policy would write it."""
+
+    name: str
+    has_noted_thoughts: bool = field(default=False, init=False)
+
+    def __call__(
+        self, encoding: Encoding, prompt: Prompt, thoughts: str, text: str, finish: Finish, limit: int
+    ) -> tuple[list[int], str] | None:
+        """Token ids and text. None where `encoding` has none, or the member spells out a control token of the policy."""
+        tokenizer = encoding.tokenizer
+        if spells_control(tokenizer, thoughts, text):
+            return None
+        whole = self._turn(encoding, prompt, thoughts.strip(), text)
+        ids = encoding(whole or text, finish, limit, has_marks=whole is not None)
+        if ids is None or whole is None:
+            return None if ids is None else (ids, text)
+        shown = ids[:-1] if finish == "stop" else ids
+        return ids, tokenizer.decode(shown, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _turn(self, encoding: Encoding, prompt: Prompt, thoughts: str, text: str) -> str | None:
+        """Thoughts in their marks, the answer in its channel. None for the text alone.
+
+        Thoughts for which the policy has no form are left out, which is said once.
+        """
+        if thoughts and thoughts not in text:
+            if (whole := encoding.turn(prompt, thoughts, text)) is not None:
+                return whole
+            if not self.has_noted_thoughts:
+                self.has_noted_thoughts = True
+                logger.warning(
+                    "Ensemble member %s answers with thoughts apart, for which the policy's prompts and chat template have no "
+                    "place; its completions are the answers without them.",
+                    self.name,
+                )
+        whole = encoding.turn(prompt, "", text)
+        return whole if whole is not None and spells_control(encoding.tokenizer, whole) else None
+
+
 @dataclass(eq=False)
 class LocalWriter:
     """A member whose weights are in this process."""
@@ -89,6 +133,12 @@ class LocalWriter:
     """Encoding of its text as the policy's tokens. None: completions are taken over as they are."""
     renders: bool = False
     """True if it reads prompts in tokens of its own. False: the policy's tokens are its own."""
+    read_turn: ReadTurn | None = None
+    """Reader of its turns in a chat. None: their text is taken over as it is."""
+    rewriter: Rewriter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rewriter = Rewriter(self.name)
 
     def write(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Group]:
         """A group of `samples` completions of each prompt, in the policy's tokens, without those that are not the same in them.
@@ -100,7 +150,11 @@ class LocalWriter:
         out = [Group(prompt=prompt, completions=()) for prompt in prompts]
         for group in self.sampler.sample(shown, self.samples, params):
             i = place[group.prompt.uid]
-            taken = [self._taken_over(completion, params) for completion in group.completions if completion.num_tokens]
+            taken = [
+                self._taken_over(completion, prompts[i], shown[i], params)
+                for completion in group.completions
+                if completion.num_tokens
+            ]
             out[i] = Group(
                 prompt=prompts[i] if self.renders else group.prompt,
                 completions=tuple(completion for completion in taken if completion is not None),
@@ -124,12 +178,21 @@ class LocalWriter:
             )
         return replace(prompt, token_ids=tuple(self.tokenizer(prompt.text)["input_ids"]))
 
-    def _taken_over(self, completion: Completion, params: SamplingParams) -> Completion | None:
+    def _taken_over(
+        self, completion: Completion, prompt: Prompt, shown: Prompt, params: SamplingParams
+    ) -> Completion | None:
         completion = for_each_path(completion, lambda path: replace(path, source=self.name))
         if self.encoding is None:
             return completion
-        ids = self.encoding(completion.text, completion.finish, params.max_tokens)
-        return None if ids is None else replace(completion, token_ids=torch.tensor(ids), logprobs=None)
+        turn = None
+        if self.read_turn is not None and prompt.messages is not None:
+            turn = self.read_turn(self.tokenizer, completion.token_ids.tolist(), shown.token_ids)
+        thoughts, text = turn or ("", completion.text)
+        written = self.rewriter(self.encoding, prompt, thoughts, text, completion.finish, params.max_tokens)
+        if written is None:
+            return None
+        ids, text = written
+        return replace(completion, token_ids=torch.tensor(ids), text=text, logprobs=None)
 
 
 @dataclass(eq=False)
@@ -144,7 +207,10 @@ class EndpointWriter:
     """None: its completions have text and no tokens."""
     check_stop: Callable[[], None] = field(default=lambda: None)
     """Called while requests are pending; an exception ends the waiting."""
-    has_noted_thoughts: bool = field(default=False, init=False)
+    rewriter: Rewriter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rewriter = Rewriter(self.name)
 
     def write(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Group]:
         """As `LocalWriter.write`. Raises ConfigError where the endpoint refuses for good: a wrong key, model or address."""
@@ -178,37 +244,11 @@ class EndpointWriter:
         finish: Finish = "length" if reply.finish == "length" else "stop"
         text, ids = reply.text, list[int]()
         if self.encoding is not None:
-            tokenizer = self.encoding.tokenizer
-            if spells_control(tokenizer, reply.thoughts, text):
+            written = self.rewriter(self.encoding, prompt, reply.thoughts, text, finish, params.max_tokens)
+            if written is None:
                 return None
-            whole = self._turn(self.encoding, prompt, reply)
-            encoded = self.encoding(whole or text, finish, params.max_tokens, has_marks=whole is not None)
-            if encoded is None:
-                return None
-            ids = encoded
-            if whole is not None:
-                shown = ids[:-1] if finish == "stop" else ids
-                text = tokenizer.decode(shown, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            ids, text = written
         return Completion(token_ids=torch.tensor(ids, dtype=torch.int64), text=text, finish=finish, source=self.name)
-
-    def _turn(self, encoding: Encoding, prompt: Prompt, reply: Reply) -> str | None:
-        """The reply as the policy would write it: thoughts in their marks, the answer in its channel. None for its text alone.
-
-        Thoughts for which the policy has no form are left out, which is said once.
-        """
-        thoughts = reply.thoughts.strip()
-        if thoughts and thoughts not in reply.text:
-            if (whole := encoding.turn(prompt, thoughts, reply.text)) is not None:
-                return whole
-            if not self.has_noted_thoughts:
-                self.has_noted_thoughts = True
-                logger.warning(
-                    "Ensemble member %s answers with thoughts apart, for which the policy's prompts and chat template have no "
-                    "place; its completions are the answers without them.",
-                    self.name,
-                )
-        whole = encoding.turn(prompt, "", reply.text)
-        return whole if whole is not None and spells_control(encoding.tokenizer, whole) else None
 
 
 def for_each_path(completion: Completion, change: Callable[[Completion], Completion]) -> Completion:

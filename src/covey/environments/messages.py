@@ -7,6 +7,7 @@ from typing import Any
 
 from covey.data.rendering import THOUGHT_FIELDS
 from covey.environments.call_forms import WrittenCall, read_json
+from covey.environments.thoughts import message_thoughts, thought_marks
 from covey.types import Completion, Group, Message, Prompt
 
 _CHANNEL_MESSAGE = re.compile(
@@ -44,6 +45,20 @@ def message_in(tokenizer: Any, ids: Sequence[int], prefix: Sequence[int], tools:
     text = tokenizer.decode(list(ids), skip_special_tokens=False)
     shown, _ = read_channels(text)
     return {"role": "assistant", "content": without_specials(shown, tokenizer), **thoughts_in(text)}
+
+
+def with_thoughts_apart(tokenizer: Any, ids: Sequence[int], prefix: Sequence[int]) -> tuple[str, str] | None:
+    """Thoughts and text of a turn behind the ids `prefix`; None where no thoughts are told apart in it."""
+    if has_form(tokenizer):
+        message = message_in(tokenizer, ids, prefix, None)
+        return None if message is None else (message_thoughts(message), message["content"])
+    if (marks := thought_marks(tokenizer)) is None:
+        return None
+    shown = {*tokenizer.convert_tokens_to_ids([marks.opens, marks.closes])}
+    hidden = {*tokenizer.all_special_ids} - shown
+    text = tokenizer.decode([token for token in ids if token not in hidden], skip_special_tokens=False)
+    thoughts, text = marks.split(text, marks.are_open(tokenizer, prefix))
+    return (thoughts, text) if thoughts else None
 
 
 def without_specials(text: str, tokenizer: Any, strips: bool = True) -> str:

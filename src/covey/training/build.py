@@ -20,6 +20,7 @@ from covey.data.media import MEDIA_COLUMNS
 from covey.ensembles import Ensemble
 from covey.ensembles.stages import checked_ensemble, ensemble_stages, load_ensemble
 from covey.environments.branches import episode_stages
+from covey.environments.messages import with_thoughts_apart
 from covey.errors import ConfigError, RewardError
 from covey.learner import Learner, Policy
 from covey.models import context_limit
@@ -341,6 +342,7 @@ def build_stages(
         check_stop=draws.interruption,
         shard=None if shard is None else partial(shard, keeps_whole=True),
         episodes=partial(_member_episodes, inputs) if inputs.agents.are_used else None,
+        read_turn=with_thoughts_apart,
     )
     stages += ensemble_stages(members, inputs.scorer, learner, inputs.world, sampling, draws.score)
     return replace(draws, sampler=members), stages
@@ -388,9 +390,7 @@ def checked_eval(eval_dataset: Any, args: GRPOConfig) -> Any:
             )
         return None
     if isinstance(eval_dataset, Mapping):
-        return {
-            name: checked_dataset(dataset, f"eval_dataset[{name!r}]", args) for name, dataset in eval_dataset.items()
-        }
+        return {name: checked_dataset(each, f"eval_dataset[{name!r}]", args) for name, each in eval_dataset.items()}
     return checked_dataset(eval_dataset, "eval_dataset", args)
 
 
