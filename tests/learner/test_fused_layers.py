@@ -3,6 +3,7 @@
 import copy
 import pickle
 import sys
+import threading
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -10,7 +11,6 @@ import torch
 from shared_rows import ROWS, assert_same, checkpointing, gradients
 
 from covey.kernels import compile as compiled
-from covey.kernels import fused_functions as fused_operations
 from covey.kernels import fused_model as fused_layers
 from covey.kernels import fused_ops as layers
 from covey.kernels.fused_model import FusedLayers, fused, learning, would_fuse
@@ -232,12 +232,16 @@ def test_blocks_recomputed_by_means_that_are_not_known_are_left_unfused():
 
 
 @pytest.mark.parametrize("rows, tokens", [(1, 5), (3, 5), (3, 1)])
-def test_heads_and_angles_may_lie_in_memory_in_any_way(rows, tokens):
-    home = sys.modules[type(tiny_model(**WIDE)).__module__]
+def test_heads_and_angles_may_lie_in_memory_in_any_way(rows, tokens, monkeypatch):
+    model = tiny_model(**WIDE)
+    home = sys.modules[type(model).__module__]
     query, key = torch.randn(rows, 2, tokens, 32), torch.randn(rows, tokens, 1, 32).transpose(1, 2)
     cosines, sines = torch.randn(2, 1, tokens, 64)[..., :32]
     expected = home.apply_rotary_pos_emb(query, key, cosines, sines)
-    found = fused_operations.rotated(home.apply_rotary_pos_emb, query, key, cosines, sines)
+    seen = computed_by_kernels(monkeypatch)
+    with fused(model):
+        found = home.apply_rotary_pos_emb(query, key, cosines, sines)
+    assert seen == {"rotate"}
     for one, two in zip(found, expected, strict=True):
         torch.testing.assert_close(one, two)
 
@@ -282,6 +286,18 @@ def test_outside_of_the_context_nothing_of_the_model_is_changed():
         fails()
     assert home.apply_rotary_pos_emb is original
     assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_a_model_of_another_thread_is_computed_as_written(monkeypatch):
+    learner, other = tiny_model(**WIDE), tiny_model(**WIDE)
+    seen = computed_by_kernels(monkeypatch)
+    with fused(learner), torch.no_grad():
+        thread = threading.Thread(target=other, args=(torch.arange(6)[None],))
+        thread.start()
+        thread.join()
+        assert seen == set()
+        learner(torch.arange(6)[None])
+    assert "rotate" in seen
 
 
 def test_a_copy_of_the_model_computes_by_its_own_weights():

@@ -3,6 +3,7 @@
 Each entry point takes the module or function, and its original forward as a fallback for inputs that the kernels do not support.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -58,12 +59,26 @@ def gated(mlp: Any, original: Forward, x: Tensor) -> Any:
     return down(_Gate.apply(gate, up, kernels))
 
 
+class _Here(threading.local):
+    depth = 0
+
+
+learning_here = _Here()
+"""Number of contexts of fused layers that this thread is in."""
+
+
 def rotated(
     original: Forward, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, *more: Any, **kinds: Any
 ) -> Any:
     size = query.shape[-1]
     angles = (torch.Size([batch, query.shape[2], size]) for batch in (1, len(query)))
-    fits = not more and not kinds and is_plain(query, key, cosines, sines) and query.dtype == key.dtype
+    fits = (
+        learning_here.depth > 0
+        and not more
+        and not kinds
+        and is_plain(query, key, cosines, sines)
+        and query.dtype == key.dtype
+    )
     fits = fits and size % (2 * LANES) == 0 and cosines.shape in angles and sines.shape == cosines.shape
     kernels = layer_kernels(query.dtype, query.dtype) if fits else None
     if kernels is None:

@@ -34,7 +34,10 @@ from covey.models import decoder_of
 
 
 class FusedLayers:
-    """A context in which one model's decoder layers run in fused kernels. Reentrant."""
+    """A context in which one model's decoder layers run in fused kernels. Reentrant.
+
+    Rotations belong to all models of a transformers module: those of other threads go on as written.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._depth = 0
@@ -45,6 +48,7 @@ class FusedLayers:
 
     def __enter__(self) -> None:
         self._depth += 1
+        operations.learning_here.depth += 1
         if self._depth > 1:
             return
         for module, forward in self._forwards:
@@ -57,6 +61,7 @@ class FusedLayers:
 
     def __exit__(self, *raised: object) -> None:
         self._depth -= 1
+        operations.learning_here.depth -= 1
         if self._depth:
             return
         for module, forward in self._forwards:
