@@ -24,6 +24,7 @@ WAYS = {
     "native": {},
     "transformers": {"rollout_backend": "transformers"},
     "server": {"use_vllm": True, "vllm_mode": "server"},
+    "server ahead": {"use_vllm": True, "vllm_mode": "server", "async_rollouts": True},
     "process": {"async_rollouts": True, "max_staleness": 0},
     "generate": {"generation_kwargs": {"no_repeat_ngram_size": 500}},
 }
@@ -118,7 +119,7 @@ def compared(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", rest_nightly([*WAYS], ["native", "server"]))
+@pytest.mark.parametrize("way", rest_nightly([*WAYS], ["native", "server", "server ahead"]))
 def test_a_run_learns_the_images_of_its_tools_answers(way, tmp_path, compared):
     trainer, seen = trained(way, tmp_path)
     assert set(compared) == {(1, 2)}

@@ -58,6 +58,8 @@ class FakeServer:
         """API key of every path but /health."""
         self.noise = 0.0
         """Standard deviation of what is added to each log-probability."""
+        self.rounding = 0.0
+        """What is added to all of them, as another kernel rounds."""
         self.read: list[list[str]] = []
         """Names of the weights of each update that held a part of them."""
         self.sees_folders = True
@@ -243,7 +245,7 @@ class FakeServer:
     def _scores(self, model: Any, body: dict[str, Any]) -> list[Any]:
         ids = body["prompt"]
         logp = self._logits(model, body, []).log_softmax(-1)
-        logp = logp + self.noise * torch.randn_like(logp) if self.noise else logp
+        logp = logp + self.rounding + (self.noise * torch.randn_like(logp) if self.noise else 0)
         found: list[Any] = [None]
         for position in range(1, len(ids)):
             row = logp[position - 1]

@@ -107,6 +107,23 @@ def test_a_foreign_writer_while_the_server_writes_is_found_before_the_batch_is_l
         list(writing)
 
 
+@pytest.mark.parametrize("rounding, has_digest", [(1e-6, True), (1e-6, False), (0.5, True)])
+def test_bits_that_change_are_rounding_where_digests_prove_the_weights(rounding, has_digest, model, tmp_path):
+    """Two answers in a row are equal, and differ from that of the update: no batch of the moment explains it."""
+    with FakeServer(model, tiny_tokenizer(), has_digest=has_digest) as fake:
+        sampler = sampler_of(fake, model, tmp_path)
+        step(sampler, model, 1)
+        fake.rounding = rounding
+        if rounding < 1e-3 and has_digest:
+            drawn(sampler)
+            assert sampler.sync.attestation.is_repeatable is False
+            fake.rounding = 0.0
+            step(sampler, model, 2)
+            nudged(fake.replicas[0], 1e-6, seed=9)
+        with pytest.raises(AttestationError, match="another process writes weights"):
+            drawn(sampler)
+
+
 def test_an_adapter_that_reached_one_replica_only_is_found(tmp_path):
     """Such a server is never sent an adapter alone; a whole update that reaches one replica looks the same."""
     model = tiny_model("qwen2", tie_word_embeddings=False)

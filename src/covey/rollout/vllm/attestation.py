@@ -14,7 +14,7 @@ And between updates: an answer that differs from the last one means that another
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -194,13 +194,17 @@ class Attestation:
         """Compare two answers with the same weights. A server that ever differs is no longer expected to be bitwise deterministic."""
         self.is_repeatable = self.is_repeatable is not False and first.equals(second)
 
-    def check_untouched(self, now: Answer, again: Answer) -> None:
-        """Check that the weights did not change between updates, by two answers in a row. Raises AttestationError if they did."""
+    def check_untouched(self, now: Answer, again: Answer, is_exact: Callable[[], bool | None] = lambda: None) -> None:
+        """Check that the weights did not change between updates, by two answers in a row. Raises AttestationError if they did.
+
+        `is_exact`: True if digests prove the weights of the last update, so that only the last bits can differ; None: there are none.
+        """
         if self.last is None or now.equals(self.last) or again.equals(self.last):
             return
-        if not now.equals(again):  # concurrent requests change the batch, and with it the last bits
+        exact = is_exact()
+        if exact or not now.equals(again):  # concurrent requests change the batch, and with it the last bits
             self.is_repeatable = False
-        if self.is_repeatable is False:
+        if self.is_repeatable is False and exact is not False:
             near = self.logp is not None and now.distance(self.logp) <= self.farthest()
             if near:
                 return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -84,6 +85,8 @@ class Sync:
     pushed: int = 0
     sent_bytes: int = 0
     """Bytes of the last update."""
+    sums: Mapping[str, int] = field(default_factory=dict)
+    """Sums of the digest of what was sent last, by block; empty where nothing compares them."""
     ids: tuple[int, ...] = ()
     """Token ids of the probe."""
     example: Prompt | None = None
@@ -153,7 +156,8 @@ class Sync:
             self.sent_bytes += num_bytes
             if self.transport.pauses:
                 self.server.forget_prefixes()
-            exact = self._is_exact(update)
+            self.sums = update.shipment.sums if update.probe is not None else {}
+            exact = self._is_exact()
             if exact or num_bytes >= update.shipment.num_bytes:
                 break
             logger.warning(
@@ -182,7 +186,8 @@ class Sync:
         first = self.answer()
         if self.attestation.last.equals(first):
             return
-        self._report(lambda: self.attestation.check_untouched(first, self.answer()))
+        proof = self._is_exact if self.server.facts.data_parallel == 1 else lambda: None
+        self._report(lambda: self.attestation.check_untouched(first, self.answer(), proof))
 
     def answer(self, replica: int | None = None) -> Answer:
         """The server's answer to the probe, never from its prefix cache."""
@@ -196,9 +201,9 @@ class Sync:
         label = f"{self.run}:{version}"
         return label if label != self.label and not self.is_broken else f"{label}.{self.pushed}"
 
-    def _is_exact(self, update: Update) -> bool | None:
-        """True if every block's digest is that of the trainer's weights in the server's type; None if that cannot be compared."""
-        sums = update.shipment.sums if update.probe is not None and self.server.has_digests else None
+    def _is_exact(self) -> bool | None:
+        """True if every block's digest is that of the weights that were sent, in the server's type; None if that cannot be compared."""
+        sums = self.sums if self.server.has_digests else {}
         digests = self.server.digests() if sums else None
         if not sums or not digests:
             return None
