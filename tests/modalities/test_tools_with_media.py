@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from itertools import product
 
 import pytest
@@ -18,6 +19,8 @@ from covey.learner import Policy
 from covey.models.modalities import banned_ids
 from covey.rollout import SamplingParams, choose_sampler
 from covey.rollout.agreement import plain_logprobs
+from covey.runs import serialization
+from covey.types import Media
 from environments.acting import chat_tokenizer
 from environments.tool_runs import add
 from kit import rest_nightly
@@ -265,3 +268,31 @@ def test_what_reset_may_not_return_and_where_an_item_may_not_be_are_said():
     text = to_prompt({"prompt": [{"role": "user", "content": "q"}]}, "0:0", "row", tokenizer, {})
     with pytest.raises(DataError, match="has images, but the model or its processor takes text alone"):
         EnvironmentPool(lambda: Shown(parts)).reset(text, 1, encoder(None, tokenizer))
+
+
+def test_completions_share_the_media_of_their_prompt():
+    prompt = Media(
+        tensors={"pixels": torch.randn(6, 4), "sizes": torch.ones(1, 2)}, token_types={"kinds": torch.ones(3)}
+    )
+    first = Media(
+        tensors={"pixels": torch.randn(2, 5), "sizes": torch.zeros(1, 2)}, token_types={"kinds": torch.ones(2)}
+    )
+    second = Media(tensors={"sounds": torch.randn(1, 3)})
+    rows = [first.behind(prompt, 7), second.behind(first.behind(prompt, 7), 12), second.behind(None, 2)]
+    padded = torch.nn.functional.pad
+    pixels = torch.cat([padded(prompt.tensors["pixels"], (0, 1)), first.tensors["pixels"]])
+    for made in rows[:2]:
+        assert torch.equal(made.tensors["pixels"], pixels)
+        assert torch.equal(made.tensors["sizes"], torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
+        assert made.tensors.parts[0] is prompt.tensors
+    assert list(rows[1].tensors) == ["pixels", "sizes", "sounds"]
+    assert len(rows[1].tensors) == 3
+    assert "sounds" not in rows[0].tensors
+    assert rows[0].tensors.get("sounds") is None
+    assert rows[2].tensors["sounds"] is second.tensors["sounds"]
+    assert rows[0].token_types["kinds"].tolist() == [1, 1, 1, 0, 0, 0, 0, 1, 1]
+    for copied in (pickle.loads(pickle.dumps(rows)), serialization.decode(*serialization.encode(rows))):
+        for made, other in zip(rows, copied, strict=True):
+            assert {name: x.tolist() for name, x in other.tensors.items()} == {
+                n: x.tolist() for n, x in made.tensors.items()
+            }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -55,16 +55,18 @@ class Media:
         return replace(self, token_types=kinds)
 
     def behind(self, before: Media | None, count: int) -> Media:
-        """As one with those `before` them, among the first `count` tokens; these media are among the tokens behind."""
+        """As one with those `before` them, among the first `count` tokens; these media are among the tokens behind.
+
+        The tensors of both are shared, as `Joined`.
+        """
         parts = (self,) if before is None else (before, self)
-        names = dict.fromkeys(name for media in parts for name in media.tensors)
         kinds = dict[str, Tensor]()
         for name, theirs in self.token_types.items():
             first = theirs[:0] if before is None else before.token_types.get(name)
             if first is not None:  # text since has no kind
                 kinds[name] = torch.cat([first, theirs.new_zeros(count - len(first)), theirs])
         return Media(
-            tensors={name: joined([media.tensors[name] for media in parts if name in media.tensors]) for name in names},
+            tensors=together(parts),
             token_types=kinds,
             count=sum(media.count for media in parts),
             digests={
@@ -80,6 +82,37 @@ class Media:
         return tuple(
             f"{hashlib.sha256(preview).hexdigest()[:24]}{suffix_of(preview) or '.jpg'}" for preview in self.previews
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Joined(Mapping[str, Tensor]):
+    """Tensors of several media by name, joined each time they are read: completions of a group share those of their prompt."""
+
+    parts: tuple[Mapping[str, Tensor], ...]
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensors = [part[name] for part in self.parts if name in part]
+        if not tensors:
+            raise KeyError(name)
+        return tensors[0] if len(tensors) == 1 else joined(tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return any(name in part for part in self.parts)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name for part in self.parts for name in part))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def _parts_of(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], ...]:
+    return tensors.parts if isinstance(tensors, Joined) else (tensors,)
+
+
+def together(media: Sequence[Media]) -> Mapping[str, Tensor]:
+    """Tensors of several media by name, as one."""
+    return Joined(tuple(part for entry in media for part in _parts_of(entry.tensors)))
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

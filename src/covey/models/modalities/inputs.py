@@ -9,7 +9,7 @@ from torch import Tensor
 from covey.errors import DataError
 from covey.models.loading import accepts, encoder_of, unwrapped
 from covey.types import Prompt
-from covey.types.media import joined
+from covey.types.media import together
 
 _KINDS = ("image", "video", "audio")
 _PLACEHOLDERS = tuple(f"{kind}_token_{end}" for kind in _KINDS for end in ("id", "index"))
@@ -56,8 +56,7 @@ def media_inputs(model: Any, prompts: Sequence[Prompt], width: int, starts: Sequ
     media = [prompt.media for prompt in prompts if prompt.media is not None]
     if not media:
         return {}
-    names = dict.fromkeys(name for entry in media for name in entry.tensors)
-    out = {name: joined([entry.tensors[name] for entry in media if name in entry.tensors]) for name in names}
+    out = dict(together(media))
     for name in _token_types(model, prompts):
         kinds = torch.zeros(len(prompts), width, dtype=torch.long)
         for row, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
