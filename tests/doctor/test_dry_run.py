@@ -18,7 +18,8 @@ from covey.learner import memory_estimate
 from covey.learner.live_memory import LiveBytes
 from covey.learner.memory_estimate import bytes_a_token, in_gib, starting_tokens
 from covey.learner.policy import Policy
-from covey.learner.preparation import prepare_for_training
+from covey.learner.preparation import checkpoint_activations, prepare_for_training
+from covey.models import decoder_of
 from covey.process.world import World
 from covey.training.build_algorithm import build_algorithm
 from covey.training.build_learner import RunInputs, build_learner
@@ -193,6 +194,19 @@ def test_one_short_pass_is_enough_where_memory_cannot_run_out(tokens, monkeypatc
     monkeypatch.setattr(memory_estimate, "_STEEPER", float("inf"))
     assert bytes_a_token(policy, negligible=each * 1000) == each
     assert starting_tokens("auto", policy, on_cpu=True) == quick
+
+
+def test_both_passes_hold_no_more_at_a_time_than_the_bound_by_the_forwards_allocations():
+    for arch, recomputes in product(["qwen2", "gemma2"], [False, True]):
+        model = tiny_model(arch, layers=2, hidden=64).train()
+        if recomputes:
+            checkpoint_activations(model)
+        start = torch.randn(1, 32, 64, requires_grad=True)
+        with Policy(model, pad_id=0).autocast(), LiveBytes() as live:
+            total = decoder_of(model)(inputs_embeds=start, use_cache=False)[0].sum()
+            most = memory_estimate._MOST_AT_A_TIME * live.total
+            torch.autograd.grad(total, start)
+        assert live.peak <= most, (arch, recomputes)
 
 
 def test_live_bytes_are_those_of_storages_that_are_held():
