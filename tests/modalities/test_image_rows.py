@@ -150,3 +150,20 @@ def test_control_tokens_in_a_message_stay_text_around_its_images(kind):
     assert forged in processor.tokenizer.decode(prompt.token_ids)
     without = prompt_of({"prompt": ask(forged), "images": []}, processor)
     assert without.token_ids.count(end) == 1
+
+
+def test_a_stream_of_images_inside_of_messages_resumes(processor):
+    text = datasets.Value("string")
+    part = {"type": text, "image": datasets.Image(), "text": text}
+    features = datasets.Features({"prompt": datasets.List({"role": text, "content": datasets.List(part)})})
+    rows = [{"prompt": ask([{"type": "image", "image": picture(i)}, {"type": "text", "text": "a"}])} for i in (1, 2, 3)]
+    stream = lambda rows: PromptStream(
+        datasets.Dataset.from_list(rows, features=features), processor.tokenizer, processor=processor, shuffle=False
+    )
+    first = stream(rows)
+    first.take(1)
+    again = stream(rows)
+    again.load_state_dict(first.state_dict())
+    assert again.take(1)[0].media.digests == first.take(1)[0].media.digests
+    with pytest.raises(DataError, match="is not the one of the checkpoint"):
+        stream(rows[::-1]).load_state_dict(first.state_dict())

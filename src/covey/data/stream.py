@@ -228,11 +228,22 @@ class PromptStream:
         rest = []
         for index in sorted({num_rows * part // 16 for part in range(16)} if num_rows else ()):
             row = row_at(self._dataset, index, self.name)
-            texts.append(str(row.get("prompt")))
+            texts.append(str(_without_addresses(row.get("prompt"))))
             texts += [media_digest(row[name]) for name in MEDIA_COLUMNS if row.get(name) is not None]
             rest.append({name: value for name, value in row.items() if name not in ("prompt", *MEDIA_COLUMNS)})
         others = json.dumps(rest, default=lambda value: type(value).__name__, sort_keys=True)
         return _digest("\0".join(texts)), _digest(others)
+
+
+def _without_addresses(value: Any) -> Any:
+    """The messages with the images and decoders in their parts by content: each process has another `repr` of these."""
+    if isinstance(value, Mapping):
+        return {name: _without_addresses(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_without_addresses(part) for part in value]
+    if hasattr(value, "metadata"):  # a decoder of torchcodec
+        return str(value.metadata)
+    return media_digest(value) if hasattr(value, "tobytes") else value
 
 
 def _digest(text: str) -> str:
