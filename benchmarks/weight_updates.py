@@ -43,6 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "server, gloo": {**SERVER, **GLOO},
     "server, folder on the disk, not attested": {**SERVER, **DISK, **UNPROVED},
     "server, folder in memory, not attested": {**SERVER, **MEMORY, **UNPROVED},
+    "server, memory": {**SERVER, "vllm_transport": "ipc"},
     "server, gloo, not attested": {**SERVER, **GLOO, **UNPROVED},
     "server, folder on the disk, a part trained": {**SERVER, **DISK, "trains": "part"},
     "server, gloo, a part trained": {**SERVER, **GLOO, "trains": "part"},

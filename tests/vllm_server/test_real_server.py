@@ -330,8 +330,15 @@ def test_parts_alone_reach_it_and_the_others_stay(running, model, tmp_path, part
     assert seen["weights/mb"] == pytest.approx(sum(weight.nbytes for weight in trained) / 1e6)
 
 
-def test_weights_reach_it_by_a_broadcast(running, model, tmp_path):
-    sampler = sampler_of(running, model, tmp_path, transport="gloo", group_port=free_port())
+@pytest.mark.parametrize(
+    "transport, name",
+    [("auto", "shared memory"), ("ipc", "shared memory"), ("gloo", "gloo")],
+    ids=["auto", "ipc", "gloo"],
+)
+def test_weights_reach_it_without_a_folder(transport, name, running, model, tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        sampler = sampler_of(running, model, tmp_path, transport=transport, group_port=free_port())
+    assert f"Weights travel to the vLLM server by {name}." in caplog.messages
     expect_the_trainers(sampler, model)
     sampler.take_metrics()
     for version in (1, 2):
