@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from covey.kernels import compile as compiled
 from covey.learner import Policy
 from covey.learner.packing import rows_of
 from covey.models import float32_stream
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.hf import TransformersSampler
-from kit import rest_nightly, tiny_model, tiny_tokenizer
+from kit import forgotten, rest_nightly, tiny_model, tiny_tokenizer
 
 PROMPTS = [[5, 6, 7, 8] * 4, [9, 10, 11] * 4]
 
@@ -36,6 +37,13 @@ def gap(model, sampler_class=NativeSampler):
 @pytest.mark.parametrize("sampler", rest_nightly([NativeSampler, TransformersSampler], 1))
 def test_bfloat16_weights_cost_no_agreement_of_sampler_and_learner(sampler):
     assert gap(rounded(torch.bfloat16), sampler) < 1.25 * gap(rounded(torch.float32), sampler)
+
+
+def test_the_sampler_adds_in_float32_without_the_kernels_of_a_cpu_too(monkeypatch):
+    """As on a GPU, where the written-out decoder adds by PyTorch's and Triton's operations."""
+    monkeypatch.setenv("COVEY_CPU_KERNELS", "0")
+    with forgotten(compiled.load):
+        assert gap(rounded(torch.bfloat16)) < 1.25 * gap(rounded(torch.float32))
 
 
 def test_the_stream_between_layers_is_float32_and_products_are_bfloat16():

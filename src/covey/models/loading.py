@@ -316,7 +316,7 @@ def float32_stream(model: Any) -> Iterator[None]:
     Products are bfloat16, the residual stream is float32. Rounded to bfloat16 after every layer, the streams of sampler and learner
     would drift apart, because their kernels add the same numbers in another order.
     """
-    if not _is_widened(model):
+    if not widens_stream(model):
         yield
         return
     inner = unwrapped(model)
@@ -333,7 +333,8 @@ _widened: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 """Models with bfloat16 weights: true where a float32 residual stream ran on four tokens."""
 
 
-def _is_widened(model: Any) -> bool:
+def widens_stream(model: Any) -> bool:
+    """True if `float32_stream` widens the residual stream of this model: its weights are bfloat16, and a trial ran."""
     inner = unwrapped(model)
     embedding = inner.get_input_embeddings() if hasattr(inner, "get_input_embeddings") else None
     weight = getattr(embedding, "weight", None)

@@ -1,8 +1,8 @@
 """Forward passes of Llama-like decoders without their modules: the same arithmetic in a quarter of the calls.
 
 In the model's own precision the live weights are read; another precision reads a copy of the linear layers, written again in the
-same memory by every `load`. The residual stream has the type of the weights, as in the learner: float32 under its autocast, and a
-model of 16-bit weights rounds norms and rotary embeddings as its modules do. On a CPU, C++ kernels keep all of that in float32.
+same memory by every `load`. The residual stream has the learner's type: float32 under its autocast, where it widens the stream too.
+Elsewhere a model of 16-bit weights rounds norms and rotary embeddings as its modules do. On a CPU, C++ kernels keep all of that in float32.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from covey.errors import Unsupported
 from covey.kernels import DecodeKernels, DecodeStep, DecodeWeights, InPlaceLinear, Routers, SamplerLinear, TritonDecode
-from covey.models import unwrapped
+from covey.models import unwrapped, widens_stream
 from covey.rollout.attention import ScoreRule
 from covey.rollout.batches import AnswerBatch, DecodeBatch, PrefillBatch, token_indices
 from covey.rollout.forward import ModulesForward, addresses_of
@@ -91,7 +91,7 @@ class DecoderForward:
         self.eps = float(config.rms_norm_eps)
         attention = self.model.model.layers[0].self_attn
         self.scale = float(attention.scaling)
-        self.stream = probe.dtype
+        self.stream = torch.float32 if widens_stream(self.model) else probe.dtype
         """Type of the residual stream."""
         self.width = self.layers[0].width
         self.key_heads = self.layers[0].heads
@@ -231,7 +231,7 @@ class DecoderForward:
             self._rotate_up_to(int(positions.max()) + 1)
         cosines, sines = self.rotation
         rounding = {"epsilon": self.eps, "rounds": self.stream != torch.float32}
-        x, update = self.embedding[ids], None
+        x, update = self.embedding[ids].to(self.stream), None
         for layer, block in enumerate(self.blocks):
             h = TritonDecode.add_norm(x, update, block.before, self.eps, self.dtype)
             query, key, value = (product.unflatten(-1, (-1, self.width)) for product in self._projected(block, h))
@@ -278,8 +278,7 @@ class DecoderForward:
 
     def _run(self, ids: Tensor, attend: Attend, kernels: DecodeKernels | None) -> Tensor:
         """Normed hidden states [M, hidden] of M tokens; meaningless where `attend` returned None in the last layer."""
-        x = self.embedding[ids]
-        x = x if kernels is None else x.float()  # C++ kernels add in float32
+        x = self.embedding[ids].to(self.stream if kernels is None else torch.float32)  # C++ kernels add in float32
         update: Tensor | None = None
         for layer, block in enumerate(self.blocks):
             h = self._added_and_normed(x, update, block.before, kernels)
