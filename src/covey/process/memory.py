@@ -1,7 +1,6 @@
 """Recovery from running out of memory: detection, and retries in smaller pieces."""
 
 import gc
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -106,18 +105,6 @@ def device_memory(device: torch.device) -> int | None:
     if device.type in ("cuda", "xpu"):
         return int(getattr(torch, device.type).get_device_properties(device).total_memory)
     return int(torch.mps.recommended_max_memory()) if device.type == "mps" else None
-
-
-def expand_segments(device: torch.device) -> None:
-    """Let CUDA's caching allocator expand its segments (`expandable_segments`), unless the environment configures the allocator.
-
-    Micro-batches differ in length, and segments of fixed sizes keep memory that the next lengths do not fit in.
-    """
-    if device.type == "cuda" and not any(os.environ.get(name) for name in _ALLOCATOR):
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
-
-
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def _numbers(path: Path) -> dict[str, int]:

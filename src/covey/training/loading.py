@@ -13,7 +13,6 @@ from covey.learner.preparation import prepare_for_training
 from covey.models import config_of, disable_dropout, load_model, load_tokenizer, reads_media
 from covey.models.modalities import load_processing
 from covey.process.cluster import expect_cluster
-from covey.process.memory import expand_segments
 from covey.rollout.on_ray import RAY_OPTION
 from covey.rollout.vllm import Address, Carrier, Client, Deadlines, Server, expect_vllm, refuse_unfit, warn_if_exposed
 from covey.training.build_sampler import as_dict, sampling_params
@@ -91,8 +90,6 @@ def load_for_training(
     The adapter in a folder is trained further. Raises ModelError or ConfigError for a model that cannot be loaded or trained.
     """
     refuse_second_adapter(model, peft_config)
-    if args.rollout_backend != "vllm":  # its sleep refuses them, and handles of weights open slowly
-        expand_segments(device)
     init_kwargs = as_dict(args.model_init_kwargs)
     if quantization_config is not None:
         init_kwargs["quantization_config"] = quantization_config
