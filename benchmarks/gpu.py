@@ -320,7 +320,7 @@ def row(name: str, found: dict[str, Any]) -> str:
         return f"{name}: {found['failed']}"
     parts = "".join(f", {part} {seconds[-1]:.2f} s" for part, seconds in found["parts"].items() if seconds)
     launches = "".join(f", {one['launches']} kernels in {part}" for part, one in found["profile"].items())
-    peak = f", peak {found['peak_gib']} GiB" if found["peak_gib"] else ""
+    peak = f", reserved {found['reserved_gib']} GiB" if found["reserved_gib"] else ""
     return f"{name}: {found['step']:.2f} s a step{parts}, first {found['first']:.1f} s{peak}{launches}"
 
 
@@ -344,7 +344,10 @@ def section(results: dict[str, Any], commit: str) -> str:
     """The GPU's tables in Markdown: steps, rollouts, the learner, tests."""
     facts = next((found for found in results.values() if "device" in found), {"device": "?", "torch": "?"})
     today = time.strftime("%Y-%m-%d")
-    lines = [f"Measured on one {facts['device']}, torch {facts['torch']}, {today}, at {commit}, by `make gpu`.", ""]
+    lines = [
+        f"Measured on one {facts['device']}, torch {facts['torch']}, {today}, at {commit}, by `make gpu`. GiB are what PyTorch had reserved at most.",
+        "",
+    ]
     lines += ["| step | TRL, s | Covey, s | ratio | of it rollout, learner | first step, s | TRL, GiB | Covey, GiB |"]
     lines += ["|---|--:|--:|--:|--:|--:|--:|--:|"]
     lines += [workload(name, *(results.get(side, {}) for side in sides)) for name, sides in WORKLOADS.items()]
@@ -364,8 +367,8 @@ def workload(name: str, mine: dict[str, Any], theirs: dict[str, Any]) -> str:
     parts = ", ".join(f"{seconds[-1]:.2f}" for seconds in mine["parts"].values() if seconds)
     first = f"{mine['first']:.1f}"
     return (
-        f"| {name} | {seconds} | {mine['step']:.2f} | {ratio} | {parts} | {first} | {theirs.get('peak_gib') or ''} | "
-        f"{mine['peak_gib'] or ''} |"
+        f"| {name} | {seconds} | {mine['step']:.2f} | {ratio} | {parts} | {first} | {theirs.get('reserved_gib') or ''} | "
+        f"{mine['reserved_gib'] or ''} |"
     )
 
 

@@ -163,7 +163,7 @@ def reward(completions: list[str], **columns: Any) -> list[float]:
 
 
 class Clock(TrainerCallback):
-    """Seconds and peak of each step."""
+    """Seconds of each step, and the memory reserved at most: Covey resets PyTorch's peak of what is allocated within a step."""
 
     def __init__(self, is_cuda: bool) -> None:
         self.is_cuda, self.began = is_cuda, 0.0
