@@ -56,18 +56,18 @@ class UpdateMeter:
         lengths = [_sample_size(parameter) for _, parameter in plain]
         sums = lambda x: [part.square().sum() for part in x.split(lengths)]
         squares = torch.stack([*sums(now - sampled), *sums(now)]).tolist() if plain else []  # one wait for the device
-        changed = int((now != sampled).sum()) + sum(
-            int((whole(p.detach()) != before[name]).sum()) for name, p in inside
-        )
+        differing = [(now != sampled).sum(), *((whole(p.detach()) != before[name]).sum() for name, p in inside)]
+        changed = sum(_read(differing))
         total = now.numel() + sum(parameter.numel() for _, parameter in inside)
         for i, (name, parameter) in enumerate(plain):
             scale = local(parameter).numel() / max(lengths[i], 1)
             self._add(moved, size, name, squares[i] * scale, squares[len(plain) + i] * scale)
         names = {id(parameter): name for name, parameter in inside}
-        for name, module in self._adapted():
-            change = _product_change(module, before, names)
-            if change is not None:
-                self._add(moved, size, name, change, self._frozen(name, module))
+        trained = [(name, m) for name, m in self._adapted() if all(id(p) in names for p in _weights(m))]
+        changes = _read([_product_change(module, before, names) for _, module in trained])
+        for (name, module), change in zip(trained, changes, strict=True):
+            scale = float(next(iter(module.scaling.values())))
+            self._add(moved, size, name, max(0.0, change) * scale**2, self._frozen(name, module))
         ratio = lambda part: math.sqrt(moved[part] / size[part]) if size[part] else math.nan
         self._metrics = {f"update/{part}": Max(ratio(part)) for part in moved}
         self._metrics["update/changed"] = Max(changed / max(total, 1))
@@ -132,18 +132,26 @@ def _factors(module: Any) -> list[Tensor]:
     return [p for part in (module.lora_A, module.lora_B) for layer in part.values() for p in layer.parameters()]
 
 
-def _product_change(module: Any, before: dict[str, Tensor], names: dict[int, str]) -> float | None:
-    """Squared norm of the change of `scale B A`, by Gram matrices of the rank's size: `|X Y|^2 = tr(X'X Y Y')`."""
+def _weights(module: Any) -> tuple[Tensor, Tensor]:
+    """A [r, in] and B [out, r] of the adapter."""
     (key,) = module.lora_A
-    a, b = module.lora_A[key].weight, module.lora_B[key].weight  # [r, in], [out, r]
-    if id(a) not in names or id(b) not in names:
-        return None
+    return module.lora_A[key].weight, module.lora_B[key].weight
+
+
+def _product_change(module: Any, before: dict[str, Tensor], names: dict[int, str]) -> Tensor:
+    """Squared norm of the change of `B A`, by Gram matrices of the rank's size: `|X Y|^2 = tr(X'X Y Y')`."""
+    a, b = _weights(module)
     a_now, b_now = whole(a), whole(b)
     old_a, old_b = before[names[id(a)]].float(), before[names[id(b)]].float()
     left = torch.cat([b_now.float() - old_b, old_b], dim=1)  # [out, 2 r]
     right = torch.cat([a_now.float(), a_now.float() - old_a], dim=0)  # [2 r, in]
-    change = ((left.T @ left) * (right @ right.T)).sum().item()
-    return max(0.0, change) * float(module.scaling[key]) ** 2
+    return ((left.T @ left) * (right @ right.T)).sum()
+
+
+def _read(numbers: Sequence[Tensor]) -> list[Any]:
+    """Values of tensors of one number each, with one wait for the device."""
+    device = next((number.device for number in numbers if number.device.type != "cpu"), torch.device("cpu"))
+    return torch.stack([number.to(device) for number in numbers]).tolist() if numbers else []
 
 
 def _sample(parameter: Tensor) -> Tensor:
