@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of each step and of its parts, peaks in GiB, and totals of the profiled step."""
+    """Seconds of each step and of its parts, GiB reserved at most, and totals of the profiled step."""
     began, package = time.perf_counter(), importlib.import_module(options.package)
     is_cuda, total = options.device == "cuda", options.steps + bool(options.profile)
     clock, watch = Clock(is_cuda), Watch(options, is_cuda)
@@ -83,7 +83,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "step": statistics.median(steps[1:] or steps),
         "steps": steps,
         "parts": watch.parts,
-        "peak_gib": max(clock.peaks[: options.steps], default=None),
         "reserved_gib": clock.reserved,
         "profile": watch.profiles,
         "last": {key: value for key, value in history[-1].items() if any(word in key for word in kept)},
@@ -168,7 +167,6 @@ class Clock(TrainerCallback):
     def __init__(self, is_cuda: bool) -> None:
         self.is_cuda, self.began = is_cuda, 0.0
         self.seconds: list[float] = []
-        self.peaks: list[float] = []
         self.reserved: float | None = None
 
     def on_step_begin(self, *args: Any, **others: Any) -> None:
@@ -177,7 +175,6 @@ class Clock(TrainerCallback):
     def on_step_end(self, *args: Any, **others: Any) -> None:
         if self.is_cuda:
             torch.cuda.synchronize()
-            self.peaks.append(round(torch.cuda.max_memory_allocated() / 2**30, 2))
             self.reserved = round(torch.cuda.max_memory_reserved() / 2**30, 2)
         self.seconds.append(round(time.perf_counter() - self.began, 3))
         print(

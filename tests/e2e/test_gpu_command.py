@@ -39,7 +39,7 @@ STEP = {
     "step": 2.0,
     "first": 8.0,
     "parts": {"rollout": [1.0, 0.8], "learn": [2.0, 1.2]},
-    "peak_gib": 7.0,
+    "reserved_gib": 7.0,
     "profile": {},
 }
 
@@ -49,7 +49,7 @@ def test_what_was_measured_takes_the_place_of_what_stands_between_the_marks(benc
     side = {"seconds": 1.0, "tokens_per_second": 9000.0, "roofline": 0.5, "peak_gib": 2.0}
     found = {
         "covey": STEP,
-        "trl": STEP | {"step": 17.5, "peak_gib": 11.4},
+        "trl": STEP | {"step": 17.5, "reserved_gib": 11.4},
         "lora_covey": {"failed": "cut after 75 s"},
         "rollout": {
             "size": "0.5b",
