@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -191,10 +192,7 @@ def kind_of(value: Any, null: str | None = "mixed") -> Any:
     if isinstance(value, float):
         return "float64"
     if isinstance(value, list):
-        kind: Any = None
-        for item in value:
-            kind = joined(kind, kind_of(item, null))
-        return (kind,)
+        return (reduce(joined, (kind_of(item, null) for item in value), None),)
     if isinstance(value, Mapping):
         return {name: null if item is None else kind_of(item, null) for name, item in value.items()}
     return None
@@ -263,13 +261,9 @@ def joined_cells(kind: str | None, other: str | None) -> str | None:
 def _value(cell: str | None, kind: str) -> Any:
     """A cell of a column: its text if the column is text, else its number."""
     cell_kind = kind_of_cell(cell)
-    return (
-        cell
-        if cell is None or kind == "string" or cell_kind == "string"
-        else int(cell)
-        if cell_kind == "int64"
-        else float(cell)
-    )
+    if cell is None or "string" in (kind, cell_kind):
+        return cell
+    return int(cell) if cell_kind == "int64" else float(cell)
 
 
 def as_dataset(files: Sequence[Path], reader: str, kinds: Mapping[str, Any], streaming: bool) -> Any:
@@ -288,12 +282,7 @@ def as_dataset(files: Sequence[Path], reader: str, kinds: Mapping[str, Any], str
 
 def column_set(columns: Mapping[str, Sequence[Any]]) -> Any:
     """A data set of these columns, held in memory, its values as they are."""
-    features = {}
-    for name, values in columns.items():
-        kind: Any = None
-        for value in values:
-            kind = joined(kind, kind_of(value))
-        features[name] = _feature(kind)
+    features = {name: _feature(reduce(joined, map(kind_of, values), None)) for name, values in columns.items()}
     return datasets.Dataset.from_dict(dict(columns), datasets.Features(features))
 
 
@@ -301,10 +290,9 @@ def with_structs(dataset: Any) -> Any:
     """The data set with its columns of objects as structs, those too that are kept as written for their nulls alone."""
     names, made = dataset.column_names, dataset
     for name in [name for name, feature in dataset.features.items() if isinstance(feature, AsWritten)]:
-        kind: Any = None
-        for value in (values := list(dataset[name])):
-            kind = joined(kind, kind_of(value, None))
-        if not isinstance(feature := _feature(kind), AsWritten):
+        values = list(dataset[name])
+        kinds = (kind_of(value, None) for value in values)
+        if not isinstance(feature := _feature(reduce(joined, kinds, None)), AsWritten):
             made = made.remove_columns(name).add_column(name, values, feature=feature)
     return made.select_columns(names)
 
