@@ -163,3 +163,23 @@ def test_a_json_file_of_lines_is_read_as_lines(tmp_path):
 def test_not_a_number_stays_one(tmp_path):
     (tmp_path / "a.json").write_text('[{"prompt": "a", "x": NaN}, {"prompt": "b", "x": "y"}]')
     assert math.isnan(load(tmp_path / "a.json")[0]["x"])
+
+
+def test_a_set_of_objects_without_nulls_mixes_with_one_of_nulls_that_were_written(tmp_path):
+    def called(arguments):
+        return [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]  # fmt: skip
+
+    structs = [
+        {"prompt": called({"x": "1"}), "info": {"a": "b"}},
+        {"prompt": called({"y": "2"}), "info": {"a": None}},
+        {"prompt": called({"x": "3"}), "info": None},
+    ]
+    nulls = [{"prompt": called({"x": None}), "info": {"a": None}}]
+    datasets.Dataset.from_list(structs).to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, nulls)))
+    (tmp_path / "c.jsonl").write_text(json.dumps({"prompt": called({"x": "4"}), "info": {"a": "c"}}))
+    names = [str(tmp_path / name) for name in ("a.parquet", "b.jsonl", "c.jsonl")]
+    rows = load(" + ".join(f"1*{name}" for name in names))
+    expected = [*structs, *nulls, {"prompt": called({"x": "4"}), "info": {"a": "c"}}]
+    assert [{"prompt": row["prompt"], "info": row["info"]} for row in rows] == expected
+    assert rows["dataset"][:] == [names[0]] * 3 + names[1:]

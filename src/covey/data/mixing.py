@@ -1,17 +1,20 @@
 """Several data sets as one, with the share of each: `mix({"math": a, "code": b}, weights={"math": 0.7, "code": 0.3})`."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import datasets
 
 from covey.data.curriculum import NAME_COLUMN, WEIGHT_COLUMN
+from covey.data.rendering import as_written
 from covey.data.sources import AnyDataset
+from covey.data.tables import AsWritten
 from covey.errors import DataError
 
 _TERM = re.compile(r"\s*(?P<weight>\d*\.?\d+)\s*\*\s*(?P<source>\S.*?)\s*")
 
+_NESTED = (Mapping, list, datasets.List, datasets.LargeList)
 _PLUS = re.compile(r"\s+\+\s+|\+(?=\s*\d*\.?\d+\s*\*)")
 """Between two sets; without spaces only before a weight, since a name may hold a plus."""
 
@@ -53,7 +56,8 @@ def mix(sets: Mapping[str, AnyDataset], weights: Mapping[str, float] | None = No
                 seed=seed,
                 stopping_strategy="all_exhausted",
             )
-        return datasets.concatenate_datasets([_label(dataset, name, chosen[name]) for name, dataset in sets.items()])
+        labelled = [_label(dataset, name, chosen[name]) for name, dataset in sets.items()]
+        return datasets.concatenate_datasets(_as_json_where_one_is(labelled))
     except (ValueError, TypeError) as error:
         raise DataError(
             f"The sets of the mixture do not fit together: {error}. Give columns of one name one type, or rename them."
@@ -65,6 +69,19 @@ def _label(dataset: datasets.Dataset, name: str, weight: float) -> datasets.Data
         [column for column in (NAME_COLUMN, WEIGHT_COLUMN) if column in dataset.column_names]
     )
     return table.add_column(NAME_COLUMN, [name] * len(table)).add_column(WEIGHT_COLUMN, [weight] * len(table))
+
+
+def _as_json_where_one_is(sets: Sequence[datasets.Dataset]) -> list[datasets.Dataset]:
+    """The sets, objects and lists of a column as JSON text in all where they are in one, without the nulls that Arrow filled in."""
+    json_names = {name for rows in sets for name, feature in rows.features.items() if isinstance(feature, AsWritten)}
+    made = list(sets)
+    for i, rows in enumerate(sets):
+        nested = [name for name, feature in rows.features.items() if isinstance(feature, _NESTED)]
+        for name in [name for name in nested if name in json_names]:
+            values = [as_written({name: value}, rows.features)[name] for value in rows[name]]
+            column = datasets.Dataset.from_dict({name: values}, datasets.Features({name: AsWritten()}))
+            made[i] = datasets.concatenate_datasets([made[i].remove_columns(name), column], axis=1)
+    return made
 
 
 class _Named:
