@@ -237,6 +237,7 @@ ARRAYS = {
     "frames in a mapping": {"frames": PIXELS[None], "n": 1},
     "beside a part": ["a", {"type": "image", "image": picture(1)}, PIXELS],
 }
+SHAPED = [Part(shape=shape, dtype="uint8") for shape in (None, 7, "abc", len, (3, None, 500), ([3], 40, 40))]
 
 
 @pytest.mark.parametrize("kind", ARRAYS)
@@ -249,11 +250,10 @@ def test_pixels_that_are_returned_are_never_an_abbreviated_text(kind):
         ToolRunner(processor.tokenizer, processor).run([Request("see", {"n": 1}, {"see": made})])
 
 
-@pytest.mark.parametrize("value", [PIXELS[:2, :2], PIXELS[..., 0], PIXELS / 255, PIXELS[:2, :2].tolist()])
-def test_arrays_of_other_numbers_stay_text(value):
+@pytest.mark.parametrize("value", [PIXELS[:2, :2], PIXELS[..., 0], PIXELS / 255, PIXELS[:2, :2].tolist(), *SHAPED])
+def test_arrays_of_other_numbers_and_other_objects_stay_text(value):
     made = replace(*tools_of([photograph]), call=lambda n: value)
-    _, processor = acting_model("qwen2_5_vl")
-    (done,) = ToolRunner(processor.tokenizer, processor).run([Request("see", {"n": 1}, {"see": made})])
+    (done,) = ToolRunner().run([Request("see", {"n": 1}, {"see": made})])
     assert done.result == str(value)
     assert json.loads(Stepped(Part(reset=lambda seed: PIXELS), {}, "").reset()) == PIXELS.tolist()
 
