@@ -2,11 +2,12 @@
 
 import os
 
+import numpy as np
 import pytest
 
 from covey.environments import tool, tools_of
 from covey.environments.calls import Request, ToolRunner
-from covey.errors import ConfigError
+from covey.errors import ConfigError, DataError
 
 
 @tool(isolated=True, max_memory=2**28)
@@ -32,6 +33,26 @@ def test_a_call_past_its_memory_is_an_error_and_the_next_one_runs():
     assert fits.status == again.status == "ok"
     assert fits.result.split()[2] == again.result.split()[2] != str(os.getpid())
     assert (too_large.status, "MemoryError" in too_large.result) == ("error", True)
+
+
+@tool(isolated=True)
+def film(seconds: int):
+    """Film the room.
+
+    Args:
+        seconds: Length.
+    """
+    return np.zeros((seconds, 30, 40, 3), np.uint8)
+
+
+@pytest.mark.slow
+def test_pixels_that_are_returned_end_the_run_as_they_do_without_isolation():
+    runner = ToolRunner()
+    try:
+        with pytest.raises(DataError, match=r"an array of bytes of the shape \[2, 30, 40, 3\], .*return PIL.Image"):
+            runner.run([Request("film", {"seconds": 2}, {made.name: made for made in tools_of([film])})])
+    finally:
+        runner.close()
 
 
 @pytest.mark.parametrize(

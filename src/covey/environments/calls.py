@@ -97,6 +97,8 @@ class ToolRunner:
             return _failed(request, "timeout", sentence, started)
         except (WorkerError, WorkerDied) as error:
             kind = error.kind if isinstance(error, WorkerError) else "its process ended"
+            if kind == MediaReturnedError.__name__:  # its class is lost on the way from the worker
+                raise MediaReturnedError(str(error)) from error
             return _failed(request, "error", f"{kind}: {error}" if str(error) else kind, started)
         except BaseException as error:  # noqa: BLE001 - any exception of a tool is its answer
             return _failed(request, "error", f"{type(error).__name__}: {error}", started)
