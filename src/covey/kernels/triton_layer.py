@@ -1,7 +1,7 @@
 """Elementwise parts of a decoder layer in a decode step: Triton kernels that read and write each number once.
 
-Rounding is that of transformers' modules: the residual stream has the type of the model's weights, a normed value is rounded
-to that type before its weight is applied, and SiLU is rounded to the type of the products.
+Rounding is that of transformers' modules as the learner runs them: a normed value is rounded to the type of the residual stream before its
+weight is applied, and SiLU is rounded to the type of the products.
 """
 
 from __future__ import annotations
