@@ -10,6 +10,7 @@ import torch._dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from covey.kernels import LogitKernels, compiled_cache, fuse, fused_layers, fusing_unavailable_reason
+from covey.kernels.formula_shapes import FormulaShapes
 from covey.kernels.fused_layers import tried
 from covey.learner import Policy
 from covey.learner.memory_estimate import bytes_a_token
@@ -42,6 +43,26 @@ def test_a_model_of_three_layers_compiles_each_formula_once_for_all_lengths(coun
     assert (
         counter.frame_count <= 6 + 2
     )  # three formulas forward and backward; the trial's padded rows are two in a batch
+
+
+@pytest.mark.slow
+def test_the_trial_of_a_models_own_shapes_is_their_compilation(counter, monkeypatch):
+    monkeypatch.setenv("COVEY_CPU_KERNELS", "0")
+    model = tiny_model("qwen2", layers=2, hidden=96).train()
+    compile_it = functools.lru_cache(lambda function: torch.compile(function, backend=counter))
+    shapes = FormulaShapes.of(model.model.layers[0])
+    attention = model.model.layers[0].self_attn
+    heads = (model.config.num_attention_heads, model.config.num_key_value_heads, attention.head_dim)
+    assert (shapes.hidden, shapes.inner, shapes.heads) == (96, model.config.intermediate_size, heads)
+    assert tried.__wrapped__(torch.device("cpu"), torch.bfloat16, compile_it, shapes) is None
+    assert counter.frame_count == 6
+    fuse(model, compile_it)
+    policy = Policy(model, pad_id=0, compute_dtype=torch.bfloat16, shared_attention="sdpa")
+    policy.shares_prompts()
+    compiled_before = counter.frame_count
+    policy.measure(rows_of(groups_of(8, 20, 16, 4, 300))).logp.sum().backward()
+    assert counter.frame_count == compiled_before
+    assert compiled_before <= 6 + 2, "the trial of sharing has padded rows, two in a batch"
 
 
 def test_a_compiler_that_fails_is_named_and_leaves_pytorchs_operations():

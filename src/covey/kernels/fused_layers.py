@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from covey.kernels.compiled_cache import keep_compiled_code
+from covey.kernels.formula_shapes import OF_NO_MODEL, FormulaShapes
 from covey.kernels.half_weights import products_of
 from covey.models import decoder_of
 from covey.process.memory import is_out_of_memory
@@ -308,9 +309,13 @@ def _agree(mine: Tensor, two: Tensor) -> bool:
 # -- is there a compiler? -----------------------------------------------------------------------------------------------
 
 
-def fusing_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Reason against compiled formulas on this device, for products in `dtype`; None after a trial that agreed, forward and backward."""
-    return triton_unavailable_reason(device) or tried(device, dtype)
+def fusing_unavailable_reason(device: torch.device, dtype: torch.dtype, model: Any = None) -> str | None:
+    """Reason against compiled formulas on this device, for products in `dtype`; None after a trial that agreed, forward and backward.
+
+    `model`: the trial has its shapes, so that it is their compilation too.
+    """
+    layers = () if model is None else recognisable_layers(decoder_of(model))
+    return triton_unavailable_reason(device) or tried(device, dtype, shapes=FormulaShapes.of(next(iter(layers), None)))
 
 
 def triton_unavailable_reason(device: torch.device) -> str | None:
@@ -326,15 +331,24 @@ def triton_unavailable_reason(device: torch.device) -> str | None:
 
 
 @lru_cache
-def tried(device: torch.device, dtype: torch.dtype, compiled: Compile = strictly_compiled) -> str | None:
+def tried(
+    device: torch.device,
+    dtype: torch.dtype,
+    compiled: Compile = strictly_compiled,
+    shapes: FormulaShapes = OF_NO_MODEL,
+) -> str | None:
     """Trial of the three kernels, forward and backward, against PyTorch's operations: None, or the reason of its failure."""
     draw = torch.Generator().manual_seed(0)
     make = lambda *shape: torch.randn(*shape, generator=draw).to(device)
     narrow = lambda *shape: make(*shape).to(dtype)
+    heads, key_heads, width = shapes.heads
+    of_heads = lambda count: narrow(1, 5, count, width).transpose(
+        1, 2
+    )  # as layers pass them: other strides compile again
     cases: tuple[tuple[Callable[..., Any], list[Tensor], tuple[Any, ...]], ...] = (
-        (rms_norm, [make(5, 64), make(64)], (1e-6, dtype)),
-        (gated, [narrow(5, 64), narrow(5, 64)], ()),
-        (rotated, [narrow(1, 2, 5, 16), narrow(1, 1, 5, 16), make(1, 5, 16), make(1, 5, 16)], (dtype,)),
+        (rms_norm, [make(5, shapes.hidden), make(shapes.hidden).to(shapes.weights)], (shapes.epsilon, dtype)),
+        (gated, [narrow(5, shapes.inner), narrow(5, shapes.inner)], ()),
+        (rotated, [of_heads(heads), of_heads(key_heads), make(1, 5, width), make(1, 5, width)], (dtype,)),
     )
     for formula, tensors, rest in cases:
         try:

@@ -69,7 +69,7 @@ def on_accelerator(policy: Policy, *, is_split: bool) -> Policy:
     dtype = policy.compute_dtype or weight_dtype
     if dtype == torch.float32:
         return policy  # nothing to cast, and products take most of the time
-    reason = fusing_unavailable_reason(policy.device, dtype)
+    reason = fusing_unavailable_reason(policy.device, dtype, policy.model)
     if reason is None:
         fuse(policy.model)
     else:
