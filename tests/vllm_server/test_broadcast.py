@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 import socket
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ from changed_parts import expect_the_trainers, megabytes, moved, update
 from fake_server import FakeServer, nudged
 
 from covey.errors import ConfigError, ServerError
+from covey.process.link import covey_link
 from covey.process.link.covey_link import Link, store_at
 from covey.rollout.vllm import ServerSampler
 from covey.rollout.vllm.broadcast import local_address, together
@@ -193,3 +195,31 @@ def test_the_first_failure_of_two_works_ends_the_wait():
     with pytest.raises(ServerError, match="sending failed: no"):
         together([lambda: threading.Event().wait(5), fail], 5, "sending")
     assert together([lambda: 1, lambda: 2], 5, "sending") == [1, 2]
+
+
+def test_a_store_at_which_nobody_listens_is_refused_in_a_sentence():
+    port = int(free_port())
+    with pytest.raises(ConnectionError, match=rf"127\.0\.0\.1 port {port} cannot be reached from .*refused"):
+        store_at("127.0.0.1", port, size=2, seconds=2)
+
+
+@pytest.mark.parametrize("backend, part", [("gloo", "_padded"), ("ipc", "handle_of")])
+def test_a_receiver_learns_that_the_sender_has_failed(backend, part, monkeypatch):
+    def fail(block):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(covey_link, part, fail)
+    store, errors = store_at("127.0.0.1", 0, size=2, seconds=60, is_master=True), queue.Queue()
+
+    def receive():
+        link = Link(backend, store_at("127.0.0.1", store.port, size=2, seconds=60), rank=1, size=2, seconds=60)
+        try:
+            list(link.receive())
+        except RuntimeError as error:
+            errors.put(str(error))
+
+    threading.Thread(target=receive, daemon=True).start()
+    link = Link(backend, store, rank=0, size=2, seconds=60)
+    with pytest.raises(OSError, match="No space"):
+        link.send([{"weight": torch.ones(3)}])
+    assert "No space left" in errors.get(timeout=20)

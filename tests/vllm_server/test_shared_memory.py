@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from contextlib import contextmanager
 from dataclasses import fields
 
@@ -83,12 +84,19 @@ def test_processes_have_the_bits_that_were_sent_whatever_becomes_of_the_senders_
 
 
 class Workers(Server):
-    """A server with one worker, a process of `memory_worker.py`."""
+    """A server with one worker, a process of `memory_worker.py`, which takes one call after the other."""
 
     def call_workers(self, method, *, seconds, **arguments):
         self.calls.append(method)
-        print(json.dumps([method, arguments]), file=self.process.stdin, flush=True)
-        answer = json.loads(self.process.stdout.readline() or '"it has ended"')
+        if method == "covey_join":  # a worker that waits does so for longer than the next call
+            arguments |= {"limit": 30, "port": self.ports.get(arguments["backend"], arguments["port"])}
+        if not self.is_free.acquire(timeout=seconds):
+            raise ServerError(f"the worker is busy; {method} was not called")
+        try:
+            print(json.dumps([method, arguments]), file=self.process.stdin, flush=True)
+            answer = json.loads(self.process.stdout.readline() or '"it has ended"')
+        finally:
+            self.is_free.release()
         if isinstance(answer, str):
             raise ServerError(answer)
         return answer
@@ -105,8 +113,11 @@ def worker_on(device, seconds=60):
         Address.of(None, "127.0.0.1", 1), Deadlines.of({"init": seconds}), paths=frozenset({"/collective_rpc"})
     )
     server = Workers(client, ServerInfo(**facts))
-    server.calls, server.process = [], started("obey", device)
+    server.calls, server.ports, server.is_free = [], {}, threading.Lock()
+    server.process = started("obey", device)
     with server.process as process:
+        server.call_workers("covey_sees", seconds=60, path="/")  # its start is no part of what is limited
+        server.calls.clear()
         yield server
         process.stdin.close()
         assert process.wait(60) == 0, process.stderr.read()[-2000:]
@@ -151,3 +162,12 @@ def test_memory_that_the_server_cannot_open_is_not_chosen(device, tmp_path, monk
         assert (
             "not by CUDA IPC: sending weights by ipc failed: RuntimeError('this process does not see GPU" in caplog.text
         )
+
+
+@pytest.mark.slow
+def test_a_worker_that_cannot_reach_the_port_answers_and_the_folder_is_used(tmp_path, caplog):
+    with worker_on("cpu", seconds=8) as server:
+        server.ports["ipc"] = int(free_port())  # as in a container, whose own 127.0.0.1 it is
+        transport = transport_for(server, layers("cpu", seed=1), "auto", tmp_path, int(free_port()), world=World())
+    assert isinstance(transport, DirectoryTransport)
+    assert "cannot be reached from" in caplog.text

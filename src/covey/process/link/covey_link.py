@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -16,14 +17,22 @@ import torch
 import torch.distributed as dist
 
 _ALIGNMENT = 16
+_CONNECT_SECONDS = 2.0
 
 
 def store_at(host: str, port: int, *, size: int, seconds: float, is_master: bool = False) -> Any:
     """The store at which the members of links meet; the master listens, at this address alone, port 0 being a free one (`store.port`).
 
-    Raises OSError for a port in use, RuntimeError if nobody listens.
+    Raises OSError for a port in use, or if nobody listens there.
     """
     listening: dict[str, Any] = {}
+    if not is_master:  # a TCPStore would try for several times its limit, and block the server's worker
+        try:
+            socket.create_connection((host, port), timeout=min(seconds, _CONNECT_SECONDS)).close()
+        except OSError as error:
+            raise ConnectionError(
+                f"{host} port {port} cannot be reached from {socket.gethostname()} ({error})"
+            ) from error
     if is_master:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, port), family=family, backlog=1024) as listener:
@@ -58,8 +67,27 @@ class Link:
     def send(self, messages: Iterable[Mapping[str, torch.Tensor]]) -> None:
         """Send named tensors, each mapping as one block of bytes after a header in JSON; then the end.
 
-        A block of shared memory is freed once every receiver has copied it.
+        A block of shared memory is freed once every receiver has copied it. An error in making a message is sent in place of it.
         """
+        blocks = self._blocks(messages)
+        while True:
+            try:
+                header, block, handles = next(blocks, ([], None, []))
+            except Exception as error:
+                with suppress(RuntimeError):  # of receivers that are gone
+                    self._announce(repr(error), -1)
+                raise
+            if block is None:
+                break
+            self._announce(json.dumps([header, handles]), len(block))
+            if handles:
+                self.group.barrier().wait()
+            else:
+                self._broadcast(block)
+        self._broadcast(torch.zeros(2, dtype=torch.int64))
+
+    def _blocks(self, messages: Iterable[Mapping[str, torch.Tensor]]) -> Iterator[tuple[list[Any], Any, list[Any]]]:
+        """Header, block [bytes] and, where it is shared memory, handles of each message."""
         for tensors in messages:
             header = [
                 (name, str(weight.dtype).removeprefix("torch."), weight.shape) for name, weight in tensors.items()
@@ -68,22 +96,23 @@ class Link:
             block, handles = block.to(self.device if self.shares_memory else self.carries), []
             if self.shares_memory and len(block):
                 handles = [handle_of(block) for _ in range(1, self.size)]  # CUDA counts the readers of each
-            text = torch.frombuffer(bytearray(json.dumps([header, handles]).encode()), dtype=torch.uint8)
-            self._broadcast(torch.tensor([len(text), len(block)]))
-            self._broadcast(text)
-            if handles:
-                self.group.barrier().wait()
-            else:
-                self._broadcast(block)
-        self._broadcast(torch.zeros(2, dtype=torch.int64))
+            yield header, block, handles
+
+    def _announce(self, text: str, length: int) -> None:
+        """Send a header and the length of its block; -1: the text is an error's."""
+        content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        self._broadcast(torch.tensor([len(content), length]))
+        self._broadcast(content)
 
     def receive(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The named tensors of `send`, on this end's device."""
+        """The named tensors of `send`, on this end's device. Raises RuntimeError with the sender's error."""
         while True:
             text_length, length = self._broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
             if not text_length:
                 return
             text = self._broadcast(torch.empty(text_length, dtype=torch.uint8))
+            if length < 0:
+                raise RuntimeError(f"the trainer could not send the weights: {bytes(text.tolist()).decode()}")
             header, handles = json.loads(bytes(text.tolist()))
             if handles:
                 block = copy_of(handles[self.rank - 1], self.device)
