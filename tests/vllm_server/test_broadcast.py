@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import socket
@@ -17,8 +18,8 @@ from fake_server import FakeServer, nudged
 from covey.errors import ConfigError, ServerError
 from covey.process.link import covey_link
 from covey.process.link.covey_link import Link, store_at
-from covey.rollout.vllm import ServerSampler
-from covey.rollout.vllm.broadcast import local_address, together
+from covey.rollout.vllm import ServerSampler, broadcast
+from covey.rollout.vllm.broadcast import Feed, local_address, together
 from covey.rollout.vllm.client import Address, Client
 from forked import Forked, free_port
 from kit import tiny_model, tiny_tokenizer
@@ -197,6 +198,22 @@ def test_the_first_failure_of_two_works_ends_the_wait():
     assert together([lambda: 1, lambda: 2], 5, "sending") == [1, 2]
 
 
+def test_a_failure_ends_the_wait_while_items_are_fed_to_another_work():
+    feed, released, waits = Feed(itertools.repeat(1)), threading.Event(), []
+
+    def read_one():
+        next(feed.read())
+        waits.append(released.wait(20))
+
+    def fail():
+        raise ValueError("no")
+
+    with pytest.raises(ServerError, match="sending failed: no"):
+        together([read_one, fail], 60, "sending", feed)
+    assert not waits
+    released.set()
+
+
 def test_a_store_at_which_nobody_listens_is_refused_in_a_sentence():
     port = int(free_port())
     with pytest.raises(ConnectionError, match=rf"127\.0\.0\.1 port {port} cannot be reached from .*refused"):
@@ -223,3 +240,13 @@ def test_a_receiver_learns_that_the_sender_has_failed(backend, part, monkeypatch
     with pytest.raises(OSError, match="No space"):
         link.send([{"weight": torch.ones(3)}])
     assert "No space left" in errors.get(timeout=20)
+
+
+def test_of_memory_within_a_machine_no_other_port_is_advised(fake, model, tmp_path, monkeypatch):
+    def refuse(*place, **options):
+        raise OSError("Address family not supported")
+
+    monkeypatch.setattr(broadcast, "store_at", refuse)
+    with pytest.raises(ServerError, match=r"a free port of 127\.0\.0\.1, .* cannot be used \(Address") as caught:
+        sampler_of(fake, model, tmp_path, transport="ipc")
+    assert "vllm_group_port" not in str(caught.value)

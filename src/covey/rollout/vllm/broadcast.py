@@ -116,11 +116,9 @@ class BroadcastTransport:
         """
         link, self.link = self.link or self._meet(), None
         call = lambda: self.server.call_workers(method, seconds=seconds)
-        feed = Feed()
-        works = [lambda: feed.consumed_by(link.send), call]
-        _, answers = together(
-            works, seconds, f"sending weights by {self.backend}", lambda until: feed.fill(messages, until)
-        )
+        feed = Feed(messages)
+        works = [lambda: link.send(feed.read()), call]
+        _, answers = together(works, seconds, f"sending weights by {self.backend}", feed)
         self.link = link
         return list(answers)
 
@@ -131,9 +129,9 @@ class BroadcastTransport:
         try:
             self.store = self.store or store_at(host, port, size=size, seconds=seconds, is_master=True)
         except (RuntimeError, OSError) as error:
+            place, advice = (f"port {port}", "; give another vllm_group_port") if port else ("a free port", "")
             raise ServerError(
-                f"port {self.port}, at which the server's workers meet this process, cannot be used ({first_line(error)}); give "
-                "another vllm_group_port."
+                f"{place} of {host}, at which the server's workers meet this process, cannot be used ({first_line(error)}){advice}."
             ) from error
         self.meetings += 1
         port = self.store.port
@@ -167,40 +165,38 @@ def local_address(server: Server) -> str:
 
 
 class Feed:
-    """Items of this thread for a consumer in another, one in advance. A consumer that has ended is fed no more."""
+    """Items made in this thread and read in another, one in advance, until it is over."""
 
-    def __init__(self) -> None:
-        self.items: queue.Queue[Any] = queue.Queue(1)
+    def __init__(self, items: Iterable[Any] = ()) -> None:
+        self.items, self.ready = items, queue.Queue[Any](1)
         self.is_over = threading.Event()
 
-    def consumed_by(self, consumer: Callable[[Iterator[Any]], Any]) -> None:
-        """Let the consumer have the items, up to None."""
-        try:
-            consumer(iter(self.items.get, None))
-        finally:
-            self.is_over.set()
+    def read(self) -> Iterator[Any]:
+        """The items, in the other thread. Raises RuntimeError if it is over before the last."""
+        while not self.is_over.is_set():
+            with contextlib.suppress(queue.Empty):
+                if (item := self.ready.get(timeout=_LOOK_SECONDS)) is None:
+                    return
+                yield item
+        raise RuntimeError("the rest is not sent, because the update has failed")
 
-    def fill(self, items: Iterable[Any], until: float) -> None:
-        """Feed the items, until that time of the monotonic clock at the latest."""
-        for item in chain(items, [None]):
+    def fill(self, until: float) -> None:
+        """Make the items, until that time of the monotonic clock at the latest."""
+        for item in chain(self.items, [None]):
             while not self.is_over.is_set() and time.monotonic() < until:
                 with contextlib.suppress(queue.Full):
-                    self.items.put(item, timeout=_LOOK_SECONDS)
+                    self.ready.put(item, timeout=_LOOK_SECONDS)
                     break
             else:
                 return
 
 
-def together(
-    works: Sequence[Callable[[], Any]],
-    seconds: float,
-    what: str,
-    meanwhile: Callable[[float], None] = lambda until: None,
-) -> list[Any]:
+def together(works: Sequence[Callable[[], Any]], seconds: float, what: str, feed: Feed | None = None) -> list[Any]:
     """Results of `works`, each in a daemon thread. Raises ServerError at the first failure, and past `seconds`.
 
-    `meanwhile`: called in this thread with the time at which they end.
+    `feed`: filled in this thread, until one of them has ended.
     """
+    feed = feed or Feed()
     results: queue.Queue[tuple[int, Any, Exception | None]] = queue.Queue()
 
     def run(place: int, work: Callable[[], Any]) -> None:
@@ -208,17 +204,21 @@ def together(
             results.put((place, work(), None))
         except Exception as error:  # noqa: BLE001 - raised by the thread that waits
             results.put((place, None, error))
+        feed.is_over.set()
 
     for place, work in enumerate(works):
         threading.Thread(target=run, args=(place, work), daemon=True, name="covey-broadcast").start()
     until, done = time.monotonic() + seconds, dict[int, Any]()
-    meanwhile(until)
-    while len(done) < len(works):
-        try:
-            place, result, error = results.get(timeout=max(0.01, until - time.monotonic()))
-        except queue.Empty:
-            raise ServerError(f"{what} was not done within {seconds:g} seconds.") from None
-        if error is not None:
-            raise ServerError(f"{what} failed: {first_line(error)}") from error
-        done[place] = result
-    return [done[place] for place in range(len(works))]
+    try:
+        feed.fill(until)
+        while len(done) < len(works):
+            try:
+                place, result, error = results.get(timeout=max(0.01, until - time.monotonic()))
+            except queue.Empty:
+                raise ServerError(f"{what} was not done within {seconds:g} seconds.") from None
+            if error is not None:
+                raise ServerError(f"{what} failed: {first_line(error)}") from error
+            done[place] = result
+        return [done[place] for place in range(len(works))]
+    finally:
+        feed.is_over.set()

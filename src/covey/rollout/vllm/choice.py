@@ -76,10 +76,9 @@ def whole_transport(
         logger.log(level, "Weights travel to the vLLM server by %s%s%s.", name, seen, f" ({before})" if before else "")
         return way
     reasons = ", and ".join(f"not by {name} ({reason})" for name, reason in failures)
-    raise ServerError(
-        f"Weights cannot travel to the vLLM server: {reasons}. Give a vllm_directory that both see, or a vllm_group_port that the "
-        "server reaches."
-    )
+    advice = "a vllm_directory that both see, or a vllm_group_port that the server reaches"
+    advice = "another vllm_transport" if carrier == "ipc" else advice
+    raise ServerError(f"Weights cannot travel to the vLLM server: {reasons}. Give {advice}.")
 
 
 _NAMES = {("ipc", "cpu"): "shared memory", ("ipc", "cuda"): "CUDA IPC", ("directory", "cpu"): "a folder"}
