@@ -145,6 +145,14 @@ def test_kinds_may_be_ignored(tmp_path):
     assert found(tmp_path / "a.jsonl", rows, ignore=("duplicate",)) == {}
 
 
+def test_answers_that_are_objects_are_compared(tmp_path):
+    rows = rows_of_sums(4)
+    for row, answer in zip(rows, ({"sky": "clear"}, {"storm": "soon"}, {"sky": "clear"}, "calm"), strict=True):
+        row["prompt"] = [{"role": "user", "content": "Warm?"}, {"role": "tool", "content": answer}]
+        row["answer"] = "yes"
+    assert found(tmp_path / "a.jsonl", rows) == {"duplicate": [2]}
+
+
 def test_the_same_findings_whatever_the_format(tmp_path):
     datasets = pytest.importorskip("datasets")
     rows = rows_of_sums(30)

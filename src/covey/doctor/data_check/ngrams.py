@@ -9,6 +9,8 @@ from typing import Any
 import numpy
 import xxhash
 
+from covey.data.rendering import with_text
+
 # Scripts without spaces between words count by character; signs of a formula count, those of a sentence do not.
 _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _QUOTES = "\u00ab\u00bb\u00b4\u2013\u2014\u2018-\u201f\u2026\u3001\u3002\uff01\uff0c\uff1f"
@@ -42,12 +44,12 @@ class Words:
 
 
 def text_of(prompt: Any) -> str:
-    """The words of a prompt, which is text or chat messages; empty where there is no text."""
+    """The words of a prompt, which is text or chat messages, with JSON of an answer that is an object; empty where there is no text."""
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
         return ""
-    contents = [message.get("content") for message in prompt if isinstance(message, Mapping)]
+    contents = [with_text(message).get("content") for message in prompt if isinstance(message, Mapping)]
     return "\n".join(content if isinstance(content, str) else _parts(content) for content in contents)
 
 
