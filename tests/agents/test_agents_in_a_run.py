@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 
 from covey import GRPOConfig, GRPOTrainer
+from covey.data.tables import column_set
 from covey.errors import ConfigError, DataError, RewardError
 from covey.runs import rollouts
 from covey.serving import episodes_of, read_traces
@@ -104,6 +105,18 @@ def test_an_answer_goes_to_the_rewards_as_the_completion_and_columns_by_name(tmp
     completions, answers, steps = seen[0]
     assert completions[0] == [{"role": "assistant", "content": f"it is {answers[0]}"}]
     assert steps == [3] * 8
+
+
+def test_an_answer_in_the_row_that_is_an_object_reaches_the_endpoint_as_json(tmp_path):
+    data = {"prompt": [[*row["prompt"], {"role": "tool", "content": {"sky": "clear"}}] for row in ROWS]}
+    seen = []
+
+    def agent(row, client, model):
+        seen.append(row["prompt"][1]["content"])
+        return len(talk(client, model, row, 1))
+
+    trainer_of(tmp_path, agent, data=column_set(data), max_steps=1).train()
+    assert seen == ['{"sky": "clear"}'] * 8
 
 
 def test_a_client_of_host_port_and_key_alone_is_known_by_its_key_and_may_have_an_event_loop_a_call(tmp_path):
