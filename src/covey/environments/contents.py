@@ -72,7 +72,7 @@ def _is_image(value: Any) -> bool:
 
 def _are_pixels(value: Any) -> bool:
     """True for an image or a video of more bytes than `str` writes, as an array of numpy or torch with 3 or 4 colours."""
-    shape = getattr(value, "shape", None)
+    shape: Any = getattr(value, "shape", None)
     is_shape = isinstance(shape, tuple) and len(shape) in (3, 4) and all(isinstance(size, int) for size in shape)
     is_picture = is_shape and bool({shape[-1], shape[-3]} & {3, 4}) and math.prod(shape) > _WRITTEN
     return is_picture and str(getattr(value, "dtype", "")).endswith("uint8")
