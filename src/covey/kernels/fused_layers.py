@@ -342,9 +342,8 @@ def tried(
     make = lambda *shape: torch.randn(*shape, generator=draw).to(device)
     narrow = lambda *shape: make(*shape).to(dtype)
     heads, key_heads, width = shapes.heads
-    of_heads = lambda count: narrow(1, 5, count, width).transpose(
-        1, 2
-    )  # as layers pass them: other strides compile again
+    # as layers pass them: other strides compile again
+    of_heads = lambda count: narrow(1, 5, count, width).transpose(1, 2)
     cases: tuple[tuple[Callable[..., Any], list[Tensor], tuple[Any, ...]], ...] = (
         (rms_norm, [make(5, shapes.hidden), make(shapes.hidden).to(shapes.weights)], (shapes.epsilon, dtype)),
         (gated, [narrow(5, shapes.inner), narrow(5, shapes.inner)], ()),
