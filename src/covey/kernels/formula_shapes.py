@@ -1,4 +1,4 @@
-"""Shapes that the compiled formulas of a model's layers have."""
+"""Shapes and constants that the compiled formulas of a model's layers have."""
 
 from __future__ import annotations
 
@@ -25,17 +25,22 @@ class FormulaShapes:
     def of(layer: Any) -> FormulaShapes:
         """Those of a decoder layer; the defaults where a part is not as expected, or `layer` is None."""
         norm, attention, mlp = (getattr(layer, name, None) for name in ("input_layernorm", "self_attn", "mlp"))
-        parts = [
-            getattr(attention, "q_proj", None),
-            getattr(attention, "k_proj", None),
-            getattr(mlp, "gate_proj", None),
-        ]
+        parts = [*(getattr(attention, name, None) for name in ("q_proj", "k_proj")), getattr(mlp, "gate_proj", None)]
         queries, keys, inner = (int(getattr(part, "out_features", 0)) for part in parts)
         weight, width = getattr(norm, "weight", None), int(getattr(attention, "head_dim", 0))
-        epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-        if not isinstance(weight, torch.Tensor) or not isinstance(epsilon, float) or not (width and keys and inner):
+        epsilon = epsilon_of(norm)
+        if not isinstance(weight, torch.Tensor) or epsilon is None or not (width and keys and inner):
             return OF_NO_MODEL
         return FormulaShapes(len(weight), inner, (queries // width, keys // width, width), weight.dtype, epsilon)
 
 
 OF_NO_MODEL = FormulaShapes()
+
+
+def epsilon_of(norm: Any) -> float | None:
+    """Epsilon of an RMS norm, by the names of transformers; None for another module."""
+    for name in ("variance_epsilon", "eps"):
+        value = getattr(norm, name, None)
+        if isinstance(value, float):
+            return value
+    return None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from covey.kernels import matmul
-from covey.kernels.fused_layers import epsilon_of
+from covey.kernels.formula_shapes import epsilon_of
 from covey.kernels.fused_ops import LANES, LayerKernels, layer_kernels
 
 Forward = Callable[..., Any]

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from covey.kernels.compiled_cache import keep_compiled_code
-from covey.kernels.formula_shapes import OF_NO_MODEL, FormulaShapes
+from covey.kernels.formula_shapes import OF_NO_MODEL, FormulaShapes, epsilon_of
 from covey.kernels.half_weights import products_of
 from covey.models import decoder_of
 from covey.process.memory import is_out_of_memory
@@ -239,14 +239,6 @@ def recognisable_layers(decoder: nn.Module) -> Iterator[Any]:
     for layer in getattr(decoder, "layers", ()):
         if {name for name, _ in layer.named_children()} == _LAYER:
             yield layer
-
-
-def epsilon_of(norm: Any) -> float | None:
-    for name in ("variance_epsilon", "eps"):
-        value = getattr(norm, name, None)
-        if isinstance(value, float):
-            return value
-    return None
 
 
 def is_norm(norm: Any) -> bool:

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 
 from covey.kernels import fused_functions as operations
 from covey.kernels.compile import is_fake, unavailable_reason
+from covey.kernels.formula_shapes import epsilon_of
 from covey.kernels.fused_functions import Forward, is_plain
 from covey.kernels.fused_layers import (
     ROTATION,
-    epsilon_of,
     has_projections,
     is_gated,
     is_norm,
