@@ -17,7 +17,6 @@ from covey.data.checks import row_at
 from covey.data.examples import encode_example, load_examples
 from covey.data.hints import hints_of, with_hint
 from covey.data.prompts import to_prompt
-from covey.data.rendering import as_written
 from covey.errors import ConfigError
 from covey.learner import AdapterCopy, FrozenCopy, NoReference, Policy, Reference, ServedTeacher, Supervised, Teacher
 from covey.learner.served_teacher import AnyTeacher
@@ -282,9 +281,8 @@ def _encoder(
     dataset: Any, tokenizer: Any, eos_ids: Sequence[int], template: Mapping[str, Any]
 ) -> Callable[[int], tuple[Prompt, Completion]]:
     def example(index: int) -> tuple[Prompt, Completion]:
-        row = as_written(row_at(dataset, index), dataset.features)
-        where = f"row {index} of the examples"
+        row, where = row_at(dataset, index), f"row {index} of the examples"
         prompt = to_prompt(row, f"sft:{index}", where, tokenizer, template, features=dataset.features)
-        return prompt, encode_example(prompt, row["completion"], tokenizer, eos_ids, template)
+        return prompt, encode_example(prompt, prompt.columns["completion"], tokenizer, eos_ids, template)
 
     return example
