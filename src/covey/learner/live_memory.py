@@ -107,9 +107,13 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
+def _number(x: Tensor) -> Any:
+    return True if x.dtype == torch.bool else 0.0 if x.dtype.is_floating_point else 0
+
+
 _DEVICE = torch.ops.prim.device.default
 _READ = {
-    aten._local_scalar_dense.default: lambda x: x.dtype == torch.bool or (0.0 if x.dtype.is_floating_point else 0),
+    aten._local_scalar_dense.default: _number,
     aten.equal.default: lambda x: True,
     aten.allclose.default: lambda x: True,
     aten.nonzero.default: lambda x: x.new_zeros((x.numel(), x.ndim), dtype=torch.long),
