@@ -144,7 +144,7 @@ class AgentSampler:
         seed = params.seed or 0
         runs = []
         for p, (prompt, occurrence) in enumerate(zip(encoded, occurrences(encoded), strict=True)):
-            shown = prompt.raw if (prompt.messages or prompt.media) is None else openai_messages(prompt)
+            shown = prompt.raw if prompt.messages is None and prompt.media is None else openai_messages(prompt)
             for g in range(n):
                 key = sequence_key(seed, prompt.uid, occurrence, g)
                 session = Session(f"{self._count}-{p}-{g}-{key & 0xFFFFFFFF:08x}", key)
