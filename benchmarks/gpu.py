@@ -320,8 +320,8 @@ def row(name: str, found: dict[str, Any]) -> str:
         return f"{name}: {found['failed']}"
     parts = "".join(f", {part} {seconds[-1]:.2f} s" for part, seconds in found["parts"].items() if seconds)
     launches = "".join(f", {one['launches']} kernels in {part}" for part, one in found["profile"].items())
-    peak = f", reserved {found['reserved_gib']} GiB" if found["reserved_gib"] else ""
-    return f"{name}: {found['step']:.2f} s a step{parts}, first {found['first']:.1f} s{peak}{launches}"
+    memory = f", reserved {found['reserved_gib']} GiB" if found["reserved_gib"] else ""
+    return f"{name}: {found['step']:.2f} s a step{parts}, first {found['first']:.1f} s{memory}{launches}"
 
 
 def curve_of(folder: Path) -> str:

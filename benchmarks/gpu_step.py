@@ -177,9 +177,8 @@ class Clock(TrainerCallback):
             torch.cuda.synchronize()
             self.reserved = round(torch.cuda.max_memory_reserved() / 2**30, 2)
         self.seconds.append(round(time.perf_counter() - self.began, 3))
-        print(
-            f"step {len(self.seconds)}: {self.seconds[-1]} s, reserved {self.reserved} GiB", flush=True
-        )  # all that a cut run leaves
+        # all that a cut run leaves
+        print(f"step {len(self.seconds)}: {self.seconds[-1]} s, reserved {self.reserved} GiB", flush=True)
 
 
 class Watch:
