@@ -8,8 +8,9 @@ import logging
 import datasets
 import pytest
 
-from covey.data import PromptStream, layouts, load, prompts
+from covey.data import PromptStream, load, prompts
 from covey.data.examples import load_examples
+from covey.data.rendering import say_once
 from covey.errors import DataError, MissingKeyError
 from kit import forgotten, tiny_tokenizer
 
@@ -26,7 +27,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    with forgotten(layouts._say, prompts._say_once):
+    with forgotten(say_once):
         yield
 
 

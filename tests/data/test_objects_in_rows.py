@@ -12,7 +12,7 @@ import pytest
 from covey.data import PromptStream, load
 from covey.data.examples import load_examples
 from covey.data.prompts import to_prompt
-from covey.data.rendering import _say_as_text
+from covey.data.rendering import say_once
 from covey.data.tables import with_structs
 from covey.errors import DataError
 from kit import tiny_tokenizer
@@ -52,7 +52,7 @@ def table(tmp_path, messages):
 @pytest.mark.parametrize("kind", WRITES)
 @pytest.mark.parametrize("arguments", ["{{ c.function.arguments | tojson }}", "{{ 'call ' + c.function.arguments }}"])
 def test_an_answer_that_is_an_object_is_shown_whole_as_json(kind, arguments, tmp_path, caplog):
-    _say_as_text.cache_clear()
+    say_once.cache_clear()
     tokenizer = tokenizer_that_writes(WRITES[kind], arguments)
     (prompt,) = PromptStream(table(tmp_path, MESSAGES), tokenizer).take(1)
     written = json.dumps(ANSWER, ensure_ascii=False)

@@ -4,19 +4,15 @@ A conversation that ends with the assistant is parted: its last turn is the colu
 """
 
 import json
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from typing import Any
 
 import datasets
 
-from covey.data.rendering import as_written, clean
+from covey.data.rendering import as_written, clean, say_once
 from covey.data.tables import column_set
 from covey.errors import DataError
-
-logger = logging.getLogger(__name__)
 
 _SHAREGPT = {
     **dict.fromkeys(("human", "user", "prompter"), "user"),
@@ -53,7 +49,7 @@ def with_prompts(dataset: Any, name: str, chosen: Mapping[str, str]) -> Any:
             else []
         )
         dataset = _add_columns(dataset, change, taken, drops)
-        _say(sentence)
+        say_once(sentence)
     return dataset
 
 
@@ -205,8 +201,3 @@ def _add_columns(dataset: Any, change: Change, taken: Collection[str], drops: Se
                 columns.setdefault(name, [None] * len(dataset))[number] = value
     rest = dataset.remove_columns([column for column in {*drops, *columns} if column in dataset.column_names])
     return datasets.concatenate_datasets([rest, column_set(columns)], axis=1) if columns else dataset
-
-
-@lru_cache(maxsize=256)
-def _say(sentence: str) -> None:
-    logger.warning(sentence)

@@ -1,16 +1,12 @@
 """One row of a data set to a `Prompt`: checked, rendered, encoded as TRL 1.16 encodes it."""
 
-import logging
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from covey.data.media import media_prompt, refuse_openai_parts, row_kinds
-from covey.data.rendering import ROW_COLUMNS, as_written, chat_ids, clean
+from covey.data.rendering import ROW_COLUMNS, as_written, chat_ids, clean, say_once
 from covey.errors import DataError, ModelError, message_of
 from covey.types import Message, Prompt
-
-logger = logging.getLogger(__name__)
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
 _ANSWERS = ("tool", "ipython", "function")
@@ -83,13 +79,13 @@ def to_prompt(
     messages = tuple(clean(message) for message in value or ())
     refuse_openai_parts(messages, where)
     if messages[-1]["role"] == "assistant" and messages[-1].get("content"):
-        _say_once(
+        say_once(
             "Prompts end with a message of the assistant, which the model continues. If that is the answer, take it off: "
             "leave prompt_column out for a column 'messages', whose last turn then becomes the column 'answer'."
         )
     options = {**template, **template_of_row(row, where)}
     if row.get("tools") and "tools" not in options:
-        _say_once(
+        say_once(
             "The column 'tools' is not shown to the model: beside a column 'prompt' it goes to rewards, environments and agents. Give the chat template "
             "a column chat_template_kwargs with {'tools': [...]}, or the run tools=[...] to call."
         )
@@ -105,11 +101,6 @@ def template_of_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where} has chat_template_kwargs of type {type(template).__name__}; give a mapping, or leave it out."
         )
     return {name: value for name, value in template.items() if value is not None}
-
-
-@lru_cache(maxsize=256)
-def _say_once(sentence: str) -> None:
-    logger.warning(sentence)
 
 
 def encode_chat(

@@ -152,16 +152,17 @@ def as_template_takes(
     rendered = _rendered(tokenizer, objects, options)
     if rendered is not None and all(_as_json(content) in rendered for content in contents):
         return objects
-    _say_as_text()
-    return shown
-
-
-@lru_cache(maxsize=1)
-def _say_as_text() -> None:
-    logger.warning(
+    say_once(
         "The content of a tool's answer is an object, which the chat template does not write as JSON; it is given the JSON as a text. TRL gives "
         "it the object, of which such templates show Python's repr, the keys, or nothing."
     )
+    return shown
+
+
+@lru_cache(maxsize=256)
+def say_once(sentence: str) -> None:
+    """Log a sentence as a warning, the first time."""
+    logger.warning(sentence)
 
 
 def _arguments_taken(

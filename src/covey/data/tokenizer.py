@@ -1,13 +1,10 @@
 """Tokenizer set-up for training: a padding token, and every id that ends a text."""
 
-import logging
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
+from covey.data.rendering import say_once
 from covey.errors import DataError, ModelError, TokenizerTypeError
-
-logger = logging.getLogger(__name__)
 
 
 def prepare_tokenizer(tokenizer: Any, model: Any = None) -> Any:
@@ -24,7 +21,7 @@ def prepare_tokenizer(tokenizer: Any, model: Any = None) -> Any:
     if tokenizer.eos_token_id is None:
         tokenizer.eos_token_id = ends[0]
     if tokenizer.pad_token_id is None:
-        _warn_once(
+        say_once(
             f"The tokenizer has no padding token; its end-of-text token {tokenizer.eos_token!r} is used for padding."
         )
         tokenizer.pad_token = tokenizer.eos_token
@@ -67,7 +64,7 @@ def _check_vocabulary(tokenizer: Any, model: Any) -> None:
                 f"The tokenizer's {what} {tokenizer.convert_ids_to_tokens(token_id)!r} has id {token_id}, but the model has only {rows} "
                 f"embeddings; use the model's own tokenizer, or call model.resize_token_embeddings({highest + 1})."
             )
-    _warn_once(
+    say_once(
         f"The tokenizer has ids up to {highest}, but the model has only {rows} embeddings; a prompt that holds "
         f"{beyond[0][1]!r} or another of the {len(beyond)} ids beyond them is refused."
     )
@@ -112,8 +109,3 @@ def _template_ids(tokenizer: Any) -> list[int]:
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
     except (TemplateError, TypeError, ValueError, KeyError):  # it is judged where it meets the messages of the data set
         return []
-
-
-@lru_cache(maxsize=256)
-def _warn_once(sentence: str) -> None:
-    logger.warning(sentence)
