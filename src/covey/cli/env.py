@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Any
 
 from covey import __version__
@@ -15,6 +14,7 @@ from covey.cli.flags import Flag
 from covey.cli.issue import issue
 from covey.cli.verb import JSON, Args, Verb
 from covey.errors import ConfigError, RewardError, did_you_mean
+from covey.runs.provenance import version_of
 from covey.sandbox import isolation
 
 _PACKAGES = (
@@ -40,7 +40,7 @@ def facts() -> dict[str, Any]:
         "memory_gib": _memory(),
         "gpus": _gpus(),
         "sandbox": _sandbox(),
-        "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "packages": {name: version for name in _PACKAGES if (version := version_of(name)) is not None},
         "environment": {name: _mask(name) for name in sorted(os.environ) if name.startswith(_PREFIXES)},
     }
 
@@ -68,13 +68,6 @@ def _sandbox() -> str:
         return str(isolation())
     except RewardError as error:
         return str(error)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _mask(name: str) -> str:

@@ -10,6 +10,7 @@ import torch
 from packaging.requirements import Requirement
 
 from covey.doctor.finding import Finding, failed, passed, warned
+from covey.runs.provenance import version_of
 
 AREA = "environment"
 
@@ -29,7 +30,7 @@ def versions(requirements: Iterable[str]) -> Iterator[Finding]:
         requirement = Requirement(line)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        installed = _version(requirement.name)
+        installed = version_of(requirement.name)
         if installed is None or not requirement.specifier.contains(installed, prereleases=True):
             is_clean = False
             have = "is not installed" if installed is None else f"is {installed}"
@@ -39,7 +40,7 @@ def versions(requirements: Iterable[str]) -> Iterator[Finding]:
                 f"pip install '{requirement.name}{requirement.specifier}'",
             )
     if is_clean:
-        shown = {name: _version(name) for name in ("torch", "transformers", "datasets", "accelerate")}
+        shown = {name: version_of(name) for name in ("torch", "transformers", "datasets", "accelerate")}
         yield passed(AREA, "versions are supported: " + ", ".join(f"{n} {v}" for n, v in shown.items()), **shown)
 
 
@@ -94,10 +95,3 @@ def precision(args: Any) -> Finding:
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

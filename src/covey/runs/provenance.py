@@ -46,13 +46,13 @@ def file_digest(file: Path) -> str:
 
 def package_versions() -> dict[str, str]:
     """Versions of Python and of packages that affect the numbers; packages that are not installed are left out."""
-    versions = {name: _version(name) for name in _VERSIONS}
+    versions = {name: version_of(name) for name in _VERSIONS}
     return {"python": platform.python_version()} | {name: version for name, version in versions.items() if version}
 
 
 @functools.cache
-def _version(package: str) -> str | None:
-    # of the first run in a process: a package that is imported stays what it is
+def version_of(package: str) -> str | None:
+    """Version of an installed package, as it was first asked for: one that is imported stays what it is. None: not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
