@@ -82,8 +82,8 @@ class VESPO:
     """A variational weight on whole sequences: `-sg(phi) A logp`, `phi = exp(lambda + k s - lambda exp(s))`. arXiv 2602.10693.
 
     `s` is the sum of the sequence's log-ratios, each clipped to +-20, plus the log of `correction` (sampler against learner,
-    at least 1e-8) where there is one, clipped to `[log 1e-8, 20]`. `k`, `lambda` are the positive pair where A >= 0. phi is 1
-    on-policy.
+    at least 1e-8; summed where it is one a token) where there is one, clipped to `[log 1e-8, 20]`. `k`, `lambda` are the positive
+    pair where A >= 0. phi is 1 on-policy.
     """
 
     k_positive: float = 2.0
@@ -106,8 +106,10 @@ class VESPO:
         floor, ceiling = math.log(1e-8), 20.0
         total = tokens.log_ratio.detach().clamp(-20.0, 20.0).sum(-1, keepdim=True)
         if self.correction is not None:
-            log_weight = self.correction(tokens).detach().log().clamp(floor, ceiling).expand_as(tokens.mask)
-            total = total + torch.where(tokens.mask, log_weight, torch.zeros_like(log_weight)).sum(-1, keepdim=True)
+            log_weight = self.correction(tokens).detach().log().clamp(floor, ceiling)
+            if log_weight.shape[-1] > 1:  # one a token; that of a sequence is the product already
+                log_weight = torch.where(tokens.mask, log_weight, torch.zeros_like(log_weight)).sum(-1, keepdim=True)
+            total = total + log_weight
         total = total.clamp(floor, ceiling)
         is_positive = tokens.advantages >= 0
         pick = lambda yes, no: torch.where(is_positive, total.new_tensor(yes), total.new_tensor(no))
