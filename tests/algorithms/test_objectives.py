@@ -75,6 +75,15 @@ def test_vespo_weighs_nothing_on_policy_and_silences_sequences_far_off():
     assert vespo.weight(one_token(1e-4, 2)).item() < 1e-6
 
 
+@pytest.mark.parametrize("how", ["truncate", "mask"])
+def test_vespo_takes_one_correction_a_sequence_as_it_takes_those_of_its_tokens(how: str):
+    tokens = made_tokens(drift=0.0)
+    tokens = replace(tokens, sampler_logp=tokens.old_logp - 0.01 * tokens.logp.detach())
+    by_token, by_sequence = (alg.VESPO(correction=alg.Correction(level, how)) for level in ("token", "sequence"))
+    assert not torch.allclose(by_token.weight(tokens), torch.ones(()).double())
+    torch.testing.assert_close(by_sequence.weight(tokens), by_token.weight(tokens))
+
+
 def test_gspo_by_token_equals_gspo_by_sequence():
     tokens = made_tokens(drift=0.01)
     a = alg.Clipped(3e-4, 4e-4, level="sequence")(tokens).expand_as(tokens.mask)[tokens.mask].sum()
@@ -113,6 +122,13 @@ def test_a_covariance_penalty_holds_the_tokens_of_largest_covariance():
     assert covariance[held].min() >= covariance[tokens.mask & ~held].max()
     extra = prepared(tokens) + tokens.advantages * tokens.ratio
     assert torch.allclose(extra[held], 0.5 * tokens.log_ratio.abs()[held])
+
+
+def test_a_covariance_penalty_holds_no_more_tokens_where_they_tie():
+    tokens = made_tokens()
+    tied = replace(tokens, advantages=torch.zeros_like(tokens.advantages))  # every covariance is 0
+    prepared = alg.KLCov(share=0.1).prepare(tied, Totals.of(tokens.mask, tokens.group, 16))
+    assert int(prepared.metrics(tied)["kl_cov/held_mean"].sum()) == max(1, int(0.1 * int(tokens.mask.sum())))
 
 
 def test_bounds_of_top_entropy_are_those_of_torch_quantile():

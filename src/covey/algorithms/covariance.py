@@ -25,6 +25,8 @@ class Covariance:
     mean_advantage: float
     mean_logp: float
     bound: float
+    tie: float = math.inf
+    """Priority up to which tokens at the bound itself are selected."""
 
     def of(self, tokens: TokenBatch) -> Tensor:
         """[N, T], `(A - mean A)(logp - mean logp)`, without gradient."""
@@ -106,8 +108,12 @@ class KLCov:
         means = Covariance.means(tokens)
         values = means.of(tokens)[tokens.mask]
         count = min(max(1, int(self.share * values.numel())), values.numel())
-        bound = values.sort(descending=True).values[count - 1].item() if count else math.inf
-        return replace(self, measured=replace(means, bound=bound))
+        if not count:
+            return replace(self, measured=replace(means, bound=math.inf))
+        bound = values.sort(descending=True).values[count - 1].item()
+        ties = _priority(tokens)[tokens.mask][values == bound].sort().values  # such as all tokens of tied groups
+        tie = ties[count - int((values > bound).sum()) - 1].item()
+        return replace(self, measured=replace(means, bound=bound, tie=tie))
 
     def metrics(self, tokens: TokenBatch) -> dict[str, Tensor]:
         """`kl_cov/held_mean`: tokens that pay for their covariance."""
@@ -116,7 +122,8 @@ class KLCov:
     def _is_held(self, tokens: TokenBatch) -> Tensor:
         measured = self.measured or self.prepare(tokens, NO_TOTALS).measured
         assert measured is not None  # prepare sets it
-        return tokens.mask & (measured.of(tokens) >= measured.bound)
+        values, is_first = measured.of(tokens), _priority(tokens) <= measured.tie
+        return tokens.mask & ((values > measured.bound) | ((values == measured.bound) & is_first))
 
 
 def _priority(tokens: TokenBatch) -> Tensor:
