@@ -61,3 +61,11 @@ def test_two_equal_models_differ_about_5_times_in_100():
 def test_prompts_without_a_score_are_left_out_of_both_sides():
     assert paired_difference([0, 1, math.nan], [1, 1, 1]).count == 2
     assert mean([1.0, math.nan, 3.0]).value == 2.0
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4, 1e9])
+def test_the_scale_of_scores_decides_no_sign_flip(scale: float):
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        gaps = scale * rng.uniform(0.5, 1.5, 5)  # all of one sign: 2 of 32 flips are as extreme
+        assert paired_difference([0.0] * 5, gaps.tolist()).p_value == pytest.approx(2 / 32, rel=0.1)
