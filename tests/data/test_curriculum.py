@@ -197,3 +197,12 @@ def test_mixtures_that_cannot_be_are_refused_in_a_sentence(make, sentence: str):
 )
 def test_a_mixture_may_be_written_without_spaces(text: str):
     assert terms(text) == {"a.jsonl": 0.7, "b+c.jsonl": 0.3}
+
+
+def test_the_score_of_a_question_is_the_mean_over_its_languages():
+    data = table(2, prompt_de=["eins", "zwei"], prompt_fr=["un", "deux"])
+    prompts = stream(data, "frontier", languages=("en", "de", "fr"))
+    drawn = prompts.take(3)
+    scores = dict(zip((one.uid for one in drawn), (0.9, 0.9, 0.0), strict=True))
+    prompts.learn({uid: Outcome(score, has_signal=False) for uid, score in scores.items()})
+    assert prompts.state_dict()["order"]["base"]["score"] == [pytest.approx(0.6)]

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,9 +27,11 @@ class Outcome:
     score: float
     has_signal: bool
 
-    def merged(self, other: Outcome) -> Outcome:
-        """Mean outcome of two prompts of one question."""
-        return Outcome((self.score + other.score) / 2, self.has_signal or other.has_signal)
+    @staticmethod
+    def mean(outcomes: Sequence[Outcome]) -> Outcome:
+        """Mean outcome of the prompts of one question."""
+        score = sum(outcome.score for outcome in outcomes) / len(outcomes)
+        return Outcome(score, any(outcome.has_signal for outcome in outcomes))
 
 
 class Order(Protocol):

@@ -123,11 +123,10 @@ class PromptStream:
         """Report the outcomes of prompts, by their uid, to the order; a static order ignores them."""
         learn = getattr(self._order, "learn", None)
         if learn is not None:
-            by_row: dict[int, Outcome] = {}
+            by_row: dict[int, list[Outcome]] = {}
             for uid, outcome in outcomes.items():
-                row = int(question_of(uid).partition(":")[2])
-                by_row[row] = outcome if row not in by_row else by_row[row].merged(outcome)
-            learn(by_row)
+                by_row.setdefault(int(question_of(uid).partition(":")[2]), []).append(outcome)
+            learn({row: Outcome.mean(several) for row, several in by_row.items()})
 
     def commit(self, state: Mapping[str, Any]) -> None:
         """A checkpoint with this state is on the disk: a live source may forget the rows before it."""
