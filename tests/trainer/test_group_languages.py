@@ -11,6 +11,7 @@ from datasets import Dataset
 
 from covey import algorithms as alg
 from covey.data.stream import PromptStream
+from covey.data.together import columns_of
 from covey.errors import ConfigError, DataError
 from covey.training.credit import with_advantages
 from faults.small_runs import lines, trainer
@@ -40,6 +41,18 @@ def test_a_row_becomes_a_prompt_a_language_with_that_languages_columns():
     again = PromptStream(Dataset.from_list(ROWS), tiny_tokenizer(), shuffle=False, languages=LANGUAGES)
     again.load_state_dict(stream.state_dict())  # in the middle of a question
     assert [one.uid for one in again.take(5)] == [one.uid for one in stream.take(5)]
+
+
+def test_a_language_may_have_an_underscore_and_end_like_another():
+    row = {"prompt": "hello", "prompt_pt_br": "oi", "prompt_br": "demat", "answer_pt_br": "x", "answer_br": "y"}
+    languages = ("en", "pt_br", "br")
+    stream = PromptStream(Dataset.from_list([row]), tiny_tokenizer(), shuffle=False, languages=languages)
+    assert [(one.text, one.columns.get("answer")) for one in stream.take(3)] == [
+        ("hello", None),
+        ("oi", "x"),
+        ("demat", "y"),
+    ]
+    assert columns_of(row, languages) == ["prompt", "answer", "language"]
 
 
 def test_the_baseline_is_that_of_the_question_over_all_its_languages():

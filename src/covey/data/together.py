@@ -19,14 +19,14 @@ def question_of(uid: str) -> str:
 
 def columns_of(columns: Collection[str], languages: Sequence[str]) -> list[str]:
     """The columns that rewards see: `answer_de` is `answer`, and `language` names the language."""
-    names = [_plain(column, languages) for column in columns]
+    names = [_parted(column, languages)[0] for column in columns]
     return list(dict.fromkeys([*names, LANGUAGE]))
 
 
 def in_language(row: Row, language: str, languages: Sequence[str]) -> Row:
     """The row with `prompt_de` as `prompt`, `answer_de` as `answer` and so on, and without other languages' columns."""
-    plain = {name: value for name, value in row.items() if _plain(name, languages) == name}
-    translated = {_plain(name, languages): value for name, value in row.items() if name.endswith(f"_{language}")}
+    parts = [(*_parted(name, languages), value) for name, value in row.items()]
+    plain, translated = ({name: value for name, of, value in parts if of == end} for end in (None, language))
     return {**plain, **translated, LANGUAGE: language}
 
 
@@ -40,9 +40,11 @@ def refuse_missing_languages(columns: Collection[str] | None, languages: Sequenc
         )
 
 
-def _plain(column: str, languages: Sequence[str]) -> str:
-    base, _, end = column.rpartition("_")
-    return base if base and end in languages else column
+def _parted(column: str, languages: Sequence[str]) -> tuple[str, str | None]:
+    """A column's name without its language, and that language, the longest that it ends with: `pt_br` rather than `br`; None without one."""
+    ends = [code for code in languages if column.endswith(f"_{code}") and len(column) > len(code) + 1]
+    language = max(ends, key=len, default=None)
+    return (column, None) if language is None else (column.removesuffix(f"_{language}"), language)
 
 
 class Together:
