@@ -64,5 +64,7 @@ def test_an_evaluation_fills_the_sampler_whatever_its_batch_size(tmp_path, monke
         for one in found.values()
     ]
     assert len(numbers[0]) > 3
+    for one in found.values():  # no KL and no other term: the policy's loss is all of it, over however many batches
+        assert one["eval_policy_loss"] == pytest.approx(one["eval_loss"], abs=1e-7)
     for other in numbers[1:]:
         assert other == pytest.approx(numbers[0], nan_ok=True)

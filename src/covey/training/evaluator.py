@@ -27,6 +27,7 @@ from covey.runs.evaluations import by_question
 from covey.training.credit import completion_metrics, with_advantages
 from covey.training.drawing import Draws
 from covey.training.parts import Parts
+from covey.training.state import LOSSES
 from covey.types import Group, Metric, merge_metrics
 
 
@@ -100,7 +101,7 @@ class Evaluator:
     ) -> dict[str, float]:
         named = {}
         for name, metric in sorted(metrics.items()):
-            value = metric.value / turns if name in ("loss", "value_loss") else metric.value
+            value = metric.value / turns if name in LOSSES else metric.value
             if not math.isnan(value):
                 named[f"{prefix}_{name}"] = float(value)
         named[f"{prefix}_runtime"] = round(seconds, 4)

@@ -11,7 +11,7 @@ from covey.errors import ConfigError, RewardError, SpoiledError
 from covey.monitor import Monitor
 from covey.monitor.progress import evaluation_line
 from covey.process.interruption import StopNow
-from covey.training.state import TrainState
+from covey.training.state import LOSSES, TrainState
 from covey.types import Alert, Event, Group, Metric, StepReport, merge_metrics
 
 logger = logging.getLogger(__name__)
@@ -306,8 +306,8 @@ class Session:
         logs["num_tokens"] = float(state.num_tokens)
         logs["step_time"] = sum(self.window_seconds) / max(len(self.window_seconds), 1)
         count = max(len(self.window_seconds), 1)
-        for name in ("loss", "policy_loss", "value_loss"):
-            if logs.get(name) is not None:  # sums over micro-batches within a step, a mean over the steps of the window
+        for name in LOSSES:
+            if logs.get(name) is not None:  # a mean over the steps of the window
                 logs[name] = logs[name] / count
         self.window, self.window_seconds = {}, []
         return logs
