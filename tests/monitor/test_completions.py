@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import torch
 
 from covey.monitor.completions import rows, show_completions
-from covey.runs import completions
+from covey.runs import completions, rollouts
 from kit import group
 
 
@@ -48,6 +48,18 @@ def test_the_table_names_the_step_and_the_rewards_and_obeys_nothing():
 def test_messages_are_shown_with_their_roles():
     chat = [{"role": "user", "content": "Hi"}]
     assert rows([group(["Hello"], question=chat)], 0, None, False) == [("user: Hi", "Hello", "-")]
+
+
+def test_an_advantage_by_token_is_its_mean_over_the_tokens_alone():
+    first = group(["a", "abcd"], rewards=[[1.0], [0.0]])
+    lengths = [done.num_tokens for done in first.completions]
+    assert lengths[0] < lengths[1]
+    by_token = torch.zeros(2, max(lengths))
+    by_token[0, : lengths[0]], by_token[1] = 1.0, -1.0
+    first = replace(first, advantages=by_token)
+    assert [row[-1] for row in rows([first], 1, None, False)] == ["1.00", "-1.00"]
+    assert completions.table_of(1, [first], ["math"])["advantage"].to_pylist() == [1.0, -1.0]
+    assert rollouts.table_of(1, [first], ["math"])["advantage"].to_pylist() == [1.0, -1.0]
 
 
 def test_written_as_trl_writes_them(tmp_path):

@@ -70,8 +70,7 @@ def _rows_of(group: Group, num_rewards: int) -> Iterator[tuple[str, ...]]:
     prompt = question if isinstance(question, str) else "\n".join(f"{m['role']}: {m['content']}" for m in question)
     for g, completion in enumerate(group.completions):
         scored = [math.nan] * num_rewards if group.rewards is None else group.rewards[g].tolist()
-        advantage = math.nan if group.advantages is None else float(group.advantages[g].float().mean())
-        yield safe(prompt), safe(completion.text), *map(_number, scored), _number(advantage)
+        yield safe(prompt), safe(completion.text), *map(_number, scored), _number(group.mean_advantage(g))
 
 
 def _number(value: float) -> str:

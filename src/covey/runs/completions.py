@@ -52,9 +52,7 @@ def table_of(step: int, groups: Sequence[Group], reward_names: Sequence[str]) ->
         columns[name] = _alike(
             [to_json(group.extras[name][g]) if name in group.extras else None for group, g in members]
         )
-    columns["advantage"] = [
-        None if group.advantages is None else _number(group.advantages[g].float().mean()) for group, g in members
-    ]
+    columns["advantage"] = [_number(group.mean_advantage(g)) for group, g in members]
     return pa.table({name: pa.array(values) for name, values in columns.items()})
 
 

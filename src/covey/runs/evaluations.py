@@ -42,7 +42,7 @@ def rows_of(groups: Sequence[Group], names: Sequence[str], weights: Sequence[flo
                     "question": question,
                     "uid": group.prompt.uid,
                     "completion_index": index,
-                    "reward": _total(list(scored.values()), weights),
+                    "reward": total_of(list(scored.values()), weights),
                     **{f"reward/{name}": None if math.isnan(value) else value for name, value in scored.items()},
                     "num_tokens": completion.num_tokens,
                     "finish": completion.finish,
@@ -128,6 +128,7 @@ def digest(prompt: Any) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def _total(rewards: Sequence[float], weights: Sequence[float]) -> float | None:
+def total_of(rewards: Sequence[float], weights: Sequence[float]) -> float | None:
+    """Weighted sum over the functions that scored; None where none did."""
     scored = [weight * reward for reward, weight in zip(rewards, weights, strict=True) if not math.isnan(reward)]
     return sum(scored) if scored else None

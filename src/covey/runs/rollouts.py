@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from torch import Tensor
 
 from covey.errors import RunFolderError
+from covey.runs.evaluations import total_of
 from covey.runs.manifest import to_json
 from covey.runs.previews import FOLDERS, folder_of
 from covey.runs.storage import refuse_link, sync_folder, temporary_sibling
@@ -181,7 +182,7 @@ def _rewards(groups: Sequence[Group], names: Sequence[str], weights: Sequence[fl
         rows += unscored if group.rewards is None else group.rewards.double().tolist()
     recorded = [total for group in groups for total in (group.totals.tolist() if group.totals is not None else ())]
     is_recorded = len(recorded) == len(rows)
-    totals = [_or_null(total) for total in recorded] if is_recorded else [_total(row, weights) for row in rows]
+    totals = [_or_null(total) for total in recorded] if is_recorded else [total_of(row, weights) for row in rows]
     columns = {"reward": pa.array(totals, pa.float64())}
     for r, name in enumerate(names):
         name = f"reward/{name}" if f"reward/{name}" not in columns else f"reward/{name}#{r}"
@@ -189,24 +190,18 @@ def _rewards(groups: Sequence[Group], names: Sequence[str], weights: Sequence[fl
     return columns
 
 
-def _total(row: Sequence[float], weights: Sequence[float]) -> float | None:
-    """Weighted sum over the functions that scored; None when none did."""
-    scored = [weight * reward for reward, weight in zip(row, weights, strict=True) if not math.isnan(reward)]
-    return sum(scored) if scored else None
-
-
 def _advantages(groups: Sequence[Group]) -> dict[str, pa.Array]:
     """`advantage`, one number a completion (its mean where it differs by token), and then `advantages` by token."""
     if any(group.advantages is None for group in groups):
         return {}
-    each = [
-        (row[: done.num_tokens] if row.ndim else row, row.ndim)
-        for group in groups
-        if group.advantages is not None
-        for row, done in zip(group.advantages, group.completions, strict=True)
+    means = [_or_null(group.mean_advantage(g)) for group in groups for g in range(group.size)]
+    by_token = [
+        (group.advantages, group) for group in groups if group.advantages is not None and group.advantages.ndim == 2
     ]
-    columns = {"advantage": pa.array([_or_null(row.double().mean().item()) for row, _ in each], pa.float64())}
-    return columns | ({"advantages": _lists([row for row, _ in each])} if any(ndim for _, ndim in each) else {})
+    rows = [
+        row[: done.num_tokens] for each, group in by_token for row, done in zip(each, group.completions, strict=True)
+    ]
+    return {"advantage": pa.array(means, pa.float64()), **({"advantages": _lists(rows)} if rows else {})}
 
 
 def _messages(groups: Sequence[Group]) -> dict[str, pa.Array]:

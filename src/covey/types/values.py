@@ -177,6 +177,13 @@ class Group:
     def size(self) -> int:
         return len(self.completions)
 
+    def mean_advantage(self, index: int) -> float:
+        """The advantage of a completion, its mean where it differs by token; NaN without tokens or advantages."""
+        if self.advantages is None:
+            return math.nan
+        row = self.advantages[index].double()
+        return float(row if row.ndim == 0 else row[: self.completions[index].num_tokens].mean())
+
     def take(self, indices: Sequence[int]) -> Group:
         """The same prompt with only these completions, in this order; everything that belongs to them comes along."""
         keep = torch.as_tensor(list(indices), dtype=torch.long)
