@@ -24,6 +24,15 @@ DATA = [
 ROWS = rows_of(DATA, "answer")
 
 
+def test_every_answer_of_a_list_is_right():
+    golds = [["true", "yes"], ["yes", "true"], ["false", "no"], ["correct", "right"], ["2", "3"], ["3", "2"], [], ["4"]]
+    rows = rows_of([{"prompt": f"{i}?", "answer": gold} for i, gold in enumerate(golds)], "answer")
+    for row, gold in zip(rows, golds, strict=True):
+        assert (row.gold, row.other in gold) == (gold[0] if gold else None, False)
+    assert rows_of([{"prompt": "?", "answer": ["2", "3"]}] * 2, "answer")[0].other == "4"
+    assert [v for v in verdicts("exact", rows) if v.check in ("gold", "garbage")] == []
+
+
 def verdicts(reward, rows=ROWS, **options):
     return judge(examine(resolve(reward), rows, **options))
 

@@ -47,6 +47,8 @@ class Row:
     """The gold text of a row whose answer is a different one."""
     completion: str | None = None
     """A completion that the data set holds."""
+    synonyms: tuple[str, ...] = ()
+    """Further gold answers in short, each of which is right too."""
 
     @property
     def short(self) -> str:
@@ -68,7 +70,7 @@ class Probe:
 
 def rows_of(data: Sequence[dict[str, Any]], gold: str | None, completion: str | None = None) -> list[Row]:
     """Rows ready to be probed; `gold` and `completion` name columns. Every value other than the prompt stays a column."""
-    golds = [_text(row.get(gold)) if gold else None for row in data]
+    golds = [_texts(row.get(gold)) if gold else () for row in data]
     rows = []
     for i, row in enumerate(data):
         raw = row["prompt"]
@@ -77,7 +79,9 @@ def rows_of(data: Sequence[dict[str, Any]], gold: str | None, completion: str | 
         prompt = Prompt(
             uid=f"0:{i}", token_ids=(0,), text=raw if chat is None else None, messages=chat, columns=columns
         )
-        rows.append(Row(prompt, golds[i], _other(golds, i), _text(row.get(completion)) if completion else None))
+        first, *further = golds[i] or (None,)
+        recorded = next(iter(_texts(row.get(completion))), None) if completion else None
+        rows.append(Row(prompt, first, _other(golds, i), recorded, tuple(gold_answer(text or "") for text in further)))
     return rows
 
 
@@ -193,26 +197,24 @@ _INJECTION = (
 )  # fmt: skip
 
 
-def _text(value: Any) -> str | None:
-    """A column's value as a completion would say it: the first of several, the text of messages."""
-    if isinstance(value, list | tuple):
-        if value and isinstance(value[0], dict):
-            return "".join(str(message.get("content") or "") for message in value)
-        value = value[0] if value else None
-    return None if value is None or not str(value).strip() else str(value)
+def _texts(value: Any) -> tuple[str, ...]:
+    """A column's value as completions would say it: each of several answers, or the text of messages; none of an empty one."""
+    if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
+        return ("".join(str(message.get("content") or "") for message in value),)
+    values = value if isinstance(value, list | tuple) else [value]
+    return tuple(str(text) for text in values if text is not None and str(text).strip())
 
 
-def _other(golds: Sequence[str | None], index: int) -> str | None:
-    """The next row's gold text that says something else; a neighbouring number where all say the same."""
-    if golds[index] is None:
+def _other(golds: Sequence[tuple[str, ...]], index: int) -> str | None:
+    """The next row's gold text that says something else than each answer here; a neighbouring number where all say the same."""
+    mine = [gold_answer(text) for text in golds[index]]
+    if not mine:
         return None
-    mine = gold_answer(golds[index] or "")
-    for step in range(1, len(golds)):
-        other = golds[(index + step) % len(golds)]
-        if other is not None and _differs(gold_answer(other), mine):
-            return other
-    value = number(mine)
-    return None if value is None else str(value + 1)
+    value = number(mine[0])
+    later = [golds[(index + step) % len(golds)][:1] for step in range(1, len(golds))]
+    numbers = [] if value is None else [str(value + step) for step in range(1, len(mine) + 1)]
+    texts = [*(text for texts in later for text in texts), *numbers]
+    return next((text for text in texts if all(_differs(gold_answer(text), answer) for answer in mine)), None)
 
 
 def _differs(first: str, second: str) -> bool:
@@ -275,8 +277,9 @@ def _cut(row: Row) -> str | None:
 
 
 def _holds(text: str, row: Row) -> bool:
-    """True if a text happens to name the right answer, and so is no garbage."""
-    return bool(row.short) and re.search(rf"(?<!\w){re.escape(row.short)}(?!\w)", text, re.IGNORECASE) is not None
+    """True if a text happens to name a right answer, and so is no garbage."""
+    named = lambda answer: re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text, re.IGNORECASE) is not None
+    return any(map(named, filter(None, (row.short, *row.synonyms))))
 
 
 def _function(gold: str | None) -> str | None:
