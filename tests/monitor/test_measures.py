@@ -35,6 +35,9 @@ def test_lengths_by_right_and_wrong():
     found = text_metrics(groups, ["math"], ONE, [(0.0, 1.0)])
     assert found["completions/mean_length_right"].value == 2.0
     assert found["completions/mean_length_wrong"].value == 2.0
+    read = completion("abcdef", mask=torch.tensor([True, False, False, False, True, True]))  # a tool's answer in it
+    episode = [Group(prompt=prompt("1 + 1"), completions=(read,), rewards=torch.ones(1, 1))]
+    assert text_metrics(episode, ["math"], ONE, [(0.0, 1.0)])["completions/mean_length_right"].value == 3.0
     half = [group(["a"], rewards=[[0.5]])]
     assert math.isnan(text_metrics(half, ["m"], ONE, [(0.0, 1.0)])["completions/mean_length_right"].value)
     assert "completions/mean_length_wrong" not in text_metrics(half, ["m"], ONE), "0 is not known to be wrong"

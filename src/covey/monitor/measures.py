@@ -94,7 +94,7 @@ def _lengths(groups: Sequence[Group], weights: Tensor, scales: Sequence[Scale | 
     if not scored:
         return {}
     rewards = torch.cat([group.rewards for group in scored if group.rewards is not None])  # [N, R]
-    lengths = torch.tensor([float(c.num_tokens) for group in scored for c in group.completions])  # [N]
+    lengths = torch.tensor([float(c.written.sum()) for group in scored for c in group.completions])  # [N]
     right_wrong = verdicts(rewards, weights, scales)
     if right_wrong is None:
         return {}
