@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -15,7 +16,9 @@ import pytest
 import torch
 
 from covey.cli import main
-from covey.doctor.why import causes, slices
+from covey.doctor.why import causes, recorded, slices
+from covey.runs import rollouts
+from kit import group
 
 
 def asked(capsys, run: Path, step: int) -> dict[str, Any]:
@@ -141,3 +144,11 @@ def test_what_is_missing_is_told_in_a_sentence(tmp_path: Path, capsys) -> None:
     ):
         assert main(["why", *words]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_advantages_by_token_are_those_that_were_recorded() -> None:
+    one, by_token = group(["a", "abc"], rewards=[[1.0], [0.0]]), torch.tensor([[0.5, 0.0, 0.0], [-1.0, 0.0, 0.25]])
+    for advantages in (by_token, torch.tensor([0.5, -0.25])):
+        table = rollouts.table_of(1, [dataclasses.replace(one, advantages=advantages)], ["math"])
+        (read,) = recorded.groups_of(table.to_pylist(), ["math"])
+        assert torch.equal(read.advantages, advantages)

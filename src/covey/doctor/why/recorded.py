@@ -207,12 +207,20 @@ def _group(rows: Sequence[Mapping[str, Any]], reward_names: Sequence[str]) -> Gr
         rewards=torch.tensor(
             [[number(row[f"reward/{name}"]) for name in reward_names] for row in rows], dtype=torch.float32
         ),
-        advantages=torch.tensor([number(row["advantage"]) for row in rows], dtype=torch.float32).nan_to_num(0.0),
+        advantages=_advantages(rows),
         totals=torch.tensor([number(row["reward"]) for row in rows], dtype=torch.float32),
         extras={
             name.removeprefix("extra/"): [row[name] for row in rows] for name in first if name.startswith("extra/")
         },
     )
+
+
+def _advantages(rows: Sequence[Mapping[str, Any]]) -> Tensor:
+    """[G], or [G, T] where they differ by token; 0 where there is none."""
+    if all(row.get("advantages") is None for row in rows):
+        return torch.tensor([row["advantage"] or 0.0 for row in rows], dtype=torch.float32)
+    by_token = [torch.tensor(row["advantages"] or [], dtype=torch.float32).nan_to_num(0.0) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(by_token, batch_first=True)
 
 
 def _messages(row: Mapping[str, Any]) -> tuple[Message, ...] | None:
@@ -229,9 +237,10 @@ def _rejudge(groups: list[Group], algorithm: Algorithm, weights: Tensor) -> tupl
     again = judged_again(groups, algorithm, weights)
     apart, largest = 0.0, 1e-6
     for new, old in zip(again, groups, strict=True):
-        if new.advantages is None or old.advantages is None or new.advantages.ndim != 1:
+        if new.advantages is None or old.advantages is None or new.advantages.ndim != old.advantages.ndim:
             return groups, False
-        apart = max(apart, float((new.advantages - old.advantages).abs().max()))
+        judged = new.advantages if old.advantages.ndim == 1 else new.advantages[:, : old.advantages.shape[1]]
+        apart = max(apart, float((judged - old.advantages).abs().max()))
         largest = max(largest, float(old.advantages.abs().max()))
     return again, apart <= _SAME * largest
 
