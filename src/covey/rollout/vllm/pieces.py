@@ -87,8 +87,13 @@ def largest_piece(weights: Iterable[tuple[str, Tensor]]) -> int:
     """Number of values in the largest piece, about: adapters and tied weights count too."""
     sizes: dict[str, int] = {}
     for name, weight in weights:
-        sizes[_place_of(name)] = sizes.get(_place_of(name), 0) + weight.numel()
+        sizes[_place_of(name)] = sizes.get(_place_of(name), 0) + count_of(weight)
     return max(sizes.values(), default=0)
+
+
+def count_of(weight: Tensor) -> int:
+    """Number of values of a weight, at most two a byte where it is packed."""
+    return weight.numel() if weight.is_floating_point() else 2 * weight.nbytes
 
 
 def changed_pieces(pieces: Mapping[str, Piece], held: Mapping[str, int]) -> list[Piece]:

@@ -21,7 +21,8 @@ from covey.errors import ConfigError
 from covey.models import decoder_of, reads_media, unwrapped
 from covey.process.sharding import Shards, is_sharded, whole_state
 from covey.rollout.vllm.attestation import trainer_logprobs
-from covey.rollout.vllm.pieces import Piece, add_digest, in_pieces
+from covey.rollout.vllm.pieces import Piece, add_digest, count_of, in_pieces
+from covey.rollout.vllm.plain_layers import changed_layers, layer_with, plain_config, plain_name, plain_state
 from covey.rollout.vllm.worker.covey_worker import text_of
 from covey.types import Prompt
 
@@ -40,7 +41,7 @@ class Source:
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Size of the weights in `dtype`, about: adapters and tied weights count too."""
-        return int(sum(weight.numel() for weight in self.policy.parameters())) * dtype.itemsize
+        return sum(map(count_of, self.policy.parameters())) * dtype.itemsize
 
     def plain(self) -> Iterator[tuple[str, Tensor]]:
         """Weights under the names of a checkpoint, adapters merged into a copy; of a split model a block at a time."""
@@ -85,26 +86,14 @@ def as_saved(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tupl
 
 
 def _merged(policy: Any, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the base model's `state` without those of adapters, which are added to the weights that they change."""
-    is_adapted = unwrapped(policy) is not policy and hasattr(policy, "peft_config")
-    adapted: dict[int, list[Any]] = {}
-    for layer in policy.modules():
-        if hasattr(layer, "get_delta_weight"):
-            weight = layer.get_param() if hasattr(layer, "get_param") else layer.get_base_layer().weight
-            adapted.setdefault(id(weight), []).append(layer)
+    """Tensors of the base model's `state` without those of adapters, which are merged into copies; quantized ones in floating point."""
+    layers, done = changed_layers(unwrapped(policy)), set[str]()
     for name, weight in state.items():
-        if is_adapted and (".lora_" in name or ".modules_to_save." in name):
-            continue
-        merged = weight.detach()
-        for layer in adapted.get(id(weight), ()) if ".base_layer." in name else ():  # a tied head has no adapter
-            for adapter in layer.active_adapters:
-                merged = merged + layer.get_delta_weight(adapter).to(merged.dtype)
-        yield plain_name(name), merged
-
-
-def plain_name(name: str) -> str:
-    """The name of a weight without the layers of adapters around it, which are nested where one module has several parameters."""
-    return re.sub(r"\.(base_layer\.)+", ".", name)
+        if (place := layer_with(name, layers)) is None:
+            yield name, weight.detach()
+        elif place not in done:
+            done.add(place)
+            yield from ((f"{place}.{part}", value) for part, value in plain_state(place, layers[place]).items())
 
 
 @torch.no_grad()
@@ -177,7 +166,7 @@ def _write_whole(
     aside = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    unwrapped(policy).config.save_pretrained(aside)
+    plain_config(policy).save_pretrained(aside)
     pieces: dict[str, Piece] = {}
     for key, tensors in in_pieces(weights):
         name = f"model-{len(pieces):05d}.safetensors"
@@ -252,13 +241,16 @@ def why_not_alone(policy: Any, max_rank: int, data_parallel: int) -> str | None:
     ranks = [int(config.r), *map(int, (getattr(config, "rank_pattern", None) or {}).values())]
     targets = {name for name, module in policy.named_modules() if hasattr(module, "lora_A") and len(module.lora_A)}
     ends = {name.rsplit(".", 1)[-1] for name in targets}
+    odd = next((name for name, weight in policy.named_parameters() if f".{policy.active_adapter}" in name
+                and not (re.search(r"\.lora_[AB]\.[^.]+\.weight$", name) and weight.dim() == 2)), None)  # fmt: skip
     reasons = {
         "it was started without --enable-lora (and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)": max_rank == 0,
         f"its --max-lora-rank is {max_rank} and the adapter's rank {max(ranks)}": max(ranks) > max_rank,
         "the adapter began by changing the base's weights (init_lora_weights)": changes_base(config.to_dict()),
         "the adapter uses DoRA": bool(getattr(config, "use_dora", False)),
-        "the adapter trains modules_to_save": bool(config.modules_to_save),
         "the adapter trains biases": config.bias != "none",
+        f"the adapter has {odd}, which is no LoRA of a linear layer": odd is not None,
+        "the adapter acts from its alora_invocation_tokens on": bool(getattr(config, "alora_invocation_tokens", None)),
         "the adapter changes what reads images or sounds": reads_media(policy) and not targets <= _of_decoder(policy),
         "the adapter changes experts (target_parameters)": bool(getattr(config, "target_parameters", None)),
         "the adapter has targets among embeddings or lm_head": bool(
