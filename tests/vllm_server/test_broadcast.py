@@ -242,6 +242,74 @@ def test_a_receiver_learns_that_the_sender_has_failed(backend, part, monkeypatch
     assert "No space left" in errors.get(timeout=20)
 
 
+FOREVER = 3600
+
+
+def in_threads(works):
+    """Results of works that wait for each other, or their errors as text; a work that still waits after a minute has none."""
+    results = {}
+
+    def run(place, work):
+        try:
+            results[place] = work()
+        except Exception as error:  # noqa: BLE001 - the result
+            results[place] = str(error)
+
+    threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(works)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [results.get(place, "still waits") for place in range(len(works))]
+
+
+def ends_of(backend, size, seconds=FOREVER):
+    """Each makes the link of one end, at a common store."""
+    master = store_at("127.0.0.1", 0, size=size, seconds=60, is_master=True)
+    client = lambda: store_at("127.0.0.1", master.port, size=size, seconds=60)
+    make = lambda rank: Link(backend, client(), rank=rank, size=size, seconds=seconds)
+    return master, [lambda rank=rank: make(rank) for rank in range(size)]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "ipc"])
+@pytest.mark.parametrize("failing", [1, 2])
+def test_an_error_of_one_worker_ends_the_waits_of_the_others_with_its_sentence(backend, failing):
+    master, makes = ends_of(backend, 3)
+    links = in_threads(makes)
+
+    def load(link):
+        with link.failing():
+            for name, _ in link.receive():
+                if link.rank == failing and name == "second":
+                    raise ValueError("a weight of another shape")
+
+    messages = [{"first": torch.ones(3)}, {"second": torch.ones(3)}, {"third": torch.ones(3)}, {"last": torch.ones(3)}]
+    works = [lambda: links[0].send(messages), lambda: load(links[1]), lambda: load(links[2])]
+    errors = in_threads(works)
+    assert ["a weight of another shape" in str(error) for error in errors] == [True] * 3, errors
+    assert master.port
+
+
+def test_ends_do_not_wait_for_one_that_has_failed(monkeypatch):
+    master, (first, second, _) = ends_of("gloo", 3)
+    monkeypatch.setattr(covey_link, "_LOOK_SECONDS", 0.02)
+    store = store_at("127.0.0.1", master.port, size=3, seconds=60)
+    store.set("failed", "RuntimeError('it has no memory')")
+    assert in_threads([first, second]) == ["RuntimeError('it has no memory')"] * 2
+
+
+def test_an_update_that_the_server_refuses_ends_the_thread_that_sends(fake, model, tmp_path):
+    sampler = sampler_of(fake, model, tmp_path)
+    moved(model, "layers.0.mlp")
+    fake.faults["covey_receive"], before = 503, threading.enumerate()
+    with pytest.raises(ServerError):
+        update(sampler, model, 1)
+    sending = [thread for thread in threading.enumerate() if thread.name == "covey-broadcast" and thread not in before]
+    for thread in sending:
+        thread.join(30)  # the limit of a collective is 60
+    assert not any(thread.is_alive() for thread in sending)
+
+
 def test_of_memory_within_a_machine_no_other_port_is_advised(fake, model, tmp_path, monkeypatch):
     def refuse(*place, **options):
         raise OSError("Address family not supported")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +20,9 @@ import torch.distributed as dist
 
 _ALIGNMENT = 16
 _CONNECT_SECONDS = 2.0
+_FAILED = "failed"
+_LOOK_SECONDS = 0.2
+"""Interval at which an end that waits looks whether another has failed."""
 
 
 def store_at(host: str, port: int, *, size: int, seconds: float, is_master: bool = False) -> Any:
@@ -47,44 +52,85 @@ def meeting(store: Any, number: int) -> Any:
 
 
 class Link:
-    """One end of the group. After an error in the middle of a message it cannot be used any more."""
+    """One end of the group. After an error of any end it cannot be used any more, and the others raise that error at once."""
 
     def __init__(self, backend: str, store: Any, *, rank: int, size: int, seconds: float, device: str = "cpu") -> None:
-        """Wait for all the others. `seconds`: limit of this and of each collective. Raises RuntimeError past it.
+        """Wait for all the others. `seconds`: limit of this and of each collective. Raises RuntimeError past it, or once one has failed.
 
         `device`: of tensors that are received, and of those that NCCL or CUDA IPC sends. Backends: `gloo`, `nccl`, `ipc`.
         """
         self.device, self.rank, self.size = torch.device(device), rank, size
         self.shares_memory, self.carries = backend == "ipc", torch.device(device if backend == "nccl" else "cpu")
         limit = timedelta(seconds=seconds)
+        self.store, self.seconds = store, seconds
+        self.group: Any = None
+        with self.failing():
+            store.set(f"here {rank}", "")
+            self._wait(lambda: store.check([f"here {end}" for end in range(size)]), "not all ends have come")
+            self.group = self._group_of(backend, limit)
+
+    def _group_of(self, backend: str, limit: timedelta) -> Any:
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
-            self.group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
-        else:
-            self.group = dist.ProcessGroupGloo(store, rank, size, limit)
+            return dist.ProcessGroupNCCL(self.store, self.rank, self.size, options)
+        return dist.ProcessGroupGloo(self.store, self.rank, self.size, limit)
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Context in which an error of this end is one of all ends."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(repr(error))
+            raise
+
+    def fail(self, reason: str) -> None:
+        """End the waits of all ends with this reason, unless one has failed before. This end cannot be used any more."""
+        with suppress(RuntimeError):  # the store is gone, and with it the others
+            self.store.compare_set(_FAILED, "", reason)
+        held, self.group = [self.group], None
+        threading.Thread(target=held.clear, daemon=True).start()  # its end waits for a collective that has begun
+
+    def _wait(self, is_done: Callable[[], bool], late: str) -> None:
+        """Wait until `is_done`. Raises RuntimeError once an end has failed, or past the limit."""
+        begun = time.monotonic()
+        look = begun + _LOOK_SECONDS
+        while not is_done():
+            now = time.monotonic()
+            if now > look:
+                look = now + _LOOK_SECONDS
+                self._look()
+                if now > begun + self.seconds:
+                    raise RuntimeError(f"{late} within {self.seconds:g} seconds")
+            time.sleep(min(0.005, (now - begun) / 8))
+
+    def _look(self) -> None:
+        """Raise RuntimeError with the error of an end that has failed."""
+        if self.store.check([_FAILED]):
+            raise RuntimeError(self.store.get(_FAILED).decode())
+
+    def _done(self, work: Any) -> None:
+        self._wait(work.is_completed, "a collective was not done")
+        try:
+            work.wait()
+        except RuntimeError:
+            self._look()  # its reason, where it is that another end has left
+            raise
 
     def send(self, messages: Iterable[Mapping[str, torch.Tensor]]) -> None:
         """Send named tensors, each mapping as one block of bytes after a header in JSON; then the end.
 
-        A block of shared memory is freed once every receiver has copied it. An error in making a message is sent in place of it.
+        A block of shared memory is freed once every receiver has copied it.
         """
-        blocks = self._blocks(messages)
-        while True:
-            try:
-                header, block, handles = next(blocks, ([], None, []))
-            except Exception as error:
-                with suppress(RuntimeError):  # of receivers that are gone
-                    self._announce(repr(error), -1)
-                raise
-            if block is None:
-                break
-            self._announce(json.dumps([header, handles]), len(block))
-            if handles:
-                self.group.barrier().wait()
-            else:
-                self._broadcast(block)
-        self._broadcast(torch.zeros(2, dtype=torch.int64))
+        with self.failing():
+            for header, block, handles in self._blocks(messages):
+                self._announce(json.dumps([header, handles]), len(block))
+                if handles:
+                    self._done(self.group.barrier())
+                else:
+                    self._broadcast(block)
+            self._broadcast(torch.zeros(2, dtype=torch.int64))
 
     def _blocks(self, messages: Iterable[Mapping[str, torch.Tensor]]) -> Iterator[tuple[list[Any], Any, list[Any]]]:
         """Header, block [bytes] and, where it is shared memory, handles of each message."""
@@ -99,24 +145,22 @@ class Link:
             yield header, block, handles
 
     def _announce(self, text: str, length: int) -> None:
-        """Send a header and the length of its block; -1: the text is an error's."""
+        """Send a header and the length of its block."""
         content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         self._broadcast(torch.tensor([len(content), length]))
         self._broadcast(content)
 
     def receive(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The named tensors of `send`, on this end's device. Raises RuntimeError with the sender's error."""
+        """The named tensors of `send`, on this end's device. Raises RuntimeError with the error of another end."""
         while True:
             text_length, length = self._broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
             if not text_length:
                 return
             text = self._broadcast(torch.empty(text_length, dtype=torch.uint8))
-            if length < 0:
-                raise RuntimeError(f"the trainer could not send the weights: {bytes(text.tolist()).decode()}")
             header, handles = json.loads(bytes(text.tolist()))
             if handles:
                 block = copy_of(handles[self.rank - 1], self.device)
-                self.group.barrier().wait()
+                self._done(self.group.barrier())
             else:
                 block = self._broadcast(torch.empty(length, dtype=torch.uint8))
             start = 0
@@ -130,7 +174,7 @@ class Link:
         held = tensor.to(self.carries)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        self.group.broadcast([held], options).wait()
+        self._done(self.group.broadcast([held], options))
         return held
 
 

@@ -118,7 +118,8 @@ class BroadcastTransport:
         call = lambda: self.server.call_workers(method, seconds=seconds)
         feed = Feed(messages)
         works = [lambda: link.send(feed.read()), call]
-        _, answers = together(works, seconds, f"sending weights by {self.backend}", feed)
+        with link.failing():
+            _, answers = together(works, seconds, f"sending weights by {self.backend}", feed)
         self.link = link
         return list(answers)
 
@@ -128,15 +129,15 @@ class BroadcastTransport:
         host, port = local_address(self.server), 0 if self.backend == "ipc" else self.port
         try:
             self.store = self.store or store_at(host, port, size=size, seconds=seconds, is_master=True)
+            # a client for each meeting: one that fails blocks it
+            there = store_at(host, self.store.port, size=size, seconds=seconds)
         except (RuntimeError, OSError) as error:
             place, advice = (f"port {port}", "; give another vllm_group_port") if port else ("a free port", "")
             raise ServerError(
                 f"{place} of {host}, at which the server's workers meet this process, cannot be used ({first_line(error)}){advice}."
             ) from error
         self.meetings += 1
-        port = self.store.port
-        there = store_at(host, port, size=size, seconds=seconds)  # of its own: a meeting that fails blocks it
-        store = meeting(there, self.meetings)
+        port, store = self.store.port, meeting(there, self.meetings)
         join = lambda: Link(self.backend, store, rank=0, size=size, seconds=seconds, device=device)
         where = {"host": host, "port": port, "number": self.meetings, "size": size}
         call = lambda: self.server.call_workers(JOIN, seconds=seconds, backend=self.backend, limit=seconds, **where)

@@ -89,11 +89,12 @@ class CoveyWorker:
 
     def covey_try(self) -> list[list[float]]:
         """The values of the tensors `trial` that the trainer sends over the group."""
-        return [tensor.tolist() for name, tensor in self.link.receive() if name == "trial"]
+        with self.link.failing():
+            return [tensor.tolist() for name, tensor in self.link.receive() if name == "trial"]
 
     def covey_receive(self) -> None:
         """Load the weights that the trainer sends over the group, as `covey_reload` does."""
-        with _quiet(*_LOADERS):
+        with self.link.failing(), _quiet(*_LOADERS):
             self.reload_weights(weights_iterator=self.link.receive(), is_checkpoint_format=True)
 
     def covey_repack(self) -> None:
