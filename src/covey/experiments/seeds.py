@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.experiments import series
+from covey.experiments.attempt import number_of
 
 if TYPE_CHECKING:
     from covey.evaluation.intervals import Estimate
@@ -46,7 +46,3 @@ def shown_metrics(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
     names = sorted(set().union(*metrics)) if metrics else []
     held_out = [name for name in names if name.startswith("eval_rewards/") and name.endswith("/mean")]
     return ["eval_reward", *(held_out if len(held_out) > 1 else [])] if "eval_reward" in names else ["reward"]
-
-
-def number_of(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
