@@ -8,6 +8,7 @@ import torch
 
 from covey.cli import main
 from covey.runs import rollouts
+from covey.types import EpisodeNotes
 from kit import group
 
 
@@ -42,6 +43,23 @@ def test_a_chat_stays_one(tmp_path):
     (pair,) = exported(tmp_path)
     assert pair["prompt"] == question
     assert pair["chosen"] == [{"role": "assistant", "content": "4"}]
+
+
+@pytest.mark.parametrize("own", [[], [{"role": "system", "content": "use tools"}]], ids=["environment", "agent"])
+def test_an_episode_is_exported_with_all_of_its_turns(tmp_path, own):
+    history = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}] if not own else []
+    question = [*history, {"role": "user", "content": "2 + 2?"}]
+    turns = lambda answer: [
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]},
+        {"role": "tool", "content": answer},
+        {"role": "assistant", "content": "done"},
+    ]
+    made = scored(["done", "done"], [1.0, 0.0], question=question)  # the texts of the last turns are the same
+    notes = [EpisodeNotes(conversation=(*own, *question, *turns(answer))) for answer in "45"]
+    done = tuple(replace(one, episode=note) for one, note in zip(made.completions, notes, strict=True))
+    run_of(tmp_path, {1: [replace(made, completions=done)]})
+    (pair,) = exported(tmp_path)
+    assert (pair["prompt"], pair["chosen"], pair["rejected"]) == ([*own, *question], turns("4"), turns("5"))
 
 
 def test_margin_reward_steps_and_repetition(tmp_path):

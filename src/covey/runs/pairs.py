@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -90,18 +91,34 @@ def _pair(members: Sequence[Mapping[str, Any]], options: PairOptions) -> dict[st
     best = max(scored, key=lambda row: row[column])  # the first of equals, so that the choice is repeatable
     worst = min(scored, key=lambda row: row[column])
     margin = best[column] - worst[column]
-    if not margin > 0 or margin < options.min_margin or best["completion"] == worst["completion"]:
+    prompt, chosen, rejected = _texts(best, worst)
+    if not margin > 0 or margin < options.min_margin or chosen == rejected or not prompt:
         return None
-    messages = json.loads(best["messages"]) if best.get("messages") else None
-    wrap = (lambda text: text) if messages is None else lambda text: [{"role": "assistant", "content": text}]
     return {
-        "prompt": best["prompt"] if messages is None else messages,
-        "chosen": wrap(best["completion"]),
-        "rejected": wrap(worst["completion"]),
+        "prompt": prompt,
+        "chosen": chosen,
+        "rejected": rejected,
         "score_chosen": best[column],
         "score_rejected": worst[column],
         "step": best["step"],
     }
+
+
+def _texts(best: Mapping[str, Any], worst: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Prompt and both completions: texts, or messages, of episodes those of all turns.
+
+    Where an agent begins with messages of its own, the prompt is what both episodes show before their first answer.
+    """
+    prompt = json.loads(best["messages"]) if best.get("messages") else []
+    episodes = [json.loads(row["conversation"]) if row.get("conversation") else None for row in (best, worst)]
+    if not prompt and None in episodes:
+        return best["prompt"], best["completion"], worst["completion"]
+    answers = [[{"role": "assistant", "content": row["completion"]}] for row in (best, worst)]
+    chats = [episode or [*prompt, *answer] for episode, answer in zip(episodes, answers, strict=True)]
+    if any(chat[: len(prompt)] != prompt for chat in chats) or not prompt:
+        shown = takewhile(lambda pair: pair[0] == pair[1] and pair[0]["role"] != "assistant", zip(*chats, strict=False))
+        prompt = [message for message, _ in shown]
+    return prompt, *(chat[len(prompt) :] for chat in chats)
 
 
 def _once(pairs: Sequence[dict[str, Any]], max_per_prompt: int | None) -> list[dict[str, Any]]:
