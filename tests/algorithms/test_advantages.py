@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from covey import algorithms as alg
+from covey.algorithms.samples import made_scores
 from covey.types import Scores
 
 NAN = math.nan
@@ -129,3 +130,10 @@ def test_a_kl_in_the_reward_is_taken_before_comparing(name):
     kl[0, 1, 0] = 0.5
     advantage = alg.PRESETS[name]().advantage
     assert advantage(scores_of([[1, 1]], kl=kl))[0, 0] > 0
+
+
+def test_a_step_with_one_score_has_its_own_unit_at_either_scale():
+    rewards = torch.tensor([[[2.0], [math.nan]], [[math.nan], [math.nan]]], dtype=torch.float64)
+    for scale in ("group", "batch"):
+        judged = alg.GroupNormalized(scale, singleton="keep")(made_scores(rewards))
+        assert judged.tolist() == [[pytest.approx(2.0 / 1.0001), 0.0], [0.0, 0.0]]

@@ -88,11 +88,8 @@ class GroupNormalized:
         apart = centred(rewards, self.singleton)
         if self.scale == "none":
             return _or_zero(apart)
-        spread = nan_std(rewards if self.scale == "group" else rewards.reshape(1, -1))
-        if self.scale == "group":
-            spread = torch.where(
-                _count(rewards) == 1, torch.ones_like(spread), spread
-            )  # verl's unit for a group of one
+        compared = rewards if self.scale == "group" else rewards.reshape(1, -1)
+        spread = nan_std(compared).masked_fill(_count(compared) == 1, 1.0)  # verl's unit for a group of one
         if self.variance_floor is not None:
             spread = spread.square().clamp(min=self.variance_floor).sqrt()
         return _or_zero(apart / (spread + self.epsilon))
