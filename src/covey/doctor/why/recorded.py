@@ -22,6 +22,7 @@ from covey.learner import Learner
 from covey.models import load_model
 from covey.monitor.view.token_text import pieces
 from covey.process.world import World
+from covey.rewards.combining import weight_of
 from covey.runs import checkpoint, checksums, manifest, rollouts
 from covey.runs.metrics import read as read_metrics
 from covey.training.build_algorithm import build_algorithm
@@ -94,7 +95,8 @@ def load(run_dir: Path, step: int) -> Recorded:
     algorithm = algorithm.resolve(tree["state"]["controllers"])
     rows = rollouts.read(path)
     names = tuple(name.removeprefix("reward/") for name in rows[0] if name.startswith("reward/"))
-    weights = torch.tensor(args.reward_weights or [1.0] * len(names))
+    of_rewards = [weight_of(spec)(step - 1) for spec in args.reward_weights or ()]
+    weights = torch.tensor([*of_rewards, *[1.0] * (len(names) - len(of_rewards))])  # those of environments are behind
     groups = groups_of(rows, names)
     rated, can_judge = _rejudge(groups, algorithm, weights)
     logged = _logged_rows(run_dir)
