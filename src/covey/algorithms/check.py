@@ -17,6 +17,7 @@ from torch import Tensor
 from covey.algorithms.algorithm import Algorithm
 from covey.algorithms.control import Controller
 from covey.algorithms.critic import Critic
+from covey.algorithms.distillation import zero
 from covey.algorithms.kl import KL
 from covey.algorithms.objectives import policy_gradient
 from covey.algorithms.samples import made_scores, made_tokens
@@ -55,7 +56,7 @@ def objective_problems(part: Objective) -> list[str]:
 
 def regularizer_problems(part: Regularizer) -> list[str]:
     """Shape, finite numbers, the same gradient for every split, order and padding, none where no token counts."""
-    return list(_step_problems(Algorithm(objective=_nothing, regularizers=(part,))))
+    return list(_step_problems(Algorithm(objective=zero, regularizers=(part,))))
 
 
 def weight_problems(part: Weight) -> list[str]:
@@ -73,7 +74,7 @@ def kl_problems(part: Estimator | KL) -> list[str]:
     kl = part if isinstance(part, KL) else KL(part, 1.0)
     if kl.takes_distribution:
         return list(_distribution_problems(kl.estimator))
-    problems = list(_step_problems(Algorithm(objective=_nothing, kl=replace(kl, where="loss"))))
+    problems = list(_step_problems(Algorithm(objective=zero, kl=replace(kl, where="loss"))))
     logp = made_tokens().logp.detach()
     worst = kl.estimator(logp, logp).abs().max().item()
     if worst > TOLERANCE:
@@ -171,10 +172,6 @@ class _CriticLoss:
 
     def loss(self, tokens: TokenBatch, totals: Totals) -> Tensor:
         return self.critic.loss(tokens, totals)
-
-
-def _nothing(tokens: TokenBatch) -> Tensor:
-    return torch.zeros_like(tokens.logp)
 
 
 def _totals(tokens: TokenBatch) -> Totals:
