@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from covey.errors import ConfigError, RewardError
+from covey.rewards.builtin.text import clean
 
 Message = Mapping[str, str]
 T = TypeVar("T")
@@ -238,7 +239,7 @@ class ReplyCache:
 
     def put(self, request: Mapping[str, Any], text: str) -> None:
         with self._lock:
-            self._file.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (_digest(request), _storable(text)))
+            self._file.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (_digest(request), clean(text)))
 
     def close(self) -> None:
         with self._lock:
@@ -247,10 +248,6 @@ class ReplyCache:
 
 def _digest(request: Mapping[str, Any]) -> bytes:
     return hashlib.blake2b(json.dumps(request, sort_keys=True).encode(), digest_size=16).digest()
-
-
-def _storable(text: str) -> str:
-    return text.encode(errors="replace").decode()
 
 
 def all_of(work: Sequence[Callable[[], T]], check_stop: Callable[[], None]) -> list[T]:
