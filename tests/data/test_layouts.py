@@ -87,6 +87,14 @@ def test_the_layout_of_verl_is_read_from_parquet(tmp_path):
     assert (loaded[1]["prompt"], loaded[1]["answer"]) == (prompt, answer)
 
 
+def test_numbers_of_a_csv_file_are_texts_of_its_prompts(tmp_path):
+    path = tmp_path / "sums.csv"
+    path.write_text("instruction,input,output\n12,3.5,15.5\n4,,4\n")
+    assert list(load(str(path))["prompt"]) == ["12\n\n3.5", "4"]
+    with pytest.raises(DataError, match="where the text of its prompt belongs"):
+        load(str(written(tmp_path / "odd.jsonl", [{"instruction": ["a"], "output": "b"}])))
+
+
 def test_the_layout_of_apps_keeps_its_tests_and_shows_the_starter_code(tmp_path):
     row = {
         "problem_id": 1,

@@ -59,7 +59,8 @@ def _prompt_layout(have: Collection[str], first: Mapping[str, Any], name: str) -
     if {"problem", "answer"} <= set(have) or {"problem", "solution"} <= set(have):
         return [(lambda row: {"prompt": row["problem"]}, f"{name}: the column 'prompt' is 'problem'.", None)]
     if {"question", "input_output"} <= set(have):
-        return [(_apps, f"{name}: the column 'prompt' is 'question', with the starter code behind it.", None)]
+        apps = lambda row: {"prompt": _paragraphs(row["question"], row.get("starter_code"))}
+        return [(apps, f"{name}: the column 'prompt' is 'question', with the starter code behind it.", None)]
     if {"instruction", "output"} <= set(have):
         return [
             (
@@ -146,7 +147,7 @@ def _message(message: Any) -> dict[str, Any]:
 
 
 def _alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
-    task = "\n\n".join(text for text in (row["instruction"], row.get("input")) if text and text.strip())
+    task = _paragraphs(row["instruction"], row.get("input"))
     system, history = row.get("system"), row.get("history") or ()
     if not (system or history):
         return {"prompt": task, "answer": row["output"]}
@@ -159,8 +160,11 @@ def _alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"prompt": [*before, *earlier, {"role": "user", "content": task}], "answer": row["output"]}
 
 
-def _apps(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {"prompt": "\n\n".join(text for text in (row["question"], row.get("starter_code")) if text and text.strip())}
+def _paragraphs(*parts: Any) -> str:
+    """Texts, and numbers as a CSV file writes them, with a blank line between; those that are empty are left out."""
+    if odd := [part for part in parts if not isinstance(part, str | int | float | None)]:
+        raise DataError(f"A row has {str(odd[0])[:60]!r} where the text of its prompt belongs; give a text.")
+    return "\n\n".join(text for part in parts if part is not None and (text := str(part)).strip())
 
 
 def _ground_truth(row: Mapping[str, Any]) -> dict[str, Any]:
