@@ -67,20 +67,32 @@ def test_a_token_of_probability_0_has_no_gradient_and_is_no_part_of_the_entropy(
     assert float(logp) == pytest.approx(float(p[1].log()))
 
 
+@pytest.mark.parametrize("vocabulary", [64, 700, 33])
+def test_a_row_is_summed_in_equal_parts_of_which_one_may_have_no_probability(vocabulary):
+    torch.manual_seed(0)
+    product, targets = 5 * torch.randn(3, vocabulary), torch.tensor([vocabulary - 1, vocabulary - 2, 30])
+    product[:2, : vocabulary // 3] = -torch.inf
+    logp, normalizer, entropy = statistics(product, targets, (1.0, None, 1.0))
+    expected = torch.distributions.Categorical(logits=product.double().clamp(min=-1e30))
+    torch.testing.assert_close(logp, expected.log_prob(targets).float())
+    torch.testing.assert_close(normalizer, product.logsumexp(-1))
+    torch.testing.assert_close(entropy, expected.entropy().float())
+
+
 def test_a_compiler_that_fails_or_computes_something_else_is_not_used():
     def failing(formula):
         raise RuntimeError("no compiler")
 
     wrong = lambda formula: formula if formula is statistics else lambda *given: 2 * slopes(*given)
     cpu = torch.device("cpu")
-    assert "(RuntimeError: no compiler)" in LogitKernels(failing).tried(cpu, torch.bfloat16)
-    assert LogitKernels(wrong).tried(cpu, torch.bfloat16).startswith("their kernels differ")
-    assert LogitKernels(lambda formula: formula).tried(cpu, torch.bfloat16) is None
-    assert LogitKernels.on(cpu, torch.bfloat16) is None
+    assert "(RuntimeError: no compiler)" in LogitKernels(failing).tried(cpu, torch.bfloat16, 300)
+    assert LogitKernels(wrong).tried(cpu, torch.bfloat16, 300).startswith("their kernels differ")
+    assert LogitKernels(lambda formula: formula).tried(cpu, torch.bfloat16, 300) is None
+    assert LogitKernels.on(cpu, torch.bfloat16, 300) is None
 
 
 @pytest.mark.nightly
 def test_the_compilers_own_kernels_agree():
     """By inductor's C++ backend, which fuses by the same scheduler as for a GPU."""
     torch._dynamo.reset()
-    assert LogitKernels(strictly_compiled).tried(torch.device("cpu"), torch.bfloat16) is None
+    assert LogitKernels(strictly_compiled).tried(torch.device("cpu"), torch.bfloat16, 300) is None

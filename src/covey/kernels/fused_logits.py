@@ -7,6 +7,7 @@ float32 in registers, and the gradient is written in the type that the next prod
 from __future__ import annotations
 
 import logging
+import math
 from functools import lru_cache
 
 import torch
@@ -29,15 +30,22 @@ def _tempered(product: Tensor, shape: Shape) -> Tensor:
 
 
 def statistics(product: Tensor, targets: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of `targets` [m], log of the normalizer [m] and entropy [m] of the distribution of `product` [m, V]."""
-    logits = _tempered(product, shape)
-    top = logits.amax(-1, keepdim=True)
-    weights = (logits - top).exp()
-    total = weights.sum(-1)
-    normalizer = total.log() + top.squeeze(-1)
-    expected = torch.where(weights == 0, 0.0, weights * logits).sum(-1) / total  # 0 * -inf counts as 0
+    """Log-probability of `targets` [m], log of the normalizer [m] and entropy [m] of the distribution of `product` [m, V].
+
+    A row is summed in P equal parts, at most 16, which a GPU's processors take side by side: with one program a row most would wait.
+    """
+    count = math.gcd(product.shape[1], 16)
+    logits = _tempered(product, shape).unflatten(1, (count, product.shape[1] // count))  # [m, P, V / P]
+    tops = logits.amax(-1).clamp(min=torch.finfo(torch.float32).min)  # a part may hold nothing but -inf
+    weights = (logits - tops[..., None]).exp()
+    sums = weights.sum(-1)
+    expected = torch.where(weights == 0, 0.0, weights * logits).sum(-1)  # 0 * -inf counts as 0
+    top = tops.amax(-1)
+    share = (tops - top[:, None]).exp()
+    total = (sums * share).sum(-1)
+    normalizer = total.log() + top
     logp = _tempered(product.gather(-1, targets[:, None]), shape).squeeze(-1) - normalizer
-    return logp, normalizer, normalizer - expected
+    return logp, normalizer, normalizer - (expected * share).sum(-1) / total
 
 
 def slopes(
@@ -71,18 +79,19 @@ class LogitKernels:
 
     @staticmethod
     @lru_cache
-    def on(device: torch.device, dtype: torch.dtype) -> LogitKernels | None:
-        """The kernels for products in `dtype` on this device; None, with the reason in the log, where PyTorch's operations compute."""
+    def on(device: torch.device, dtype: torch.dtype, vocabulary: int) -> LogitKernels | None:
+        """The kernels for products [m, vocabulary] in `dtype` on this device; None, with the reason in the log, where PyTorch computes."""
         if device.type != "cuda":
             return None
-        reason = triton_unavailable_reason(device) or LogitKernels(strictly_compiled).tried(device, dtype)
+        reason = triton_unavailable_reason(device) or LogitKernels(strictly_compiled).tried(device, dtype, vocabulary)
         if reason is not None:
             logger.warning("Log-probabilities take ten passes over the logits instead of two: %s.", reason)
         return LogitKernels() if reason is None else None
 
     def statistics(self, product: Tensor, targets: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-        """As the formula."""
-        result: tuple[Tensor, Tensor, Tensor] = self._compile(statistics)(*_of_any_size(product, targets), shape)
+        """As the formula, compiled for each vocabulary: with any width a GPU would read two bytes at a time."""
+        torch._dynamo.maybe_mark_dynamic(product, 0)
+        result: tuple[Tensor, Tensor, Tensor] = self._compile(statistics)(product, *_of_any_size(targets), shape)
         return result
 
     def slopes(
@@ -97,11 +106,11 @@ class LogitKernels:
         result: Tensor = self._compile(slopes)(*_of_any_size(product, place, *saved, *of), shape)
         return result
 
-    def tried(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Trial of both kernels against the formulas: None, or the reason of its failure."""
+    def tried(self, device: torch.device, dtype: torch.dtype, vocabulary: int) -> str | None:
+        """Trial of both kernels against the formulas, which is their compilation too: None, or the reason of its failure."""
         draw = torch.Generator().manual_seed(0)
-        product = torch.randn(37, 300, generator=draw).to(device, dtype)
-        targets = torch.randint(300, (37,), generator=draw).to(device)
+        product = torch.randn(37, vocabulary, generator=draw).to(device, dtype)
+        targets = torch.randint(vocabulary, (37,), generator=draw).to(device)
         other = torch.randn(2, 37, generator=draw).to(device)
         shape = (1.0, None, 1.0)
         try:

@@ -26,8 +26,8 @@ BYTES_AN_ELEMENT = 20
 DEVICE_SHARE = 32
 """Divisor of an accelerator's total memory that gives the size of the workspace."""
 MOST_ELEMENTS = 2**27
-"""Largest logits chunk on an accelerator, in elements: 880 tokens of a vocabulary of 152,000, 2.5 GiB of workspace. Matmuls of this
-size are compute-bound, not memory-bound (by calculation for an H100; not measured)."""
+"""Largest logits chunk on an accelerator, in elements: 880 tokens of a vocabulary of 152,000, 2.5 GiB of workspace. An H100, with less than
+80 GiB, has half. Matmuls of this size are compute-bound, not memory-bound (by calculation for an H100; not measured)."""
 
 
 @dataclass(frozen=True)

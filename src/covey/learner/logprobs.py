@@ -147,7 +147,7 @@ def _fused(
         temperature,
         chunk,
         by_vocabulary=hidden.device.type != "cpu",
-        kernels=LogitKernels.on(hidden.device, dtype),
+        kernels=LogitKernels.on(hidden.device, dtype, linear.weight.shape[0]),
     )
     count = hidden.shape[0]
     hidden = hidden.to(dtype).contiguous()
