@@ -102,7 +102,7 @@ class Hung(Gallery):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", rest_nightly([*WAYS][:-1], ["native", "server"]))
+@pytest.mark.parametrize("way", rest_nightly([*WAYS][:-1], ["native"]))
 def test_an_environment_adds_text_to_a_prompt_with_an_image(way, tmp_path, monkeypatch):
     from covey.learner import Policy
 
@@ -207,8 +207,8 @@ def test_a_rollout_function_that_moves_the_images_is_refused(breaks, said, tmp_p
         trainer.train()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sharding", rest_nightly([{"fsdp": True}, {}], 1), ids=["fsdp2", "ddp"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("sharding", [{"fsdp": True}, {}], ids=["fsdp2", "ddp"])
 def test_two_processes_train_an_environment_with_images_as_one(sharding, tmp_path):
     case = {"features": ["environment"], "others": str(tmp_path), "url": None, "chat": True, "vlm": "qwen2_5_vl", "images": [1, 2]}  # fmt: skip
     options = {"learning_rate": 0.1, "max_completion_length": 12}

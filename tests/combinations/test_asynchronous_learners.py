@@ -10,7 +10,7 @@ from combinations.combined_run import apart, moved, policy, run
 from kit import rest_nightly, tiny_tokenizer
 from vllm_server.fake_server import FakeServer
 
-ACTING = ("tools", "environment", "agent")
+ACTING = ("environment", "agent", "tools")
 AHEAD = {"async_rollouts": True, "in_flight_weights": False}
 
 
@@ -52,7 +52,7 @@ def test_worker_processes_write_ahead_for_two_learners_as_for_one(sharding, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("feature", "sharding"), rest_nightly([(one, sharding) for sharding in ({}, {"fsdp": True}) for one in ACTING], 3)
+    ("feature", "sharding"), rest_nightly([(one, sharding) for sharding in ({}, {"fsdp": True}) for one in ACTING], 2)
 )
 def test_episodes_are_scored_for_two_learners_as_for_one(feature, sharding, tmp_path):
     case = {"features": [feature], "others": str(tmp_path), "url": None, "chat": True}

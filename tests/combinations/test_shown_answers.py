@@ -119,7 +119,7 @@ def compared(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", rest_nightly([*WAYS], ["native", "server", "server ahead"]))
+@pytest.mark.parametrize("way", rest_nightly([*WAYS], ["native", "server ahead"]))
 def test_a_run_learns_the_images_of_its_tools_answers(way, tmp_path, compared):
     trainer, seen = trained(way, tmp_path)
     assert set(compared) == {(1, 2)}

@@ -8,7 +8,7 @@ from covey import algorithms as alg
 from covey.doctor.dry_run import Target, measured, memory_of
 from covey.learner import Policy
 from covey.learner.memory_estimate import offloaded_bytes
-from kit import tiny_model
+from kit import rest_nightly, tiny_model
 
 # of torch's conversion to a fake tensor
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")]
@@ -16,7 +16,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad att
 
 @pytest.mark.parametrize(
     ("algorithm", "has_critic"),
-    [(alg.dapo(), False), (alg.grpo(kl=alg.KL(coefficient=0.1)), False), (alg.ppo(critic_model="separate"), True)],
+    rest_nightly(
+        [(alg.grpo(kl=alg.KL(coefficient=0.1)), False), (alg.ppo(critic_model="separate"), True), (alg.dapo(), False)],
+        2,
+    ),
 )
 def test_a_plan_and_a_run_count_the_same_bytes(algorithm, has_critic):
     args = GRPOConfig(

@@ -23,8 +23,14 @@ def seconds_since_fault(folder: Path) -> float:
 @pytest.mark.parametrize(
     "fault, said, bound, patience",
     [
-        ("kill", "rank 1 (process {pid} on {host}) ended without a word (killed?)", 30, 120),
         ("kill, split", "rank 1 (process {pid} on {host}) ended without a word (killed?)", 30, 120),
+        pytest.param(
+            "kill",
+            "rank 1 (process {pid} on {host}) ended without a word (killed?)",
+            30,
+            120,
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(
             "exit",
             "rank 1 (process {pid} on {host}) ended without a word (killed?)",

@@ -129,7 +129,7 @@ def test_nothing_is_compiled_for_a_cpu():
     assert fusing_unavailable_reason(torch.device("cpu"), torch.bfloat16).endswith("the model is on cpu")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_compilers_own_kernels_agree():
     """By inductor's C++ backend, which fuses by the same scheduler as for a GPU."""
     torch._dynamo.reset()

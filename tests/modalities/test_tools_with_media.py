@@ -129,7 +129,9 @@ def episodes(processor, tools=(add,)):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "backend"),
-    [("qwen2_5_vl", "auto"), ("idefics3", "transformers"), ("qwen2_audio", "auto"), ("gemma3n", "auto")],
+    rest_nightly(
+        [("qwen2_5_vl", "auto"), ("idefics3", "transformers"), ("qwen2_audio", "auto"), ("gemma3n", "auto")], 3
+    ),
 )
 def test_a_model_that_looks_calls_a_tool_and_reads_the_answer(kind, backend):
     model, processor = seeing_caller(kind)
