@@ -170,6 +170,7 @@ def test_a_split_model_may_be_sampled_by_vllm_and_lie_in_host_memory():
     assert offloads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("host", "sentence"), rest_nightly([("0.000001", "of 1.0 KiB: does not fit"), ("64", "of 64.0 GiB: fits")], 1)
 )

@@ -116,6 +116,7 @@ class TestMCP:
         known = {one.name: one for one in tools}
         return [(one.status, one.result) for one in ToolRunner().run([Request(n, a, known) for n, a in calls])]
 
+    @pytest.mark.slow
     def test_a_server_over_standard_streams_gives_its_tools_and_is_started_again_when_it_dies(self):
         tools = mcp_tools(f"{sys.executable} {SERVERS} mcp stdio 0")
         assert {one.name for one in tools} == {"add", "fail", "die"}

@@ -83,6 +83,7 @@ def test_a_fault_that_does_not_exist_is_refused(capfd: pytest.CaptureFixture[str
     assert "SIGKILL at a random moment" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_survives_a_gradient_of_nan_and_the_command_gives_json(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -135,6 +135,7 @@ def evaluations(run: Any) -> list[dict[str, float]]:
     return [{k: v for k, v in entry.items() if not any(clock in k for clock in clocks)} for entry in entries]
 
 
+@pytest.mark.slow
 def test_a_stop_is_heard_within_an_evaluation_which_a_resume_repeats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

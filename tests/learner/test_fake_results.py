@@ -97,6 +97,7 @@ def test_equal_numbers_of_other_types_are_told_apart(other):
         assert memory.compute(aten.mul.Tensor, (ints, value), {})[0].dtype == aten.mul.Tensor(ints, value).dtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_adapted", rest_nightly([True, False], 1))
 def test_a_step_is_measured_alike_with_and_without(is_adapted, tmp_path, monkeypatch):
     adapter = is_adapted and pytest.importorskip("peft").LoraConfig(

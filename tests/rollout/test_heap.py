@@ -41,6 +41,7 @@ def cycle():
     return node
 
 
+@pytest.mark.slow
 def test_collections_during_a_run_look_at_what_is_new_alone():
     garbage, old, new = weakref.ref(cycle()), cycle(), None
     alive = weakref.ref(old)
@@ -54,6 +55,7 @@ def test_collections_during_a_run_look_at_what_is_new_alone():
     assert alive() is None, "it is looked at again afterwards"
 
 
+@pytest.mark.slow
 def test_a_run_within_a_run_leaves_it_to_the_outer_one():
     with collecting_new_garbage_only():
         frozen = gc.get_freeze_count()

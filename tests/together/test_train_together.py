@@ -81,6 +81,7 @@ def run_of(name, place):
     return {**found, "args": args, "peft_config": lora(**found.get("peft_config", {}))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [["seed", "reward"], pytest.param(["rank", "checkpointing", "kl"], marks=pytest.mark.nightly)]
 )
