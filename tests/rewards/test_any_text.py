@@ -59,7 +59,7 @@ def scores(reward, texts, gold):
 
 
 @pytest.mark.parametrize("name", [*IN_0_1, *IN_MINUS_1_0])
-@examples(25)
+@examples(10)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4))
 def test_any_text_has_a_score_in_range_and_the_same_again(name, texts):
     reward = resolve(name).call

@@ -88,7 +88,7 @@ UNITS = st.lists(st.sampled_from(MARKS), min_size=1, max_size=3).map("".join)
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] if name in ("bleu", "accuracy_reward") else []) for name in READING],
 )
-@examples(12)
+@examples(6)
 @given(unit=UNITS, end=st.sampled_from(["", "x", "}", "\n", " 7"]))
 def test_the_time_of_a_reward_is_linear(name, unit, end):
     if "accuracy_reward" in name:

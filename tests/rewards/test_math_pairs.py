@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from covey.rewards import resolve
 from covey.rewards.builtin import verify
 from covey.rewards.builtin.formulas import readable
 from example_counts import examples
+from kit import rest_nightly
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k" / "test.jsonl"
 
@@ -48,10 +50,11 @@ FORMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_gold_answers_of_gsm8k_are_right_in_every_usual_form_and_others_are_wrong(form):
-    """Every fourth row in a form: each row is read in two or three forms."""
-    rows = [json.loads(line) for line in GSM8K.read_text(encoding="utf-8").splitlines()][FORMS.index(form) % 4 :: 4]
+@pytest.mark.parametrize("form, turn", rest_nightly(product(FORMS, range(3)), set(product(FORMS, range(1)))))
+def test_gold_answers_of_gsm8k_are_right_in_every_usual_form_and_others_are_wrong(form, turn):
+    """A twelfth of the rows in a form and turn: each row is read in two or three forms, in CI nearly each in one."""
+    lines = GSM8K.read_text(encoding="utf-8").splitlines()[(FORMS.index(form) + 4 * turn) % 12 :: 12]
+    rows = [json.loads(line) for line in lines]
     golds = [row["answer"] for row in rows]
     answers = [gold.rpartition("#### ")[2].replace(",", "") for gold in golds]
     right = scores([(gold, "3 + 4 = 7.\n" + form.format(a)) for gold, a in zip(golds, answers, strict=True)])

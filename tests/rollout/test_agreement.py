@@ -71,7 +71,7 @@ def test_completions_of_a_model_with_a_state_end_and_keep_a_penalty():
     assert largest_gap(plain, model, repetition_penalty=2.0) > 1e-2
 
 
-@pytest.mark.parametrize("kind", IN_CI)
+@pytest.mark.parametrize("kind", rest_nightly(WAYS, ("bart", "rwkv", "bloom")))
 def test_a_family_goes_on_from_what_a_tool_answers(kind):
     model, tokenizer = build(kind), tiny_tokenizer()
     answer = lambda turns: [None if 7 in turn.token_ids else "7" for turn in turns]

@@ -46,7 +46,7 @@ def _split(values, groups):
     "kind, temperature",
     rest_nightly(
         product(KINDS, (1.0, 0.0)),
-        {("qwen3_5_text", 1.0), ("falcon_h1", 1.0), ("lfm2", 0.0), ("recurrent_gemma", 0.0), ("nemotron_h", 0.0)},
+        {("qwen3_5_text", 1.0), ("falcon_h1", 1.0), ("recurrent_gemma", 0.0)},
     ),
 )
 def test_log_probabilities_equal_a_plain_forward_whatever_enters_and_leaves(kind, temperature):
@@ -67,7 +67,7 @@ def test_completions_do_not_depend_on_the_batch(kind):
     assert [ids_of(collect(sampler, [prompt], 4, params))[0] for prompt in PROMPTS] == together
 
 
-@pytest.mark.parametrize("kind", rest_nightly(["qwen3_5_text", "mamba2", "recurrent_gemma"], 2))
+@pytest.mark.parametrize("kind", rest_nightly(["mamba2", "qwen3_5_text", "recurrent_gemma"], 1))
 def test_replies_of_an_environment_enter_the_state_of_their_row(kind):
     def environment(turns):
         return [[60, 61, 62 + turn.sample] if len(turn.token_ids) < 9 else None for turn in turns]
@@ -91,6 +91,7 @@ def test_a_prompt_is_computed_once_for_its_group(kind):
     assert len(computed) == len({length for length in LENGTHS if length > 2})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", rest_nightly(["lfm2", "recurrent_gemma", "qwen3_5_text"], 1))
 def test_steps_on_static_buffers_give_the_same_completions(kind):
     """Eagerly, and recorded as a CUDA graph is captured."""

@@ -33,7 +33,7 @@ def gap_of(sampler, groups):
 
 @pytest.mark.parametrize(
     "kind, temperature",
-    rest_nightly(product(INDEXED, (1.0, 0.0)), {("deepseek_v32", 1.0), ("glm_moe_dsa", 0.0)}),
+    rest_nightly(product(INDEXED, (1.0, 0.0)), {("glm_moe_dsa", 1.0)}),
 )
 def test_log_probabilities_equal_a_plain_forward_whatever_enters_and_leaves(kind, temperature):
     sampler = choose_sampler(build(kind), tiny_tokenizer(), backend="native", eos_ids=ENDS, dtype="float32", max_rows=8)
@@ -69,7 +69,7 @@ def test_answers_of_an_environment_are_chosen_from_too(kind):
 
     options = {"environment": environment, "max_rows": 6, "eos_ids": ENDS, "dtype": "float32"}
     sampler = NativeSampler(build(kind), tiny_tokenizer(), **options)
-    groups = collect(sampler, PROMPTS, 3, SamplingParams(max_tokens=40, seed=1))
+    groups = collect(sampler, PROMPTS, 3, SamplingParams(max_tokens=24, seed=1))
     assert sum(int((~done.mask).sum()) for group in groups for done in group.completions) > 100
     assert gap_of(sampler, groups) <= 1e-5
 

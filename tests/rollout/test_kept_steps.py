@@ -58,7 +58,7 @@ def test_steps_are_captured_once_for_several_rollouts_and_again_when_a_buffer_gr
     sampler = keeping_sampler(model, tokenizer, lambda step: taken.append(1) or record(step))
     every = []
     for seed in range(3):
-        params = SamplingParams(max_tokens=40, seed=seed, temperature=0)
+        params = SamplingParams(max_tokens=16, seed=seed, temperature=0)
         if seed:
             with torch.no_grad():
                 for weight in model.parameters():
@@ -72,7 +72,7 @@ def test_steps_are_captured_once_for_several_rollouts_and_again_when_a_buffer_gr
     counts, written = zip(*every, strict=True)
     assert counts[0] == counts[1] == counts[2] > 0
     assert written[0] != written[1] != written[2]
-    longer = SamplingParams(max_tokens=100, seed=5)
+    longer = SamplingParams(max_tokens=60, seed=5)
     groups = collect(sampler, PROMPTS[:3], 2, longer)
     assert len(taken) > counts[2]
     fresh = collect(sampler_of(model, tokenizer), PROMPTS[:3], 2, longer)
