@@ -40,8 +40,8 @@ def test_a_server_writes_ahead_for_two_learners_as_for_one(sharding, tmp_path):
     assert apart(tmp_path / "1", tmp_path / "2") < 1e-6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sharding", rest_nightly([{"fsdp": True}, {}], 1), ids=["fsdp2", "ddp"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("sharding", [{"fsdp": True}, {}], ids=["fsdp2", "ddp"])
 def test_worker_processes_write_ahead_for_two_learners_as_for_one(sharding, tmp_path):
     run(tmp_path / "1", options=AHEAD)
     logs = run(tmp_path / "2", 2, options={**AHEAD, **sharding})
@@ -52,7 +52,7 @@ def test_worker_processes_write_ahead_for_two_learners_as_for_one(sharding, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("feature", "sharding"), rest_nightly([(one, sharding) for sharding in ({}, {"fsdp": True}) for one in ACTING], 2)
+    ("feature", "sharding"), rest_nightly([(one, sharding) for sharding in ({"fsdp": True}, {}) for one in ACTING], 1)
 )
 def test_episodes_are_scored_for_two_learners_as_for_one(feature, sharding, tmp_path):
     case = {"features": [feature], "others": str(tmp_path), "url": None, "chat": True}

@@ -76,7 +76,7 @@ def expect_equal(one, other, made_of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("made_of", rest_nightly([*ACTING], ["environment", "agent"]))
+@pytest.mark.parametrize("made_of", ACTING)
 def test_two_processes_draw_as_the_synchronous_run(made_of, tmp_path):
     if made_of == "agent":
         pytest.importorskip("openai")

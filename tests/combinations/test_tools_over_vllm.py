@@ -60,7 +60,7 @@ def trained(way, folder, **made_of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", rest_nightly([*WAYS][1:], ["server", "processes"]))
+@pytest.mark.parametrize("way", rest_nightly([*WAYS][1:], ["server"]))
 def test_a_tool_is_called_as_by_the_native_engine(way, tmp_path):
     native, expected, _ = trained("native", tmp_path / "native", tools=[add])
     trainer, seen, asked = trained(way, tmp_path / way, tools=[add])
