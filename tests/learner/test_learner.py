@@ -193,3 +193,23 @@ def test_mixing_the_reference_goes_from_keeping_to_copying():
     reference.mix(policy, 1.0)
     for now, theirs in zip(reference.policy.model.parameters(), model.parameters(), strict=True):
         assert torch.equal(now, theirs)
+
+
+def test_a_reference_in_bfloat16_follows_by_steps_that_bfloat16_rounds_away():
+    policy = Policy(tiny_model("qwen2").to(torch.bfloat16), pad_id=0)
+    reference, again = FrozenCopy.of(policy, follows=True), FrozenCopy.of(policy, follows=True)
+    start = [weight.detach().float() for weight in policy.model.parameters()]
+    with torch.no_grad():
+        for weight in policy.model.parameters():
+            weight.mul_(1.02)  # by a few units in the last place
+    for _ in range(10):
+        reference.mix(policy, 0.05)
+    again.load_state_dict({name: value.clone() for name, value in reference.state_dict().items()})
+    for _ in range(10):
+        reference.mix(policy, 0.05)
+        again.mix(policy, 0.05)
+    models = (policy.model, reference.policy.model, again.policy.model)
+    for before, now, mine, resumed in zip(start, *(model.parameters() for model in models), strict=True):
+        expected = now.float() + 0.95**20 * (before - now.float())
+        torch.testing.assert_close(mine.float(), expected, rtol=2**-8, atol=0)  # half a unit in the last place
+        assert torch.equal(mine, resumed)

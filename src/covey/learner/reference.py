@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -85,6 +85,7 @@ class FrozenCopy:
     follows: bool = False
     """True if an update rule may change it; then every checkpoint holds it, so that a run can roll back to any."""
     moves: int = 0
+    exact: dict[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -115,18 +116,18 @@ class FrozenCopy:
             return
         self.has_moved = True
         self.moves += 1
-        for mine, theirs in zip(self.policy.model.parameters(), policy.model.parameters(), strict=True):
-            mine.lerp_(theirs.to(mine.dtype), alpha) if alpha < 1.0 else mine.copy_(theirs)
+        for (name, mine), theirs in zip(self.weights().items(), policy.model.parameters(), strict=True):
+            _mix(mine, theirs, alpha, name, self.exact)
 
     def weights(self) -> dict[str, Tensor]:
         return dict(self.policy.model.named_parameters())
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self.weights() if self.has_moved or self.follows else {}
+        return self.weights() | self.exact if self.has_moved or self.follows else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.moves += 1
-        _load(self.weights(), state)
+        self.exact = _load(self.weights(), state)
         self.has_moved = bool(state)
 
 
@@ -142,6 +143,7 @@ class AdapterCopy:
     adapter: dict[str, Tensor]
     has_moved: bool = False
     moves: int = 0
+    exact: dict[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(policy: Policy) -> AdapterCopy:
@@ -179,17 +181,19 @@ class AdapterCopy:
         self.has_moved = True
         self.moves += 1
         for name, parameter in _trainable(policy.model).items():
-            self.adapter[name].lerp_(parameter.detach().to(self.adapter[name].dtype), alpha)
+            _mix(self.adapter[name], parameter.detach(), alpha, name, self.exact)
 
     def weights(self) -> dict[str, Tensor]:
         return dict(self.adapter)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self.weights()  # always saved: a resumed adapter is no longer the one that training started from
+        return (
+            self.weights() | self.exact
+        )  # always saved: a resumed adapter is no longer the one that training started from
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.moves += 1
-        _load(self.adapter, state)
+        self.exact = _load(self.adapter, state)
 
 
 def _trainable(model: Any) -> dict[str, torch.nn.Parameter]:
@@ -211,7 +215,22 @@ def _put(parameters: Mapping[str, torch.nn.Parameter], values: Mapping[str, Tens
             parameter.data = values[name]
 
 
+def _mix(mine: Tensor, theirs: Tensor, alpha: float, name: str, exact: dict[str, Tensor]) -> None:
+    """`mine <- (1 - alpha) mine + alpha theirs`. Weights in 16 bits round small steps away, so their average stays in float32 in `exact`."""
+    if alpha == 1.0 or mine.element_size() > 2:
+        exact.pop(name, None)
+        mine.lerp_(theirs.to(mine.dtype), alpha)  # of 1: a copy, to the bit
+    else:
+        exact[name] = exact.get(name, mine.detach()).float().lerp_(theirs.float(), alpha)
+        mine.copy_(exact[name])
+
+
 @torch.no_grad()
-def _load(into: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+def _load(into: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Restore the weights. Returns those that are kept in float32 too, as of `_mix`."""
+    exact: dict[str, Tensor] = {}
     for name, value in state.items():
         copy_into(into[name], value)
+        if value.element_size() > into[name].element_size():
+            copy_into(exact.setdefault(name, into[name].detach().float()), value)
+    return exact
