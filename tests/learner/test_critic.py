@@ -1,5 +1,7 @@
 """The critic of PPO, as a head on the policy or as a model of its own: exact values, training, no pull on the policy, resume."""
 
+import math
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -14,6 +16,7 @@ from covey.learner import Policy, ValueHead, ValueModel
 from covey.learner.optimizer import make_optimizer
 from covey.learner.packing import rows_of
 from covey.learner.preparation import prepare_for_training
+from covey.learner.update_guard import GuardPolicy, UpdateGuard
 from covey.types import Completion, Group, Prompt
 from kit import learner_of, rest_nightly, tiny_model, tiny_tokenizer
 
@@ -208,3 +211,15 @@ def test_a_run_with_a_critic_resumes_bit_for_bit(kind, tmp_path):
     assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
     assert expected["linear.weight"].any()
     assert replace(alg.ppo().critic, model=kind) == whole.algorithm.critic
+
+
+def test_a_spike_of_the_policys_gradient_clips_the_policys_step_alone():
+    def critics_weights(usual):
+        one = learner("head", max_grad_norm=0.0, guard=UpdateGuard(GuardPolicy(on_spike="clip")))
+        one.guard.seen = {"grad_norm": deque([math.log(usual)] * 30)}
+        report = one.step(GROUPS, alg.ppo(kl=None), 1)
+        return [event.kind for event in report.events], one.critic.linear.weight.detach().clone()
+
+    (spiked, clipped), (calm, free) = critics_weights(1e-9), critics_weights(1e9)
+    assert (spiked, calm) == (["spike"], [])
+    assert torch.equal(clipped, free)

@@ -358,8 +358,8 @@ class Learner:
                     self.policy.model, self.critic.parameters(), self.world, f"step {step}", whole=True
                 )
             return StepReport(step=step, metrics=metrics, events=verdict.events)
-        for part, size in zip(trained, norms, strict=True):
-            clip(part, size, min(self.max_grad_norm or math.inf, verdict.max_norm))
+        for part, size, bound in zip(trained, norms, (verdict.max_norm, math.inf), strict=True):
+            clip(part, size, min(self.max_grad_norm or math.inf, bound))
         self.before_update()
         expect_rates(self.optimizer, step)
         check_room(self.optimizer)
