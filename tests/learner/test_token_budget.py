@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import transformers
 
 from covey import algorithms as alg
 from covey.errors import MemoryLimitError
 from covey.learner import Policy
 from covey.learner.memory_estimate import (
+    cache_bytes,
     enough_tokens,
     expect_host_room,
     offloaded_bytes,
@@ -122,3 +124,11 @@ def test_shards_that_host_memory_has_no_room_for_are_refused_before_the_start(mo
     expect_host_room(5 * weights, World(), held=2 * weights)
     with pytest.raises(MemoryLimitError, match="in host memory: .* and .* are free; leave the offload out"):
         expect_host_room(4 * weights, World())
+
+
+def test_layers_with_a_state_alone_have_no_part_in_the_kv_cache():
+    hybrid = transformers.Qwen3NextConfig()
+    full = transformers.Qwen3NextConfig(layer_types=["full_attention"] * hybrid.num_hidden_layers)
+    share = hybrid.layer_types.count("full_attention") / hybrid.num_hidden_layers
+    assert 0 < cache_bytes(hybrid, 100, 2) == share * cache_bytes(full, 100, 2) < cache_bytes(full, 100, 2)
+    assert cache_bytes(transformers.MambaConfig(), 100, 2) == 0

@@ -1,6 +1,7 @@
 """Memory estimate of a run by category, and the initial token limit of a micro-batch."""
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -61,17 +62,19 @@ def in_gib(count: float) -> str:
 
 
 def cache_bytes(config: Any, tokens: int, value_bytes: int) -> int:
-    """KV cache of `tokens` tokens in bytes, by formula: the sampler cannot run on fake tensors.
+    """KV cache of `tokens` tokens in bytes, by formula: the sampler cannot run on fake tensors. Layers with a state keep none.
 
     `config` is a transformers configuration; `value_bytes` is the element size.
     """
     text = config.get_text_config()
-    heads = text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    heads, kinds = getattr(text, "num_attention_heads", 0), getattr(text, "layer_types", None)
+    layers = [kind for kind in kinds or [""] * text.num_hidden_layers if not _KEYLESS.search(kind)]
+    width = getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)
     keys = (getattr(text, "num_key_value_heads", None) or heads) * width
-    return int(tokens * text.num_hidden_layers * 2 * keys * value_bytes)
+    return int(tokens * len(layers) * 2 * keys * value_bytes)
 
 
+_KEYLESS = re.compile("linear|mamba|conv|recurrent|mlp|moe")  # in the kinds of layers that keep no keys
 _LIBRARIES = 36 * 2**20
 """Bytes left by sampling, without the weights and their copies; measured with 10 and 60 million parameters: 36 to 45 MiB."""
 
