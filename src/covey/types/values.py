@@ -179,9 +179,7 @@ class Group:
 
     def mean_advantage(self, index: int) -> float:
         """The advantage of a completion, its mean where it differs by token; NaN without tokens or advantages."""
-        if self.advantages is None:
-            return math.nan
-        row = self.advantages[index].double()
+        row = torch.tensor(math.nan) if self.advantages is None else self.advantages[index].double()
         return float(row if row.ndim == 0 else row[: self.completions[index].num_tokens].mean())
 
     def take(self, indices: Sequence[int]) -> Group:
