@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
 import random
 import statistics
@@ -38,7 +39,9 @@ SHAPES = {
     "7b": (3_584, 18_944, 28, 28, 4, 152_064),
 }
 """Width, inner width, layers, heads, heads of keys, vocabulary."""
-KERNELS_SHOWN = 40
+KERNELS_SHOWN, GAPS_SHOWN = 40, 20
+LEAST_GAP = 5.0
+"""Microseconds between two kernels beyond which the device counts as idle."""
 
 
 def main() -> None:
@@ -227,6 +230,9 @@ class Watch:
         for event in sorted(kernels, key=on_device, reverse=True)[:KERNELS_SHOWN]:
             each = on_device(event) / max(event.count, 1)
             lines.append(f"{on_device(event) / 1e3:10.1f} ms {event.count:7d} x {each:8.1f} us  {event.key[:110]}")
+        lines += idle(
+            [(e.time_range.start, e.time_range.end, e.key) for e in found.events() if e.device_type.name == "CUDA"]
+        )
         lines.append("-- host, self time:")
         host = sorted((e for e in events if e not in kernels), key=lambda e: e.self_cpu_time_total, reverse=True)
         lines += [f"{e.self_cpu_time_total / 1e3:10.1f} ms {e.count:7d}  {e.key[:90]}" for e in host[:16]]
@@ -237,6 +243,21 @@ class Watch:
     def wait(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize()
+
+
+def idle(spans: list[tuple[float, float, str]]) -> list[str]:
+    """Lines on the time between kernels, `(start, end, name)` in microseconds: how much, and after and before which kernels."""
+    gaps, until, last = dict[tuple[str, str], list[float]](), math.inf, ""
+    for start, end, name in sorted(spans):
+        if start - until > LEAST_GAP:
+            gaps.setdefault((last, name), []).append(start - until)
+        if end > until or not last:
+            until, last = end, name
+    whole = sum(map(sum, gaps.values()))
+    lines = [f"-- idle: {whole / 1e6:.3f} s in {sum(map(len, gaps.values()))} gaps of more than {LEAST_GAP} us"]
+    for (before, after), each in sorted(gaps.items(), key=lambda item: -sum(item[1]))[:GAPS_SHOWN]:
+        lines.append(f"{sum(each) / 1e3:10.1f} ms {len(each):7d} x  {before[:60]} -> {after[:60]}")
+    return lines
 
 
 if __name__ == "__main__":

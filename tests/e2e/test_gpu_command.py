@@ -138,3 +138,12 @@ def test_output_layers_are_compared_where_there_is_no_gpu(benchmarks):
     given = argparse.Namespace(tokens=70, width=16, vocabulary=300, repeats=1)
     found = heads.run(given, torch.device("cpu"))
     assert max(max(result["errors"]) for result in found.values()) < 0.02
+
+
+def test_the_profile_names_the_kernels_around_the_time_without_one(benchmarks):
+    import gpu_step
+
+    spans = [(0.0, 10.0, "a"), (12.0, 20.0, "b"), (15.0, 60.0, "long"), (50.0, 55.0, "within"), (160.0, 170.0, "a")]
+    whole, line = gpu_step.idle([*spans, (180.0, 190.0, "b"), (200.0, 210.0, "a"), (230.0, 240.0, "b")])[:2]
+    assert whole == "-- idle: 0.000 s in 4 gaps of more than 5.0 us"
+    assert line.split() == ["0.1", "ms", "1", "x", "long", "->", "a"]
