@@ -155,11 +155,12 @@ def test_a_trial_leaves_random_generators_alone_and_looks_for_stops_between_its_
 
 @pytest.mark.filterwarnings("default:Completions are written by plain transformers")
 def test_the_fallback_names_its_price_by_a_trial_that_moves_no_random_number():
-    from transformers import BloomConfig, BloomForCausalLM
+    from transformers import MBartConfig, MBartForCausalLM
 
     torch.manual_seed(0)
     tokenizer = tiny_tokenizer()
-    model = BloomForCausalLM(BloomConfig(vocab_size=len(tokenizer), hidden_size=32, n_layer=1, n_head=2)).eval()
+    sizes = {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32}
+    model = MBartForCausalLM(MBartConfig(vocab_size=len(tokenizer), is_encoder_decoder=False, **sizes)).eval()
     before = torch.get_rng_state()
     price = r"trial of 4 short completions, 1,000 tokens of each take [\d.e+]+ s\.$"
     with pytest.warns(UserWarning, match=price):
@@ -180,7 +181,7 @@ def test_a_sampler_of_transformers_that_was_chosen_names_its_price_too(options, 
 
 
 def test_a_length_that_no_trial_reaches_is_named_at_the_start():
-    """Doge, whose choice of keys over transformers' cache is another one."""
+    """Doge, which scores all copies of a token alike, so that any of them may be chosen."""
     model = build("doge")
     for module in model.modules():
         if hasattr(module, "keep_window_size"):
@@ -188,6 +189,8 @@ def test_a_length_that_no_trial_reaches_is_named_at_the_start():
     model.config.keep_window_size = 16
     with pytest.warns(UserWarning, match=r"^DogeForCausalLM .* more than 16 tokens \(keep_window_size\); keep prompt"):
         sampler = choose_sampler(model, tiny_tokenizer(), backend="transformers", eos_ids=[2])
+    with pytest.warns(UserWarning, match=r"^DogeForCausalLM .* more than 16 tokens \(keep_window_size\); keep prompt"):
+        choose_sampler(model, tiny_tokenizer(), eos_ids=[2])  # natively
     short, long = (list(sampler.sample(PROMPTS, 2, SamplingParams(max_tokens=n, seed=1))) for n in (4, 40))
     gap = lambda groups: max(
         float((done.logprobs - expected).abs().max())

@@ -8,10 +8,10 @@ from plain_sampling import collect, ids_of, plain_logprobs
 from windowed_models import LOCAL, PROMPTS, build
 
 from covey.kernels import Window, attention_windows
-from covey.learner.policy import Policy
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler, Unsupported, choose_sampler
 from covey.rollout.attention import ScoreRule, causal
 from covey.rollout.decoder import DecoderForward
+from covey.rollout.whole_keys import WholeKeysForward
 from kit import rest_nightly, tiny_tokenizer
 
 
@@ -110,13 +110,14 @@ def test_prompts_are_computed_in_blocks_as_with_the_mask_written_out(window, has
         ("minimax_m3_vl_text", "its layers attend with block_indices"),
     ],
 )
-def test_layers_that_choose_keys_by_their_content_are_left_to_the_model(tokenizer, kind, reason):
+def test_layers_that_choose_keys_by_their_content_are_left_to_the_models_attention(tokenizer, kind, reason):
     """They do so past some 2,048 tokens, which no short trial reaches."""
     model = built(kind)
     with pytest.raises(Unsupported, match=reason):
         attention_windows(model)
-    with pytest.warns(match="plain transformers"):
-        sampler = choose_sampler(model, tokenizer, eos_ids=[2])
-    assert isinstance(sampler, TransformersSampler)
+    for module in model.modules():
+        if hasattr(module, "A"):  # zeros: all keys would have one score
+            torch.nn.init.normal_(module.A)
+    sampler = choose_sampler(model, tokenizer, eos_ids=[2])
+    assert isinstance(sampler.forward, WholeKeysForward)
     assert gap_of(sampler, model) <= 1e-4
-    assert not Policy(model, pad_id=0).shares_prompts()

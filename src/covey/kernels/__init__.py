@@ -13,7 +13,17 @@ from covey.kernels.fused_logits import LogitKernels
 from covey.kernels.fused_model import Recomputing, learning
 from covey.kernels.half_weights import HalfWeights
 from covey.kernels.heap import training_heap, zeros
-from covey.kernels.indexers import CHOICE, IndexCache, choosing_few, find_indexers, is_chosen, other_layers
+from covey.kernels.indexers import (
+    CHOICE,
+    IndexCache,
+    choices,
+    choosing_few,
+    find_indexers,
+    has_windows,
+    is_chosen,
+    other_layers,
+    reason_against_choices,
+)
 from covey.kernels.layout import Layout
 from covey.kernels.matmul import WeightMatmul
 from covey.kernels.prompt_attention import SharedPromptAttention
@@ -27,7 +37,7 @@ __all__ = [
     "CHOICE", "AttentionHeads", "CacheTables", "DecodeKernels", "DecodeStep", "DecodeWeights", "HalfWeights",
     "InPlaceLinear", "IndexCache", "Layout", "LogitKernels", "Recomputing", "Routers", "SamplerLinear",
     "SharedPromptAttention", "TritonDecode", "WeightMatmul", "Window", "attention_windows", "cache_factory",
-    "cache_keyword", "choosing_few", "find_indexers", "find_routers", "footprint", "fuse",
-    "fusing_unavailable_reason", "has_states", "in_place_steps", "is_chosen", "learning", "other_layers",
-    "state_steps", "tensors_on", "training_heap", "unavailable_reason", "zeros",
+    "cache_keyword", "choices", "choosing_few", "find_indexers", "find_routers", "footprint", "fuse",
+    "fusing_unavailable_reason", "has_states", "has_windows", "in_place_steps", "is_chosen", "learning", "other_layers",
+    "reason_against_choices", "state_steps", "tensors_on", "training_heap", "unavailable_reason", "zeros",
 ]  # fmt: skip

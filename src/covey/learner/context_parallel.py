@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from covey.errors import ConfigError
-from covey.kernels import AttentionHeads, find_indexers, has_states
+from covey.kernels import AttentionHeads, choices, has_states
 from covey.models import unwrapped
 from covey.process.context import ContextGroup
 
@@ -91,7 +91,7 @@ def reason_against(model: Any, size: int, heads: Collection[AttentionHeads] | No
         reason = "its rows cannot be packed, for the reason above"
     elif has_states(model):
         reason = "layers with a state read the tokens of a row one after the other"
-    elif find_indexers(unwrapped(model)):
+    elif choices(unwrapped(model)):
         reason = "its layers choose the keys of a token among those of a whole row"
     elif not heads:
         reason = "its attention is not called through transformers' interface"

@@ -8,7 +8,8 @@ not computed.
 import functools
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,7 +17,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from covey.kernels import CHOICE, AttentionHeads, Layout, SharedPromptAttention, Window, is_chosen, other_layers
+from covey.kernels import (
+    CHOICE,
+    AttentionHeads,
+    Layout,
+    SharedPromptAttention,
+    Window,
+    choices,
+    is_chosen,
+    other_layers,
+)
 from covey.learner import context_parallel
 from covey.learner.attention_product import AttentionProduct
 from covey.learner.packing import Row
@@ -340,6 +350,19 @@ def release(model: Any) -> None:
         model.config.get_text_config()._attn_implementation = _before.pop(model)
 
 
+@contextmanager
+def as_loaded(reference: Callable[[], Any]) -> Iterator[str]:
+    """Context in which the switched model behind a weak reference attends as it was loaded; yields that implementation's name."""
+    model = reference()
+    config = model.config.get_text_config()
+    now = config._attn_implementation
+    config._attn_implementation = _before.get(model, now)
+    try:
+        yield config._attn_implementation
+    finally:
+        config._attn_implementation = now
+
+
 _before: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """The attention implementation that each switched model had."""
 
@@ -362,7 +385,7 @@ def reason_against(model: Any) -> str | None:
     source = sys.modules[type(unwrapped(model)).__module__]
     if getattr(config, "alibi", True) and any("alibi" in name.lower() for name in vars(source)):
         return "its attention is biased by the distance of tokens (ALiBi)"
-    if others := other_layers(model):
+    if (others := other_layers(model)) and not choices(unwrapped(model)):
         return f"it has {', '.join(sorted(others))} layers"
     return None
 

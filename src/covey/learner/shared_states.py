@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -208,12 +209,7 @@ class StateLayer:
         """The layer's result for packed inputs [1, S, ...]."""
         if self.unpacked is None:
             return self.forward(*args, **options)
-        bound = self.signature.bind(*args, **options).arguments
-        rest = next((name for name, x in self.signature.parameters.items() if x.kind is x.VAR_KEYWORD), "")
-        options = {**bound, **bound.get(rest, {}), "attention_mask": None}
-        names = {"attention_mask", "covey_rows", rest} - self.signature.parameters.keys()
-        options = {name: value for name, value in options.items() if name not in names and name != rest}
-        size = next(x.shape[1] for x in _tensors(options) if x.ndim == 3 and x.shape[0] == 1)
+        options, size = self._inputs(args, options)
 
         def call(places: Tensor, cache: StateCache | None = None) -> Any:
             held = {} if self.keyword is None else {self.keyword: cache}
@@ -222,6 +218,15 @@ class StateLayer:
         if not self.is_tried:
             self._try(call, size)
         return self._by_states(call, size) if self.way == "states" else self._by_rows(call, size)
+
+    def _inputs(self, args: Any, options: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        """The keywords of a call of the layer, without mask and packed rows, and the number S of packed tokens."""
+        bound = self.signature.bind(*args, **options).arguments
+        rest = next((name for name, x in self.signature.parameters.items() if x.kind is x.VAR_KEYWORD), "")
+        options = {**bound, **bound.get(rest, {}), "attention_mask": None}
+        names = {"attention_mask", "covey_rows", rest} - self.signature.parameters.keys()
+        options = {name: value for name, value in options.items() if name not in names and name != rest}
+        return options, next(x.shape[1] for x in _tensors(options) if x.ndim == 3 and x.shape[0] == 1)
 
     def _by_states(self, call: Callable[..., Any], size: int, shift: float = 0.0) -> Any:
         """Results of the prompts, and of the completions from their states; `shift` is added to recurrent states."""
@@ -287,6 +292,29 @@ class IndexLayer(StateLayer):
             for row in self.unpacked.rows.split(1)
         ]
         return self.unpacked.packed("rows", [torch.cat(rows)], size)
+
+
+@dataclass(eq=False)
+class AttentionLayer(StateLayer):
+    """The forward of an attention layer that chooses its keys, or has no interface, for packed rows: it reads whole rows by itself."""
+
+    attending: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Context in which the model attends as it was loaded."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """The layer's result for packed inputs [1, S, D]."""
+        if self.unpacked is None:
+            return self.forward(*args, **options)
+        inputs, size = self._inputs(args, options)
+        places = self.unpacked.rows
+        count, length = places.shape
+        with self.attending() as name:
+            seen = torch.ones(count, 1, length, length, dtype=torch.bool, device=places.device).tril_()
+            held = {name: _picked(value, places, size) for name, value in inputs.items()}
+            hidden = next(x for x in _tensors(held) if x.is_floating_point())
+            if name == "eager":  # which adds its mask
+                seen = torch.zeros_like(seen, dtype=hidden.dtype).masked_fill_(~seen, torch.finfo(hidden.dtype).min)
+            return self._packed("rows", [self.forward(**{**held, "attention_mask": seen})], size)
 
 
 def _tensors(held: Any) -> Iterator[Tensor]:

@@ -1,31 +1,52 @@
 """Trial of shared prompts: packed rows compared with single rows, before a policy computes them."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 
-from covey.kernels import attention_windows
+from covey.kernels import attention_windows, has_windows, reason_against_choices
 from covey.learner import shared_prompt
 from covey.learner.heads import short_row
 from covey.learner.packing import pad_rows
 from covey.learner.shared_kernel import choose_kernel
 from covey.learner.shared_prompt import share_rows
-from covey.learner.state_layers import state_layers
+from covey.learner.state_layers import attention_layers, state_layers
 from covey.models import unwrapped
 
 
-@torch.no_grad()
 def try_sharing(policy: Any) -> str | None:
-    """Compare packed rows with single rows under the model's own attention. Returns a reason if they differ."""
+    """Compare packed rows with single rows under the model's own attention. Returns a reason if they differ.
+
+    Attention layers that packed rows cannot pass by Covey's attention read whole rows, if that gives the same.
+    """
+    reason = _try(policy, is_whole=False)
+    if reason is None or has_windows(policy.model) or reason_against_choices(policy.model):
+        return reason
+    if _try(policy, is_whole=True) is None:
+        return None
+    policy.state_layers = []
+    return reason
+
+
+@torch.no_grad()
+def _try(policy: Any, *, is_whole: bool) -> str | None:
+    """Reason against packed rows; `is_whole`: the attention layers read whole rows."""
     rows = [short_row(policy.model, count) for count in (3, 2)]
     was_training = policy.model.training
     is_exact = policy.compute_dtype is None and next(policy.model.parameters()).dtype == torch.float32
     shared_prompt.install()
     policy.model.eval()
     try:
-        policy.windows = attention_windows(unwrapped(policy.model))
+        policy.windows = {} if is_whole else attention_windows(unwrapped(policy.model))
         policy.state_layers = policy.within(lambda: state_layers(policy.model))
+        if is_whole:
+            as_loaded = partial(shared_prompt.as_loaded, ref(unwrapped(policy.model)))
+            whole = policy.within(lambda: attention_layers(policy.model, as_loaded))
+            inside = {part for layer in whole for part in layer.module.modules()}
+            policy.state_layers = [layer for layer in policy.state_layers if layer.module not in inside] + whole
         apart = policy.measure_packed(pad_rows(rows, policy.pad_id, policy.device), True)
         packed = share_rows(rows, policy.device, is_whole=policy.auxiliary_coefficient != 0)
         together = policy.measure_packed(replace(packed, heads=policy.heads), True)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from covey.kernels import cache_factory, cache_keyword, find_indexers, has_states, tensors_on
-from covey.learner.shared_states import IndexLayer, StateLayer
+from covey.kernels import cache_factory, cache_keyword, choices, find_indexers, has_states, tensors_on
+from covey.learner.shared_states import AttentionLayer, IndexLayer, StateLayer
 from covey.models import decoder_of, unwrapped
 from covey.process.sharding import compute_device
 
 _STATE_CALL = re.compile("(get|set|update)_(conv|recurrent|linear)_")
+
+_attention_layers: WeakKeyDictionary[nn.Module, list[StateLayer]] = WeakKeyDictionary()
+_KEYS_CALL = re.compile("update$")
 
 _layers: WeakKeyDictionary[nn.Module, list[StateLayer]] = WeakKeyDictionary()
 """The layers of each model, for all policies that compute with it."""
@@ -33,12 +37,35 @@ def state_layers(model: Any) -> list[StateLayer]:
     return _layers[inner]
 
 
+def attention_layers(model: Any, attending: Callable[[], AbstractContextManager[Any]]) -> list[StateLayer]:
+    """The attention layers that choose keys, or all where none does, as they read whole rows in the context `attending`."""
+    inner = unwrapped(model)
+    if inner not in _attention_layers:
+        block, choosing = _parents(inner), [module for module, _ in choices(inner)]
+        modules, _ = _noted(inner, _KEYS_CALL)
+        some = [module for module in modules if any(part in choosing for part in module.modules())]
+        make = lambda module: AttentionLayer(
+            module, decoder_of(inner), block[module], None, "rows", attending=attending
+        )
+        _attention_layers[inner] = [make(module) for module in some or modules]
+    return _attention_layers[inner]
+
+
 def _parents(inner: nn.Module) -> dict[nn.Module, nn.Module]:
     return {child: module for module in inner.modules() for child in module.children()}
 
 
 def _note_layers(inner: Any) -> list[StateLayer]:
-    """The layers, by a forward pass that notes the innermost module whenever a state is read or written."""
+    """The layers that read or write a state."""
+    seen, held = _noted(inner, _STATE_CALL)
+    block = _parents(inner)
+    make = lambda module, keyword: StateLayer(module, decoder_of(inner), block[module], keyword)
+    layers = [make(module, cache_keyword(module)) for module in seen]
+    return layers + [make(module, None) for module in _outermost(held)]
+
+
+def _noted(inner: Any, calls: re.Pattern[str]) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The innermost modules that call these methods of the cache in a forward pass, and those on which it leaves a tensor."""
     seen: dict[nn.Module, None] = {}
     stack: list[nn.Module] = []
     hooks = [
@@ -52,7 +79,7 @@ def _note_layers(inner: Any) -> list[StateLayer]:
     training = inner.training
     inner.eval()
     try:
-        cache = _noting(cache_factory(inner)(), lambda: seen.setdefault(stack[-1]) if stack else None)
+        cache = _noting(cache_factory(inner)(), calls, lambda: seen.setdefault(stack[-1]) if stack else None)
         ids = torch.zeros(1, 3, dtype=torch.int64, device=compute_device(next(inner.parameters())))
         with torch.no_grad():
             inner(input_ids=ids, use_cache=True, **{str(cache_keyword(inner)): cache})
@@ -63,27 +90,25 @@ def _note_layers(inner: Any) -> list[StateLayer]:
     held = [key for key, x in tensors_on(inner) if before.get(key) is not x]
     for module, name in held:
         setattr(module, name, before.get((module, name)))
-    block = _parents(inner)
-    make = lambda module, keyword: StateLayer(module, decoder_of(inner), block[module], keyword)
-    layers = [make(module, cache_keyword(module)) for module in seen if module is not inner]
-    return layers + [make(module, None) for module in _outermost([module for module, _ in held])]
+    return [module for module in seen if module is not inner], [module for module, _ in held]
 
 
 def whole_row_layers(layers: Sequence[StateLayer]) -> str | None:
     """The sentence part that says which layers compute a prompt once a completion; None if none does."""
     whole = [layer for layer in layers if layer.way == "rows"]
     ways = {
-        "which begin with no state": [layer for layer in whole if not isinstance(layer, IndexLayer)],
+        "which begin with no state": [layer for layer in whole if not isinstance(layer, IndexLayer | AttentionLayer)],
         "which choose keys of whole rows": [layer for layer in whole if isinstance(layer, IndexLayer)],
+        "whose own attention reads whole rows": [layer for layer in whole if isinstance(layer, AttentionLayer)],
     }
     names = lambda layers: ", ".join(sorted({type(layer.module).__name__ for layer in layers}))
     parts = [f"in its layers {names(layers)} alone, {way}" for way, layers in ways.items() if layers]
     return " and ".join(parts) or None
 
 
-def _noting(cache: Any, note: Callable[[], Any]) -> Any:
-    """The cache, which calls `note` whenever a state is read or written."""
-    for name in filter(_STATE_CALL.match, dir(cache)):
+def _noting(cache: Any, calls: re.Pattern[str], note: Callable[[], Any]) -> Any:
+    """The cache, which calls `note` with each of these methods."""
+    for name in filter(calls.match, dir(cache)):
         setattr(cache, name, _after(note, getattr(cache, name)))
     return cache
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from covey.errors import ConfigError
 from covey.models import float32_stream, unwrapped
-from covey.rollout.forward import ModulesForward, expect_supported
+from covey.rollout.forward import ModulesForward
 from covey.rollout.kv_cache import LayerShape
 
 SamplerPrecision = Literal["auto", "float32", "bfloat16", "float16"]
@@ -51,7 +51,7 @@ class AutocastForward(ModulesForward):
 
     def __init__(self, model: Any, dtype: torch.dtype, float32_head: bool = False) -> None:
         """Raises Unsupported, with the reason, before anything is copied."""
-        expect_supported(model)
+        self._expect(model)
         live = unwrapped(model)
         self._parameters = list(live.parameters())
         self._live = live

@@ -22,6 +22,7 @@ from covey.rollout.sampling import fresh_seed
 from covey.rollout.stopping import context_of
 from covey.rollout.turns import TurnSampler
 from covey.rollout.vllm import ServerSampler, VLLMSampler
+from covey.rollout.whole_keys import WholeKeysForward
 from covey.types import Group, Prompt
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ Backend = Literal["auto", "native", "transformers", "generate", "vllm", "vllm-se
 
 
 EXACT_UP_TO = ("keep_window_size", "lsh_attn_chunk_length")
-"""Fields of a configuration: tokens up to which no key is left out by its content, over transformers' cache (Doge) or at random (Reformer)."""
+"""Fields of a configuration: tokens up to which no key is left out by a score that several have (Doge) or at random (Reformer)."""
 
 
 class SplitSampler(NativeSampler):
@@ -161,6 +162,8 @@ def _native(
     if reason := reason_against(sampler, model):
         raise Unsupported(f"{type(unwrapped(model)).__name__}: {reason}")
     sampler.environment = environment
+    if isinstance(sampler.forward, WholeKeysForward):
+        _warn_of_length(model)
     return sampler
 
 

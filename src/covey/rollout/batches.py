@@ -12,7 +12,7 @@ from torch import Tensor
 
 from covey.kernels import Layout
 from covey.rollout.attention import ScoreRule, causal
-from covey.rollout.kv_cache import KVCache, rounded
+from covey.rollout.kv_cache import KVCache, Order, rounded
 
 
 def token_indices(lengths: Sequence[int], width: int) -> Tensor:
@@ -43,6 +43,25 @@ class DecodeBatch:
     def visible_keys(self, length: int) -> Tensor:
         """[R, 1, 1, K] bool, true at those of `index_keys` that a row sees."""
         return self.cache.visible_keys()[:, None, None]
+
+    def whole_keys(self, layer: int, new: Sequence[Tensor], order: Order) -> tuple[Tensor, ...]:
+        """All keys, or values, of each row in `order`, after the `new` ones [R, H, 1, D], which the cache keeps too."""
+        return self.cache.whole_keys(layer, [x[:, :, 0] for x in new], order)
+
+    def whole_mask(self, length: int, order: Order) -> Tensor:
+        """The mask of `whole_keys`: [R, K] by "end", as transformers' `generate` has it, or [R, 1, 1, K] bool."""
+        is_key = self.cache.key_places(order) >= 0
+        return is_key.long() if order == "end" else is_key[:, None, None]
+
+    @property
+    def past(self) -> int:
+        """Keys of the longest row before this step."""
+        return self.cache.key_places("end").shape[1] - 1
+
+    def past_positions(self, lead: Sequence[int]) -> Tensor | None:
+        """[*lead, R, past] positions of the keys before this step, in the order "end"."""
+        places = self.cache.key_places("end")
+        return ((places >= 0).cumsum(-1) - 1).clamp(min=0)[:, :-1].expand(*lead, -1, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +104,25 @@ class PrefillBatch:
     def visible_keys(self, length: int) -> Tensor:
         """[1, 1, L, L] bool, true at those of `index_keys` that a token sees."""
         return torch.ones(1, 1, length, length, dtype=torch.bool, device=self.cache.device).tril_()
+
+    def whole_keys(self, layer: int, new: Sequence[Tensor], order: Order) -> tuple[Tensor, ...]:
+        """The `new` keys, or keys and values, [A, H, L, D], which the cache keeps."""
+        for kind, x in enumerate(new):
+            self.cache.prefix[layer][kind, self.slots.start : self.slots.stop, :, : x.shape[2], : x.shape[3]] = x
+        return tuple(new)
+
+    def whole_mask(self, length: int, order: Order) -> Tensor:
+        """The mask of `whole_keys`: [A, L] by "end", or [A, 1, L, L] bool."""
+        if order == "position":
+            return self.visible_keys(length).expand(len(self.lengths), -1, -1, -1)
+        ends = torch.tensor(self.lengths, device=self.cache.device)[:, None]
+        return (torch.arange(length, device=self.cache.device) < ends).long()
+
+    past = 0
+
+    def past_positions(self, lead: Sequence[int]) -> Tensor | None:
+        """None: no key is before these."""
+        return None
 
     def attend_end_to_end(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """[M, Hq, D] from `query` [M, Hq, D], `key` and `value` [M, Hkv, D] of the concatenated prompts.

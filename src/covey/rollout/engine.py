@@ -33,6 +33,7 @@ from covey.rollout.scheduler import Scheduler
 from covey.rollout.static_buffers import StaticBuffers, StaticState
 from covey.rollout.static_kv_cache import Attention, bucket_below
 from covey.rollout.stopping import checked_eos_ids, context_of
+from covey.rollout.whole_keys import WholeKeysForward
 from covey.types import Group, Metric, Prompt, merge_metrics
 
 logger = logging.getLogger(__name__)
@@ -217,6 +218,8 @@ class NativeSampler:
             reason = reason_against(self.model, prompt)
             if reason is None and not isinstance(self.forward, ModulesForward):
                 reason = "its decoder is written out for text"
+            if reason is None and isinstance(self.forward, WholeKeysForward):
+                reason = "its own attention reads the keys of texts alone"
             is_indexed = self.forward.is_indexed and self.environment is not None  # its answers may be media
             if reason is None and is_indexed:
                 reason = "its layers keep more than keys and values"

@@ -23,7 +23,6 @@ from covey.kernels import (
     find_routers,
     has_states,
     in_place_steps,
-    other_layers,
     state_steps,
 )
 from covey.models import accepts, decoder_of, evaluating, float32_stream, unwrapped
@@ -34,6 +33,7 @@ from covey.rollout.kv_cache import KVCache, LayerShape
 from covey.rollout.row_states import StatePlaces, find_states
 from covey.rollout.sampler import decoding_threads
 from covey.rollout.stopping import context_of
+from covey.rollout.supported import expect_supported
 from covey.types import Prompt
 
 UNLIMITED = 2**31
@@ -52,7 +52,7 @@ class Forward(Protocol):
     routers: Routers | None
     """Routers whose choices every pass records; None: it records none."""
     is_indexed: bool
-    """True if layers choose the keys that a token sees by further keys, which the KV cache keeps too."""
+    """True if layers read keys of the KV cache themselves: an indexer's, which it keeps too, or all."""
 
     def refresh(self) -> bool:
         """Read the live weights after an update. False when the model's structure changed, so that a new Forward is needed."""
@@ -95,7 +95,7 @@ class ModulesForward:
         self.float32_head = float32_head
         self.head: SamplerLinear | None = None
         """The output layer in float32, at one address for steps that were captured."""
-        expect_supported(model)
+        self._expect(model)
         register()
         self.model = unwrapped(model)
         self.context = context_of(self.model) or UNLIMITED
@@ -112,6 +112,10 @@ class ModulesForward:
             self.layers = self._layers()
         self.steps: list[Any] = [] if self.states is None else state_steps(self.model)
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
+
+    def _expect(self, model: Any) -> None:
+        """Raise Unsupported for a model whose configuration or class rules this forward pass out."""
+        expect_supported(model)
 
     def record_experts(self) -> None:
         """Record the experts of every pass from now on. Raises Unsupported, with the reason, for a model without routers to record."""
@@ -309,24 +313,6 @@ class _Record:
         return torch.ones(1, 1, length, length, dtype=torch.bool, device=self.device).tril_()
 
 
-def expect_supported(model: Any) -> None:
-    """Raise Unsupported for a model whose configuration or class rules the engine out."""
-    inner = unwrapped(model)
-    name = type(inner).__name__
-    is_stateful = has_states(inner)
-    if kinds := other_layers(inner):
-        raise Unsupported(f"{name} has layers of kind {', '.join(sorted(kinds))}")
-    attends = any(getattr(part, "_supports_attention_backend", False) for part in (inner, decoder_of(inner)))
-    if not is_stateful and not attends:
-        raise Unsupported(f"{name} does not attend through transformers' attention interface")
-    if len({parameter.device for parameter in inner.parameters()}) > 1:
-        raise Unsupported(f"{name} is spread over several devices")
-    if any(type(parameter).__name__ == "DTensor" for parameter in inner.parameters()):
-        raise Unsupported(f"the weights of {name} are spread over several processes")
-    if not is_stateful and not accepts(inner, "position_ids"):
-        raise Unsupported(f"{name} does not take position_ids")
-
-
 NewCache = Callable[[Forward, int], KVCache]
 """Factory of a KV cache from a forward pass and a context length."""
 
@@ -342,9 +328,18 @@ def verify(forward: Forward, model: Any, tolerance: float | None = None, new_cac
     `|a - b| / |b - mean(b)|`; a wrong forward pass gives about 1. Raises Unsupported when it is above `tolerance`,
     by default 1e-3 in float32 and 0.1 in less precise types.
     """
-    inner = unwrapped(model)
     if tolerance is None:
         tolerance = 1e-3 if forward.dtype == torch.float32 else 0.1
+    error = float(logit_errors(forward, model, new_cache).median())
+    if not error <= tolerance:
+        raise Unsupported(
+            f"the engine's logits differ from {type(unwrapped(model)).__name__}'s own by {error:.2g} of their spread"
+        )
+
+
+def logit_errors(forward: Forward, model: Any, new_cache: NewCache = plain_cache) -> Tensor:
+    """[positions] the measure of `verify`; 0 for a model whose logits are not finite, which sampling says."""
+    inner = unwrapped(model)
     limit = context_of(inner) or UNLIMITED
     if limit < 4:
         raise Unsupported(f"a context of {limit} tokens is too short to check the engine in")
@@ -358,14 +353,10 @@ def verify(forward: Forward, model: Any, tolerance: float | None = None, new_cac
     for a, b in zip(mine, theirs, strict=True):
         b = b.float()
         if not bool(b.isfinite().all()):
-            return  # broken weights; sampling says so
+            return torch.zeros(1)
         spread = (b - b.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-6)
         errors.append((a.float() - b).norm(dim=-1) / spread)
-    error = float(torch.cat(errors).median())
-    if not error <= tolerance:
-        raise Unsupported(
-            f"the engine's logits differ from {type(inner).__name__}'s own by {error:.2g} of their spread"
-        )
+    return torch.cat(errors)
 
 
 def _engine_logits(forward: Forward, rows: Sequence[Tensor], lengths: Sequence[int], cache: KVCache) -> list[Tensor]:

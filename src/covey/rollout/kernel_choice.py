@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from covey.errors import ConfigError, Unsupported, first_line
+from covey.errors import RAW_ERRORS, ConfigError, Unsupported, first_line
 from covey.kernels import DecodeKernels, SamplerLinear, TritonDecode, unavailable_reason
 from covey.models import unwrapped
 from covey.process.memory import is_out_of_memory
@@ -18,6 +18,7 @@ from covey.rollout.kv_cache import KVCache
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.sampling import draw, kernel_options
 from covey.rollout.static_kv_cache import Attention, StaticKVCache
+from covey.rollout.whole_keys import WholeKeysForward, whole_keys_forward
 from covey.types import widest_float
 
 logger = logging.getLogger(__name__)
@@ -41,13 +42,25 @@ def best_forward(model: Any, dtype: SamplerPrecision, float32_head: bool = False
         return DecoderForward(model, compute_dtype, float32_head)
     except Unsupported as reason:
         in_float32 = float32_head and compute_dtype != torch.float32
-        plain = (
-            ModulesForward(model, in_float32)
-            if compute_dtype == live.dtype
-            else AutocastForward(model, compute_dtype, in_float32)
-        )
+        other = None if compute_dtype == live.dtype else compute_dtype
+        try:
+            plain = ModulesForward(model, in_float32) if other is None else AutocastForward(model, other, in_float32)
+        except (Unsupported, *RAW_ERRORS) as error:
+            plain = _over_whole_keys(model, other, in_float32, error)
         logger.warning("Completions are computed by the model's own modules, which takes longer: %s.", reason)
         return plain
+
+
+def _over_whole_keys(model: Any, dtype: torch.dtype | None, float32_head: bool, reason: Exception) -> ModulesForward:
+    """The model's own attention over gathered keys, where the engine's attention is ruled out by `reason`, which is raised if that fails."""
+    if is_out_of_memory(reason):
+        raise reason
+    try:
+        return whole_keys_forward(model, dtype, float32_head)
+    except (Unsupported, *RAW_ERRORS) as error:
+        if is_out_of_memory(error):
+            raise
+        raise reason from error
 
 
 def captures(requested: bool | None, device: torch.device) -> bool:
@@ -74,7 +87,7 @@ def verified_kernels(forward: Forward, model: Any, choice: AttentionChoice) -> D
     shapes = {layer.width for layer in forward.layers if not layer.is_index}
     kernels = (
         DecodeKernels.of(forward.device, forward.dtype, shapes.pop())
-        if len(shapes) == 1 and choice != "torch"
+        if len(shapes) == 1 and choice != "torch" and not isinstance(forward, WholeKeysForward)
         else None
     )
     if kernels is None and choice == "compiled":

@@ -6,6 +6,7 @@ Keys carry their positions, so their order in memory is free: all rows write the
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from covey.rollout.attention import HIDDEN, AttentionPart, RowMap, ScoreRule, be
 from covey.rollout.key_bias import KeyBias
 from covey.rollout.row_states import RowStates, StatePlaces
 
+Order: TypeAlias = Literal["end", "position"]
+"""Order of gathered keys: padded on the left, so that all rows end together, or each at the place of its position."""
 STEP = 32
 """Granularity of allocated columns: kernels are fastest on whole blocks, and few shapes occur."""
 
@@ -313,6 +316,30 @@ class KVCache:
     def visible_keys(self) -> Tensor:
         """[R, K] bool, true at those of `index_keys` that are keys of the row."""
         return torch.cat((self.prefix_bias[self.padded_owners], self.suffix_bias[: self.num_computed]), 1) == 0
+
+    def key_places(self, order: Order) -> Tensor:
+        """[R, K] the columns of each row's keys, its prompt's before its own, in this order; -1 where there is none."""
+        if ("places", order) not in self.of_rows:
+            padding, columns = self.num_computed - self.num_rows, self.prefix_bias.shape[1]
+            starts = torch.tensor(self.starts + [self.step_column] * padding, device=self.device)[:, None]
+            before = torch.tensor(self.prompt_lengths, device=self.device)[self.padded_owners][:, None]
+            counts = before + self.step_column + 1 - starts
+            place = torch.arange(int(counts.max()), device=self.device)
+            place = place - counts.max() + counts if order == "end" else place.expand(len(counts), -1)
+            column = torch.where(place < before, place, columns + starts + place - before)
+            self.of_rows["places", order] = column.masked_fill((place < 0) | (place >= counts), -1)
+        return self.of_rows["places", order]
+
+    def whole_keys(self, layer: int, new: Sequence[Tensor], order: Order) -> tuple[Tensor, ...]:
+        """Each [R, H, K, D]: the keys, or values, of a row's prompt and its own in `order`, after the `new` ones [R, H, D] of this step."""
+        places, gathered = self.key_places(order).clamp(min=0)[:, None, :, None], []
+        for kind, x in enumerate(new):
+            rows, heads, width = x.shape
+            suffix = self.suffix[layer][kind, :rows]
+            suffix[:, :, self.step_column, :width] = x
+            both = torch.cat((self.prefix[layer][kind, self.padded_owners, ..., :width], suffix[..., :width]), 2)
+            gathered.append(both.gather(2, places.expand(-1, heads, -1, width)).to(x.dtype))
+        return tuple(gathered)
 
     def _parts(
         self,

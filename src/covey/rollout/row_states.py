@@ -7,7 +7,7 @@ Keys and values of attention layers pass through that cache unchanged: the engin
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, TypeAlias
 
@@ -33,6 +33,8 @@ class Place:
     path: Path
     shape: torch.Size
     dtype: torch.dtype
+    initial: int = 0
+    """Its values before any token; not 0 for the ids of tokens before, which stand for the end of a text."""
 
     def read(self, cache: Any) -> Tensor:
         """[R, *shape], the state after a forward pass with this cache."""
@@ -41,11 +43,7 @@ class Place:
         return state
 
     def write(self, cache: Any, value: Tensor | None) -> None:
-        holder: Any = _at(cache if self.module is None else self.module, self.path[:-1])
-        if type(holder) in (dict, list):
-            holder[self.path[-1]] = value
-        else:
-            setattr(holder, str(self.path[-1]), value)
+        write_at(cache if self.module is None else self.module, self.path, value)
 
 
 def _at(holder: Any, path: Path) -> Any:
@@ -53,6 +51,15 @@ def _at(holder: Any, path: Path) -> Any:
     for key in path:
         value = value[key] if type(value) in (dict, list) else getattr(value, str(key))
     return value
+
+
+def write_at(root: Any, path: Path, value: Tensor | None) -> None:
+    """Set the tensor to which `path` leads from a cache or module."""
+    holder: Any = _at(root, path[:-1])
+    if type(holder) in (dict, list):
+        holder[path[-1]] = value
+    else:
+        setattr(holder, str(path[-1]), value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +85,13 @@ class StatePlaces:
                 place.write(cache, None)
 
 
-def find_states(model: Any, run: Callable[[Any, Tensor], Any]) -> StatePlaces:
-    """The states that a forward pass leaves behind. `run(cache, ids)` makes one of `ids` [R, L] with this cache."""
+def find_states(
+    model: Any, run: Callable[[Any, Tensor], Any], prepare: Callable[[Any], Any] | None = None
+) -> StatePlaces:
+    """The states that a forward pass leaves behind. `run(cache, ids)` makes one of `ids` [R, L] with this cache.
+
+    `prepare` changes each new cache; by default its keys and values pass through.
+    """
     inner = unwrapped(model)
     keyword = cache_keyword(inner)
     assert keyword is not None
@@ -87,16 +99,27 @@ def find_states(model: Any, run: Callable[[Any, Tensor], Any]) -> StatePlaces:
     ids = torch.zeros(PROBED_ROWS, 3, dtype=torch.int64, device=device)
     before = dict(tensors_on(inner))
     empty = cache_factory(inner)
-    new_cache = lambda: _passing(empty())
+    new_cache = lambda: (prepare or _passing)(empty())
     cache = new_cache()
     run(cache, ids)
-    places = [_place(None, path, x) for path, x in _tensors_in(cache, ()) if _has_rows(path, x)]
+    places = [_place(None, path, x) for path, x in tensors_in(cache, ()) if _has_rows(path, x)]
     for (module, name), x in tensors_on(inner):
         old = before.get((module, name))
         if old is not x and _has_rows((name,), x):
             places.append(_place(module, (name,), x))
             setattr(module, name, old)
+    if any(not place.dtype.is_floating_point for place in places):
+        shorter = new_cache()
+        run(shorter, ids[:, :1])
+        places = [_with_initial(place, shorter) for place in places]
     return StatePlaces(tuple(places), cache, keyword, new_cache)
+
+
+def _with_initial(place: Place, cache: Any) -> Place:
+    """The place with its value before any token, of which a pass of one token leaves all but the last."""
+    if place.dtype.is_floating_point or place.module is not None or place.shape[-1:] < (2,):
+        return place
+    return replace(place, initial=int(place.read(cache).flatten()[0]))
 
 
 def _passing(cache: Any) -> Any:
@@ -113,7 +136,7 @@ def _has_rows(path: Path, x: Tensor) -> bool:
     return x.ndim > 0 and x.shape[0] == PROBED_ROWS and path[-1] not in ("keys", "values")
 
 
-def _tensors_in(held: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
+def tensors_in(held: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
     """Tensors in a cache, its layers, and their lists and mappings."""
     if isinstance(held, Tensor):
         yield path, held
@@ -127,7 +150,7 @@ def _tensors_in(held: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
     else:
         return
     for key, value in items:
-        yield from _tensors_in(value, (*path, key))
+        yield from tensors_in(value, (*path, key))
 
 
 NewTensor: TypeAlias = Callable[[int, Tensor, "tuple[int, ...]"], Tensor]
@@ -167,12 +190,12 @@ class RowStates:
             x[list(to)] = x[list(source)]
 
     def begin(self, first: int, slots: Sequence[int]) -> None:
-        """Rows from `first` on begin where the prompts of `slots` end; zeros after no token."""
+        """Rows from `first` on begin where the prompts of `slots` end; with their initial values after no token."""
         for slot, members in groupby(slots):
             rows = slice(first, first + len(list(members)))
             after, place = self._prompts.get(slot, (None, 0))
             for i, x in enumerate(self.tensors):
-                x[rows] = 0 if after is None else after[i][place]
+                x[rows] = self.places.places[i].initial if after is None else after[i][place]
             first = rows.stop
         self._prompts = {}
 
