@@ -108,15 +108,18 @@ def test_an_answer_goes_to_the_rewards_as_the_completion_and_columns_by_name(tmp
 
 
 def test_an_answer_in_the_row_that_is_an_object_reaches_the_endpoint_as_json(tmp_path):
-    data = {"prompt": [[*row["prompt"], {"role": "tool", "content": {"sky": "clear"}}] for row in ROWS]}
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "the sky"}}}
+    turns = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": {"sky": "clear"}}]
+    data = {"prompt": [[*row["prompt"], *turns] for row in ROWS]}
     seen = []
 
     def agent(row, client, model):
-        seen.append(row["prompt"][1]["content"])
+        _, asks, answers = row["prompt"]
+        seen.append((asks["tool_calls"][0]["function"]["arguments"], answers["content"]))
         return len(talk(client, model, row, 1))
 
     trainer_of(tmp_path, agent, data=column_set(data), max_steps=1).train()
-    assert seen == ['{"sky": "clear"}'] * 8
+    assert seen == [('{"at": "the sky"}', '{"sky": "clear"}')] * 8
 
 
 def test_a_client_of_host_port_and_key_alone_is_known_by_its_key_and_may_have_an_event_loop_a_call(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from covey.data import PromptStream, load
 from covey.data.examples import load_examples
 from covey.data.prompts import to_prompt
-from covey.data.rendering import say_once
+from covey.data.rendering import content_text, say_once
 from covey.data.tables import with_structs
 from covey.errors import DataError
 from kit import tiny_tokenizer
@@ -188,3 +188,25 @@ def test_columns_of_objects_with_nulls_are_structs_in_parquet(tmp_path):
     assert pq.read_table(tmp_path / "a.parquet").to_pylist() == rows
     other = file_of([*rows, {"prompt": "c", "info": {"z": None}}], tmp_path)
     assert with_structs(other).features == other.features
+
+
+PARTS = [{"type": "text", "text": "Warm"}, {"type": "image"}, {"type": "text", "text": "?"}, "!"]
+
+
+@pytest.mark.parametrize(
+    "content, text",
+    [("Warm?", "Warm?"), (None, ""), (PARTS, "Warm?!"), (ANSWER, json.dumps(ANSWER, ensure_ascii=False)), (3, "3")],
+)
+def test_the_text_of_content_is_never_pythons(content, text):
+    """What a reward model, an audit of rewards, features and rewards of texts read of a message."""
+    from covey.data.features.columns import prompt_text
+    from covey.doctor.reward_audit.probes import _prompt_text
+    from covey.rewards.builtin.math import _all_text
+    from covey.rewards.builtin.text import text_of
+    from covey.rewards.builtin.text_models import _plain
+    from covey.types import Prompt
+
+    message = {"role": "assistant", "content": content}
+    assert content_text(content) == text
+    assert {read([message]) for read in (prompt_text, _all_text, text_of, _plain)} == {text}
+    assert _prompt_text(Prompt(uid="0", token_ids=(1,), messages=(message,))) == text

@@ -323,13 +323,19 @@ def test_a_run_reads_the_turns_of_its_local_members(tmp_path, monkeypatch):
 
 
 def test_an_answer_that_is_an_object_is_sent_as_json_and_a_request_that_is_refused_says_why_in_one_sentence():
-    messages = ({"role": "user", "content": "2 + 2 ="}, {"role": "tool", "content": {"sum": 4, "exact": None}})
+    call = lambda arguments: [{"type": "function", "function": {"name": "add", "arguments": arguments}}]
+    messages = (
+        {"role": "user", "content": "2 + 2 ="},
+        {"role": "assistant", "content": None, "tool_calls": call({"of": [2, 2]})},
+        {"role": "tool", "content": {"sum": 4, "exact": None}},
+    )
     row = Prompt(uid="0", token_ids=(1,), messages=messages)
     with endpoint(lambda body: 400) as (url, asked):
         writer = load_writer(Member(url, served_model_name="big"), "big", CPU, encoding())
         with pytest.raises(ConfigError) as caught:
             writer.write([row], SamplingParams(max_tokens=4))
-    assert asked[0]["messages"] == [messages[0], {"role": "tool", "content": '{"sum": 4, "exact": null}'}]
+    called = {**messages[1], "tool_calls": call('{"of": [2, 2]}')}
+    assert asked[0]["messages"] == [messages[0], called, {"role": "tool", "content": '{"sum": 4, "exact": null}'}]
     assert str(caught.value).startswith(
         f"Ensemble member big: The ensemble member big at {url} refuses model 'big': HTTP 400 "
     )

@@ -10,7 +10,7 @@ from covey.data.checks import check_dataset, row_of
 from covey.data.layouts import tools_for_template, with_prompts
 from covey.data.loading import parted
 from covey.data.prompts import encode_chat, template_of_row
-from covey.data.rendering import as_written, clean
+from covey.data.rendering import as_written, clean, content_text
 from covey.data.sources import AnyDataset, opened, shown
 from covey.data.tables import column_set
 from covey.errors import DataError
@@ -93,7 +93,7 @@ def encode_example(
         message = _message_of(completion, where)
         if prompt.messages is None:
             raise DataError(f"{where} has a text as its prompt and a message as its completion; give both in one form.")
-        text = str(message.get("content") or "")
+        text = content_text(message.get("content"))
         ids = _after_prompt(prompt, message, where, tokenizer, template)
     ends = [place for place, token in enumerate(ids) if token in eos_ids]
     if prompt.messages is not None and ends:

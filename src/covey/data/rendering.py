@@ -183,6 +183,20 @@ def with_text(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": _as_json(content)} if isinstance(content, Mapping) else dict(message)
 
 
+def for_endpoint(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message as OpenAI's API takes it: content and arguments of calls that are objects as JSON."""
+    return _changed(with_text(message), _as_json)
+
+
+def content_text(content: Any) -> str:
+    """The text of a message's content: itself, that of its parts, the JSON of an object; empty for None."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list | tuple):
+        return "".join(part if isinstance(part, str) else str(part.get("text") or "") for part in content)
+    return str(_as_json(content))
+
+
 def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str | None:
     """The text of the messages; None where the template refuses them."""
     try:

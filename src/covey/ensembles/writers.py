@@ -13,7 +13,7 @@ import torch
 
 from covey.data import num_embeddings
 from covey.data.prompts import encode_chat, template_of_row
-from covey.data.rendering import THOUGHT_FIELDS, spells_control, with_text
+from covey.data.rendering import THOUGHT_FIELDS, for_endpoint, spells_control
 from covey.ensembles.member import Role
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.chat_endpoint import Endpoint, Reply, all_of
@@ -227,7 +227,7 @@ class EndpointWriter:
 
     def _ask(self, prompt: Prompt, params: SamplingParams, sample: int) -> Reply | None:
         raw = prompt.raw
-        messages = [{"role": "user", "content": raw}] if isinstance(raw, str) else list(map(with_text, raw))
+        messages = [{"role": "user", "content": raw}] if isinstance(raw, str) else list(map(for_endpoint, raw))
         seed = {} if params.seed is None else {"seed": params.seed + sample}
         top_p = {} if params.top_p == 1 else {"top_p": params.top_p}
         extra = {**self.endpoint.extra, **seed, **top_p}

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from covey.data.rendering import THOUGHT_FIELDS
+from covey.data.rendering import THOUGHT_FIELDS, content_text
 from covey.environments.call_forms import WrittenCall, read_json
 from covey.environments.thoughts import message_thoughts, thought_marks
 from covey.types import Completion, Group, Message, Prompt
@@ -83,7 +83,7 @@ def parsed_response(
         message = tokenizer.parse_response(as_input(turn), prefix=as_input(prefix), tools=tools)
     except (ValueError, TypeError):  # a call that is no JSON, among others
         return None
-    return {**message, "content": str(message.get("content") or "")} if isinstance(message, Mapping) else None
+    return {**message, "content": content_text(message.get("content"))} if isinstance(message, Mapping) else None
 
 
 def thoughts_of(message: Mapping[str, Any]) -> dict[str, Any]:

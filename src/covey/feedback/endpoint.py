@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from covey.adapters import has_adapter
+from covey.data.rendering import content_text
 from covey.errors import ConfigError, CoveyError, StorageError
 from covey.feedback.process import Learning
 from covey.feedback.settings import Settings
@@ -355,7 +356,9 @@ def cleaned(text: str) -> str:
 def marks(prompt: Prompt) -> set[str]:
     """Hashes that identify a prompt: of its token ids, and of its text or last user message without spaces at the ends, in any case."""
     hashes = {_hash(list(prompt.token_ids))}
-    user_texts = [str(message.get("content", "")) for message in prompt.messages or () if message.get("role") == "user"]
+    user_texts = [
+        content_text(message.get("content")) for message in prompt.messages or () if message.get("role") == "user"
+    ]
     text = user_texts[-1] if user_texts else prompt.text
     if text is not None and text.strip():
         hashes.add(_hash(" ".join(unicodedata.normalize("NFKC", text).casefold().split())))

@@ -9,7 +9,7 @@ from typing import Any
 
 from covey.data.media import SOUND, items_of, media_prompt, open_image, open_sound, open_video, png, with_items
 from covey.data.media.files import from_base64
-from covey.data.rendering import with_text
+from covey.data.rendering import for_endpoint
 from covey.environments.thoughts import without_refused_thoughts
 from covey.errors import DataError
 from covey.serving.errors import bad
@@ -119,19 +119,19 @@ def _filled(part: dict[str, Any], items: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def openai_messages(prompt: Prompt) -> list[Message]:
-    """The messages of a row with its images, sounds and videos in them and answers that are objects as JSON, as OpenAI's clients send them.
+    """The messages of a row with its images, sounds and videos in them and objects as JSON, as OpenAI's clients send them.
 
     Raises DataError for a prompt that is no chat, and for an item that is in a message of the row instead of a column.
     """
     if prompt.media is None:
-        return [with_text(message) for message in prompt.messages or ()]
+        return [for_endpoint(message) for message in prompt.messages or ()]
     if prompt.messages is None:
         raise DataError(
             f"prompt {prompt.uid} is plain text with images or sounds, and an agent sends these in chat messages; write it as "
             '[{"role": "user", "content": "..."}].'
         )
     filled = with_items(prompt.messages, items_of(prompt, "which an agent cannot be handed"))
-    return [_changed(with_text(message), lambda part: _openai_part(part, prompt.uid)) for message in filled]
+    return [_changed(for_endpoint(message), lambda part: _openai_part(part, prompt.uid)) for message in filled]
 
 
 def _openai_part(part: Any, uid: str) -> Any:

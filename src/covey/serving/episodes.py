@@ -17,6 +17,7 @@ from itertools import pairwise
 
 import torch
 
+from covey.data.rendering import content_text
 from covey.environments.states import digest, state_before
 from covey.serving.engine import Call
 from covey.types import Completion, Message, Prompt, ToolCall
@@ -153,7 +154,7 @@ def state_of(prompt: Prompt) -> str:
 def tool_calls_in(messages: Sequence[Message]) -> Iterator[ToolCall]:
     """Calls of tools in a conversation in OpenAI's form, with their answers; an answer `{"error": ...}` is an error."""
     answers = {
-        message.get("tool_call_id"): str(message.get("content"))
+        message.get("tool_call_id"): content_text(message.get("content"))
         for message in messages
         if message.get("role") == "tool"
     }

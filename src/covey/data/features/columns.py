@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from covey.data.features.language import language
+from covey.data.rendering import content_text
 from covey.errors import DataError, ModelError, did_you_mean
 from covey.process.counting import counted
 
@@ -102,7 +103,7 @@ def prompt_text(prompt: Any) -> str:
     """The text of a prompt; for a conversation the contents of its messages, joined."""
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(str(message.get("content") or "") for message in messages_of(prompt))
+    return "\n".join(content_text(message.get("content")) for message in messages_of(prompt))
 
 
 def messages_of(prompt: Any) -> Sequence[Mapping[str, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.data.layouts import messages_of, tools_for_template
-from covey.data.rendering import as_written
+from covey.data.rendering import as_written, content_text
 from covey.doctor.data_check.clean_copy import written
 from covey.doctor.data_check.rows import Rows
 from covey.errors import DataError
@@ -40,7 +40,7 @@ def pivots_of(row: Mapping[str, Any], chosen: Chosen, place: int) -> list[dict[s
     pivots = []
     for turn, message in enumerate(messages):
         calls = message.get("tool_calls") or []
-        is_empty = not calls and not str(message.get("content") or "").strip()
+        is_empty = not calls and not content_text(message.get("content")).strip()
         if message["role"] != "assistant" or not turn or is_empty or (chosen.tool_calls_only and not calls):
             continue
         expert = {"answer": message.get("content") or "", "tool_calls": json.dumps(calls, ensure_ascii=False)}

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from covey.data.rendering import content_text
 from covey.rewards.builtin.answers import gold_answer, number
 from covey.types import Prompt
 
@@ -200,7 +201,7 @@ _INJECTION = (
 def _texts(value: Any) -> tuple[str, ...]:
     """A column's value as completions would say it: each of several answers, or the text of messages; none of an empty one."""
     if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
-        return ("".join(str(message.get("content") or "") for message in value),)
+        return ("".join(content_text(message.get("content")) for message in value),)
     values = value if isinstance(value, list | tuple) else [value]
     return tuple(str(text) for text in values if text is not None and str(text).strip())
 
@@ -265,7 +266,7 @@ def _filler(count: int) -> str:
 def _prompt_text(prompt: Prompt) -> str:
     if prompt.messages is None:
         return prompt.text or ""
-    return "\n".join(str(message.get("content") or "") for message in prompt.messages)
+    return "\n".join(content_text(message.get("content")) for message in prompt.messages)
 
 
 def _cut(row: Row) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
+from covey.data.rendering import content_text
 from covey.errors import RewardError
 from covey.rewards.builtin import verify
 from covey.rewards.builtin.answers import final_answer, is_same, marked_answer, number
@@ -170,7 +171,9 @@ def _nouns(
 def _all_text(question: Any) -> str:
     """A prompt's text: itself, or what all of its messages say."""
     return (
-        question if isinstance(question, str) else " ".join(str(message.get("content") or "") for message in question)
+        question
+        if isinstance(question, str)
+        else " ".join(content_text(message.get("content")) for message in question)
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from covey.data.rendering import content_text
 from covey.errors import ConfigError, RewardError
 
 _GSM8K_END = re.compile(r"####[ \t]*[-+]?\$?(\d[\d,]*(\.\d+)?|\.\d+)\s*$")
@@ -37,7 +38,7 @@ def text_of(completion: Any) -> str:
     """The text of a completion: itself, or the content of the assistant's messages."""
     if isinstance(completion, str):
         return completion
-    return "".join(str(m.get("content") or "") for m in completion if m.get("role", "assistant") == "assistant")
+    return "".join(content_text(m.get("content")) for m in completion if m.get("role", "assistant") == "assistant")
 
 
 def values_in(cell: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from covey.data.rendering import chat_ids
+from covey.data.rendering import chat_ids, content_text
 from covey.errors import ConfigError, ModelError, RewardError
 from covey.rewards.builtin.inference_model import load_frozen
 from covey.rewards.builtin.text import text_of
@@ -250,7 +250,7 @@ def _label(config: Any, label: str | int) -> int:
 def _plain(prompt: Any) -> str:
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(str(message.get("content") or "") for message in prompt)
+    return "\n".join(content_text(message.get("content")) for message in prompt)
 
 
 Pooling = Literal["mean", "cls", "last"]
