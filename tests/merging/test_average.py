@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from datasets import Dataset
@@ -11,6 +13,8 @@ from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError
 from covey.merging import Recipe, WeightAverage, merge_models
 from covey.models.merging.weights import Weights
+from covey.rollout import NativeSampler, SamplingParams
+from covey.training.evaluator import averaged
 from kit import tiny_model, tiny_tokenizer
 
 
@@ -145,3 +149,27 @@ def test_a_resumed_average_is_the_one_left_alone(tmp_path, options):
 def test_what_cannot_be_averaged_is_refused(tmp_path, options, said):
     with pytest.raises(ConfigError, match=said):
         GRPOConfig(str(tmp_path), **options)
+
+
+def test_an_evaluation_that_raises_leaves_the_sampler_with_the_trained_weights():
+    """The caller may go on training after the error."""
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    average = WeightAverage(model, decay=0.5)
+    average.update(1)
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+    average.update(2)
+    sampler = NativeSampler(model, tokenizer, dtype="bfloat16")  # of which it keeps a copy
+    policy = SimpleNamespace(policy=SimpleNamespace(model=model))
+    parts = SimpleNamespace(average=average, evaluation_sampler=None, sampler=sampler, learner=policy)
+    drawn = lambda: [group.completions[0].logprobs for group in sampler.sample(["2 + 2 ="], 1, SamplingParams(seed=0))]
+    before = drawn()[0]
+
+    def evaluate():
+        with averaged(parts, 2):
+            assert not torch.equal(drawn()[0], before)
+            raise ValueError("a reward")
+
+    with pytest.raises(ValueError, match="a reward"):
+        evaluate()
+    assert torch.equal(drawn()[0], before)

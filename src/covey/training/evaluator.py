@@ -127,12 +127,14 @@ def averaged(parts: Parts, step: int) -> Iterator[None]:
         yield
         return
     is_shared = parts.evaluation_sampler is None
-    with parts.average.in_place():
+    try:
+        with parts.average.in_place():
+            if is_shared:
+                parts.sampler.load(parts.learner.policy.model, version=step)
+            yield
+    finally:  # a reward may have raised, and the caller may train on
         if is_shared:
             parts.sampler.load(parts.learner.policy.model, version=step)
-        yield
-    if is_shared:
-        parts.sampler.load(parts.learner.policy.model, version=step)
 
 
 def restore_average(parts: Parts, saved: Mapping[str, Any]) -> None:
