@@ -35,6 +35,15 @@ def test_pairs_without_any_spread_have_bonett_and_prices_interval():
     assert alike.low == -alike.high
 
 
+def test_pairs_of_other_scores_without_any_spread_prove_no_more_than_shares_do():
+    """A gain and a loss of the range of all scores are added: rewards of 0 and 10 have ten times the interval of 0 and 1."""
+    gained, shares = paired_difference([0.0] * 8, [10.0] * 8), paired_difference([0.0] * 8, [1.0] * 8)
+    assert gained.low == pytest.approx(10 * shares.low)
+    assert gained.high > gained.value == 10.0
+    same = paired_difference([0.25, 0.5], [0.25, 0.5])
+    assert -same.low == same.high == pytest.approx(1.96 * 0.25 * (2 / 4 / 4) ** 0.5, abs=1e-4)
+
+
 def test_answers_that_no_reward_scored_count_in_no_pass_at_k():
     nan = float("nan")
     sampled = ((1.0, nan, 0.0, 1.0), (nan,) * 4, (0.0, nan, nan, nan))

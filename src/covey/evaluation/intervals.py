@@ -161,19 +161,18 @@ def paired_difference(a: Sequence[float], b: Sequence[float], *, draws: int = 20
     is_binary = bool(np.isin(pairs, (0.0, 1.0)).all())
     p_value = _mcnemar(gaps) if is_binary else _sign_flips(gaps, draws, seed)
     most = 1.0 if is_binary else math.inf  # shares differ by at most 1
-    if is_binary and spread == 0:
-        center, spread = _adjusted_wald(gaps)
+    if spread == 0:
+        center, spread = _adjusted_wald(gaps, 1.0 if is_binary else float(np.ptp(pairs)))
     return Difference(value, max(-most, center - spread), min(most, center + spread), p_value, len(gaps))
 
 
-def _adjusted_wald(gaps: np.ndarray) -> tuple[float, float]:
+def _adjusted_wald(gaps: np.ndarray, reach: float) -> tuple[float, float]:
     """Center and half width of Bonett and Price's interval (2012) of a difference of paired shares, for pairs without any spread.
 
-    A gain and a loss are added, without which a few equal pairs would prove that no other can come.
+    A gain and a loss of `reach`, the range of all scores, are added, without which a few equal pairs would prove that no other can come.
     """
-    size = len(gaps) + 2
-    gains, losses = (int((gaps > 0).sum()) + 1) / size, (int((gaps < 0).sum()) + 1) / size
-    return gains - losses, Z95 * math.sqrt((gains + losses - (gains - losses) ** 2) / size)
+    more = np.asarray([*gaps, reach, -reach])
+    return float(more.mean()), Z95 * float(more.std()) / math.sqrt(len(more))
 
 
 def _mcnemar(gaps: np.ndarray) -> float:
