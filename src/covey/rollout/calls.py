@@ -198,5 +198,5 @@ def report(request: LiveRequest, completions: tuple[Completion, ...]) -> None:
     for sample, completion in enumerate(completions):
         logprobs = completion.logprobs
         for t, token in enumerate(completion.token_ids.tolist()):
-            request.listener.token(sample, token, 0.0 if logprobs is None else float(logprobs[t]), ())
+            request.listener.token(sample, token, None if logprobs is None else float(logprobs[t]), ())
         request.listener.ended(sample, stopped=completion.finish == "stop")

@@ -31,8 +31,8 @@ Top = tuple[tuple[int, float], ...]
 class Listener(Protocol):
     """Callbacks for a request's tokens, called on the decoding thread."""
 
-    def token(self, sample: int, token: int, logprob: float, top: Top) -> None:
-        """Completion number `sample` has one more token."""
+    def token(self, sample: int, token: int, logprob: float | None, top: Top) -> None:
+        """Completion number `sample` has one more token; `logprob` None: its sampler reports none."""
         ...
 
     def ended(self, sample: int, *, stopped: bool) -> None:

@@ -29,7 +29,7 @@ class Token(NamedTuple):
 
     sample: int
     token: int
-    logprob: float
+    logprob: float | None
     top: Top
 
 
@@ -83,7 +83,7 @@ class Ticket:
     def is_over(self) -> bool:
         return self.group is not None or self.error is not None
 
-    def token(self, sample: int, token: int, logprob: float, top: Top) -> None:
+    def token(self, sample: int, token: int, logprob: float | None, top: Top) -> None:
         self.events.append(Token(sample, token, logprob, top))
         self.is_touched = True
 
