@@ -118,7 +118,7 @@ def _texts(best: Mapping[str, Any], worst: Mapping[str, Any]) -> tuple[Any, Any,
     if any(chat[: len(prompt)] != prompt for chat in chats) or not prompt:
         shown = takewhile(lambda pair: pair[0] == pair[1] and pair[0]["role"] != "assistant", zip(*chats, strict=False))
         prompt = [message for message, _ in shown]
-    return prompt, *(chat[len(prompt) :] for chat in chats)
+    return prompt, chats[0][len(prompt) :], chats[1][len(prompt) :]
 
 
 def _once(pairs: Sequence[dict[str, Any]], max_per_prompt: int | None) -> list[dict[str, Any]]:
