@@ -13,6 +13,7 @@ from covey import GRPOConfig
 from covey.config import combinations
 from covey.config.combinations import FEATURES, IDLE, RECORDS
 from covey.config.options import DECLARED
+from covey.data.live import LiveDataset
 from covey.errors import ConfigError
 from covey.training.agents import Agents
 from covey.training.build_algorithm import choose_algorithm
@@ -92,6 +93,31 @@ def test_an_option_that_another_one_replaces_is_named(options, name, why, caplog
     assert messages(caplog, **server, **name) == []
     (option, value), *_ = name.items()
     assert messages(caplog, **server, **options, **name) == [f"{option}={value!r} changes nothing here: {why}."]
+
+
+@pytest.mark.parametrize(("is_ahead", "names"), [(True, []), (False, ["rollout_max_rows=4 changes nothing here"])])
+def test_the_rows_of_a_server_that_evaluates_averages_are_its_own(is_ahead, names, caplog):
+    options = {
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "ema_decay": 0.5,
+        "async_rollouts": is_ahead,
+        "rollout_max_rows": 4,
+    }
+    assert [text.split(":")[0] for text in messages(caplog, **options)] == names
+
+
+def test_a_limit_of_processes_that_one_process_waits_for_is_named(caplog):
+    assert messages(caplog, ddp_timeout=99) == ["ddp_timeout=99 changes nothing here: there is one process."]
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+def test_a_limit_of_a_live_source_is_named_without_it(is_live, caplog):
+    args = GRPOConfig(**USUAL, live_timeout_seconds=9.0)
+    caplog.clear()
+    name_idle_options(Agents(), args, dataset=LiveDataset.__new__(LiveDataset) if is_live else [])
+    why = "live_timeout_seconds=9.0 changes nothing here: its prompts come from no live source."
+    assert caplog.messages == [why] * (not is_live)
 
 
 @pytest.mark.parametrize(

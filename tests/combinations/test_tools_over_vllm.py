@@ -17,11 +17,14 @@ from vllm_server.fake_server import FakeServer
 WAYS = {
     "native": {},
     "server": {"use_vllm": True, "vllm_mode": "server"},
-    "ahead": {"use_vllm": True, "vllm_mode": "server", "async_rollouts": True},
+    "ahead": {"use_vllm": True, "vllm_mode": "server", "async_rollouts": True, "in_flight_weights": False},
     "transformers": {"rollout_backend": "transformers"},
     "process": {"async_rollouts": True, "max_staleness": 0},
     "processes": {"async_rollouts": True, "max_staleness": 0, "rollout_workers": 2},
-    "process ahead": {"async_rollouts": True},
+    "process ahead": {
+        "async_rollouts": True,
+        "in_flight_weights": False,
+    },  # else a slow machine writes with the newest ones
     "transformers in a process": {"async_rollouts": True, "max_staleness": 0, "rollout_backend": "transformers"},
 }
 AHEAD = ("ahead", "process ahead")

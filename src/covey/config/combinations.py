@@ -223,8 +223,9 @@ def _has(name: str, features: Collection[str], args: Any) -> bool:
 RECORDS = {
     "another distribution": "completions of top-k, top-p, min-p, a penalty or a regular expression",
     "no log-probabilities": "completions of transformers' `generate` alone",
+    "live source": "prompts of a live source",
 }
-"""Kinds of completions by which options are idle."""
+"""Kinds of completions and of prompts by which options are idle."""
 _OF_ARGUMENTS = frozenset({"tools", "environment", "agent", "generate", *RECORDS})
 _SERVER = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
     "vllm_transport", "vllm_directory", "vllm_attestation", "vllm_deadlines")  # fmt: skip
@@ -240,6 +241,7 @@ IDLE = (
     Idle(_SERVER, "it acts with vllm_mode='server'", needs=("vLLM server",)),
     Idle((*_COLOCATED, "rollout_dtype"), "the server was started with its own", idle_in=("vLLM server",)),
     Idle(("rollout_max_rows",), "the server was started with its own", idle_in=("vLLM server",), needs=("average",)),
+    Idle(("rollout_max_rows",), "the server was started with its own, and evaluates", idle_in=("vLLM server",), needs=("asynchronous",)),
     Idle(("vllm_server_host", "vllm_server_port"), "vllm_server_base_url is the address", needs=("vllm_server_base_url=None",)),
     Idle(("vllm_directory",), "weights are broadcast", idle_in=("vllm_transport='ipc'", "vllm_transport='gloo'", "vllm_transport='nccl'")),
     Idle(("vllm_group_port",), "weights travel by a folder", idle_in=("vllm_transport='directory'",)),
@@ -255,6 +257,8 @@ IDLE = (
     Idle(("max_tool_calling_iterations",), "it acts with tools, an environment or an agent", needs=("tools", "environment", "agent")),
     Idle(("episode_timeout_seconds",), "it acts with tools or an environment", needs=("tools", "environment")),
     Idle(("agent_timeout_seconds", "agent_concurrency"), "it acts with an agent", needs=("agent",)),
+    Idle(("ddp_timeout", "ddp_backend"), "there is one process", needs=("DDP", "FSDP2", "context parallel")),
+    Idle(("live_timeout_seconds",), "its prompts come from no live source", needs=("live source",)),
 )  # fmt: skip
 """Options that are idle in some runs; the first line that covers a run says why. `name_idle_losses` finds those of the loss."""
 

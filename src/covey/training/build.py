@@ -161,7 +161,7 @@ def build_sampler(
     `example`: a prompt with media, by which a vLLM server is compared with the learner.
     """
     args, shards = inputs.args, policy.shards
-    name_idle_options(inputs.agents, args, has_members=inputs.ensemble is not None)
+    name_idle_options(inputs.agents, args, has_members=inputs.ensemble is not None, dataset=inputs.train_dataset)
     is_replaced = inputs.scorer.replaced is not None
     expect_together(*features_of(args), *inputs.agents.features, is_replaced and "_calculate_rewards")
     if args.async_rollouts:

@@ -15,6 +15,7 @@ import torch
 
 from covey.config import GRPOConfig
 from covey.config.combinations import FEATURES, expect_together, features_of, name_idle
+from covey.data.live import LiveDataset
 from covey.errors import ConfigError, did_you_mean
 from covey.process.sharding import Shards
 from covey.process.world import World
@@ -341,13 +342,17 @@ def _record(args: GRPOConfig, rank: int, version: int, recorded: Sequence[Trace]
         traces.thin(folder, args.rollout_total_limit)
 
 
-def name_idle_options(agents: Agents, args: GRPOConfig, *, has_members: bool = False) -> None:
-    """Warn about each option that has no effect with the arguments of the trainer. `has_members`: other models write too."""
+def name_idle_options(agents: Agents, args: GRPOConfig, *, has_members: bool = False, dataset: Any = None) -> None:
+    """Warn about each option that has no effect with the arguments of the trainer.
+
+    `has_members`: other models write too. `dataset`: that of the prompts.
+    """
     is_by_generate = bool(generate_options(args))
     more = {
         "generate": is_by_generate,
         "no log-probabilities": is_by_generate and agents.rollout_func is None and not has_members,
         "another distribution": draws_otherwise(args),
+        "live source": isinstance(dataset, LiveDataset),
     }
     features = [*features_of(args), *agents.features, *(name for name, is_so in more.items() if is_so)]
     name_idle(args._changed(), features, args, of_options=False)
