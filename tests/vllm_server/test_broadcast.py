@@ -114,6 +114,20 @@ def test_weights_that_were_prepared_do_not_follow_the_policy(fake, model, tmp_pa
     assert all(torch.equal(weight, theirs[name]) for name, weight in before.items())
 
 
+def test_weights_that_are_sent_from_a_device_are_not_copied_in_advance(fake, model, tmp_path):
+    sampler = sampler_of(fake, model, tmp_path, transport="ipc")
+    sampler.sync.transport.device = (
+        "cuda"  # of which the transport, that has met the workers, only asks where pieces lie
+    )
+    moved(model, "layers.0.mlp")
+    assert update(sampler, model, 1) == megabytes(model, "")
+    expect_the_trainers(fake, model)
+    assert not sampler.update.shipment.pieces
+    assert sampler.sync.sums, "digests have proved them"
+    prepared = sampler.prepare(model, 2)  # to be sent later, while the policy changes
+    assert prepared.shipment.pieces
+
+
 def test_a_restarted_server_is_met_again_and_sent_everything(fake, model, tmp_path):
     sampler = sampler_of(fake, model, tmp_path)
     moved(model, "layers.0.mlp")
@@ -220,9 +234,9 @@ def test_a_store_at_which_nobody_listens_is_refused_in_a_sentence():
         store_at("127.0.0.1", port, size=2, seconds=2)
 
 
-@pytest.mark.parametrize("backend, part", [("gloo", "_padded"), ("ipc", "handle_of")])
+@pytest.mark.parametrize("backend, part", [("gloo", "block_of"), ("ipc", "handle_of")])
 def test_a_receiver_learns_that_the_sender_has_failed(backend, part, monkeypatch):
-    def fail(block):
+    def fail(*arguments, **options):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(covey_link, part, fail)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import threading
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from memory_worker import as_json, layers, started
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from covey.errors import ServerError
 from covey.process.link import covey_link
@@ -19,7 +20,7 @@ from covey.rollout.vllm.choice import transport_for
 from covey.rollout.vllm.client import Address, Client, Deadlines
 from covey.rollout.vllm.server import Server, ServerInfo
 from covey.rollout.vllm.transports import DirectoryTransport
-from covey.rollout.vllm.weights import Source, texts_of
+from covey.rollout.vllm.weights import Source, digests_of, texts_of
 from forked import free_port
 from kit import rest_nightly
 
@@ -148,6 +149,49 @@ def test_a_worker_is_updated_in_place_over_the_transport_that_a_run_chooses(devi
         assert server.calls.count("covey_join") == 1
         del model, transport
     assert not list(tmp_path.iterdir())
+
+
+class Copied(TorchDispatchMode):
+    """Bytes of the new tensors, of 1 KiB and more, that operations return in this thread, and of what is copied into others."""
+
+    def __init__(self):
+        super().__init__()
+        self.new, self.filled = 0, 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        held = {value.untyped_storage().data_ptr() for value in args if isinstance(value, torch.Tensor)}
+        out = operation(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.nbytes >= 1024:
+            is_copy = operation is torch.ops.aten.copy_.default
+            held |= {out.untyped_storage().data_ptr()} if operation is torch.ops.aten.set_.source_Storage else set()
+            self.filled += out.nbytes * is_copy
+            self.new += out.nbytes * (not is_copy and out.untyped_storage().data_ptr() not in held)
+        return out
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_weights_that_stay_are_copied_once_and_into_memory_that_is_handed_over(device, tmp_path, monkeypatch):
+    plain, sent = Link.send, Copied()
+
+    def counted(link, messages):
+        with sent:
+            plain(link, messages)
+
+    monkeypatch.setattr(Link, "send", counted)
+    with worker_on(device) as server, freeing(device):
+        model = layers(device, seed=1)
+        transport = transport_for(server, model, "ipc", tmp_path, int(free_port()), world=World())
+        source, size = Source(model, summon=lambda: None), sum(weight.nbytes for weight in model.parameters())
+        server.facts = replace(server.facts, has_digest=False)  # a digest makes tensors of its own
+        sent.new = sent.filled = 0
+        with Copied() as here:
+            shipment = transport.prepare(source, "run:1")
+            assert transport.send(source, "run:1", shipment) == size
+        server.facts = replace(server.facts, has_digest=True)
+        assert (here.new, here.filled) == (0, 0)
+        assert (sent.new, sent.filled) == (0 if device == "cpu" else size, size)
+        assert server.digests()[0] == digests_of(model.named_parameters())
+        del model, transport, source, shipment
 
 
 @pytest.mark.parametrize("device", DEVICES)

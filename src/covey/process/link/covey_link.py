@@ -138,8 +138,8 @@ class Link:
             header = [
                 (name, str(weight.dtype).removeprefix("torch."), weight.shape) for name, weight in tensors.items()
             ]
-            block = torch.cat([_padded(weight) for weight in tensors.values()])
-            block, handles = block.to(self.device if self.shares_memory else self.carries), []
+            place = self.device if self.shares_memory else self.carries
+            block, handles = block_of(tensors.values(), place, is_shared=self.shares_memory), []
             if self.shares_memory and len(block):
                 handles = [handle_of(block) for _ in range(1, self.size)]  # CUDA counts the readers of each
             yield header, block, handles
@@ -213,7 +213,16 @@ def copy_of(handle: Sequence[Any], device: torch.device) -> torch.Tensor:
     return copy
 
 
-def _padded(weight: torch.Tensor) -> torch.Tensor:
-    """The bytes of a weight, up to the next multiple at which every type may begin."""
-    flat = weight.reshape(-1).view(torch.uint8)
-    return torch.nn.functional.pad(flat, (0, -len(flat) % _ALIGNMENT))
+def block_of(weights: Iterable[torch.Tensor], device: torch.device, *, is_shared: bool) -> torch.Tensor:
+    """The bytes of the weights in one block, each copied once to where every type may begin. `is_shared`: memory that a handle can name."""
+    parts = [weight.reshape(-1).view(torch.uint8) for weight in weights]
+    size = sum(len(part) + -len(part) % _ALIGNMENT for part in parts)
+    if is_shared and size and device.type == "cpu":
+        block = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_using_filename_cpu(size))
+    else:
+        block = torch.empty(size, dtype=torch.uint8, device=device)
+    start = 0
+    for part in parts:
+        block[start : start + len(part)].copy_(part)
+        start += len(part) + -len(part) % _ALIGNMENT
+    return block

@@ -32,8 +32,8 @@ class BroadcastTransport:
     """Weights over a process group with the server's workers: gloo between any devices, NCCL between CUDA devices. Needs the extension.
 
     By `ipc` they are handed over within a machine, a piece at a time: as memory of the GPU (CUDA IPC), or as shared memory of the host.
-    The main process has a copy in host memory, in the server's type, with which later weights are compared. Of a model that is split no
-    process has one: a piece is sent once it is gathered. NCCL was not run on a GPU yet.
+    The main process has a copy in host memory, in the server's type, with which later weights are compared. There is none of a model that
+    is split, nor where weights that stay are sent from a GPU: a piece is sent once it is gathered. NCCL was not run on a GPU yet.
     """
 
     server: Server
@@ -76,7 +76,7 @@ class BroadcastTransport:
         return num_bytes
 
     def _gathered(self, source: Source, sums: dict[str, int]) -> int:
-        """Send the weights of a split model, each piece once it is gathered; the bytes. `sums` become those of the digest."""
+        """Send weights that stay as they are meanwhile, each piece once it is gathered; the bytes. `sums` become those of the digest."""
         sums.clear()
         num_bytes = 0
         assert source.summon is not None
@@ -95,7 +95,8 @@ class BroadcastTransport:
             seconds = self.server.client.deadlines.update_of(source.num_bytes(dtype_of(self.server)))
             self._broadcast(pieces(), RECEIVE, seconds)
         finally:
-            deque(weights, maxlen=0)  # the other processes gather to the end, whatever became of the server
+            if source.shards is not None:
+                deque(weights, maxlen=0)  # the other processes gather to the end, whatever became of the server
         self.server.repack()
         return num_bytes
 

@@ -195,13 +195,11 @@ class ServerSampler:
     def _prepared(self, policy: Any, version: int) -> Callable[[], None]:
         """Sending of these weights. Of a split model all processes prepare it, and gather weights now or, for a broadcast, when they are sent."""
 
+        is_on_device = self.shards is None and getattr(self.sync.transport, "device", "cpu") != "cpu"
+        summon = partial(self.world.broadcast, True) if self.streams else (lambda: None) if is_on_device else None
+
         def prepare() -> None:
-            source = Source(
-                policy,
-                self.shards,
-                writes=self.world.is_main,
-                summon=partial(self.world.broadcast, True) if self.streams else None,
-            )
+            source = Source(policy, self.shards, writes=self.world.is_main, summon=summon)
             self.update = self.sync.prepare(source, version)
 
         def send() -> None:

@@ -36,7 +36,7 @@ class Source:
     writes: bool = True
     """False: this process only takes part in gathering."""
     summon: Callable[[], Any] | None = None
-    """Of a split model that is still until it is sent: called on the process that sends before it gathers, as the others wait for it.
+    """Of weights that stay until they are sent: called on the process that sends before it gathers, as those of a split model wait for it.
     None: the weights are gathered when the update is prepared."""
 
     def num_bytes(self, dtype: torch.dtype) -> int:
