@@ -16,7 +16,7 @@ from fake_server import FakeServer, nudged
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import AttestationError, ConfigError, ServerError
 from covey.rollout import NativeSampler, SamplingParams
-from covey.rollout.vllm import ServerSampler
+from covey.rollout.vllm import Server, ServerSampler
 from covey.rollout.vllm.client import Address, Client, Deadlines, NoAnswerError
 from covey.rollout.vllm.weights import Source
 from kit import rest_nightly, tiny_model, tiny_tokenizer
@@ -251,6 +251,16 @@ def test_a_smaller_vocabulary_is_refused(fake, model, tmp_path):
     fake.faults["/v1/completions"] = lambda body: 400
     with pytest.raises(ConfigError, match=r"does not know token \d+ of this run's vocabulary"):
         sampler_of(fake, model, tmp_path)
+
+
+def test_embeddings_that_were_resized_after_the_look_at_the_server_are_refused(fake, model, tmp_path):
+    server = Server.connect(Client(Address.of(None, "127.0.0.1", fake.port)), 5)
+    model.resize_token_embeddings(model.config.vocab_size + 8, mean_resizing=False)
+    is_known = lambda body: max(body["prompt"]) < fake.replicas[0].config.vocab_size
+    fake.faults["/v1/completions"] = lambda body: None if is_known(body) else 400
+    with pytest.raises(ConfigError, match="does not know token 327 of this run's vocabulary"):
+        ServerSampler(model, tiny_tokenizer(), directory=tmp_path, eos_ids=[2], server=server)
+    assert "covey_join" not in fake.calls
 
 
 def test_another_model_of_the_same_vocabulary_is_refused(fake, model, tmp_path):

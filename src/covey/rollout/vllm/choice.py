@@ -15,7 +15,7 @@ from covey.process.world import World
 from covey.rollout.vllm.broadcast import BroadcastTransport
 from covey.rollout.vllm.pieces import largest_piece
 from covey.rollout.vllm.plain_layers import refuse_unmerged
-from covey.rollout.vllm.server import Server
+from covey.rollout.vllm.server import Server, refuse_smaller_vocabulary
 from covey.rollout.vllm.transports import (
     AdapterTransport,
     Carrier,
@@ -35,6 +35,7 @@ def transport_for(server: Server, model: Any, carrier: Carrier, folder: Path, po
     """Transport: the adapter alone if only that is trained and the server takes it; else whole weights by `carrier`."""
     is_on_cuda = compute_device(next(model.parameters())).type == "cuda"
     refuse_carrier(server, carrier, is_on_cuda=is_on_cuda)
+    refuse_smaller_vocabulary(server, unwrapped(model).config)
     if hasattr(model, "peft_config") and carrier in ("auto", "directory"):
         reason = why_not_alone(model, server.facts.max_lora_rank, server.facts.data_parallel)
         if reason is None:

@@ -220,16 +220,22 @@ def refuse_other_model(server: Server, config: Any, tokenizer: Any) -> None:
                 f"The server at {where} serves another model: {facts.folder} has {name} {theirs[name]}, this run's model "
                 f"{mine.get(name)}; start it with the model of the run."
             )
+    refuse_smaller_vocabulary(server, config)
+
+
+def refuse_smaller_vocabulary(server: Server, config: Any) -> None:
+    """Raise ConfigError where the server does not know the last token of this configuration, whose embeddings may have been resized."""
     if server.is_paused():  # left asleep or paused by a broken update of an earlier run; the first update wakes it
         return
     try:
         vocabulary = config.get_text_config().vocab_size
-        server.score([vocabulary - 1, 0], 1, model=facts.model, replica=None, salt="vocabulary")
+        server.score([vocabulary - 1, 0], 1, model=server.facts.model, replica=None, salt="vocabulary")
     except RefusedError as error:
         if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise
         raise ConfigError(
-            f"The server at {where} does not know token {vocabulary - 1} of this run's vocabulary: {error}"
+            f"The server at {server.client.address} does not know token {vocabulary - 1} of this run's vocabulary, which it must have been "
+            f"started with: {error}"
         ) from error
 
 
