@@ -180,6 +180,52 @@ def test_nulls_in_arguments_stay_and_fields_of_messages_that_are_null_go(tmp_pat
     assert json.loads(text) == [{"function": {"name": "f", "arguments": {"unit": "C"}}}]
 
 
+CITY = {"city": None, "days": 2}
+CHAT = [
+    {"role": "user", "content": "Warm?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": CITY}}],
+    },
+    {"role": "tool", "content": ANSWER},
+]
+
+
+def rows_of(*names, streaming, **options):
+    """Rows without what only mixtures of tables have, each once."""
+    source = names[0] if len(names) == 1 else " + ".join(f"0.5*{name}" for name in names)
+    rows = load(source, streaming=streaming, **options).take(20)
+    written = ({name: row.get(name) for name in ("prompt", "answer", "sky", "dataset")} for row in rows)
+    return sorted({json.dumps(row) for row in written})
+
+
+@pytest.mark.parametrize("system_prompt", [None, "Be brief."])
+def test_a_stream_has_the_nulls_of_the_table_with_other_columns_and_a_system_prompt_too(system_prompt, tmp_path):
+    turns = [{"messages": [*CHAT, {"role": "assistant", "content": text}], "sky": {"a": text}} for text in "xy"]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, turns)))
+    table, stream = (
+        rows_of(tmp_path / "a.jsonl", streaming=streaming, system_prompt=system_prompt) for streaming in (False, True)
+    )
+    before = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    assert table == stream
+    assert [json.loads(row)["prompt"] for row in stream] == 2 * [[*before, *CHAT]]
+    dataset = load(tmp_path / "a.jsonl", streaming=True, system_prompt=system_prompt)
+    tokenizer = tokenizer_that_writes("{{ m.content | tojson }}")
+    (prompt,) = PromptStream(dataset, tokenizer).take(1)
+    assert f": {json.dumps(CITY)};tool: {json.dumps(ANSWER, ensure_ascii=False)};" in tokenizer.decode(prompt.token_ids)
+
+
+def test_streams_of_json_and_of_structs_mix_as_tables_do(tmp_path):
+    table = [{"prompt": [{"role": "user", "content": text}], "sky": {"a": text, "b": None}} for text in "uv"]
+    datasets.Dataset.from_list(table).to_parquet(tmp_path / "b.parquet")
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"prompt": CHAT, "sky": {text: None}}) for text in "xy"))
+    names = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.parquet")]
+    tables, streams = (rows_of(*names, streaming=streaming) for streaming in (False, True))
+    assert len(tables) == 4
+    assert tables == streams
+
+
 def test_columns_of_objects_with_nulls_are_structs_in_parquet(tmp_path):
     rows = [{"prompt": "a", "info": {"x": None, "y": 1}}, {"prompt": "b", "info": {"x": "c", "y": 2}}]
     dataset = file_of(rows, tmp_path)

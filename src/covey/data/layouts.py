@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 
 from covey.data.rendering import as_written, clean, say_once
-from covey.data.tables import column_set
+from covey.data.tables import column_set, mapped
 from covey.errors import DataError
 
 _SHAREGPT = {
@@ -193,11 +193,9 @@ def _first_row(dataset: Any) -> Mapping[str, Any]:
 def _add_columns(dataset: Any, change: Change, taken: Collection[str], drops: Sequence[str]) -> Any:
     """The rows with their new columns, without those whose names are `taken`."""
     if not hasattr(dataset, "__len__"):
-        features = dataset.features
-        changed = lambda row: change(as_written(row, features))
-        return dataset.map(
-            lambda row: {n: v for n, v in changed(row).items() if n not in taken}, remove_columns=list(drops)
-        )
+        features, first = dataset.features, _first_row(dataset)
+        changed = lambda row: {n: v for n, v in change(as_written(row, features)).items() if n not in taken}
+        return mapped(dataset, changed, changed(first) if first else (), drops)
     columns: dict[str, list[Any]] = {}
     for number, row in enumerate(dataset):
         for name, value in change(as_written(row, dataset.features)).items():

@@ -12,7 +12,9 @@ from covey.data.layouts import with_prompts
 from covey.data.live.dataset import PREFIX, LiveDataset, follow
 from covey.data.media import with_paths
 from covey.data.mixing import mix, terms
+from covey.data.rendering import as_written
 from covey.data.sources import AnyDataset, opened, shown
+from covey.data.tables import column_set, mapped
 from covey.errors import DataError, did_you_mean
 from covey.files.places import refuse_scheme
 
@@ -146,6 +148,8 @@ def _with_system(dataset: AnyDataset, system_prompt: str, name: str) -> AnyDatas
             lambda row: {**row, **add(dict(row), 0)} if isinstance(row.get("prompt"), str | list) else row
         )
     if isinstance(dataset, datasets.IterableDataset):
-        return dataset.map(add, with_indices=True)
-    added = [add({"prompt": prompt}, index)["prompt"] for index, prompt in enumerate(dataset["prompt"])]
-    return dataset.remove_columns("prompt").add_column("prompt", added)
+        features = dataset.features
+        return mapped(dataset, lambda row, index: add(as_written(row, features), index), ["prompt"], with_indices=True)
+    rows = (as_written({"prompt": prompt}, dataset.features) for prompt in dataset["prompt"])
+    added = column_set({"prompt": [add(row, index)["prompt"] for index, row in enumerate(rows)]})
+    return datasets.concatenate_datasets([dataset.remove_columns("prompt"), added], axis=1)

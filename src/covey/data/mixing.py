@@ -1,7 +1,7 @@
 """Several data sets as one, with the share of each: `mix({"math": a, "code": b}, weights={"math": 0.7, "code": 0.3})`."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -9,7 +9,7 @@ import datasets
 from covey.data.curriculum import NAME_COLUMN, WEIGHT_COLUMN
 from covey.data.rendering import as_written
 from covey.data.sources import AnyDataset
-from covey.data.tables import AsWritten
+from covey.data.tables import AsWritten, mapped
 from covey.errors import DataError
 
 _TERM = re.compile(r"\s*(?P<weight>\d*\.?\d+)\s*\*\s*(?P<source>\S.*?)\s*")
@@ -49,7 +49,7 @@ def mix(sets: Mapping[str, AnyDataset], weights: Mapping[str, float] | None = No
     try:
         if streams:
             total = sum(chosen.values())
-            parts = [dataset.map(_Named(name)) for name, dataset in sets.items()]
+            parts = [_named(dataset, name, _json_names(sets.values())) for name, dataset in sets.items()]
             return datasets.interleave_datasets(
                 parts,
                 probabilities=[chosen[name] / total for name in sets],
@@ -73,8 +73,7 @@ def _label(dataset: datasets.Dataset, name: str, weight: float) -> datasets.Data
 
 def _as_json_where_one_is(sets: Sequence[datasets.Dataset]) -> list[datasets.Dataset]:
     """The sets, objects and lists of a column as JSON text in all where they are in one, without the nulls that Arrow filled in."""
-    json_names = {name for rows in sets for name, feature in rows.features.items() if isinstance(feature, AsWritten)}
-    made = list(sets)
+    json_names, made = _json_names(sets), list(sets)
     for i, rows in enumerate(sets):
         nested = [name for name, feature in rows.features.items() if isinstance(feature, _NESTED)]
         for name in [name for name in nested if name in json_names]:
@@ -84,14 +83,17 @@ def _as_json_where_one_is(sets: Sequence[datasets.Dataset]) -> list[datasets.Dat
     return made
 
 
-class _Named:
-    """Adds the set's name to its rows."""
+def _json_names(sets: Iterable[Any]) -> set[str]:
+    """Columns that are JSON text in any set."""
+    types = [rows.features or {} for rows in sets]
+    return {name for features in types for name, feature in features.items() if isinstance(feature, AsWritten)}
 
-    def __init__(self, name: str) -> None:
-        self._name = name
 
-    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        return {**row, NAME_COLUMN: self._name}
+def _named(stream: Any, name: str, json_names: Collection[str]) -> Any:
+    """The stream with its name in each row, and with `json_names` as JSON text, without the nulls that Arrow filled in."""
+    features = stream.features
+    change = lambda row: {**as_written(row, features), NAME_COLUMN: name}
+    return mapped(stream, change, [NAME_COLUMN, *(column for column in json_names if column in (features or {}))])
 
 
 def _check(weights: Mapping[str, float] | None, sets: Mapping[str, Any], is_stream: bool) -> dict[str, float]:

@@ -5,7 +5,7 @@ import io
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -284,6 +284,18 @@ def column_set(columns: Mapping[str, Sequence[Any]]) -> Any:
     """A data set of these columns, held in memory, its values as they are."""
     features = {name: _feature(reduce(joined, map(kind_of, values), None)) for name, values in columns.items()}
     return datasets.Dataset.from_dict(dict(columns), datasets.Features(features))
+
+
+def mapped(stream: Any, change: Any, names: Collection[str], drops: Sequence[str] = (), **options: Any) -> Any:
+    """The stream with `change` of its rows, in which the columns `names` are as written; others keep their type, but for `drops`.
+
+    A stream that is mapped without types would no longer tell nulls that were written from those that Arrow filled in.
+    """
+    features = stream.features
+    if features is not None:
+        types = {name: feature for name, feature in features.items() if name not in drops}
+        features = datasets.Features(types | {name: AsWritten() for name in names})
+    return stream.map(change, remove_columns=list(drops), features=features, **options)
 
 
 def with_structs(dataset: Any) -> Any:

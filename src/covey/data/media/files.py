@@ -83,7 +83,8 @@ def with_paths(dataset: Any, source: Any) -> Any:
         if hasattr(dataset, "__len__"):
             dataset = dataset.remove_columns(name).add_column(name, [resolved(value) for value in dataset[name]])
         else:
-            dataset = dataset.map(lambda row, name=name: {name: resolved(row[name])})
+            change = lambda row, name=name: {name: resolved(row[name])}
+            dataset = dataset.map(change, features=dataset.features)
     return dataset
 
 
