@@ -114,10 +114,15 @@ def expect_sharing(model, loaded):
 def test_an_attention_that_computes_something_else_is_not_replaced(caplog):
     AttentionInterface.register("doubled", double)
     model = tiny_model("llama", layers=2)
+    usual = gradients(Policy(model, pad_id=0), [[one] for one in ROWS])
     model.config._attn_implementation = "doubled"
+    apart = gradients(Policy(model, pad_id=0), [[one] for one in ROWS])
+    with pytest.raises(AssertionError):
+        assert_same(apart, usual)
     policy = Policy(model, pad_id=0)
-    assert not policy.shares_prompts()
-    assert "its log-probabilities would differ" in caplog.text
+    assert policy.shares_prompts()
+    assert_same(gradients(policy, [ROWS]), apart)
+    assert "in its layers LlamaAttention alone, whose own attention reads whole rows" in caplog.text
 
 
 def test_rows_that_share_no_prompt_go_through_the_models_own_attention():
