@@ -11,7 +11,8 @@ from covey.cli.rerun import NEVER
 from covey.cli.verb import Args
 from covey.errors import ConfigError
 from covey.experiments import child, series
-from covey.experiments.seeds import Results, begin, number_of, summary, write
+from covey.experiments.attempt import number_of
+from covey.experiments.seeds import Results, begin, summary, write
 
 if TYPE_CHECKING:
     pass

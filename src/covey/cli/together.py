@@ -13,8 +13,9 @@ from covey.cli.rerun import NEVER
 from covey.cli.verb import Args
 from covey.errors import ConfigError
 from covey.experiments import child, series
+from covey.experiments.attempt import number_of
 from covey.experiments.search import choices
-from covey.experiments.seeds import number_of, shown_metrics
+from covey.experiments.seeds import shown_metrics
 from covey.experiments.several import OF_THE_BASE, OF_THE_DATA, OF_THE_PROCESS, Book, Results, Steps, number_of_seed
 
 
