@@ -213,3 +213,17 @@ def test_a_reference_in_bfloat16_follows_by_steps_that_bfloat16_rounds_away():
         expected = now.float() + 0.95**20 * (before - now.float())
         torch.testing.assert_close(mine.float(), expected, rtol=2**-8, atol=0)  # half a unit in the last place
         assert torch.equal(mine, resumed)
+
+
+@pytest.mark.parametrize("alpha", [0.5, 1.0])
+def test_a_reference_follows_a_policy_that_holds_integers_too(alpha):
+    policy = Policy(tiny_model("qwen2"), pad_id=0)
+    policy.model.codes = torch.nn.Parameter(torch.arange(4, dtype=torch.uint8), requires_grad=False)
+    reference = FrozenCopy.of(policy, follows=True)
+    head = policy.model.get_input_embeddings().weight
+    before = head.detach().clone()
+    with torch.no_grad():
+        head.add_(1.0)
+    reference.mix(policy, alpha)
+    torch.testing.assert_close(reference.policy.model.get_input_embeddings().weight, before + alpha)
+    assert torch.equal(reference.policy.model.codes, policy.model.codes)

@@ -187,9 +187,7 @@ class AdapterCopy:
         return dict(self.adapter)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return (
-            self.weights() | self.exact
-        )  # always saved: a resumed adapter is no longer the one that training started from
+        return self.weights() | self.exact  # always: a resumed adapter is no longer that of the start
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.moves += 1
@@ -217,9 +215,11 @@ def _put(parameters: Mapping[str, torch.nn.Parameter], values: Mapping[str, Tens
 
 def _mix(mine: Tensor, theirs: Tensor, alpha: float, name: str, exact: dict[str, Tensor]) -> None:
     """`mine <- (1 - alpha) mine + alpha theirs`. Weights in 16 bits round small steps away, so their average stays in float32 in `exact`."""
-    if alpha == 1.0 or mine.element_size() > 2:
+    if alpha == 1.0 or not mine.is_floating_point():
         exact.pop(name, None)
-        mine.lerp_(theirs.to(mine.dtype), alpha)  # of 1: a copy, to the bit
+        mine.copy_(theirs)
+    elif mine.element_size() > 2:
+        mine.lerp_(theirs.to(mine.dtype), alpha)
     else:
         exact[name] = exact.get(name, mine.detach()).float().lerp_(theirs.float(), alpha)
         mine.copy_(exact[name])
