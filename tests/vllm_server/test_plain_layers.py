@@ -139,6 +139,19 @@ def test_what_is_no_lora_of_a_linear_layer_does_not_travel_alone(changed):
     assert why_not_alone(policy_of(lora(rank_pattern={"v_proj": 8}))[0], 64, 1) is None
 
 
+@pytest.mark.parametrize("name", ["s", "self", "base"])
+def test_an_adapter_travels_alone_whatever_its_name(name):
+    """Names of modules begin with these."""
+    assert why_not_alone(peft.get_peft_model(tiny_model("qwen2", layers=2), lora(), adapter_name=name), 64, 1) is None
+
+
+def test_a_layer_that_another_adapter_holds_is_the_bases():
+    policy, base = policy_of(lora(modules_to_save=["norm"]))
+    policy.add_adapter("second", lora(init_lora_weights=False))
+    policy.set_adapter("second")
+    expect_equal(policy, base)
+
+
 def test_a_base_of_another_quantization_is_refused_in_a_sentence():
     from transformers.utils.quantization_config import QuantizationMethod
 

@@ -59,7 +59,9 @@ def _plain(layer: Any) -> nn.Module:
     if _is_quantized(layer):
         return _dequantized(layer)
     if hasattr(layer, "modules_to_save"):  # trained in full: there is nothing to add
-        return _only(layer.modules_to_save[name] for name in layer.active_adapters)
+        names = [name for name in layer.active_adapters if name in layer.modules_to_save]
+        whole: nn.Module = layer.modules_to_save[names[0]] if names else layer.original_module
+        return whole
     twin = _twin(layer)
     if hasattr(twin, "unload_and_optionally_merge_module"):
         merged: nn.Module = twin.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
@@ -67,14 +69,6 @@ def _plain(layer: Any) -> nn.Module:
     twin.merge()
     base: nn.Module = twin.get_base_layer()
     return base
-
-
-def _only(modules: Any) -> nn.Module:
-    module, *others = modules
-    if others:
-        raise ValueError("several adapters hold the whole layer")
-    made: nn.Module = module
-    return made
 
 
 def _twin(layer: Any) -> Any:

@@ -241,7 +241,7 @@ def why_not_alone(policy: Any, max_rank: int, data_parallel: int) -> str | None:
     ranks = [int(config.r), *map(int, (getattr(config, "rank_pattern", None) or {}).values())]
     targets = {name for name, module in policy.named_modules() if hasattr(module, "lora_A") and len(module.lora_A)}
     ends = {name.rsplit(".", 1)[-1] for name in targets}
-    odd = next((name for name, weight in policy.named_parameters() if f".{policy.active_adapter}" in name
+    odd = next((name for name, weight in policy.named_parameters() if policy.active_adapter in name.split(".")
                 and not (re.search(r"\.lora_[AB]\.[^.]+\.weight$", name) and weight.dim() == 2)), None)  # fmt: skip
     reasons = {
         "it was started without --enable-lora (and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)": max_rank == 0,
