@@ -132,3 +132,10 @@ def test_layers_with_a_state_alone_have_no_part_in_the_kv_cache():
     share = hybrid.layer_types.count("full_attention") / hybrid.num_hidden_layers
     assert 0 < cache_bytes(hybrid, 100, 2) == share * cache_bytes(full, 100, 2) < cache_bytes(full, 100, 2)
     assert cache_bytes(transformers.MambaConfig(), 100, 2) == 0
+
+
+def test_layers_with_keys_of_their_own_size_are_counted_one_by_one():
+    layers = {"num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2}
+    config = transformers.Gemma4TextConfig(**layers, head_dim=256, global_head_dim=512)  # every sixth layer is global
+    assert config.layer_types.count("full_attention") == 1
+    assert cache_bytes(config, 10, 2) == 10 * 2 * (5 * 2 * 256 + 1 * 2 * 512) * 2

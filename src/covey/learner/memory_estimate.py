@@ -67,11 +67,18 @@ def cache_bytes(config: Any, tokens: int, value_bytes: int) -> int:
     `config` is a transformers configuration; `value_bytes` is the element size.
     """
     text = config.get_text_config()
-    heads, kinds = getattr(text, "num_attention_heads", 0), getattr(text, "layer_types", None)
-    layers = [kind for kind in kinds or [""] * text.num_hidden_layers if not _KEYLESS.search(kind)]
-    width = getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)
-    keys = (getattr(text, "num_key_value_heads", None) or heads) * width
-    return int(tokens * len(layers) * 2 * keys * value_bytes)
+    layers = (
+        getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
+    )  # sizes may differ, as in Gemma 4
+    kinds = getattr(text, "layer_types", None) or [""] * len(layers)
+    keys = sum(_key_values(layer) for layer, kind in zip(layers, kinds, strict=False) if not _KEYLESS.search(kind))
+    return int(tokens * 2 * keys * value_bytes)
+
+
+def _key_values(layer: Any) -> int:
+    heads = getattr(layer, "num_attention_heads", 0)
+    width = getattr(layer, "head_dim", None) or layer.hidden_size // max(heads, 1)
+    return int((getattr(layer, "num_key_value_heads", None) or heads) * width)
 
 
 _KEYLESS = re.compile("linear|mamba|conv|recurrent|mlp|moe")  # in the kinds of layers that keep no keys
