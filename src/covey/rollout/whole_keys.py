@@ -180,9 +180,7 @@ def whole_keys_forward(model: Any, dtype: torch.dtype | None, float32_head: bool
     for made.order in orders:
         errors[made.order] = logit_errors(made, model)
     made.order = min(orders, key=lambda order: float(errors[order].mean()))
-    is_sharp = (
-        made.dtype == torch.float32 and made.states is None
-    )  # the trial pads prompts, which a state would remember
+    is_sharp = made.dtype == torch.float32 and made.states is None  # a state would remember the padding of the trial
     if is_sharp and not float(errors[made.order].max()) <= FLOAT_ERROR:
         raise Unsupported(f"the engine's logits differ from {type(inner).__name__}'s own")
     verify(made, model)
