@@ -244,15 +244,10 @@ PARTS = [{"type": "text", "text": "Warm"}, {"type": "image"}, {"type": "text", "
     [("Warm?", "Warm?"), (None, ""), (PARTS, "Warm?!"), (ANSWER, json.dumps(ANSWER, ensure_ascii=False)), (3, "3")],
 )
 def test_the_text_of_content_is_never_pythons(content, text):
-    """What a reward model, an audit of rewards, features and rewards of texts read of a message."""
+    """What rewards, an audit of them and features read of a message."""
     from covey.data.features.columns import prompt_text
-    from covey.doctor.reward_audit.probes import _prompt_text
-    from covey.rewards.builtin.math import _all_text
     from covey.rewards.builtin.text import text_of
-    from covey.rewards.builtin.text_models import _plain
-    from covey.types import Prompt
 
     message = {"role": "assistant", "content": content}
     assert content_text(content) == text
-    assert {read([message]) for read in (prompt_text, _all_text, text_of, _plain)} == {text}
-    assert _prompt_text(Prompt(uid="0", token_ids=(1,), messages=(message,))) == text
+    assert {read([message]) for read in (prompt_text, text_of)} == {text}

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from covey.data.features.columns import prompt_text
 from covey.data.rendering import content_text
 from covey.rewards.builtin.answers import gold_answer, number
 from covey.types import Prompt
@@ -186,7 +187,7 @@ def garbage(rows: Sequence[Row]) -> list[Probe]:
         "half a character": "answer \ud800 end",
     }
     probes = [Probe(n, "garbage", [None if _holds(text, row) else text for row in rows]) for n, text in same.items()]
-    probes.append(Probe("the prompt again", "garbage", [_prompt_text(row.prompt) for row in rows]))
+    probes.append(Probe("the prompt again", "garbage", [prompt_text(row.prompt.raw) for row in rows]))
     probes.append(Probe("cut before the answer", "garbage", [_cut(row) for row in rows]))
     probes.append(Probe("gold words, shuffled", "garbage", [_shuffle(row, i) for i, row in enumerate(rows)]))
     return [probe for probe in probes if any(text is not None for text in probe.texts)]
@@ -261,12 +262,6 @@ def _filler(count: int) -> str:
     ]
     choice = random.Random(0)
     return " ".join(choice.choice(words) for _ in range(count)) + "."
-
-
-def _prompt_text(prompt: Prompt) -> str:
-    if prompt.messages is None:
-        return prompt.text or ""
-    return "\n".join(content_text(message.get("content")) for message in prompt.messages)
 
 
 def _cut(row: Row) -> str | None:

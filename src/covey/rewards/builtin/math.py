@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
-from covey.data.rendering import content_text
+from covey.data.features.columns import prompt_text
 from covey.errors import RewardError
 from covey.rewards.builtin import verify
 from covey.rewards.builtin.answers import final_answer, is_same, marked_answer, number
@@ -161,20 +161,11 @@ def _nouns(
     seen = dict[tuple[str, str], frozenset[str]]()
     nouns = list[frozenset[str]]()
     for question, solution in zip(questions, solutions or [""] * len(golds), strict=True):
-        pair = (_all_text(question), str(solution))
+        pair = (prompt_text(question), str(solution))
         if pair not in seen:
             seen[pair] = words_of(*pair)
         nouns.append(seen[pair])
     return nouns
-
-
-def _all_text(question: Any) -> str:
-    """A prompt's text: itself, or what all of its messages say."""
-    return (
-        question
-        if isinstance(question, str)
-        else " ".join(content_text(message.get("content")) for message in question)
-    )
 
 
 def _matches(text: str, gold: str) -> float:

@@ -12,7 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from covey.data.rendering import chat_ids, content_text
+from covey.data.features.columns import prompt_text
+from covey.data.rendering import chat_ids
 from covey.errors import ConfigError, ModelError, RewardError
 from covey.rewards.builtin.inference_model import load_frozen
 from covey.rewards.builtin.text import text_of
@@ -66,7 +67,7 @@ class ClassifierReward:
         if self.premise is None:
             return None
         if self.premise == "prompt":
-            return [_plain(prompt) for prompt in prompts]
+            return [prompt_text(prompt) for prompt in prompts]
         if columns.get(self.premise) is None:
             raise RewardError(f"classifier needs a column {self.premise!r}; rename yours to it.")
         premises: Sequence[Any] = columns[self.premise]
@@ -125,7 +126,7 @@ class SimilarityReward:
         texts = [text_of(completion).strip() for completion in completions]
         if self.target == "group":
             return self._within(texts)
-        targets = [_plain(prompt) for prompt in prompts] if self.target == "prompt" else columns.get(self.target)
+        targets = [prompt_text(prompt) for prompt in prompts] if self.target == "prompt" else columns.get(self.target)
         if targets is None:
             raise RewardError(f"similarity needs a column {self.target!r}; rename yours to it.")
         goals = ["" if target is None else str(target).strip() for target in targets]
@@ -228,7 +229,7 @@ class FluencyReward:
             first = self.frozen.tokenizer.bos_token_id
             return ([] if first is None else [first]), completion_ids
         if isinstance(prompt, str) or getattr(self.frozen.tokenizer, "chat_template", None) is None:
-            return self.frozen.ids(_plain(prompt), reads_control=True), completion_ids
+            return self.frozen.ids(prompt_text(prompt), reads_control=True), completion_ids
         return chat_ids(self.frozen.tokenizer, list(prompt), add_generation_prompt=True), completion_ids
 
 
@@ -245,12 +246,6 @@ def _label(config: Any, label: str | int) -> int:
         if i == label or name.casefold() == str(label).casefold():
             return i
     raise ConfigError(f"classifier(label={label!r}): the model has the labels {', '.join(names.values())}.")
-
-
-def _plain(prompt: Any) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(content_text(message.get("content")) for message in prompt)
 
 
 Pooling = Literal["mean", "cls", "last"]
