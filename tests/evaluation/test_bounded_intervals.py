@@ -40,6 +40,8 @@ def test_pairs_of_other_scores_without_any_spread_prove_no_more_than_shares_do()
     gained, shares = paired_difference([0.0] * 8, [10.0] * 8), paired_difference([0.0] * 8, [1.0] * 8)
     assert gained.low == pytest.approx(10 * shares.low)
     assert gained.high > gained.value == 10.0
+    rounded = paired_difference([0.1, 0.2, 0.3], [0.2, 0.3, 0.4])  # 0.4 - 0.3 and 0.2 - 0.1 differ in the last bit
+    assert rounded.high - rounded.low > 0.1
     same = paired_difference([0.25, 0.5], [0.25, 0.5])
     assert -same.low == same.high == pytest.approx(1.96 * 0.25 * (2 / 4 / 4) ** 0.5, abs=1e-4)
 

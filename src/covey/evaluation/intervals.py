@@ -161,7 +161,7 @@ def paired_difference(a: Sequence[float], b: Sequence[float], *, draws: int = 20
     is_binary = bool(np.isin(pairs, (0.0, 1.0)).all())
     p_value = _mcnemar(gaps) if is_binary else _sign_flips(gaps, draws, seed)
     most = 1.0 if is_binary else math.inf  # shares differ by at most 1
-    if spread == 0:
+    if spread <= 1e-12 * float(np.abs(pairs).max()):  # equal gaps, up to their rounding
         center, spread = _adjusted_wald(gaps, 1.0 if is_binary else float(np.ptp(pairs)))
     return Difference(value, max(-most, center - spread), min(most, center + spread), p_value, len(gaps))
 
