@@ -131,6 +131,13 @@ def test_a_covariance_penalty_holds_no_more_tokens_where_they_tie():
     assert int(prepared.metrics(tied)["kl_cov/held_mean"].sum()) == max(1, int(0.1 * int(tokens.mask.sum())))
 
 
+def test_a_covariance_penalty_leaves_what_is_not_a_number_to_the_loss():
+    tokens = made_tokens()
+    tokens = replace(tokens, logp=torch.full_like(tokens.logp.detach(), math.nan))
+    prepared = alg.KLCov(share=0.1).prepare(tokens, Totals.of(tokens.mask, tokens.group, 16))
+    assert prepared(tokens)[tokens.mask].isnan().all()
+
+
 def test_bounds_of_top_entropy_are_those_of_torch_quantile():
     tokens = made_tokens()
     for share in (0.05, 0.2, 0.5, 0.77, 1.0):

@@ -108,7 +108,7 @@ class KLCov:
         means = Covariance.means(tokens)
         values = means.of(tokens)[tokens.mask]
         count = min(max(1, int(self.share * values.numel())), values.numel())
-        if not count:
+        if not count or bool(values.isnan().any()):  # NaN reaches the loss, which the guard judges
             return replace(self, measured=replace(means, bound=math.inf))
         bound = values.sort(descending=True).values[count - 1].item()
         ties = _priority(tokens)[tokens.mask][values == bound].sort().values  # such as all tokens of tied groups
