@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 
 import datasets
 import pytest
 
-from covey.data import PromptStream, load, prompts
+from covey.data import PromptStream, layouts, load, prompts
 from covey.data.examples import load_examples
 from covey.data.rendering import say_once
 from covey.errors import DataError, MissingKeyError
@@ -91,6 +92,8 @@ def test_numbers_of_a_csv_file_are_texts_of_its_prompts(tmp_path):
     path = tmp_path / "sums.csv"
     path.write_text("instruction,input,output\n12,3.5,15.5\n4,,4\n")
     assert list(load(str(path))["prompt"]) == ["12\n\n3.5", "4"]
+    row = {"instruction": "Say hi.", "input": math.nan, "output": "hi"}  # pandas' missing value
+    assert layouts.with_prompts(datasets.Dataset.from_list([row]), "rows", {})[0]["prompt"] == "Say hi."
     with pytest.raises(DataError, match="where the text of its prompt belongs"):
         load(str(written(tmp_path / "odd.jsonl", [{"instruction": ["a"], "output": "b"}])))
 

@@ -161,10 +161,10 @@ def _alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _paragraphs(*parts: Any) -> str:
-    """Texts, and numbers as a CSV file writes them, with a blank line between; those that are empty are left out."""
+    """Texts, and numbers as a CSV file writes them, with a blank line between; those that are empty, or no number, are left out."""
     if odd := [part for part in parts if not isinstance(part, str | int | float | None)]:
         raise DataError(f"A row has {str(odd[0])[:60]!r} where the text of its prompt belongs; give a text.")
-    return "\n\n".join(text for part in parts if part is not None and (text := str(part)).strip())
+    return "\n\n".join(text for part in parts if part is not None and part == part and (text := str(part)).strip())
 
 
 def _ground_truth(row: Mapping[str, Any]) -> dict[str, Any]:
