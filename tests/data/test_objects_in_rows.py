@@ -241,7 +241,15 @@ PARTS = [{"type": "text", "text": "Warm"}, {"type": "image"}, {"type": "text", "
 
 @pytest.mark.parametrize(
     "content, text",
-    [("Warm?", "Warm?"), (None, ""), (PARTS, "Warm?!"), (ANSWER, json.dumps(ANSWER, ensure_ascii=False)), (3, "3")],
+    [
+        ("Warm?", "Warm?"),
+        (None, ""),
+        (PARTS, "Warm?!"),
+        (ANSWER, json.dumps(ANSWER, ensure_ascii=False)),
+        (3, "3"),
+        ([{"city": "Ulm"}], '[{"city": "Ulm"}]'),
+        ([1, None], "[1, null]"),
+    ],
 )
 def test_the_text_of_content_is_never_pythons(content, text):
     """What rewards, an audit of them and features read of a message."""

@@ -48,6 +48,9 @@ def test_the_table_names_the_step_and_the_rewards_and_obeys_nothing():
 def test_messages_are_shown_with_their_roles():
     chat = [{"role": "user", "content": "Hi"}]
     assert rows([group(["Hello"], question=chat)], 0, None, False) == [("user: Hi", "Hello", "-")]
+    calls = [{"type": "function", "function": {"name": "look", "arguments": {}}}]
+    chat = [{"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": {"sky": "clear"}}]
+    assert rows([group(["Blue"], question=chat)], 0, None, False)[0][0] == 'assistant: \ntool: {"sky": "clear"}'
 
 
 def test_an_advantage_by_token_is_its_mean_over_the_tokens_alone():

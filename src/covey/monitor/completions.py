@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from covey.data.rendering import content_text
 from covey.process.terminal import safe
 from covey.runs import RunFolder
 from covey.types import Group
@@ -67,7 +68,8 @@ def rows(groups: Sequence[Group], num_rewards: int, limit: int | None, unique_pr
 
 def _rows_of(group: Group, num_rewards: int) -> Iterator[tuple[str, ...]]:
     question = group.prompt.raw
-    prompt = question if isinstance(question, str) else "\n".join(f"{m['role']}: {m['content']}" for m in question)
+    line = lambda message: f"{message['role']}: {content_text(message.get('content'))}"
+    prompt = question if isinstance(question, str) else "\n".join(map(line, question))
     for g, completion in enumerate(group.completions):
         scored = [math.nan] * num_rewards if group.rewards is None else group.rewards[g].tolist()
         yield safe(prompt), safe(completion.text), *map(_number, scored), _number(group.mean_advantage(g))
