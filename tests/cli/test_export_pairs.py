@@ -62,6 +62,31 @@ def test_an_episode_is_exported_with_all_of_its_turns(tmp_path, own):
     assert (pair["prompt"], pair["chosen"], pair["rejected"]) == ([*own, *question], turns("4"), turns("5"))
 
 
+def test_history_in_an_endpoints_form_stays_in_the_prompt_and_an_agent_that_asked_no_model_has_its_answer(tmp_path):
+    call = lambda arguments: [{"function": {"name": "add", "arguments": arguments}}]
+    ask = lambda arguments, content: [
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": content, "tool_calls": call(arguments)},
+        {"role": "tool", "content": "4"},
+    ]
+    answer = lambda text: [{"role": "assistant", "content": text}]
+    sent = [{"role": "system", "content": "Be short."}, *ask('{"of": [2, 2]}', "")]
+    made = scored(["4", "5"], [1.0, 0.0], question=ask({"of": [2, 2]}, None))
+    asked = lambda one: replace(one, episode=EpisodeNotes(conversation=(*sent, *answer(one.text))))
+    silent = lambda one: replace(one, messages=())
+    best, worst = made.completions
+    for step, pair in enumerate(
+        [(asked(best), asked(worst)), (asked(best), silent(worst)), (silent(best), silent(worst))], 1
+    ):
+        run_of(tmp_path, {step: [replace(made, completions=pair)]})
+    plain = scored(["4", "5"], [1.0, 0.0])
+    run_of(tmp_path, {4: [replace(plain, completions=tuple(map(silent, plain.completions)))]})
+    first, third, fourth = exported(tmp_path)  # the second repeats the first
+    assert (first["prompt"], first["chosen"], first["rejected"]) == (sent, answer("4"), answer("5"))
+    assert (third["chosen"], third["rejected"]) == (answer("4"), answer("5"))
+    assert (fourth["prompt"], fourth["chosen"], fourth["rejected"]) == ("2 + 2 =", "4", "5")
+
+
 def test_margin_reward_steps_and_repetition(tmp_path):
     near, far = scored(["4", "5"], [0.6, 0.5]), scored(["4", "6"], [1.0, 0.0])
     run_of(tmp_path, {1: [near], 2: [far], 3: [far]})

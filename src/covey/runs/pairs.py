@@ -7,6 +7,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from covey.data.rendering import content_text
 from covey.errors import ConfigError, RunFolderError, did_you_mean
 from covey.runs import rollouts
 from covey.runs.upkeep import expect_folder
@@ -107,18 +108,30 @@ def _pair(members: Sequence[Mapping[str, Any]], options: PairOptions) -> dict[st
 def _texts(best: Mapping[str, Any], worst: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     """Prompt and both completions: texts, or messages, of episodes those of all turns.
 
-    Where an agent begins with messages of its own, the prompt is what both episodes show before their first answer.
+    The prompt of episodes is what both show before the model's first turn, since an agent may begin with messages of its own.
     """
     prompt = json.loads(best["messages"]) if best.get("messages") else []
-    episodes = [json.loads(row["conversation"]) if row.get("conversation") else None for row in (best, worst)]
-    if not prompt and None in episodes:
+    parts = [_parted(row, prompt) for row in (best, worst)]
+    if not prompt and None in parts:
         return best["prompt"], best["completion"], worst["completion"]
+    begin = next((part[0] for part in parts if part is not None), prompt)
     answers = [[{"role": "assistant", "content": row["completion"]}] for row in (best, worst)]
-    chats = [episode or [*prompt, *answer] for episode, answer in zip(episodes, answers, strict=True)]
-    if any(chat[: len(prompt)] != prompt for chat in chats) or not prompt:
-        shown = takewhile(lambda pair: pair[0] == pair[1] and pair[0]["role"] != "assistant", zip(*chats, strict=False))
-        prompt = [message for message, _ in shown]
-    return prompt, chats[0][len(prompt) :], chats[1][len(prompt) :]
+    (first, chosen), (second, rejected) = (part or (begin, answer) for part, answer in zip(parts, answers, strict=True))
+    size = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))))
+    return first[:size], [*first[size:], *chosen], [*second[size:], *rejected]
+
+
+def _parted(row: Mapping[str, Any], prompt: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]] | None:
+    """The messages of an episode before the model's first turn, and those from it on. None without a turn, as of an agent that asked no model.
+
+    An endpoint's form of the prompt's messages may differ in more than their texts.
+    """
+    chat, size = json.loads(row.get("conversation") or "[]"), len(prompt)
+    texts = lambda messages: [(message["role"], content_text(message.get("content"))) for message in messages]
+    starts = (start for start in range(len(chat) - size + 1) if texts(chat[start : start + size]) == texts(prompt))
+    begin = next(starts, -size) + size
+    turn = next((place for place in range(begin, len(chat)) if chat[place]["role"] == "assistant"), None)
+    return None if turn is None else (chat[:turn], chat[turn:])
 
 
 def _once(pairs: Sequence[dict[str, Any]], max_per_prompt: int | None) -> list[dict[str, Any]]:
