@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma4TextConfig
 
 from covey import GRPOConfig
 from covey.adapters import with_adapter
@@ -172,6 +172,23 @@ def test_kernels_save_what_they_say(name, dtype, monkeypatch):
     with_kernels = bytes_a_token(policy)
     monkeypatch.setattr(fused_model, "_runs_here", lambda decoder: False)
     assert (bytes_a_token(policy) - with_kernels) / 2 == pytest.approx(said, rel=0.15)
+
+
+@pytest.mark.slow
+def test_a_model_whose_layers_read_the_ids_too_and_differ_in_their_keys_is_computed(tmp_path):
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 320,
+    }
+    layers = {"vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 16, "head_dim": 16}
+    types = ["sliding_attention", "full_attention"]
+    config = Gemma4TextConfig(**shape, **layers, num_key_value_heads=1, global_head_dim=32, layer_types=types)
+    counted = predicted(options(tmp_path, max_tokens_per_microbatch="auto"), config)
+    assert counted.activations > 0
+    assert counted.cache == 2 * (PROMPT + 4 * 60) * 2 * (16 + 32) * 4
 
 
 def test_tokens_at_the_start_are_what_half_of_the_free_memory_holds(monkeypatch):

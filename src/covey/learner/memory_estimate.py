@@ -220,7 +220,8 @@ def bytes_a_token(policy: Policy, *, is_warm: bool = False, negligible: float = 
         ids = (torch.arange(count) % vocabulary_size(policy.model))[None].to(policy.device)
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), LiveBytes() as live, policy.autocast():
             start = embedding(ids).detach().requires_grad_()  # no gradient of the weights is computed
-            total = decoder(inputs_embeds=start, use_cache=False)[0].float().sum()
+            with embedding.register_forward_hook(lambda *_, start=start: start):  # Gemma 4 needs the ids too
+                total = decoder(input_ids=ids, use_cache=False)[0].float().sum()
             if is_first and _STEEPER * _MOST_AT_A_TIME * live.total / count <= negligible:
                 return negligible
             torch.autograd.grad(total, start)
