@@ -192,13 +192,10 @@ def content_text(content: Any) -> str:
     """The text of a message's content: itself, that of its parts, the JSON of an object or a list of others; empty for None."""
     if content is None or isinstance(content, str):
         return content or ""
-    if isinstance(content, list | tuple) and all(map(_is_part, content)):
+    is_part = lambda part: isinstance(part, str) or (isinstance(part, Mapping) and bool({"type", "text"} & {*part}))
+    if isinstance(content, list | tuple) and all(map(is_part, content)):
         return "".join(part if isinstance(part, str) else str(part.get("text") or "") for part in content)
     return str(_as_json(content))
-
-
-def _is_part(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, Mapping) and bool({"type", "text"} & set(value)))
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str | None:
