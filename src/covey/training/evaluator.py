@@ -132,6 +132,9 @@ def averaged(parts: Parts, step: int) -> Iterator[None]:
             if is_shared:
                 parts.sampler.load(parts.learner.policy.model, version=step)
             yield
+    except BaseException:  # of several processes, others may wait in another collective
+        is_shared = is_shared and parts.world.size == 1
+        raise
     finally:  # a reward may have raised, and the caller may train on
         if is_shared:
             parts.sampler.load(parts.learner.policy.model, version=step)
