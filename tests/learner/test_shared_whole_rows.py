@@ -86,6 +86,13 @@ def test_a_warning_says_that_they_read_whole_rows(caplog):
         expect_shared_out(policy.model, 2, policy.heads)
 
 
+def test_a_layer_with_a_state_inside_of_another_leaves_the_rows_single():
+    """The inner layer of Qwen4's ids gets no hidden states of packed rows."""
+    policy = Policy(build("qwen4_exp_text"), pad_id=0)
+    assert not policy.shares_prompts()
+    assert policy.measure(ROWS[:1]).logp.isfinite().all()
+
+
 def test_windows_that_no_short_trial_shows_are_not_shared():
     model = build("doge")
     model.config.sliding_window = 8

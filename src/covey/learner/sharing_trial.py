@@ -55,7 +55,7 @@ def _try(policy: Any, *, is_whole: bool) -> str | None:
             gap = max(gap, (apart.auxiliary_loss - together.auxiliary_loss).abs().item())
         is_same = gap < (1e-3 if is_exact else 0.2)
         reason = None if is_same else f"its log-probabilities would differ by {gap:.1g}"
-    except (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError, StopIteration) as error:
         is_ours = isinstance(error, ValueError) and str(error).startswith("its ")
         reason = str(error) if is_ours else f"its forward takes no packed rows ({type(error).__name__})"
     finally:
