@@ -32,7 +32,11 @@ def built(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", rest_nightly(("minimax_m3_vl_text", "doge", "falcon", "gpt_neo"), ("minimax_m3_vl_text", "doge"))
+    "kind",
+    rest_nightly(
+        ("minimax_m3_vl_text", "doge", "falcon", "gpt_neo", "qwen4_exp_text"),
+        ("minimax_m3_vl_text", "doge", "qwen4_exp_text"),
+    ),
 )
 def test_attention_reads_each_completion_with_its_prompt(kind):
     policy = Policy(built(kind), pad_id=0)
@@ -84,13 +88,6 @@ def test_a_warning_says_that_they_read_whole_rows(caplog):
     assert line.endswith("in its layers MiniMaxM3VLAttention alone, whose own attention reads whole rows.")
     with pytest.raises(ConfigError, match="its layers choose the keys of a token among those of a whole row"):
         expect_shared_out(policy.model, 2, policy.heads)
-
-
-def test_a_layer_with_a_state_inside_of_another_leaves_the_rows_single():
-    """The inner layer of Qwen4's ids gets no hidden states of packed rows."""
-    policy = Policy(build("qwen4_exp_text"), pad_id=0)
-    assert not policy.shares_prompts()
-    assert policy.measure(ROWS[:1]).logp.isfinite().all()
 
 
 def test_windows_that_no_short_trial_shows_are_not_shared():

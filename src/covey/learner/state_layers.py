@@ -60,7 +60,7 @@ def _note_layers(inner: Any) -> list[StateLayer]:
     seen, held = _noted(inner, _STATE_CALL)
     block = _parents(inner)
     make = lambda module, keyword: StateLayer(module, decoder_of(inner), block[module], keyword)
-    layers = [make(module, cache_keyword(module)) for module in seen]
+    layers = [make(module, cache_keyword(module)) for module in _outermost(seen)]  # one inside passes by that around it
     return layers + [make(module, None) for module in _outermost(held)]
 
 
