@@ -34,7 +34,7 @@ TRIED_ONCE = {
     "heads.py:splits_exactly _local_scalar_dense",
     "heads.py:_hidden_of _local_scalar_dense",
     "heads.py:splits_exactly allclose",
-    "sharing_trial.py:try_sharing _local_scalar_dense",
+    "sharing_trial.py:_try _local_scalar_dense",
     "windows.py:_window_of equal",
     "windows.py:_window_of between the devices",
     "windows.py:attention_windows _local_scalar_dense",
