@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from covey.errors import RAW_ERRORS, ConfigError, MediaUnsupported, ModelError, Unsupported
+from covey.kernels import choices
 from covey.models import reads_media, unwrapped
 from covey.models.modalities import banned_ids
 from covey.rollout.agreement import price, raw_reason, reason_against, refusal
@@ -158,6 +159,11 @@ def _native(
         sampler = chosen(model, tokenizer, eos_ids=eos_ids, **options)
     except RAW_ERRORS as error:
         raise Unsupported(f"{type(unwrapped(model)).__name__}: {raw_reason(error)}") from error
+    is_slow = isinstance(sampler.forward, WholeKeysForward) and not choices(unwrapped(model))
+    if (
+        is_slow and backend == "auto"
+    ):  # three times as slow as plain transformers over its cache (Bloom, StableLM on a CPU)
+        raise Unsupported(f"{type(unwrapped(model)).__name__}: its own attention would read all keys anew in each step")
     environment, sampler.environment = sampler.environment, None  # it expects the finished sampler
     if reason := reason_against(sampler, model):
         raise Unsupported(f"{type(unwrapped(model)).__name__}: {reason}")
