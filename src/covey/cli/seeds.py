@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from covey.cli import output
 from covey.cli.rerun import NEVER
@@ -13,9 +13,6 @@ from covey.errors import ConfigError
 from covey.experiments import child, series
 from covey.experiments.attempt import number_of
 from covey.experiments.seeds import Results, begin, summary, write
-
-if TYPE_CHECKING:
-    pass
 
 
 def run(args: Args, overrides: Mapping[str, Any], cli_args: Mapping[str, Any]) -> int:
