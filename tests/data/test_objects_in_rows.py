@@ -12,7 +12,7 @@ import pytest
 from covey.data import PromptStream, load
 from covey.data.examples import load_examples
 from covey.data.prompts import to_prompt
-from covey.data.rendering import content_text, say_once
+from covey.data.rendering import content_text, prompt_text, say_once
 from covey.data.tables import with_structs
 from covey.errors import DataError
 from kit import tiny_tokenizer
@@ -253,7 +253,6 @@ PARTS = [{"type": "text", "text": "Warm"}, {"type": "image"}, {"type": "text", "
 )
 def test_the_text_of_content_is_never_pythons(content, text):
     """What rewards, an audit of them and features read of a message."""
-    from covey.data.features.columns import prompt_text
     from covey.rewards.builtin.text import text_of
 
     message = {"role": "assistant", "content": content}

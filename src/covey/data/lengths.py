@@ -7,9 +7,9 @@ from itertools import islice
 from typing import Any
 
 from covey.data.checks import row_at, row_of
-from covey.data.features.columns import prompt_text
 from covey.data.media import has_media
 from covey.data.prompts import to_prompt
+from covey.data.rendering import prompt_text
 
 SAMPLE = 500
 """Rows of the even sample, of those with most bytes, and of those with most bytes that are no letters."""

@@ -198,6 +198,14 @@ def content_text(content: Any) -> str:
     return str(_as_json(content))
 
 
+def prompt_text(prompt: Any) -> str:
+    """The text of a prompt; for a conversation the contents of its messages, joined."""
+    if isinstance(prompt, str):
+        return prompt
+    messages = prompt if isinstance(prompt, list | tuple) else ()
+    return "\n".join(content_text(message.get("content")) for message in messages if isinstance(message, Mapping))
+
+
 def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str | None:
     """The text of the messages; None where the template refuses them."""
     try:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from covey.data.features.language import language
-from covey.data.rendering import content_text
+from covey.data.rendering import prompt_text
 from covey.errors import DataError, ModelError, did_you_mean
 from covey.process.counting import counted
 
@@ -97,18 +97,6 @@ _WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)*")  # noqa: RUF001 - the typog
 _SENTENCE_END = re.compile(r"[.!?…]+(?=\s|$)|\n{2,}")
 _VOWELS = re.compile(r"[aeiouyäöüéèêàâîïôûáíóúãõ]+")
 _SILENT = re.compile(r"(?<=[^aeiouyl])e(?:s|d)?$")
-
-
-def prompt_text(prompt: Any) -> str:
-    """The text of a prompt; for a conversation the contents of its messages, joined."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(content_text(message.get("content")) for message in messages_of(prompt))
-
-
-def messages_of(prompt: Any) -> Sequence[Mapping[str, Any]]:
-    """The messages of a conversation, none for what is no list of them."""
-    return [message for message in prompt if isinstance(message, Mapping)] if isinstance(prompt, list | tuple) else []
 
 
 def readability(text: str) -> float | None:

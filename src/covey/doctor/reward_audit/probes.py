@@ -10,8 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from covey.data.features.columns import prompt_text
-from covey.data.rendering import content_text
+from covey.data.rendering import content_text, prompt_text
 from covey.rewards.builtin.answers import gold_answer, number
 from covey.types import Prompt
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
-from covey.data.features.columns import prompt_text
+from covey.data.rendering import prompt_text
 from covey.errors import RewardError
 from covey.rewards.builtin import verify
 from covey.rewards.builtin.answers import final_answer, is_same, marked_answer, number

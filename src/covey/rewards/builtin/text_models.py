@@ -12,8 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from covey.data.features.columns import prompt_text
-from covey.data.rendering import chat_ids
+from covey.data.rendering import chat_ids, prompt_text
 from covey.errors import ConfigError, ModelError, RewardError
 from covey.rewards.builtin.inference_model import load_frozen
 from covey.rewards.builtin.text import text_of
