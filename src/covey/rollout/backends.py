@@ -159,16 +159,15 @@ def _native(
         sampler = chosen(model, tokenizer, eos_ids=eos_ids, **options)
     except RAW_ERRORS as error:
         raise Unsupported(f"{type(unwrapped(model)).__name__}: {raw_reason(error)}") from error
-    is_slow = isinstance(sampler.forward, WholeKeysForward) and not choices(unwrapped(model))
-    if (
-        is_slow and backend == "auto"
-    ):  # three times as slow as plain transformers over its cache (Bloom, StableLM on a CPU)
+    is_whole = isinstance(sampler.forward, WholeKeysForward)
+    if is_whole and backend == "auto" and not choices(unwrapped(model)):
+        # plain transformers over its cache took a third of the time (Bloom, StableLM on a CPU)
         raise Unsupported(f"{type(unwrapped(model)).__name__}: its own attention would read all keys anew in each step")
     environment, sampler.environment = sampler.environment, None  # it expects the finished sampler
     if reason := reason_against(sampler, model):
         raise Unsupported(f"{type(unwrapped(model)).__name__}: {reason}")
     sampler.environment = environment
-    if isinstance(sampler.forward, WholeKeysForward):
+    if is_whole:
         _warn_of_length(model)
     return sampler
 
