@@ -49,7 +49,8 @@ def mix(sets: Mapping[str, AnyDataset], weights: Mapping[str, float] | None = No
     try:
         if streams:
             total = sum(chosen.values())
-            parts = [_named(dataset, name, _json_names(sets.values())) for name, dataset in sets.items()]
+            json_names = _json_names(sets.values())
+            parts = [_named(dataset, name, json_names) for name, dataset in sets.items()]
             return datasets.interleave_datasets(
                 parts,
                 probabilities=[chosen[name] / total for name in sets],
