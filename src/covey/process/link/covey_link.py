@@ -168,7 +168,7 @@ class Link:
                 dtype = getattr(torch, dtype_name)
                 end = start + torch.Size(shape).numel() * dtype.itemsize
                 yield name, block[start:end].view(dtype).view(shape)
-                start = end + -end % _ALIGNMENT
+                start = _aligned(end)
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         held = tensor.to(self.carries)
@@ -216,7 +216,7 @@ def copy_of(handle: Sequence[Any], device: torch.device) -> torch.Tensor:
 def block_of(weights: Iterable[torch.Tensor], device: torch.device, *, is_shared: bool) -> torch.Tensor:
     """The bytes of the weights in one block, each copied once to where every type may begin. `is_shared`: memory that a handle can name."""
     parts = [weight.reshape(-1).view(torch.uint8) for weight in weights]
-    size = sum(len(part) + -len(part) % _ALIGNMENT for part in parts)
+    size = sum(_aligned(len(part)) for part in parts)
     if is_shared and size and device.type == "cpu":
         block = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_using_filename_cpu(size))
     else:
@@ -224,5 +224,10 @@ def block_of(weights: Iterable[torch.Tensor], device: torch.device, *, is_shared
     start = 0
     for part in parts:
         block[start : start + len(part)].copy_(part)
-        start += len(part) + -len(part) % _ALIGNMENT
+        start += _aligned(len(part))
     return block
+
+
+def _aligned(place: int) -> int:
+    """The next place at which every type may begin."""
+    return place + -place % _ALIGNMENT
