@@ -61,15 +61,18 @@ def in_gib(count: float) -> str:
     return f"{count / 2**10:,.1f} KiB"
 
 
+_KEYLESS = re.compile("linear|mamba|conv|recurrent|mlp|moe")
+"""In the kinds of layers that keep no keys."""
+
+
 def cache_bytes(config: Any, tokens: int, value_bytes: int) -> int:
     """KV cache of `tokens` tokens in bytes, by formula: the sampler cannot run on fake tensors. Layers with a state keep none.
 
     `config` is a transformers configuration; `value_bytes` is the element size.
     """
     text = config.get_text_config()
-    layers = (
-        getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
-    )  # sizes may differ, as in Gemma 4
+    # sizes may differ by layer, as in Gemma 4
+    layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
     kinds = getattr(text, "layer_types", None) or [""] * len(layers)
     keys = sum(_key_values(layer) for layer, kind in zip(layers, kinds, strict=False) if not _KEYLESS.search(kind))
     return int(tokens * 2 * keys * value_bytes)
@@ -81,7 +84,6 @@ def _key_values(layer: Any) -> int:
     return int((getattr(layer, "num_key_value_heads", None) or heads) * width)
 
 
-_KEYLESS = re.compile("linear|mamba|conv|recurrent|mlp|moe")  # in the kinds of layers that keep no keys
 _LIBRARIES = 36 * 2**20
 """Bytes left by sampling, without the weights and their copies; measured with 10 and 60 million parameters: 36 to 45 MiB."""
 

@@ -17,12 +17,12 @@ from covey.models import decoder_of, unwrapped
 from covey.process.sharding import compute_device
 
 _STATE_CALL = re.compile("(get|set|update)_(conv|recurrent|linear)_")
-
-_attention_layers: WeakKeyDictionary[nn.Module, list[StateLayer]] = WeakKeyDictionary()
 _KEYS_CALL = re.compile("update$")
 
 _layers: WeakKeyDictionary[nn.Module, list[StateLayer]] = WeakKeyDictionary()
-"""The layers of each model, for all policies that compute with it."""
+"""The layers of each model with a state or an indexer, for all policies that compute with it."""
+_attention_layers: WeakKeyDictionary[nn.Module, list[StateLayer]] = WeakKeyDictionary()
+"""The attention layers of each model that read whole rows, likewise."""
 
 
 def state_layers(model: Any) -> list[StateLayer]:
