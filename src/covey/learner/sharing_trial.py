@@ -7,6 +7,7 @@ from weakref import ref
 
 import torch
 
+from covey.errors import RAW_ERRORS
 from covey.kernels import attention_windows, has_windows, reason_against_choices
 from covey.learner import shared_prompt
 from covey.learner.heads import short_row
@@ -55,7 +56,7 @@ def _try(policy: Any, *, is_whole: bool) -> str | None:
             gap = max(gap, (apart.auxiliary_loss - together.auxiliary_loss).abs().item())
         is_same = gap < (1e-3 if is_exact else 0.2)
         reason = None if is_same else f"its log-probabilities would differ by {gap:.1g}"
-    except (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError, StopIteration) as error:
+    except (*RAW_ERRORS, StopIteration) as error:
         is_ours = isinstance(error, ValueError) and str(error).startswith("its ")
         reason = str(error) if is_ours else f"its forward takes no packed rows ({type(error).__name__})"
     finally:
