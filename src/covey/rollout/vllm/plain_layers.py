@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from covey.adapters import carries_adapter, has_adapter
 from covey.errors import ConfigError, first_line
 from covey.models import unwrapped
+from covey.process.memory import is_out_of_memory
 
 _QUANTIZED = ("Params4bit", "Int8Params")
 """Classes of bitsandbytes' parameters. Of a model that is split a gathered one is a plain parameter, and its layer has the `quant_state`."""
@@ -47,7 +48,7 @@ def plain_state(name: str, layer: nn.Module) -> dict[str, Tensor]:
     try:
         return {part: value.detach() for part, value in _plain(layer).state_dict(keep_vars=True).items()}
     except (NotImplementedError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_memory(error):
             raise
         raise ConfigError(
             f"The adapter on {name} cannot be merged into the weights that vLLM gets ({first_line(error)}); {_WAY_OUT}."
