@@ -95,16 +95,14 @@ def _twin(layer: Any) -> Any:
 
 
 def _is_of_peft(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("peft.") and (
-        hasattr(module, "active_adapters") and (hasattr(module, "merge") or hasattr(module, "unload_and_optionally_merge_module"))
-    )  # fmt: skip
+    merges = hasattr(module, "merge") or hasattr(module, "unload_and_optionally_merge_module")
+    return type(module).__module__.startswith("peft.") and hasattr(module, "active_adapters") and merges
 
 
 def _is_quantized(module: Any) -> bool:
     weight = module._parameters.get("weight")
-    return type(weight).__name__ in _QUANTIZED or (
-        weight is not None and not weight.is_floating_point() and hasattr(module, "quant_state")
-    )
+    is_packed = weight is not None and not weight.is_floating_point() and hasattr(module, "quant_state")
+    return type(weight).__name__ in _QUANTIZED or is_packed
 
 
 def _dequantized(layer: Any) -> nn.Module:
