@@ -6,6 +6,7 @@ Imports torch alone, because it runs in the server's environment too.
 
 from __future__ import annotations
 
+import atexit
 import json
 import socket
 import threading
@@ -61,8 +62,7 @@ class Link:
         """
         self.device, self.rank, self.size = torch.device(device), rank, size
         self.shares_memory, self.carries = backend == "ipc", torch.device(device if backend == "nccl" else "cpu")
-        limit = timedelta(seconds=seconds)
-        self.store, self.seconds = store, seconds
+        self.store, self.seconds, limit = store, seconds, timedelta(seconds=seconds)
         self.group: Any = None
         with self.failing():
             store.set(f"here {rank}", "")
@@ -90,7 +90,9 @@ class Link:
         with suppress(RuntimeError):  # the store is gone, and with it the others
             self.store.compare_set(_FAILED, "", reason)
         held, self.group = [self.group], None
-        threading.Thread(target=held.clear, daemon=True).start()  # its end waits for a collective that has begun
+        dropping = threading.Thread(target=held.clear, daemon=True)  # its end waits for a collective that has begun
+        dropping.start()
+        atexit.register(dropping.join, 5.0)  # cut off by the end of Python, it would abort the process
 
     def _wait(self, is_done: Callable[[], bool], late: str) -> None:
         """Wait until `is_done`. Raises RuntimeError once an end has failed, or past the limit."""
