@@ -306,27 +306,40 @@ def test_an_error_of_one_worker_ends_the_waits_of_the_others_with_its_sentence(b
     assert master.port
 
 
-@pytest.mark.slow
-def test_a_process_ends_with_its_own_exit_code_after_an_error_of_another_end():
-    """Its collective has begun and never ends, and Python ends at once."""
-    script = """if True:
-        import sys, threading, torch
-        from covey.process.link.covey_link import Link, store_at
+TWO_ENDS = """
+import sys, threading, time, torch
+from covey.process.link.covey_link import Link, store_at
 
-        store = store_at("127.0.0.1", 0, size=2, seconds=60, is_master=True)
-        make = lambda rank, store: ends.append(Link("gloo", store, rank=rank, size=2, seconds=60))
-        ends, client = [], store_at("127.0.0.1", store.port, size=2, seconds=60)
-        threads = [threading.Thread(target=make, args=pair) for pair in ((0, store), (1, client))]
-        [thread.start() for thread in threads]
-        [thread.join() for thread in threads]
-        first, second = sorted(ends, key=lambda link: link.rank)
-        threading.Timer(0.5, first.fail, ["no more"]).start()
-        try:
-            list(second.receive())
-        except RuntimeError as error:
-            second.fail(repr(error))
-            sys.exit(71)
-    """
+store = store_at("127.0.0.1", 0, size=2, seconds=60, is_master=True)
+make = lambda rank, store: ends.append(Link("gloo", store, rank=rank, size=2, seconds=60))
+ends, client = [], store_at("127.0.0.1", store.port, size=2, seconds=60)
+threads = [threading.Thread(target=make, args=pair, daemon=True) for pair in ((0, store), (1, client))]
+"""
+ENDINGS = {
+    "a collective that has begun": """
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+first, second = sorted(ends, key=lambda link: link.rank)
+threading.Timer(0.5, first.fail, ["no more"]).start()
+try:
+    list(second.receive())
+except RuntimeError as error:
+    second.fail(repr(error))
+    sys.exit(71)
+""",
+    "waits for another end": """
+for rank in range(20):
+    threading.Thread(target=lambda rank=rank: Link("gloo", store, rank=rank, size=21, seconds=60), daemon=True).start()
+time.sleep(0.1)
+sys.exit(71)
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ENDINGS)
+def test_a_process_that_ends_within_leaves_with_its_own_exit_code(what):
+    script = TWO_ENDS + ENDINGS[what]
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 71, done.stderr
 

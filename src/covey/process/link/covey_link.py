@@ -24,6 +24,27 @@ _CONNECT_SECONDS = 2.0
 _FAILED = "failed"
 _LOOK_SECONDS = 0.2
 """Interval at which an end that waits looks whether another has failed."""
+_EXIT_SECONDS = 5.0
+_in_torch: set[threading.Thread] = set()
+"""Threads that are in calls of torch again and again, or in a long one."""
+_is_exiting = threading.Event()
+
+
+@atexit.register
+def _leave_torch() -> None:
+    """Let these threads end first: one that comes back from torch's C++ as Python ends aborts the process, whatever its exit code."""
+    _is_exiting.set()
+    for thread in [*_in_torch]:
+        thread.join(_EXIT_SECONDS)
+
+
+@contextmanager
+def _calling_torch() -> Iterator[None]:
+    _in_torch.add(thread := threading.current_thread())
+    try:
+        yield
+    finally:
+        _in_torch.discard(thread)
 
 
 def store_at(host: str, port: int, *, size: int, seconds: float, is_master: bool = False) -> Any:
@@ -90,22 +111,29 @@ class Link:
         with suppress(RuntimeError):  # the store is gone, and with it the others
             self.store.compare_set(_FAILED, "", reason)
         held, self.group = [self.group], None
-        dropping = threading.Thread(target=held.clear, daemon=True)  # its end waits for a collective that has begun
-        dropping.start()
-        atexit.register(dropping.join, 5.0)  # cut off by the end of Python, it would abort the process
+
+        def drop() -> None:  # the end of a group waits for a collective that has begun
+            with _calling_torch():
+                held.clear()
+
+        if not _is_exiting.is_set():
+            threading.Thread(target=drop, daemon=True).start()
 
     def _wait(self, is_done: Callable[[], bool], late: str) -> None:
         """Wait until `is_done`. Raises RuntimeError once an end has failed, or past the limit."""
         begun = time.monotonic()
         look = begun + _LOOK_SECONDS
-        while not is_done():
-            now = time.monotonic()
-            if now > look:
-                look = now + _LOOK_SECONDS
-                self._look()
-                if now > begun + self.seconds:
-                    raise RuntimeError(f"{late} within {self.seconds:g} seconds")
-            time.sleep(min(0.005, (now - begun) / 8))
+        with _calling_torch():
+            while not is_done():
+                now = time.monotonic()
+                if now > look:
+                    look = now + _LOOK_SECONDS
+                    self._look()
+                    if now > begun + self.seconds:
+                        raise RuntimeError(f"{late} within {self.seconds:g} seconds")
+                if _is_exiting.is_set():
+                    raise RuntimeError("this process ends")
+                time.sleep(min(0.005, (now - begun) / 8))
 
     def _look(self) -> None:
         """Raise RuntimeError with the error of an end that has failed."""
