@@ -34,7 +34,7 @@ def built(kind):
 @pytest.mark.parametrize(
     "kind",
     rest_nightly(
-        ("minimax_m3_vl_text", "doge", "falcon", "gpt_neo", "qwen4_exp_text"),
+        ("minimax_m3_vl_text", "doge", "falcon", "gpt_neo", "qwen4_exp_text", "git"),
         ("minimax_m3_vl_text", "doge", "qwen4_exp_text"),
     ),
 )

@@ -39,9 +39,9 @@ SMALL: dict[str, Any] = {
 WITH_STATES = (
     "qwen3_5_text", "recurrent_gemma", "falcon_h1", "lfm2", "granitemoehybrid", "mamba", "mamba2", "nemotron_h", "jamba",
     "minimax", "bamba", "olmo_hybrid", "qwen3_next", "qwen3_5_moe_text", "falcon_mamba", "lfm2_moe", "lfm3",
-    "bailing_hybrid", "kimi_linear",
+    "bailing_hybrid", "kimi_linear", "zamba", "zamba2",
 )  # fmt: skip
-"""Gated delta nets, RG-LRU (whose states lie on modules), Mamba beside attention, short convolutions, Mamba2, Mamba, lightning attention."""
+"""Gated delta nets, RG-LRU (whose states lie on modules), Mamba beside attention, short convolutions, Mamba2, Mamba, lightning attention, one attention for several layers."""
 MOST = 30_000_000
 LINEAR, FULL = "linear_attention", "full_attention"
 _BOTH = {"layer_types": [LINEAR, FULL, LINEAR]}
@@ -161,7 +161,8 @@ OWN: dict[str, dict[str, Any]] = {
         "mamba_headdim": 16,
         "n_mamba_heads": 4,
         "mamba_ngroups": 1,
-        "layers_block_type": [LINEAR, "hybrid", LINEAR],
+        "num_hidden_layers": 4,
+        "layers_block_type": [LINEAR, "hybrid", LINEAR, "hybrid"],
         "attention_hidden_size": 64,
         "attention_head_dim": 32,
     },

@@ -92,7 +92,7 @@ def test_a_prompt_is_computed_once_for_its_group(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", rest_nightly(["lfm2", "recurrent_gemma", "qwen3_5_text"], 1))
+@pytest.mark.parametrize("kind", rest_nightly(["lfm2", "recurrent_gemma", "qwen3_5_text", "zamba2"], 1))
 def test_steps_on_static_buffers_give_the_same_completions(kind):
     """Eagerly, and recorded as a CUDA graph is captured."""
     model, tokenizer, params = build(kind), tiny_tokenizer(), SamplingParams(max_tokens=20, seed=4)

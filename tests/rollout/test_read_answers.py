@@ -22,7 +22,7 @@ ENDS = list(range(3, 40))
 """End-of-text ids: turns are 1 to 20 tokens long."""
 PROMPTS = [list(range(5, 5 + length)) for length in (3, 1, 40, 7)]
 BY_TOKEN = 10**9
-BEGIN_ANEW = ("recurrent_gemma", "mamba", "jamba", "falcon_mamba")
+BEGIN_ANEW = ("recurrent_gemma", "mamba", "jamba", "falcon_mamba", "zamba")
 """Kinds whose layers drop their state when they get several tokens."""
 
 

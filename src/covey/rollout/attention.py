@@ -20,6 +20,9 @@ from covey.kernels import CHOICE, Window, is_chosen
 NAME = "covey_rollout"
 """Name of this attention in transformers' interface. It has no mask function, so transformers builds no mask."""
 
+LAYER = "covey_layer"
+"""Attribute of keys that a cache has seen: their layer, where several share one module of attention (Zamba)."""
+
 HIDDEN = -3e4
 """Bias of a masked key: finite in every precision, so that a softmax over masked keys alone is not NaN."""
 
@@ -71,6 +74,7 @@ def attention_forward(
     batch = options.get("covey_batch")
     if batch is None:
         raise Unsupported(f"{type(module).__name__} does not hand the forward's keywords to its attention")
+    layer = getattr(key, LAYER, module.layer_idx)
     missing = key.shape[-1] - value.shape[-1]
     if value.shape[:-1] != key.shape[:-1] or query.shape[-1] != key.shape[-1] or missing < 0:
         raise Unsupported(f"{type(module).__name__} has queries, keys and values of different shapes")
@@ -81,7 +85,7 @@ def attention_forward(
     scale = options.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     rule = ScoreRule(scale, options.get("softcap"), options.get("s_aux"), options.get(CHOICE))
-    out = batch.attend(module.layer_idx, query, key, value, rule)
+    out = batch.attend(layer, query, key, value, rule)
     return (out[..., :-missing] if missing else out).contiguous(), None
 
 

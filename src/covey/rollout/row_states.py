@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from covey.kernels import cache_factory, cache_keyword, tensors_on
 from covey.models import unwrapped
+from covey.rollout.attention import LAYER
 
 Path: TypeAlias = "tuple[str | int, ...]"
 """Attributes and keys that lead from a cache or module to a tensor."""
@@ -123,8 +124,13 @@ def _with_initial(place: Place, cache: Any) -> Place:
 
 
 def _passing(cache: Any) -> Any:
-    """The cache, which keeps no keys and values any more: attention gets those of the tokens computed now."""
-    cache.update = lambda key, value, *args, **options: (key, value)
+    """The cache, which keeps no keys and values any more: attention gets those of the tokens computed now, with their layer."""
+
+    def update(key: Tensor, value: Tensor, layer_idx: int, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        setattr(key, LAYER, layer_idx)
+        return key, value
+
+    cache.update = update
     return cache
 
 
