@@ -148,6 +148,11 @@ def test_each_set_of_a_mixture_has_epochs_of_its_own():
     assert len({prompt.uid for prompt in drawn}) == 80
 
 
+def test_a_mixture_that_is_evaluated_gives_each_row_once_in_its_place():
+    data = mix({"a": table(2), "b": table(8)}, {"a": 1, "b": 1})
+    assert rows(stream(data, shuffle=False, keeps_shares=False).take(10)) == list(range(10))
+
+
 @pytest.mark.parametrize("curriculum", ["none", "frontier", "replay:0.4"])
 def test_a_mixture_resumes_exactly(curriculum: str):
     data = mix({"a": table(9), "b": table(4)}, {"a": 0.7, "b": 0.3})

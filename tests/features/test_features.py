@@ -122,6 +122,21 @@ def test_the_command_grades_prompts_by_the_shipped_model_and_a_curriculum_reads_
     assert "graded.jsonl is there already" in capsys.readouterr().err
 
 
+def test_the_rows_of_a_mixture_get_their_own_pass_rates(tmp_path: Path):
+    for name, answers in (("a", "10"), ("b", "01100111")):
+        rows = [{"prompt": f"{name} {i}", "answer": answer} for i, answer in enumerate(answers)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "r.py").write_text(
+        "def right(completions, answer, **columns):\n    return [float(a) for a in answer]\n"
+    )
+    output, sets = tmp_path / "graded.jsonl", f"0.5*{tmp_path}/a.jsonl + 0.5*{tmp_path}/b.jsonl"
+    words = ["features", sets, "--features", "pass_rate", "--model", "demo", "--reward", f"{tmp_path}/r.py:right",
+             "--num-samples", "1", "--max-tokens", "1", "--output", str(output)]  # fmt: skip
+    assert main(words) == 0
+    graded = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["pass_rate"] for row in graded] == [float(row["answer"]) for row in graded]
+
+
 @pytest.mark.parametrize(
     "words, sentence",
     [

@@ -97,5 +97,9 @@ def test_a_mixture_trains_and_tells_rewards_which_set_a_prompt_is_from(tmp_path:
         seen.update(dataset)
         return [float(len(c)) for c in completions]
 
-    trainer(tmp_path / "run", reward_funcs=watched, train_dataset=data, max_steps=4, save_strategy="no").train()
+    made = trainer(tmp_path / "run", reward_funcs=watched, train_dataset=data, max_steps=4, save_strategy="no")
+    made.train()
     assert seen["few"] == seen["many"] > 0
+    seen.clear()
+    made.evaluate(data)  # each row counts once
+    assert seen["many"] / seen["few"] == (len(ROWS) - 3) / 3

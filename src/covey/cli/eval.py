@@ -147,7 +147,9 @@ def assess_model(model_name: str, options: dict[str, Any], *, called: str | None
     processor = processing if processing is not tokenizer and reads_media(model) else None
     limit = context_limit(model)
     room = None if limit is None else limit - options["max_tokens"]
-    stream = PromptStream(dataset, tokenizer, processor=processor, seed=0, shuffle=False, max_prompt_length=room)
+    stream = PromptStream(
+        dataset, tokenizer, processor=processor, shuffle=False, keeps_shares=False, max_prompt_length=room
+    )
     sampler = choose_sampler(model, tokenizer, eos_ids=eos_ids(model, tokenizer))
     output.say(
         f"{called or model_name}: {len(dataset)} prompts, {_answers(options['num_samples'])} each, on {in_words(device)} ..."

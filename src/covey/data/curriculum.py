@@ -18,8 +18,13 @@ _UNSEEN, _MASTERED, _UNSOLVED = 0.5, 0.05, 0.1
 """Weights of rows: never drawn; drawn, without signal, solved; drawn, without signal, unsolved."""
 
 
-def order_of(dataset: Any, *, curriculum: str, seed: int, shuffle: bool, block_size: int) -> Order:
-    """The order that `curriculum` names, one for each set of a mixture. Raises DataError where it cannot be built."""
+def order_of(
+    dataset: Any, *, curriculum: str, seed: int, shuffle: bool, block_size: int, keeps_shares: bool = True
+) -> Order:
+    """The order that `curriculum` names, one for each set of a mixture. Raises DataError where it cannot be built.
+
+    Without `keeps_shares` a mixture's rows come like those of any set, each once an epoch.
+    """
     if isinstance(dataset, LiveDataset):
         base, share = parted(curriculum)
         if base != "none":
@@ -32,7 +37,7 @@ def order_of(dataset: Any, *, curriculum: str, seed: int, shuffle: bool, block_s
             raise DataError(f"curriculum={curriculum!r} needs a data set with a length; leave streaming out.")
         return BlockOrder(dataset, seed=seed, shuffle=shuffle, block_size=block_size)
     columns = getattr(dataset, "column_names", None) or []
-    if WEIGHT_COLUMN in columns and NAME_COLUMN in columns:
+    if keeps_shares and WEIGHT_COLUMN in columns and NAME_COLUMN in columns:
         return Mixture(dataset, curriculum=curriculum, seed=seed, shuffle=shuffle)
     return _finite(dataset, curriculum, seed, shuffle)
 

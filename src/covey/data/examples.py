@@ -35,13 +35,9 @@ def load_examples(
             raise DataError(f"{name} has no column {old!r}; it has {', '.join(have)}.")
     changes = {old: new for new, old in renames.items() if old != new}
     dataset = dataset.rename_columns(changes) if changes else dataset
-    return check_dataset(
-        _as_examples(dataset, name) if limit is None else _as_examples(_first(dataset, limit), name), name
-    )
-
-
-def _first(dataset: Any, limit: int) -> Any:
-    return dataset.select(range(min(limit, len(dataset))))
+    if limit is not None:
+        dataset = dataset.select(range(min(limit, len(dataset))))
+    return check_dataset(_as_examples(dataset, name), name)
 
 
 def _as_examples(dataset: Any, name: str) -> Any:

@@ -42,13 +42,9 @@ def with_prompts(dataset: Any, name: str, chosen: Mapping[str, str]) -> Any:
     if "ground_truth" in (first.get("reward_model") or {}) if isinstance(first.get("reward_model"), Mapping) else False:
         new.append((_ground_truth, f"{name}: the column 'answer' is reward_model.ground_truth.", None))
     taken = {*have, *(column for column in chosen if column != "prompt")} - {prompt_column if has_prompt else ""}
+    stays = {old for new_name, old in chosen.items() if new_name != "prompt"}
     for change, sentence, gone in new:
-        drops = (
-            [gone]
-            if gone is not None and gone not in {old for new_name, old in chosen.items() if new_name != "prompt"}
-            else []
-        )
-        dataset = _add_columns(dataset, change, taken, drops)
+        dataset = _add_columns(dataset, change, taken, [gone] if gone and gone not in stays else [])
         say_once(sentence)
     return dataset
 
@@ -62,13 +58,8 @@ def _prompt_layout(have: Collection[str], first: Mapping[str, Any], name: str) -
         apps = lambda row: {"prompt": _paragraphs(row["question"], row.get("starter_code"))}
         return [(apps, f"{name}: the column 'prompt' is 'question', with the starter code behind it.", None)]
     if {"instruction", "output"} <= set(have):
-        return [
-            (
-                _alpaca,
-                f"{name}: the column 'prompt' is 'instruction' and 'input', the column 'answer' is 'output'.",
-                None,
-            )
-        ]
+        sentence = f"{name}: the column 'prompt' is 'instruction' and 'input', the column 'answer' is 'output'."
+        return [(_alpaca, sentence, None)]
     return [] if chat is None else [_split_turns(first, chat, name)]
 
 

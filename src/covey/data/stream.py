@@ -53,7 +53,9 @@ class PromptStream:
         num_embeddings: int | None = None,
         name: str = "the data set",
         languages: Sequence[str] = (),
+        keeps_shares: bool = True,
     ) -> None:
+        """`keeps_shares`: draw the sets of a mixture by their weights; False, to evaluate: each row comes once."""
         self.tokenizer, self.processor = tokenizer, processor
         self.template = dict(chat_template_kwargs or {})
         self.max_prompt_length = max_prompt_length
@@ -63,7 +65,9 @@ class PromptStream:
         self.num_dropped = 0
         self._dataset = dataset
         self._seed, self._shuffle, self._curriculum = seed, shuffle, curriculum
-        self._order: Order = order_of(dataset, curriculum=curriculum, seed=seed, shuffle=shuffle, block_size=block_size)
+        self._order: Order = order_of(
+            dataset, curriculum=curriculum, seed=seed, shuffle=shuffle, block_size=block_size, keeps_shares=keeps_shares
+        )
         if languages:
             self._order = Together(self._order, languages)
         if max_prompt_length is not None and max_prompt_length < 1:

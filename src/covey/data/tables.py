@@ -136,11 +136,8 @@ def line_fault(line: bytes) -> str | None:
         return f"not JSON ({error})"
     except RecursionError:
         return "nested too deeply"
-    return (
-        None
-        if isinstance(row, dict)
-        else f'a {type(row).__name__} where an object such as {{"prompt": ...}} was wanted'
-    )
+    kind = type(row).__name__
+    return None if isinstance(row, dict) else f'a {kind} where an object such as {{"prompt": ...}} was wanted'
 
 
 def csv_rows(file: Path) -> Rows:

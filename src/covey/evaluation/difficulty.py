@@ -27,7 +27,8 @@ class PassRates:
 
     def __call__(self, dataset: Any) -> list[float]:
         self.scorer.check(dataset.column_names)
-        stream = PromptStream(dataset, self.tokenizer, seed=0, shuffle=False, max_prompt_length=self.max_prompt_length)
+        limit = self.max_prompt_length
+        stream = PromptStream(dataset, self.tokenizer, shuffle=False, keeps_shares=False, max_prompt_length=limit)
         prompts = stream.take(len(dataset))
         rates = []
         for group in scored_answers(

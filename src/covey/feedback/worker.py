@@ -128,7 +128,7 @@ def fixed_prompts(settings: Settings, tokenizer: Any) -> list[Any]:
     from covey.data import PromptStream
 
     rows = Dataset.from_list([dict(row) for row in settings.fixed_rows])
-    return PromptStream(rows, tokenizer, seed=0, shuffle=False).take(len(rows))
+    return PromptStream(rows, tokenizer, shuffle=False, keeps_shares=False).take(len(rows))
 
 
 def work(connection: Connection) -> None:

@@ -117,9 +117,8 @@ def advice_for(args: GRPOConfig, model: Any, algorithm: Algorithm | None) -> lis
     return [str(remark) for remark in remarks]
 
 
-def build_prompts(
-    inputs: RunInputs, dataset: Any, *, shuffle: bool, curriculum: str = "none", languages: Sequence[str] = ()
-) -> PromptStream:
+def build_prompts(inputs: RunInputs, dataset: Any, **options: Any) -> PromptStream:
+    """The stream of a data set's prompts. `options`: PromptStream's, such as `shuffle`."""
     args = inputs.args
     limit = context_limit(inputs.model)
     return PromptStream(
@@ -127,13 +126,11 @@ def build_prompts(
         inputs.tokenizer,
         processor=inputs.processor,
         seed=args.seed if args.data_seed is None else args.data_seed,
-        shuffle=shuffle,
-        curriculum=curriculum,
         chat_template_kwargs=inputs.agents.template_options(args.chat_template_kwargs),
         max_prompt_length=None if limit is None else limit - args.max_completion_length,
         on_too_long=cast(Literal["error", "drop"], args.on_long_prompt),
         num_embeddings=num_embeddings(inputs.model),
-        languages=languages,
+        **options,
     )
 
 

@@ -380,7 +380,7 @@ class GRPOTrainer(TRLInterface):
             self._parts.evaluation_sampler.load(self._parts.learner.policy.model, self._parts.session.latest.step)
         dataset = finite(dataset)
         count = len(dataset)
-        prompts = build_prompts(self._inputs, dataset, shuffle=False)
+        prompts = build_prompts(self._inputs, dataset, shuffle=False, keeps_shares=False)
         latest = self._parts.session.latest
         self.callback_handler.eval_dataloader = self.get_eval_dataloader(dataset)
         on_batch = partial(self._event, "on_prediction_step")
