@@ -90,6 +90,19 @@ def test_a_file_may_be_streamed(tmp_path):
     assert [row["answer"] for row in streamed] == ["2", "4"]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "folder"])
+def test_a_stream_has_no_part(tmp_path, name):
+    if name == "folder":
+        (tmp_path / name).mkdir()
+        jsonl(tmp_path / name / "train.jsonl", [*ROWS, {"prompt": "4 + 4 =", "answer": 8}])
+    elif name == "a.csv":
+        datasets.Dataset.from_list(ROWS).to_csv(str(tmp_path / name))
+    else:
+        (jsonl if name == "a.jsonl" else lambda path, rows: path.write_text(json.dumps(rows)))(tmp_path / name, ROWS)
+    with pytest.raises(DataError, match=r"a stream has no part 'train\[:2\]'"):
+        load(f"{tmp_path / name}:train[:2]", streaming=True)
+
+
 def test_columns_are_renamed_and_the_others_stay_for_the_rewards(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"question": "1 + 1 =", "gold": "2", "level": 3}])
     loaded = load(path, prompt_column="question", columns={"answer": "gold"})

@@ -105,6 +105,10 @@ def _from_files(files: Sequence[Path], name: str, split: str | None, streaming: 
         raise DataError(
             f"{name} is a file, which has no split {split!r}; drop ':{split}', or give the file of that split."
         )
+    if streaming and split is not None and "[" in split:
+        raise DataError(
+            f"{name}: a stream has no part {split!r}; leave streaming out, or take its first rows by limit."
+        )
     empty = [file for file in files if not file.stat().st_size]
     if empty:
         raise DataError(f"{empty[0]} is empty.")
