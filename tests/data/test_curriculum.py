@@ -180,6 +180,16 @@ def test_a_mixture_can_be_written_as_a_sum(tmp_path: Path):
     assert Counter(prompt.text[0] for prompt in drawn) == {"a": 6, "b": 2}
 
 
+def test_the_first_rows_of_a_mixture_are_those_of_each_set_in_its_share(tmp_path: Path):
+    for name, count in (("a", 9), ("b", 9), ("c", 1)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"prompt": "{name}{i}"}}\n' for i in range(count)))
+    sets = f"0.3*{tmp_path}/a.jsonl + 0.3*{tmp_path}/b.jsonl + 0.4*{tmp_path}/c.jsonl"
+    assert load(sets, limit=7)["prompt"][:] == ["a0", "a1", "a2", "b0", "b1", "b2", "c0"]
+    assert len(load(sets, limit=99)) == 19
+    with pytest.raises(DataError, match="limit is 2, and the mixture has 3 sets"):
+        load(sets, limit=2)
+
+
 @pytest.mark.parametrize(
     "make, sentence",
     [

@@ -130,11 +130,8 @@ def _message(message: Any) -> dict[str, Any]:
     """A message of OpenAI's form; of ShareGPT's `from` and `value` with their roles by OpenAI's names."""
     if isinstance(message, Mapping) and "from" in message and "role" not in message:
         return {"role": _SHAREGPT.get(str(message["from"]), str(message["from"])), "content": message.get("value")}
-    return (
-        dict(clean(message))
-        if isinstance(message, Mapping) and "role" in message
-        else {"role": "", "content": str(message)}
-    )
+    is_message = isinstance(message, Mapping) and "role" in message
+    return dict(clean(message)) if is_message else {"role": "", "content": str(message)}
 
 
 def _alpaca(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from covey.data.checks import check_dataset, row_of
 from covey.data.layouts import with_prompts
 from covey.data.live.dataset import PREFIX, LiveDataset, follow
 from covey.data.media import with_paths
-from covey.data.mixing import mix, terms
+from covey.data.mixing import first_rows, mix, terms
 from covey.data.rendering import as_written
 from covey.data.sources import AnyDataset, opened, shown
 from covey.data.tables import column_set, mapped
@@ -39,7 +39,7 @@ def load(
     `Dataset.save_to_disk` wrote, a hub id, or `demo`; `:split` may follow (`org/name:test`, `data/:train[:100]`). Without a
     split, `train` is taken, or the only one. With `live`, `follow:PLACE` is a live source, a
     `covey.data.live.LiveDataset`. `0.7*a.jsonl + 0.3*b.jsonl` mixes sets, see `covey.data.mix`. `columns` renames, new name to old; `prompt_column` is what becomes `prompt`.
-    With `system_prompt`, text prompts become chat messages after it. `limit` keeps the first rows.
+    With `system_prompt`, text prompts become chat messages after it. `limit` keeps the first rows, of a mixture those of each set in its share.
 
     Raises DataError, in one sentence that names the input and the fix, for whatever is not there or cannot be used.
     """
@@ -54,7 +54,7 @@ def load(
         dataset = _load_checked(source, split, renames, streaming, config_name)
     else:
         sets = {name: _load_checked(name, split, renames, streaming, config_name, is_mixed=True) for name in weights}
-        dataset = mix(sets, weights)
+        dataset = mix(sets if limit is None else first_rows(sets, weights, limit), weights)
     if limit is not None:
         dataset = _first(dataset, limit)
     return dataset if system_prompt is None else _with_system(dataset, system_prompt, shown(source))

@@ -65,6 +65,23 @@ def mix(sets: Mapping[str, AnyDataset], weights: Mapping[str, float] | None = No
         ) from error
 
 
+def first_rows(sets: Mapping[str, AnyDataset], weights: Mapping[str, float], limit: int) -> dict[str, AnyDataset]:
+    """The first rows of each set, `limit` in all, as its weight says; a set that is too small leaves its room to the others.
+
+    Streams stay as they are: they are interleaved by their weights. Raises DataError for fewer rows than sets.
+    """
+    sizes = {name: len(dataset) for name, dataset in sets.items() if hasattr(dataset, "__len__")}
+    if len(sizes) < len(sets):
+        return dict(sets)
+    if limit < len(sets):
+        raise DataError(f"limit is {limit}, and the mixture has {len(sets)} sets; keep at least one row of each.")
+    counts = dict.fromkeys(sets, 1)
+    for _ in range(min(limit, sum(sizes.values())) - len(sets)):
+        open_sets = [name for name in sets if counts[name] < sizes[name]]
+        counts[min(open_sets, key=lambda name: (counts[name] + 1) / weights[name])] += 1
+    return {name: dataset.select(range(counts[name])) for name, dataset in sets.items()}
+
+
 def _label(dataset: datasets.Dataset, name: str, weight: float) -> datasets.Dataset:
     table = dataset.remove_columns(
         [column for column in (NAME_COLUMN, WEIGHT_COLUMN) if column in dataset.column_names]

@@ -147,10 +147,8 @@ def _hardware(hardware: Mapping[str, Any]) -> str:
 
 
 def _versions(record: Mapping[str, Any]) -> str:
-    versions = record.get("versions") or {}
-    return (
-        "## Versions\n\n" + "".join(f"* {name}: {version}\n" for name, version in versions.items()) if versions else ""
-    )
+    lines = "".join(f"* {name}: {version}\n" for name, version in (record.get("versions") or {}).items())
+    return f"## Versions\n\n{lines}" if lines else ""
 
 
 def _table(head: Sequence[str], rows: Iterator[Sequence[Any]] | Sequence[Sequence[Any]]) -> str:

@@ -159,11 +159,8 @@ def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _interleave(weight: Tensor, num_heads: int) -> Tensor:
     """Rows of a head as llama.cpp's Llama rotates them: pairs (2i, 2i + 1), where transformers rotates (i, i + d/2)."""
-    return (
-        weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
-        .swapaxes(1, 2)
-        .reshape(weight.shape)
-    )
+    halves = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 def _encode(gguf: Any, weight: Tensor, outtype: str) -> tuple[np.ndarray[Any, Any], Any]:

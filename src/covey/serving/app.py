@@ -175,9 +175,7 @@ class Service:
             raise APIError(415, "The body must be JSON: send Content-Type: application/json.")
         try:
             text = await asyncio.wait_for(self._read(request), self.limits.body_seconds)
-        except TimeoutError as error:
-            raise APIError(408, f"The body did not arrive within {self.limits.body_seconds:g} seconds.") from error
-        except asyncio.TimeoutError as error:  # another class before Python 3.11
+        except (TimeoutError, asyncio.TimeoutError) as error:  # two classes before Python 3.11
             raise APIError(408, f"The body did not arrive within {self.limits.body_seconds:g} seconds.") from error
         return body_of(text)
 

@@ -20,13 +20,8 @@ class Choice:
     """One completion of a request: in pieces while it is written, or whole."""
 
     def __init__(self, api_request: APIRequest, ticket: Ticket, sample: int, index: int, tokenizer: Any) -> None:
-        self.api_request, self.ticket, self.prompt_request, self.tokenizer = (
-            api_request,
-            ticket,
-            ticket.prompt_request,
-            tokenizer,
-        )
-        self.sample, self.index = sample, index
+        self.api_request, self.ticket, self.tokenizer = api_request, ticket, tokenizer
+        self.prompt_request, self.sample, self.index = ticket.prompt_request, sample, index
         self.reader = api_request.reader
         self.stream = TextStream(self.reader or tokenizer, self.prompt_request.params.stop)
         marks = None if self.reader is None else self.reader.marks

@@ -189,6 +189,5 @@ def _parse(line: bytes, where: str) -> Mapping[str, Any] | DataError:
 
 
 def _as_row(value: Any, where: str) -> Mapping[str, Any] | DataError:
-    return (
-        value if isinstance(value, Mapping) else DataError(f"{where} is {type(value).__name__}, not a row of columns.")
-    )
+    kind = type(value).__name__
+    return value if isinstance(value, Mapping) else DataError(f"{where} is {kind}, not a row of columns.")

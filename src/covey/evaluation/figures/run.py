@@ -115,8 +115,5 @@ class Run:
 def _brief(steps: Sequence[int]) -> str:
     if not steps:
         return "none"
-    return (
-        ", ".join(map(str, steps))
-        if len(steps) <= 8
-        else f"{len(steps)} from {steps[0]} to {steps[-1]}, such as {steps[-2]}"
-    )
+    many = f"{len(steps)} from {steps[0]} to {steps[-1]}, such as {steps[-2]}" if len(steps) > 8 else ""
+    return many or ", ".join(map(str, steps))
