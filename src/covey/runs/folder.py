@@ -29,6 +29,7 @@ from covey.runs import (
 from covey.runs.lock import FolderLock, refuse_trespass
 from covey.runs.metrics import JsonLines, read
 from covey.runs.storage import refusal, refuse_link
+from covey.runs.weights import SAVED
 from covey.types import Alert, Event, Group
 
 Outcome = Literal["finished", "stopped", "failed"]
@@ -50,8 +51,11 @@ class RunFolder:
     Made by `RunFolder.create`. A record that cannot be written is a warning; training continues.
     """
 
-    def __init__(self, path: Path, lock: FolderLock, resumed_from: Path | None = None) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, lock: FolderLock, resumed_from: Path | None = None, saved: Mapping[str, int] | None = None
+    ) -> None:
+        """`saved`: steps of the models that are in the folder already (`weights.SAVED`)."""
+        self.path, self._saved = path, dict(saved or {})
         self.resumed_from = resumed_from
         """The checkpoint that training continues from."""
         self.metrics = JsonLines(path / "metrics.jsonl")
@@ -86,9 +90,10 @@ class RunFolder:
         lock.take()
         try:
             checkpoint.clear_leftovers(folder)
+            saved = (manifest.read(folder / manifest.NAME) or {}).get(SAVED) or {}
             if not resumes_here and _holds_run(folder):
                 _set_aside(folder)
-            run = RunFolder(folder, lock, resume)
+            run = RunFolder(folder, lock, resume, saved)
             if resumes_here:
                 run.rewind(run._step)
         except BaseException:
@@ -121,6 +126,8 @@ class RunFolder:
             attempt["changed"] = manifest.changes(before, run_json)
             run_json |= {key: before[key] for key in ("id", "created", "parent") if key in before}
         run_json["parent"] = run_json.get("parent") or self._parent()
+        if self._saved:
+            run_json[SAVED] = {place: step if step <= self._step else -1 for place, step in self._saved.items()}
         earlier = [
             {"state": "died", **earlier_attempt} for earlier_attempt in (before or {}).get("attempts", [])
         ]  # who ended well said so

@@ -1,11 +1,14 @@
 """Path of the weights that a user names: a model, an adapter, a checkpoint, or the newest checkpoint of a run."""
 
+import os
 from pathlib import Path
 
 from covey.errors import CheckpointError, ModelError
 
 FINAL = "model"
 """Folder inside a run for the weights that it ended with."""
+SAVED = "saved_models"
+"""Key of `run.json`: step of each model that was saved into the run's folder, by its place there; -1: of a former run, or dropped."""
 _MODEL_FILES = ("config.json", "adapter_config.json")
 _MEND = "covey checkpoints verify RUN names those that are whole, and repair mends what can be mended."
 
@@ -13,22 +16,40 @@ _MEND = "covey checkpoints verify RUN names those that are whole, and repair men
 def model_folder(named: str) -> str:
     """The folder or hub id to load for what the user named.
 
-    A run folder stands for the model that it ended with (`model/`), or else for its newest checkpoint. Raises ModelError
-    for a folder that holds neither, CheckpointError for a checkpoint whose weights are not those that Covey wrote.
+    A run folder stands for the model that it ended with (`model/`), or else for its newest checkpoint, as where the run has gone on
+    since. Raises ModelError for a folder that holds neither, CheckpointError for a checkpoint whose weights are not those that
+    Covey wrote.
     """
+    from covey.runs import checkpoint, manifest
+
     folder = Path(named).expanduser()
     if not folder.is_dir():
         return named
+    saved = (manifest.read(folder / manifest.NAME) or {}).get(SAVED) or {}
+    newest_step = max(map(checkpoint.step_of, checkpoint.checkpoints(folder)), default=0)
     for candidate in (folder, folder / FINAL):
-        if any((candidate / name).is_file() for name in _MODEL_FILES):
+        is_older = saved.get(_place(folder, candidate), newest_step) < newest_step
+        if any((candidate / name).is_file() for name in _MODEL_FILES) and not is_older:
             _expect_as_written(candidate)
             return str(candidate)
-    from covey.runs import checkpoint
-
     newest = checkpoint.latest(folder)
     if newest is None:
         raise ModelError(f"{named} holds neither a model (config.json) nor a checkpoint of a run.")
     return str(newest)
+
+
+def note_saved(run: Path, folder: Path, step: int) -> None:
+    """Write into `run.json` that the model in `folder`, one of those `model_folder` looks into, is of this step. OSError when the disk refuses."""
+    from covey.runs import manifest
+
+    place, run_json = _place(run, folder), manifest.read(run / manifest.NAME)
+    if run_json is not None and place in (".", FINAL):
+        saved = {**(run_json.get(SAVED) or {}), place: step}
+        manifest.write(run / manifest.NAME, {**run_json, SAVED: saved})
+
+
+def _place(run: Path, folder: Path) -> str:
+    return os.path.relpath(folder.resolve(), run.resolve())
 
 
 def _expect_as_written(folder: Path) -> None:

@@ -29,6 +29,7 @@ from covey.rollout.joint import Steps, to_the_end
 from covey.runs.disk import as_disk_errors, write_whole
 from covey.runs.hub import CARD, Hub, raise_refused
 from covey.runs.storage import REFUSALS
+from covey.runs.weights import note_saved
 from covey.training.agents import Agents
 from covey.training.hooks import TransformersInterface, refuse_set_hook
 from covey.training.parts import Parts
@@ -285,7 +286,9 @@ class TRLInterface(TransformersInterface):
             return []
         with as_disk_errors("The trained model", folder, self.output_dir, REFUSALS):
             write = partial(write_model, model=self.model, tokenizer=self.processing_class, weights=weights)
-            return write_whole(folder, write)
+            names = write_whole(folder, write)
+            note_saved(self.output_dir, folder, self.state.global_step)
+            return names
 
     def save_state(self) -> None:
         """Write `trainer_state.json` to `output_dir`."""
