@@ -104,3 +104,44 @@ def test_a_row_may_be_longer_than_a_pipe(tmp_path: Path) -> None:
     log = JsonLines(tmp_path / "metrics.jsonl")
     log.append({"step": 1, "text": "x" * 3_000_000})
     assert len(read(log.path)[0]["text"]) == 3_000_000
+
+
+@pytest.fixture
+def refused(tmp_path: Path) -> JsonLines:
+    """A log with step 1 on the disk and steps 2 and 3 waiting, since the file has a second name."""
+    log = JsonLines(tmp_path / "metrics.jsonl")
+    log.append({"step": 1})
+    os.link(log.path, tmp_path / "second")
+    with pytest.warns(UserWarning, match="lines wait in memory"):
+        log.append({"step": 2})
+    log.append({"step": 3})
+    return log
+
+
+def test_lines_that_wait_are_written_before_a_checkpoint_and_at_the_end(refused: JsonLines) -> None:
+    (refused.path.parent / "second").unlink()
+    with pytest.warns(UserWarning, match="no line was lost"):
+        refused.sync()
+    assert [row["step"] for row in read(refused.path)] == [1, 2, 3]
+
+
+def test_lines_that_were_never_written_are_counted_at_the_end(refused: JsonLines) -> None:
+    with pytest.warns(UserWarning, match="2 lines of .*metrics.jsonl are lost"):
+        refused.close()
+
+
+def test_lines_that_wait_are_dropped_too_where_a_run_goes_back(refused: JsonLines) -> None:
+    refused.truncate_to(2)
+    (refused.path.parent / "second").unlink()
+    with pytest.warns(UserWarning, match="can be written again"):
+        refused.append({"step": 3, "again": True})
+    assert read(refused.path) == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
+
+
+def test_lines_beyond_the_limit_are_not_called_kept(refused: JsonLines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("covey.runs.metrics._MAX_WAITING", 2)
+    refused.append({"step": 4})
+    (refused.path.parent / "second").unlink()
+    with pytest.warns(UserWarning, match="the oldest 1 of those that waited are lost"):
+        refused.append({"step": 5})
+    assert [row["step"] for row in read(refused.path)] == [1, 3, 4, 5]

@@ -194,7 +194,7 @@ class RunFolder:
     def close(self, outcome: Outcome = "finished") -> None:
         """Say in `run.json` how it ended, and let the folder go. May be called twice."""
         for log in (self.metrics, self.events, self.alerts, self.evaluations):
-            log.sync()
+            log.close()
         run_json = manifest.read(self.path / manifest.NAME)
         if run_json is not None and run_json.get("attempts"):
             run_json["attempts"][-1] |= {"ended": manifest.now(), "to_step": self._step, "state": outcome}

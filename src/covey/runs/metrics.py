@@ -30,11 +30,16 @@ class JsonLines:
         self.path = path
         self._waiting: list[bytes] = []
         self._is_refused = False
+        self._lost = 0
+        """Lines that waited beyond the limit, since the disk refused."""
         self._mend()
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a line. Values: numbers (0-d tensors too), text, None, lists and mappings of them; TypeError otherwise."""
         self._waiting.append(line_of(row))
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
         try:
             self._write(b"".join(self._waiting))
         except OSError as error:
@@ -42,11 +47,13 @@ class JsonLines:
             return
         self._waiting.clear()
         if self._is_refused:
-            warnings.warn(f"{self.path} can be written again; no line was lost.", stacklevel=2)
-            self._is_refused = False
+            lost = f"the oldest {self._lost} of those that waited are lost" if self._lost else "no line was lost"
+            warnings.warn(f"{self.path} can be written again; {lost}.", stacklevel=3)
+            self._is_refused, self._lost = False, 0
 
     def truncate_to(self, step: int) -> int:
-        """Drop every line of a later step, before a run resumes from `step`; how many were dropped."""
+        """Drop every line of a later step, before a run resumes from `step`; how many were dropped from the file."""
+        self._waiting = [line for line in self._waiting if not _is_after(line, step)]
         lines = self._content().splitlines(keepends=True)
         remaining = [line for line in lines if not _is_after(line, step)]
         if len(remaining) < len(lines):
@@ -54,7 +61,12 @@ class JsonLines:
         return len(lines) - len(remaining)
 
     def sync(self) -> None:
-        """Bring the file to the disk, so that a checkpoint is never ahead of its metrics after a power failure."""
+        """Bring the file to the disk, so that a checkpoint is never ahead of its metrics after a power failure.
+
+        Lines that wait are written first, where there is room now.
+        """
+        if self._waiting:
+            self._write_waiting()
         try:
             descriptor = open_plain(self.path)
         except FileNotFoundError:
@@ -68,6 +80,14 @@ class JsonLines:
             self._refused(error)
         finally:
             os.close(descriptor)
+
+    def close(self) -> None:
+        """`sync`, and a warning that counts the lines for which there never was room."""
+        self.sync()
+        if missing := len(self._waiting) + self._lost:
+            warnings.warn(
+                f"{missing} lines of {self.path} are lost: the disk took no more until the end.", stacklevel=2
+            )
 
     def _write(self, content: bytes) -> None:
         """All of `content`, or none of it and OSError."""
@@ -89,6 +109,7 @@ class JsonLines:
         lost = len(self._waiting) - _MAX_WAITING
         if lost > 0:
             del self._waiting[:lost]
+            self._lost += lost
         if not self._is_refused:
             sentence = refusal(error, "A line", self.path) or error
             warnings.warn(f"{sentence} Training goes on; lines wait in memory until there is room.", stacklevel=3)
