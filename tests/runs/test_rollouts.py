@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -14,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.process.terminal import safe
-from covey.runs import rollouts
+from covey.runs import completions, rollouts
 from covey.types import Completion, Group, Prompt
 from example_counts import examples
+from kit import group
 
 
 def completion(text: str, tokens: list[int], **known: object) -> Completion:
@@ -175,3 +178,13 @@ def test_fewer_files_than_the_limit_all_stay(tmp_path: Path) -> None:
         rollouts.write(tmp_path, step, [], ["a"])
     rollouts.thin(tmp_path, 4)
     assert rollouts.steps(tmp_path) == [1, 10, 20]
+
+
+@pytest.mark.parametrize("values", [[0.5, math.nan], [1, math.nan], [torch.tensor(math.nan), 0.5]])
+@pytest.mark.parametrize("table_of", [rollouts.table_of, completions.table_of])
+def test_numbers_beside_one_that_is_none_stay_numbers(values: list[Any], table_of: Any) -> None:
+    scored = replace(group(["a", "b"], rewards=[[1.0], [0.0]]), extras={"score": values}, advantages=torch.zeros(2))
+    table = table_of(1, [scored], ["r"])
+    column = table["extra/score" if "extra/score" in table.column_names else "score"]
+    assert str(column.type) == "double"
+    assert [str(value) for value in column.to_pylist()] == [str(float(value)) for value in values]

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from covey.runs.manifest import to_json
+from covey.runs.manifest import number_or_json, to_json
 from covey.runs.storage import refuse_link, write_atomically
 from covey.types import Group
 
@@ -50,7 +50,7 @@ def table_of(step: int, groups: Sequence[Group], reward_names: Sequence[str]) ->
         columns[name] = [None if group.rewards is None else _number(group.rewards[g][r]) for group, g in members]
     for name in extras:
         columns[name] = _alike(
-            [to_json(group.extras[name][g]) if name in group.extras else None for group, g in members]
+            [number_or_json(group.extras[name][g]) if name in group.extras else None for group, g in members]
         )
     columns["advantage"] = [_number(group.mean_advantage(g)) for group, g in members]
     return pa.table({name: pa.array(values) for name, values in columns.items()})
@@ -76,7 +76,9 @@ def _alike(values: list[Any]) -> list[Any]:
     kinds = {type(value) for value in values if value is not None}
     if len(kinds) <= 1 and kinds <= {bool, int, float, str}:
         return values
-    return [None if value is None else json.dumps(value) for value in values]
+    if kinds == {int, float}:
+        return [None if value is None else float(value) for value in values]
+    return [None if value is None else json.dumps(to_json(value)) for value in values]
 
 
 def _number(value: Any) -> float | None:

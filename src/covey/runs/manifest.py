@@ -116,6 +116,12 @@ def to_json(value: Any) -> Any:
     return str(value) if isinstance(value, os.PathLike) else repr(value)[:1000]
 
 
+def number_or_json(value: Any) -> Any:
+    """`to_json`, but a float as it is, NaN among them, so that a column of numbers stays one."""
+    value = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
+    return value if isinstance(value, float) else to_json(value)
+
+
 def now() -> str:
     """The time, ISO 8601 in UTC."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

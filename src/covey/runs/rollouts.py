@@ -23,7 +23,7 @@ from torch import Tensor
 
 from covey.errors import RunFolderError
 from covey.runs.evaluations import total_of
-from covey.runs.manifest import to_json
+from covey.runs.manifest import number_or_json, to_json
 from covey.runs.previews import FOLDERS, folder_of
 from covey.runs.storage import refuse_link, sync_folder, temporary_sibling
 from covey.types import Completion, Group, Prompt, TokenNumbers
@@ -239,11 +239,13 @@ def _extras(groups: Sequence[Group]) -> dict[str, pa.Array]:
     names = sorted({name for group in groups for name in group.extras})
     columns = {}
     for name in names:
-        values = [to_json(value) for group in groups for value in group.extras.get(name, [None] * group.size)]
+        values = [number_or_json(value) for group in groups for value in group.extras.get(name, [None] * group.size)]
         if all(value is None or isinstance(value, int | float) for value in values):
             columns[f"extra/{name}"] = pa.array([None if v is None else float(v) for v in values], pa.float64())
         else:
-            texts = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+            texts = [
+                value if value is None or isinstance(value, str) else json.dumps(to_json(value)) for value in values
+            ]
             columns[f"extra/{name}"] = _texts(texts)
     return columns
 
