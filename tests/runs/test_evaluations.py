@@ -1,6 +1,9 @@
 """Every evaluation leaves its answers' rewards, question by question, under names that two runs share."""
 
+import json
 import math
+
+import pytest
 
 from covey.runs import RunFolder, evaluations
 from covey.runs.metrics import read
@@ -48,3 +51,12 @@ def test_a_resumed_run_makes_later_evaluations_again(tmp_path):
     assert evaluations.steps(tmp_path / "run" / "evaluations") == [2]
     assert [row["eval_reward"] for row in read(tmp_path / "run" / "evaluations.jsonl")] == [2.0]
     run.close()
+
+
+def test_an_evaluation_that_is_added_later_is_json_on_a_line_of_its_own(tmp_path):
+    (tmp_path / evaluations.LOG).write_text('{"step": 1, "set": "eval"}\n{"step": 2, "se')
+    evaluations.record(tmp_path, 3, "eval", {"eval_reward": math.nan}, [{"question": "a", "uid": "0", "reward": None}])
+    lines = (tmp_path / evaluations.LOG).read_text().splitlines()
+    rows = [json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON")) for line in lines]
+    assert [(row["step"], row.get("eval_reward", 0.0)) for row in rows] == [(1, 0.0), (3, None)]
+    assert math.isnan(read(tmp_path / evaluations.LOG)[1]["eval_reward"])

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.errors import RunFolderError
 from covey.runs.manifest import to_json
+from covey.runs.metrics import JsonLines, line_of
 from covey.runs.storage import refuse_link, write_atomically
 
 if TYPE_CHECKING:  # readers should not wait for torch
@@ -70,8 +71,9 @@ def record(run: Path, step: int, name: str, metrics: Mapping[str, float], rows: 
     """Add an evaluation to a run that has ended: its line, and every answer's rewards."""
     line = {"step": step, "time": round(time.time(), 3), "set": name, **metrics}
     write(run / FOLDER, step, name, rows)
-    with (run / LOG).open("a", encoding="utf-8") as log:
-        log.write(json.dumps(line) + "\n")
+    JsonLines(run / LOG)  # removes a line that was torn
+    with (run / LOG).open("ab") as log:
+        log.write(line_of(line))
 
 
 def read(path: Path) -> list[dict[str, Any]]:
