@@ -28,6 +28,10 @@ def odd(history: History) -> Any:
     return "too long"
 
 
+def critical(history: History) -> Any:
+    return history.alert("mine", "critical", "too long", "shorter")  # type: ignore[arg-type]
+
+
 def test_a_detector_from_a_file_sees_any_metric_and_is_told_with_its_action(tmp_path):
     (tmp_path / "mine.py").write_text(FILE)
     given = {"alert_detectors": [f"{tmp_path}/mine.py:too_polite"], "alert_actions": {"too_polite": "stop"}}
@@ -39,10 +43,12 @@ def test_a_detector_from_a_file_sees_any_metric_and_is_told_with_its_action(tmp_
 
 
 def test_one_that_raises_or_returns_something_else_is_an_alert_and_the_run_goes_on(tmp_path):
-    done = trainer(tmp_path / "run", alert_detectors=[broken, odd], **RUN).train()
+    done = trainer(tmp_path / "run", alert_detectors=[broken, odd, critical], **RUN).train()
     assert done.global_step == 3
     told = [one for one in lines(tmp_path / "run", "alerts.jsonl") if one["rule"] == "detector_failed"]
     assert "the detector broken raised IndexError" in told[0]["said"]
+    assert [one["evidence"]["detector"] for one in told] == ["broken", "odd", "critical"], "each once"
+    assert "'critical', which is none of info, warning, error" in told[2]["said"]
     assert told[0]["evidence"]["at"].startswith(__file__)
     assert "broken" in json.loads((tmp_path / "run" / "run.json").read_text())["config"]["alert_detectors"][0]
     assert "broken" in options(tmp_path / "other", alert_detectors=[broken]).to_json_string(), "what trackers are given"
@@ -62,3 +68,7 @@ def test_one_that_raises_or_returns_something_else_is_an_alert_and_the_run_goes_
 def test_what_is_no_detector_is_refused_at_the_door(given, said, tmp_path):
     with pytest.raises(ConfigError, match=said):
         options(tmp_path / "run", **given)
+
+
+def test_advice_may_be_one_text():
+    assert History().alert("mine", "info", "too long", "shorter").try_this == ("shorter",)

@@ -70,7 +70,8 @@ class History:
     ) -> Alert:
         """An alert at the current step; numbers of the evidence are rounded to four digits that count."""
         shown = {name: _round(value) for name, value in evidence.items()}
-        return Alert(rule=rule, severity=severity, said=said, step=self.step, evidence=shown, try_this=tuple(try_this))
+        hints = (try_this,) if isinstance(try_this, str) else tuple(try_this)
+        return Alert(rule=rule, severity=severity, said=said, step=self.step, evidence=shown, try_this=hints)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but times: they say nothing of the machine that a run is resumed on."""

@@ -19,7 +19,7 @@ from covey.monitor.policy_drift import Anchor
 from covey.monitor.progress import Progress
 from covey.monitor.slices import Slices
 from covey.monitor.updates import UpdateMeter
-from covey.monitor.watch import Watch, lines_of
+from covey.monitor.watch import SEVERITIES, Watch, lines_of
 from covey.names import load, rule_of
 from covey.runs.manifest import to_json
 from covey.types import Alert
@@ -177,9 +177,12 @@ class _Guarded:
         except Exception as error:  # noqa: BLE001 - the user's code; reported with its place
             where = traceback.extract_tb(error.__traceback__)[-1]
             return self._failed(seen, f"raised {type(error).__name__}: {error}", f"{where.filename}:{where.lineno}")
-        if result is None or isinstance(result, Alert):
-            return result
-        return self._failed(seen, f"returned a {type(result).__name__}, which is no alert", "")
+        if result is not None and not isinstance(result, Alert):
+            return self._failed(seen, f"returned a {type(result).__name__}, which is no alert", "")
+        if result is not None and result.severity not in SEVERITIES:
+            words = f"returned an alert of severity {result.severity!r}, which is none of {', '.join(SEVERITIES)}"
+            return self._failed(seen, words, "")
+        return result
 
     def _failed(self, seen: History, sentence: str, where: str) -> Alert:
         advice = ("return history.alert(...) or None; history[name].last(10) may be empty",)

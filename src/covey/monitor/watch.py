@@ -13,7 +13,7 @@ from covey.types import Alert, StepReport
 
 _CLEAR = 20
 """Steps for which a fault must be gone before it raises a new alert."""
-_SEVERITIES = ("info", "warning", "error")
+SEVERITIES = ("info", "warning", "error")
 
 
 @dataclass(eq=False)
@@ -24,7 +24,7 @@ class Watch:
     detectors: Sequence[Detector] = ()
     history: History = field(default_factory=History)
     sent: dict[str, list[int]] = field(default_factory=dict)
-    """Last alert by rule: its step and its severity."""
+    """Last alert by rule, of `detector_failed` by rule and detector: its step and its severity."""
     speed: Speed = field(default_factory=lambda: Speed())
 
     def __call__(self, report: StepReport) -> list[Alert]:
@@ -51,12 +51,13 @@ class Watch:
         self.speed = Speed()
 
     def _is_new(self, alert: Alert) -> bool:
-        before = self.sent.get(alert.rule)
-        severity = _SEVERITIES.index(alert.severity)
+        fault = f"{alert.rule} {alert.evidence.get('detector', '')}" if alert.rule == "detector_failed" else alert.rule
+        before = self.sent.get(fault)
+        severity = SEVERITIES.index(alert.severity)
         is_gone = before is None or alert.step - before[0] > _CLEAR
         is_new = is_gone or (before is not None and severity > before[1])
         worst = severity if before is None or is_gone else max(severity, before[1])
-        self.sent[alert.rule] = [alert.step, worst]
+        self.sent[fault] = [alert.step, worst]
         return is_new
 
 
