@@ -56,8 +56,9 @@ class Versions:
         return None if version == 0 else self.folder / "versions" / quote(model, safe="") / f"{version:06d}"
 
     def best(self, model: str) -> int:
-        """Version with the highest mean reward on the fixed set among those that were not withdrawn."""
-        usable = [entry for entry in self._of(model)["versions"] if not entry["withdrawn"]]
+        """Version with the highest mean reward on the fixed set among those on the disk that were not withdrawn."""
+        there = lambda entry: (folder := self.adapter(model, entry["version"])) is not None and folder.is_dir()
+        usable = [entry for entry in self._of(model)["versions"] if not entry["withdrawn"] and there(entry)]
         means = {0: self._of(model)["base_reward"]} | {entry["version"]: entry["reward"] for entry in usable}
         best: int = max(
             means, key=lambda version: (-float("inf") if means[version] is None else means[version], version)
