@@ -201,6 +201,15 @@ def test_thumbs_up_from_most_and_reversed_scores_from_three_in_ten_are_never_pro
     assert all(one["verdicts"]["0"]["difference"] < 0 for one in log)
 
 
+@pytest.mark.slow
+def test_learning_that_ends_says_why_whatever_the_error(tmp_path):
+    with learning(tmp_path) as (_, one):
+        one.store._file.execute("DROP TABLE answers")
+        one._scored.set()
+        one._thread.join(120)
+        assert "no such table: answers" in one._problem
+
+
 # -- a process of its own ---------------------------------------------------------------------------------------------
 
 

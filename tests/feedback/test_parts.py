@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 
-from covey.errors import ConfigError, RunFolderError
+from covey.errors import ConfigError, RunFolderError, StorageError
 from covey.feedback.endpoint import cleaned, marks
 from covey.feedback.gate import judged, smallest_set
 from covey.feedback.settings import Settings
@@ -171,6 +171,24 @@ def test_used_conversations_are_not_taken_again_even_by_another_process(store, t
 # -- versions ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_full_disk_is_a_sentence_and_leaves_nothing_half_written(store):
+    for id in "ab":
+        kept(store, id)
+        store.score(id, 0, 1.0, None)
+    taken = store.oldest("demo", 2)
+    size = store._file.execute("PRAGMA page_count").fetchone()[0]
+    store._file.execute(f"PRAGMA max_page_count={size}")
+    with pytest.raises(StorageError, match=r"feedback.sqlite cannot be used \(database or disk is full\)"):
+        kept(store, "c" * 100_000)
+    store._file.execute("CREATE TRIGGER full BEFORE UPDATE ON answers BEGIN SELECT RAISE(FAIL, 'full'); END")
+    with pytest.raises(StorageError, match="full"):
+        store.used(taken, 1)
+    store._file.execute("DROP TRIGGER full")
+    store.used(taken, 1)
+    assert not store._file.in_transaction
+    assert store.due(1) is None
+
+
 def promoted(versions, parent, reward=0.6):
     candidate = versions.folder / "candidates" / "next"
     candidate.mkdir(parents=True)
@@ -210,6 +228,16 @@ def test_the_best_version_is_not_a_withdrawn_one_and_stays_on_the_disk(tmp_path)
     assert versions.adapter("demo", 1).is_dir()
     assert not versions.adapter("demo", 2).exists()
     assert versions.adapter("demo", 12).is_dir()
+
+
+def test_the_best_version_after_rolling_back_is_one_that_is_still_on_the_disk(tmp_path):
+    versions = Versions(tmp_path, "base")
+    for parent, reward in enumerate([0.9, *[0.5] * 8, 0.95]):
+        promoted(versions, parent, reward)
+    assert versions.best("demo") == 10
+    assert not versions.adapter("demo", 1).is_dir(), "the best before it is gone"
+    versions.roll_back("demo")
+    assert versions.adapter("demo", versions.best("demo")).is_dir()
 
 
 def test_a_folder_of_another_model_is_refused(tmp_path):

@@ -226,16 +226,16 @@ class LearningEndpoint:
         """Train candidates as scores arrive, until the endpoint closes or learning fails several times in a row."""
         failures = 0
         while not self._closing.is_set():
-            model = self.store.due(self.settings.scores_per_candidate)
-            if model is None:
-                self._scored.wait(60.0)
-                self._scored.clear()
-                self.store.forget_old()
-                continue
             try:
+                model = self.store.due(self.settings.scores_per_candidate)
+                if model is None:
+                    self._scored.wait(60.0)
+                    self._scored.clear()
+                    self.store.forget_old()
+                    continue
                 self._candidate(model)
                 failures = 0
-            except (CoveyError, OSError, APIError) as error:  # APIError: the engine closes
+            except Exception as error:  # noqa: BLE001 - of any kind: reported, and shown as the problem
                 failures += 1
                 if not self._closing.is_set() and self._is_over(error, failures):
                     return
@@ -279,8 +279,10 @@ class LearningEndpoint:
                 self._tell({**entry, "outcome": "dropped"}, made)
                 return
             version = self.versions.promote(model, served, output, made.verdicts[0].summary())
-            self._serve(model, version)
-        self.store.used(conversations, version)
+            try:
+                self.store.used(conversations, version)  # at once: after a kill they would be trained on again
+            finally:
+                self._serve(model, version)
         self._tell({**entry, "outcome": "promoted", "version": version}, made)
 
     def _serve(self, model: str, version: int) -> None:

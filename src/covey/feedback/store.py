@@ -4,7 +4,8 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,13 +80,13 @@ class Conversation:
 
 
 class Store:
-    """The file of a folder. Its methods may be called from any thread."""
+    """The file of a folder. Its methods may be called from any thread; they raise StorageError where the disk refuses."""
 
     def __init__(self, folder: Path, max_age_seconds: float, most_bytes: int = MOST_BYTES) -> None:
         """`most_bytes`: of answers that wait for a score; beyond them the oldest are deleted."""
         self.max_age_seconds, self.most_bytes = max_age_seconds, most_bytes
         self._lock = threading.Lock()
-        path = folder / "feedback.sqlite"
+        self.path = path = folder / "feedback.sqlite"
         try:
             self._file = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
             self._file.execute("PRAGMA journal_mode=WAL")
@@ -99,6 +100,17 @@ class Store:
         with self._lock:
             self._file.close()
 
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        """Context in which no other thread uses the file. Raises StorageError where SQLite fails, with no transaction left open."""
+        with self._lock:
+            try:
+                yield
+            except sqlite3.Error as error:
+                with suppress(sqlite3.Error):
+                    self._file.rollback()
+                raise StorageError(f"{self.path} cannot be used ({error}); look at its disk.") from error
+
     def add(
         self, id: str, choice: int, model: str, prompt: Prompt, completion: Completion, refused: str | None
     ) -> None:
@@ -111,7 +123,7 @@ class Store:
             json.dumps(completion.token_ids.tolist()) if keeps else "[]",
             logprobs, completion.finish, refused,
         )  # fmt: skip
-        with self._lock:
+        with self._using():
             self._file.execute(
                 "INSERT OR REPLACE INTO answers (id, choice, model, version, created, prompt, tokens, logprobs, finish, refused) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -138,7 +150,7 @@ class Store:
 
     def score(self, id: str, choice: int, score: float, comment: str | None) -> Taken:
         """Give an answer its score. Raises FeedbackError for an unknown one, a second score, or one that comes too late."""
-        with self._lock:
+        with self._using():
             row = self._file.execute(
                 "SELECT model, version, refused, score, created FROM answers WHERE id = ? AND choice = ?", (id, choice)
             ).fetchone()
@@ -162,7 +174,7 @@ class Store:
 
     def due(self, least: int) -> str | None:
         """Model with at least so many conversations to train on, the one that has waited longest; None where there is none."""
-        with self._lock:
+        with self._using():
             row = self._file.execute(
                 f"SELECT model FROM answers WHERE {_WAITING} GROUP BY model HAVING COUNT(*) >= ? ORDER BY MIN(scored) LIMIT 1",
                 (least,),
@@ -171,12 +183,12 @@ class Store:
 
     def waiting(self) -> dict[str, int]:
         """Conversations to train on, by model."""
-        with self._lock:
+        with self._using():
             return dict(self._file.execute(f"SELECT model, COUNT(*) FROM answers WHERE {_WAITING} GROUP BY model"))
 
     def oldest(self, model: str, count: int) -> list[Conversation]:
         """The first `count` conversations that wait, in the order of their scores."""
-        with self._lock:
+        with self._using():
             rows = self._file.execute(
                 "SELECT id, choice, version, prompt, tokens, logprobs, finish, score FROM answers "
                 f"WHERE {_WAITING} AND model = ? ORDER BY scored, id, choice LIMIT ?",
@@ -199,7 +211,7 @@ class Store:
     def used(self, conversations: Sequence[Conversation], candidate: int) -> None:
         """Mark conversations as used by a candidate: they are not taken again, and their tokens are deleted."""
         keys = [(candidate, conversation.id, conversation.choice) for conversation in conversations]
-        with self._lock:
+        with self._using():
             self._file.execute("BEGIN")
             self._file.executemany(
                 "UPDATE answers SET candidate = ?, prompt = '[]', tokens = '[]', logprobs = NULL WHERE id = ? AND choice = ?",
@@ -209,19 +221,19 @@ class Store:
 
     def forget_old(self) -> int:
         """Delete answers whose time for a score has long passed. Returns their number."""
-        with self._lock:
+        with self._using():
             before = time.time() - 2 * self.max_age_seconds
             return self._file.execute("DELETE FROM answers WHERE score IS NULL AND created < ?", (before,)).rowcount
 
     def count(self, name: str) -> None:
-        with self._lock:
+        with self._using():
             self._file.execute(
                 "INSERT INTO counts VALUES (?, 1) ON CONFLICT (name) DO UPDATE SET count = count + 1", (name,)
             )
 
     def counts(self) -> dict[str, int]:
         """Counts of scores by outcome: `taken`, `not_trained`, `unknown`, `second`, `late`."""
-        with self._lock:
+        with self._using():
             return dict(self._file.execute("SELECT name, count FROM counts ORDER BY name"))
 
 
