@@ -334,6 +334,20 @@ def changes_base(config: Mapping[str, Any]) -> bool:
     return str(config.get("init_lora_weights", True)).lower() not in ("true", "false", "none", "gaussian", "eva", "orthogonal")  # fmt: skip
 
 
+def writes_base(config: Mapping[str, Any]) -> bool:
+    """True if an adapter of this configuration writes to weights of its base: to biases, or what `changes_base` tells."""
+    return changes_base(config) or config.get("bias") not in (None, "none")
+
+
+def refuse_base_writes(peft_config: Any) -> None:
+    """Raise ConfigError for an adapter that writes to its base, where other runs share that."""
+    if hasattr(peft_config, "to_dict") and writes_base(peft_config.to_dict()):
+        raise ConfigError(
+            "Runs on one base cannot have an adapter that writes to weights of the base (bias, or init_lora_weights such as 'pissa'), "
+            "which the others would see; leave these out, or train the runs alone."
+        )
+
+
 def _scaling(config: Mapping[str, Any]) -> float:
     rank = float(config["r"])
     return float(config["lora_alpha"]) / (rank**0.5 if config.get("use_rslora") else rank)

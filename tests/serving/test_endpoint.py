@@ -145,6 +145,22 @@ def test_adapters_are_models_by_name_and_leave_the_base_as_it_was(tmp_path):
     assert len(shared) == sum(1 for _ in base.parameters()) - 3 * 4, "what the adapter leaves alone is not copied"
 
 
+@pytest.mark.parametrize("how", [{"bias": "all"}, {"bias": "lora_only"}, {"init_lora_weights": "pissa"}], ids=str)
+def test_an_adapter_that_writes_to_its_base_leaves_that_one_as_it_was(tmp_path, how):
+    adapted = get_peft_model(
+        tiny_model("qwen2"), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **how)
+    )
+    with torch.no_grad():
+        for weight in (weight for weight in adapted.parameters() if weight.requires_grad):
+            weight.add_(0.3)
+    adapted.save_pretrained(tmp_path)
+    base, ids = tiny_model("qwen2"), torch.arange(3, 9)[None]
+    before = {name: held.clone() for name, held in base.state_dict().items()}
+    merged = with_merged_adapter(base, tmp_path)
+    assert all(torch.equal(held, before[name]) for name, held in base.state_dict().items())
+    torch.testing.assert_close(merged(ids).logits, adapted.eval()(ids).logits)
+
+
 # -- who may ask, and how much ------------------------------------------------------------------------------------------
 
 

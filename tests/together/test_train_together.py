@@ -204,6 +204,8 @@ def test_a_signal_amid_a_joint_rollout_stops_all_at_their_last_step(base, tmp_pa
     ("changes", "said"),
     [
         ({"peft_config": None}, "only adapters share a base"),
+        ({"peft_config": lora(bias="all")}, "writes to weights of the base"),
+        ({"peft_config": lora(init_lora_weights="pissa")}, "writes to weights of the base"),
         ({"args": None}, "has no args"),
         ({"args": "same"}, "Two runs have the output_dir"),
         ({"args": {"full_determinism": True}}, "full_determinism holds for the whole process"),

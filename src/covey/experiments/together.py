@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from covey.adapters import refuse_base_writes
 from covey.config import GRPOConfig
 from covey.errors import ConfigError
 from covey.experiments.interleaving import Member, interleave
@@ -48,6 +49,7 @@ def train_together(
             raise ConfigError(
                 f"runs[{number}] has no peft_config; only adapters share a base, such as LoraConfig(...)."
             )
+        refuse_base_writes(run["peft_config"])
     refuse_unshareable([run["args"] for run in together])
     base = SharedBase(model)
     trainers: dict[int, GRPOTrainer] = {}

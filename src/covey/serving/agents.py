@@ -27,18 +27,7 @@ from covey.serving.limits import Limits
 from covey.serving.sampled import Watch
 from covey.serving.sessions import Session, Sessions
 from covey.serving.traces import Trace, expect_recorded
-from covey.types import (
-    Completion,
-    EpisodeNotes,
-    Event,
-    Group,
-    Max,
-    Mean,
-    Message,
-    Metric,
-    Prompt,
-    merge_metrics,
-)
+from covey.types import Completion, EpisodeNotes, Event, Group, Max, Mean, Message, Metric, Prompt, merge_metrics
 
 MODEL = "policy"
 _POLL_SECONDS = 0.1

@@ -103,11 +103,7 @@ def reader_of(
 
 
 def chat_prompt(
-    tokenizer: Any,
-    messages: list[dict[str, Any]],
-    options: Mapping[str, Any],
-    add_prompt: bool,
-    items: dict[str, Any],
+    tokenizer: Any, messages: list[dict[str, Any]], options: Mapping[str, Any], add_prompt: bool, items: dict[str, Any]
 ) -> Prompt:
     """The conversation through the chat template. Raises APIError where it refuses the messages.
 

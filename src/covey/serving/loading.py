@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from covey.adapters import with_saved_adapter
+from covey.adapters import adapter_options, with_saved_adapter, writes_base
 from covey.errors import ConfigError, ModelError
 from covey.models import as_model_errors
 
@@ -16,15 +16,17 @@ from covey.models import as_model_errors
 def with_merged_adapter(model: Any, folder: str | Path) -> Any:
     """A model that shares all weights of `model` but those that the adapter in `folder` changes; `model` stays as it is.
 
+    An adapter that writes to weights of its base as it is loaded (PiSSA's kind, or with biases) gets a copy of all of them.
     Raises ModelError for a folder without an adapter, or with one that cannot be merged into this model.
     """
-    if not (Path(folder) / "adapter_config.json").is_file():
+    if (described := adapter_options(folder)) is None:
         raise ModelError(f"{folder} holds no adapter: there is no adapter_config.json in it.")
     try:
         from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError as error:
         raise ConfigError("Adapters need the peft package: pip install 'covey[peft]'.") from error
-    shared = {id(held): held for held in (*model.parameters(), *model.buffers())}
+    weights = () if writes_base(described) else (*model.parameters(), *model.buffers())
+    shared = {id(held): held for held in weights}
     with as_model_errors(str(folder)):
         adapted = with_saved_adapter(copy.deepcopy(model, shared), folder).eval()
         if not hasattr(adapted.base_model, "merge_and_unload"):

@@ -102,11 +102,7 @@ def whole_inputs(model: Any, prompt: Prompt, more: Sequence[int] = ()) -> dict[s
     if prompt.media is None:
         return plain
     mask = torch.ones_like(ids)  # without it Qwen2.5-Omni would number media like text
-    return {
-        **plain,
-        "attention_mask": mask,
-        **media_inputs(model, [prompt], ids.shape[1], [0]),
-    }
+    return {**plain, "attention_mask": mask, **media_inputs(model, [prompt], ids.shape[1], [0])}
 
 
 def forget_positions(model: Any) -> None:
@@ -193,7 +189,4 @@ def placed_inputs(
             numbers = read.next_position + torch.arange(count, device=input_ids.device)[first::size]
             positions[..., begin : begin + len(numbers)] = numbers
     embeds = embeds.index_put((torch.cat(index),), torch.cat(values))
-    return {
-        "inputs_embeds": embeds.view(*shape, -1),
-        "position_ids": positions.view(*positions.shape[:-1], *shape),
-    }
+    return {"inputs_embeds": embeds.view(*shape, -1), "position_ids": positions.view(*positions.shape[:-1], *shape)}
