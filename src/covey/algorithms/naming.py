@@ -43,16 +43,7 @@ from covey.names import find
 _SLOTS = {"regularizer": "regularizers", "weight": "weights"}
 _CALL = re.compile(r"(?P<name>[^()]+)\((?P<arguments>.*)\)", re.DOTALL)
 _HOMES = {
-    "advantage": (
-        advantages,
-        token_advantages,
-        turn_advantages,
-        pass_at_k,
-        filtering,
-        routing,
-        roles,
-        slices,
-    ),
+    "advantage": (advantages, token_advantages, turn_advantages, pass_at_k, filtering, routing, roles, slices),
     "objective": (
         *(objectives, sequence_objectives, covariance, target_policy, labels, distillation, teacher_signals),
     ),

@@ -83,12 +83,7 @@ def iw_opd(*, gamma: float = 0.5, correction: Weight | None = DEFAULT_CORRECTION
 
 
 def mopd(
-    *,
-    weight: float = 1.0,
-    reward: float = 0.0,
-    low: float | None = 0.5,
-    high: float | None = 2.0,
-    **role: Any,
+    *, weight: float = 1.0, reward: float = 0.0, low: float | None = 0.5, high: float | None = 2.0, **role: Any
 ) -> Algorithm:
     """On-policy distillation from one or several teachers: `reward A + weight (log q - log p)` as each token's advantage.
 
