@@ -39,15 +39,8 @@ class Card:
     def text(self) -> str:
         """Text of the card, YAML header included. Facts that the run has not recorded are left out."""
         record = manifest.read(self.run_dir / manifest.NAME) or {}
-        sections = [
-            self._intro(),
-            self._use(),
-            self._training(record),
-            self._evaluation(),
-            _versions(record),
-            _CITATION,
-        ]
-        return f"---\n{self._header()}---\n\n" + "\n".join(section for section in sections if section)
+        sections = [self._intro(), self._use(), self._training(record), self._evaluation(), _versions(record)]
+        return f"---\n{self._header()}---\n\n" + "\n".join(section for section in (*sections, _CITATION) if section)
 
     def _header(self) -> str:
         datasets = [self.dataset_name] if isinstance(self.dataset_name, str) else list(self.dataset_name or ())

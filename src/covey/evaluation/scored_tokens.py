@@ -73,14 +73,8 @@ def _prompt_logprobs(scorer: TokenScorer, ids: Sequence[int]) -> ScoredTokens:
 
 def _echo(scorer: TokenScorer, ids: Sequence[int]) -> ScoredTokens:
     """OpenAI's `echo` with `logprobs` on /v1/completions: the prompt's tokens come first."""
-    body = {
-        "model": scorer.model,
-        "prompt": list(ids),
-        "max_tokens": 1,
-        "temperature": 0.0,
-        "echo": True,
-        "logprobs": 1,
-    }
+    body = {"model": scorer.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0}
+    body |= {"echo": True, "logprobs": 1}
     values = scorer.post("/v1/completions", body)["choices"][0]["logprobs"]["token_logprobs"]
     if len(values) < len(ids) or values[0] is not None:
         raise Unscored  # the completion's own log-probabilities: `echo` was ignored
@@ -113,14 +107,8 @@ def _generate(scorer: TokenScorer, ids: Sequence[int]) -> ScoredTokens:
 
     At temperature 1, where raw and processed log-probabilities are the same.
     """
-    body = {
-        "model": scorer.model,
-        "prompt": list(ids),
-        "max_tokens": GENERATED,
-        "temperature": 1.0,
-        "seed": 0,
-        "logprobs": 1,
-    }
+    body = {"model": scorer.model, "prompt": list(ids), "max_tokens": GENERATED, "temperature": 1.0}
+    body |= {"seed": 0, "logprobs": 1}
     logprobs = scorer.post("/v1/completions", body)["choices"][0]["logprobs"]
     named = _ids_by_text(scorer.tokenizer)
     tokens: list[int] = []

@@ -46,16 +46,16 @@ class Counters:
             for name, help_text in _HELP.items():
                 lines += [f"# HELP {name} {help_text}", f"# TYPE {name} counter"]
                 samples = [(labels, value) for (held, labels), value in self._counts.items() if held == name]
-                lines += [f"{name}{_labels(labels)} {value:g}" for labels, value in samples or [((), 0)]]
+                lines += [f"{name}{_labels(labels)} {value:.15g}" for labels, value in samples or [((), 0)]]
             name = "covey_request_seconds"
             lines += [f"# HELP {name} Seconds of a prompt's answers, waiting included.", f"# TYPE {name} histogram"]
             total = 0
             for bound in (*_SECONDS, float("inf")):
                 total += self._buckets[bound]
                 lines.append(f'{name}_bucket{{le="{"+Inf" if bound == float("inf") else f"{bound:g}"}"}} {total}')
-            lines += [f"{name}_sum {self._seconds:g}", f"{name}_count {self._num_timed}"]
+            lines += [f"{name}_sum {self._seconds:.15g}", f"{name}_count {self._num_timed}"]
         for name, (help_text, value) in gauges.items():
-            lines += [f"# HELP {name} {help_text}", f"# TYPE {name} gauge", f"{name} {value:g}"]
+            lines += [f"# HELP {name} {help_text}", f"# TYPE {name} gauge", f"{name} {value:.15g}"]
         return "\n".join(lines) + "\n"
 
 

@@ -27,14 +27,8 @@ class Limits:
     """Seconds that running requests have to finish after the server gets a stop signal."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_body_bytes",
-            "max_choices",
-            "max_waiting",
-            "max_connections",
-            "header_seconds",
-            "body_seconds",
-        ):
+        sizes = ("max_body_bytes", "max_choices", "max_waiting", "max_connections", "header_seconds", "body_seconds")
+        for name in sizes:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, which lets no request through; give at least 1.")
         if self.max_output_tokens is not None and self.max_output_tokens < 1:

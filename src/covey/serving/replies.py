@@ -1,8 +1,11 @@
 """Responses in OpenAI's format, whole or streamed, from the engine's completions."""
 
+import codecs
 import json
+import re
 import uuid
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from covey.environments.thoughts import ThoughtStream, beginning_of
@@ -29,7 +32,7 @@ class Choice:
         self.finish: str | None = None
         self.stop_reason: str | None = None
         self._unsent: list[Reported] = []
-        self._offset = 0
+        self._offset, self._characters = 0, codecs.getincrementaldecoder("utf-8")("replace")
 
     # -- in pieces --------------------------------------------------------------------------------------------------
 
@@ -145,26 +148,26 @@ class Choice:
     def _chat_logprob(self, token: int, logprob: float | None, top: Top) -> dict[str, Any]:
         named = lambda token_id, value: {
             "token": self._name(token_id),
-            "logprob": value,
-            "bytes": list(self._text(token_id).encode()),
+            "logprob": value if value is None else max(value, _LEAST),
+            "bytes": list(token_bytes(self.tokenizer, token_id)),
         }
         return {**named(token, logprob), "top_logprobs": [named(*entry) for entry in top]}
 
     def _legacy_logprobs(self, tokens: list[Reported]) -> dict[str, Any]:
         """Of /v1/completions: lists of one entry a token. The token itself is always among the likeliest ones."""
-        texts, offsets = [self._text(token) for token, _, _ in tokens], []
-        for text in texts:
+        offsets = []
+        for token, _, _ in tokens:
             offsets.append(self._offset)
-            self._offset += len(text)
+            self._offset += len(self._characters.decode(token_bytes(self.tokenizer, token)))
         tops: list[dict[str, float] | None] = []
         for token, logprob, top in tokens:
             best: dict[str, float] = {}
             for token_id, value in () if logprob is None else (*top, (token, logprob)):
-                best.setdefault(self._name(token_id), value)
+                best.setdefault(self._name(token_id), max(value, _LEAST))
             tops.append(best or None)
         return {
             "tokens": [self._name(token) for token, _, _ in tokens],
-            "token_logprobs": [logprob for _, logprob, _ in tokens],
+            "token_logprobs": [logprob if logprob is None else max(logprob, _LEAST) for _, logprob, _ in tokens],
             "top_logprobs": tops if self.prompt_request.num_top else None,
             "text_offset": offsets,
         }
@@ -199,6 +202,31 @@ def usage(api_request: APIRequest, tickets: Sequence[Ticket]) -> dict[str, int]:
     groups = [ticket.group for ticket in tickets if ticket.group is not None]
     written = sum(completion.num_tokens for group in groups for completion in group.completions)
     return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+
+
+_LEAST = -9999.0
+"""OpenAI's value for a token that is never drawn; JSON has no infinity."""
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+@lru_cache(maxsize=1)
+def _bytes_by_letter() -> dict[str, int]:
+    """Letters by which byte-level BPE writes bytes (GPT-2's)."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
+def token_bytes(tokenizer: Any, token_id: int) -> bytes:
+    """The bytes that a token stands for, also where these are a part of a character."""
+    text = str(tokenizer.decode([token_id]))
+    if "\ufffd" not in text:
+        return text.encode()
+    piece = str(tokenizer.convert_ids_to_tokens(token_id))
+    if match := _BYTE.fullmatch(piece):
+        return bytes([int(match[1], 16)])
+    letters = _bytes_by_letter()
+    return bytes(letters[letter] for letter in piece) if all(letter in letters for letter in piece) else text.encode()
 
 
 def new_id(is_chat: bool) -> str:

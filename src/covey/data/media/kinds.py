@@ -37,14 +37,8 @@ class Kind:
 
 
 IMAGE = Kind("image", "image", ("image", "images"), "images", ("image_processor",), ("image", "path", "url", "base64"))
-SOUND = Kind(
-    "audio",
-    "sound",
-    ("audio", "audios"),
-    "audio",
-    ("feature_extractor", "audio_processor"),
-    ("audio", "path", "url", "audio_url", "base64"),
-)
+_SOUND_SOURCES = ("audio", "path", "url", "audio_url", "base64")
+SOUND = Kind("audio", "sound", ("audio", "audios"), "audio", ("feature_extractor", "audio_processor"), _SOUND_SOURCES)
 VIDEO = Kind("video", "video", ("video", "videos"), "videos", ("video_processor",), ("video", "path", "url", "base64"))
 KINDS = (IMAGE, SOUND, VIDEO)
 MEDIA_COLUMNS = tuple(column for kind in KINDS for column in kind.columns)
