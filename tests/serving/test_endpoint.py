@@ -19,14 +19,17 @@ from covey import demo
 from covey.errors import ConfigError
 from covey.rollout import NativeSampler, SamplingParams
 from covey.serving import Call, Endpoint, Limits
+from covey.serving.counters import Counters
 from covey.serving.errors import APIError
 from covey.serving.loading import with_merged_adapter
+from covey.serving.replies import token_bytes
 from environments.acting import chat_tokenizer, trained_on
 from kit import tiny_model, tiny_tokenizer
 from serving.clients import client
 
 IDS = {"return_token_ids": True}
 KEY = "a-key-of-some-length"
+JSON = {"Content-Type": "application/json"}
 
 
 def tiny_sampler(seed=0, **options):
@@ -104,6 +107,19 @@ def test_a_call_that_is_no_json_stays_text(caller):
     assert "{broken" in choice.message.content
 
 
+@pytest.mark.parametrize("parameters", ["x", [1], {"properties": [1]}, {"properties": None}], ids=str)
+def test_parameters_of_a_tool_are_an_object_before_anything_is_written(caller, parameters):
+    tool = {"type": "function", "function": {**ADD["function"], "parameters": parameters}}
+    how = {"model": "policy", "messages": [{"role": "user", "content": "q"}], "temperature": 0, "max_tokens": 120}
+    with serving(caller) as (_, ask):
+        if parameters == {"properties": None}:
+            assert ask.chat.completions.create(tools=[tool], **how).choices[0].message.tool_calls
+            return
+        for place in ({"tools": [tool]}, {"extra_body": {"chat_template_kwargs": {"tools": [tool]}}}):
+            with pytest.raises(openai.BadRequestError, match="its parameters as an object"):
+                ask.chat.completions.create(**place, **how)
+
+
 def test_tools_are_not_shown_with_tool_choice_none_and_cannot_be_forced(caller):
     how = {"model": "policy", "messages": [{"role": "user", "content": "q"}], "tools": [ADD], "max_tokens": 4}
     calls: list[Call] = []
@@ -112,6 +128,63 @@ def test_tools_are_not_shown_with_tool_choice_none_and_cannot_be_forced(caller):
         with pytest.raises(openai.BadRequestError, match="cannot be forced"):
             ask.chat.completions.create(tool_choice="required", **how)
     assert "Tools: add" not in caller.tokenizer.decode(calls[0].group.prompt.token_ids)
+
+
+# -- numbers ------------------------------------------------------------------------------------------------------------
+
+
+def test_counts_have_every_digit_after_a_long_time():
+    counters = Counters()
+    for tokens in (123_456_789, 1):
+        counters.add("covey_completion_tokens_total", tokens)
+    counters.took(1_234_567.25)
+    lines = counters.text({}).splitlines()
+    assert "covey_completion_tokens_total 123456790" in lines
+    assert "covey_request_seconds_sum 1234567.25" in lines
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_tokens_that_are_never_drawn_have_openais_least_log_probability(streams):
+    how = {"model": "policy", "prompt": "2", "max_tokens": 2, "logprobs": 3, "top_k": 1, "stream": streams}
+    with serving(tiny_sampler(), logprobs_mode="processed_logprobs") as (endpoint, _):
+        request = urllib.request.Request(f"{endpoint.url}/completions", json.dumps(how).encode(), JSON)
+        with urllib.request.urlopen(request) as answer:
+            text = answer.read().decode()
+    assert "Infinity" not in text
+    first = json.loads(text.split("\n")[0].removeprefix("data: "))["choices"][0]["logprobs"]
+    assert sorted(first["top_logprobs"][0].values()) == [-9999.0, -9999.0, 0.0]
+
+
+def test_parts_of_a_character_have_their_bytes_and_its_place():
+    shipped = AutoModelForCausalLM.from_pretrained(demo.model_path(), dtype=torch.float32)
+    sampler = NativeSampler(shipped, AutoTokenizer.from_pretrained(demo.model_path()), dtype="float32")
+    with serving(sampler) as (_, ask):
+        how = {"model": "policy", "prompt": "é😀 a", "max_tokens": 1, "temperature": 0}
+        echoed = ask.completions.create(echo=True, logprobs=1, **how).choices[0].logprobs
+    assert echoed.text_offset[:7] == [0, 0, 1, 1, 1, 1, 2]  # two bytes, four bytes, and " a"
+    assert (
+        b"".join(token_bytes(sampler.tokenizer, token) for token in sampler.tokenizer("é😀 a").input_ids).strip()
+        == "é😀 a".encode()
+    )
+
+
+# -- what is refused ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path, body, said",
+    [
+        ("completions", {"prompt": [3, -1]}, "token id -1; ids begin at 0"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "2 + 2"}], "chat_template_kwargs": {"truncation": True, "max_length": 2}}, "may not hold max_length"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "2 + 2"}], "chat_template_kwargs": {"padding": "max_length"}}, "may not hold padding"),
+    ],
+)  # fmt: skip
+def test_a_prompt_is_never_another_than_the_one_that_is_sent(path, body, said, caller):
+    content = json.dumps({"max_tokens": 1, **body}).encode()
+    with serving(caller) as (endpoint, _), pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(urllib.request.Request(f"{endpoint.url}/{path}", content, JSON))
+    assert refused.value.code == 400
+    assert said in json.loads(refused.value.read())["error"]["message"]
 
 
 # -- adapters -----------------------------------------------------------------------------------------------------------

@@ -84,8 +84,10 @@ def vocabulary_size(model: Any) -> int:
 
 
 def expect_ids_below(token_ids: Sequence[int], limit: int | None, where: str) -> None:
-    """Raise DataError when one of `token_ids` is not below `limit`, the model's embeddings; `where` names the prompt."""
+    """Raise DataError when one of `token_ids` is negative, or not below `limit`, the model's embeddings; `where` names the prompt."""
     highest = max(token_ids, default=0)
+    if min(token_ids, default=0) < 0:
+        raise DataError(f"{where} has token id {min(token_ids)}; ids begin at 0.")
     if limit is not None and highest >= limit:
         raise DataError(
             f"{where} has token id {highest}, but the model has only {limit} embeddings; change the prompt, or call "

@@ -80,8 +80,8 @@ class Reader:
         marks = thought_marks(sampler.tokenizer)  # tokenizes nothing
         media, items = self.media, dict[str, Any]()
         messages = messages_in(fields, None if marks is None else marks.field, media is not None)
-        tools = tools_in(fields)
         options = fields.mapping("chat_template_kwargs")
+        tools = tools_in(fields, options)
         add_prompt = fields.flag("add_generation_prompt", True)
         separates, includes = fields.flag("separate_reasoning", True), fields.flag("include_reasoning", True)
         options |= {"tools": tools} if tools else {}

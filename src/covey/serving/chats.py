@@ -19,6 +19,12 @@ from covey.serving.fields import Fields
 from covey.serving.turns import TurnReader
 from covey.types import Prompt
 
+_OF_THE_CALL = frozenset({
+    "conversation", "messages", "chat_template", "add_generation_prompt", "tokenize", "sanitize_control_tokens", "padding", "truncation",
+    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+})  # fmt: skip
+"""Arguments of `apply_chat_template` itself, such as `max_length`, which would cut the prompt."""
+
 
 def messages_in(fields: Fields, field: str | None, reads_media: bool = False) -> list[dict[str, Any]]:
     """The messages, with their thoughts in the field that the template reads, if it reads one. Raises APIError."""
@@ -66,16 +72,25 @@ def _tool_call(raw: Any, place: str) -> dict[str, Any]:
     return {**raw, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def tools_in(fields: Fields) -> list[dict[str, Any]]:
-    """The tools that the model is shown; [] with tool_choice "none"."""
-    tools, choice = fields.take("tools", []), fields.take("tool_choice", "auto")
-    is_tool = lambda x: isinstance(x, dict) and isinstance(x.get("function"), dict) and "name" in x["function"]
-    if not isinstance(tools, list) or not all(map(is_tool, tools)):
-        raise bad("tools must be a list of objects with a function and its name.", "tools")
+def tools_in(fields: Fields, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tools that the model is shown, also those among the template's options; [] with tool_choice "none"."""
+    tools, choice = fields.take("tools", options.pop("tools", [])), fields.take("tool_choice", "auto")
+    if not isinstance(tools, list) or not all(map(_is_tool, tools)):
+        raise bad(
+            "tools must be a list of objects with a function, its name, and its parameters as an object.", "tools"
+        )
     if choice not in ("auto", "none"):
         sentence = 'tool_choice must be "auto" or "none": a model cannot be forced to call a tool here.'
         raise bad(sentence, "tool_choice", "unsupported_parameter")
     return [] if choice == "none" else tools
+
+
+def _is_tool(value: Any) -> bool:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    parameters = function.get("parameters") or {}
+    return isinstance(parameters, dict) and isinstance(parameters.get("properties") or {}, dict)
 
 
 def reader_of(
@@ -109,9 +124,8 @@ def chat_prompt(
 
     `tokenizer`: or a MediaReader, which adds the images, sounds and videos to `items` by their digests.
     """
-    for name in ("conversation", "tokenize", "return_dict", "return_tensors", "add_generation_prompt", "chat_template"):
-        if name in options:
-            raise bad(f"chat_template_kwargs may not hold {name}.", "chat_template_kwargs")
+    if held := sorted(_OF_THE_CALL.intersection(options)):
+        raise bad(f"chat_template_kwargs may not hold {held[0]}.", "chat_template_kwargs")
     columns = {"tools": options["tools"]} if options.get("tools") else {}
     if isinstance(tokenizer, MediaReader):
         try:

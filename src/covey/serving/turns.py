@@ -110,7 +110,7 @@ class TurnReader:
         schema: Mapping[str, Any] = next(
             (tool["function"] for tool in tools if tool["function"]["name"] == call.name), {}
         )
-        return typed_call(call, (schema.get("parameters") or {}).get("properties", {}))
+        return typed_call(call, (schema.get("parameters") or {}).get("properties") or {})
 
 
 def final_text(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str]) -> tuple[str, str | None]:
