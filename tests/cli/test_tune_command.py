@@ -226,6 +226,28 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_makes_way(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trial-000.previous-1"]
 
 
+def test_a_run_whose_series_was_killed_keeps_its_folder_as_long_as_it_trains(tmp_path):
+    from covey.experiments.series import make_way
+
+    script = """
+import sys
+from pathlib import Path
+from covey.runs import RunFolder
+run = RunFolder.create(Path(sys.argv[1]))
+run.describe(args={})
+print("trains", flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "seed-0")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as orphan:
+        assert orphan.stdout.readline() == "trains\n"
+        with pytest.raises(RunFolderError, match=f"process {orphan.pid} on .* trains in it now"):
+            make_way(tmp_path / "seed-0")
+        orphan.communicate()
+    make_way(tmp_path / "seed-0")
+    assert [path.name for path in tmp_path.iterdir()] == ["seed-0.previous-1"]
+
+
 def joined_rows(monkeypatch):
     """Numbers of runs in each joint decode step, filled as they are decoded."""
     joined, decode = [], _JointForward.decode

@@ -18,6 +18,7 @@ def claim(folder: Path, options: Mapping[str, Any], what: str) -> None:
     import yaml
 
     from covey.runs.masking import mask
+    from covey.runs.storage import write_atomically
 
     if (folder / "run.json").is_file():
         raise RunFolderError(f"{folder} holds a single run; choose another --output-dir for several.")
@@ -34,19 +35,26 @@ def claim(folder: Path, options: Mapping[str, Any], what: str) -> None:
                 "give the same options."
             )
     folder.mkdir(parents=True, exist_ok=True)
-    before.write_text(yaml.safe_dump(masked, sort_keys=False, allow_unicode=True))
+    write_atomically(before, yaml.safe_dump(masked, sort_keys=False, allow_unicode=True).encode())
 
 
 def make_way(place: Path) -> None:
-    """Rename the folder of a run that was killed before its first checkpoint, so that the run can start again."""
+    """Rename the folder of a run that was killed before its first checkpoint, so that the run can start again.
+
+    Raises RunFolderError where it still trains, as where only the process that began it was killed.
+    """
     from covey.runs import checkpoint
+    from covey.runs.lock import FolderLock
 
     if not (place / "run.json").is_file() or checkpoint.checkpoints(place):
         return
+    lock = FolderLock(place)
+    lock.take()
     number = 1
     while (aside := place.with_name(f"{place.name}.previous-{number}")).exists():
         number += 1
     place.rename(aside)
+    lock.release()
 
 
 def again(words: Sequence[str], folder: Path) -> str:
