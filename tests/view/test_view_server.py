@@ -50,6 +50,17 @@ def test_two_runs_and_two_metrics_are_four_curves(client: Any) -> None:
     ]
 
 
+def test_alerts_of_several_runs_are_in_the_order_of_their_steps(client: Any, runs: Path) -> None:
+    for name, steps in (("first", (3, 40)), ("second", (1, 20))):
+        for step in steps:
+            JsonLines(runs / name / "alerts.jsonl").append({"step": step, "rule": "planted", "said": "x"})
+    alerts = [row for row in client.get("alerts", run=["first", "second"])["alerts"] if row["rule"] == "planted"]
+    for name in ("first", "second"):  # other tests read them too
+        path = runs / name / "alerts.jsonl"
+        path.write_text("".join(line for line in path.read_text().splitlines(True) if "planted" not in line))
+    assert [(row["step"], row["run"]) for row in alerts] == [(1, "second"), (3, "first"), (20, "second"), (40, "first")]
+
+
 def test_the_list_of_groups_is_newest_first_with_the_prompts(client: Any) -> None:
     found = client.get("rollouts", run="first")
     assert [row["step"] for row in found["rows"]] == [4, 4, 2, 2, 1, 1]

@@ -101,9 +101,10 @@ def values(library: Library, request: Request) -> Any:
 
 
 def alerts(library: Library, request: Request) -> Any:
-    """Alerts of each `run`."""
-    return {"alerts": [{"run": name, **row} for name in _values_of(request, "run", _MOST_RUNS)
-                       for row in library.get(name).alerts.rows()]}  # fmt: skip
+    """Alerts of each `run`, by step, so that the last ones are the newest of all runs."""
+    names = _values_of(request, "run", _MOST_RUNS)
+    rows = [{"run": name, **row} for name in names for row in library.get(name).alerts.rows()]
+    return {"alerts": sorted(rows, key=lambda row: row["step"])}
 
 
 def rollouts(library: Library, request: Request) -> Any:
