@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import queue
+import subprocess
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ import torch
 
 from covey.errors import ModelError
 from covey.process.world import World
-from covey.rollout import NativeSampler, SamplingParams
+from covey.rollout import NativeSampler, SamplingParams, worker_process
 from covey.rollout.asynchronous import AsynchronousSampler
 from covey.rollout.central import CentralSampler
 from covey.rollout.live import LiveRequest, LiveScheduler
@@ -87,6 +89,34 @@ def test_a_process_writes_what_the_native_sampler_writes_after_new_weights_a_kil
         assert not far.orders
     finally:
         far.close()
+
+
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [
+        ("unreadable", "cannot be read (UnpicklingError"),
+        ("unknown", "cannot be read (TypeError"),
+        ("unwritable", "cannot be written to ("),
+        ("parted", "ended while it started (exit code -9)"),
+    ],
+)
+def test_a_learner_does_not_wait_for_a_process_that_lives_and_is_not_heard(model, monkeypatch, event, expected) -> None:
+    ends, told = [], queue.SimpleQueue()
+    living = lambda theirs: ends.append(theirs) or subprocess.Popen(["sleep", "60"])
+    monkeypatch.setattr(worker_process, "_start", living)
+    monkeypatch.setattr(worker_process, "_END_SECONDS", 0.1)
+    options = {"hook": lambda: None} if event == "unwritable" else {}
+    worker = ProcessWorker(model, b"", 0, replace(SETUP, options=options), told.put)
+    try:
+        if event == "parted":
+            ends[0].close()
+        elif event != "unwritable":
+            ends[0].send(("group", 0, b"no pickle" if event == "unreadable" else pickle.dumps(Order)[:-1] + b")R."))
+        kind, error = told.get(timeout=20)
+        assert kind == "failed"
+        assert expected in str(error)
+    finally:
+        worker.close()
 
 
 def test_completions_go_on_under_new_weights_and_say_which_wrote_each_token(model) -> None:

@@ -121,6 +121,11 @@ class RayWorker:
                 self._end("failed", CoveyError(f"Ray could not start an actor that samples: {first_line(error)}"))
             else:
                 self._end("gone", f"the actor that samples ended ({first_line(error)})")
+        except Exception as error:  # noqa: BLE001 - raised by the learner, which would wait for ever
+            self._end(
+                "failed",
+                CoveyError(f"the actor that samples cannot be read ({type(error).__name__}: {first_line(error)})"),
+            )
 
     def _messages(self) -> Any:
         return self.actor.messages.options(num_returns="streaming", concurrency_group="out").remote()

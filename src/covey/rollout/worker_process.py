@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from covey.errors import CoveyError
+from covey.errors import CoveyError, first_line
 from covey.process.spawner import start_module
 from covey.rollout.model_copies import layout, views
 from covey.rollout.sampler import update_metrics
@@ -28,6 +28,10 @@ Tell = Callable[[tuple[Any, ...]], None]
 """Message callback, called from any thread with ("ready", t), ("took", version, t), ("began", number, t), ("group", number, Group),
 ("done", number, t), ("turns", list of Turn), ("answered", number, Group), ("measured", metrics), ("failed", error) or ("gone", words);
 t in seconds of `time.monotonic`."""
+
+
+_END_SECONDS = 10.0
+"""Seconds in which a process whose connection broke must end."""
 
 
 class Worker(Protocol):
@@ -107,12 +111,16 @@ class ProcessWorker:
 
     def _speak(self) -> None:
         """Send what is in the outbox; the process reads the first messages once it has imported torch."""
-        with contextlib.suppress(OSError):  # the listener thread reports the process's end
+        try:
             while (message := self.outbox.get()) is not None:
                 if isinstance(message, bytes):
                     self.connection.send_bytes(message)
                 else:
                     self.connection.send(message)
+        except OSError:
+            return  # the listener thread reports the process's end
+        except Exception as error:  # noqa: BLE001 - raised by the learner
+            self._fail("written to", error)
 
     def _hear(self) -> None:
         has_started = False
@@ -126,15 +134,32 @@ class ProcessWorker:
                 self.tell(decoded(message))
                 message = self.connection.recv()
             self.tell(("failed", _error(message)))
-        except (EOFError, OSError, TypeError):  # TypeError: this process has closed it meanwhile
+        except (EOFError, OSError):
             if not self.is_closed:
                 self.tell(self._gone() if has_started else self._never_started())
+        except Exception as error:  # noqa: BLE001 - raised by the learner, which would wait for ever
+            self._fail("read", error)
+
+    def _fail(self, done: str, error: Exception) -> None:
+        if not self.is_closed:  # otherwise the connection was closed meanwhile
+            failed = CoveyError(
+                f"the process that samples cannot be {done} ({type(error).__name__}: {first_line(error)})"
+            )
+            failed.__cause__ = error
+            self.tell(("failed", failed))
+
+    def _exit_code(self) -> int:
+        """Exit code of a process whose connection broke; one that lives on is killed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(_END_SECONDS)
+        self.process.kill()
+        return self.process.wait()
 
     def _gone(self) -> tuple[Any, ...]:
-        return ("gone", f"the process that samples ended with exit code {self.process.wait()}")
+        return ("gone", f"the process that samples ended with exit code {self._exit_code()}")
 
     def _never_started(self) -> tuple[Any, ...]:
-        code = self.process.wait()
+        code = self._exit_code()
         why = f"the process that samples ended while it started (exit code {code}); is there memory for a second copy of the model?"
         return ("failed", CoveyError(why))
 
