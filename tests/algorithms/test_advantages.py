@@ -113,6 +113,10 @@ def test_maxrl_weighs_hard_prompts_more():
     assert close(alg.MaxRL(epsilon=0.0)(scores_of([[1, 0, 0, 0], [1, 1, 1, 0]])), [[3, -1, -1, -1], [1 / 3] * 3 + [-1]])
 
 
+def test_maxrl_never_pays_the_worse_completion():
+    assert close(alg.MaxRL()(scores_of([[-1, 0, -1, 0], [0, 0, 0, 0]])), [[0] * 4] * 2)
+
+
 def test_soft_overlong_falls_linearly_over_its_buffer():
     shape = alg.SoftOverlong(max_length=10, buffer=4)
     assert close(shape(scores_of([[0, 0, 0, 0]], lengths=[[6, 8, 10, 12]])), [[0, -0.5, -1, -1]])

@@ -210,7 +210,7 @@ class GPG:
 
 @dataclass(frozen=True)
 class MaxRL:
-    """`(R - mean) / mean` within the group: hard prompts weigh more. For rewards of 0 and above; a mean of 0 gives 0.
+    """`(R - mean) / mean` within the group: hard prompts weigh more. For rewards of 0 and above; a mean of 0 or below gives 0.
 
     For rewards of 0 and 1 and G completions its expected gradient is that of `-sum over k < G of (1 - p)^k / k`, p the success
     rate, which goes to that of `log p`. Tajwar et al. 2026, <https://arxiv.org/abs/2602.02710>.
@@ -220,7 +220,8 @@ class MaxRL:
 
     def __call__(self, scores: Scores) -> Tensor:
         rewards = sequence_rewards(scores)
-        return _or_zero(centred(rewards) / (nan_mean(rewards) + self.epsilon))
+        mean = nan_mean(rewards)  # below 0 it would turn right and wrong round
+        return _or_zero(torch.where(mean > 0, centred(rewards) / (mean + self.epsilon), 0.0))
 
 
 @dataclass(frozen=True)
