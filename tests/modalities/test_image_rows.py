@@ -4,8 +4,11 @@ import io
 import json
 
 import datasets
+import numpy as np
 import pytest
 from models import KINDS, PLACEHOLDER, picture, tiny_processor
+from PIL import Image
+from transformers.image_utils import load_image
 
 from covey.data import PromptStream, load
 from covey.data.media.images import open_image
@@ -104,6 +107,27 @@ def test_an_error_of_any_kind_by_a_reader_of_images_is_told_in_one_sentence(kind
     content[place] = value
     with pytest.raises(DataError, match="^row 0 cannot be read as an image"):
         open_image(bytes(content), "row 0")
+
+
+def test_a_photograph_is_upright_as_datasets_and_transformers_read_it(tmp_path):
+    photo, file = Image.new("RGB", (40, 20)), tmp_path / "photo.jpg"
+    photo.paste("red", (0, 0, 20, 20))
+    turned = photo.getexif()
+    turned[274] = 6  # the camera was held upright
+    photo.save(file, "JPEG", exif=turned)
+    theirs = [load_image(str(file)), datasets.Image().decode_example({"path": str(file), "bytes": None}).convert("RGB")]
+    for value in (str(file), file.read_bytes()):
+        mine = open_image(value, "row 0")
+        assert mine.size == (20, 40)
+        assert all(mine.tobytes() == other.tobytes() for other in theirs)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int32", "float32"])
+def test_pixels_of_more_than_8_bits_are_refused_and_not_cut(dtype):
+    file = io.BytesIO()
+    Image.fromarray(np.arange(0, 60_000, 235).reshape(16, 16).astype(dtype)).save(file, "TIFF")
+    with pytest.raises(DataError, match="^row 0 has pixels of Pillow's mode [IF].*scale them to 8 bits"):
+        open_image(file.getvalue(), "row 0")
 
 
 def test_an_expanded_prompt_of_gemma_is_refused_too():

@@ -13,7 +13,10 @@ _PREVIEW_SIDE = 512
 
 
 def open_image(value: Any, where: str) -> Any:
-    """An RGB image of Pillow from one, a file's path, its bytes, or `datasets`' dict of the two. DataError for anything else."""
+    """An RGB image of Pillow, upright as its file says, from one, a file's path, its bytes, or `datasets`' dict of the two.
+
+    DataError for anything else, and for pixels of more than 8 bits a channel, which Pillow cuts at 255.
+    """
     image_class = pillow()
     value = content_of(value, IMAGE, where)
     if isinstance(value, image_class.Image):
@@ -31,10 +34,14 @@ def open_image(value: Any, where: str) -> Any:
 
 
 def _rgb(image: Any, where: str) -> Any:
+    from PIL.ImageOps import exif_transpose
+
     if image.width * image.height > _MOST_PIXELS:
         raise DataError(f"{where} has {image.width} x {image.height} pixels; make it smaller than 64 million.")
+    if image.mode.startswith(("I", "F")):
+        raise DataError(f"{where} has pixels of Pillow's mode {image.mode}; scale them to 8 bits a channel first.")
     try:
-        return image.convert("RGB")
+        return exif_transpose(image).convert("RGB")
     except Exception as error:  # as above: pixels are decoded here
         raise DataError(f"{where} cannot be read as an image ({reason_of(error)}); mend or remove it.") from error
 
