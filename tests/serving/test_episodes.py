@@ -1,12 +1,13 @@
 """Calls of an unmodified agent become episodes that are exact to the token: turns, retries, branches and changed histories."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
 from covey.rollout import NativeSampler
-from covey.serving import Endpoint, episodes_of
+from covey.serving import Endpoint, Trace, episodes_of, lines_of, read_traces
 from covey.types import Completion
 from environments.acting import chat_tokenizer, tiny_llama
 from serving.clients import Words, client
@@ -141,3 +142,18 @@ def test_a_turn_without_log_probabilities_is_no_certain_one(sampler):
     drawn, written = episode.completion.logprobs, len(bare[0].token_ids)
     assert drawn[-written:].isnan().all()
     assert not drawn[:-written].isnan().any()
+
+
+def test_a_trace_holds_any_text_and_log_probabilities_that_were_not_reported(sampler, tmp_path):
+    odd = "one\u2028two\x85three\x0bfour"
+    _, (call,) = recorded(sampler, lambda ask: Agent(ask, "a").say(odd))
+    (done,) = call.group.completions
+    unreported = replace(done, logprobs=torch.full_like(done.logprobs, torch.nan))
+    call = replace(call, group=replace(call.group, completions=(unreported,)))
+    path = tmp_path / "traces.jsonl"
+    (line,) = lines_of([Trace("a", "agent", "0:0", (call,), 0.0, 1.0)])
+    json.loads(line, parse_constant=pytest.fail)
+    path.write_text(line + "\n", encoding="utf-8")
+    (again,) = read_traces(path)
+    assert again.group.prompt.messages[-1]["content"] == odd
+    assert again.group.completions[0].logprobs.isnan().all()

@@ -7,6 +7,7 @@ semantic conventions for generative AI spans.
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ def lines_of(traces: Iterable[Trace]) -> Iterator[str]:
 def read_traces(path: Path | str) -> list[Call]:
     """The calls of a file of traces, for `episodes_of`. Raises DataError for a line that is none, or tokens that were changed."""
     calls = []
-    for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try:
             spans = json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"]
             pairs = [(span, _attributes(span)) for span in spans]
@@ -182,7 +183,7 @@ def _value(value: Any) -> dict[str, Any]:
     if isinstance(value, int):
         return {"intValue": str(value)}
     if isinstance(value, float):
-        return {"doubleValue": value}
+        return {"doubleValue": "NaN" if math.isnan(value) else value}  # JSON has no NaN
     if isinstance(value, list):
         return {"arrayValue": {"values": [_value(item) for item in value]}}
     return {"stringValue": str(value)}
@@ -207,7 +208,7 @@ def _plain(value: Mapping[str, Any]) -> Any:
     ((kind, held),) = value.items()
     if kind == "arrayValue":
         return [_plain(item) for item in held.get("values", [])]
-    return int(held) if kind == "intValue" else held
+    return int(held) if kind == "intValue" else float(held) if kind == "doubleValue" else held
 
 
 def _call(span: Mapping[str, Any], has: Mapping[str, Any], place: str) -> Call:
