@@ -102,6 +102,16 @@ def test_a_folder_takes_files_whenever_they_come(tmp_path: Path):
     assert sorted(prompts(order, 3)) == ["question 1", "question 2", "question 3"]
 
 
+def test_files_that_end_without_a_line_break_are_read_whole(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in rows(0, 1)))
+    (tmp_path / "b.ndjson").write_text(json.dumps(rows(2)[0]))
+    order = order_of(tmp_path)
+    assert prompts(order, 3) == ["question 0", "question 1", "question 2"]
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write("\n" + json.dumps(rows(3)[0]) + "\n")
+    assert prompts(order, 1) == ["question 3"]
+
+
 def test_an_iterable_and_a_step_that_is_undone():
     order = order_of(IterableDataset.from_generator(lambda: iter(rows(*range(10)))))
     prompts(order, 3)

@@ -9,7 +9,7 @@ import math
 import datasets
 import pytest
 
-from covey.data import PromptStream, load
+from covey.data import PromptStream, load, tables
 from covey.errors import DataError
 from kit import tiny_tokenizer
 
@@ -183,3 +183,13 @@ def test_a_set_of_objects_without_nulls_mixes_with_one_of_nulls_that_were_writte
     expected = [*structs, *nulls, {"prompt": called({"x": "4"}), "info": {"a": "c"}}]
     assert [{"prompt": row["prompt"], "info": row["info"]} for row in rows] == expected
     assert rows["dataset"][:] == [names[0]] * 3 + names[1:]
+
+
+def test_a_column_that_comes_after_the_first_rows_of_a_stream_is_not_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "_SCANNED", 200)
+    rows = [{"prompt": f"q{number}", "v": number if number % 2 else "s"} for number in range(30)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "late", "v": 1, "answer": "42"}]))
+    assert load(path)[30]["answer"] == "42"
+    with pytest.raises(DataError, match="column 'answer' is not in the first rows"):
+        list(load(path, streaming=True))

@@ -40,7 +40,7 @@ HERE = Path(__file__).parent
 
 
 def rows(name):
-    return [json.loads(line) for line in (HERE / "data" / name).read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in (HERE / "data" / name).open(encoding="utf-8")]
 
 
 def test_the_reward_pays_the_right_answer_and_nothing_else():

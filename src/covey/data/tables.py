@@ -317,10 +317,15 @@ def _feature(kind: Any) -> Any:
 
 
 def _generate_rows(stamps: Any, reader: str, columns: Any) -> Rows:
+    names = {name for name, _ in columns}
     for name, *_ in stamps:
         for row in json_rows(Path(name)) if reader == "json" else csv_rows(Path(name)):
             if reader == "csv":
                 row = {column: _value(row.get(column), kind) for column, kind in columns}
+            elif late := {column for column, value in row.items() if value is not None} - names:
+                raise DataError(
+                    f"{name}: column {min(late)!r} is not in the first rows, by which a stream is read; leave streaming out."
+                )
             yield {column: row.get(column) for column, _ in columns}
 
 

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from covey import names
-from covey.data.live.sources import FollowFile, FollowFolder, FollowIterable, HttpQueue, Source
+from covey.data.live.sources import LINES, FollowFile, FollowFolder, FollowIterable, HttpQueue, Source
 from covey.errors import CoveyError, DataError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "follow:"
-_FILES = (".jsonl", ".ndjson")
 
 
 class LiveDataset:
@@ -113,7 +112,7 @@ def _source_by_name(name: str) -> Source:
     if module and not path.exists():
         return _import_source(name, module)
     siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
-    if path.suffix not in _FILES:
+    if path.suffix not in LINES:
         there = "" if path.exists() else f" There is nothing of that name here.{did_you_mean(path.name, siblings)}"
         raise DataError(f"follow:{name} is no JSON Lines file (.jsonl), folder, http address or file.py:source.{there}")
     if not path.parent.is_dir():
@@ -128,7 +127,7 @@ def _source_by_name(name: str) -> Source:
 
 def _import_source(name: str, module: str) -> Source:
     """A source, or an iterable as one, by its import path."""
-    if module.endswith(_FILES):
+    if module.endswith(LINES):
         raise DataError(f"follow:{name}: a live source has no splits; write follow:{module}.")
     target = names.load(name, "source")
     made = target() if isinstance(target, type) or not hasattr(target, "poll") else target

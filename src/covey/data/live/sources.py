@@ -21,6 +21,8 @@ Position = Any
 Items = Sequence[tuple[Position, "Mapping[str, Any] | DataError"]]
 """Rows with the place right after each; a DataError stands for a row that cannot be read, which is left out and counted."""
 
+LINES = (".jsonl", ".ndjson")
+"""Endings of the names of JSON Lines files."""
 _HTTP_SECONDS = 30.0
 _LARGEST_ANSWER = 64 * 2**20
 _MOST_UNREAD = 100_000
@@ -42,7 +44,7 @@ class Source(Protocol):
 
 
 class FollowFile:
-    """A JSON Lines file that grows. The position is the byte offset after a line; an unfinished last line is read later.
+    """A JSON Lines file that grows. The position is the byte offset after a line; a last line that is no whole row is read later.
 
     A file that is shorter than the place was replaced, and is read from its start. One that was never there has no rows yet.
     """
@@ -64,7 +66,7 @@ class FollowFile:
 
 
 class FollowFolder:
-    """The JSON Lines files of a folder, in the order of their names; they may grow, and new ones may come at any time.
+    """The JSON Lines files (.jsonl, .ndjson) of a folder, in the order of their names; they may grow, and new ones may come at any time.
 
     The place is how many bytes of each file were read. A file that is written elsewhere and moved in is read whole.
     """
@@ -77,7 +79,7 @@ class FollowFolder:
         if not self.folder.is_dir():
             raise FileNotFoundError(f"there is no folder {self.folder}")
         items: list[tuple[Position, Mapping[str, Any] | DataError]] = []
-        for file in sorted(self.folder.glob("*.jsonl")):
+        for file in sorted(file for end in LINES for file in self.folder.glob(f"*{end}")):
             start = places.get(file.name, 0)
             start = 0 if file.stat().st_size < start else start
             for end, row in _lines(file, start, limit - len(items)):
@@ -173,12 +175,17 @@ def _lines(path: Path, start: int, limit: int) -> Iterator[tuple[int, Mapping[st
             line = file.readline(LONGEST_LINE + 1)
             if len(line) > LONGEST_LINE:
                 raise DataError(f"{path} has a line of more than {LONGEST_LINE} bytes from byte {start} on; split it.")
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n") and not _is_whole(line):
                 return
             where, start = f"{path}, byte {start}", file.tell()
             if line.strip():
                 count += 1
                 yield start, _parse(line, where)
+
+
+def _is_whole(line: bytes) -> bool:
+    """True if a line without its end is a row: the beginning of an object is none."""
+    return line.rstrip().endswith(b"}") and isinstance(_parse(line, ""), Mapping)
 
 
 def _parse(line: bytes, where: str) -> Mapping[str, Any] | DataError:

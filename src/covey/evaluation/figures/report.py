@@ -17,25 +17,9 @@ _MOST_ALERTS = 40
 _LONGEST = 3000
 _MOST_CARD = 200_000
 _OPTIONS = (
-    *(
-        "learning_rate",
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "num_generations",
-        "num_iterations",
-    ),
-    *(
-        "max_steps",
-        "num_train_epochs",
-        "max_completion_length",
-        "temperature",
-        "beta",
-        "epsilon",
-        "loss_type",
-        "scale_rewards",
-    ),
-    *("seed", "use_peft", "bf16"),
-)
+    "learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "num_iterations", "max_steps",
+    "num_train_epochs", "max_completion_length", "temperature", "beta", "epsilon", "loss_type", "scale_rewards", "seed", "use_peft", "bf16",
+)  # fmt: skip
 
 
 def write_report(folder: Path, path: Path) -> Path:
