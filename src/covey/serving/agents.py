@@ -142,13 +142,8 @@ class AgentSampler:
 
     def _open(self) -> None:
         if self.endpoint is None:
-            limits = Limits(
-                max_waiting=_MANY,
-                max_connections=_MANY,
-                max_choices=_MANY,
-                drain_seconds=1.0,
-                max_body_bytes=_MOST_BYTES,
-            )
+            sizes = dict.fromkeys(("max_waiting", "max_connections", "max_choices"), _MANY)
+            limits = Limits(**sizes, drain_seconds=1.0, max_body_bytes=_MOST_BYTES)
             hooks: dict[str, Any] = {
                 "on_call": self.sessions.record,
                 "admit": self.sessions.admit,

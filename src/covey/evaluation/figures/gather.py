@@ -215,11 +215,8 @@ def _before_and_after(side: Side, about: str) -> list[Confusion]:
         values = {value for pair in pairs for value in pair}
         if pairs and values <= {0.0, 1.0}:
             title = f"questions of {name}, first and last evaluation{about}"
-            confusions.append(
-                Confusion(
-                    name=f"{name} before and after", title=title, rows="first", columns="last", counts=_count(pairs)
-                )
-            )
+            named = {"name": f"{name} before and after", "title": title, "rows": "first", "columns": "last"}
+            confusions.append(Confusion(**named, counts=_count(pairs)))
     return confusions
 
 

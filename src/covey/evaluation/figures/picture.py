@@ -114,15 +114,8 @@ def _curve(axes: Any, figure: Curve, titles: Sequence[str]) -> None:
         colour, scale = COLOURS[i % len(COLOURS)], figure.scale
         scaled = [[scale * value for value in values] for values in (line.middle, line.low, line.high)]
         marker = "o" if len(line.steps) <= 12 else None
-        axes.plot(
-            line.steps,
-            scaled[0],
-            _LINES[i // len(COLOURS) % 4],
-            color=colour,
-            label=_plain(titles[i]),
-            marker=marker,
-            markersize=3,
-        )
+        how = {"color": colour, "label": _plain(titles[i]), "marker": marker, "markersize": 3}
+        axes.plot(line.steps, scaled[0], _LINES[i // len(COLOURS) % 4], **how)
         axes.fill_between(line.steps, scaled[1], scaled[2], color=colour, alpha=0.15, linewidth=0)
         for run in line.runs if len(line.runs) > 1 else ():
             axes.plot(
