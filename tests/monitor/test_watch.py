@@ -115,3 +115,22 @@ def test_noise_is_told_apart_from_a_trend():
     assert error == pytest.approx(0.1 * math.sqrt(12 / 400), rel=0.1)
     assert shift([1.0, 1.0], [1.0, 1.0]).z == 0
     assert shift([1.0, 1.0], [2.0, 2.0]).z == math.inf
+
+
+def test_a_second_part_of_the_run_with_the_same_fault_is_told_too():
+    watch, told = Watch(standard()), []
+    for step in range(1, 80):
+        late = float(step >= 50)
+        values = {
+            "completions/count": 10.0,
+            "rewards/a/errors": 5.0,
+            "rewards/b/errors": 9.0 * late,
+            "rewards/unscored": 0.0,
+        }
+        if step % 10 == 0:
+            sets = {"eval_x": 0.1, "eval_y": 0.3 * late}
+            watch.evaluated({f"{name}_forgetting": lost for name, lost in sets.items()})
+            watch.evaluated({f"{name}_forgetting/p": 1e-4 if lost else 1.0 for name, lost in sets.items()})
+        told += [(alert.step, alert.rule, alert.parts) for alert in watch(report(step, **values))]
+    assert [parts for _, rule, parts in told if rule == "reward_errors"] == [("a",), ("a", "b")]
+    assert [parts for _, rule, parts in told if rule == "forgetting"] == [("eval_x",), ("eval_x", "eval_y")]

@@ -66,12 +66,15 @@ class History:
         severity: Literal["info", "warning", "error"],
         said: str,
         try_this: Iterable[str],
+        parts: Iterable[str] = (),
         **evidence: Any,
     ) -> Alert:
-        """An alert at the current step; numbers of the evidence are rounded to four digits that count."""
+        """An alert at the current step; numbers of the evidence are rounded to four digits that count. `parts`: as of `Alert`."""
         shown = {name: _round(value) for name, value in evidence.items()}
         hints = (try_this,) if isinstance(try_this, str) else tuple(try_this)
-        return Alert(rule=rule, severity=severity, said=said, step=self.step, evidence=shown, try_this=hints)
+        return Alert(
+            rule=rule, severity=severity, said=said, step=self.step, evidence=shown, try_this=hints, parts=tuple(parts)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but times: they say nothing of the machine that a run is resumed on."""

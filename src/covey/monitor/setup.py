@@ -187,5 +187,11 @@ class _Guarded:
     def _failed(self, seen: History, sentence: str, where: str) -> Alert:
         advice = ("return history.alert(...) or None; history[name].last(10) may be empty",)
         return seen.alert(
-            "detector_failed", "warning", f"the detector {self.name} {sentence}", advice, detector=self.name, at=where
+            "detector_failed",
+            "warning",
+            f"the detector {self.name} {sentence}",
+            advice,
+            parts=[self.name],
+            detector=self.name,
+            at=where,
         )

@@ -19,12 +19,12 @@ SEVERITIES = ("info", "warning", "error")
 @dataclass(eq=False)
 class Watch:
     """Runs the detectors on each step and returns new alerts. A lasting fault alerts once, and again if it grows
-    more severe, or if it comes back after twenty steps without it."""
+    more severe, if it comes back after twenty steps without it, or if another part of the run has it too."""
 
     detectors: Sequence[Detector] = ()
     history: History = field(default_factory=History)
     sent: dict[str, list[int]] = field(default_factory=dict)
-    """Last alert by rule, of `detector_failed` by rule and detector: its step and its severity."""
+    """Last alert by rule, or by rule and part of the run: its step and its severity."""
     speed: Speed = field(default_factory=lambda: Speed())
 
     def __call__(self, report: StepReport) -> list[Alert]:
@@ -51,7 +51,11 @@ class Watch:
         self.speed = Speed()
 
     def _is_new(self, alert: Alert) -> bool:
-        fault = f"{alert.rule} {alert.evidence.get('detector', '')}" if alert.rule == "detector_failed" else alert.rule
+        faults = [f"{alert.rule} {part}" for part in alert.parts] or [alert.rule]
+        are_new = [self._is_new_fault(fault, alert) for fault in faults]  # each of them is noted
+        return any(are_new)
+
+    def _is_new_fault(self, fault: str, alert: Alert) -> bool:
         before = self.sent.get(fault)
         severity = SEVERITIES.index(alert.severity)
         is_gone = before is None or alert.step - before[0] > _CLEAR

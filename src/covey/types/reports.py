@@ -69,3 +69,5 @@ class Alert:
     step: int
     evidence: Mapping[str, Any] = field(default_factory=dict)
     try_this: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    """Names of the parts of the run that have the fault, such as rewards or sets; empty: the run as a whole."""

@@ -119,5 +119,6 @@ class Forgetting:
                 "hold the policy closer to where it was: a higher beta, a lower learning rate",
                 "load_best_model_at_end=True ends with the weights of the best evaluation",
             ),
+            parts=losses,
             **{name: list(both) for name, both in losses.items()},
         )  # fmt: skip

@@ -172,6 +172,7 @@ class RewardErrors:
                 "events.jsonl has each failure with its traceback and the completion",
                 "raise reward_timeout_seconds if it is slow rather than wrong",
             ),
+            parts=failing,
             unscored=lost, errors={name: round(rate, 4) for name, rate in failing.items()},
         )  # fmt: skip
 

@@ -187,6 +187,7 @@ class LanguageCollapse:
                 "advantage_slices='language' keeps one language's rewards from setting the scale of another's",
                 "early is cheap: go back to a checkpoint from before the fall, alert_actions={'language_collapse': 'roll_back'} does so",
             ),
+            parts=[code for code, _, _ in fallen],
             **{f"same_language_{code}": [before, after] for code, before, after in fallen},
         )  # fmt: skip
 
