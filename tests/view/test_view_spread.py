@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from covey.monitor.view import Library, samples
+from covey.monitor.view.distributions import correlations_of
 from covey.monitor.view.groups import GroupIndex
 from covey.monitor.view.prompts import PromptIndex
+from covey.monitor.view.samples import Sample
 from covey.runs import RunFolder, rollouts
 from covey.types import Completion, Group, Prompt
 
@@ -205,3 +208,17 @@ def test_the_text_of_a_prompt_that_was_shown_is_read_from_no_file_again(tmp_path
     for step in STEPS:
         index.path_of(step).unlink()
     assert {row["uid"]: row["prompt"] for row in prompts.rows(sort="biggest loss", **asked)["rows"]} == shown
+
+
+def test_the_first_right_answers_of_a_hard_task_are_drawn() -> None:
+    """Ten thousand wrong answers come first, all of one reward."""
+    rewards = [np.zeros(1024)] * 11 + [np.tile([0.0, 1.0], 512)]
+    spread = correlations_of({step: sample(reward=values) for step, values in enumerate(rewards)}, None)
+    assert [sum(counts) for counts in spread["counts"]] == [1024] * 12
+    assert (spread["edges"][0], spread["edges"][-1]) == (0.0, 1.0)
+    assert (spread["counts"][-1][0], spread["counts"][-1][-1]) == (512, 512)
+
+
+def sample(**rewards: np.ndarray) -> Sample:
+    none = np.zeros(len(next(iter(rewards.values()))))
+    return Sample(lengths=none, is_cut=none > 0, rewards=rewards, advantages=none, by_position={}, histograms={})
