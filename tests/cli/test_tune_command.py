@@ -248,6 +248,26 @@ sys.stdin.read()
     assert [path.name for path in tmp_path.iterdir()] == ["seed-0.previous-1"]
 
 
+def test_a_search_that_runs_elsewhere_gets_no_trial_of_this_one(place, capsys):
+    script = """
+import sys
+from pathlib import Path
+from covey.runs.lock import FolderLock
+FolderLock(Path(sys.argv[1])).take()
+print("searches", flush=True)
+sys.stdin.read()
+"""
+    folder = place / "runs" / "t"
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-c", script, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "searches\n"
+        assert main(words(*RATES, "--learning-rate", "1e-3")) == 2
+        other.communicate()
+    assert f"process {other.pid} on" in capsys.readouterr().err
+    assert not (folder / "study.journal").exists()
+
+
 def joined_rows(monkeypatch):
     """Numbers of runs in each joint decode step, filled as they are decoded."""
     joined, decode = [], _JointForward.decode

@@ -58,10 +58,10 @@ def run(args: Args) -> int:
     from covey.runs.lock import FolderLock
     from covey.runs.signals import StopRequest
 
-    study = open_study(tuning)
     lock = FolderLock(tuning.folder)
     lock.take()
     try:
+        study = open_study(tuning)  # writes into it
         with StopRequest() as stop:
             code = _search(tuning, study, stop)
     finally:
