@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -200,7 +202,7 @@ def test_weights_that_stay_are_copied_once_and_into_memory_that_is_handed_over(d
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_memory_that_the_server_cannot_open_is_not_chosen(device, tmp_path, monkeypatch, caplog):
-    gone = {"cpu": ["", b"/tmp/nobody".hex(), b"/covey_is_not_there".hex(), 12], "cuda:0": ["GPU-of-another-machine"]}
+    gone = {"cpu": ["", "/proc/1/fd/not-there", 12], "cuda:0": ["GPU-of-another-machine"]}
     monkeypatch.setattr(covey_link, "handle_of", lambda block: gone["cuda:0" if block.is_cuda else "cpu"])
     with worker_on(device, seconds=5) as server:
         transport = transport_for(server, layers(device, seed=1), "auto", tmp_path, int(free_port()), world=World())
@@ -220,3 +222,22 @@ def test_a_worker_that_cannot_reach_the_port_answers_and_the_folder_is_used(tmp_
         transport = transport_for(server, layers("cpu", seed=1), "auto", tmp_path, int(free_port()), world=World())
     assert isinstance(transport, DirectoryTransport)
     assert "cannot be reached from" in caplog.text
+
+
+SENDER = """
+import json, sys, torch
+from covey.process.link import covey_link
+block = covey_link.block_of([torch.arange(5.0)], torch.device("cpu"), is_shared=True)
+print(json.dumps(covey_link.handle_of(block)), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_sender_that_has_ended_leaves_no_process_that_holds_its_output():
+    """`covey train 2>&1 | tee log` would not end before the server did."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", SENDER], stdin=pipe, stdout=pipe, stderr=pipe, text=True) as sender:
+        block = covey_link.copy_of(json.loads(sender.stdout.readline()), torch.device("cpu"))
+        _, errors = sender.communicate("", timeout=20)  # raises where the output stays open
+    assert sender.returncode == 0, errors
+    assert block[:20].view(torch.float32).tolist() == [0, 1, 2, 3, 4]

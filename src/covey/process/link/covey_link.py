@@ -1,6 +1,6 @@
 """A process group of a trainer (rank 0) and the workers of a server, apart from the groups of either. Tensors go from rank 0 to all.
 
-Between processes of one machine the group only says where they are: `ipc` hands over memory, by CUDA IPC or as POSIX shared memory.
+Between processes of one machine the group only says where they are: `ipc` hands over memory, by CUDA IPC or as memory of the host that both map.
 Imports torch alone, because it runs in the server's environment too.
 """
 
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -211,22 +213,22 @@ class Link:
 def handle_of(block: torch.Tensor) -> list[Any]:
     """Handle, as JSON takes it, by which one other process of this machine opens a block [bytes] of uint8, once.
 
-    The block must live until that process has copied it. Memory of a CPU becomes shared memory by this.
+    The block must live until that process has copied it.
     """
     storage = block.untyped_storage()
     if block.is_cuda:
         torch.cuda.synchronize(block.device)  # an event would order other streams too, but only those of this moment
         gpu, parts = str(torch.cuda.get_device_properties(block.device).uuid), storage._share_cuda_()[1:]
     else:
-        gpu, parts = "", storage._share_filename_cpu_()
+        gpu, parts = "", (storage.filename, len(block))
     return [gpu, *(part.hex() if isinstance(part, bytes) else part for part in parts)]
 
 
 def copy_of(handle: Sequence[Any], device: torch.device) -> torch.Tensor:
     """Copy, on `device`, of the block behind a handle, which is closed again. Raises RuntimeError where it cannot be opened."""
     gpu, *encoded = handle
-    parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in encoded]
     if gpu:
+        parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in encoded]
         torch.cuda.init()
         there = range(torch.cuda.device_count())
         numbers = [number for number in there if str(torch.cuda.get_device_properties(number).uuid) == gpu]
@@ -234,7 +236,7 @@ def copy_of(handle: Sequence[Any], device: torch.device) -> torch.Tensor:
             raise RuntimeError(f"this process does not see GPU {gpu}, which holds the weights")
         storage = torch.UntypedStorage._new_shared_cuda(numbers[0], *parts)
     else:
-        storage = torch.UntypedStorage._new_shared_filename_cpu(*parts)
+        storage = torch.UntypedStorage.from_file(encoded[0], False, encoded[1])
     opened = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     copy = torch.empty_like(opened, device=device).copy_(opened)
     for place in {opened.device, copy.device}:
@@ -248,13 +250,28 @@ def block_of(weights: Iterable[torch.Tensor], device: torch.device, *, is_shared
     parts = [weight.reshape(-1).view(torch.uint8) for weight in weights]
     size = sum(_aligned(len(part)) for part in parts)
     if is_shared and size and device.type == "cpu":
-        block = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_using_filename_cpu(size))
+        block = _shared_block(size)
     else:
         block = torch.empty(size, dtype=torch.uint8, device=device)
     start = 0
     for part in parts:
         block[start : start + len(part)].copy_(part)
         start += _aligned(len(part))
+    return block
+
+
+def _shared_block(size: int) -> torch.Tensor:
+    """[size] uint8 of memory that other processes open by its `filename`, as long as it lives: a kill leaves nothing.
+
+    Torch's own shared memory starts a process, which holds this one's output open as long as a reader lives.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise RuntimeError("this system shares no anonymous memory between processes")
+    descriptor = os.memfd_create("covey-weights")
+    os.ftruncate(descriptor, size)
+    storage = torch.UntypedStorage.from_file(f"/proc/{os.getpid()}/fd/{descriptor}", True, size)
+    block = torch.empty(0, dtype=torch.uint8).set_(storage)
+    weakref.finalize(block, os.close, descriptor)
     return block
 
 
