@@ -249,6 +249,12 @@ def _refuse_bad_evaluation(config: Any) -> None:
             raise ConfigError(
                 f"{name}={getattr(config, name)!r} needs evaluations: set eval_strategy='steps' and eval_steps."
             )
+    is_here = config.async_rollouts and config.vllm_mode == "server" and (config.ema_decay or config.soup_steps)
+    if evaluates and is_here and config.vllm_structured_outputs_regex is not None:
+        raise ConfigError(
+            "Averaged weights are evaluated by Covey's own engine beside asynchronous rollouts of a vLLM server, and it knows no "
+            "vllm_structured_outputs_regex; leave the regex, the average or async_rollouts out."
+        )
     if config.ema_decay is not None and config.soup_steps is not None:
         raise ConfigError("ema_decay and soup_steps are two averages of the weights; keep one of them.")
     if config.ema_decay == 1:

@@ -231,6 +231,7 @@ _SERVER = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm
     "vllm_transport", "vllm_directory", "vllm_attestation", "vllm_deadlines")  # fmt: skip
 _COLOCATED = ("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size", "vllm_model_impl",
     "vllm_enable_sleep_mode")  # fmt: skip
+_ROLLOUT = ("rollout_dtype", "rollout_max_rows")
 _WORKERS = ("rollout_workers", "rollout_device", "rollout_placement")
 _NATIVE = ("rollout_cache_fraction", "cuda_graphs", "attention")
 _CORRECTION = ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
@@ -239,9 +240,9 @@ _OF_VLLM = ("vLLM server", "vLLM in process")
 IDLE = (
     Idle(("vllm_mode", *_SERVER, *_COLOCATED), "it acts with use_vllm=True", needs=_OF_VLLM),
     Idle(_SERVER, "it acts with vllm_mode='server'", needs=("vLLM server",)),
-    Idle((*_COLOCATED, "rollout_dtype"), "the server was started with its own", idle_in=("vLLM server",)),
-    Idle(("rollout_max_rows",), "the server was started with its own", idle_in=("vLLM server",), needs=("average",)),
-    Idle(("rollout_max_rows",), "the server was started with its own, and evaluates", idle_in=("vLLM server",), needs=("asynchronous",)),
+    Idle(_COLOCATED, "the server was started with its own", idle_in=("vLLM server",)),
+    Idle(_ROLLOUT, "the server was started with its own", idle_in=("vLLM server",), needs=("average",)),
+    Idle(_ROLLOUT, "the server was started with its own, and evaluates", idle_in=("vLLM server",), needs=("asynchronous",)),
     Idle(("vllm_server_host", "vllm_server_port"), "vllm_server_base_url is the address", needs=("vllm_server_base_url=None",)),
     Idle(("vllm_directory",), "weights are broadcast", idle_in=("vllm_transport='ipc'", "vllm_transport='gloo'", "vllm_transport='nccl'")),
     Idle(("vllm_group_port",), "weights travel by a folder", idle_in=("vllm_transport='directory'",)),

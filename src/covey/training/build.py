@@ -36,6 +36,7 @@ from covey.training.build_algorithm import languages_of
 from covey.training.build_learner import RunInputs, Shard, build_learner, build_networks, learner_world, samples_here
 from covey.training.build_sampler import (
     agent_options,
+    computing_options,
     name_idle_options,
     sampler_ahead,
     sampler_options,
@@ -193,7 +194,7 @@ def build_evaluation_sampler(inputs: RunInputs, policy: Policy, check_stop: Inte
         return None
     options = sampler_options(args, inputs.world, inputs.server, is_second=True)
     if options.get("backend") == "vllm-server":
-        options = {"max_rows": args.rollout_max_rows, "backend": "auto"}
+        options = {"backend": "auto", **computing_options(args, inputs.world)}
     return _sampler_here(inputs, policy, check_stop, options)
 
 

@@ -115,15 +115,12 @@ def sampler_options(
         )
     if args.router_replay:
         _refuse_replay(args, others)
-    dtype = _dtype(args, world)
-    options: dict[str, Any] = {"max_rows": args.rollout_max_rows}
-    options |= {} if dtype == "auto" else {"dtype": dtype}
-    options |= {"float32_head": True} if args.cast_lm_head_to_fp32 else {}
+    options = computing_options(args, world)
     if others:
         return {**options, "backend": "generate", "generate": others}
     if args.rollout_backend == "vllm":
-        options = {"backend": vllm_backend(args), **vllm_options(args, world, server, example)}
-        return options if dtype == "auto" or args.vllm_mode == "server" else {**options, "dtype": dtype}
+        precision = {} if args.vllm_mode == "server" else {"dtype": options.get("dtype", "auto")}
+        return {"backend": vllm_backend(args), **vllm_options(args, world, server, example), **precision}
     if args.rollout_backend == "transformers":
         return {**options, "backend": "transformers"}
     choices = {
@@ -133,6 +130,14 @@ def sampler_options(
     options |= {"backend": args.rollout_backend, "cache_fraction": args.rollout_cache_fraction}
     options |= {"backend": "native", "records_experts": True} if args.router_replay else {}
     return options | {name: value for name, (value, default) in choices.items() if value != default}
+
+
+def computing_options(args: GRPOConfig, world: World) -> dict[str, Any]:
+    """Arguments of every sampler in this process: its rows and its precision."""
+    dtype = _dtype(args, world)
+    options: dict[str, Any] = {"max_rows": args.rollout_max_rows}
+    options |= {} if dtype == "auto" else {"dtype": dtype}
+    return options | ({"float32_head": True} if args.cast_lm_head_to_fp32 else {})
 
 
 def _refuse_replay(args: GRPOConfig, others: Mapping[str, Any]) -> None:

@@ -83,6 +83,8 @@ class Sync:
     is_broken: bool = False
     """True if the last update failed, so that nothing may be generated before a successful one."""
     pushed: int = 0
+    newest: int = -1
+    """Highest version that was prepared, which may still wait to be sent."""
     sent_bytes: int = 0
     """Bytes of the last update."""
     sums: Mapping[str, int] = field(default_factory=dict)
@@ -199,7 +201,8 @@ class Sync:
         """`RUN:STEP`; a version that is sent again gets a new label, and with it a new folder."""
         self.pushed += 1
         label = f"{self.run}:{version}"
-        return label if label != self.label and not self.is_broken else f"{label}.{self.pushed}"
+        is_new, self.newest = version > self.newest, max(version, self.newest)
+        return label if is_new else f"{label}.{self.pushed}"
 
     def _is_exact(self) -> bool | None:
         """True if every block's digest is that of the weights that were sent, in the server's type; None if that cannot be compared."""
