@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
+import random
+import re
 
+import numpy
 import pytest
 import torch
 
-from covey.errors import ConfigError
+from covey.errors import ConfigError, ServerError
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.vllm import VLLMSampler, plain_weights
 from kit import tiny_model, tiny_tokenizer
@@ -64,10 +67,26 @@ def test_without_vllm_a_sentence_says_what_to_install() -> None:
 
 
 @pytest.fixture(scope="module")
-def sampler() -> VLLMSampler:
+def drawn() -> list[tuple[float, ...]]:
+    """Numbers of the random generators after a seed, without and with the start of an engine between."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def sampler(drawn: list[tuple[float, ...]]) -> VLLMSampler:
     pytest.importorskip("vllm")
     model = tiny_model("qwen2", hidden=128, layers=2)
-    return VLLMSampler(model, tiny_tokenizer(), eos_ids=[2], dtype="float32")
+    for starts in (False, True):
+        for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+            seed(7)
+        if starts:
+            sampler = VLLMSampler(model, tiny_tokenizer(), eos_ids=[2], dtype="float32", max_rows=3)
+        drawn.append((float(torch.rand(())), random.random(), float(numpy.random.rand())))
+    return sampler
+
+
+def test_it_draws_as_many_rows_at_once_as_it_is_asked_to(sampler: VLLMSampler) -> None:
+    assert sampler.engine.llm_engine.vllm_config.scheduler_config.max_num_seqs == 3
 
 
 PROMPTS = ["Tom has 3 apples.", "2 + 2 =", "Hello"]
@@ -112,3 +131,61 @@ def test_leaving_in_the_middle_leaves_nothing_behind(sampler: VLLMSampler) -> No
     sampler.check_stop = lambda: None
     assert not sampler.engine.llm_engine.has_unfinished_requests()
     assert len(list(sampler.sample(PROMPTS, 2, SamplingParams(max_tokens=4)))) == 3
+
+
+def test_starting_it_leaves_the_random_generators_as_they_were(
+    sampler: VLLMSampler, drawn: list[tuple[float, ...]]
+) -> None:
+    """vLLM seeds them with 0, so that runs of every seed would draw alike."""
+    assert drawn[0] == drawn[1]
+
+
+def completions_of(made: object, params: SamplingParams, n: int = 1) -> dict[str | None, list[tuple[list[int], str]]]:
+    return {
+        group.prompt.text: [(one.token_ids.tolist(), one.finish) for one in group.completions]
+        for group in made.sample(PROMPTS, n, params)
+    }
+
+
+def test_stop_strings_end_completions_as_the_native_engines(sampler: VLLMSampler) -> None:
+    model = tiny_model("qwen2", hidden=128, layers=2, seed=5)
+    sampler.load(model, version=0)
+    native = NativeSampler(model, tiny_tokenizer(), eos_ids=[2])
+    whole = completions_of(native, SamplingParams(max_tokens=12, temperature=0.0))
+    token = whole[PROMPTS[0]][0][0][3]
+    params = SamplingParams(max_tokens=12, temperature=0.0, stop=(tiny_tokenizer().decode([token]),))
+    assert completions_of(native, params) != whole
+    assert completions_of(sampler, params) == completions_of(native, params)
+
+
+def test_a_special_token_is_a_stop_string_too(sampler: VLLMSampler) -> None:
+    tokenizer = tiny_tokenizer()
+    text = tokenizer.pad_token
+    model = tiny_model("qwen2", hidden=128, layers=2, seed=5)
+    torch.nn.init.zeros_(model.model.norm.weight)  # all tokens are as likely, and greedy decoding takes the first
+    sampler.load(model, version=0)
+    params = SamplingParams(max_tokens=6, temperature=0.0, stop=(text,))
+    assert tokenizer.pad_token_id == 0
+    assert completions_of(sampler, params) == {one: [([0], "stop")] for one in PROMPTS}
+
+
+def test_equal_completions_of_greedy_decoding_are_drawn_once(sampler: VLLMSampler) -> None:
+    model = tiny_model("qwen2", hidden=128, layers=2, seed=5)
+    sampler.load(model, version=0)
+    native = NativeSampler(model, tiny_tokenizer(), eos_ids=[2])
+    params = SamplingParams(max_tokens=6, temperature=0.0)
+    assert completions_of(sampler, params, n=3) == completions_of(native, params, n=3)
+
+
+@pytest.mark.filterwarnings("ignore")  # xgrammar's own
+def test_completions_match_a_regular_expression(sampler: VLLMSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "regex", "[0-9]{1,3}")
+    for group in sampler.sample(PROMPTS, 3, SamplingParams(max_tokens=8)):
+        assert all(re.fullmatch(r"[0-9]{1,3}", one.text.strip()) for one in group.completions)
+
+
+@pytest.mark.filterwarnings("error")  # one of xgrammar then ends the request
+def test_a_completion_that_vllm_breaks_off_is_none(sampler: VLLMSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "regex", "[0-9]{1,4}")
+    with pytest.raises(ServerError, match=r"broke a completion off \(\w+\)"):
+        list(sampler.sample(PROMPTS, 3, SamplingParams(max_tokens=8)))

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from covey.errors import ConfigError, DataError, ModelError
+from covey.errors import ConfigError, DataError, ModelError, ServerError
 from covey.models import unwrapped
 from covey.models.modalities import banned_ids, refuse_loose_places
 from covey.process.sharding import Shards
@@ -25,7 +28,7 @@ from covey.process.world import has_several_processes
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import SamplingParams, update_metrics
 from covey.rollout.sampling import fresh_seed, sequence_key
-from covey.rollout.stopping import checked_eos_ids, context_of
+from covey.rollout.stopping import check_finite, checked_eos_ids, context_of
 from covey.rollout.vllm.lifecycle import NEVER, Sleep
 from covey.rollout.vllm.plain_layers import plain_config, refuse_unmerged
 from covey.rollout.vllm.weights import Source, write_weights
@@ -92,7 +95,7 @@ class VLLMSampler:
             extra["model_impl"] = model_impl
         if max_rows is not None:
             extra["max_num_seqs"] = max_rows
-        self.engine = _engine(model, processor, dtype, gpu_memory_utilization, self.context, extra)
+        self.engine = _engine(model, processor or tokenizer, dtype, gpu_memory_utilization, self.context, extra)
         self.dtype = "float32" if self.engine.llm_engine.model_config.dtype == torch.float32 else None
         """Type that it computes in, where its log-probabilities are to equal a plain forward's."""
         self.sleep = Sleep(self.engine)
@@ -168,7 +171,8 @@ class VLLMSampler:
                 for output in engine.step():
                     if output.finished and (finished_prompt := waiting.pop(_name(output.request_id), None)) is not None:
                         answers = sorted(output.outputs, key=lambda answer: answer.index)
-                        yield Group(prompt=finished_prompt, completions=tuple(map(self._completion, answers)))
+                        copies = n if params.is_greedy else 1
+                        yield Group(prompt=finished_prompt, completions=tuple(map(self._completion, answers)) * copies)
         finally:
             if waiting:  # the caller stopped early: abort the rest
                 engine.abort_request(list(waiting))
@@ -196,7 +200,7 @@ class VLLMSampler:
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         return VLLMParams(
-            n=n,
+            n=1 if params.is_greedy else n,  # vLLM refuses equal ones
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
@@ -208,20 +212,25 @@ class VLLMSampler:
             max_tokens=room,
             seed=seed,
             logprobs=0,
-            skip_special_tokens=True,
+            detokenize=bool(params.stop),
+            skip_special_tokens=False,  # a stop string may be one
             output_kind=RequestOutputKind.FINAL_ONLY,
             logit_bias=dict.fromkeys(self.banned, NEVER) or None,
             structured_outputs=None if self.regex is None else StructuredOutputsParams(regex=self.regex),
         )
 
     def _completion(self, answer: Any) -> Completion:
+        if answer.finish_reason not in ("stop", "length"):
+            raise ServerError(f"vLLM broke a completion off ({answer.finish_reason}); its log says why.")
         ids = torch.tensor(list(answer.token_ids), dtype=torch.int64)
-        drawn = [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]
+        steps = zip(answer.token_ids, answer.logprobs, strict=True)
+        logprobs = torch.tensor([step[token].logprob for token, step in steps], dtype=torch.float32)
+        check_finite(logprobs)
         return Completion(
             token_ids=ids,
             text=self.tokenizer.decode(ids, skip_special_tokens=True),
             finish="stop" if answer.finish_reason == "stop" else "length",
-            logprobs=torch.tensor(drawn, dtype=torch.float32),
+            logprobs=logprobs,
             version=self.version,
         )
 
@@ -240,6 +249,16 @@ def expect_vllm() -> None:
         )
 
 
+@contextmanager
+def _random_generators_as_before() -> Iterator[None]:
+    """The random generators of this process are afterwards as before: vLLM seeds them all with 0, whatever the seed of a run."""
+    python, arrays = random.getstate(), np.random.get_state(legacy=False)
+    with torch.random.fork_rng():
+        yield
+    random.setstate(python)
+    np.random.set_state(arrays)
+
+
 def _engine(model: Any, processor: Any, dtype: str, share: float, context: int | None, extra: Mapping[str, Any]) -> Any:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # weights are passed, not sent
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -248,17 +267,15 @@ def _engine(model: Any, processor: Any, dtype: str, share: float, context: int |
 
     if hasattr(EngineArgs, "mm_device_do_normalize"):  # pixels reach it as the processor has scaled them
         extra = {**extra, "mm_device_do_normalize": False}
-    with tempfile.TemporaryDirectory(prefix="covey-vllm-") as folder:
+    with tempfile.TemporaryDirectory(prefix="covey-vllm-") as folder, _random_generators_as_before():
         config = plain_config(model)
         config.architectures = [type(unwrapped(model)).__name__]  # a model made from a configuration has none
         config.save_pretrained(folder)
-        if processor is not None:  # vLLM asks it for the sizes of images, and for no prompt
-            processor.save_pretrained(folder)
+        processor.save_pretrained(folder)  # vLLM asks it for stop strings, regular expressions and the sizes of images
         try:
             return LLM(
                 str(Path(folder)),
                 load_format="dummy",
-                skip_tokenizer_init=processor is None,
                 dtype=dtype,
                 max_model_len=context,
                 gpu_memory_utilization=share,

@@ -280,7 +280,7 @@ class ServerSampler:
         )
         body: dict[str, Any] = {
             "prompt": list(prompt.token_ids),
-            "n": n,
+            "n": 1 if params.is_greedy else n,  # vLLM refuses equal ones
             "max_tokens": room,
             "temperature": params.temperature,
             "top_p": params.top_p,
@@ -294,7 +294,7 @@ class ServerSampler:
             "seed": seed,
             "logprobs": 0,
             "return_token_ids": True,
-            "skip_special_tokens": True,
+            "skip_special_tokens": False,  # a stop string may be one
         }
         if self.banned:
             body["logit_bias"] = {str(token_id): NEVER for token_id in self.banned}
@@ -319,9 +319,9 @@ class ServerSampler:
                 i, answer = self._next(answers)
                 if isinstance(answer, Exception):
                     raise answer
-                group = Group(prompt=prompts[i], completions=self._completions(answer, n, prompts[i]))
-                del requests[i]
-                yield group
+                drawn = requests.pop(i)["n"]
+                made = self._completions(answer, drawn, prompts[i])
+                yield Group(prompt=prompts[i], completions=made * (n // drawn))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             self.client.hang_up()  # abort the requests that still run
