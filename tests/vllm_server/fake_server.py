@@ -75,7 +75,7 @@ class FakeServer:
         self.prompts: list[list[int]] = []
         """Token ids of the prompts that it has continued."""
         self.logprobs_mode = "processed_logprobs"
-        self.device = "cpu"
+        self.device, self.dtype = "cpu", "float32"
         self.folder = "/nowhere/policy"
         """Path of the model that it says it serves."""
         self._lock = threading.Lock()
@@ -147,7 +147,7 @@ class FakeServer:
         return {
             "model_config": {
                 "model": self.folder,
-                "dtype": "torch.float32",
+                "dtype": f"torch.{self.dtype}",
                 "logprobs_mode": self.logprobs_mode,
                 "max_logprobs": 20,
             },

@@ -209,6 +209,23 @@ def serves(fake, model):
     return all(torch.equal(served[name], value) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "before"),
+    [("dtype", "bfloat16", "float32"), ("logprobs_mode", "raw_logprobs", "processed_logprobs")],
+)
+def test_a_server_that_was_started_again_with_other_options_is_named_in_a_sentence(
+    option, value, before, fake, model, tmp_path
+):
+    sampler = sampler_of(fake, model, tmp_path, **PATIENT)
+    drawn(sampler)
+    setattr(fake, option, value)
+    fake.restart(model)
+    with pytest.raises(
+        ServerError, match=f"was started again with {option} {value} instead of {before}; start it as before"
+    ):
+        drawn(sampler)
+
+
 def test_an_older_version_is_refused(fake, model, tmp_path):
     sampler = sampler_of(fake, model, tmp_path)
     sampler.load(model, 1)

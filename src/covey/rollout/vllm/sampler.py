@@ -239,7 +239,7 @@ class ServerSampler:
             if is_wrong(error):
                 raise
             logger.warning("The update failed: %s", error)
-            self.client.wait_until_up(self.timeout, self.check_wait)
+            self._wait()
             self.sync.is_broken = True  # it may have been started again, with the weights of its folder
             seen = self.sync.push(update)
         self.seen.append(update_metrics(update.seconds + time.perf_counter() - started, self.sync.sent_bytes))
@@ -254,9 +254,13 @@ class ServerSampler:
 
     def _send_again(self) -> None:
         """Send the weights of the last update to a server that has lost them."""
-        self.client.wait_until_up(self.timeout, self.check_wait)
+        self._wait()
         self.sync.is_broken = True
         self._send()
+
+    def _wait(self) -> None:
+        self.client.wait_until_up(self.timeout, self.check_wait)
+        self.server.expect_unchanged()
 
     def _on_main(self, work: Callable[[], None]) -> None:
         """Run `work` on the main process; every process then has the served label."""

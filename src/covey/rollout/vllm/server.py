@@ -67,6 +67,19 @@ class Server:
             )
         return Server(client, _read_info(client))
 
+    def expect_unchanged(self) -> None:
+        """Raise ServerError for a server that was started again with other options than this run began with."""
+        self.client.probe()
+        now = vars(_read_info(self.client))
+        changed = [
+            f"{name} {now[name]} instead of {value}" for name, value in vars(self.facts).items() if now[name] != value
+        ]
+        if changed:
+            raise ServerError(
+                f"The server at {self.client.address} was started again with {', '.join(changed)}; start it as before, or resume "
+                "the run, which then goes by what it has."
+            )
+
     @property
     def has_digests(self) -> bool:
         """True if the digests of its only worker can be compared with those of whole weights."""
