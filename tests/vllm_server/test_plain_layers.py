@@ -7,10 +7,12 @@ import warnings
 
 import pytest
 import torch
-from fake_server import FakeServer
+from fake_server import FakeServer, nudged
 
 from covey.adapters import with_adapter
 from covey.errors import ConfigError
+from covey.rollout import SamplingParams
+from covey.rollout.agreement import plain_logprobs
 from covey.rollout.vllm import ServerSampler
 from covey.rollout.vllm.plain_layers import plain_config, refuse_unmerged
 from covey.rollout.vllm.weights import distinct_weights, why_not_alone
@@ -137,6 +139,34 @@ def test_what_is_no_lora_of_a_linear_layer_does_not_travel_alone(changed):
     policy, _ = policy_of(lora(**changed))
     assert "which is no LoRA of a linear layer" in why_not_alone(policy, 64, 1)
     assert why_not_alone(policy_of(lora(rank_pattern={"v_proj": 8}))[0], 64, 1) is None
+
+
+def test_what_a_server_would_scale_or_choose_otherwise_does_not_travel_alone():
+    """It reads the configuration of the one adapter that it is sent."""
+    policy, base = policy_of(lora())
+    policy.base_model.model.model.layers[0].self_attn.q_proj.set_scale("default", 0.5)
+    assert "scaled otherwise" in why_not_alone(policy, 64, 1)
+    expect_equal(policy, base)
+    policy, base = policy_of(lora())
+    policy.add_adapter("second", lora(init_lora_weights=False))
+    policy.base_model.set_adapter(["default", "second"])
+    assert "several adapters" in why_not_alone(policy, 64, 1)
+    expect_equal(policy, base)
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_an_adapter_travels_alone_to_a_server_that_has_its_base(is_moved, tmp_path, caplog):
+    """Another run may have replaced it, by too little for the probe."""
+    policy, base = policy_of(lora())
+    if is_moved:
+        nudged(base, by=0.01)
+    with FakeServer(base, tiny_tokenizer(), has_digest=True, lora_rank=8) as fake:
+        sampler = ServerSampler(policy, tiny_tokenizer(), port=fake.port, directory=tmp_path, eos_ids=[2])
+        (group,) = sampler.sample(["2 + 2 ="], 1, SamplingParams(max_tokens=6))
+        (expected,) = plain_logprobs(policy, [group])
+    torch.testing.assert_close(group.completions[0].logprobs, expected, atol=1e-5, rtol=0)
+    assert ("its base weights are not this run's" in caplog.text) == is_moved
+    assert ("/v1/load_lora_adapter" in fake.calls) != is_moved
 
 
 @pytest.mark.parametrize("name", ["s", "self", "base"])

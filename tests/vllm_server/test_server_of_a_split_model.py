@@ -24,7 +24,7 @@ from covey.process.sharding import Shards
 from kit import tiny_model, tiny_tokenizer
 
 torch.set_num_threads(1)
-folder, port, processes, rank, lora = sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]), sys.argv[6] == "lora"
+folder, port, processes, rank, lora = sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]), sys.argv[6]
 transport, group_port = sys.argv[8], int(sys.argv[9])
 largest = [0]
 blocks = Shards.each_block
@@ -45,9 +45,9 @@ rows = Dataset.from_list([{"prompt": f"{i} + {i} ="} for i in range(12)])
 reward = lambda completion_ids, **columns: [float(sum(ids) % 7) for ids in completion_ids]
 model = tiny_model("qwen2", layers=3, tie_word_embeddings=sys.argv[7] == "tied")
 peft = None
-if lora:
-    from peft import LoraConfig
-    peft = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+if lora != "full":
+    from peft import LoraConfig, VeraConfig
+    peft = {"lora": LoraConfig, "vera": VeraConfig}[lora](r=2, target_modules=["q_proj", "v_proj"])
 trainer = GRPOTrainer(model, reward, args, rows, processing_class=tiny_tokenizer(), peft_config=peft)
 trainer.train()
 trainer.save_model(folder + "/end")
@@ -58,14 +58,14 @@ if rank == 0:
 
 
 def trained(
-    fake: FakeServer, folder: Path, processes: int, *, lora: bool = False, tied: bool = False, transport: str = "auto"
+    fake: FakeServer, folder: Path, processes: int, *, lora: str = "full", tied: bool = False, transport: str = "auto"
 ) -> dict[str, int]:
     port, group_port = free_port(), free_port()
     words = ["-c", SCRIPT, Path(__file__).parents[1], folder, fake.port, processes]
     ranks = []
     for rank in range(processes):
         env = {} if processes == 1 else rank_environment(rank, port)
-        more = [rank, "lora" if lora else "full", "tied" if tied else "apart", transport, group_port]
+        more = [rank, lora, "tied" if tied else "apart", transport, group_port]
         ranks.append(Forked(*words, *more, env=env))
     codes = [rank.wait(200) for rank in ranks]
     assert codes == [0] * processes, [rank.err[-3000:] for rank in ranks]
@@ -128,12 +128,27 @@ def test_an_adapter_on_a_split_model_is_sent_alone(tmp_path):
         model = tiny_model("qwen2", layers=3, tie_word_embeddings=False)
         with FakeServer(model, tiny_tokenizer(), lora_rank=4) as fake:
             fake.is_varied = True
-            trained(fake, tmp_path / str(processes), processes, lora=True)
+            trained(fake, tmp_path / str(processes), processes, lora="lora")
             ends[processes] = weights_of(tmp_path / str(processes), "adapter_model.safetensors")
             assert fake.calls.count("/v1/load_lora_adapter") == 3
             assert "reload_weights" not in fake.calls
     apart = max((ends[1][name] - ends[2][name]).abs().max().item() for name in ends[1])
     assert apart < 1e-6
+
+
+@pytest.mark.nightly
+def test_an_adapter_whose_layers_share_buffers_is_merged_once_a_layer_is_whole(tmp_path):
+    """Those of VeRA are whole while the layers' weights are still split."""
+    model = tiny_model("qwen2", layers=3, tie_word_embeddings=False)
+    with FakeServer(model, tiny_tokenizer(), has_digest=True) as fake:
+        fake.is_varied = True
+        trained(fake, tmp_path, 2, lora="vera")
+        assert fake.calls.count("/update_weight_version") == 3
+    logs = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    seen = [entry for entry in logs if "vllm/exact" in entry]
+    assert len(seen) == 3
+    assert all(entry["vllm/exact"] == 1 and entry["vllm/probe_difference"] < 1e-5 for entry in seen)
+    assert all(entry["sampling/sampling_logp_difference/max"] < 1e-4 for entry in seen)
 
 
 @pytest.mark.slow

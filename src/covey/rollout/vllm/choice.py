@@ -10,7 +10,7 @@ from typing import Any
 from covey.errors import ServerError
 from covey.models import unwrapped
 from covey.process.interruption import on_main
-from covey.process.sharding import compute_device
+from covey.process.sharding import Shards, compute_device
 from covey.process.world import World
 from covey.rollout.vllm.broadcast import BroadcastTransport
 from covey.rollout.vllm.pieces import largest_piece
@@ -26,18 +26,21 @@ from covey.rollout.vllm.transports import (
     refuse_stale_head,
     why_not_broadcast,
 )
-from covey.rollout.vllm.weights import why_not_alone
+from covey.rollout.vllm.weights import base_sums, differing_blocks, texts_of, why_not_alone
 
 logger = logging.getLogger(__name__)
 
 
-def transport_for(server: Server, model: Any, carrier: Carrier, folder: Path, port: int, *, world: World) -> Transport:
+def transport_for(
+    server: Server, model: Any, carrier: Carrier, folder: Path, port: int, *, world: World, shards: Shards | None = None
+) -> Transport:
     """Transport: the adapter alone if only that is trained and the server takes it; else whole weights by `carrier`."""
     is_on_cuda = compute_device(next(model.parameters())).type == "cuda"
     refuse_carrier(server, carrier, is_on_cuda=is_on_cuda)
     refuse_smaller_vocabulary(server, unwrapped(model).config)
     if hasattr(model, "peft_config") and carrier in ("auto", "directory"):
         reason = why_not_alone(model, server.facts.max_lora_rank, server.facts.data_parallel)
+        reason = reason or _why_not_on_base(server, model, shards, world)
         if reason is None:
             return AdapterTransport(server, folder)
         logger.warning("Whole weights are sent to the vLLM server instead of the adapter alone: %s.", reason)
@@ -51,6 +54,25 @@ def transport_for(server: Server, model: Any, carrier: Carrier, folder: Path, po
     if chosen is None:  # this process only takes part in gathering
         return DirectoryTransport(server, folder) if backend is None else BroadcastTransport(server, backend, port)
     return chosen
+
+
+def _why_not_on_base(server: Server, model: Any, shards: Shards | None, world: World) -> str | None:
+    """Reason why the adapter cannot stand on the weights that the server has, by their digest; None without one. Collective."""
+    if not server.has_digests or getattr(
+        unwrapped(model), "is_quantized", False
+    ):  # it serves the weights before they were quantized
+        return None
+    sums = base_sums(model, shards, dtype_of(server))
+
+    def wrong() -> list[str]:
+        try:
+            return differing_blocks(texts_of(sums), (server.digests() or [{}])[0])
+        except ValueError:  # blocks of other names
+            return []
+
+    failed = ServerError("the weights of the vLLM server were not read on the main process; its log says why.")
+    blocks = world.broadcast(on_main(world, wrong, failed))
+    return f"its base weights are not this run's, such as those of {blocks[0]}" if blocks else None
 
 
 def whole_transport(

@@ -103,7 +103,7 @@ class ServerSampler:
         limits = (context_of(unwrapped(model)), facts.max_model_length)
         self.context = min((limit for limit in limits if limit is not None), default=None)
         folder = Path(directory) / f"{safe_name(run)}-{self.world.broadcast(secrets.token_hex(3))}"
-        carrier = transport_for(self.server, model, transport, folder, group_port, world=self.world)
+        carrier = transport_for(self.server, model, transport, folder, group_port, world=self.world, shards=shards)
         if isinstance(carrier, (DirectoryTransport, BroadcastTransport)):
             carrier.sends_changed = attest != "off" and self.server.has_digests and facts.data_parallel == 1
         self.sync = Sync(self.server, carrier, run=folder.name, attest=attest, example=example)

@@ -99,13 +99,21 @@ def _merged(policy: Any, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Ten
 @torch.no_grad()
 def _gathered_weights(policy: Any, shards: Shards) -> Iterator[tuple[str, Tensor]]:
     """`plain_weights` of a model split over processes, a block at a time: no process holds more than one."""
-    base, done = unwrapped(policy), set[str]()
-    for _ in shards.each_block():
-        state = dict(base.named_parameters(remove_duplicate=False)) | dict(_persistent_buffers(base))
-        ready = {name: value for name, value in state.items() if name not in done and not is_sharded(value)}
-        done |= ready.keys()
+    for ready in _blocks(unwrapped(policy), shards):
         for name, weight in _merged(policy, ready):
             yield name, weight.clone()  # a reader may hold it after the block is freed
+
+
+def _blocks(base: nn.Module, shards: Shards) -> Iterator[dict[str, Tensor]]:
+    """Weights of each block of a split model, while they are whole."""
+    layers, done = changed_layers(base), set[str]()
+    for _ in shards.each_block():
+        state = dict(base.named_parameters(remove_duplicate=False)) | dict(_persistent_buffers(base))
+        split = {layer_with(name, layers) or name for name, value in state.items() if is_sharded(value)}
+        # a layer whose buffers are whole, as those of VeRA, waits for its weights
+        ready = {n: value for n, value in state.items() if n not in done and (layer_with(n, layers) or n) not in split}
+        done |= ready.keys()
+        yield ready
 
 
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -243,7 +251,12 @@ def why_not_alone(policy: Any, max_rank: int, data_parallel: int) -> str | None:
     ends = {name.rsplit(".", 1)[-1] for name in targets}
     odd = next((name for name, weight in policy.named_parameters() if policy.active_adapter in name.split(".")
                 and not (re.search(r"\.lora_[AB]\.[^.]+\.weight$", name) and weight.dim() == 2)), None)  # fmt: skip
+    name, root = policy.active_adapter, 0.5 if config.use_rslora else 1
+    scaled = [module for module in policy.modules() if name in getattr(module, "lora_alpha", ())]
+    is_odd = any(abs(part.scaling[name] * part.r[name] ** root / part.lora_alpha[name] - 1) > 1e-9 for part in scaled)
     reasons = {
+        "several adapters are active": len(policy.active_adapters) > 1,
+        "the adapter is scaled otherwise than its configuration has it": is_odd,
         "it was started without --enable-lora (and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)": max_rank == 0,
         f"its --max-lora-rank is {max_rank} and the adapter's rank {max(ranks)}": max(ranks) > max_rank,
         "the adapter began by changing the base's weights (init_lora_weights)": changes_base(config.to_dict()),
@@ -259,6 +272,17 @@ def why_not_alone(policy: Any, max_rank: int, data_parallel: int) -> str | None:
         f"it has {data_parallel} replicas, of which an adapter may reach one only": data_parallel > 1,
     }
     return next((reason for reason, is_so in reasons.items() if is_so), None)
+
+
+def base_sums(policy: Any, shards: Shards | None, dtype: torch.dtype) -> dict[str, int]:
+    """Sums of the digest of the weights that a LoRA adapter stands on, by block. Of a split model all processes take part."""
+    base, sums = unwrapped(policy), dict[str, int]()
+    blocks = [base.state_dict(keep_vars=True)] if shards is None else _blocks(base, shards)
+    plain = ((plain_name(name), weight.detach()) for block in blocks for name, weight in block.items()
+             if re.search(r"\.lora_\w+\.", name) is None)  # fmt: skip
+    for name, weight in as_saved(base, _once(base, plain, dtype)):
+        add_digest(sums, name, weight)
+    return sums
 
 
 def _of_decoder(policy: Any) -> set[str]:
