@@ -43,6 +43,7 @@ WORDS = {
     "device_map": r"\bdevice_map\b",
     "mixture of experts": r"\bexperts?\b",
     "router_replay": r"\brouter_replay\b",
+    "regular expression": r"\bvllm_structured_outputs_regex\b",
     "several beams": r"\bbeams\b",
     "tensor parallel": r"tensor_parallel|\btp_size\b",
     "separate critic": r"\bcritic\b",
@@ -68,6 +69,7 @@ SAME = [
 ]
 """Names that one word names, or that are ways of one thing."""
 SINGLE = {
+    "vllm_structured_outputs_regex={} cannot be honoured": "names what the option needs",
     "an agent calls its tools itself": "of AXES, where a run has one of them",
     "This part reads the answers of tools": "one of them is missing",
     "The algorithm learns from the answers of tools": "one of them is missing",

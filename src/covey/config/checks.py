@@ -249,12 +249,6 @@ def _refuse_bad_evaluation(config: Any) -> None:
             raise ConfigError(
                 f"{name}={getattr(config, name)!r} needs evaluations: set eval_strategy='steps' and eval_steps."
             )
-    is_here = config.async_rollouts and config.vllm_mode == "server" and (config.ema_decay or config.soup_steps)
-    if evaluates and is_here and config.vllm_structured_outputs_regex is not None:
-        raise ConfigError(
-            "Averaged weights are evaluated by Covey's own engine beside asynchronous rollouts of a vLLM server, and it knows no "
-            "vllm_structured_outputs_regex; leave the regex, the average or async_rollouts out."
-        )
     if config.ema_decay is not None and config.soup_steps is not None:
         raise ConfigError("ema_decay and soup_steps are two averages of the weights; keep one of them.")
     if config.ema_decay == 1:
@@ -332,7 +326,9 @@ def settle_asynchrony(config: Any) -> None:
     """Refuse options that asynchronous rollouts cannot honour; warn of uncorrected staleness."""
     if not config.async_rollouts:
         return
-    expect_together(*features_of(config))
+    evaluates = getattr(config.eval_strategy, "value", config.eval_strategy) != "no"
+    is_constrained = evaluates and config.vllm_structured_outputs_regex is not None
+    expect_together(*features_of(config), is_constrained and "regular expression")
     if config.max_staleness and not config.vllm_importance_sampling_correction:
         logger.warning(
             "max_staleness=%d without vllm_importance_sampling_correction: updates from completions of older weights are not corrected.",

@@ -53,6 +53,7 @@ VARIANTS = {
     "teaching adapter": "a teacher that is another adapter on the policy's base",
     "LoRA on the output layer": "an adapter that holds the output layer",
     "full-distribution KL": "a KL term over the whole vocabulary",
+    "regular expression": "`vllm_structured_outputs_regex`, with evaluations",
     "several beams": "`generation_kwargs` with `num_beams`, and a prompt with several images or sounds",
     "sampler's environment": "a sampler of your own with `environment`, outside of a trainer",
 }
@@ -186,6 +187,11 @@ REFUSALS = (
         ("LoRA on the output layer", "teaching adapter"),
         "A teacher that is another adapter on the policy's base cannot be told apart with an adapter on the output layer; take that layer "
         "out of the adapter.",
+    ),
+    Refusal(
+        ("vLLM server", "asynchronous", "average", "regular expression"),
+        "Averaged weights are evaluated by Covey's own engine where a vLLM server writes ahead, and it knows no "
+        "vllm_structured_outputs_regex; leave the regex, the average or async_rollouts out.",
     ),
     Refusal(
         ("LoRA on the output layer", "full-distribution KL"),

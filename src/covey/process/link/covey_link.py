@@ -235,9 +235,9 @@ def copy_of(handle: Sequence[Any], device: torch.device) -> torch.Tensor:
         if not numbers:
             raise RuntimeError(f"this process does not see GPU {gpu}, which holds the weights")
         storage = torch.UntypedStorage._new_shared_cuda(numbers[0], *parts)
+        opened = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     else:
-        storage = torch.UntypedStorage.from_file(encoded[0], False, encoded[1])
-    opened = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        opened = torch.from_file(encoded[0], shared=False, size=encoded[1], dtype=torch.uint8)
     copy = torch.empty_like(opened, device=device).copy_(opened)
     for place in {opened.device, copy.device}:
         if place.type == "cuda":
@@ -269,7 +269,7 @@ def _shared_block(size: int) -> torch.Tensor:
         raise RuntimeError("this system shares no anonymous memory between processes")
     descriptor = os.memfd_create("covey-weights")
     os.ftruncate(descriptor, size)
-    storage = torch.UntypedStorage.from_file(f"/proc/{os.getpid()}/fd/{descriptor}", True, size)
+    storage: Any = torch.UntypedStorage.from_file(f"/proc/{os.getpid()}/fd/{descriptor}", True, size)
     block = torch.empty(0, dtype=torch.uint8).set_(storage)
     weakref.finalize(block, os.close, descriptor)
     return block
