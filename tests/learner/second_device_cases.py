@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from causal_classes import build
 from plain_sampling import collect, ids_of, plain_logprobs
 from static_runs import PROMPTS, WAYS, finishes_of, logprobs_of, writer
 from whole_logits import groups
@@ -37,6 +38,8 @@ LEARNERS = {
     "top entropy": {"algorithm": alg.dapo().replace(weights=(alg.TopEntropy(0.3),))},
     "GSPO": {"algorithm": alg.gspo()},
 }
+STATES = ("recurrent_gemma", "qwen3_5_text", "falcon_h1", "lfm2", "mamba", "zamba2")
+"""Models of layers with states, without experts: those count in a type that a CPU has no histogram of."""
 KINDS = ("padded rows", "weights in bfloat16", "recomputed", "several micro-batches", "a critic")
 
 
@@ -88,7 +91,7 @@ def learned(
 
 def decoded(is_second, way):
     """Completions on static buffers, and what waited while a row was decoded and while rows came and went."""
-    model = writer()
+    model = writer() if way in WAYS else build(way)
     options = (
         {"dtype": "float32", "max_rows": 9, "cuda_graphs": False} if is_second else {"dtype": "float32", "max_rows": 9}
     )
@@ -98,7 +101,8 @@ def decoded(is_second, way):
     steps, run = [], GraphScheduler._step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GraphScheduler, "_step", lambda own, *given: steps.append(1) or run(own, *given))
-        found = collect(sampler, PROMPTS, 2, SamplingParams(max_tokens=80, seed=7, **WAYS[way]))
+        most = 80 if way in WAYS else 24
+        found = collect(sampler, PROMPTS, 2, SamplingParams(max_tokens=most, seed=7, **WAYS.get(way, {})))
     return ids_of(found), finishes_of(found), logprobs_of(found), dict(WAITS), len(steps)
 
 
@@ -225,7 +229,7 @@ def main():
             (kept, _), (own, waits) = (moved_reference(on, alpha) for on in (False, True))
             found["reference"].append({"gap": float((kept - own).abs().max()), "waits": waits})
         cpu = {}
-        for way in ("plain", "rich") if sys.argv[1] == "quick" else WAYS:
+        for way in ("plain", "rich", STATES[0]) if sys.argv[1] == "quick" else (*WAYS, *STATES):
             cpu[way], second = decoded(False, way), decoded(True, way)
             found["decode"][way] = {
                 "same": cpu[way][:2] == second[:2],

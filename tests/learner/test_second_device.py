@@ -52,6 +52,7 @@ ROWS_CHANGE = {
     "static_kv_cache.py:drop_prompts between the devices",
     "static_kv_cache.py:add_prompts between the devices",
     "kv_cache.py:<genexpr> between the devices",
+    "row_states.py:_index between the devices",
     "batches.py:_token_indices to the device",
     "decoder.py:prefill to the device",
     "graph_scheduler.py:__init__ between the devices",

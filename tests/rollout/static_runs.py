@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from plain_sampling import collect, ids_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from covey.rollout import NativeSampler
+from covey.rollout import NativeSampler, SamplingParams
+from covey.rollout.agreement import plain_logprobs
 from kit import tiny_model
 
 PROMPTS = [list(range(5, 5 + length)) for length in (3, 1, 40, 7, 70, 2, 33, 12, 5)]
@@ -81,6 +83,28 @@ def keeping_sampler(model, tokenizer, recorder=lambda step: record(step), **opti
     sampler = sampler_of(model, tokenizer, **options)
     sampler.cuda_graphs, sampler.new_capture = True, lambda: recorder
     return sampler
+
+
+def expect_states_of_replayed_steps(sampler, made, eager, bound):
+    """Completions of two sets of weights, bit for bit those of `eager` steps, and within `bound` of a plain forward.
+
+    `made` lists the `Captured` of the sampler's calls.
+    """
+    params, model = SamplingParams(max_tokens=12, seed=7), sampler.model
+    for version in range(2):
+        with torch.no_grad():
+            for weight in model.parameters() if version else ():
+                weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(weight)
+        for each in (sampler, eager):
+            each.load(model, version)
+        groups, expected = (collect(each, PROMPTS, 2, params) for each in (sampler, eager))
+        assert ids_of(groups) == ids_of(expected)
+        assert torch.equal(logprobs_of(groups), logprobs_of(expected))
+        plain = torch.cat(plain_logprobs(model, groups))
+        assert float((logprobs_of(groups).cpu() - plain).abs().max()) < bound
+    (steps,) = made
+    assert steps.reason is None
+    assert steps.num_replayed > steps.num_captured > 1
 
 
 def logprobs_of(groups):

@@ -2,11 +2,13 @@
 
 import gc
 
+import causal_classes
 import pytest
 import torch
+from causal_classes import WITH_STATES
 from native_models import NATIVE, build
 from plain_sampling import TEXTS, collect, ids_of
-from static_runs import PROMPTS, WAYS, finishes_of, logprobs_of, writer
+from static_runs import PROMPTS, WAYS, expect_states_of_replayed_steps, finishes_of, logprobs_of, writer
 
 from covey.process.memory import release
 from covey.rollout import NativeSampler, SamplingParams
@@ -108,6 +110,14 @@ def test_replayed_steps_change_no_bit(tokenizer, way, max_rows, attention):
     assert ids_of(groups) == ids_of(expected)
     assert finishes_of(groups) == finishes_of(expected)
     assert torch.equal(logprobs_of(groups), logprobs_of(expected))
+
+
+@pytest.mark.parametrize("kind", WITH_STATES)
+def test_replayed_steps_hand_on_the_states_of_layers(tokenizer, kind):
+    """As recorded steps do on a CPU (test_hybrid_layers)."""
+    model, options = causal_classes.build(kind).cuda(), {"dtype": "float32", "max_rows": 9, "eos_ids": [*range(3, 40)]}
+    sampler, made = counted(NativeSampler(model, tokenizer, **options))
+    expect_states_of_replayed_steps(sampler, made, NativeSampler(model, tokenizer, cuda_graphs=False, **options), 1e-3)
 
 
 def test_kernels_of_both_kinds_write_the_same_completions(tokenizer):

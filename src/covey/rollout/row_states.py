@@ -173,7 +173,7 @@ class RowStates:
     """States of R running rows, and of prompts whose rows have not begun."""
 
     def __init__(self, places: StatePlaces, device: torch.device, new_tensor: NewTensor = grown) -> None:
-        self.places, self.new_tensor = places, new_tensor
+        self.places, self.device, self.new_tensor = places, device, new_tensor
         self.tensors = [
             torch.zeros(0, *place.shape, dtype=place.dtype, device=device) for place in places.places
         ]  # each [capacity, *shape]
@@ -192,8 +192,13 @@ class RowStates:
 
     def move(self, to: Sequence[int], source: Sequence[int]) -> None:
         """Rows `source` replace the rows `to`."""
+        to_rows, from_rows = self._index(to), self._index(source)
         for x in self.tensors:
-            x[list(to)] = x[list(source)]
+            x[to_rows] = x[from_rows]
+
+    def _index(self, rows: Sequence[int]) -> Tensor:
+        """[R] on the device, once for all states."""
+        return torch.tensor(list(rows), dtype=torch.int64, device=self.device)
 
     def begin(self, first: int, slots: Sequence[int]) -> None:
         """Rows from `first` on begin where the prompts of `slots` end; with their initial values after no token."""
@@ -224,11 +229,12 @@ class RowStates:
     @contextmanager
     def extending(self, rows: Sequence[int]) -> Iterator[Any]:
         """Context of a prefill of answers, all of one length, into these rows: yields the cache for the model's forward."""
-        held = [x[list(rows)] for x in self.tensors]
+        place = self._index(rows)
+        held = [x[place] for x in self.tensors]
         with self._continuing(held) as cache:
             yield cache
         for x, now in zip(self.tensors, held, strict=True):
-            x[list(rows)] = now
+            x[place] = now
 
     @contextmanager
     def _continuing(self, held: Sequence[Tensor]) -> Iterator[Any]:
