@@ -222,3 +222,8 @@ def test_the_first_right_answers_of_a_hard_task_are_drawn() -> None:
 def sample(**rewards: np.ndarray) -> Sample:
     none = np.zeros(len(next(iter(rewards.values()))))
     return Sample(lengths=none, is_cut=none > 0, rewards=rewards, advantages=none, by_position={}, histograms={})
+
+
+def test_the_page_says_how_many_tokens_of_a_step_are_counted() -> None:
+    page = Path(samples.__file__).parent / "page" / "spread.js"
+    assert f"at most the first {samples._MOST_TOKENS:,} tokens are counted" in page.read_text()

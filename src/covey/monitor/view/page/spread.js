@@ -105,7 +105,7 @@ export function lengthsPage(main) {
 
 export function policyPage(main) {
   return samplePage(main, {
-    title: "Policy", call: "policy", sentence: "Where in a completion the policy is unsure, and where learner and sampler disagree. By token position, later ones in wider rows.",
+    title: "Policy", call: "policy", sentence: "Where in a completion the policy is unsure, and where learner and sampler disagree. By token position, later ones in wider rows. Of each step at most the first 200,000 tokens are counted.",
     draw(told) {
       const { entropy, ratio } = told.by_position;
       const rows = told.positions.slice(0, -1).map((_, at) => stretch(told.positions, at, true));
