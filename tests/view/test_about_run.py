@@ -1,9 +1,12 @@
 """Columns of the table of runs: computed from what a run folder says, None where it does not."""
 
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from covey.monitor.view.about_run import FIELDS, about, changed_options
+from covey.monitor.view.about_run import FIELDS, about, changed_options, elapsed
 
 
 def columns(**values):
@@ -71,3 +74,23 @@ def test_changed_options_leave_out_defaults_and_unknown_ones():
 def test_a_foreign_manifest_says_nothing(found, tmp_path):
     told = about_of(tmp_path, found)
     assert (told["model"], told["steps"]) == (None, None)
+
+
+def test_the_time_in_which_a_run_waited_to_be_resumed_is_none_of_its_own():
+    start = datetime(2026, 11, 1, 12, tzinfo=timezone.utc)
+    resumed = start + timedelta(days=2)
+    attempts = [
+        {"started": (start - timedelta(seconds=30)).isoformat()},
+        {"started": resumed.isoformat()},
+        {"started": "?"},
+        3,
+    ]
+    times = start.timestamp() + np.array([0.0, 60.0, 2 * 86400 + 45, 2 * 86400 + 105])  # 45 s to load the model
+    assert elapsed(times, {"attempts": attempts}).tolist() == [0, 60, 105, 165]
+    assert elapsed(times, {"attempts": attempts[:1]}).tolist() == [0, 60, 172845, 172905]
+    assert elapsed(np.array([9.0, 10.0, 4.0, 5.0]), {}).tolist() == [0, 1, 1, 2], "the clock was set back"
+    assert elapsed(np.zeros(0), {"attempts": attempts}).tolist() == []
+    told = about(
+        {"attempts": attempts}, Path("none"), [], lambda name: (np.arange(4), times if name == "time" else np.zeros(4))
+    )
+    assert told["seconds"] == 165

@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +38,37 @@ def about(run_json: Mapping[str, Any], path: Path, names: Iterable[str], column:
         "model": _short_name(run_json.get("model")),
         "data": _data_of(path) or _shape_of(run_json.get("dataset")),
         "steps": most if isinstance(most, int) and is_step(most) and most > 0 else None,
-        "seconds": float(times[-1] - times[0]) if len(times) > 1 else None,
+        "seconds": float(elapsed(times, run_json)[-1]) if len(times) > 1 else None,
         "best": None if best is None else {"value": float(held_out[best]), "step": int(steps[best])},
         "reward_from": float(rewards[:_ENDS].mean()) if len(rewards) else None,
         "reward_to": float(rewards[-_ENDS:].mean()) if len(rewards) else None,
         "doubles": _doubles(names, column),
     }
+
+
+def elapsed(times: np.ndarray, run_json: Mapping[str, Any]) -> np.ndarray:
+    """Seconds [n] from the first step to each, by the clock times [n] of the steps, without those in which no process trained.
+
+    Of a run that waited for its resume, these are the seconds from the last step before to the start of the next attempt. A clock
+    that is set back stands still.
+    """
+    seconds = np.maximum(np.diff(times, prepend=times[:1]), 0.0)
+    for started in _starts(run_json):
+        place = int(np.argmax(times >= started)) if len(times) else 0
+        if place:
+            seconds[place] = min(seconds[place], times[place] - started)
+    return np.cumsum(seconds)
+
+
+def _starts(run_json: Mapping[str, Any]) -> list[float]:
+    """When each attempt of a run began, in seconds since 1970, as far as known."""
+    attempts = run_json.get("attempts")
+    entries = [entry for entry in attempts if isinstance(entry, Mapping)] if isinstance(attempts, list) else []
+    starts = []
+    for entry in entries:
+        with suppress(ValueError, OverflowError):
+            starts.append(datetime.fromisoformat(text_of(entry.get("started"))).timestamp())
+    return starts
 
 
 def changed_options(run_json: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from covey.monitor.view.about_run import elapsed
+
 if TYPE_CHECKING:
     from covey.monitor.view.reading import RunView
 from dataclasses import dataclass
 
 AXES = ("step", "time", "tokens")
-"""Steps; hours since the first step; tokens of prompts and completions so far."""
+"""Steps; hours of training since the first step; tokens of prompts and completions so far."""
 _MOST_INTERVALS = 200
 
 
@@ -86,7 +88,7 @@ def _places(run: RunView, steps: Sequence[float], axis: str) -> Sequence[float]:
     theirs, values = theirs[finite], values[finite]
     if not len(theirs):
         return steps
-    at = (values - values[0]) / 3600 if axis == "time" else np.cumsum(np.maximum(values, 0))
+    at = elapsed(values, run.manifest()) / 3600 if axis == "time" else np.cumsum(np.maximum(values, 0))
     placed: list[float] = np.interp(np.asarray(steps, float), theirs, np.maximum.accumulate(at)).tolist()
     return placed
 
