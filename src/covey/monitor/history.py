@@ -66,10 +66,10 @@ class History:
         severity: Literal["info", "warning", "error"],
         said: str,
         try_this: Iterable[str],
-        parts: Iterable[str] = (),
+        parts: Any = (),
         **evidence: Any,
     ) -> Alert:
-        """An alert at the current step; numbers of the evidence are rounded to four digits that count. `parts`: as of `Alert`."""
+        """An alert at the current step; numbers of the evidence are rounded to four digits that count. `parts`: names, as of `Alert`."""
         shown = {name: _round(value) for name, value in evidence.items()}
         hints = (try_this,) if isinstance(try_this, str) else tuple(try_this)
         return Alert(
