@@ -201,7 +201,10 @@ class FakeServer:
             size, limit = kwargs["size"], kwargs["limit"]
             store = meeting(store_at(kwargs["host"], kwargs["port"], size=size, seconds=limit), kwargs["number"])
             self.link = Link(kwargs["backend"], store, rank=1, size=size, seconds=limit)
+            self.link_name = kwargs["name"]
             return None
+        if kwargs["name"] != self.link_name:
+            raise ConnectionError("another process has joined this server since")
         received = {name: weight.clone() for name, weight in self.link.receive()}
         if method == "covey_try":
             return [weight.tolist() for name, weight in received.items() if name == "trial"]

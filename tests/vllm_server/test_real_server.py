@@ -42,6 +42,8 @@ def model():
 
 
 def sampler_of(running, model, tmp_path, **options):
+    """By a folder, as a server in a container is; `test_weights_reach_it_without_a_folder` has the other ways."""
+    options = {"transport": "directory", **options}
     return ServerSampler(model, load_tokenizer(None, model_path()), port=running.port, directory=tmp_path, **options)
 
 
@@ -177,6 +179,19 @@ def test_a_foreign_writer_is_found(running, model, tmp_path):
     mine.server.set_version(label)  # a label can lie
     with pytest.raises(AttestationError, match="another process writes weights"):
         greedy(mine)
+
+
+def test_a_server_that_another_process_has_joined_is_found_at_once(running, model, tmp_path):
+    """The worker would wait for its new trainer until vLLM's own answers are out of step for good."""
+    mine, theirs = (sampler_of(running, model, tmp_path / name, transport="ipc") for name in ("mine", "theirs"))
+    began = time.monotonic()
+    greedy(mine)  # its group was replaced before it sent anything: it joins again
+    assert time.monotonic() - began < 25
+    theirs.load(model, 1)
+    greedy(theirs)
+    with pytest.raises(AttestationError, match="another process writes to it"):
+        greedy(mine)
+    expect_the_trainers(theirs, model)
 
 
 def test_an_older_version_is_refused(running, model, tmp_path):

@@ -18,6 +18,7 @@ from covey.errors import ServerError
 from covey.process.link import covey_link
 from covey.process.link.covey_link import Link, store_at
 from covey.process.world import World
+from covey.rollout.vllm.broadcast import BroadcastTransport
 from covey.rollout.vllm.choice import transport_for
 from covey.rollout.vllm.client import Address, Client, Deadlines
 from covey.rollout.vllm.server import Server, ServerInfo
@@ -198,6 +199,18 @@ def test_weights_that_stay_are_copied_once_and_into_memory_that_is_handed_over(d
         assert (sent.new, sent.filled) == (0 if device == "cpu" else size, size)
         assert server.digests()[0] == digests_of(model.named_parameters())
         del model, transport, source, shipment
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_process_whose_group_another_has_replaced_is_not_waited_for(device):
+    """The worker would wait for the one that joined last, and keep every later call waiting."""
+    with worker_on(device, seconds=15) as server:
+        mine, theirs = (BroadcastTransport(server, "ipc", 0, torch.device(device).type) for _ in range(2))
+        mine.attempt()
+        theirs.attempt()
+        with pytest.raises(ServerError):
+            mine.attempt()
+        mine.attempt()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import secrets
 import socket
 import threading
 import time
@@ -51,6 +52,8 @@ class BroadcastTransport:
     link: Link | None = None
     store: Any = None
     meetings: int = 0
+    name: str = ""
+    """Of the link, which another process that joins the server replaces."""
 
     def model_for(self, label: str) -> str:
         return self.server.facts.model
@@ -116,7 +119,7 @@ class BroadcastTransport:
         After an error the next call meets the workers again.
         """
         link, self.link = self.link or self._meet(), None
-        call = lambda: self.server.call_workers(method, seconds=seconds)
+        call = lambda: self.server.call_workers(method, seconds=seconds, name=self.name)
         feed = Feed(messages)
         works = [lambda: link.send(feed.read()), call]
         with link.failing():
@@ -140,7 +143,8 @@ class BroadcastTransport:
         self.meetings += 1
         port, store = self.store.port, meeting(there, self.meetings)
         join = lambda: Link(self.backend, store, rank=0, size=size, seconds=seconds, device=device)
-        where = {"host": host, "port": port, "number": self.meetings, "size": size}
+        self.name = secrets.token_hex(8)
+        where = {"host": host, "port": port, "number": self.meetings, "size": size, "name": self.name}
         call = lambda: self.server.call_workers(JOIN, seconds=seconds, backend=self.backend, limit=seconds, **where)
         link, _ = together([join, call], seconds, f"meeting the server's workers by {self.backend}")
         return link

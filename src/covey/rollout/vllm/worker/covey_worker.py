@@ -59,6 +59,7 @@ class CoveyWorker:
     device: torch.device
     link: Any = None
     """This end of the process group with a trainer."""
+    link_name: str = ""
 
     def covey_digest(self) -> dict[str, str]:
         """Digest of the weights that this worker computes with, by block."""
@@ -74,28 +75,37 @@ class CoveyWorker:
         with _quiet(*_LOADERS):
             self.reload_weights(weights_iterator=_read(files), is_checkpoint_format=True)
 
-    def covey_join(self, backend: str, host: str, port: int, number: int, size: int, limit: float) -> None:
-        """Join a trainer's process group, in place of an earlier one."""
+    def covey_join(self, backend: str, host: str, port: int, number: int, size: int, limit: float, name: str) -> None:
+        """Join a trainer's process group of this name, in place of an earlier one."""
         from covey_link import Link, meeting, store_at
 
         self.link = None
         device = "cpu" if backend == "gloo" else str(self.device)
         store = meeting(store_at(host, port, size=size, seconds=limit), number)
         self.link = Link(backend, store, rank=1 + self.rank, size=size, seconds=limit, device=device)
+        self.link_name = name
+
+    def linked(self, name: str) -> Any:
+        """The group of this name. Raises RuntimeError, rather than wait for a trainer whose group another has replaced."""
+        if self.link is None or self.link_name != name:
+            raise RuntimeError("another process has joined this server since")
+        return self.link
 
     def covey_sees(self, path: str) -> bool:
         """True if this file can be read here."""
         return os.access(path, os.R_OK)
 
-    def covey_try(self) -> list[list[float]]:
+    def covey_try(self, name: str) -> list[list[float]]:
         """The values of the tensors `trial` that the trainer sends over the group."""
-        with self.link.failing():
-            return [tensor.tolist() for name, tensor in self.link.receive() if name == "trial"]
+        link = self.linked(name)
+        with link.failing():
+            return [tensor.tolist() for key, tensor in link.receive() if key == "trial"]
 
-    def covey_receive(self) -> None:
+    def covey_receive(self, name: str) -> None:
         """Load the weights that the trainer sends over the group, as `covey_reload` does."""
-        with self.link.failing(), _quiet(*_LOADERS):
-            self.reload_weights(weights_iterator=self.link.receive(), is_checkpoint_format=True)
+        link = self.linked(name)
+        with link.failing(), _quiet(*_LOADERS):
+            self.reload_weights(weights_iterator=link.receive(), is_checkpoint_format=True)
 
     def covey_repack(self) -> None:
         """`repack` on this worker."""
