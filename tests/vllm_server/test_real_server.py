@@ -324,9 +324,8 @@ def test_a_tiny_run_from_yaml_trains_on_the_server(running, tmp_path):
     assert len(steps) == 4
     for line in steps:
         assert line["sampling/sampling_logp_difference/mean"] < 1e-3
-        assert line["vllm/exact"] == 1
-    assert [line.get("vllm/moved") for line in steps[1:]] == [1, 1, 1]
-    shutil.rmtree(tmp_path / "run" / "vllm-weights")
+    assert [(line["vllm/exact"], line["vllm/moved"]) for line in steps[1:]] == [(1, 1)] * 3
+    shutil.rmtree(tmp_path / "run" / "vllm-weights", ignore_errors=True)  # there is none where they travel in memory
 
 
 @pytest.mark.parametrize("part", ["layers.1.mlp", "embed_tokens"])
