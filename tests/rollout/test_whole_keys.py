@@ -9,7 +9,7 @@ from plain_sampling import collect, ids_of
 
 from covey.errors import Unsupported
 from covey.kernels import choices, choosing_few
-from covey.rollout import NativeSampler, SamplingParams, choose_sampler
+from covey.rollout import NativeSampler, SamplingParams, TransformersSampler, choose_sampler
 from covey.rollout.agreement import plain_logprobs
 from covey.rollout.whole_keys import WholeKeysForward
 from covey.types import Prompt
@@ -67,6 +67,41 @@ def test_log_probabilities_equal_a_plain_forward_whatever_enters_and_leaves(kind
         if temperature:
             assert sum(completion.num_tokens for group in groups for completion in group.completions) > 30
             assert len(gaps) >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", rest_nightly((8, 3), 1))
+@pytest.mark.parametrize("kind", ["minimax_m3_vl_text", "qwen4_exp_text"])
+def test_completions_equal_those_of_generate(kind, rows):
+    """Greedy by transformers' `generate` itself, drawn by the sampler over it: one prompt at a time and several, three of each."""
+    model = built(kind)
+    native = NativeSampler(model, tiny_tokenizer(), eos_ids=ENDS, dtype="float32", max_rows=rows)
+    by_generate = TransformersSampler(model, tiny_tokenizer(), eos_ids=ENDS, dtype="float32")
+    by_generate.way = "generate"
+    params = SamplingParams(max_tokens=12, seed=5)
+    mine, theirs = (collect(sampler, PROMPTS, 3, params) for sampler in (native, by_generate))
+    assert ids_of(mine) == ids_of(theirs)
+    assert len({tuple(ids) for group in ids_of(mine) for ids in group}) > 10
+    assert_close(mine, [done.logprobs for group in theirs for done in group.completions])
+    groups = collect(native, PROMPTS, 3, SamplingParams(max_tokens=12, temperature=0))
+    expected = []
+    for group in groups:
+        ids = torch.tensor([group.prompt.token_ids] * 3)
+        options = {"attention_mask": torch.ones_like(ids), "eos_token_id": ENDS, "pad_token_id": 0}
+        options |= {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 12, "do_sample": False}
+        out = model.generate(ids, **options)
+        logprobs = torch.stack(out.logits, 1).log_softmax(-1)
+        written = out.sequences[:, ids.shape[1] :]
+        for row, done in enumerate(group.completions):
+            count = done.num_tokens
+            assert done.token_ids.tolist() == written[row, :count].tolist()
+            expected.append(logprobs[row, :count].gather(-1, written[row, :count, None]).squeeze(-1))
+    assert_close(groups, expected)
+
+
+def assert_close(groups, expected):
+    drawn = [done.logprobs for group in groups for done in group.completions]
+    torch.testing.assert_close(torch.cat(drawn), torch.cat(expected), atol=1e-5, rtol=0)
 
 
 def test_a_prompt_of_one_token_begins_with_the_models_own_states():
