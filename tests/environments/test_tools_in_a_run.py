@@ -11,8 +11,10 @@ from datasets import Dataset
 from tool_runs import CALL, add, bridge, calling, shown
 
 from covey import GRPOConfig, GRPOTrainer
+from covey import algorithms as alg
 from covey.environments import tool
 from covey.errors import ConfigError, DataError, ModelError
+from covey.learner.teacher import Teacher
 from covey.training.agents import Agents
 from covey.training.build_sampler import name_idle_options
 from covey.training.parts import Parts
@@ -377,6 +379,45 @@ def test_one_environment_of_several_is_chosen_by_a_column(tmp_path):
     kinds = [type(one).__name__ for one in seen[0][1]["environments"]]
     assert sorted(kinds) == ["Counter"] * 4 + ["Other"] * 4
     assert math.isfinite(last(trainer)["rewards/Counter/mean"])
+
+
+@pytest.mark.slow
+def test_a_teacher_with_feedback_reads_the_tools_that_each_prompt_shows(tmp_path, monkeypatch):
+    """Those of the environments that their rows name, which differ from prompt to prompt."""
+
+    class Other:
+        def reset(self, **row):
+            return None
+
+        def wait(self) -> str:
+            """Wait."""
+            return "waited"
+
+    pairs, hinted = set(), Teacher._with_hint
+
+    def noting(own, row):
+        informed = hinted(own, row)
+        pairs.add(tuple(tokenizer.decode(each.prompt.token_ids) for each in (row, informed)))
+        return informed
+
+    monkeypatch.setattr(Teacher, "_with_hint", noting)
+    rows = [
+        {"prompt": [{"role": "user", "content": "q"}], "start": 1, "environment": name, "solution": "HINT"}
+        for name in ("a", "b")
+    ]
+    algorithm = alg.grpo().replace(regularizers=(alg.distill("policy", feedback="solution"),))
+    trainer, _ = trainer_of(
+        tmp_path,
+        data=Dataset.from_list(rows),
+        environment_factory={"a": Counter, "b": Other},
+        args=options(tmp_path, algorithm=algorithm, per_device_train_batch_size=8),
+    )
+    tokenizer = trainer.processing_class
+    trainer.train()
+    plain, informed = zip(*sorted(pairs), strict=True)
+    assert len(plain) == 2
+    assert ["wait" in text for text in plain] in ([True, False], [False, True])
+    assert [text.replace("\n\nHINT", "") for text in informed] == list(plain)
 
 
 def test_a_rollout_function_writes_the_completions(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from covey.data.checks import check_dataset, row_of
 from covey.data.layouts import tools_for_template, with_prompts
 from covey.data.loading import parted
-from covey.data.prompts import encode_chat, template_of_row
+from covey.data.prompts import encode_chat, template_of_prompt
 from covey.data.rendering import as_written, clean, content_text
 from covey.data.sources import AnyDataset, opened, shown
 from covey.data.tables import column_set
@@ -110,7 +110,7 @@ def _message_of(completion: Any, where: str) -> Message:
 def _after_prompt(
     prompt: Prompt, message: Message, where: str, tokenizer: Any, template: Mapping[str, Any]
 ) -> list[int]:
-    how = {**template, **template_of_row(prompt.columns, where), "continue_final_message": False}
+    how = {**template, **template_of_prompt(prompt, where), "continue_final_message": False}
     whole = encode_chat([*(prompt.messages or ()), message], where, tokenizer, how)
     start = len(prompt.token_ids)
     if whole[:start] != prompt.token_ids:

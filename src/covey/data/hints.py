@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from covey.data.prompts import encode_chat, template_of_row
+from covey.data.prompts import encode_chat, template_of_prompt
 from covey.errors import ConfigError
 from covey.types import Completion, Group, Prompt
 
@@ -92,4 +92,4 @@ def with_hint(prompt: Prompt, hint: str, template: str, tokenizer: Any, options:
     else:
         messages.append({"role": "user", "content": text.strip()})
     where = f"prompt {prompt.uid} with its feedback"
-    return encode_chat(messages, where, tokenizer, {**options, **template_of_row(prompt.columns, where)})
+    return encode_chat(messages, where, tokenizer, {**options, **template_of_prompt(prompt, where)})

@@ -103,6 +103,12 @@ def template_of_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {name: value for name, value in template.items() if value is not None}
 
 
+def template_of_prompt(prompt: Prompt, where: str) -> dict[str, Any]:
+    """Options of the chat template that the run's leave out: the tools of its environment, and those of its row."""
+    shown: dict[str, Any] = {"tools": list(prompt.tools)} if prompt.tools else {}
+    return {**shown, **template_of_row(prompt.columns, where)}
+
+
 def encode_chat(
     messages: Sequence[Message], where: str, tokenizer: Any, template: Mapping[str, Any]
 ) -> tuple[int, ...]:

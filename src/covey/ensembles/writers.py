@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from covey.data import num_embeddings
-from covey.data.prompts import encode_chat, template_of_row
+from covey.data.prompts import encode_chat, template_of_prompt
 from covey.data.rendering import THOUGHT_FIELDS, for_endpoint, spells_control
 from covey.ensembles.member import Role
 from covey.errors import ConfigError, RewardError
@@ -67,7 +67,7 @@ class Encoding:
     def _behind(self, prompt: Prompt, text: str, thoughts: str = "") -> str | None:
         """Text of the chat template behind the prompt, for a turn of the assistant. None where it does not begin with the prompt."""
         turn = {"role": "assistant", "content": text, **(dict.fromkeys(THOUGHT_FIELDS, thoughts) if thoughts else {})}
-        options = {**self.template, **template_of_row(prompt.columns, f"prompt {prompt.uid}")}
+        options = {**self.template, **template_of_prompt(prompt, f"prompt {prompt.uid}")}
         try:
             whole = str(self.tokenizer.apply_chat_template([*(prompt.messages or ()), turn], tokenize=False, **options))
         except Exception:  # noqa: BLE001 - a template is a program and may raise anything

@@ -10,7 +10,7 @@ from covey.algorithms import TeacherRole
 from covey.config.combinations import expect_together
 from covey.data import vocabulary_size
 from covey.data.hints import with_hint
-from covey.data.prompts import encode_chat, template_of_row
+from covey.data.prompts import encode_chat, template_of_prompt
 from covey.data.rendering import control_texts, plain_ids
 from covey.errors import ConfigError, ModelError
 from covey.learner.policy import Policy
@@ -81,7 +81,7 @@ class Tokenizers:
             return with_hint(prompt, hint, self.role.template, teacher, options)
         if prompt.messages is not None:
             where = f"prompt {prompt.uid}"
-            return encode_chat(prompt.messages, where, teacher, {**options, **template_of_row(prompt.columns, where)})
+            return encode_chat(prompt.messages, where, teacher, {**options, **template_of_prompt(prompt, where)})
         text = self.policy.decode(list(prompt.token_ids)) if prompt.text is None else prompt.text
         return tuple(teacher(text=text)["input_ids"])
 

@@ -172,7 +172,7 @@ class Agents:
             shown = [tool.schema for tool in (*self.tools, *tools)]
             row, how = {**prompt.columns, "prompt": messages}, {**template, **({"tools": shown} if shown else {})}
             encoded = to_prompt(row, prompt.uid, f"prompt {prompt.uid}", tokenizer, how, options.processor, {})
-            return replace(encoded, columns=prompt.columns)
+            return replace(encoded, columns=prompt.columns, tools=tuple(shown))
 
         return EpisodeSampler(lambda hook: make(environment=hook), episodes, self.environments, encode, is_ahead)
 

@@ -46,6 +46,8 @@ class Prompt:
     """Every other column of the data set's row; rewards receive them by name."""
     before: Prompt | None = None
     """The row's own prompt, where an environment's `reset` has changed it. None: this is it."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Schemas of the tools that it shows, where its environment has some that the run's other prompts do not show."""
 
     @property
     def raw(self) -> str | list[Message]:
