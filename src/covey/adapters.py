@@ -100,7 +100,8 @@ def with_saved_adapter(model: Any, folder: str | Path, *, is_trainable: bool = F
     Raises ModelError for an adapter of another model, or one without all of its weights.
     """
     try:
-        from peft import PeftModel
+        from peft import PeftModel, set_peft_model_state_dict
+        from peft.utils import load_peft_weights
     except ImportError as error:
         raise ConfigError("Adapters need the peft package: pip install 'covey[peft]'.") from error
     if carries_adapter(model):
@@ -112,7 +113,14 @@ def with_saved_adapter(model: Any, folder: str | Path, *, is_trainable: bool = F
         rows = _saved_rows(model, Path(folder))
         if rows is not None and rows != model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(rows, mean_resizing=False)
-        return PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable)
+        adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable)
+        loaded: Any = set_peft_model_state_dict(adapted, load_peft_weights(str(folder), device="cpu"))
+    left = {*loaded.unexpected_keys} - {"prompt_embeddings"}
+    if left:  # PEFT passes over them
+        raise ModelError(
+            f"The adapter in {folder} is another model's: it has {len(left)} weights, such as {min(left)}, that this one has no place for."
+        )
+    return adapted
 
 
 @contextmanager

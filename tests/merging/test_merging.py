@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from covey.cli import main
-from covey.errors import ConfigError
+from covey.errors import ConfigError, ModelError
 from covey.merging import Recipe, merge_adapters, merge_models
 from covey.models.merging import weights as weight_files
 from kit import resident, rest_nightly, tiny_model, tiny_tokenizer
@@ -283,6 +283,20 @@ def test_adapters_that_hold_more_than_factors_or_other_layers_are_refused(adapte
         both.append(place)
     with pytest.raises(ConfigError, match=r"lm_head.weight, which merging adapters does not know"):
         merge_adapters(both, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_numbers_that_are_not_finite_are_no_part_of_a_merge(adapters, tmp_path):
+    for weights in ((float("nan"), 1.0), (float("inf"), 1.0)):
+        with pytest.raises(ConfigError, match="give one for each"):
+            merge_adapters(adapters[:2], tmp_path / "out", weights)
+    broken = tmp_path / "broken"
+    shutil.copytree(adapters[1], broken)
+    tensors = load_file(broken / "adapter_model.safetensors")
+    next(iter(tensors.values()))[0, 0] = float("nan")
+    save_file(tensors, broken / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match="broken holds numbers in .* that are not finite"):
+        merge_adapters([adapters[0], broken], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -219,6 +219,12 @@ def test_an_adapter_without_all_of_its_weights_is_refused(tmp_path):
         load_model(str(adapter))
 
 
+def test_an_adapter_of_a_deeper_model_is_refused(tmp_path):
+    with_adapter(tiny_model("qwen2", layers=3), peft.LoraConfig(**LORA)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"another model's: it has 4 weights, such as base_model.model.model.layers.2"):
+        with_saved_adapter(tiny_model("qwen2", layers=2), tmp_path)
+
+
 def test_memory_is_planned_for_the_adapter_in_the_folder(tmp_path):
     adapter = saved_adapter(tmp_path)
     planned = adapter_to_train({"model": str(adapter)})

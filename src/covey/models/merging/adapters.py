@@ -30,7 +30,7 @@ def merge_adapters(folders: Sequence[Path], out: Path, weights: Sequence[float] 
     if len(folders) < 2:
         raise ConfigError("one adapter was given; merging takes several.")
     shares = list(weights) or [1.0] * len(folders)
-    if len(shares) != len(folders) or not sum(shares):
+    if len(shares) != len(folders) or not 0 < abs(sum(shares)) < float("inf"):
         raise ConfigError(
             f"{len(shares)} weights were given for {len(folders)} adapters; give one for each, not adding up to 0."
         )
@@ -74,6 +74,8 @@ def _check_tensors(folders: Sequence[Path], loaded: Sequence[dict[str, Tensor]])
         for name in sorted(set(tensors) ^ set(loaded[0])):
             raise ConfigError(f"{folders[0]} and {folder} do not adapt the same layers: {name} is in one of them only.")
         for name in tensors:
+            if not bool(tensors[name].isfinite().all()):
+                raise ModelError(f"{folder} holds numbers in {name} that are not finite; take an earlier checkpoint.")
             if not name.endswith((".lora_A.weight", ".lora_B.weight")):
                 raise ConfigError(
                     f"{folder} holds {name}, which merging adapters does not know; merge it into its base first (covey merge {folder} -o ...)."
