@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from covey.rollout import NativeSampler
-from covey.serving import Endpoint, Trace, episodes_of, lines_of, read_traces
-from covey.types import Completion
+from covey.rollout import NativeSampler, SamplingParams
+from covey.serving import Call, Endpoint, Trace, episodes_of, lines_of, read_traces
+from covey.types import Completion, Group, Prompt
 from environments.acting import chat_tokenizer, tiny_llama
 from serving.clients import Words, client
 
@@ -157,3 +157,18 @@ def test_a_trace_holds_any_text_and_log_probabilities_that_were_not_reported(sam
     (again,) = read_traces(path)
     assert again.group.prompt.messages[-1]["content"] == odd
     assert again.group.completions[0].logprobs.isnan().all()
+
+
+def test_an_episode_may_have_more_calls_than_python_nests_functions():
+    ids, calls, done = (
+        [1],
+        [],
+        Completion(token_ids=torch.tensor([5]), text="x", finish="stop", logprobs=torch.zeros(1)),
+    )
+    for number in range(1100):
+        group = Group(prompt=Prompt(uid="0", token_ids=tuple(ids)), completions=(done,))
+        how = {"model": "policy", "params": SamplingParams(), "seed": 0, "session": "a", "user": None, "seconds": 0.0}
+        calls.append(Call(id=str(number), group=group, created=float(number), **how))
+        ids += [5, 7]
+    (episode,) = episodes_of(calls).episodes
+    assert int(episode.completion.mask.sum()) == len(episode.call_ids) == 1100

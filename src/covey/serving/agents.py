@@ -144,11 +144,8 @@ class AgentSampler:
         if self.endpoint is None:
             sizes = dict.fromkeys(("max_waiting", "max_connections", "max_choices"), _MANY)
             limits = Limits(**sizes, drain_seconds=1.0, max_body_bytes=_MOST_BYTES)
-            hooks: dict[str, Any] = {
-                "on_call": self.sessions.record,
-                "admit": self.sessions.admit,
-                "processor": self.processor,
-            }
+            hooks: dict[str, Any] = {"on_call": self.sessions.record, "admit": self.sessions.admit}
+            hooks["processor"] = self.processor
             if not isinstance(self.sampler, NativeSampler):
                 hooks["logprobs_mode"] = "processed_logprobs"  # the only ones that it reports
             self.endpoint = Endpoint(cast(Any, self.sampler), name=MODEL, limits=limits, **hooks)
@@ -299,16 +296,15 @@ class AgentSampler:
         calls = [len(run.session.calls) for run in runs]
         rows = [len(recorded.episodes) for run in runs if not run.lost for recorded in run.recorded.values()]
         breaks = [recorded.num_breaks for run in runs for recorded in run.recorded.values()]
-        self._metrics.append(
-            {
-                "agents/lost": Mean(len(lost), len(runs)),
-                "agents/calls": Mean(sum(calls), len(calls)),
-                "agents/branches": Mean(sum(max(0, count - 1) for count in rows), len(rows)),
-                "agents/breaks": Mean(sum(breaks), len(runs)),
-                "agents/seconds": Mean(sum(run.seconds for run in runs), len(runs)),
-                "agents/max_seconds": Max(max((run.seconds for run in runs), default=0.0)),
-            }
-        )
+        measured: dict[str, Metric] = {
+            "agents/lost": Mean(len(lost), len(runs)),
+            "agents/calls": Mean(sum(calls), len(calls)),
+            "agents/branches": Mean(sum(max(0, count - 1) for count in rows), len(rows)),
+            "agents/breaks": Mean(sum(breaks), len(runs)),
+            "agents/seconds": Mean(sum(run.seconds for run in runs), len(runs)),
+            "agents/max_seconds": Max(max((run.seconds for run in runs), default=0.0)),
+        }
+        self._metrics.append(measured)
         self.record(self.version, [_trace(run, self.agent.name) for run in runs])
 
 

@@ -70,7 +70,10 @@ class _Node:
     @property
     def path(self) -> list[_Node]:
         """From the root to this."""
-        return [*(self.parent.path if self.parent is not None else ()), self]
+        nodes = [self]
+        while (parent := nodes[-1].parent) is not None:
+            nodes.append(parent)
+        return nodes[::-1]
 
 
 def episodes_of(calls: Iterable[Call], *, last_first: bool = False) -> Recorded:
@@ -164,12 +167,9 @@ def tool_calls_in(messages: Sequence[Message]) -> Iterator[ToolCall]:
             if result is None:
                 continue
             function = call.get("function") or {}
-            yield ToolCall(
-                name=str(function.get("name")),
-                arguments=function.get("arguments"),
-                result=result,
-                status="error" if _is_error(result) else "ok",
-            )
+            name, arguments = str(function.get("name")), function.get("arguments")
+            status = "error" if _is_error(result) else "ok"
+            yield ToolCall(name=name, arguments=arguments, result=result, status=status)  # type: ignore[arg-type]
 
 
 def _is_error(result: str) -> bool:

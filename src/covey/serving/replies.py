@@ -128,14 +128,10 @@ class Choice:
         if not turn.calls:
             return {"content": turn.content, **self._thoughts(turn.thoughts)}
         self.finish = "tool_calls" if self.finish == "stop" else self.finish
-        shown = [
-            {
-                "id": f"call_{uuid.uuid4().hex[:24]}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-            }
-            for call in turn.calls
-        ]
+        as_json = lambda value: json.dumps(value, ensure_ascii=False)
+        functions = [{"name": call.name, "arguments": as_json(call.arguments)} for call in turn.calls]
+        new = lambda: f"call_{uuid.uuid4().hex[:24]}"
+        shown = [{"id": new(), "type": "function", "function": function} for function in functions]
         return {"content": turn.content or None, **self._thoughts(turn.thoughts), "tool_calls": shown}
 
     # -- log-probabilities ------------------------------------------------------------------------------------------
