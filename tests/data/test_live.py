@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from datasets import IterableDataset
 
 from covey.data import follow, load
-from covey.data.live.order import LiveOrder, digest
+from covey.data.live.order import LiveOrder, digest, prompt_digest
+from covey.data.rendering import say_once
 from covey.data.stream import PromptStream
 from covey.errors import DataError
 from kit import http_server, tiny_tokenizer
@@ -137,6 +139,15 @@ def test_rows_that_come_twice_are_taken_once_also_after_a_resume():
     assert prompts(ids, 2) == ["a", "a"]
 
 
+def test_an_id_of_several_rows_is_named_once(caplog: pytest.LogCaptureFixture):
+    say_once.cache_clear()
+    given = [{**row, "id": "math"} for row in rows(*range(4))]
+    order = order_of([given[0], given[0], *given[1:], *rows(9)])
+    assert prompts(order, 2) == ["question 0", "question 9"]
+    (said,) = (record.message for record in caplog.records)
+    assert "has rows with the id of an earlier row and other content, such as 'math'" in said
+
+
 def test_no_more_is_taken_than_the_buffer_holds():
     source = Memory(rows(*range(1000)))
     order = order_of(source, buffer=8)
@@ -164,6 +175,14 @@ def test_rows_that_cannot_be_used_are_named_and_left_out(tmp_path: Path, caplog:
     assert order.state_dict()["left_out"] == 4
     assert "byte 16 is no JSON" in said
     assert "is a prompt of the evaluation set" in said
+
+
+def test_a_held_out_conversation_is_known_where_its_set_has_filled_nulls_in():
+    held_out = [[{"role": "user", "content": "held out"}], [{"role": "user", "content": "other", "name": "Ann"}]]
+    order = order_of([{"prompt": held_out[0]}, *rows(1)])
+    evaluation = datasets.Dataset.from_dict({"prompt": held_out})
+    order.dataset.held_out = frozenset(map(prompt_digest, evaluation["prompt"][:]))
+    assert prompts(order, 1) == ["question 1"]
 
 
 def test_replay_mixes_in_a_share_of_all_earlier_rows():

@@ -12,6 +12,7 @@ from typing import Any
 from covey.data.live.dataset import LiveDataset
 from covey.data.order import Row
 from covey.data.prompts import check_prompt
+from covey.data.rendering import clean, say_once
 from covey.errors import CoveyError, DataError
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,11 @@ def digest(value: Any) -> str:
     """Digest that tells a row or a prompt from another."""
     text = json.dumps(value, sort_keys=True, default=str, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def prompt_digest(prompt: Any) -> str:
+    """Digest of a prompt, the same where a data set has filled in nulls."""
+    return digest(list(map(clean, prompt)) if isinstance(prompt, list) else prompt)
 
 
 class LiveOrder:
@@ -43,7 +49,7 @@ class LiveOrder:
         self._position: Any = None
         self._read: Any = None
         """The place behind the last row that waits."""
-        self._seen: dict[str, None] = {}
+        self._seen: dict[str, str | None] = {}
         self._sample: list[tuple[int, Row]] = []
         self._drawn, self._replayed, self._left_out = 0, 0, 0
         self._is_away = False
@@ -95,9 +101,14 @@ class LiveOrder:
         if isinstance(raw, DataError):
             return self._left_out_for(str(raw))
         key = str(raw["id"]) if raw.get("id") is not None else digest(raw)
+        content = digest(raw)
         if key in self._seen:
+            if self._seen[key] not in (None, content):
+                say_once(
+                    f"{self.dataset.name} has rows with the id of an earlier row and other content, such as {key[:40]!r}. They count as delivered twice and are left out; give each row an id of its own, or none."
+                )
             return None
-        self._seen[key] = None
+        self._seen[key] = content
         if len(self._seen) > self.dataset.memory:
             del self._seen[next(iter(self._seen))]
         row = self.dataset.changed(raw)
@@ -105,7 +116,7 @@ class LiveOrder:
             check_prompt(row.get("prompt"), f"A row of {self.dataset.name}")
         except DataError as error:
             return self._left_out_for(str(error))
-        if digest(row["prompt"]) in self.dataset.held_out:
+        if prompt_digest(row["prompt"]) in self.dataset.held_out:
             return self._left_out_for(f"A row of {self.dataset.name} is a prompt of the evaluation set.")
         self._keep(row)
         self._drawn += 1
