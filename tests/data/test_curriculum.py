@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import datasets
+import pyarrow
 import pytest
 
 from covey.data import Outcome, PromptStream, load, mix
@@ -136,6 +137,30 @@ def test_a_mixture_draws_each_set_in_exactly_its_share_at_any_time():
         counts[prompt.columns["dataset"]] += 1
         assert abs(counts["big"] - 0.75 * n) <= 1
         assert (prompt.columns["extra"] is None) == (prompt.columns["dataset"] == "big")
+
+
+def test_a_column_of_a_mixture_is_read_once():
+    data = mix(
+        {"a": table(40, difficulty=list(range(40))), "b": table(40, difficulty=list(range(40)))}, {"a": 1, "b": 1}
+    )
+    reads = []
+
+    class Counted(datasets.Dataset):
+        def __getitem__(self, key):
+            reads.append(key)
+            return super().__getitem__(key)
+
+    data.__class__ = Counted
+    stream(data, "difficulty")
+    assert len(reads) < 10
+
+
+@pytest.mark.parametrize("curriculum", ["none", "frontier"])
+def test_a_row_that_cannot_be_read_is_named_in_any_order(curriculum: str):
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 2, pyarrow.array([b"fine", b"\xff"]).buffers())
+    data = datasets.Dataset(pyarrow.table({"prompt": ["1", "2"], "answer": column}))
+    with pytest.raises(DataError, match="Row 1 .* cannot be read"):
+        stream(data, curriculum).take(2)
 
 
 def test_each_set_of_a_mixture_has_epochs_of_its_own():

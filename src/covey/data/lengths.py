@@ -33,7 +33,7 @@ def longest_prompt(dataset: Any, tokenizer: Any, template: Mapping[str, Any], na
 
     if not hasattr(dataset, "__len__"):
         return max((count(row, index) for index, row in enumerate(islice(dataset, 2 * SAMPLE))), default=0)
-    sizes = [_sizes(prompt) for prompt in dataset.select_columns(["prompt"])["prompt"]]
+    sizes = [_sizes(prompt) for prompt in dataset["prompt"][:]]
     by_bytes = sorted(range(len(sizes)), key=lambda index: -sizes[index][0])
     by_signs = sorted(range(len(sizes)), key=lambda index: -sizes[index][1])
     longest, rate, done = 0, 0.0, set()

@@ -150,6 +150,6 @@ def _with_system(dataset: AnyDataset, system_prompt: str, name: str) -> AnyDatas
     if isinstance(dataset, datasets.IterableDataset):
         features = dataset.features
         return mapped(dataset, lambda row, index: add(as_written(row, features), index), ["prompt"], with_indices=True)
-    rows = (as_written({"prompt": prompt}, dataset.features) for prompt in dataset["prompt"])
+    rows = (as_written({"prompt": prompt}, dataset.features) for prompt in dataset["prompt"][:])
     added = column_set({"prompt": [add(row, index)["prompt"] for index, row in enumerate(rows)]})
     return datasets.concatenate_datasets([dataset.remove_columns("prompt"), added], axis=1)

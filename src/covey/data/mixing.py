@@ -95,7 +95,7 @@ def _as_json_where_one_is(sets: Sequence[datasets.Dataset]) -> list[datasets.Dat
     for i, rows in enumerate(sets):
         nested = [name for name, feature in rows.features.items() if isinstance(feature, _NESTED)]
         for name in [name for name in nested if name in json_names]:
-            values = [as_written({name: value}, rows.features)[name] for value in rows[name]]
+            values = [as_written({name: value}, rows.features)[name] for value in rows[name][:]]
             column = datasets.Dataset.from_dict({name: values}, datasets.Features({name: AsWritten()}))
             made[i] = datasets.concatenate_datasets([made[i].remove_columns(name), column], axis=1)
     return made

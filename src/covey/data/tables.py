@@ -299,7 +299,7 @@ def with_structs(dataset: Any) -> Any:
     """The data set with its columns of objects as structs, those too that are kept as written for their nulls alone."""
     names, made = dataset.column_names, dataset
     for name in [name for name, feature in dataset.features.items() if isinstance(feature, AsWritten)]:
-        values = list(dataset[name])
+        values = dataset[name][:]
         kinds = (kind_of(value, None) for value in values)
         if not isinstance(feature := _feature(reduce(joined, kinds, None)), AsWritten):
             made = made.remove_columns(name).add_column(name, values, feature=feature)

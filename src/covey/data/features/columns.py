@@ -48,7 +48,7 @@ def add_features(
     Raises DataError for an unknown name, for a column that is there already (unless `overwrite`), and for what is missing.
     """
     _check(dataset, names, embedder, pass_rates, answer_column, overwrite)
-    texts = [prompt_text(prompt) for prompt in dataset["prompt"]]
+    texts = [prompt_text(prompt) for prompt in dataset["prompt"][:]]
     made: dict[str, list[Any]] = {}
     if "length" in names:
         made["length"] = [
@@ -62,7 +62,7 @@ def add_features(
         vectors = embedder(texts)
         made["embedding"] = vectors.tolist()
         if "relevance" in names:
-            answers = embedder(["" if answer is None else str(answer) for answer in dataset[answer_column]])
+            answers = embedder(["" if answer is None else str(answer) for answer in dataset[answer_column][:]])
             made["relevance"] = relevance(vectors, answers)
     if pass_rates is not None and {"pass_rate", "difficulty"} & set(names):
         rates = [None if math.isnan(rate) else rate for rate in pass_rates(dataset)]

@@ -81,7 +81,7 @@ def with_paths(dataset: Any, source: Any) -> Any:
         if not _holds_text((dataset.features or {}).get(name)):
             continue
         if hasattr(dataset, "__len__"):
-            dataset = dataset.remove_columns(name).add_column(name, [resolved(value) for value in dataset[name]])
+            dataset = dataset.remove_columns(name).add_column(name, [resolved(value) for value in dataset[name][:]])
         else:
             change = lambda row, name=name: {name: resolved(row[name])}
             dataset = dataset.map(change, features=dataset.features)
