@@ -83,12 +83,8 @@ def _echo(scorer: TokenScorer, ids: Sequence[int]) -> ScoredTokens:
 
 def _input_token_logprobs(scorer: TokenScorer, ids: Sequence[int]) -> ScoredTokens:
     """SGLang: /generate with `return_logprob`, rows of [log-probability, token id, text]."""
-    body = {
-        "input_ids": list(ids),
-        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
-        "return_logprob": True,
-        "logprob_start_len": 0,
-    }
+    sampling = {"max_new_tokens": 1, "temperature": 0.0}
+    body = {"input_ids": list(ids), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
     answer = scorer.post("/generate", body)
     rows = (answer[0] if isinstance(answer, list) else answer)["meta_info"]["input_token_logprobs"]
     return _check([row[1] for row in rows], [row[0] for row in rows], expected=ids)

@@ -104,9 +104,8 @@ class LiveOrder:
         content = digest(raw)
         if key in self._seen:
             if self._seen[key] not in (None, content):
-                say_once(
-                    f"{self.dataset.name} has rows with the id of an earlier row and other content, such as {key[:40]!r}. They count as delivered twice and are left out; give each row an id of its own, or none."
-                )
+                sentence = f"{self.dataset.name} has rows with the id of an earlier row and other content, such as {key[:40]!r}. They count as delivered twice and are left out; give each row an id of its own, or none."
+                say_once(sentence)
             return None
         self._seen[key] = content
         if len(self._seen) > self.dataset.memory:
