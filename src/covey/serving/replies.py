@@ -130,8 +130,7 @@ class Choice:
         self.finish = "tool_calls" if self.finish == "stop" else self.finish
         as_json = lambda value: json.dumps(value, ensure_ascii=False)
         functions = [{"name": call.name, "arguments": as_json(call.arguments)} for call in turn.calls]
-        new = lambda: f"call_{uuid.uuid4().hex[:24]}"
-        shown = [{"id": new(), "type": "function", "function": function} for function in functions]
+        shown = [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": named} for named in functions]
         return {"content": turn.content or None, **self._thoughts(turn.thoughts), "tool_calls": shown}
 
     # -- log-probabilities ------------------------------------------------------------------------------------------
