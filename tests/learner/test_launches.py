@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from launches import Launches
+from peft import LoraConfig, get_peft_model
 
-from covey.kernels import HalfWeights, fuse, fused_ops, half_weights
+from covey.kernels import HalfWeights, add_adapters_inside_products, fuse, fused_ops, half_weights
 from covey.kernels import compile as compiled
 from covey.kernels.prompt_attention import SharedPromptAttention
 from covey.learner import Policy
 from covey.learner.packing import rows_of
-from covey.learner.preparation import checkpoint_activations, leave_casts_to_autocast
+from covey.learner.preparation import checkpoint_activations
 from covey.learner.worst_case import groups_of
 from kit import forgotten, rest_nightly, tiny_model
 
@@ -120,27 +121,38 @@ def test_values_and_gradients_are_those_of_transformers_layers_but_for_rounding(
         assert off(own) < 1.5 * off(plain) + 1e-3 * gradient.norm(), name
 
 
-def test_an_adapters_layers_leave_their_inputs_to_autocast_with_the_same_bits():
-    from peft import LoraConfig, get_peft_model
+def adapted(is_inside, layers, dtype=torch.bfloat16):
+    """A LoRA policy prepared for a GPU, its adapters' products inside of their layers' or as PEFT's, and what counts its launches."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(tiny_model("qwen2", layers=layers, hidden=64, dtype=dtype), config).train()
+    checkpoint_activations(model)
+    if is_inside:
+        add_adapters_inside_products(model)
+    live = Launches()
+    fuse(model, live.compiled)
+    half = HalfWeights(model, torch.bfloat16, (model.get_output_embeddings(),))
+    policy = Policy(model, pad_id=0, compute_dtype=torch.bfloat16, shared_attention="sdpa", half=half)
+    policy.shares_prompts()
+    return policy, live
 
-    options = LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-    results, casts = [], []
-    for prepares in (False, True):
-        torch.manual_seed(0)
-        model = get_peft_model(tiny_model("qwen2", layers=1, hidden=64, dtype=torch.bfloat16), options).train()
-        if prepares:
-            leave_casts_to_autocast(model)
-        live = Launches()
-        fuse(model, live.compiled)
-        policy = Policy(model, pad_id=0, compute_dtype=torch.bfloat16, shared_attention="sdpa")
-        policy.shares_prompts()
-        with live:
-            results.append(passes(policy))
-        casts.append(Counter(live.names)["_to_copy.default"])
-    assert casts[0] - casts[1] == 2 * 7 + 2 * 4, "there and back; those that read the embedding have no backward"
-    (logp, gradients), (own_logp, own_gradients) = results
-    assert torch.equal(logp, own_logp)
-    assert all(torch.equal(gradients[name], own_gradients[name]) for name in gradients)
+
+def test_an_adapters_products_are_added_inside_of_those_of_its_layer():
+    """PEFT casts the input of each of seven layers to float32 and back, and takes scale and sum of each output, there and back."""
+    counts = []
+    for is_inside in (False, True):
+        of_layers = []
+        for layers in (1, 2):
+            policy, live = adapted(is_inside, layers)
+            with policy.weights_of_a_step(), live:
+                policy.measure(ROWS, entropy=True).logp.sum().backward()
+            of_layers.append(live.names)
+        one, two = of_layers
+        counts.append({name: two[name] - one[name] for name in two})
+    peft, inside = counts
+    assert inside["mul.Tensor"] == peft["mul.Tensor"] - (7 + 6 + 7), "recomputation ends before the last layer's scale"
+    assert inside["add.Tensor"] == peft["add.Tensor"] - (7 + 7 + 7)
+    assert sum(inside.values()) < 0.8 * sum(peft.values())
 
 
 def test_no_pass_casts_a_weight_of_a_linear_layer():

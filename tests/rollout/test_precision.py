@@ -9,6 +9,7 @@ from plain_sampling import TEXTS, ids_of, plain_logprobs
 from torch.nn import functional as F
 
 from covey.errors import ConfigError
+from covey.kernels import add_adapters_inside_products
 from covey.kernels.sampler_linear import InPlaceLinear, OneDnnLinear, effective, has_bfloat16
 from covey.learner.preparation import checkpoint_activations
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler, Unsupported, choose_sampler
@@ -196,28 +197,44 @@ def test_adapters_that_cannot_be_packed_run_in_a_plain_copy(options):
 
 @pytest.mark.parametrize("arch", FAMILY)
 def test_adapters_on_a_16_bit_model_are_added_to_live_weights(arch):
-    """Nothing is merged or copied: 7 billion weights have no second copy, and small adapters are not rounded away."""
+    """As the learner adds them, bit for bit; 7 billion weights have no second copy, and small adapters are not rounded away."""
     model = adapted(tiny_model(arch).to(torch.bfloat16))
+    add_adapters_inside_products(model)
     layer = model.base_model.model.model.layers[0]
     forward = best_forward(model, "auto")
     assert isinstance(forward, DecoderForward)
-    block, x = forward.blocks[0], torch.randn(5, model.config.hidden_size).to(torch.bfloat16)
+    block, x = forward.blocks[0], torch.randn(5, model.config.hidden_size)
     attention, mlp = layer.self_attn, layer.mlp
-    expected = [projection(x) for projection in (attention.q_proj, attention.k_proj, attention.v_proj)]
-    for part, own in zip(block.qkv.split(x, []), expected, strict=True):
-        torch.testing.assert_close(part, own)
-    torch.testing.assert_close(block.qkv(x), torch.cat(expected, -1))
-    torch.testing.assert_close(
-        block.gate.gated(block.up, x), F.silu(mlp.gate_proj(x)) * mlp.up_proj(x), rtol=0.02, atol=1e-3
-    )
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        expected = [projection(x) for projection in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        gated = F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)
+    x = x.to(torch.bfloat16)
+    assert all(map(torch.equal, block.qkv.split(x, []), expected))
+    assert torch.equal(block.qkv(x), torch.cat(expected, -1))
+    torch.testing.assert_close(block.gate.gated(block.up, x), gated, rtol=0.02, atol=1e-3)
     pointers = {parameter.data_ptr() for parameter in model.parameters()}
-    assert {tensor.data_ptr() for tensor in block.qkv.tensors if tensor is not None} <= pointers
+    assert {tensor.data_ptr() for tensor in block.qkv.base.tensors if tensor is not None} <= pointers
     verify(forward, model)
     key = forward.capture_key()
     with model.disable_adapter():
         assert forward.refresh()
         torch.testing.assert_close(forward.blocks[0].qkv.split(x, [])[0], attention.q_proj.base_layer(x))
         assert forward.capture_key() != key
+
+
+def test_a_step_that_was_captured_reads_adapters_that_were_trained_since():
+    model = adapted(tiny_model().to(torch.bfloat16))
+    forward = best_forward(model, "auto")
+    key, block, x = forward.capture_key(), forward.blocks[0], torch.randn(5, 32).to(torch.bfloat16)
+    before = block.qkv(x)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(3 if "lora_B" in name else 1)
+    assert forward.refresh()
+    assert forward.capture_key() == key
+    base, after = block.qkv.base(x), block.qkv(x)
+    torch.testing.assert_close((after - base).float(), 3 * (before - base).float(), rtol=0.05, atol=0.05)
+    assert torch.equal(after, forward.blocks[0].qkv(x))
 
 
 def test_a_captured_step_is_of_one_scale_of_the_adapters():

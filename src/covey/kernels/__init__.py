@@ -4,6 +4,7 @@ Other rooms import these names from here, never from a file of this folder. If a
 results differ from PyTorch's, PyTorch computes.
 """
 
+from covey.kernels.adapted_layers import add_adapters_inside_products
 from covey.kernels.compile import unavailable_reason
 from covey.kernels.decode import CacheTables, DecodeKernels, DecodeStep, DecodeWeights
 from covey.kernels.flex_attention import AttentionHeads
@@ -36,7 +37,7 @@ from covey.kernels.windows import Window, attention_windows
 __all__ = [
     "CHOICE", "AttentionHeads", "CacheTables", "DecodeKernels", "DecodeStep", "DecodeWeights", "HalfWeights",
     "InPlaceLinear", "IndexCache", "Layout", "LogitKernels", "Recomputing", "Routers", "SamplerLinear",
-    "SharedPromptAttention", "TritonDecode", "WeightMatmul", "Window", "attention_windows", "cache_factory",
+    "SharedPromptAttention", "TritonDecode", "WeightMatmul", "Window", "add_adapters_inside_products", "attention_windows", "cache_factory",
     "cache_keyword", "choices", "choosing_few", "find_indexers", "find_routers", "footprint", "fuse",
     "fusing_unavailable_reason", "has_states", "has_windows", "in_place_steps", "is_chosen", "learning", "other_layers",
     "reason_against_choices", "state_steps", "tensors_on", "training_heap", "unavailable_reason", "zeros",

@@ -30,12 +30,7 @@ def is_plain(*tensors: Any) -> bool:
 
 def is_watched(module: nn.Module) -> bool:
     """True if the module has hooks, or a foreign `forward` on the instance."""
-    return ("forward" in module.__dict__ and not matmul.is_routed(module)) or _is_hooked(module)
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, name) for name in hooks)
+    return ("forward" in module.__dict__ and not matmul.is_routed(module)) or matmul.is_hooked(module)
 
 
 def normed(norm: Any, original: Forward, x: Tensor) -> Any:

@@ -19,9 +19,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from covey.kernels.adapted_layers import products_of
 from covey.kernels.compiled_cache import keep_compiled_code
 from covey.kernels.formula_shapes import OF_NO_MODEL, FormulaShapes, epsilon_of
-from covey.kernels.half_weights import products_of
 from covey.models import decoder_of
 from covey.process.memory import is_out_of_memory
 

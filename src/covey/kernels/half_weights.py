@@ -13,8 +13,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from covey.kernels.linear_products import Factors, multiply
 
 _Copy = tuple[Tensor, Tensor | None]
 """Weight [N, K] and bias [N] of a layer in 16 bits."""
@@ -114,66 +115,11 @@ def _forward(linear: nn.Linear, half: HalfWeights, x: Tensor) -> Tensor:
     copy = half.copy_for(linear, x)
     if copy is None:
         return F.linear(x, linear.weight, linear.bias)
-    out: Tensor
-    (out,) = _Linears.apply(x.to(half.dtype), linear.weight, linear.bias, *copy)
+    (out,) = multiply(x.to(half.dtype), Factors(linear.weight, linear.bias, *copy))
     return out
 
 
-def products_of(x: Tensor, *linears: nn.Module) -> list[Tensor]:
-    """Outputs of several linear layers of one input; those of `HalfWeights` add the gradient of `x` within their products."""
-    halves = [_half_of(linear) for linear in linears]
-    copies = [None if half is None else half.copy_for(linear, x) for half, linear in zip(halves, linears, strict=True)]
-    if halves[0] is None or any(copy is None for copy in copies):
-        return [linear(x) for linear in linears]
-    tensors = [
-        (linear.weight, linear.bias, *copy) for linear, copy in zip(linears, copies, strict=True) if copy is not None
-    ]
-    return list(_Linears.apply(x.to(halves[0].dtype), *(part for parts in tensors for part in parts)))
-
-
-def _half_of(linear: nn.Module) -> HalfWeights | None:
+def half_of(linear: nn.Module) -> HalfWeights | None:
+    """The copies that this layer computes with."""
     forward = linear.__dict__.get("forward")
-    if not isinstance(forward, partial) or forward.func is not _forward:
-        return None
-    half: HalfWeights = forward.args[1]
-    return None if linear._forward_hooks or linear._forward_pre_hooks else half
-
-
-class _Linears(torch.autograd.Function):
-    """`(x [.., K], then for each layer weight [N, K], bias [N] or None, and their 16-bit copies)` -> the [.., N] of each layer.
-
-    Gradients of weights and biases are float32.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *layers: Tensor | None) -> tuple[Tensor, ...]:
-        narrow = layers[2::4]
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[1:]) else None, *narrow)
-        with torch.autocast(x.device.type, enabled=False):
-            return tuple(F.linear(x, w, b) for w, b in zip(narrow, layers[3::4], strict=True) if w is not None)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        x, *narrow = ctx.saved_tensors
-        flat = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
-        wants_x, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[1:]
-        of_x: Tensor | None = None
-        results: list[Tensor | None] = []
-        with torch.autocast(flat[0].device.type, enabled=False):
-            for i, (gradient, weight) in enumerate(zip(flat, narrow, strict=True)):
-                if wants_x:
-                    of_x = gradient @ weight if of_x is None else torch.addmm(of_x, gradient, weight)
-                of_weight = wide_product(gradient.t(), x.reshape(-1, x.shape[-1])) if wants[4 * i] else None
-                of_bias = gradient.sum(0, dtype=torch.float32) if wants[4 * i + 1] else None
-                results += [of_weight, of_bias, None, None]
-        shape = (*gradients[0].shape[:-1], narrow[0].shape[1])
-        return None if of_x is None else of_x.view(shape), *results
-
-
-def wide_product(left: Tensor, other: Tensor) -> Tensor:
-    """`left @ other` in float32 from 16-bit matrices, without rounding the sums on a GPU."""
-    if left.device.type == "cuda" and torch.version.hip is None:
-        product: Tensor = torch.mm(left, other, out_dtype=torch.float32)
-        return product
-    return (left @ other).float()
+    return forward.args[1] if isinstance(forward, partial) and forward.func is _forward else None

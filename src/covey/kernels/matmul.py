@@ -166,6 +166,12 @@ def is_routed(module: nn.Module) -> bool:
     return isinstance(forward, partial) and forward.func is _forward_of
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """True if calling the module does more than its forward."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for name in hooks)
+
+
 class WeightMatmul:
     """The three products of a large weight [V, D], chunk by chunk: outputs, input gradient, and weight gradient summed in place."""
 

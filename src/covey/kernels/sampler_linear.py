@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from covey.errors import Unsupported
 from covey.kernels.half_weights import share_copy
+from covey.kernels.linear_products import add_adapter
 from covey.kernels.matmul import PLAIN, plain_linear
 
 
@@ -28,8 +29,9 @@ class SamplerLinear(ABC):
         Raises Unsupported for other kinds of layers.
         """
         if dtype is None:
-            kind = AdaptedLinear if any(map(_is_adapted_in_place, linears)) else InPlaceLinear
-            return kind.of(*linears)
+            if any(map(_is_adapted_in_place, linears)):
+                return AdaptedLinear.of(*linears, into=into)
+            return InPlaceLinear.of(*linears)
         weights, biases = _parts_of(linears)
         if dtype == torch.bfloat16 and has_bfloat16(weights[0].device):
             return OneDnnLinear.from_parts(weights, biases)
@@ -143,28 +145,46 @@ class InPlaceLinear(SamplerLinear):
 
 @dataclass(frozen=True, eq=False)
 class AdaptedLinear(SamplerLinear):
-    """Live weights and the products of active LoRA adapters, added in PEFT's order and precision; nothing is merged.
+    """Live weights and the products of active LoRA adapters, added inside of them; nothing is merged.
 
     So the sampler computes what the learner computes. A merged copy in 16 bits would round small adapters away.
     """
 
     base: InPlaceLinear
-    adapters: tuple[tuple[tuple[Tensor, Tensor, float], ...], ...]
-    """Of each part: A [r, K], B [N, r] and scale of its adapters."""
+    a: Tensor
+    """[R, K]: A of all adapters of all parts, one below the other, a copy in the type of the weights."""
+    adapters: tuple[tuple[tuple[slice, Tensor, float], ...], ...]
+    """Of each part's adapters: rows of `a`, B [N, r] in the type of the weights, and scale."""
 
     @staticmethod
-    def of(*linears: Any) -> AdaptedLinear:
-        """These layers, concatenated along outputs. Raises Unsupported for anything but plain LoRA on plain layers."""
+    def of(*linears: Any, into: SamplerLinear | None = None) -> SamplerLinear:
+        """These layers, concatenated along outputs, those without an active adapter as they are.
+
+        `into` as in `make`. Raises Unsupported for anything but plain LoRA on plain layers.
+        """
         base = InPlaceLinear.of(*(getattr(linear, "base_layer", linear) for linear in linears))
-        factors = lambda linear: tuple(
-            (linear.lora_A[name].weight.detach(), linear.lora_B[name].weight.detach(), linear.scaling[name])
-            for name in active_adapters(linear)
-        )
-        return AdaptedLinear(base, tuple(map(factors, linears)))
+        dtype = base.parts[0][0].dtype
+        before = into if isinstance(into, AdaptedLinear) else None
+        copies = iter(() if before is None else [b for part in before.adapters for _, b, _ in part])
+        rows: list[Tensor] = []
+        adapters = []
+        for linear in linears:
+            part = []
+            for name in active_adapters(linear):
+                a, b = linear.lora_A[name].weight.detach(), linear.lora_B[name].weight.detach()
+                first = sum(map(len, rows))
+                rows.append(a)
+                part.append(
+                    (slice(first, first + len(a)), stacked([b], dtype, next(copies, None)), linear.scaling[name])
+                )
+            adapters.append(tuple(part))
+        if not rows:
+            return base
+        return AdaptedLinear(base, stacked(rows, dtype, None if before is None else before.a), tuple(adapters))
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return (*self.base.tensors, *(x for part in self.adapters for a, b, _ in part for x in (a, b)))
+        return (*self.base.tensors, self.a, *(b for part in self.adapters for _, b, _ in part))
 
     @property
     def scales(self) -> tuple[float, ...]:
@@ -178,14 +198,12 @@ class AdaptedLinear(SamplerLinear):
         return self._parts(x)
 
     def _parts(self, x: Tensor) -> list[Tensor]:
-        """[M, N] of each part: the sum is rounded once, to the type of the weights."""
-        inputs = {x.dtype: x}
+        """[.., N] of each part."""
         out = [plain_linear(x, weight, bias) for weight, bias in self.base.parts]
+        inner = x.flatten(0, -2) @ self.a.t()
         for y, adapters in zip(out, self.adapters, strict=True):
-            for a, b, scale in adapters:
-                if a.dtype not in inputs:
-                    inputs[a.dtype] = x.to(a.dtype)
-                y.add_(F.linear(F.linear(inputs[a.dtype], a), b), alpha=scale)
+            for rows, b, scale in adapters:
+                add_adapter(y.flatten(0, -2), inner[:, rows], b, scale)
         return out
 
 

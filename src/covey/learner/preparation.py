@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from covey.kernels import HalfWeights, Recomputing, fuse, fusing_unavailable_reason, training_heap
+from covey.kernels import (
+    HalfWeights,
+    Recomputing,
+    add_adapters_inside_products,
+    fuse,
+    fusing_unavailable_reason,
+    training_heap,
+)
 from covey.learner.policy import Policy
 from covey.models import unwrapped
 
@@ -17,7 +24,7 @@ logger = logging.getLogger(__name__)
 def prepare_for_training(model: Any, args: Any) -> Any:
     """Set gradient checkpointing as configured, and training mode."""
     inner = unwrapped(model)
-    leave_casts_to_autocast(model)
+    add_adapters_inside_products(model)
     word = "activation" if hasattr(inner, "activation_checkpointing_enable") else "gradient"  # renamed in 5.23
     if args.checkpoints_activations:
         checkpoint_activations(model, args.gradient_checkpointing_kwargs)
@@ -27,21 +34,6 @@ def prepare_for_training(model: Any, args: Any) -> Any:
     if getattr(inner, f"is_{word}_checkpointing", False):
         getattr(inner, f"{word}_checkpointing_disable")()
     return model.train()
-
-
-def leave_casts_to_autocast(model: Any) -> None:
-    """Let LoRA layers take their input as it is under autocast, which casts for each product, as PEFT's 4-bit layers do.
-
-    PEFT casts it to the adapter's float32 and autocast casts that back: two passes over every layer's input, and two backward.
-    """
-    for module in model.modules() if hasattr(model, "peft_config") else ():
-        is_plain = type(module).__module__ == "peft.tuners.lora.layer" and type(module).__name__ == "Linear"
-        if is_plain and not module.lora_variant:
-            module.__dict__["_cast_input_dtype"] = _cast_outside_autocast
-
-
-def _cast_outside_autocast(x: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    return x if x is None or torch.is_autocast_enabled(x.device.type) else x.to(dtype)
 
 
 def checkpoint_activations(model: Any, kwargs: Mapping[str, Any] | None = None) -> None:
