@@ -125,6 +125,21 @@ def test_an_error_of_one_run_leaves_the_others_their_completions(base, error, ca
     assert all(are_equal(alone(asked[i]), drawn[i].groups) for i in (0, 2))
 
 
+def test_an_error_of_a_step_that_one_run_takes_alone_leaves_the_others_theirs(base, monkeypatch):
+    monkeypatch.setattr("covey.rollout.joint.MOST_ROWS", 24)
+    drawings = [drawing(sampler_on(base, i), i) for i in range(3)]  # 12 rows each: the third decodes apart
+    error = NumericsError("no number")
+
+    def fails(*args):
+        raise error
+
+    monkeypatch.setattr(drawings[2].sampler.forward, "decode", fails)
+    drawn = JointRollouts()(drawings)
+    assert drawn[2] is error
+    monkeypatch.undo()
+    assert all(are_equal(alone(drawings[i]), drawn[i].groups) for i in (0, 1))
+
+
 def test_memory_that_runs_out_in_the_joint_step_leaves_every_run_to_itself(base, monkeypatch, caplog):
     def full(*args):
         raise torch.OutOfMemoryError

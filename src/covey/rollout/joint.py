@@ -124,7 +124,7 @@ class JointRollouts:
             logits = self._joint_logits(forward, runs, joined)
         for place, run in enumerate(runs):
             if run.is_busy:
-                run.end(logits[place] if place in logits else run.decode())
+                run.end(logits.get(place))
 
     def _joint_logits(self, forward: _JointForward, runs: Sequence[_Run], joined: Sequence[int]) -> dict[int, Tensor]:
         """Logits [R, V] of the joined runs whose bits equal those of separate steps."""
@@ -181,10 +181,11 @@ class _Run:
         assert self.scheduler is not None
         return self.forward.decode(self.ids, self.positions, DecodeBatch(self.scheduler.cache))
 
-    def end(self, logits: Tensor) -> None:
+    def end(self, logits: Tensor | None) -> None:
+        """Draw from the logits of a joint step; None: from those of a step of its own."""
         if self.scheduler is not None:
             with self._recording_errors():
-                self.groups += self.scheduler.end_step(logits)
+                self.groups += self.scheduler.end_step(self.decode() if logits is None else logits)
 
 
 class _JointForward:
