@@ -306,6 +306,16 @@ def test_versions_hardware_and_data_are_stored(tmp_path: Path) -> None:
     assert found["seeds"] == {"seed": 3, "data_seed": None}
 
 
+def test_a_system_prompt_in_parts_is_stored_as_its_text(tmp_path: Path) -> None:
+    import datasets
+
+    parts = [{"type": "text", "text": "Add."}, {"type": "text", "text": "Be brief."}]
+    rows = [{"prompt": [{"role": "system", "content": parts}]}]
+    found = described(tmp_path, args={}, dataset=datasets.Dataset.from_list(rows))
+    assert "Add." in found["dataset"]["system_prompt"]
+    assert "type" not in found["dataset"]["system_prompt"]
+
+
 def test_the_commit_and_what_differs_from_it_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GIT_DIR")  # conftest.py
     work = tmp_path / "work"

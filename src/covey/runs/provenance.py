@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from covey.data.rendering import content_text
+
 _NOT_THE_USERS = ("covey", "torch", "transformers", "builtins", "functools")
 _VERSIONS = (
     *("covey", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "peft"),
@@ -114,7 +116,7 @@ def _system_prompt(dataset: Any) -> str | None:
     except (TypeError, LookupError, ValueError, AttributeError):
         return None
     is_system = isinstance(first, Mapping) and first.get("role") == "system"
-    return str(first.get("content"))[:2000] if is_system else None
+    return content_text(first.get("content"))[:2000] if is_system else None
 
 
 def adapter_facts(model: Any) -> dict[str, Any] | None:
