@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from covey.kernels.state_steps import has_states
 from covey.models import evaluating, unwrapped
+from covey.process.sharding import compute_device
 
 LOCAL_LAYERS = ("sliding_attention", "chunked_attention")
 """Values of `config.layer_types` for layers with a window."""
@@ -92,7 +93,7 @@ def reason_against_choices(model: Any) -> str | None:
     logits = []
     for most in (2, len(ids[0])):
         with evaluating(inner), choosing_few(inner, most):
-            logits.append(inner(input_ids=ids.to(next(inner.parameters()).device)).logits)
+            logits.append(inner(input_ids=ids.to(compute_device(next(inner.parameters())))).logits)
     return f"the keys that {name} chooses cannot be made few for a trial" if torch.equal(*logits) else None
 
 
