@@ -9,31 +9,35 @@ import time
 from pathlib import Path
 
 import pytest
-from rank_pairs import pair
+from rank_pairs import Pair, pair
 
 from covey.runs import checkpoint
 
 pytestmark = pytest.mark.timeout(900)  # processes of their own on a machine that others load
 
 
-def seconds_since_fault(folder: Path) -> float:
-    return time.time() - float((folder / "at").read_text())
+KILLED = "rank 1 (process {pid} on {host}) ended without a word (killed?)"
+
+
+def expect_rank_1_named(both: Pair, folder: Path, said: str, bound: float) -> None:
+    """Rank 0 exits within `bound` seconds of the fault, and its sentence says what became of rank 1."""
+    code = both.ends(0)
+    took = time.time() - float((folder / "at").read_text())
+    assert code == 76, both.said(0)[-3000:]
+    expected = said.format(pid=both.processes[1].pid, host=socket.gethostname())
+    assert "error: rank 1" in both.said(0)
+    assert expected in both.said(0), both.said(0)[-3000:]
+    assert "--resume auto" in both.said(0)
+    assert took < bound
 
 
 @pytest.mark.parametrize(
     "fault, said, bound, patience",
     [
-        ("kill, split", "rank 1 (process {pid} on {host}) ended without a word (killed?)", 30, 120),
-        pytest.param(
-            "kill",
-            "rank 1 (process {pid} on {host}) ended without a word (killed?)",
-            30,
-            120,
-            marks=pytest.mark.nightly,
-        ),
+        ("kill, split", KILLED, 30, 120),
         pytest.param(
             "exit",
-            "rank 1 (process {pid} on {host}) ended without a word (killed?)",
+            KILLED,
             30,
             120,
             marks=pytest.mark.nightly,
@@ -46,14 +50,7 @@ def seconds_since_fault(folder: Path) -> float:
 @pytest.mark.slow
 def test_the_other_process_says_which_rank_is_gone_and_exits(fault, said, bound, patience, tmp_path: Path) -> None:
     with pair(tmp_path, fault, patience=patience) as both:
-        code = both.ends(0)
-        took = seconds_since_fault(tmp_path)
-        assert code == 76, both.said(0)[-3000:]
-        expected = said.format(pid=both.processes[1].pid, host=socket.gethostname())
-        assert "error: rank 1" in both.said(0)
-        assert expected in both.said(0), both.said(0)[-3000:]
-        assert "--resume auto" in both.said(0)
-        assert took < bound
+        expect_rank_1_named(both, tmp_path, said, bound)
     if fault == "hang":
         assert "hang (two_ranks.py:" in both.said(0), "it says where the other one is"
     newest = checkpoint.latest(tmp_path / "run")
@@ -64,8 +61,11 @@ def test_the_other_process_says_which_rank_is_gone_and_exits(fault, said, bound,
 
 @pytest.mark.slow
 def test_a_run_whose_rank_was_killed_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
-    with pair(tmp_path, "kill") as both:
-        assert both.ends(0) == 76
+    with pair(tmp_path, "kill", patience=120) as both:
+        expect_rank_1_named(both, tmp_path, KILLED, 30)
+    newest = checkpoint.latest(tmp_path / "run")
+    assert newest is not None
+    assert newest.name == "checkpoint-2"
     with pair(tmp_path, "none", "resume") as both:
         assert [both.ends(0), both.ends(1)] == [0, 0], both.said(0)[-2000:]
     (tmp_path / "whole").mkdir()
