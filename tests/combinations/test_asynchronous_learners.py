@@ -51,6 +51,21 @@ def test_worker_processes_write_ahead_for_two_learners_as_for_one(sharding, tmp_
 
 
 @pytest.mark.slow
+def test_tools_are_called_in_worker_processes_ahead_of_two_learners_as_of_one(tmp_path):
+    """Under DDP; under FSDP2 a server and an environment's workers write ahead."""
+    options = {**AHEAD, "learning_rate": 0.02, "max_completion_length": 200}
+    case = {"features": ["tools"], "others": str(tmp_path), "url": None, "chat": True, "calls": True}
+    alone = run(tmp_path / "1", options=options, **case)
+    logs = run(tmp_path / "2", 2, options=options, **case)
+    for log in (alone, logs):
+        assert max(entry.get("staleness/max", 0) for entry in log) == 1
+        called = [entry["tools/call_frequency"] for entry in log if "tools/call_frequency" in entry]
+        assert max(called) > 0.5
+    assert moved(tmp_path / "1") > 1e-3
+    assert apart(tmp_path / "1", tmp_path / "2") < 1e-6
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("feature", "sharding"), rest_nightly([(one, sharding) for sharding in ({"fsdp": True}, {}) for one in ACTING], 1)
 )

@@ -119,8 +119,8 @@ def test_a_run_with_waiting_episodes_resumes_exactly(tmp_path):
         assert torch.equal(value, again.model.state_dict()[name]), name
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("sharding", [{"fsdp": True}, {}], ids=["fsdp2", "ddp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", rest_nightly([{"fsdp": True}, {}], 1), ids=["fsdp2", "ddp"])
 def test_two_processes_train_an_agent_with_images_as_one(sharding, tmp_path):
     case = {"features": ["agent"], "others": str(tmp_path), "url": None, "chat": True, "vlm": "qwen2_5_vl", "images": [1, 2]}  # fmt: skip
     options = {"learning_rate": 0.1, "max_completion_length": 12}

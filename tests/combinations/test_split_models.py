@@ -54,8 +54,8 @@ def test_processes_that_share_out_tokens_read_images_as_one_process(split, image
     assert apart(tmp_path / "1", tmp_path / "2") < 2e-6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("feature", rest_nightly(["agent", "environment"], 1))
+@pytest.mark.nightly  # in CI an agent whose prompts have images, in test_seeing_agents.py
+@pytest.mark.parametrize("feature", ["agent", "environment"])
 def test_a_split_model_learns_from_episodes_as_a_whole_one(feature, tmp_path):
     case = {"features": [feature], "others": str(tmp_path), "url": None, "chat": True}
     run(tmp_path / "1", **case)
