@@ -21,7 +21,7 @@ DEFAULT_ROWS = 256
 class SamplingParams:
     """Sampling parameters. `SamplingParams(max_tokens=64, temperature=0.8, top_p=0.95, seed=1)`.
 
-    The distribution is processed in this order: repetition penalty, temperature, top-k, top-p, min-p.
+    The distribution is processed in this order: repetition penalty, temperature, top-k, top-p, min-p; vLLM takes min-p before top-k.
     Log-probabilities are those of the resulting distribution. A seed gives the same completions in any batch.
     """
 
