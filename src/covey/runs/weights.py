@@ -20,22 +20,30 @@ def model_folder(named: str) -> str:
     since. Raises ModelError for a folder that holds neither, CheckpointError for a checkpoint whose weights are not those that
     Covey wrote.
     """
-    from covey.runs import checkpoint, manifest
+    from covey.runs import manifest
 
     folder = Path(named).expanduser()
     if not folder.is_dir():
         return named
     saved = (manifest.read(folder / manifest.NAME) or {}).get(SAVED) or {}
-    newest_step = max(map(checkpoint.step_of, checkpoint.checkpoints(folder)), default=0)
+    newest_step = _newest_step(folder) if saved else 0
     for candidate in (folder, folder / FINAL):
         is_older = saved.get(_place(folder, candidate), newest_step) < newest_step
         if any((candidate / name).is_file() for name in _MODEL_FILES) and not is_older:
             _expect_as_written(candidate)
             return str(candidate)
+    from covey.runs import checkpoint  # with torch, which a command's first lines do not wait for
+
     newest = checkpoint.latest(folder)
     if newest is None:
         raise ModelError(f"{named} holds neither a model (config.json) nor a checkpoint of a run.")
     return str(newest)
+
+
+def _newest_step(run: Path) -> int:
+    from covey.runs import checkpoint
+
+    return max(map(checkpoint.step_of, checkpoint.checkpoints(run)), default=0)
 
 
 def note_saved(run: Path, folder: Path, step: int) -> None:
