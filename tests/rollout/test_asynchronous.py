@@ -15,7 +15,7 @@ import torch
 from covey.errors import ModelError
 from covey.process.world import World
 from covey.rollout import NativeSampler, SamplingParams, worker_process
-from covey.rollout.asynchronous import AsynchronousSampler
+from covey.rollout.asynchronous import AsynchronousSampler, with_columns
 from covey.rollout.central import CentralSampler
 from covey.rollout.live import LiveRequest, LiveScheduler
 from covey.rollout.model_copies import packed, unpacked
@@ -363,6 +363,13 @@ class Halves(World):
 
     def max(self, count):
         return count
+
+
+def test_a_group_keeps_the_tools_that_its_worker_showed() -> None:
+    shown = Prompt(uid="a", token_ids=(1, 2), tools=({"name": "wait"},))
+    group = with_columns(Group(prompt=shown, completions=[]), Prompt(uid="a", token_ids=(1,), columns={"answer": 3}))
+    assert group.prompt.tools == shown.tools
+    assert (group.prompt.token_ids, group.prompt.columns) == ((1, 2), {"answer": 3})
 
 
 def test_processes_whose_prompts_share_uids_get_groups_of_their_own() -> None:

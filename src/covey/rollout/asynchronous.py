@@ -366,5 +366,6 @@ def with_columns(group: Group, prompt: Prompt) -> Group:
     """A worker's group with the columns and images of the ordered prompt. Its tokens stay, which an environment or agent may have changed."""
     shown = group.prompt
     before = None if shown.before is None else prompt
-    merged = replace(prompt, token_ids=shown.token_ids, messages=shown.messages, text=shown.text, before=before)
+    written = {name: getattr(shown, name) for name in ("token_ids", "messages", "text", "tools")}
+    merged = replace(prompt, **written, before=before)
     return replace(group, prompt=merged)
