@@ -14,8 +14,9 @@ from covey.data import PromptStream, load
 from covey.data.media.images import open_image
 from covey.data.media.images import preview_image as preview
 from covey.data.prompts import to_prompt
+from covey.data.rendering import say_once
 from covey.errors import DataError
-from kit import tiny_tokenizer
+from kit import forgotten, tiny_tokenizer
 
 KIND = pytest.mark.parametrize("kind", KINDS)
 
@@ -120,6 +121,24 @@ def test_a_photograph_is_upright_as_datasets_and_transformers_read_it(tmp_path):
         mine = open_image(value, "row 0")
         assert mine.size == (20, 40)
         assert all(mine.tobytes() == other.tobytes() for other in theirs)
+
+
+def test_an_image_that_the_user_turned_is_not_turned_again(tmp_path):
+    photo, file = Image.new("RGB", (40, 20)), tmp_path / "photo.jpg"
+    turned = photo.getexif()
+    turned[274] = 6
+    photo.save(file, "JPEG", exif=turned)
+    opened = Image.open(file)
+    assert open_image(opened, "row 0").size == (20, 40)
+    assert open_image(opened.rotate(-90, expand=True), "row 0").size == (20, 40)
+
+
+def test_damaged_exif_data_costs_no_image(caplog):
+    file = io.BytesIO()
+    picture(3).save(file, "PNG", exif=b"Exif\0\0no TIFF")
+    with forgotten(say_once):
+        assert open_image(file.getvalue(), "row 0").tobytes() == picture(3).convert("RGB").tobytes()
+    assert "EXIF data of images cannot be read" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "float32"])

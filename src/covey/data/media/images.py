@@ -6,6 +6,7 @@ from typing import Any
 
 from covey.data.media.files import content_of, reason_of
 from covey.data.media.kinds import IMAGE
+from covey.data.rendering import say_once
 from covey.errors import DataError
 
 _MOST_PIXELS = 64_000_000
@@ -13,9 +14,9 @@ _PREVIEW_SIDE = 512
 
 
 def open_image(value: Any, where: str) -> Any:
-    """An RGB image of Pillow, upright as its file says, from one, a file's path, its bytes, or `datasets`' dict of the two.
+    """An RGB image of Pillow from one, a file's path, its bytes, or `datasets`' dict of the two.
 
-    DataError for anything else, and for pixels of more than 8 bits a channel, which Pillow cuts at 255.
+    A file is turned upright as it says; an image that was made from one, such as a part of it, is taken as it is. DataError for anything else, and for pixels of more than 8 bits a channel, which Pillow cuts at 255.
     """
     image_class = pillow()
     value = content_of(value, IMAGE, where)
@@ -34,16 +35,28 @@ def open_image(value: Any, where: str) -> Any:
 
 
 def _rgb(image: Any, where: str) -> Any:
-    from PIL.ImageOps import exif_transpose
-
     if image.width * image.height > _MOST_PIXELS:
         raise DataError(f"{where} has {image.width} x {image.height} pixels; make it smaller than 64 million.")
     if image.mode.startswith(("I", "F")):
         raise DataError(f"{where} has pixels of Pillow's mode {image.mode}; scale them to 8 bits a channel first.")
     try:
-        return exif_transpose(image).convert("RGB")
+        image.load()
+        return _upright(image).convert("RGB")
     except Exception as error:  # as above: pixels are decoded here
         raise DataError(f"{where} cannot be read as an image ({reason_of(error)}); mend or remove it.") from error
+
+
+def _upright(image: Any) -> Any:
+    from PIL.ImageFile import ImageFile
+    from PIL.ImageOps import exif_transpose
+
+    if not isinstance(image, ImageFile):
+        return image  # Pillow keeps what the file said for images that were turned since
+    try:
+        return exif_transpose(image)
+    except Exception as error:  # noqa: BLE001 - Pillow raises anything on damaged EXIF data
+        say_once(f"EXIF data of images cannot be read ({reason_of(error)}); they are taken as they are.")
+        return image
 
 
 def preview_image(image: Any) -> bytes:
