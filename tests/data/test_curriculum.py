@@ -213,6 +213,8 @@ def test_the_first_rows_of_a_mixture_are_those_of_each_set_in_its_share(tmp_path
     assert len(load(sets, limit=99)) == 19
     with pytest.raises(DataError, match="limit is 2, and the mixture has 3 sets"):
         load(sets, limit=2)
+    with pytest.raises(DataError, match="The weight of .* is 0.0"):
+        load(f"0*{tmp_path}/a.jsonl + 1*{tmp_path}/b.jsonl", limit=7)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ def first_rows(sets: Mapping[str, AnyDataset], weights: Mapping[str, float], lim
     sizes = {name: len(dataset) for name, dataset in sets.items() if hasattr(dataset, "__len__")}
     if len(sizes) < len(sets):
         return dict(sets)
+    _check(weights, sets, False)
     if limit < len(sets):
         raise DataError(f"limit is {limit}, and the mixture has {len(sets)} sets; keep at least one row of each.")
     counts = dict.fromkeys(sets, 1)
