@@ -10,7 +10,7 @@ import yaml
 from covey.cli import main
 from covey.cli.columns import column_map
 from covey.cli.flags import read_flags
-from covey.cli.train import adapter, flags, resume_command
+from covey.cli.train import adapter, flags, load_held_out, resume_command
 from covey.errors import ConfigError
 from kit import tiny_model, tiny_tokenizer
 
@@ -200,3 +200,12 @@ def test_layers_of_an_adapter_are_ends_of_names_or_one_expression():
 )
 def test_the_command_that_goes_on_is_the_one_that_started(typed, again):
     assert resume_command(typed, "runs/1") == again
+
+
+def test_a_mixture_to_evaluate_has_each_row_once_also_where_the_run_reads_streams(tmp_path):
+    for name, count in (("a", 3), ("b", 20)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"prompt": "{name}{i}"}}\n' for i in range(count)))
+    mixture = f"0.5*{tmp_path}/a.jsonl + 0.5*{tmp_path}/b.jsonl"
+    assert len(load_held_out({"eval_dataset": mixture, "streaming": True})) == 23
+    assert not hasattr(load_held_out({"eval_dataset": f"{tmp_path}/a.jsonl", "streaming": True}), "__len__")
+    assert load_held_out({"streaming": True}) is None

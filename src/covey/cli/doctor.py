@@ -62,13 +62,12 @@ def case_of(args: Args) -> Case:
     from covey.doctor import Case
 
     overrides = train.config_options({name: value for name, value in args.items() if name != "sample_prompts"})
-    held_out = args.get("eval_dataset")
     return Case(
         model=model_folder(args["model"]),
         rewards=list(args["reward"]),
         configure=lambda: GRPOConfig(**overrides),
         load_dataset=partial(train.load_prompts, args["dataset"], args, args.get("max_prompts")),
-        load_held_out=lambda: train.load_prompts(held_out, args, args.get("max_eval_prompts")) if held_out else None,
+        load_held_out=partial(train.load_held_out, args),
         adapter=partial(adapter, args),
         predict_memory=partial(predicted_peak, args),
         prompts=args.get("sample_prompts", _SAMPLE.default),

@@ -153,9 +153,7 @@ def run(args: Args) -> int:
     if args.get("seeds") is not None:
         return seeds.run(args, overrides, cli_args)
     refuse_other_options(config, args, dataset)
-    held_out = args.get("eval_dataset")
-    eval_dataset = load_prompts(held_out, args, limit=args.get("max_eval_prompts")) if held_out else None
-    made = _steps(config, args, dataset, eval_dataset, peft_config, rerun.recorder(overrides, cli_args))
+    made = _steps(config, args, dataset, load_held_out(args), peft_config, rerun.recorder(overrides, cli_args))
     return _finish(config, args, made)
 
 
@@ -239,8 +237,7 @@ def _finish(config: Any, args: Args, steps: Generator[Any, Any, Outcome]) -> int
 
 def load_rows(args: Args, dataset: Any) -> tuple[Any, Any]:
     """The prompts to train on, loaded before, and the held-out ones."""
-    held_out = args.get("eval_dataset")
-    return dataset, load_prompts(held_out, args, limit=args.get("max_eval_prompts")) if held_out else None
+    return dataset, load_held_out(args)
 
 
 def member(args: Args, base: Any, load: Any) -> Generator[Any, Any, Outcome]:
@@ -325,6 +322,16 @@ def load_prompts(named: str, args: Args, limit: int | None, live: bool = False) 
         config_name=args.get("dataset_config"),
         live=live,
     )
+
+
+def load_held_out(args: Args) -> Any:
+    """The evaluation set, a mixture whole: of streams it would have rows twice. None without one."""
+    from covey.data.mixing import terms
+
+    named = args.get("eval_dataset")
+    is_streamed = args.get("streaming") and not terms(named)
+    options = {**args, "streaming": is_streamed}
+    return load_prompts(named, options, limit=args.get("max_eval_prompts")) if named else None
 
 
 def _next_run() -> str:
