@@ -168,6 +168,15 @@ def test_a_server_lost_in_the_middle_of_a_rollout_is_asked_again_for_what_is_mis
     assert sorted(group.prompt.text for group in groups) == sorted(PROMPTS)
 
 
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_a_completion_that_the_server_broke_off_is_asked_for_again(fake, model, tmp_path, monkeypatch, prompts):
+    sampler, draw, faults = sampler_of(fake, model, tmp_path), fake._greedy, iter([{"finish_reason": "abort"}])
+    drawn(sampler)
+    monkeypatch.setattr(fake, "_greedy", lambda *request: {**draw(*request), **next(faults, {})})
+    groups = list(sampler.sample(PROMPTS[:prompts], 2, SamplingParams(max_tokens=4, temperature=0)))
+    assert sorted(group.prompt.text for group in groups) == sorted(PROMPTS[:prompts])
+
+
 @pytest.mark.parametrize("has_new_weights", [True, False])
 def test_a_server_that_was_started_again_is_sent_everything(fake, model, tmp_path, has_new_weights):
     first = copy.deepcopy(model)

@@ -323,8 +323,9 @@ class ServerSampler:
                 i, answer = self._next(answers)
                 if isinstance(answer, Exception):
                     raise answer
-                drawn = requests.pop(i)["n"]
+                drawn = requests[i]["n"]
                 made = self._completions(answer, drawn, prompts[i])
+                del requests[i]  # not before: an answer that was broken off is asked for again
                 yield Group(prompt=prompts[i], completions=made * (n // drawn))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
