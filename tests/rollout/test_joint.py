@@ -125,6 +125,19 @@ def test_an_error_of_one_run_leaves_the_others_their_completions(base, error, ca
     assert all(are_equal(alone(asked[i]), drawn[i].groups) for i in (0, 2))
 
 
+def test_a_forward_of_the_learners_own_is_put_back(base):
+    drawings = [drawing(sampler_on(base, i), i) for i in range(2)]
+    own = {}
+    for i, each in enumerate(drawings):
+        for name, module in each.sampler.forward.model.named_modules():
+            if hasattr(module, "lora_A"):
+                own[i, name] = module, module.forward
+                module.__dict__["forward"] = module.forward
+    assert all(found is not None for found in JointRollouts()(drawings))
+    assert own
+    assert all(module.__dict__["forward"] == forward for module, forward in own.values())
+
+
 def test_an_error_of_a_step_that_one_run_takes_alone_leaves_the_others_theirs(base, monkeypatch):
     monkeypatch.setattr("covey.rollout.joint.MOST_ROWS", 24)
     drawings = [drawing(sampler_on(base, i), i) for i in range(3)]  # 12 rows each: the third decodes apart

@@ -244,16 +244,24 @@ def _route(stack: ExitStack, carrier: Any, layers: Sequence[Any], sizes: Sequenc
             if of_layer is None:
                 out.append(done)
                 continue
-            of_layer.__dict__["forward"] = lambda x, done=done: done
-            try:
+            with _computing(of_layer, lambda x, done=done: done):
                 # copied, so that it is aligned as in a separate rollout
                 out.append(type(layer).forward(layer, inputs.clone()))
-            finally:
-                del of_layer.__dict__["forward"]
         return torch.cat(out)
 
-    carrier.__dict__["forward"] = forward
-    stack.callback(carrier.__dict__.pop, "forward")
+    stack.enter_context(_computing(carrier, forward))
+
+
+@contextmanager
+def _computing(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Context in which the module computes `forward`; a forward of the learner's own is put back."""
+    before = {name: module.__dict__[name] for name in ("forward",) if name in module.__dict__}
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        module.__dict__.update(before)
 
 
 def _base_of(layer: Any) -> Any:
