@@ -8,6 +8,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from covey.kernels import HalfWeights, adapted_layers, add_adapters_inside_products
+from covey.learner import offloading
 from kit import forgotten
 
 HALF = torch.bfloat16
@@ -71,6 +72,32 @@ def test_dropout_leaves_out_what_it_leaves_out_in_peft():
     without = results_of(layer_of(True)[0])
     assert max(distances(inside, [x.double() for x in peft])) < 1e-2
     assert min(distances(without, [x.double() for x in peft])) > 0.1
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_dropout": 0.5}], ids=str)
+def test_a_batch_of_no_rows_has_gradients_of_its_shape(options):
+    layer, half = layer_of(copies=True, **options)
+    x = torch.randn(2, 0, 96, requires_grad=True)
+    with half.fresh(), torch.autocast("cpu", HALF):
+        (gradient,) = torch.autograd.grad(layer(x).float().sum(), x)
+    assert gradient.shape == x.shape
+
+
+def test_frozen_weights_stay_on_the_device_when_activations_are_offloaded(monkeypatch):
+    moved = []
+
+    class Waiting(offloading._Waiting):
+        def __init__(self, host, size, device):
+            moved.append(host.numel())
+            super().__init__(host, size, device)
+
+    monkeypatch.setattr(offloading, "_Waiting", Waiting)
+    layer, _ = layer_of(dtype=HALF, bias=False)
+    x = torch.randn(40, 96, requires_grad=True)
+    with torch.autocast("cpu", HALF), offloading.offloaded(pins=False):
+        layer(x).float().sum().backward()
+    assert layer.base_layer.weight.numel() not in moved
+    assert moved, "the input, and its product with A, are moved"
 
 
 def test_layers_of_one_input_give_what_each_gives_alone():

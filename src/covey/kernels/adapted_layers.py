@@ -51,7 +51,8 @@ def _forward(layer: Any, x: Tensor, *args: Any, **options: Any) -> Any:
 def _product_dtype(x: Tensor) -> torch.dtype | None:
     """16-bit type of a product of `x`: of autocast, or its own."""
     device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    is_cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if is_cast else x.dtype
     return dtype if dtype in (torch.bfloat16, torch.float16) else None
 
 
@@ -98,7 +99,9 @@ def _narrow(linear: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor 
         return None
     if half is not None and (copy := half.copy_for(linear, x)) is not None:
         return copy
-    if linear.weight.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+    if linear.weight.dtype == dtype and (linear.bias is None or linear.bias.dtype == dtype):
+        return linear.weight, linear.bias  # as parameters, which stay where they are when activations are offloaded
+    if not torch.is_autocast_enabled(x.device.type):
         return None
     return linear.weight.detach().to(dtype), None if linear.bias is None else linear.bias.detach().to(dtype)
 

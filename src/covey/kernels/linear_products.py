@@ -82,7 +82,7 @@ class _Products(torch.autograd.Function):
                     of_x = flat @ narrow if of_x is None else of_x.addmm_(flat, narrow)
                 of_inner = None if a is None else torch.addmm(flat.new_empty(1, 1), flat, b, beta=0, alpha=scale)
                 if of_inner is not None and needs.dropped:
-                    of_dropped = (of_inner @ a).view(*gradient.shape[:-1], -1)
+                    of_dropped = (of_inner @ a).view(*gradient.shape[:-1], a.shape[1])
                 elif of_inner is not None and of_x is not None and types.dropped is None:
                     of_x.addmm_(of_inner, a)
                 of_weight = _product(flat, x, types.weight) if needs.weight else None
@@ -90,7 +90,8 @@ class _Products(torch.autograd.Function):
                 of_a = _product(of_inner, source, types.a) if needs.a and of_inner is not None else None
                 of_b = _product(flat, inner, types.b).mul_(scale) if needs.b else None
                 results += [of_weight, of_bias, None, None, of_a, of_b, None, None, of_dropped]
-        return None if of_x is None else of_x.view(*gradients[0].shape[:-1], -1), None, *results
+        shape = (*gradients[0].shape[:-1], narrow.shape[1])
+        return None if of_x is None else of_x.view(shape), None, *results
 
 
 def _of_layer(values: Any, i: int) -> Any:
