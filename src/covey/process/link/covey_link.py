@@ -268,8 +268,12 @@ def _shared_block(size: int) -> torch.Tensor:
     if not hasattr(os, "memfd_create"):
         raise RuntimeError("this system shares no anonymous memory between processes")
     descriptor = os.memfd_create("covey-weights")
-    os.ftruncate(descriptor, size)
-    storage: Any = torch.UntypedStorage.from_file(f"/proc/{os.getpid()}/fd/{descriptor}", True, size)
+    try:
+        os.ftruncate(descriptor, size)
+        storage: Any = torch.UntypedStorage.from_file(f"/proc/{os.getpid()}/fd/{descriptor}", True, size)
+    except (OSError, RuntimeError):
+        os.close(descriptor)
+        raise
     block = torch.empty(0, dtype=torch.uint8).set_(storage)
     weakref.finalize(block, os.close, descriptor)
     return block

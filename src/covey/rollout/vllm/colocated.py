@@ -253,10 +253,13 @@ def expect_vllm() -> None:
 def _random_generators_as_before() -> Iterator[None]:
     """The random generators of this process are afterwards as before: vLLM seeds them all with 0, whatever the seed of a run."""
     python, arrays = random.getstate(), np.random.get_state(legacy=False)
-    with torch.random.fork_rng():
-        yield
-    random.setstate(python)
-    np.random.set_state(arrays)
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
 
 
 def _engine(model: Any, processor: Any, dtype: str, share: float, context: int | None, extra: Mapping[str, Any]) -> Any:
