@@ -244,7 +244,7 @@ def _route(stack: ExitStack, carrier: Any, layers: Sequence[Any], sizes: Sequenc
             if of_layer is None:
                 out.append(done)
                 continue
-            with _computing(of_layer, lambda x, done=done: done):
+            with _computing(of_layer, lambda x, done=done: done):  # type: ignore[misc]
                 # copied, so that it is aligned as in a separate rollout
                 out.append(type(layer).forward(layer, inputs.clone()))
         return torch.cat(out)
