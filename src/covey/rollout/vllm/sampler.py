@@ -323,10 +323,9 @@ class ServerSampler:
                 i, answer = self._next(answers)
                 if isinstance(answer, Exception):
                     raise answer
-                drawn = requests[i]["n"]
-                made = self._completions(answer, drawn, prompts[i])
+                made = self._completions(answer, requests[i]["n"], prompts[i])
                 del requests[i]  # not before: an answer that was broken off is asked for again
-                yield Group(prompt=prompts[i], completions=made * (n // drawn))
+                yield Group(prompt=prompts[i], completions=made * (n // len(made)))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             self.client.hang_up()  # abort the requests that still run
