@@ -110,8 +110,7 @@ def with_saved_adapter(model: Any, folder: str | Path, *, is_trainable: bool = F
         )
     with _without_notes_of_peft():
         warnings.filterwarnings("error", "Found missing adapter keys")
-        rows = _saved_rows(model, Path(folder))
-        if rows is not None and rows != model.get_input_embeddings().weight.shape[0]:
+        if (rows := resized_rows(model, folder)) is not None:
             model.resize_token_embeddings(rows, mean_resizing=False)
         adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable)
         loaded: Any = set_peft_model_state_dict(adapted, load_peft_weights(str(folder), device="cpu"))
@@ -132,11 +131,11 @@ def _without_notes_of_peft() -> Iterator[None]:
         yield
 
 
-def _saved_rows(model: Any, folder: Path) -> int | None:
-    """Rows of the embeddings that an adapter's file holds; None where it holds none."""
+def resized_rows(model: Any, folder: str | Path) -> int | None:
+    """Rows of the embeddings that the adapter in `folder` holds; None where it holds none, or as many as the model has."""
     from safetensors import safe_open
 
-    file = folder / "adapter_model.safetensors"
+    file = Path(folder) / "adapter_model.safetensors"
     if not file.is_file():
         return None
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -144,7 +143,8 @@ def _saved_rows(model: Any, folder: Path) -> int | None:
     ends = tuple(f".{name}.{part}weight" for name in names for part in ("", "base_layer."))
     with safe_open(file, "pt") as saved:
         rows = [saved.get_slice(key).get_shape()[0] for key in saved.keys() if key.endswith(ends)]  # noqa: SIM118
-    return max(rows, default=None)
+    most = max(rows, default=None)
+    return None if most is None or most == model.get_input_embeddings().weight.shape[0] else most
 
 
 def with_adapter(model: Any, peft_config: Any) -> Any:

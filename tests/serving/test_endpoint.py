@@ -218,6 +218,20 @@ def test_adapters_are_models_by_name_and_leave_the_base_as_it_was(tmp_path):
     assert len(shared) == sum(1 for _ in base.parameters()) - 3 * 4, "what the adapter leaves alone is not copied"
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("more", [-6, 6])
+def test_an_adapter_that_resizes_embeddings_leaves_its_base_as_it_was(tmp_path, tied, more):
+    resized, base = (tiny_model("qwen2", tie_word_embeddings=tied) for _ in range(2))
+    ids = torch.arange(3, 9)[None]
+    before = base(ids).logits
+    resized.resize_token_embeddings(before.shape[-1] + more, mean_resizing=False)
+    adapted = get_peft_model(resized, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)).eval()
+    adapted.save_pretrained(tmp_path, save_embedding_layers=True)
+    merged = with_merged_adapter(base, tmp_path)
+    assert torch.equal(base(ids).logits, before)
+    torch.testing.assert_close(merged(ids).logits, adapted(ids).logits)
+
+
 @pytest.mark.parametrize("how", [{"bias": "all"}, {"bias": "lora_only"}, {"init_lora_weights": "pissa"}], ids=str)
 def test_an_adapter_that_writes_to_its_base_leaves_that_one_as_it_was(tmp_path, how):
     adapted = get_peft_model(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from covey.adapters import adapter_options, with_saved_adapter, writes_base
+from covey.adapters import adapter_options, resized_rows, with_saved_adapter, writes_base
 from covey.errors import ConfigError, ModelError
 from covey.models import as_model_errors
 
@@ -16,7 +16,7 @@ from covey.models import as_model_errors
 def with_merged_adapter(model: Any, folder: str | Path) -> Any:
     """A model that shares all weights of `model` but those that the adapter in `folder` changes; `model` stays as it is.
 
-    An adapter that writes to weights of its base as it is loaded (PiSSA's kind, or with biases) gets a copy of all of them.
+    An adapter that writes to weights of its base as it is loaded (PiSSA's kind, or with biases), or resizes embeddings, gets a copy of all.
     Raises ModelError for a folder without an adapter, or with one that cannot be merged into this model.
     """
     if (described := adapter_options(folder)) is None:
@@ -25,9 +25,10 @@ def with_merged_adapter(model: Any, folder: str | Path) -> Any:
         from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError as error:
         raise ConfigError("Adapters need the peft package: pip install 'covey[peft]'.") from error
-    weights = () if writes_base(described) else (*model.parameters(), *model.buffers())
-    shared = {id(held): held for held in weights}
     with as_model_errors(str(folder)):
+        is_written = writes_base(described) or resized_rows(model, folder) is not None
+        weights = () if is_written else (*model.parameters(), *model.buffers())
+        shared = {id(held): held for held in weights}
         adapted = with_saved_adapter(copy.deepcopy(model, shared), folder).eval()
         if not hasattr(adapted.base_model, "merge_and_unload"):
             raise ModelError(f"The adapter in {folder} is not LoRA and cannot be merged into the model.")
