@@ -1,14 +1,16 @@
 """The parts of learning from feedback: the gate's arithmetic, the store's rules, versions on the disk, cleaned texts."""
 
+import errno
 import math
 import random
+import threading
 
 import numpy
 import pytest
 import torch
 
 from covey.errors import ConfigError, RunFolderError, StorageError
-from covey.feedback.endpoint import cleaned, marks
+from covey.feedback.endpoint import LearningEndpoint, cleaned, marks
 from covey.feedback.gate import judged, smallest_set
 from covey.feedback.settings import Settings
 from covey.feedback.store import FeedbackError, Store
@@ -281,3 +283,66 @@ def test_settings_that_cannot_work_are_refused(tmp_path, wrong, said):
     given = {"folder": tmp_path, "model": "demo", "fixed_rows": rows, "rewards": ("demo",), **wrong}
     with pytest.raises(ConfigError, match=said):
         Settings(**given)
+
+
+# -- learning that fails ----------------------------------------------------------------------------------------------
+
+
+class Outcomes:
+    """A store without scores, where looking for old answers fails or not, in this order; the last one closes the endpoint."""
+
+    def __init__(self, *outcomes):
+        self.outcomes, self.done = list(outcomes), 0
+
+    def due(self, least):
+        return None
+
+    def forget_old(self):
+        outcome, self.done = self.outcomes[self.done], self.done + 1
+        self.endpoint._scored.set()
+        if self.done == len(self.outcomes):
+            self.endpoint._closing.set()
+        if outcome == "fails":
+            raise StorageError("the disk is full")
+
+
+class NothingRuns:
+    def close(self):
+        pass
+
+
+def endpoint_of(store, settings=None):
+    """The part of an endpoint that goes on after a failure, without a server."""
+    endpoint = object.__new__(LearningEndpoint)
+    endpoint._closing, endpoint._scored, endpoint._problem = threading.Event(), threading.Event(), None
+    endpoint.store, endpoint.settings, endpoint._learning = store, settings, NothingRuns()
+    store.endpoint = endpoint
+    endpoint._scored.set()
+    return endpoint
+
+
+@pytest.fixture
+def learning_settings(tmp_path):
+    rows = tuple({"prompt": str(i)} for i in range(200))
+    return Settings(folder=tmp_path, model="demo", fixed_rows=rows, rewards=("demo",))
+
+
+def test_a_process_that_cannot_even_be_started_again_is_the_problem_that_is_shown(learning_settings, monkeypatch):
+    def refuse():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("covey.feedback.process.Pipe", refuse)
+    endpoint = endpoint_of(Outcomes("fails", "passes"), learning_settings)
+    endpoint._learn()
+    assert "Too many open files" in endpoint._problem
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "done"), [(("fails", "passes") * 4, 8), (("passes", *("fails",) * 4, "passes"), 4)]
+)
+def test_failures_are_in_a_row_if_nothing_went_well_between_them(learning_settings, monkeypatch, outcomes, done):
+    monkeypatch.setattr("covey.feedback.endpoint.Learning", lambda settings: NothingRuns())
+    store = Outcomes(*outcomes)
+    endpoint = endpoint_of(store, learning_settings)
+    endpoint._learn()
+    assert (store.done, endpoint._problem) == (done, None if done == 8 else "the disk is full")

@@ -18,7 +18,7 @@ from typing import Any
 
 from covey.adapters import has_adapter
 from covey.data.rendering import content_text
-from covey.errors import ConfigError, CoveyError, StorageError
+from covey.errors import ConfigError, StorageError
 from covey.feedback.process import Learning
 from covey.feedback.settings import Settings
 from covey.feedback.store import FeedbackError, Store
@@ -232,8 +232,8 @@ class LearningEndpoint:
                     self._scored.wait(60.0)
                     self._scored.clear()
                     self.store.forget_old()
-                    continue
-                self._candidate(model)
+                else:
+                    self._candidate(model)
                 failures = 0
             except Exception as error:  # noqa: BLE001 - of any kind: reported, and shown as the problem
                 failures += 1
@@ -248,7 +248,7 @@ class LearningEndpoint:
             try:
                 self._learning = Learning(self.settings)
                 return False
-            except CoveyError as again:
+            except Exception as again:  # noqa: BLE001 - of any kind, as in `_learn`
                 error = again
         self._problem = str(error)
         logger.error("Learning ends after %d failures in a row; the endpoint goes on serving.", failures)
