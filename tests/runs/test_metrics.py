@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +128,8 @@ def test_lines_that_wait_are_written_before_a_checkpoint_and_at_the_end(refused:
 
 def test_lines_that_were_never_written_are_counted_at_the_end(refused: JsonLines) -> None:
     with pytest.warns(UserWarning, match="2 lines of .*metrics.jsonl are lost"):
+        refused.close()
+    with warnings.catch_warnings(action="error"):
         refused.close()
 
 

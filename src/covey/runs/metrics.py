@@ -88,6 +88,7 @@ class JsonLines:
             warnings.warn(
                 f"{missing} lines of {self.path} are lost: the disk took no more until the end.", stacklevel=2
             )
+            self._waiting, self._lost = [], 0
 
     def _write(self, content: bytes) -> None:
         """All of `content`, or none of it and OSError."""
