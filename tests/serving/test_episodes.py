@@ -144,11 +144,12 @@ def test_a_turn_without_log_probabilities_is_no_certain_one(sampler):
     assert not drawn[:-written].isnan().any()
 
 
-def test_a_trace_holds_any_text_and_log_probabilities_that_were_not_reported(sampler, tmp_path):
+@pytest.mark.parametrize("logprob", [torch.nan, -torch.inf, torch.inf])
+def test_a_trace_holds_any_text_and_log_probabilities_that_are_no_numbers_of_json(sampler, tmp_path, logprob):
     odd = "one\u2028two\x85three\x0bfour"
     _, (call,) = recorded(sampler, lambda ask: Agent(ask, "a").say(odd))
     (done,) = call.group.completions
-    unreported = replace(done, logprobs=torch.full_like(done.logprobs, torch.nan))
+    unreported = replace(done, logprobs=torch.full_like(done.logprobs, logprob))
     call = replace(call, group=replace(call.group, completions=(unreported,)))
     path = tmp_path / "traces.jsonl"
     (line,) = lines_of([Trace("a", "agent", "0:0", (call,), 0.0, 1.0)])
@@ -156,7 +157,7 @@ def test_a_trace_holds_any_text_and_log_probabilities_that_were_not_reported(sam
     path.write_text(line + "\n", encoding="utf-8")
     (again,) = read_traces(path)
     assert again.group.prompt.messages[-1]["content"] == odd
-    assert again.group.completions[0].logprobs.isnan().all()
+    torch.testing.assert_close(again.group.completions[0].logprobs, unreported.logprobs, equal_nan=True)
 
 
 def test_an_episode_may_have_more_calls_than_python_nests_functions():

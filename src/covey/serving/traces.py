@@ -183,7 +183,7 @@ def _value(value: Any) -> dict[str, Any]:
     if isinstance(value, int):
         return {"intValue": str(value)}
     if isinstance(value, float):
-        return {"doubleValue": "NaN" if math.isnan(value) else value}  # JSON has no NaN
+        return {"doubleValue": value if math.isfinite(value) else json.dumps(value)}  # JSON has no NaN
     if isinstance(value, list):
         return {"arrayValue": {"values": [_value(item) for item in value]}}
     return {"stringValue": str(value)}
