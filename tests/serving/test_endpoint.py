@@ -19,8 +19,10 @@ from covey import demo
 from covey.errors import ConfigError
 from covey.rollout import NativeSampler, SamplingParams
 from covey.serving import Call, Endpoint, Limits
+from covey.serving.chats import tools_in
 from covey.serving.counters import Counters
 from covey.serving.errors import APIError
+from covey.serving.fields import Fields
 from covey.serving.loading import with_merged_adapter
 from covey.serving.replies import token_bytes
 from environments.acting import chat_tokenizer, trained_on
@@ -118,6 +120,18 @@ def test_parameters_of_a_tool_are_an_object_before_anything_is_written(caller, p
         for place in ({"tools": [tool]}, {"extra_body": {"chat_template_kwargs": {"tools": [tool]}}}):
             with pytest.raises(openai.BadRequestError, match="its parameters as an object"):
                 ask.chat.completions.create(**place, **how)
+
+
+@pytest.mark.parametrize("tools, others", [([], [ADD]), (None, [ADD]), ([ADD], []), ([ADD], [ADD]), ([ADD], None)])
+def test_tools_among_the_options_of_the_template_are_shown_too(tools, others):
+    assert tools_in(Fields({"tools": tools}), {"tools": others}) == [ADD]
+
+
+def test_tools_that_differ_from_those_of_the_template_are_refused():
+    other = {"type": "function", "function": {"name": "subtract"}}
+    with pytest.raises(APIError, match="give them in one place") as refused:
+        tools_in(Fields({"tools": [ADD]}), {"tools": [other]})
+    assert refused.value.status == 400
 
 
 def test_tools_are_not_shown_with_tool_choice_none_and_cannot_be_forced(caller):

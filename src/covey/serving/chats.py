@@ -74,7 +74,10 @@ def _tool_call(raw: Any, place: str) -> dict[str, Any]:
 
 def tools_in(fields: Fields, options: dict[str, Any]) -> list[dict[str, Any]]:
     """The tools that the model is shown, also those among the template's options; [] with tool_choice "none"."""
-    tools, choice = fields.take("tools", options.pop("tools", [])), fields.take("tool_choice", "auto")
+    tools, others, choice = fields.take("tools", []), options.pop("tools", []), fields.take("tool_choice", "auto")
+    if tools and others and tools != others:
+        raise bad("tools and the tools in chat_template_kwargs differ; give them in one place.", "tools")
+    tools = others if tools == [] else tools
     if not isinstance(tools, list) or not all(map(_is_tool, tools)):
         raise bad(
             "tools must be a list of objects with a function, its name, and its parameters as an object.", "tools"
