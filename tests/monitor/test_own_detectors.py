@@ -9,6 +9,8 @@ import pytest
 
 from covey.errors import ConfigError
 from covey.monitor.history import History
+from covey.monitor.watch import Watch
+from covey.types import Alert, StepReport
 from faults.small_runs import lines, options, trainer
 
 RUN = {"max_steps": 3, "save_strategy": "no", "max_completion_length": 3, "lr_scheduler_type": "constant"}
@@ -72,3 +74,16 @@ def test_what_is_no_detector_is_refused_at_the_door(given, said, tmp_path):
 
 def test_advice_may_be_one_text():
     assert History().alert("mine", "info", "too long", "shorter").try_this == ("shorter",)
+
+
+@pytest.mark.parametrize("parts, names", [("reward", ("reward",)), (None, ()), (["a", "b"], ("a", "b"))], ids=str)
+def test_the_parts_may_be_one_text_or_none(parts, names):
+    history, how = History(), {"rule": "mine", "severity": "info", "said": "too long"}
+    for alert in (
+        history.alert(**how, try_this="shorter", parts=parts),
+        Alert(**how, step=0, try_this="shorter", parts=parts),  # type: ignore[arg-type]
+    ):
+        assert (alert.parts, alert.try_this) == (names, ("shorter",))
+        watch = Watch((lambda history, alert=alert: alert,))
+        assert watch(StepReport(step=1, metrics={})) == [alert]
+        assert [*watch.sent] == ([f"mine {name}" for name in names] or ["mine"])

@@ -73,7 +73,7 @@ class History:
         shown = {name: _round(value) for name, value in evidence.items()}
         hints = (try_this,) if isinstance(try_this, str) else tuple(try_this)
         return Alert(
-            rule=rule, severity=severity, said=said, step=self.step, evidence=shown, try_this=hints, parts=tuple(parts)
+            rule=rule, severity=severity, said=said, step=self.step, evidence=shown, try_this=hints, parts=parts
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -71,3 +71,9 @@ class Alert:
     try_this: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
     """Names of the parts of the run that have the fault, such as rewards or sets; empty: the run as a whole."""
+
+    def __post_init__(self) -> None:
+        """One text is one entry, and None is none: detectors are also users' code."""
+        for name in ("try_this", "parts"):
+            value: Any = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
