@@ -114,7 +114,7 @@ def with_saved_adapter(model: Any, folder: str | Path, *, is_trainable: bool = F
             model.resize_token_embeddings(rows, mean_resizing=False)
         adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable)
         loaded: Any = set_peft_model_state_dict(adapted, load_peft_weights(str(folder), device="cpu"))
-    left = {*loaded.unexpected_keys} - {"prompt_embeddings"}
+    left = {*loaded.unexpected_keys} - {"prompt_embeddings", "prefix_task_cols", "prefix_task_rows"}
     if left:  # PEFT passes over them
         raise ModelError(
             f"The adapter in {folder} is another model's: it has {len(left)} weights, such as {min(left)}, that this one has no place for."

@@ -225,6 +225,15 @@ def test_an_adapter_of_a_deeper_model_is_refused(tmp_path):
         with_saved_adapter(tiny_model("qwen2", layers=2), tmp_path)
 
 
+def test_an_adapter_of_prompts_for_several_tasks_is_not_taken_for_another_models(tmp_path):
+    config = peft.MultitaskPromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, num_tasks=2, num_ranks=2)
+    adapted = peft.get_peft_model(tiny_model("qwen2"), config).eval()
+    adapted.save_pretrained(tmp_path)
+    loaded = with_saved_adapter(tiny_model("qwen2"), tmp_path).eval()
+    task = {"input_ids": IDS, "task_ids": torch.tensor([1])}
+    assert torch.equal(loaded(**task).logits, adapted(**task).logits)
+
+
 def test_memory_is_planned_for_the_adapter_in_the_folder(tmp_path):
     adapter = saved_adapter(tmp_path)
     planned = adapter_to_train({"model": str(adapter)})
