@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import itertools
 import json
 import threading
 import time
@@ -13,7 +14,8 @@ import openai
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from covey import demo
 from covey.errors import ConfigError
@@ -180,6 +182,32 @@ def test_parts_of_a_character_have_their_bytes_and_its_place():
         b"".join(token_bytes(sampler.tokenizer, token) for token in sampler.tokenizer("é😀 a").input_ids).strip()
         == "é😀 a".encode()
     )
+
+
+def stripping_tokenizer():
+    """Of Llama 2's layout: words begin with a mark, and decoding strips the first space."""
+    vocabulary = {"<unk>": 0, "\u2581hello": 1, "\u2581world": 2, "!": 3, "\u2581": 4}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+@pytest.mark.parametrize("ids", [(1, 2, 3), (2, 1, 1), (4, 2), (1, 4, 2), (3, 2)], ids=str)
+def test_tokens_whose_space_the_decoder_strips_have_their_bytes(ids):
+    tokenizer = stripping_tokenizer()
+    pieces = [token_bytes(tokenizer, token, begins=not i) for i, token in enumerate(ids)]
+    assert b"".join(pieces).decode() == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_places_of_tokens_are_those_in_the_text_where_the_decoder_strips_spaces(echo):
+    sampler = NativeSampler(tiny_model("qwen2", vocab_size=5), stripping_tokenizer(), dtype="float32")
+    how = {"model": "policy", "prompt": [1, 2, 3], "max_tokens": 12, "temperature": 1.0, "seed": 1, "logprobs": 1}
+    with serving(sampler) as (_, ask):
+        (choice,) = ask.completions.create(echo=echo, **how).choices
+    offsets = [*choice.logprobs.text_offset, len(choice.text)]
+    pieces = [choice.text[start:end] for start, end in itertools.pairwise(offsets)]
+    assert [piece.strip() for piece in pieces] == [token.strip() for token in choice.logprobs.tokens]
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------------

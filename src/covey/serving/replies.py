@@ -33,6 +33,7 @@ class Choice:
         self.stop_reason: str | None = None
         self._unsent: list[Reported] = []
         self._offset, self._characters = 0, codecs.getincrementaldecoder("utf-8")("replace")
+        self._seen, self._beginnings = 0, {0, len(self._prompt_ids) if api_request.echoes else 0}
 
     # -- in pieces --------------------------------------------------------------------------------------------------
 
@@ -141,10 +142,11 @@ class Choice:
         return self._legacy_logprobs(tokens)
 
     def _chat_logprob(self, token: int, logprob: float | None, top: Top) -> dict[str, Any]:
+        begins, self._seen = self._seen in self._beginnings, self._seen + 1
         named = lambda token_id, value: {
             "token": self._name(token_id),
             "logprob": value if value is None else max(value, _LEAST),
-            "bytes": list(token_bytes(self.tokenizer, token_id)),
+            "bytes": list(token_bytes(self.tokenizer, token_id, begins=begins)),
         }
         return {**named(token, logprob), "top_logprobs": [named(*entry) for entry in top]}
 
@@ -153,7 +155,8 @@ class Choice:
         offsets = []
         for token, _, _ in tokens:
             offsets.append(self._offset)
-            self._offset += len(self._characters.decode(token_bytes(self.tokenizer, token)))
+            begins, self._seen = self._seen in self._beginnings, self._seen + 1
+            self._offset += len(self._characters.decode(token_bytes(self.tokenizer, token, begins=begins)))
         tops: list[dict[str, float] | None] = []
         for token, logprob, top in tokens:
             best: dict[str, float] = {}
@@ -212,12 +215,15 @@ def _bytes_by_letter() -> dict[str, int]:
     return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
-def token_bytes(tokenizer: Any, token_id: int) -> bytes:
-    """The bytes that a token stands for, also where these are a part of a character."""
-    text = str(tokenizer.decode([token_id]))
+def token_bytes(tokenizer: Any, token_id: int, *, begins: bool = False) -> bytes:
+    """The bytes that a token stands for, also where these are a part of a character.
+
+    SentencePiece's mark is a space, which some decoders strip where a token `begins` a text, and so from one token alone.
+    """
+    text, piece = str(tokenizer.decode([token_id])), str(tokenizer.convert_ids_to_tokens(token_id))
     if "\ufffd" not in text:
-        return text.encode()
-    piece = str(tokenizer.convert_ids_to_tokens(token_id))
+        is_stripped = piece.startswith("\u2581") and not text.startswith((" ", "\u2581"))
+        return f"{' ' if is_stripped and not begins else ''}{text}".encode()
     if match := _BYTE.fullmatch(piece):
         return bytes([int(match[1], 16)])
     letters = _bytes_by_letter()
