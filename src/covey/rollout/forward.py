@@ -267,14 +267,21 @@ def head_in_float32(model: Any, into: SamplerLinear | None = None) -> Iterator[S
         with torch.autocast(hidden.device.type, enabled=False):
             return product(hidden.float())
 
-    before = layer.__dict__.get("forward")
-    layer.forward = forward
-    try:
+    with computing(layer, forward):
         yield product
+
+
+@contextmanager
+def computing(module: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Context in which a module computes `forward`; one that it had on the instance is put back."""
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
     finally:
-        del layer.forward
+        del module.forward
         if before is not None:
-            layer.forward = before
+            module.forward = before
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from covey.rollout.attention import ScoreRule
 from covey.rollout.batches import DecodeBatch
 from covey.rollout.decoder import WRITTEN_OUT, is_hooked
 from covey.rollout.engine import NativeSampler
-from covey.rollout.forward import ModulesForward
+from covey.rollout.forward import ModulesForward, computing
 from covey.rollout.prompts import PromptLike
 from covey.rollout.sampler import Sampler, SamplingParams
 from covey.rollout.scheduler import Scheduler
@@ -244,24 +244,12 @@ def _route(stack: ExitStack, carrier: Any, layers: Sequence[Any], sizes: Sequenc
             if of_layer is None:
                 out.append(done)
                 continue
-            with _computing(of_layer, lambda x, done=done: done):  # type: ignore[misc]
+            with computing(of_layer, lambda x, done=done: done):  # type: ignore[misc]
                 # copied, so that it is aligned as in a separate rollout
                 out.append(type(layer).forward(layer, inputs.clone()))
         return torch.cat(out)
 
-    stack.enter_context(_computing(carrier, forward))
-
-
-@contextmanager
-def _computing(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Context in which the module computes `forward`; a forward of the learner's own is put back."""
-    before = {name: module.__dict__[name] for name in ("forward",) if name in module.__dict__}
-    module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        del module.__dict__["forward"]
-        module.__dict__.update(before)
+    stack.enter_context(computing(carrier, forward))
 
 
 def _base_of(layer: Any) -> Any:
