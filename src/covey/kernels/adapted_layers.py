@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from covey.errors import Unsupported
 from covey.kernels.half_weights import half_of
 from covey.kernels.linear_products import Factors, multiply
 from covey.kernels.matmul import is_hooked, is_routed
+from covey.kernels.sampler_linear import active_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -83,12 +85,11 @@ def _computes_here(linear: nn.Module) -> bool:
 
 def _adapter_of(layer: Any) -> str | None:
     """The one adapter that acts on a LoRA layer as plain products; None if there is another number, or another kind."""
-    if layer.disable_adapters or layer.merged:
+    try:
+        names = active_adapters(layer)
+    except Unsupported:
         return None
-    names = [name for name in layer.active_adapters if name in layer.lora_A]
-    if len(names) != 1 or names[0] in layer.lora_variant or layer.lora_B[names[0]].bias is not None:
-        return None
-    return str(names[0])
+    return names[0] if len(names) == 1 else None
 
 
 def _narrow(linear: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:
