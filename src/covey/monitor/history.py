@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from operator import mul
@@ -65,15 +65,14 @@ class History:
         rule: str,
         severity: Literal["info", "warning", "error"],
         said: str,
-        try_this: Iterable[str],
+        try_this: Any,
         parts: Any = (),
         **evidence: Any,
     ) -> Alert:
-        """An alert at the current step; numbers of the evidence are rounded to four digits that count. `parts`: names, as of `Alert`."""
+        """An alert at the current step; numbers of the evidence are rounded to four digits that count. `try_this` and `parts` as of `Alert`."""
         shown = {name: _round(value) for name, value in evidence.items()}
-        hints = (try_this,) if isinstance(try_this, str) else tuple(try_this)
         return Alert(
-            rule=rule, severity=severity, said=said, step=self.step, evidence=shown, try_this=hints, parts=parts
+            rule=rule, severity=severity, said=said, step=self.step, evidence=shown, try_this=try_this, parts=parts
         )
 
     def state_dict(self) -> dict[str, Any]:
