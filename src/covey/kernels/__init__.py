@@ -37,8 +37,9 @@ from covey.kernels.windows import Window, attention_windows
 __all__ = [
     "CHOICE", "AttentionHeads", "CacheTables", "DecodeKernels", "DecodeStep", "DecodeWeights", "HalfWeights",
     "InPlaceLinear", "IndexCache", "Layout", "LogitKernels", "Recomputing", "Routers", "SamplerLinear",
-    "SharedPromptAttention", "TritonDecode", "WeightMatmul", "Window", "add_adapters_inside_products", "attention_windows", "cache_factory",
-    "cache_keyword", "choices", "choosing_few", "find_indexers", "find_routers", "footprint", "fuse",
-    "fusing_unavailable_reason", "has_states", "has_windows", "in_place_steps", "is_chosen", "learning", "other_layers",
-    "reason_against_choices", "state_steps", "tensors_on", "training_heap", "unavailable_reason", "zeros",
+    "SharedPromptAttention", "TritonDecode", "WeightMatmul", "Window", "add_adapters_inside_products",
+    "attention_windows", "cache_factory", "cache_keyword", "choices", "choosing_few", "find_indexers", "find_routers",
+    "footprint", "fuse", "fusing_unavailable_reason", "has_states", "has_windows", "in_place_steps", "is_chosen",
+    "learning", "other_layers", "reason_against_choices", "state_steps", "tensors_on", "training_heap",
+    "unavailable_reason", "zeros",
 ]  # fmt: skip

@@ -16,7 +16,8 @@ _PREVIEW_SIDE = 512
 def open_image(value: Any, where: str) -> Any:
     """An RGB image of Pillow from one, a file's path, its bytes, or `datasets`' dict of the two.
 
-    A file is turned upright as it says; an image that was made from one, such as a part of it, is taken as it is. DataError for anything else, and for pixels of more than 8 bits a channel, which Pillow cuts at 255.
+    A file is turned upright as it says; an image that was made from one, such as a part of it, is taken as it is. DataError for
+    anything else, and for pixels of more than 8 bits a channel, which Pillow cuts at 255.
     """
     image_class = pillow()
     value = content_of(value, IMAGE, where)
