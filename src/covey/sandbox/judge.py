@@ -247,6 +247,11 @@ _OF_DATA = frozenset(
 """Methods of plain data. An object that is none is not asked for them: their arguments are what the tests expect."""
 
 
+def _there(name: str) -> Any:
+    """An operation that is asked there."""
+    return lambda self, *arguments: self._link.ask(name, self, *arguments)
+
+
 def _both(name: str) -> Any:
     """An operator that is asked there only when both sides live there."""
 
@@ -270,6 +275,9 @@ class Remote:
     _is_made = False
     __eq__, __lt__, __le__, __gt__, __ge__ = map(_both, ("eq", "lt", "le", "gt", "ge"))
     __add__, __sub__, __mul__, __truediv__ = map(_both, ("add", "sub", "mul", "truediv"))
+    __getitem__, __setitem__, __delitem__, __next__ = map(_there, ("getitem", "setitem", "delitem", "next"))
+    __len__, __bool__, __int__, __float__ = map(_there, ("len", "bool", "int", "float"))
+    __neg__, __str__, __repr__ = map(_there, ("neg", "str", "repr"))
 
     def __hash__(self) -> int:
         return hash(self._number)
@@ -288,15 +296,6 @@ class Remote:
     def __setattr__(self, name: str, value: Any) -> None:
         self._link.ask("setattr", self, name, value)
 
-    def __getitem__(self, key: Any) -> Any:
-        return self._link.ask("getitem", self, key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._link.ask("setitem", self, key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        self._link.ask("delitem", self, key)
-
     def __iter__(self) -> Any:
         there = self._link.ask("iter", self)
         while True:
@@ -306,38 +305,8 @@ class Remote:
                 return
             yield value
 
-    def __next__(self) -> Any:
-        return self._link.ask("next", self)
-
     def __contains__(self, value: Any) -> bool:
         return any(item == value for item in self)
-
-    def __len__(self) -> int:
-        answer: int = self._link.ask("len", self)
-        return answer
-
-    def __bool__(self) -> bool:
-        answer: bool = self._link.ask("bool", self)
-        return answer
-
-    def __int__(self) -> int:
-        answer: int = self._link.ask("int", self)
-        return answer
-
-    def __float__(self) -> float:
-        answer: float = self._link.ask("float", self)
-        return answer
-
-    def __neg__(self) -> Any:
-        return self._link.ask("neg", self)
-
-    def __str__(self) -> str:
-        answer: str = self._link.ask("str", self)
-        return answer
-
-    def __repr__(self) -> str:
-        answer: str = self._link.ask("repr", self)
-        return answer
 
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, Remote) and self._link.ask("isinstance", instance, self)
