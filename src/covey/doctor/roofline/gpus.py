@@ -1,7 +1,9 @@
 """GPUs by name: memory, FLOPS and bandwidth by their data sheets, and the shares that runs reach."""
 
+import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from covey.errors import ConfigError, did_you_mean
 
@@ -56,34 +58,7 @@ class Gpu:
         return LINKS * (self.link * 1e9 if count <= A_NODE else min(self.link * 1e9, NETWORK))
 
 
-def _gpu(name: str, memory: float, bf16: float, fp32: float, bandwidth: float, link: float, source: str) -> Gpu:
-    return Gpu(name=name, memory_gb=memory, bfloat16=bf16, float32=fp32, bandwidth=bandwidth, link=link, source=source)
-
-
-_SHEET = "NVIDIA data sheet"
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        _gpu("A100", 80, 312, 19.5, 2039, 300, _SHEET + ", A100 80GB SXM"),
-        _gpu("A100-40GB", 40, 312, 19.5, 1555, 300, _SHEET + ", A100 40GB SXM"),
-        _gpu("A800", 80, 312, 19.5, 2039, 200, _SHEET + ", A800 80GB SXM"),
-        _gpu("A10G", 24, 70, 35, 600, 32, "AWS, instances G5"),
-        _gpu("L4", 24, 121, 30.3, 300, 32, _SHEET),
-        _gpu("L40S", 48, 362, 91.6, 864, 32, _SHEET),
-        _gpu("RTX3090", 24, 71, 35.6, 936, 32, "NVIDIA Ampere GA102 white paper"),
-        _gpu("RTX4090", 24, 165, 82.6, 1008, 32, "NVIDIA Ada white paper"),
-        _gpu("RTX5090", 32, 210, 104.8, 1792, 64, "NVIDIA Blackwell RTX white paper"),
-        _gpu("RTX-A6000", 48, 155, 38.7, 768, 32, _SHEET),
-        _gpu("H100", 80, 989, 67, 3350, 450, _SHEET + ", H100 SXM"),
-        _gpu("H100-PCIe", 80, 756, 51, 2000, 64, _SHEET),
-        _gpu("GH200", 96, 990, 67, 4000, 450, _SHEET + ", GH200 96GB"),
-        _gpu("H800", 80, 989, 67, 3350, 200, _SHEET + ", H800 SXM"),
-        _gpu("H20", 96, 148, 44, 4000, 450, _SHEET),
-        _gpu("H200", 141, 989, 67, 4800, 450, _SHEET),
-        _gpu("B200", 180, 2250, 75, 7700, 900, _SHEET + ", DGX B200"),
-        _gpu("MI300X", 192, 1307, 163, 5300, 448, "AMD data sheet"),
-    )
-}
+GPUS = {row["name"]: Gpu(**row) for row in json.loads(Path(__file__).with_name("gpus.json").read_text())}
 
 
 def gpus(text: str) -> tuple[int, Gpu]:

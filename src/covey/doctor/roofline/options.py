@@ -2,6 +2,7 @@
 configurations of some models, each from its config.json on the hub, for a plan where the hub cannot be reached.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,31 +74,7 @@ def teachers_of(config: GRPOConfig, policy: Any, config_of: Callable[[str, bool]
     return tuple(Teaching(parameters=count, weights=size) for count, size in sizes)
 
 
-_FORM = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim",
-)  # fmt: skip
-_SHAPES: dict[str, tuple[str, int, bool, tuple[int, ...]]] = {
-    "Qwen/Qwen2.5-0.5B": ("qwen2", 151936, True, (896, 4864, 24, 14, 2, 64)),
-    "Qwen/Qwen2.5-1.5B": ("qwen2", 151936, True, (1536, 8960, 28, 12, 2, 128)),
-    "Qwen/Qwen2.5-3B": ("qwen2", 151936, True, (2048, 11008, 36, 16, 2, 128)),
-    "Qwen/Qwen2.5-7B": ("qwen2", 152064, False, (3584, 18944, 28, 28, 4, 128)),
-    "Qwen/Qwen2.5-14B": ("qwen2", 152064, False, (5120, 13824, 48, 40, 8, 128)),
-    "Qwen/Qwen2.5-32B": ("qwen2", 152064, False, (5120, 27648, 64, 40, 8, 128)),
-    "Qwen/Qwen2.5-72B": ("qwen2", 152064, False, (8192, 29568, 80, 64, 8, 128)),
-    "Qwen/Qwen3-0.6B": ("qwen3", 151936, True, (1024, 3072, 28, 16, 8, 128)),
-    "Qwen/Qwen3-1.7B": ("qwen3", 151936, True, (2048, 6144, 28, 16, 8, 128)),
-    "Qwen/Qwen3-4B": ("qwen3", 151936, True, (2560, 9728, 36, 32, 8, 128)),
-    "Qwen/Qwen3-8B": ("qwen3", 151936, False, (4096, 12288, 36, 32, 8, 128)),
-    "Qwen/Qwen3-14B": ("qwen3", 151936, False, (5120, 17408, 40, 40, 8, 128)),
-    "Qwen/Qwen3-32B": ("qwen3", 151936, False, (5120, 25600, 64, 64, 8, 128)),
-    "meta-llama/Llama-3.2-1B": ("llama", 128256, True, (2048, 8192, 16, 32, 8, 64)),
-    "meta-llama/Llama-3.2-3B": ("llama", 128256, True, (3072, 8192, 28, 24, 8, 128)),
-    "meta-llama/Llama-3.1-8B": ("llama", 128256, False, (4096, 14336, 32, 32, 8, 128)),
-    "meta-llama/Llama-3.1-70B": ("llama", 128256, False, (8192, 28672, 80, 64, 8, 128)),
-    "meta-llama/Llama-2-7b-hf": ("llama", 32000, False, (4096, 11008, 32, 32, 32, 128)),
-    "mistralai/Mistral-7B-v0.3": ("mistral", 32768, False, (4096, 14336, 32, 32, 8, 128)),
-}
+_SHAPES = json.loads(Path(__file__).with_name("models.json").read_text())
 MODELS = tuple(_SHAPES)
 _SUFFIXES = ("-Instruct", "-Base", "-Instruct-v0.3")
 
@@ -111,9 +88,7 @@ def config_by_name(model: str) -> Any:
         return None
     from transformers import AutoConfig
 
-    kind, vocabulary, is_tied, shape = _SHAPES[full_name]
-    entries = dict(zip(_FORM, shape, strict=True)) | {"vocab_size": vocabulary, "tie_word_embeddings": is_tied}
-    return AutoConfig.for_model(kind, max_position_embeddings=131072, use_cache=False, **entries)
+    return AutoConfig.for_model(**_SHAPES[full_name], max_position_embeddings=131072, use_cache=False)
 
 
 def config_of(model: str, trust_remote_code: bool, load: Any) -> Any:
