@@ -16,33 +16,6 @@ from covey.cli.verb import Args, Verb
 from covey.config.options import DECLARED
 from covey.errors import ConfigError, did_you_mean
 
-_BASH = """_covey() {{
-    local word=${{COMP_WORDS[COMP_CWORD]}} verb=${{COMP_WORDS[1]}} words= i=$((COMP_CWORD - 1)) flag=
-    if [ "$COMP_CWORD" = 1 ]; then
-        words="{verbs}"
-    elif [ "${{word#-}}" = "$word" ]; then
-        [ "$word" = "=" ] && word=
-        [ "${{COMP_WORDS[i]}}" = "=" ] && i=$((i - 1))
-        while [ "$i" -gt 1 ] && [ "${{COMP_WORDS[i]#-}}" = "${{COMP_WORDS[i]}}" ]; do i=$((i - 1)); done
-        [ "$i" -gt 1 ] && flag=${{COMP_WORDS[i]}}
-        case "$verb $flag" in
-{values}
-        esac
-        if [ "$COMP_CWORD" = 2 ]; then
-            case "$verb" in
-{below}
-            esac
-        fi
-        [ -n "$words" ] || return
-    else
-        case "$verb" in
-{cases}
-        esac
-    fi
-    COMPREPLY=($(compgen -W "$words" -- "$word"))
-}}
-complete -o default -F _covey covey
-"""
 _ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
 _FISH_VERB = "complete -c covey -n __fish_use_subcommand -a {verb} -d {sentence}\n"
 _FISH_FLAG = "complete -c covey -n '__fish_seen_subcommand_from {verb}' -l {flag}{values} -d {sentence}\n"
@@ -88,7 +61,9 @@ def script(shell: str) -> str:
         for flag, words in verb_values.items()
     )
     below = "\n".join(f'                {name}) words="$words {" ".join(words)}" ;;' for name, words in _BELOW.items())
-    text = _BASH.format(verbs=" ".join(VERBS), cases=cases, values=of_values, below=below)
+    text = Path(__file__).with_suffix(".bash").read_text()
+    for place, words in {"verbs": " ".join(VERBS), "cases": cases, "values": of_values, "below": below}.items():
+        text = text.replace(f"@{place}@", words)
     return (_ZSH if shell == "zsh" else "") + text
 
 

@@ -3,13 +3,16 @@
 import json
 import shlex
 from pathlib import Path
+from string import Template
 
-from covey.cli import output, project
+from covey.cli import output
 from covey.cli.flags import Flag
 from covey.cli.verb import JSON, Args, Verb
 from covey.errors import ConfigError, StorageError
 from covey.files.places import refuse_missing
 
+_TEMPLATES = Path(__file__).with_name("project")
+"""The files of a project but for its data, by their names and `.txt`."""
 _TRAIN, _TEST = 512, 64
 _DEMO = {"learning_rate": "6.0e-4", "batch": 128, "length": 32, "minutes": "minutes on a CPU"}
 _OTHERS = {"learning_rate": "1.0e-6", "batch": 32, "length": 256, "minutes": "on a GPU"}
@@ -39,16 +42,14 @@ def _files(name: str, model: str) -> dict[str, str]:
     """Contents by path. The data are arithmetic word problems, made from a seed; no calculation is in both files."""
     from covey.demo.task import rows
 
-    values = _DEMO if model == "demo" else _OTHERS
+    values = {"name": name, "model": json.dumps(model), **(_DEMO if model == "demo" else _OTHERS)}
     lines = lambda split, count: "".join(f"{json.dumps(row)}\n" for row in rows(split, count))
+    filled = lambda file: Template(file.read_text(encoding="utf-8")).safe_substitute(values)
     return {
         "data/train.jsonl": lines("train", _TRAIN),
         "data/test.jsonl": lines("test", _TEST),
-        "reward.py": project.REWARD,
-        "test_project.py": project.TEST,
-        "run.yaml": project.CONFIG.format(model=json.dumps(model), **values),
-        "README.md": project.README.format(name=name, **values),
-        ".gitignore": project.GITIGNORE,
+        ".gitignore": "runs/\n__pycache__/\n",
+        **{file.stem: filled(file) for file in _TEMPLATES.glob("*.txt")},
     }
 
 
