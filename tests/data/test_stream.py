@@ -277,6 +277,22 @@ def test_long_conversations_are_measured_after_templating():
         chat(CHAT, tokenizer, max_prompt_length=length - 1)
 
 
+def test_tools_of_a_prompt_are_measured_before_any_work():
+    """A template that shows tools writes more than a question of two words and the text around it."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ tools | tojson if tools else '' }}" + tokenizer.chat_template
+    tools = [{"type": "function", "function": {"name": "f", "description": "x" * 1500, "parameters": {}}}]
+    rows = [
+        {"prompt": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": {"tools": shown}}
+        for shown in (None, tools)
+    ]
+    with pytest.raises(DataError, match=r"Row 1 .* has a prompt of 1[0-9]+ tokens, but only 1200 fit"):
+        PromptStream(datasets.Dataset.from_list(rows), tokenizer, max_prompt_length=1200)
+    plain = datasets.Dataset.from_list([{"prompt": rows[0]["prompt"]}])
+    with pytest.raises(DataError, match=r"Row 0 .* has a prompt of 1[0-9]+ tokens, but only 1200 fit"):
+        PromptStream(plain, tokenizer, max_prompt_length=1200, chat_template_kwargs={"tools": tools})
+
+
 def test_long_prompts_may_be_left_out_and_are_counted(caplog):
     dropping = stream(long_table(), max_prompt_length=50, on_too_long="drop", shuffle=False)
     assert uids(dropping.take(4)) == ["0:0", "0:2", "1:0", "1:2"]
@@ -306,7 +322,7 @@ def test_prompts_are_measured_many_rows_at_a_time_and_a_row_that_cannot_be_read_
     )
     dataset = datasets.Dataset(pa.table({"prompt": texts}))
     found = first_prompts(dataset, 1502, "train.jsonl")
-    assert [next(found) for _ in range(1500)] == ["1 + 1 ="] * 1500
+    assert [next(found) for _ in range(1500)] == [("1 + 1 =", None)] * 1500
     with pytest.raises(DataError, match=r"^Row 1500 \(counting from 0\) of train.jsonl cannot be read"):
         next(found)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import datasets
@@ -14,6 +15,7 @@ from covey.data.prompts import check_prompt
 from covey.errors import DataError, DataTypeError, MissingKeyError, did_you_mean
 
 _BATCH = 1000
+_OPTIONS = "chat_template_kwargs"
 
 
 def row_of(index: int | str, name: str) -> str:
@@ -30,17 +32,19 @@ def row_at(dataset: Any, index: int, name: str = "the data set") -> Mapping[str,
     return row
 
 
-def first_prompts(dataset: Any, count: int, name: str) -> Iterator[Any]:
-    """Values of the column `prompt` in the first `count` rows, None without one. DataError for a row without values, as in `row_at`."""
+def first_prompts(dataset: Any, count: int, name: str) -> Iterator[tuple[Any, Any]]:
+    """Prompts and options of the chat template in the first `count` rows, None without. DataError for a row without values, as in `row_at`."""
     is_plain = isinstance(dataset, datasets.Dataset) and dataset.format["type"] is None
-    texts = dataset.select_columns(["prompt"]) if is_plain and "prompt" in dataset.column_names else None
+    names = [column for column in ("prompt", _OPTIONS) if is_plain and column in dataset.column_names]
+    shown = dataset.select_columns(names) if "prompt" in names else None
     for start in range(0, count, _BATCH):
         rows = range(start, min(start + _BATCH, count))
-        values = None
-        if texts is not None:  # a row at a time takes a hundred times as long
+        pairs: Any = ((row.get("prompt"), row.get(_OPTIONS)) for row in (row_at(dataset, i, name) for i in rows))
+        if shown is not None:  # a row at a time takes a hundred times as long
             with contextlib.suppress(ValueError, KeyError, OverflowError):
-                values = texts[rows.start : rows.stop]["prompt"]
-        yield from (row_at(dataset, index, name).get("prompt") for index in rows) if values is None else values
+                columns = shown[rows.start : rows.stop]
+                pairs = zip(columns["prompt"], columns.get(_OPTIONS) or repeat(None))  # noqa: B905
+        yield from pairs
 
 
 def check_dataset(dataset: Any, name: str = "train_dataset", *, prompt_only: bool = False) -> Any:

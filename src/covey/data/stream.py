@@ -213,9 +213,9 @@ class PromptStream:
         if limit is None and not beyond:
             return
         count = min(len(self._dataset), _FIRST_CHECK_ROWS)
-        for index, prompt in enumerate(first_prompts(self._dataset, count, self.name)):
-            is_long = limit is not None and _most_tokens(prompt) > limit
-            if is_long or any(token in str(prompt) for token in beyond):
+        for index, (prompt, options) in enumerate(first_prompts(self._dataset, count, self.name)):
+            is_long = limit is not None and _most_tokens(prompt, (self.template, options)) > limit
+            if is_long or any(token in f"{prompt} {options}" for token in beyond):
                 self._prompt(f"0:{index}", row_at(self._dataset, index, self.name))
 
     @cached_property
@@ -253,8 +253,8 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def _most_tokens(value: Any) -> int:
-    """No fewer than the prompt's tokens, without a tokenizer: a token is at least one byte, a template adds some text."""
+def _most_tokens(value: Any, template: Any) -> int:
+    """No fewer than the prompt's tokens, without a tokenizer: a token is at least one byte, a template adds some text and its options' tools."""
     if isinstance(value, str):
         return len(value.encode("utf-8", "surrogatepass")) + 2
-    return len(str(value).encode("utf-8", "surrogatepass")) + 1000
+    return len(f"{value}{template}".encode("utf-8", "surrogatepass")) + 1000
