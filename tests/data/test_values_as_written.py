@@ -185,11 +185,21 @@ def test_a_set_of_objects_without_nulls_mixes_with_one_of_nulls_that_were_writte
     assert rows["dataset"][:] == [names[0]] * 3 + names[1:]
 
 
-def test_a_column_that_comes_after_the_first_rows_of_a_stream_is_not_lost(tmp_path, monkeypatch):
+@pytest.mark.parametrize("value", [1, "s"])
+def test_a_column_that_comes_after_the_first_rows_of_a_stream_is_not_lost(tmp_path, monkeypatch, value):
+    """Whether or not the columns before it are of several types."""
     monkeypatch.setattr(tables, "_SCANNED", 200)
-    rows = [{"prompt": f"q{number}", "v": number if number % 2 else "s"} for number in range(30)]
+    rows = [{"prompt": f"q{number}", "v": number if number % 2 else value} for number in range(30)]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "late", "v": 1, "answer": "42"}]))
     assert load(path)[30]["answer"] == "42"
     with pytest.raises(DataError, match="column 'answer' is not in the first rows"):
         list(load(path, streaming=True))
+
+
+def test_a_column_that_comes_late_in_the_rows_that_are_scanned_is_read(tmp_path):
+    """`datasets` infers the columns of a stream from its first 10 MiB."""
+    path = tmp_path / "a.jsonl"
+    line = json.dumps({"prompt": "q" * 1000}) + "\n"
+    path.write_text(line * 12_000 + json.dumps({"prompt": "late", "answer": "42"}) + "\n")
+    assert [row["answer"] for row in load(path, streaming=True)][-2:] == [None, "42"]

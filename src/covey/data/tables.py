@@ -333,7 +333,7 @@ def read_json(files: Sequence[Path], streaming: bool) -> Any:
     """The rows of JSON files where types must not be inferred; None where `datasets` reads every value as it is written."""
     kinds = scan(files, json_rows, kind_of, joined, is_whole=not streaming)
     is_inferred = all(".json" not in file.suffixes for file in files) and all(map(is_certain, kinds.values()))
-    if is_inferred:
+    if is_inferred and not streaming:  # of a stream `datasets` infers columns and types from the first block alone
         return None
     if streaming:  # rows that were not scanned may hold anything
         kinds = {name: kind if name in MEDIA_COLUMNS else "mixed" for name, kind in kinds.items()}
