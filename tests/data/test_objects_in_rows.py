@@ -72,6 +72,24 @@ def test_control_tokens_in_such_an_answer_stay_text(tmp_path):
         assert not set(tokenizer.all_special_ids) & set(prompt.token_ids)
 
 
+@pytest.mark.parametrize("arguments", [{"city": "Ulm"}, '{"city": "Ulm"}'])
+@pytest.mark.parametrize("writes", ["{{ c.arguments | tojson }}", "{{ 'call ' + c.arguments }}"])
+def test_a_call_without_function_around_it_is_shown_as_others_are(arguments, writes):
+    """The short form that Qwen's and other templates take; arguments in a text are no JSON of that text."""
+    tokenizer = tokenizer_that_writes(WRITES["nothing, as Qwen3"], writes)
+    call = {"name": "weather", "arguments": arguments}
+    row = {
+        "prompt": [
+            MESSAGES[0],
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "21"},
+        ]
+    }
+    prompt = to_prompt(row, "0", "row 0", tokenizer, {})
+    shown = f'assistant: {"call " * ("call" in writes)}{{"city": "Ulm"}};tool: 21;'
+    assert tokenizer.decode(prompt.token_ids).endswith(shown)
+
+
 def test_such_an_answer_beside_an_image_is_shown_too():
     processor = tiny_processor("qwen2_5_vl")
     ids = []

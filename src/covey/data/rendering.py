@@ -103,11 +103,12 @@ def _changed(message: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[s
 
 
 def _with_arguments(call: Any, change: Callable[[Any], Any]) -> Any:
-    """The call of a message with its arguments changed; other forms of calls as they are."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or "arguments" not in function:
+    """The call of a message with its arguments changed, with or without `function` around them; other forms of calls as they are."""
+    if not isinstance(call, Mapping):
         return call
-    return {**call, "function": {**function, "arguments": change(function["arguments"])}}
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_arguments(call["function"], change)}
+    return {**call, "arguments": change(call["arguments"])} if "arguments" in call else call
 
 
 def _as_object(arguments: Any) -> Any:
@@ -128,7 +129,7 @@ def _as_json(arguments: Any) -> Any:
 def _objects_in(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Arguments of tool calls that are objects and not empty."""
     calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
-    functions = [call["function"] for call in calls if isinstance(call.get("function"), Mapping)]
+    functions = [call["function"] if isinstance(call.get("function"), Mapping) else call for call in calls]
     arguments = [function.get("arguments") for function in functions]
     return [entry for entry in arguments if isinstance(entry, Mapping) and entry]
 
