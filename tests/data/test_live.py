@@ -62,6 +62,23 @@ def order_of(source: Any, **options: Any) -> LiveOrder:
     return LiveOrder(dataset, seed=0, replay=replay)
 
 
+def test_a_source_that_fails_ends_every_rank(caplog):
+    """The main process reads; the others wait for what it reads, and would wait for ever."""
+
+    class Broken(Memory):
+        def poll(self, after: int | None, limit: int) -> list[tuple[int, Mapping[str, Any]]]:
+            raise KeyError("question")
+
+    sent: list[Any] = []
+    main, other = order_of(Broken([])), order_of(Broken([]))
+    main.dataset.share = lambda item: sent.append(item) or item
+    other.dataset.share, other.dataset.is_main = lambda item: sent[0], False
+    for order in (main, other):
+        with pytest.raises(DataError, match=r"Broken failed in poll\(\): KeyError: 'question'"):
+            order.next()
+    assert "Traceback" in caplog.text  # the user's own code, of the rank that has run it
+
+
 def test_a_file_that_grows(tmp_path: Path):
     path = tmp_path / "prompts.jsonl"
     order = order_of(path)

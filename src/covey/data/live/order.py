@@ -173,6 +173,9 @@ class LiveOrder:
             return "away", str(error)
         except CoveyError as error:
             return "error", str(error)
+        except Exception as error:  # code of the user: it has to end every rank, also those that wait for rows
+            logger.error("%s failed.", self.dataset.name, exc_info=error)
+            return "error", f"{self.dataset.name} failed in poll(): {type(error).__name__}: {error}"
 
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
