@@ -102,6 +102,9 @@ def test_a_damaged_file_is_not_kept(tmp_path: Path, monkeypatch, capsys) -> None
 
 def test_what_cannot_be_exported_is_told_in_a_sentence(tmp_path: Path, capsys) -> None:
     saved(tmp_path / "g", "gpt2")
+    saved(tmp_path / "relu", "qwen2")
+    config = tmp_path / "relu" / "config.json"
+    config.write_text(config.read_text().replace('"hidden_act": "silu"', '"hidden_act": "relu"'))
     for words, said in (
         (["demo", "-o", "x"], "a model needs --format merged, adapter or gguf"),
         (["demo", "--format", "gguf"], "needs a model and --output"),
@@ -110,6 +113,10 @@ def test_what_cannot_be_exported_is_told_in_a_sentence(tmp_path: Path, capsys) -
         (["demo", "-o", str(tmp_path / "x"), "--format", "merged", "--outtype", "f16"], "belongs to --format gguf"),
         (["demo", "-o", str(tmp_path / "x"), "--format", "gguf", "--outtype", "q4_k"], "is not one of f32, f16"),
         ([str(tmp_path / "g"), "-o", str(tmp_path / "x"), "--format", "gguf"], "not for 'gpt2'"),
+        (
+            [str(tmp_path / "relu"), "-o", str(tmp_path / "x"), "--format", "gguf"],
+            "the activation 'relu'; llama.cpp computes silu",
+        ),
         (["demo", "-o", str(tmp_path), "--format", "gguf"], "is there already"),
         (["demo", "-o", str(tmp_path / "x"), "--format", "merged", "--base", "b"], "nothing is added here"),
     ):

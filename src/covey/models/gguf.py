@@ -63,6 +63,8 @@ def expect_exportable(config: Any, outtype: str) -> str:
             f"This model scales its rotary embedding ({rope['rope_type']}), which is not written to GGUF here; export --format merged "
             "and convert that with llama.cpp's own script."
         )
+    if (activation := getattr(config, "hidden_act", "silu")) not in ("silu", "swish"):
+        raise ModelError(f"This model's MLP has the activation {activation!r}; llama.cpp computes silu for its family.")
     if getattr(config, "use_sliding_window", False):
         raise ModelError("This model uses sliding-window attention, which llama.cpp does not compute for its family.")
     return ARCHITECTURES[kind]
