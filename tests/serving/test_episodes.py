@@ -102,6 +102,30 @@ def test_a_retry_is_a_branch_and_a_shared_turn_is_trained_on_once(sampler):
     assert int(second.completion.mask.sum()) == sizes[2]
 
 
+class Compared(tuple):
+    """Token ids that count how often their beginning is compared with an earlier call's."""
+
+    count = 0
+
+    def __getitem__(self, key):
+        Compared.count += isinstance(key, slice) and key.start is None
+        return super().__getitem__(key)
+
+
+def test_a_turn_is_compared_with_the_turn_before_it_and_not_with_every_earlier_one():
+    calls, ids = [], (1,)
+    for turn in range(40):
+        completion = Completion(token_ids=torch.tensor([2, 3]), text="", finish="stop", logprobs=torch.zeros(2))
+        group = Group(prompt=Prompt(uid="0", token_ids=Compared(ids), messages=()), completions=(completion,))
+        params = SamplingParams(max_tokens=2)
+        fields = {"model": "policy", "params": params, "seed": 0, "session": None, "user": None, "seconds": 0.0}
+        calls.append(Call(id=f"{turn:02d}", group=group, created=float(turn), **fields))
+        ids = (*ids, 2, 3, 4)
+    (episode,) = episodes_of(calls).episodes
+    assert len(episode.call_ids) == 40
+    assert Compared.count == 39
+
+
 def test_sessions_and_several_answers_stay_apart(sampler):
     def act(ask):
         Agent(ask, "a").say("one", n=3)

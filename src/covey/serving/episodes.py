@@ -100,13 +100,12 @@ def episodes_of(calls: Iterable[Call], *, last_first: bool = False) -> Recorded:
 
 def _parent(nodes: Sequence[_Node], prompt: Prompt) -> _Node | None:
     """The node with the most tokens, and images and sounds, that `prompt` begins with; of equals the latest, which a retry has replaced."""
-    best, most = None, 0
-    for node in nodes:
-        ids, media = node.ids, node.call.group.prompt.media
-        is_longer = most <= len(ids) <= len(prompt.token_ids) and prompt.token_ids[: len(ids)] == ids
-        if is_longer and (media is None or media.begins(prompt.media)):
-            best, most = node, len(ids)
-    return best
+    short = [node for node in nodes if len(node.ids) <= len(prompt.token_ids)]
+    for node in reversed(sorted(short, key=lambda node: len(node.ids))):  # noqa: C413 - of equals the latest first
+        media = node.call.group.prompt.media
+        if prompt.token_ids[: len(node.ids)] == node.ids and (media is None or media.begins(prompt.media)):
+            return node
+    return None
 
 
 def _episode(path: Sequence[_Node]) -> Episode:
