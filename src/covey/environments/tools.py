@@ -95,11 +95,7 @@ def tool(
     if max_memory is not None:
         _refuse_bad_memory(max_memory, isolated)
     limits = Limits(
-        seconds=timeout,
-        max_characters=max_characters,
-        max_tokens=max_tokens,
-        isolated=isolated,
-        max_memory=max_memory,
+        seconds=timeout, max_characters=max_characters, max_tokens=max_tokens, isolated=isolated, max_memory=max_memory
     )
 
     def mark(target: T) -> T:

@@ -139,9 +139,7 @@ class Running:
         squares = float((scored - mean).square().sum())
         total, apart = self.count + count, mean - self.mean
         return Running(
-            total,
-            self.mean + apart * count / total,
-            self.squares + squares + apart**2 * self.count * count / total,
+            total, self.mean + apart * count / total, self.squares + squares + apart**2 * self.count * count / total
         )
 
     @property

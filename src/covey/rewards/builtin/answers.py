@@ -146,6 +146,7 @@ _WRITTEN = (
     (re.compile(r"\\([%$])"), r"\1"),
     (re.compile(r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-z]))|\\degree(?![a-z])"), "°"),
     (re.compile(r"\\(l|g|n)eq(?![a-z])"), r"\\\1e"),
+    (re.compile(r"\\varnothing"), r"\\emptyset"),
     (re.compile(r"\\frac ?([0-9]) ?([0-9])(?![0-9.])"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\sqrt ?([0-9])(?![0-9.])"), r"\\sqrt{\1}"),
     (re.compile(r"([_^])\{ ?(\w) ?\}"), r"\1\2"),

@@ -32,7 +32,8 @@ _GROUPS = words(
 )  # fmt: skip
 _COMMANDS = _OPERATORS | _FUNCTIONS | _CONSTANTS | _GROUPS
 _TOKEN = re.compile(r"(?P<space>\s+)|(?P<number>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)|(?P<letters>[a-zA-Z]+)|(?P<command>\\(?:begin|end|mathbb)\{[a-zA-Z]+\}|\\[a-zA-Z]+|\\[{}\\])|(?P<sign>[-+*/^_=<>()\[\]{}|!,&])")  # fmt: skip
-_ASSIGNED = re.compile(r"([a-zA-Z](?:_\w)?(?:\([a-zA-Z]\))?)=([^=<>]+)")
+_ASSIGNED = re.compile(r"([a-zA-Z](?:_\w)?(?:\([a-zA-Z]\))?)(?:=|\\in(?![a-z]) ?)([^=<>]+)")
+_SPLIT = re.compile(r"\\[{}]|[{}()\[\]]|[,;]|(?<![a-zA-Z\\]) ?(?:or|and)(?![a-zA-Z])")
 _NAMED = re.compile(r"(?<![\\a-zA-Z])(sqrt|sin|cos|tan|log|ln|pi)(?![a-zA-Z])")
 _ROOT = re.compile(r"\\sqrt\(([^()]*)\)")
 _PROPER = re.compile(r"([0-9]+) ?\\frac\{([0-9]{1,9})\}\{([0-9]{1,9})\}")
@@ -47,10 +48,13 @@ def is_equal(answer: str, gold: str, evaluate: Evaluate, context: Collection[str
     if is_same(answer, gold, context):
         return True
     first, second = parts(answer), parts(gold)
+    if len(first) < len(second):
+        first = parts(answer.replace(",", ", "))  # `100,200` is a number, unless two are asked for
     if not first or len(first) != len(second) or len(first) > _MOST_PARTS:
         return False
     for part in second:
-        verdicts = [_is_part_equal(other, part, evaluate, context) for other in first]
+        same: list[bool | None] = [is_same(other, part, context) for other in first]
+        verdicts = same if any(same) else [_is_part_equal(other, part, evaluate, context) for other in first]
         if True not in verdicts:
             return None if None in verdicts else False
         del first[verdicts.index(True)]
@@ -69,19 +73,23 @@ def parts(text: str) -> list[str]:
     if quantity(text) is not None:
         return [text]
     pieces, depth, start = list[str](), 0, 0
-    for mark in re.finditer(r"\\[{}]|[{}()\[\]]|[,;]| (?:or|and) ", text):
+    for mark in _SPLIT.finditer(text):
         depth += (mark[0][-1] in "{([") - (mark[0][-1] in "})]")
-        if depth == 0 and mark[0][-1] in ",; ":
+        if depth == 0 and mark[0][-1] in ",;rd":
             pieces.append(text[start : mark.start()])
             start = mark.end()
     pieces = [plain(piece) for piece in [*pieces, text[start:]]]
     if not all(pieces):
         return []
-    signed = [re.fullmatch(r"\\pm ?([^=<>+-]+)", piece) for piece in pieces]
-    doubled = [
-        [piece] if sign is None else [sign[1], f"-{sign[1]}"] for piece, sign in zip(pieces, signed, strict=True)
-    ]
-    return [piece for pair in doubled for piece in pair]
+    return [signed for piece in pieces for signed in _both_signs(piece)]
+
+
+def _both_signs(piece: str) -> list[str]:
+    r"""The two values of a part with one `\pm`; any other part alone."""
+    if piece.count("\\pm") != 1 or re.search(r"\\mp|[<>]", piece):
+        return [piece]
+    plus = re.sub(r"(^|(?<=[=(\[{,]))\\pm ?|(?P<sum>\\pm ?)", lambda sign: "+" if sign["sum"] else "", piece)
+    return [plus, re.sub(r"\\pm ?", "-", piece)]
 
 
 def readable(text: str, variables: AbstractSet[str] | None = None) -> str | None:
@@ -115,10 +123,11 @@ def _is_part_equal(answer: str, gold: str, evaluate: Evaluate, context: Collecti
     if is_same(answer, gold, context):
         return True
     name, gold_name = _ASSIGNED.fullmatch(answer), _ASSIGNED.fullmatch(gold)
-    if name is not None and (gold_name is None or name[1] == gold_name[1]) and _is_solved(name):
+    is_named = name[1] == gold_name[1] if name and gold_name else not _num_relations(gold)
+    if name is not None and is_named and _is_solved(name):
         answer = name[2]
         gold = gold if gold_name is None else gold_name[2]
-    elif gold_name is not None and name is None and _is_solved(gold_name):
+    elif gold_name is not None and name is None and not _num_relations(answer) and _is_solved(gold_name):
         gold = gold_name[2]
     (answer, unit), (gold, gold_unit) = split_unit(plain(answer), context), split_unit(plain(gold), context)
     if not is_same_unit(unit, gold_unit, context):
@@ -162,14 +171,8 @@ def _has_math_words(tokens: list[tuple[str, str]], variables: AbstractSet[str] |
 
 def _has_partners(tokens: list[tuple[str, str]]) -> bool:
     """Every bracket is closed, at most 24 deep; an interval may mix its two."""
-    partners = {
-        "(": (")", "]"),
-        "[": ("]", ")"),
-        "{": ("}",),
-        "\\{": ("\\}",),
-        "\\lfloor": ("\\rfloor",),
-        "\\lceil": ("\\rceil",),
-    }
+    partners = {"(": (")", "]"), "[": ("]", ")"), "{": ("}",), "\\{": ("\\}",)}
+    partners |= {"\\lfloor": ("\\rfloor",), "\\lceil": ("\\rceil",)}
     opened = list[tuple[str, ...]]()
     for _, token in tokens:
         if token in partners or token.startswith("\\begin"):
@@ -188,7 +191,9 @@ def _has_operands(tokens: list[tuple[str, str]]) -> bool:
     before = ("sign", "(")
     for i, (kind, token) in enumerate(tokens):
         follows_operator = (
-            before[1] in _OPERATORS or before[1] in ("(", "[", "{", "\\{", "&", "\\\\", "|") or "\\begin" in before[1]
+            before[1] in _OPERATORS
+            or before[1] in ("(", "[", "{", "\\{", "&", "\\\\", "|")
+            or before[1].startswith(("\\begin", "\\lf", "\\lc"))
         )
         if token in _OPERATORS and follows_operator and not (token in _SIGNS and before[1] not in _SIGNS | {"^", "_"}):
             return False

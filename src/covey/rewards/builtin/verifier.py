@@ -19,6 +19,9 @@ _WARM = (
     ("\\sqrt{2}", "[0,1)"),
     ("x=5", "\\pi"),
     ("2x+3<1", "(-\\infty,1]"),
+    ("n(n+1)/2", "\\frac{n^2+n}{2}"),
+    ("(1,\\pi/3)", "(1,\\frac{\\pi}{3})"),
+    ("1-\\cos^2 x", "\\sin^2 x"),
 )
 """Formulas whose grammar is read before the first request, so that no request pays for it."""
 
@@ -59,9 +62,7 @@ def compare(request: Mapping[str, Any]) -> bool | None:
     if not gold:
         return None
     latex = LatexExtractionConfig(
-        normalization_config=NormalizationConfig(units=True),
-        boxed_match_priority=0,
-        try_extract_without_anchor=False,
+        normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
     )
     answer = parse(request["answer"], extraction_config=[latex], extraction_mode="first_match", parsing_timeout=None)
     return bool(verify(gold, answer, timeout_seconds=None))

@@ -38,16 +38,10 @@ class Verifier:
         with self._lock:
             first, number = self._process is None, next(self._ids)
             process = self._running()
-            request = {
-                "id": number,
-                "gold": gold[-_LONGEST:],
-                "answer": answer[-_LONGEST:],
-                "anchored": anchored,
-                "seconds": seconds,
-            }
+            request = {"id": number, "gold": gold[-_LONGEST:], "answer": answer[-_LONGEST:], "anchored": anchored}
             try:
                 assert process.stdin is not None
-                process.stdin.write(json.dumps(request) + "\n")
+                process.stdin.write(json.dumps({**request, "seconds": seconds}) + "\n")
                 process.stdin.flush()
             except OSError:
                 self._kill()
