@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 from covey.data.rendering import prompt_text
 from covey.errors import RewardError
@@ -29,6 +29,8 @@ _LIMIT_SECONDS = 120.0
 """Time limit of one call: starting math-verify takes seconds, which a short limit of the run is not meant for."""
 
 Metrics = Callable[[str, float], None]
+_Judge = Callable[..., bool | None]
+"""A comparison within `seconds` of processor time; raises TimeoutError past them."""
 
 
 @reward(timeout=_LIMIT_SECONDS)
@@ -106,12 +108,6 @@ def _golds(answer: Sequence[Any] | None, solution: Sequence[Any] | None) -> list
 def _best(verdicts: Sequence[float | None]) -> float | None:
     """1.0 where any is; else `None` where one could not be judged, or there is none."""
     return 1.0 if 1.0 in verdicts else None if None in verdicts or not verdicts else 0.0
-
-
-class _Judge(Protocol):
-    """A comparison within `seconds` of processor time; raises TimeoutError past them."""
-
-    def __call__(self, *, seconds: float) -> bool | None: ...
 
 
 def _within_time(judges: Sequence[_Judge]) -> list[float | None]:
