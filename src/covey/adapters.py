@@ -295,7 +295,7 @@ def weights_on_same_base(model: Any, folder: str | Path) -> dict[str, Any] | Non
     from peft.utils import load_peft_weights
 
     saved = load_peft_weights(str(folder), device="cpu")
-    factor = _scaling(described) / _scaling(config.to_dict())
+    factor = scaling(described) / scaling(config.to_dict())
     rank, room = int(described["r"]), int(config.r)
     if rank > room:
         return None
@@ -356,9 +356,11 @@ def refuse_base_writes(peft_config: Any) -> None:
         )
 
 
-def _scaling(config: Mapping[str, Any]) -> float:
+def scaling(config: Mapping[str, Any]) -> float:
+    """The factor on the product of a LoRA's matrices."""
     rank = float(config["r"])
-    return float(config["lora_alpha"]) / (rank**0.5 if config.get("use_rslora") else rank)
+    alpha = rank if config.get("lora_alpha") is None else float(config["lora_alpha"])
+    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
 
 def _place_of(name: str) -> str:

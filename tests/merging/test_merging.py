@@ -103,6 +103,34 @@ def test_a_merge_is_written_in_the_type_that_is_asked_for(models, tmp_path):
     assert (told["method"], told["weights"]) == ("slerp", [0.3])
 
 
+def test_a_model_of_an_earlier_release_of_transformers_is_merged(models, tmp_path):
+    """Its `config.json` names the same values otherwise, as those of most models on the hub do."""
+    shutil.copytree(models[1], tmp_path / "old")
+    config = json.loads((tmp_path / "old" / "config.json").read_text())
+    config |= {"rope_theta": config.pop("rope_parameters")["rope_theta"], "torch_dtype": config.pop("dtype")}
+    del config["layer_types"]
+    (tmp_path / "old" / "config.json").write_text(json.dumps(config))
+    merge_models([tmp_path / "old", models[2]], tmp_path / "out", Recipe())
+    merge_models(models[1:3], tmp_path / "expected", Recipe())
+    merged, expected = parameters(tmp_path / "out"), parameters(tmp_path / "expected")
+    assert all(torch.equal(weight, expected[name]) for name, weight in merged.items())
+
+
+@pytest.mark.parametrize("method", ["linear", "slerp", "ties", "dare_ties"])
+def test_tensors_of_different_types_are_merged_in_the_larger(method):
+    single, double = torch.randn(4, 3), torch.randn(4, 3, dtype=torch.float64)
+    recipe = Recipe(method=method, density=1.0).check(2, has_base=True)
+    merged, expected = (recipe([first, double], torch.zeros(4, 3)) for first in (single, single.double()))
+    assert torch.equal(merged, expected)
+
+
+def test_weights_of_agreeing_signs_that_add_up_to_0_divide_nothing():
+    """0.3 - 0.1 - 0.2 is 3e-17: a weighted mean over it would be noise of any size."""
+    recipe = Recipe(method="ties", weights=(0.3, -0.1, -0.2), density=1.0).check(3, has_base=True)
+    merged = recipe([torch.ones(2), -torch.ones(2), -torch.ones(2)], torch.zeros(2))
+    torch.testing.assert_close(merged, torch.full((2,), 0.6))
+
+
 def test_a_word_that_one_tokenizer_has_more_is_told(models, tmp_path, capsys):
     """transformers adds an end of text to some tokenizers as it saves a checkpoint; the base of the run lacks it."""
     more = saved(tmp_path / "more", 5)
@@ -131,6 +159,13 @@ def test_one_model_can_be_weakened_against_its_base(models, tmp_path, capsys):
         (["a", "b", "--method", "ties"], "ties adds differences from a common base model; give --base"),
         (["a", "b", "--weights", "1", "2", "3"], "3 weights were given for 2 models"),
         (["a", "b", "--method", "ties", "--base", "base", "--density", "1.5"], "density 1.5 is no share"),
+        (["a", "b", "c", "--weights", "0.1", "0.2", "-0.3"], "the weights add up to 0"),
+        (["a", "b", "--method", "dare_linear", "--base", "base", "--weights", "1", "-1"], "the weights add up to 0"),
+        (["a", "b", "--method", "slerp", "--weights", "1", "-1"], "the weights add up to 0"),
+        (
+            ["a", "b", "--weights", "1e7", "1e7", "--normalize", "false", "--dtype", "float16"],
+            "after the merge as torch.float16; one of the models holds NaN or infinity, or the type is too small",
+        ),
         (["a", "smaller"], "are not of one architecture: head_dim is 16 and 8"),
         (["a", "words"], "have different vocabularies"),
         (["a", "nan"], "is not finite after the merge"),

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from covey.adapters import by_rank, changes_base
+from covey.adapters import by_rank, changes_base, scaling
 from covey.errors import ConfigError, ModelError
 from covey.files.bounded import read_json
+from covey.models.merging.methods import is_zero
 
 _SAME = (
     "base_model_name_or_path", "target_modules", "target_parameters", "peft_type", "fan_in_fan_out", "bias",
@@ -30,15 +31,16 @@ def merge_adapters(folders: Sequence[Path], out: Path, weights: Sequence[float] 
     if len(folders) < 2:
         raise ConfigError("one adapter was given; merging takes several.")
     shares = list(weights) or [1.0] * len(folders)
-    if len(shares) != len(folders) or not 0 < abs(sum(shares)) < float("inf"):
+    if len(shares) != len(folders) or not abs(sum(shares)) < float("inf") or is_zero(sum(shares), shares):
         raise ConfigError(
             f"{len(shares)} weights were given for {len(folders)} adapters; give one for each, not adding up to 0."
         )
     shares = [weight / sum(shares) for weight in shares]
     configs = [_config(folder) for folder in folders]
+    in_order = lambda value: sorted(value) if isinstance(value, list) else value
     for folder, config in zip(folders[1:], configs[1:], strict=True):
         for name in _SAME:
-            if _plain(configs[0].get(name)) != _plain(config.get(name)):
+            if in_order(configs[0].get(name)) != in_order(config.get(name)):
                 raise ConfigError(
                     f"{folders[0]} and {folder} differ in {name} ({configs[0].get(name)!r} and {config.get(name)!r}); merge "
                     "adapters of one base and one set of layers."
@@ -53,7 +55,7 @@ def merge_adapters(folders: Sequence[Path], out: Path, weights: Sequence[float] 
         for folder, tensors, share, config in zip(folders, loaded, shares, configs, strict=True):
             a, b = _factors(folder, tensors, layer, int(config["r"]))
             down.append(a)
-            up.append(b * share * _scaling(config))
+            up.append(b * share * scaling(config))
         a, b = torch.cat(down, 1), torch.cat(up, 1)  # [E, r, in], [out, r, E]
         if rank is not None:
             a, b, error = _experts_to_rank(a, b, rank)
@@ -114,11 +116,6 @@ def _to_rank(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
     return torch.nn.functional.pad(low_a, (0, 0, 0, pad)), torch.nn.functional.pad(low_b, (0, pad)), error
 
 
-def _scaling(config: dict[str, Any]) -> float:
-    rank, alpha = float(config["r"]), float(config["r"] if config.get("lora_alpha") is None else config["lora_alpha"])
-    return alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
-
-
 def _config(folder: Path) -> dict[str, Any]:
     config = read_json(folder / "adapter_config.json", ModelError)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
@@ -134,10 +131,6 @@ def _config(folder: Path) -> dict[str, Any]:
             "with others; merge each adapter into its base first, then merge the models."
         )
     return config
-
-
-def _plain(value: Any) -> Any:
-    return sorted(value) if isinstance(value, list) else value
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,19 +53,21 @@ class Recipe:
             raise ConfigError(f"density {self.density} is no share; give a number above 0 and at most 1.")
         default = (0.5,) if self.method == "slerp" else (1.0,) * count
         weights = tuple(self.weights) or default
+        is_divided = (self.method in ("linear", "dare_linear") and self.normalize) or len(default) < len(weights)
+        if is_divided and is_zero(sum(weights), weights):
+            raise ConfigError(
+                "the weights add up to 0, so they cannot be normalized; change them, or use --normalize false."
+            )
         if self.method == "slerp" and len(weights) == 2:
             weights = (weights[1] / sum(weights),)
         if len(weights) != len(default):
             raise ConfigError(f"{len(weights)} weights were given for {count} models; give one for each.")
-        if self.method == "linear" and self.normalize and sum(weights) == 0:
-            raise ConfigError(
-                "the weights add up to 0, so they cannot be normalized; change them, or use --normalize false."
-            )
         return Recipe(**{**vars(self), "weights": weights})
 
     def __call__(self, tensors: Sequence[Tensor], base: Tensor | None, name: str = "") -> Tensor:
         """The merged tensor. `name` seeds DARE's dropout, so that a tensor's result does not depend on the others."""
-        work = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
+        dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
+        work = [tensor.to(dtype) for tensor in tensors]
         held = None if base is None else base.to(work[0].dtype)
         return METHODS[self.method].call(self, work, held, name)
 
@@ -135,7 +139,12 @@ def _elect(recipe: Recipe, deltas: Sequence[Tensor]) -> Tensor:
         return merged
     shape = (-1, *[1] * (weighted.ndim - 1))
     total = (torch.tensor(recipe.weights, dtype=weighted.dtype).view(shape) * agrees).sum(0)
-    return merged / torch.where(total == 0, 1.0, total)
+    return merged / torch.where(is_zero(total, recipe.weights), 1.0, total)
+
+
+def is_zero(total: Any, weights: Sequence[float]) -> Any:
+    """True where a sum of weights is 0, up to their rounding."""
+    return abs(total) <= 1e-6 * max(map(abs, weights))
 
 
 def _largest(delta: Tensor, density: float) -> Tensor:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from covey.errors import ConfigError, ModelError
 from covey.files.bounded import read_json
+from covey.models.loading import config_of
 from covey.models.merging.methods import Recipe
-from covey.models.merging.weights import Weights, write
+from covey.models.merging.weights import Described, Weights, write
 
 _FREE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures"})
 """Entries of config.json that may differ between models that fit together."""
@@ -42,10 +44,12 @@ def merge_models(
     weights = [Weights(folder) for folder in every]
     names = _common_names(every, weights)
     first = weights[0]
-    described = {name: (_written_dtype(first.dtype(name), dtype), first.shape(name)) for name in names}
+    written = lambda stored: dtype if dtype is not None and stored.is_floating_point else stored
+    described = {name: (written(first.dtype(name)), first.shape(name)) for name in names}
     out.mkdir(parents=True)
     try:
-        write(out, described, _merge(recipe, names, weights[: len(folders)], weights[-1] if base is not None else None))
+        bases = None if base is None else weights[-1]
+        write(out, described, _merge(recipe, described, weights[: len(folders)], bases))
         _copy_rest(folders[0], out, dtype)
         lineage = {"method": recipe.method, "weights": recipe.weights, "models": [str(folder) for folder in folders]}
         (out / "merge.json").write_text(json.dumps({**lineage, "base": base and str(base)}, indent=2) + "\n")
@@ -55,13 +59,15 @@ def merge_models(
     return recipe
 
 
-def _merge(recipe: Recipe, names: Sequence[str], weights: Sequence[Weights], base: Weights | None) -> Iterator[Tensor]:
-    for name in names:
+def _merge(recipe: Recipe, described: Described, weights: Sequence[Weights], base: Weights | None) -> Iterator[Tensor]:
+    for name, (dtype, _) in described.items():
         tensors = [source[name] for source in weights]
         if tensors[0].is_floating_point():
-            merged = recipe(tensors, None if base is None else base[name], name)
+            merged = recipe(tensors, None if base is None else base[name], name).to(dtype)
             if not bool(torch.isfinite(merged).all()):
-                raise ModelError(f"{name} is not finite after the merge; one of the models holds NaN or infinity.")
+                raise ModelError(
+                    f"{name} is not finite after the merge as {dtype}; one of the models holds NaN or infinity, or the type is too small."
+                )
             yield merged
             continue
         if any(not torch.equal(tensor, tensors[0]) for tensor in tensors[1:]):
@@ -72,8 +78,8 @@ def _merge(recipe: Recipe, names: Sequence[str], weights: Sequence[Weights], bas
 def _check_configs(folders: Sequence[Path]) -> None:
     configs = [_config(folder) for folder in folders]
     for folder, config in zip(folders[1:], configs[1:], strict=True):
-        for name in sorted({*configs[0], *config} - _FREE):
-            if name.endswith("_token_id") or configs[0].get(name) == config.get(name):
+        for name in sorted({*configs[0], *config}):
+            if configs[0].get(name) == config.get(name):
                 continue
             raise ConfigError(
                 f"{folders[0]} and {folder} are not of one architecture: {name} is {configs[0].get(name)!r} and "
@@ -87,7 +93,17 @@ def _config(folder: Path) -> dict[str, Any]:
     config = read_json(folder / "config.json", ModelError)
     if not isinstance(config, dict):
         raise ModelError(f"{folder / 'config.json'} holds no object.")
-    return config
+    with suppress(ModelError, ConfigError):  # of code that comes with a model: as it is written
+        config = config_of(folder).to_dict()  # other releases of transformers write it otherwise
+    return _bound(config)
+
+
+def _bound(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries, those of parts too, that are the same in models that fit together."""
+    entries = {
+        name: value for name, value in config.items() if name not in _FREE and not str(name).endswith("_token_id")
+    }
+    return {name: _bound(value) if isinstance(value, dict) else value for name, value in entries.items()}
 
 
 def _check_tokenizers(folders: Sequence[Path], report: Callable[[str], None]) -> None:
@@ -140,10 +156,6 @@ def _common_names(folders: Sequence[Path], weights: Sequence[Weights]) -> list[s
                     "merge models of one shape."
                 )
     return names
-
-
-def _written_dtype(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    return stored if dtype is None or not stored.is_floating_point else dtype
 
 
 def _copy_rest(source: Path, out: Path, dtype: torch.dtype | None) -> None:

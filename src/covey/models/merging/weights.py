@@ -17,6 +17,7 @@ _DTYPES = {
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 _NAMES = {name: dtype for dtype, name in _DTYPES.items()}
+Described = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 SHARD_BYTES = 5 * 10**9
 """Largest file that is written, as transformers' default."""
 
@@ -69,7 +70,7 @@ class Weights:
         return tensor
 
 
-def write(folder: Path, described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[Tensor]) -> int:
+def write(folder: Path, described: Described, tensors: Iterable[Tensor]) -> int:
     """Write `tensors`, in the order of `described` (dtype and shape by name), as a transformers model's weights.
 
     One tensor is in memory at a time; files hold at most SHARD_BYTES. Returns the bytes of all tensors.
@@ -89,7 +90,7 @@ def write(folder: Path, described: Mapping[str, tuple[torch.dtype, tuple[int, ..
     return total
 
 
-def _shards(described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> list[list[str]]:
+def _shards(described: Described) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     size = 0
     for name, spec in described.items():
@@ -106,7 +107,7 @@ def _bytes(described: tuple[torch.dtype, tuple[int, ...]]) -> int:
     return dtype.itemsize * torch.Size(shape).numel()
 
 
-def _write_file(file: Path, described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Any) -> None:
+def _write_file(file: Path, described: Described, tensors: Any) -> None:
     """One safetensors file: 8 bytes of length, a JSON header, the tensors' bytes (<https://github.com/huggingface/safetensors>)."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
