@@ -14,7 +14,7 @@ import openai
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from covey import demo
@@ -207,7 +207,37 @@ def test_places_of_tokens_are_those_in_the_text_where_the_decoder_strips_spaces(
         (choice,) = ask.completions.create(echo=echo, **how).choices
     offsets = [*choice.logprobs.text_offset, len(choice.text)]
     pieces = [choice.text[start:end] for start, end in itertools.pairwise(offsets)]
-    assert [piece.strip() for piece in pieces] == [token.strip() for token in choice.logprobs.tokens]
+    assert pieces == [choice.logprobs.tokens[0].strip(), *choice.logprobs.tokens[1:]]
+    assert " world" in choice.logprobs.tokens, "a word is not the same token as its end of a word"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echoed_prompt_and_its_completion_are_one_text(stream):
+    """The decoder strips the first space of what it decodes, and that of a completion stands within the text."""
+    tokenizer = stripping_tokenizer()
+    sampler = NativeSampler(tiny_model("qwen2", vocab_size=5), tokenizer, dtype="float32")
+    for seed in range(6):
+        how = {"model": "policy", "prompt": [1, 3], "max_tokens": 4, "temperature": 1.0, "seed": seed}
+        with serving(sampler) as (_, ask):
+            made = ask.completions.create(echo=True, stream=stream, extra_body={"return_token_ids": True}, **how)
+            choices = [piece.choices[0] for piece in made] if stream else made.choices
+        text, ids = "".join(choice.text for choice in choices), [i for choice in choices for i in choice.token_ids]
+        assert text == tokenizer.decode([1, 3, *(i for i in ids[-4:])])
+
+
+def test_places_of_tokens_leave_out_control_tokens_that_the_text_does_not_show():
+    """The beginning of a text is a token that the tokenizer adds, and that is in no text."""
+    tokenizer = stripping_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<unk>"})
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing("<unk> $A", special_tokens=[("<unk>", 0)])
+    sampler = NativeSampler(tiny_model("qwen2", vocab_size=5), tokenizer, dtype="float32")
+    with serving(sampler) as (_, ask):
+        for prompt, offsets in (("!!", [0, 0, 1]), ([0, 3, 3], [0, 5, 6])):
+            (choice,) = ask.completions.create(
+                model="policy", prompt=prompt, echo=True, logprobs=1, max_tokens=0
+            ).choices
+            assert choice.logprobs.text_offset == offsets
+            assert [choice.text[at] for at in offsets[1:]] == ["!", "!"]
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------------

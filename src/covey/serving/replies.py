@@ -33,7 +33,7 @@ class Choice:
         self.stop_reason: str | None = None
         self._unsent: list[Reported] = []
         self._offset, self._characters = 0, codecs.getincrementaldecoder("utf-8")("replace")
-        self._seen, self._beginnings = 0, {0, len(self._prompt_ids) if api_request.echoes else 0}
+        self._seen, self._is_begun = 0, not api_request.echoes
 
     # -- in pieces --------------------------------------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ class Choice:
             self._unsent.append((event.token, event.logprob, event.top))
             if not text or (self.reader is not None and self.reader.is_whole):
                 return None  # a call of a tool is read when it is whole
-        tokens, self._unsent = self._unsent, []
+        text, tokens, self._unsent = self._space() + text, self._unsent, []
         if not self.api_request.is_chat:
             return self._choice({"text": text}, tokens)
         return self._choice({"delta": self._delta(text, is_end=isinstance(event, Ended))}, tokens)
@@ -90,7 +90,7 @@ class Choice:
             return self._choice({"message": {"role": "assistant", **self._message()}}, tokens)
         prefix = self._prompt_text() if self.api_request.echoes else ""
         before = self._prompt_tokens() if self.api_request.echoes else []
-        return self._choice({"text": prefix + self.stream.whole}, [*before, *tokens], ids)
+        return self._choice({"text": prefix + self._space() + self.stream.whole}, [*before, *tokens], ids)
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
@@ -109,6 +109,12 @@ class Choice:
     def _prompt_text(self) -> str:
         text = self.prompt_request.prompt.text
         return str(self.tokenizer.decode(list(self._prompt_ids))) if text is None else text
+
+    def _space(self) -> str:
+        """The space between an echoed prompt and its completion that the decoder strips, once."""
+        is_first, self._is_begun, ids = not self._is_begun, True, self.stream.token_ids[:1]
+        is_stripped = is_first and ids and token_bytes(self.tokenizer, ids[0], begins=True)[:1] != b" "
+        return " " if is_stripped and token_bytes(self.tokenizer, ids[0])[:1] == b" " else ""
 
     def _prompt_tokens(self) -> list[Reported]:
         if self.prompt_request.num_top is None:
@@ -142,7 +148,7 @@ class Choice:
         return self._legacy_logprobs(tokens)
 
     def _chat_logprob(self, token: int, logprob: float | None, top: Top) -> dict[str, Any]:
-        begins, self._seen = self._seen in self._beginnings, self._seen + 1
+        begins, self._seen = not self._seen, self._seen + 1
         named = lambda token_id, value: {
             "token": self._name(token_id),
             "logprob": value if value is None else max(value, _LEAST),
@@ -152,11 +158,13 @@ class Choice:
 
     def _legacy_logprobs(self, tokens: list[Reported]) -> dict[str, Any]:
         """Of /v1/completions: lists of one entry a token. The token itself is always among the likeliest ones."""
-        offsets = []
+        offsets, echoed = [], self._prompt_text() if self.api_request.echoes else ""
         for token, _, _ in tokens:
             offsets.append(self._offset)
-            begins, self._seen = self._seen in self._beginnings, self._seen + 1
-            self._offset += len(self._characters.decode(token_bytes(self.tokenizer, token, begins=begins)))
+            begins, self._seen = not self._seen, self._seen + 1
+            piece = self._characters.decode(token_bytes(self.tokenizer, token, begins=begins))
+            is_hidden = not self.tokenizer.decode([token], skip_special_tokens=True)
+            self._offset += 0 if is_hidden and not echoed.startswith(piece, self._offset) else len(piece)
         tops: list[dict[str, float] | None] = []
         for token, logprob, top in tokens:
             best: dict[str, float] = {}
@@ -171,10 +179,11 @@ class Choice:
         }
 
     def _name(self, token: int) -> str:
-        return f"token_id:{token}" if self.api_request.names_by_id else self._text(token)
-
-    def _text(self, token: int) -> str:
-        return str(self.tokenizer.decode([token]))
+        return (
+            f"token_id:{token}"
+            if self.api_request.names_by_id
+            else token_bytes(self.tokenizer, token).decode(errors="replace")
+        )
 
 
 def answer(
