@@ -1,6 +1,7 @@
 """Python processes that start at once: forks of one that has imported torch, transformers and Covey, and has done nothing else.
 
-Five seconds of imports are most of what a tiny run in a process of its own takes. Run apart it is that process: `python forked.py SOCKET`.
+Five seconds of imports are most of what a tiny run in a process of its own takes.
+Run apart it is that process: `python forked.py SOCKET PLACE`.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import fcntl
 import gc
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -20,7 +23,7 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,6 +33,7 @@ PRELOADED = ("pytest", "kit", "datasets", "transformers.trainer", "torch.distrib
 
 
 LOCK = threading.Lock()
+STARTED: list[subprocess.Popen[bytes]] = []
 
 
 class Forked:
@@ -139,18 +143,39 @@ def _text(stream: IO[bytes]) -> str:
 
 @cache
 def _parent() -> socket.socket:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, __file__, str(theirs.fileno())]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
-    theirs.close()
-
-    def end() -> None:
-        ours.close()
-        process.wait()
-
-    atexit.register(end)
+    """A connection to it. The workers of pytest-xdist and the processes that they start share one, which the first to ask starts."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"{os.getpid()}-{time.time_ns()}")
+    place = Path(os.environ.setdefault("FORKED_FROM", f"{tempfile.gettempdir()}/forked-{run}"))
+    ours = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with _locked(place.parent):
+        try:
+            ours.connect(str(place))
+        except (FileNotFoundError, ConnectionRefusedError):
+            place.unlink(missing_ok=True)
+            _start(place)
+            ours.connect(str(place))
+    atexit.register(ours.close)
     return ours
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _start(place: Path) -> None:
+    """In a session of its own: whoever starts it may be killed with its group, and others still ask."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(place))
+        listener.listen()
+        command = [sys.executable, __file__, str(listener.fileno()), str(place)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        STARTED.append(subprocess.Popen(command, pass_fds=[listener.fileno()], env=environment, start_new_session=True))
 
 
 def _answer(asked: Mapping[str, Any], descriptors: list[int] | None = None) -> Any:
@@ -160,32 +185,60 @@ def _answer(asked: Mapping[str, Any], descriptors: list[int] | None = None) -> A
         return json.loads(_parent().recv(1000))
 
 
-def _serve(control: socket.socket) -> dict[str, Any] | None:
-    """None when the other end is closed, and no child is left; in a child, the request that it is to fulfil."""
-    children: set[int] = set()
+def _serve(listener: socket.socket, place: Path) -> dict[str, Any] | None:
+    """None when the last connection is closed, and no child is left; in a child, the request that it is to fulfil."""
+    children: dict[socket.socket, set[int]] = {}
     while True:
-        message, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 3)
-        if not message:
-            for child in children:
-                os.kill(child, signal.SIGKILL)
-            return None
-        asked: dict[str, Any] = json.loads(message)
-        if "poll" in asked:
-            ended, status = os.waitpid(asked["poll"], os.WNOHANG)
-            children.discard(ended)
-            control.send(json.dumps(os.waitstatus_to_exitcode(status) if ended else None).encode())
+        for ready in select.select([listener, *children], [], [])[0]:
+            if ready is listener:
+                children[listener.accept()[0]] = set()
+            elif (asked := _heed(ready, children[ready])) == "closed":
+                del children[ready]
+                ready.close()
+            elif asked is not None:
+                for connection in children:
+                    connection.close()
+                return asked
+        if children:
             continue
-        child = os.fork()
-        if child == 0:
-            control.close()
-            for number, descriptor in enumerate(descriptors):
-                os.dup2(descriptor, number)
-                os.close(descriptor)
-            return asked
-        for descriptor in descriptors:
+        with _locked(place.parent):
+            if not select.select([listener], [], [], 0)[0]:
+                place.unlink()
+                return None
+
+
+def _heed(control: socket.socket, children: set[int]) -> dict[str, Any] | str | None:
+    """Answer one message of a connection; in a child, the request. "closed" at its end, when its children have been killed."""
+    message, descriptors = b"", []
+    with contextlib.suppress(ConnectionError):
+        message, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 3)
+    if not message:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        return "closed"
+    asked: dict[str, Any] = json.loads(message)
+    if "poll" in asked:
+        ended, status = os.waitpid(asked["poll"], os.WNOHANG)
+        children.discard(ended)
+        _reply(control, os.waitstatus_to_exitcode(status) if ended else None)
+        return None
+    child = os.fork()
+    if child == 0:
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
             os.close(descriptor)
-        children.add(child)
-        control.send(str(child).encode())
+        return asked
+    for descriptor in descriptors:
+        os.close(descriptor)
+    children.add(child)
+    _reply(control, child)
+    return None
+
+
+def _reply(control: socket.socket, value: int | None) -> None:
+    with contextlib.suppress(ConnectionError):  # who asked may have been killed
+        control.send(json.dumps(value).encode())
 
 
 def _become(asked: Mapping[str, Any]) -> None:
@@ -208,11 +261,11 @@ def _become(asked: Mapping[str, Any]) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's, which pytest heeds
-    with contextlib.closing(socket.socket(fileno=int(sys.argv[1]))) as control_socket:
+    with contextlib.closing(socket.socket(fileno=int(sys.argv[1]))) as listening:
         for module in PRELOADED:
             __import__(module)
         gc.collect()
         gc.freeze()  # as in conftest.py
-        request = _serve(control_socket)
+        request = _serve(listening, Path(sys.argv[2]))
     if request is not None:
         _become(request)
