@@ -20,17 +20,23 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy
 import pytest
-import torch
 
 gc.disable()  # until all tests are collected: nothing of what imports and collection make is garbage
 COUNT_FROZEN = gc.get_freeze_count
 WRITES_NO_BYTECODE = sys.dont_write_bytecode
 sys.dont_write_bytecode = False  # compiled by the collection, read by each process that a test starts
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton asks when it is imported, and other libraries import it
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config):
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # the process that hands out tests runs none, and needs no torch
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton asks when it is imported, and other libraries import it
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -75,6 +81,8 @@ def thawed_heap(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _seeded():
+    import torch
+
     random.seed(0)
     numpy.random.seed(0)
     torch.default_generator.manual_seed(
