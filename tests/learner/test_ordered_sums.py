@@ -83,7 +83,12 @@ def step(kind, drawn):
     return b"".join(weight.detach().numpy().tobytes() for weight in weights)
 
 
-@pytest.mark.parametrize("kind, count", rest_nightly(product(MODELS, (2, 4)), {*product(MODELS, (2,))}))
+@pytest.mark.parametrize(
+    "kind, count",
+    rest_nightly(
+        product(MODELS, (2, 4)), {(kind, 2) for kind in ("a shared prompt", "experts", "supervised examples")}
+    ),
+)
 def test_equal_steps_on_several_threads_give_equal_bits(kind, count):
     drawn = groups(size=48)
     assert sum(one.num_tokens for group in drawn for one in group.completions) * HIDDEN > ATOMIC

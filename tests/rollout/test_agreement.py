@@ -31,7 +31,7 @@ WAYS = {
     "bloom": "cache",
 }
 """How the sampler of plain transformers decodes each."""
-IN_CI = rest_nightly(WAYS, ("mamba", "mamba2", "bart", "rwkv", "bloom"))
+IN_CI = rest_nightly(WAYS, ("mamba2", "bart", "rwkv", "bloom"))
 
 
 def largest_gap(sampler, model, **params):

@@ -18,7 +18,7 @@ from covey.rollout.turns import TurnSampler
 from covey.types import Prompt
 from kit import rest_nightly, tiny_model, tiny_tokenizer
 
-IN_CI = ("llama", "qwen3", "gemma2", "phi3", "gpt2", "olmo2", "qwen3_moe")
+IN_CI = ("gemma2", "phi3", "gpt2", "olmo2", "qwen3_moe")
 FALLS_BACK = {
     "rwkv": ("Rwkv", {}, "interface"),
     "mbart": (

@@ -42,9 +42,9 @@ def test_the_right_program_passes_each_form(form: str, sandbox: Sandbox) -> None
 PAIRS = [(name, form) for name in CHEATS for form in FORMS]
 
 
-@pytest.mark.parametrize("name, form", rest_nightly(PAIRS, {pair for i, pair in enumerate(PAIRS) if i % 7 == 0}))
+@pytest.mark.parametrize("name, form", rest_nightly(PAIRS, {pair for i, pair in enumerate(PAIRS) if i % 19 == 0}))
 def test_a_cheat_passes_no_form_of_tests(name: str, form: str, sandbox: Sandbox) -> None:
-    """Two of seven pairs in CI: each cheat meets a form, and each form more than thirty cheats."""
+    """One of 19 pairs in CI, each form with seven cheats; a slow test below tries every cheat."""
     result = sandbox.run(CHEATS[name], FORMS[form], timeout=2)
     assert not result.passed, result
     assert result.reason != "tests", result
@@ -59,7 +59,7 @@ def test_the_right_program_passes_tests_of_every_form(form: str, sandbox: Sandbo
     assert result.passed, result
 
 
-@pytest.mark.parametrize("name, form", rest_nightly(LIES, set(LIES[::9])))
+@pytest.mark.parametrize("name, form", rest_nightly(LIES, set(LIES[::23])))
 def test_a_liar_passes_tests_of_no_form(name: str, form: str, sandbox: Sandbox) -> None:
     result = sandbox.run(cheats_by_form.LIARS[name], cheats_by_form.FORMS[form], timeout=3)
     assert not result.passed, result

@@ -154,7 +154,7 @@ def test_a_program_cannot_change(what: str, run, world: World) -> None:
 @pytest.mark.parametrize("what", GREEDY)
 def test_a_program_cannot_use_up(what: str, run) -> None:
     code, reasons = GREEDY[what]
-    result: Result = run(code, timeout=1.0 if "timeout" in reasons else 10.0)
+    result: Result = run(code, timeout=0.3 if "timeout" in reasons else 10.0)
     assert result.reason in reasons, result
     assert not result.passed
     assert run("print(6 * 7)").stdout == "42\n"  # and the next one is none the wiser

@@ -207,7 +207,7 @@ def test_objects_generators_callbacks_and_arguments_changed_in_place_work_across
     ],
 )
 def test_the_reason_is_named(code: str, tests: list[str], reason: str, sandbox: Sandbox) -> None:
-    result = sandbox.run(code, tests, timeout=1 if reason == "timeout" else 20)
+    result = sandbox.run(code, tests, timeout=0.3 if reason == "timeout" else 20)
     assert (result.passed, result.reason) == (False, reason), result
     assert result.detail
 

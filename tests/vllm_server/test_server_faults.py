@@ -118,8 +118,8 @@ def test_a_run_looks_at_its_server_once_and_hands_the_connection_on(fake, model,
 
 PHASES = ("/pause", "reload_weights", "/reset_prefix_cache", "/update_weight_version", "/resume")
 FAULTS = (404, 503, "hang", "half")
-IN_CI = [*zip(PHASES, (*FAULTS, "hang"), strict=True), ("/resume", "half")]
-"""Each phase with one fault, and one that had acted when its answer broke off; every pair nightly."""
+IN_CI = [*zip(PHASES[:3], FAULTS[:3], strict=True), ("/resume", "half")]
+"""Each fault once, the last where the phase had acted when its answer broke off; every pair nightly."""
 
 
 @pytest.mark.parametrize("phase, fault", rest_nightly(product(PHASES, FAULTS), IN_CI))
