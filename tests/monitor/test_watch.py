@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from covey.monitor.detectors import standard
+from covey.monitor.detectors import Conflict, Hacking, MemberDominates, MemberIdle, RouterDrift, ToolCollapse, standard
 from covey.monitor.history import History, noise, rise, shift
 from covey.monitor.monitor import Monitor
 from covey.monitor.watch import Watch, lines_of
@@ -134,3 +134,46 @@ def test_a_second_part_of_the_run_with_the_same_fault_is_told_too():
         told += [(alert.step, alert.rule, alert.parts) for alert in watch(report(step, **values))]
     assert [parts for _, rule, parts in told if rule == "reward_errors"] == [("a",), ("a", "b")]
     assert [parts for _, rule, parts in told if rule == "forgetting"] == [("eval_x",), ("eval_x", "eval_y")]
+
+
+HIDDEN = {
+    "member_idle": (
+        MemberIdle(window=5),
+        {f"ensemble/{name}/{what}": 0.0 for name in "ab" for what in ("asked", "used")},
+        ("a", "b"),
+    ),
+    "member_dominates": (
+        MemberDominates(window=5),
+        {f"ensemble/{name}/{what}": 1.0 for name, what in (("a", "share"), ("b", "win_rate"))}
+        | {"ensemble/a/asked": 1.0, "ensemble/b/asked": 1.0},
+        ("a", "b"),
+    ),
+    "reward_hacking": (Hacking(("a", "b")), {"reward": 0.01, "a": -0.01, "b": -0.01}, ("a", "b")),
+    "reward_conflict": (
+        Conflict({"a": 1.0, "b": 1.0, "c": 5.0}),
+        {"reward": 0.01, "rewards/a/mean": -0.01, "rewards/b/mean": -0.01, "rewards/c/mean": 0.01},
+        ("a", "b"),
+    ),
+    "router_drift": (
+        RouterDrift(),
+        {"experts/entropy": -0.01, "experts/changed": 0.9, "experts/max_load": 0.9},
+        ("load", "choices"),
+    ),
+    "tool_collapse": (
+        ToolCollapse(),
+        {"tools/call_frequency": 3.0, "tools/failure_frequency": 1.0, "tools/looping": 1.0},
+        ("repeated calls", "failed calls"),
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", HIDDEN)
+def test_a_fault_of_one_part_hides_none_of_another(rule):
+    detector, values, parts = HIDDEN[rule]
+    history = History()
+    for step in range(1, 81):  # values below 0.1 are slopes
+        history.add(step, {name: 1.0 + step * x if 0 < abs(x) < 0.1 else x for name, x in values.items()})
+    alert = detector(history)
+    assert (alert.rule, alert.parts) == (rule, parts)
+    assert list(alert.evidence) == list(parts), "each has its own numbers"
+    assert "; " in alert.said

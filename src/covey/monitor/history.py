@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from operator import mul
 from statistics import fmean
@@ -87,6 +87,19 @@ class History:
             name: Series(list(first), deque(recent, maxlen=RECENT), int(count))
             for name, (first, recent, count) in state["series"].items()
         }
+
+
+def together(alerts: Sequence[Alert]) -> Alert | None:
+    """One alert of a rule's alerts, each about other parts of the run: all messages, remedies and parts, the evidence by part. None without any."""
+    if len(alerts) < 2:
+        return alerts[0] if alerts else None
+    return replace(
+        alerts[0],
+        said="; ".join(alert.said for alert in alerts),
+        evidence={", ".join(alert.parts): alert.evidence for alert in alerts},
+        try_this=tuple(dict.fromkeys(advice for alert in alerts for advice in alert.try_this)),
+        parts=tuple(part for alert in alerts for part in alert.parts),
+    )
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from statistics import fmean
 
-from covey.monitor.history import History
+from covey.monitor.history import History, together
 from covey.types import Alert
 
 
@@ -20,6 +20,7 @@ class MemberDominates:
     window: int = 30
 
     def __call__(self, seen: History) -> Alert | None:
+        alerts = []
         for name in _members(seen):
             share = seen[f"ensemble/{name}/share"]
             kind = "share" if share.count else "win_rate"  # a baseline pushes nothing up
@@ -28,16 +29,17 @@ class MemberDominates:
                 continue
             what = "wrote {:.0%} of what is pushed up" if kind == "share" else "beats {:.0%} of the policy's answers"
             sentence = f"ensemble member {name} {what.format(fmean(values))}: the policy imitates it or stands still"
-            return seen.alert(
+            alert = seen.alert(
                 "member_dominates", "warning", sentence,
                 (
                     "lower its samples, or raise num_generations",
                     "easier prompts, of which the policy solves some by itself",
                     "where imitation is what you want, train on the member's answers first, and without it afterwards",
                 ),
-                member=name, **{kind: fmean(values)},
+                parts=name, member=name, **{kind: fmean(values)},
             )  # fmt: skip
-        return None
+            alerts.append(alert)
+        return together(alerts)
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class MemberIdle:
     window: int = 20
 
     def __call__(self, seen: History) -> Alert | None:
+        alerts = []
         for name in _members(seen):
             used = seen[f"ensemble/{name}/used"].last(self.window)
             if len(used) < self.window or fmean(used) > self.share:
@@ -55,13 +58,14 @@ class MemberIdle:
             lost = seen[f"ensemble/{name}/lost"].last(self.window)
             reward = seen[f"ensemble/{name}/reward"].last(self.window)
             sentence = f"ensemble member {name} teaches nothing: {fmean(used):.0%} of its completions are used"
-            return seen.alert(
+            alert = seen.alert(
                 "member_idle", "warning", sentence,
                 (
                     "lost near 1: its text does not come back equal in the policy's tokens, is too long, or its endpoint fails",
                     "a sibling far from the policy is filtered: raise MemberWeight(drift=...), or make it a rescuer or a baseline",
                     "a rescuer that is never right, or a baseline as good as the policy, only costs time: leave it out",
                 ),
-                member=name, used=fmean(used), lost=fmean(lost) if lost else 0.0, reward=fmean(reward) if reward else 0.0,
+                parts=name, member=name, used=fmean(used), lost=fmean(lost) if lost else 0.0, reward=fmean(reward) if reward else 0.0,
             )  # fmt: skip
-        return None
+            alerts.append(alert)
+        return together(alerts)

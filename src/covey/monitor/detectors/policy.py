@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from covey.monitor.detectors.blame import blamed
-from covey.monitor.history import History, has_risen, logs, may_have_risen, shift, since_start
+from covey.monitor.history import History, has_risen, logs, may_have_risen, shift, since_start, together
 from covey.types import Alert
 
 _FLATTER = (
@@ -213,21 +213,22 @@ class RouterDrift:
         changed = fmean(seen["experts/changed"].last(self.window) or [0.0])
         load = fmean(seen["experts/max_load"].last(self.window))
         evidence = {"entropy": fmean(last), "entropy_at_start": start, "max_load": load, "changed": changed}
+        alerts = []
         if fmean(last) <= self.fall * start:
             sentence = f"in some layer {load:.0%} of the tokens go to one expert; the entropy of its load fell from {start:.2f} to {fmean(last):.2f}"
             advice = (
                 "give the load-balancing loss a weight (router_aux_loss_coef=0.001 or more)",
                 "lower learning_rate, or leave the router out of the adapter",
             )
-            return seen.alert("router_drift", "warning", sentence, advice, **evidence)
+            alerts.append(seen.alert("router_drift", "warning", sentence, advice, parts="load", **evidence))
         if changed >= self.changed:
             sentence = f"{changed:.0%} of the learner's choices of experts are not the sampler's"
             advice = (
                 "use completions for fewer steps (steps_per_generation, num_iterations), or with less staleness",
                 "lower learning_rate; sample in the learner's precision (rollout_dtype)",
             )
-            return seen.alert("router_drift", "warning", sentence, advice, **evidence)
-        return None
+            alerts.append(seen.alert("router_drift", "warning", sentence, advice, parts="choices", **evidence))
+        return together(alerts)
 
 
 @dataclass(frozen=True)
@@ -262,18 +263,19 @@ class ToolCollapse:
                 "see whether answers without a tool earn as much",
             )
             return seen.alert("tool_collapse", "warning", sentence, advice, **evidence)
+        alerts = []
         if repeated >= self.loops:
             sentence = f"{repeated:.0%} of completions make the same call three times or more"
             advice = (
                 "look at such a conversation in covey view: a tool may answer with nothing new",
                 "bound the calls: max_tool_calling_iterations, or let the reward charge for calls",
             )
-            return seen.alert("tool_collapse", "warning", sentence, advice, **evidence)
+            alerts.append(seen.alert("tool_collapse", "warning", sentence, advice, parts="repeated calls", **evidence))
         if failed >= self.failures:
             sentence = f"{failed:.0%} of the calls of tools fail"
             advice = (
                 "read the errors in covey view: arguments of another form, or a tool that is down",
                 "say in the tool's docstring what its arguments look like",
             )
-            return seen.alert("tool_collapse", "warning", sentence, advice, **evidence)
-        return None
+            alerts.append(seen.alert("tool_collapse", "warning", sentence, advice, parts="failed calls", **evidence))
+        return together(alerts)

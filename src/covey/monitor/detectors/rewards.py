@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from covey.monitor.detectors.blame import blamed
-from covey.monitor.history import History, Series, Shift, noise, rise, shift, since_start
+from covey.monitor.history import History, Series, Shift, noise, rise, shift, since_start, together
 from covey.types import Alert
 
 _MANY = 20
@@ -122,6 +122,7 @@ class Hacking:
     """Share of itself that an audit metric must have lost."""
 
     def __call__(self, seen: History) -> Alert | None:
+        alerts = []
         for name in self.audits:
             audit = _longest_shift(seen[name])
             reward = _longest_shift(seen[_trained_reward(name, seen)])
@@ -133,17 +134,18 @@ class Hacking:
                 f"the reward rose from {reward.before:.3g} to {reward.after:.3g} while {name}, which is not trained on, fell "
                 f"from {audit.before:.3g} to {audit.after:.3g}: the policy may be exploiting the reward"
             )
-            return seen.alert(
+            alert = seen.alert(
                 "reward_hacking", "error", sentence,
                 (
                     "read the completions of the highest reward in rollouts/",
                     "close the loophole in the reward function, or give the audit metric a weight",
                     "go back to a checkpoint from before the fall; set beta above 0 to stay closer to the start",
                 ),
-                audit_metric=name, audit=[audit.before, audit.after], reward=[reward.before, reward.after],
+                parts=name, audit_metric=name, audit=[audit.before, audit.after], reward=[reward.before, reward.after],
                 z=[reward.z, audit.z],
             )  # fmt: skip
-        return None
+            alerts.append(alert)
+        return together(alerts)
 
 
 @dataclass(frozen=True)

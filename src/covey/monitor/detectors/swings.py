@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean, median
 
-from covey.monitor.history import History, Series, rise, shift
+from covey.monitor.history import History, Series, rise, shift, together
 from covey.types import Alert
 
 
@@ -88,6 +88,7 @@ class Conflict:
         gained = self._change(seen["reward"], up=True)
         if gained is None or len(self.weights) < 2:
             return None
+        alerts = []
         for name, weight in self.weights.items():
             fell = self._change(seen[f"rewards/{name}/mean"], up=False)
             if fell is None or not self._matters(fell, weight, gained):
@@ -96,16 +97,17 @@ class Conflict:
                 f"the reward {name} fell from {fell[0]:.3g} to {fell[1]:.3g} while the weighted sum rose from {gained[0]:.3g} to "
                 f"{gained[1]:.3g}: the other rewards are bought at its cost"
             )
-            return seen.alert(
+            alert = seen.alert(
                 "reward_conflict", "warning", sentence,
                 (
                     f"give {name} more weight, or the others less (reward_weights): rewards/<name>/advantage_share says which counts",
                     "bring rewards to one scale (reward_normalization='group') or bound them (reward_clip)",
                     "read the completions of the highest reward in rollouts/",
                 ),
-                reward=name, reward_start=fell[0], reward_now=fell[1], sum_start=gained[0], sum_now=gained[1],
+                parts=name, reward=name, reward_start=fell[0], reward_now=fell[1], sum_start=gained[0], sum_now=gained[1],
             )  # fmt: skip
-        return None
+            alerts.append(alert)
+        return together(alerts)
 
     def _change(self, series: Series, *, up: bool) -> tuple[float, float] | None:
         """Start and now of a metric that went this way beyond noise, from its start to now and as a trend; None otherwise."""
