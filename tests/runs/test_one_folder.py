@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from covey.runs.lock import FolderLock
 from forked import Forked, free_port, rank_environment
 
 SCRIPT = """
@@ -28,3 +29,18 @@ def test_two_processes_that_chose_different_folders_agree_on_the_first_ones(tmp_
     assert {(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)} == {"runs/train-0 runs/train-0"}
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["train-0"]
     assert (tmp_path / "runs" / "train-0" / "metrics.jsonl").is_file()
+
+
+def test_a_folder_stays_locked_until_all_of_a_process_have_released_it(tmp_path: Path) -> None:
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    first.take()
+    second.take()
+    other = (
+        f"from pathlib import Path; from covey.runs.lock import FolderLock; FolderLock(Path({str(tmp_path)!r})).take()"
+    )
+    codes = []
+    for lock in (second, first):
+        lock.release()
+        lock.release()  # a second time is nothing
+        codes.append(Forked("-c", other, cwd=tmp_path).wait(60))
+    assert codes == [1, 0], "by another process, after each release"

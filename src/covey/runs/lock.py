@@ -17,18 +17,22 @@ class FolderLock:
     """Held from `take` to `release`. Another process that tries gets RunFolderError with this one's id.
 
     A POSIX record lock: children do not inherit it, so a worker that outlives its parent never keeps a folder locked, and
-    the same process may take it again (a notebook cell that runs twice). Where there is none (Windows, some network
-    disks) nothing is locked.
+    the same process may take it again (a notebook cell that runs twice): the folder is free when each has released it. Where
+    there is none (Windows, some network disks) nothing is locked.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
-        self._descriptor: int | None = None
+        self._file: tuple[int, int, int] | None = None
 
     def take(self) -> None:
         try:
             import fcntl
         except ImportError:
+            return
+        if os.path.lexists(self.path) and (file := _identity(os.lstat(self.path))) in _LOCKED:
+            _LOCKED[file].append(_LOCKED[file][0])
+            self._file = file
             return
         try:
             descriptor = open_plain(self.path, os.O_RDWR | os.O_CREAT)
@@ -47,12 +51,25 @@ class FolderLock:
             return
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()} on {os.uname().nodename}".encode(), 0)
-        self._descriptor = descriptor
+        self._file = _identity(os.fstat(descriptor))
+        _LOCKED[self._file] = [descriptor]
 
     def release(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._file is None:
+            return
+        descriptor = _LOCKED[self._file].pop()
+        if not _LOCKED[self._file]:
+            del _LOCKED[self._file]
+            os.close(descriptor)
+        self._file = None
+
+
+_LOCKED: dict[tuple[int, int, int], list[int]] = {}
+"""Descriptor of each file that this process has locked, once for each holder: closing any descriptor of a file ends its lock."""
+
+
+def _identity(facts: os.stat_result) -> tuple[int, int, int]:
+    return os.getpid(), facts.st_dev, facts.st_ino
 
 
 _FOLDERS = frozenset({"rollouts", "evaluations", "bad_steps", "model"})
