@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from covey.errors import ConfigError
 from covey.monitor.history import History
+from covey.monitor.setup import audit_metrics, paid_weights
 from covey.monitor.watch import Watch
+from covey.rewards import RewardSpec, Scorer
 from covey.types import Alert, StepReport
 from faults.small_runs import lines, options, trainer
 
@@ -87,3 +90,16 @@ def test_the_parts_may_be_one_text_or_none(parts, names):
         watch = Watch((lambda history, alert=alert: alert,))
         assert watch(StepReport(step=1, metrics={})) == [alert]
         assert [*watch.sent] == ([f"mine {name}" for name in names] or ["mine"])
+
+
+def honest(completions: list[str], **columns: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def test_a_reward_that_brings_its_own_weight_is_watched_by_it():
+    watched, paid = (
+        RewardSpec(name=name, call=honest, weight=weight) for name, weight in (("watched", 0.0), ("paid", 2.0))
+    )
+    scorer, args = Scorer([watched, paid]), SimpleNamespace(audit_metrics=None)
+    assert audit_metrics(args, scorer.names, scorer.weight_options) == ("rewards/watched/mean", "eval_reward")
+    assert paid_weights(scorer.names, scorer.weight_options) == {"paid": 2.0}

@@ -17,6 +17,7 @@ import torch
 
 from covey.cli import main
 from covey.doctor.why import causes, recorded, slices
+from covey.rewards import RewardSpec
 from covey.runs import rollouts
 from kit import group
 
@@ -88,6 +89,15 @@ def test_a_healthy_step_is_made_again_exactly_and_blames_nothing(seed: int, tmp_
     assert "It has both for step 2" in said
     assert main(["why", str(tmp_path / "run"), "--step", "99"]) == 2
     assert f"--step 99: {tmp_path / 'run'} has taken" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_weights_that_rewards_bring_themselves_are_those_of_the_run(tmp_path: Path) -> None:
+    rewards = [RewardSpec(name="right", call=planted.reward, weight=3.0), planted.shows_work]
+    planted.made(tmp_path, 1, rewards, max_steps=2, per_device_train_batch_size=16)
+    step = recorded.load(tmp_path, 2)
+    assert step.weights.tolist() == [3.0, 1.0]
+    assert step.can_judge
 
 
 @pytest.mark.nightly

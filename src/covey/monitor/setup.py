@@ -30,13 +30,15 @@ logger = logging.getLogger(__name__)
 def build_monitor(
     args: Any,
     reward_names: Sequence[str],
+    reward_weights: Sequence[Any],
     learner: Any,
     outlets: Sequence[Callable[[Alert], object]],
     meter: UpdateMeter | None,
 ) -> Monitor:
     """Everything watched of a `Learner`, whose updates `meter` measures. `outlets`: further receivers of alerts in the main process, in addition to the
     options' webhook; none on others."""
-    audits, custom = audit_metrics(args, reward_names), custom_detectors(args.alert_detectors or ())
+    audits = audit_metrics(args, reward_names, reward_weights)
+    custom = custom_detectors(args.alert_detectors or ())
     hooks = (
         [Webhook(args.alert_webhook, run=str(args.run_name or args.output_dir))]
         if args.alert_webhook and outlets
@@ -44,7 +46,7 @@ def build_monitor(
     )
     return Monitor(
         reward_names=tuple(reward_names),
-        watch=Watch([*standard(audits, paid_weights(args, reward_names)), *custom]),
+        watch=Watch([*standard(audits, paid_weights(reward_names, reward_weights)), *custom]),
         meter=meter,
         anchor=Anchor(learner.annotate),
         slices=Slices(args.metrics_by or ()),
@@ -54,23 +56,16 @@ def build_monitor(
     )
 
 
-def audit_metrics(args: Any, reward_names: Sequence[str]) -> tuple[str, ...]:
+def audit_metrics(args: Any, reward_names: Sequence[str], weights: Sequence[Any]) -> tuple[str, ...]:
     """Metrics that are not trained on: the means of rewards of weight 0, the reward of evaluations, and those that are named."""
-    weights = _weights(args, reward_names)
     unpaid = [name for name, weight in zip(reward_names, weights, strict=True) if weight == 0]
     return (*(f"rewards/{name}/mean" for name in unpaid), "eval_reward", *(args.audit_metrics or ()))
 
 
-def _weights(args: Any, reward_names: Sequence[str]) -> list[Any]:
-    """`reward_weights`, and 1 for the rewards behind them, which environments and agents give themselves."""
-    weights = list(args.reward_weights or ())
-    return [*weights, *([1.0] * (len(reward_names) - len(weights)))]
-
-
-def paid_weights(args: Any, reward_names: Sequence[str]) -> dict[str, float]:
+def paid_weights(reward_names: Sequence[str], weights: Sequence[Any]) -> dict[str, float]:
     """Weights above 0 that stay as they are, by the reward's name; a schedule or a function may mean to lower a reward."""
     paid: dict[str, float] = {}
-    for name, value in zip(reward_names, _weights(args, reward_names), strict=True):
+    for name, value in zip(reward_names, weights, strict=True):
         try:
             weight = math.nan if callable(value) else float(value)
         except (TypeError, ValueError):  # a schedule

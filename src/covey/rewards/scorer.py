@@ -69,7 +69,9 @@ class Scorer:
         self.rewards = specs_of(rewards, weights)
         self.combiner = combiner or Combiner()
         self.combiner.running = [Running()] * len(self.rewards)
-        self._weights = [weight_of(weight) for weight in weights or [spec.weight for spec in self.rewards]]
+        self.weight_options: list[Any] = list(weights or [spec.weight for spec in self.rewards])
+        """Weights [R] as they were set: numbers, schedules or functions of the step."""
+        self._weights = [weight_of(weight) for weight in self.weight_options]
         self.read: Callable[[Group], Group] = lambda group: group
         """Reader of chats: adds messages to their completions; the identity until the tokenizer is loaded."""
         self.timeout_seconds = timeout_seconds

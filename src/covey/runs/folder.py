@@ -107,6 +107,7 @@ class RunFolder:
         args: Any,
         algorithm: Any = None,
         rewards: Sequence[Any] = (),
+        reward_weights: Sequence[Any] = (),
         dataset: Any = None,
         model: Any = None,
     ) -> dict[str, Any]:
@@ -132,7 +133,7 @@ class RunFolder:
             {"state": "died", **earlier_attempt} for earlier_attempt in (before or {}).get("attempts", [])
         ]  # who ended well said so
         run_json["attempts"] = [*earlier, attempt]
-        run_json |= {"state": "running", "step": self._step}
+        run_json |= {"reward_weights": list(reward_weights), "state": "running", "step": self._step}
         self._try("run.json", lambda: manifest.write(self.path / manifest.NAME, run_json))
         return run_json
 

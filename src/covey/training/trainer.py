@@ -293,7 +293,7 @@ class GRPOTrainer(TRLInterface):
         outlets: list[Any] = (
             [] if folder is None else [folder.append_alert, self.trackers, alert_shower(display, is_shown)]
         )
-        monitor = build_monitor(args, self.scorer.names, learner, outlets, meter)
+        monitor = build_monitor(args, self.scorer.names, self.scorer.weight_options, learner, outlets, meter)
         saver = Saver(
             args, self.model, self.processing_class, self.callback_handler, self.state, self._checkpoint_saved
         )
@@ -322,9 +322,9 @@ class GRPOTrainer(TRLInterface):
         )
         if folder is not None:
             rewards = [spec.call for spec in self.scorer.rewards]
-            described = folder.describe(
-                args=args, algorithm=self.algorithm, rewards=rewards, dataset=self.train_dataset, model=self.model
-            )
+            parts: dict[str, Any] = {"algorithm": self.algorithm, "rewards": rewards}
+            parts["reward_weights"] = self.scorer.weight_options
+            described = folder.describe(args=args, dataset=self.train_dataset, model=self.model, **parts)
             self.trackers.follow(described["id"], lambda: session.is_stop_requested)
         return session
 

@@ -95,7 +95,8 @@ def load(run_dir: Path, step: int) -> Recorded:
     algorithm = algorithm.resolve(tree["state"]["controllers"])
     rows = rollouts.read(path)
     names = tuple(name.removeprefix("reward/") for name in rows[0] if name.startswith("reward/"))
-    of_rewards = [weight_of(spec)(step - 1) for spec in args.reward_weights or ()]
+    options = described.get("reward_weights") or args.reward_weights or ()  # earlier versions wrote the option alone
+    of_rewards = [weight_of(weight)(step - 1) for weight in options]
     weights = torch.tensor([*of_rewards, *[1.0] * (len(names) - len(of_rewards))])  # those of environments are behind
     groups = groups_of(rows, names)
     rated, can_judge = _rejudge(groups, algorithm, weights)
