@@ -79,6 +79,47 @@ def test_free_memory_is_what_the_system_says() -> None:
     assert 0 < free < total
 
 
+GROUPS = {  # lines of /proc/self/cgroup, files under /sys/fs/cgroup, bytes that are free of 1 GiB
+    "none": ("0::/", {}, 2**30),
+    "version 2": ("0::/", {"memory.max": 5000, "memory.current": 2000, "memory.stat": "inactive_file 100"}, 3100),
+    "around it": (
+        "0::/job/task",
+        {
+            "job/task/memory.max": "max",
+            "job/task/memory.current": 10,
+            "job/memory.max": 5000,
+            "job/memory.current": 4000,
+        },
+        1000,
+    ),
+    "version 1": (
+        "9:name=systemd:/\n4:memory:/job",
+        {
+            **{"memory/job/memory.limit_in_bytes": 7000, "memory/job/memory.usage_in_bytes": 5000},
+            **{"memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 30"},
+            **{"memory/memory.limit_in_bytes": 2**63 - 4096, "memory/memory.usage_in_bytes": 9000},
+        },
+        2030,
+    ),
+    "a container's, under the host's path": (
+        "4:cpu,memory:/docker/3f",
+        {"memory/memory.limit_in_bytes": 7000, "memory/memory.usage_in_bytes": 5000},
+        2000,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_free_memory_is_that_of_the_tightest_control_group(kind: str, tmp_path: Path) -> None:
+    lines, files, free = GROUPS[kind]
+    contents = {"proc/meminfo": f"MemAvailable: {2**20} kB", "proc/self/cgroup": lines}
+    contents |= {f"sys/fs/cgroup/{name}": str(text) for name, text in files.items()}
+    for name, text in contents.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert free_memory(tmp_path) == free
+
+
 def test_prompts_with_images_of_earlier_checkpoints_are_read(tmp_path: Path) -> None:
     """Before sounds, `Media` was `PromptImages`, and the prompt's field `images`."""
     media = Media(tensors={"pixel_values": torch.arange(6.0).view(2, 3)}, count=2, previews=(b"\x89PNG",))

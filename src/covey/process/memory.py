@@ -87,17 +87,36 @@ _IMMORTAL = 10_000
 """Upper bound of the immortal objects that Python 3.12 freezes by itself."""
 
 
-def free_memory() -> int | None:
-    """Available memory of the host or the container in bytes; None if unknown (not Linux)."""
-    kibibytes = _numbers(Path("/proc/meminfo")).get("MemAvailable:")
+_LIMITS = {
+    "": ("", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""By the controller in /proc/self/cgroup (none: version 2): folder, limit and use of a control group, and its pages that can go."""
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Available memory of the host, or of the tightest control group of this process, in bytes; None if unknown (not Linux)."""
+    kibibytes = _numbers(root / "proc/meminfo").get("MemAvailable:")
     if kibibytes is None:
         return None
-    free = 1024 * kibibytes
-    group = Path("/sys/fs/cgroup")
-    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
-    if limit is None or used is None:
-        return free
-    return min(free, limit - used + _numbers(group / "memory.stat").get("inactive_file", 0))
+    groups = root / "proc/self/cgroup"
+    lines = groups.read_text().splitlines() if groups.is_file() else []
+    return min([1024 * kibibytes, *(room for line in lines for room in _rooms(root / "sys/fs/cgroup", line))])
+
+
+def _rooms(mount: Path, line: str) -> Iterator[int]:
+    """Bytes left to a control group of this process, a line of /proc/self/cgroup, and to those around it, as far as they have a limit.
+
+    A container may see its own group at the mount, under a path that is the host's.
+    """
+    _, kinds, place = line.split(":", 2)
+    for name, *files, loose in (_LIMITS[kind] for kind in kinds.split(",") if kind in _LIMITS):
+        innermost = mount / name / place.lstrip("/")
+        for group in (innermost, *innermost.parents):
+            if group.is_relative_to(mount / name):
+                limit, used = (_number(group / file) for file in files)
+                if limit is not None and used is not None:
+                    yield limit - used + _numbers(group / "memory.stat").get(loose, 0)
 
 
 def device_memory(device: torch.device) -> int | None:
