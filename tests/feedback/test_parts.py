@@ -3,15 +3,19 @@
 import errno
 import math
 import random
+import subprocess
+import sys
 import threading
+from multiprocessing import Pipe
 
 import numpy
 import pytest
 import torch
 
-from covey.errors import ConfigError, RunFolderError, StorageError
+from covey.errors import ConfigError, CoveyError, RunFolderError, StorageError
 from covey.feedback.endpoint import LearningEndpoint, cleaned, marks
 from covey.feedback.gate import judged, smallest_set
+from covey.feedback.process import Learning
 from covey.feedback.settings import Settings
 from covey.feedback.store import FeedbackError, Store
 from covey.feedback.versions import Versions
@@ -346,3 +350,17 @@ def test_failures_are_in_a_row_if_nothing_went_well_between_them(learning_settin
     endpoint = endpoint_of(store, learning_settings)
     endpoint._learn()
     assert (store.done, endpoint._problem) == (done, None if done == 8 else "the disk is full")
+
+
+ORPHAN = "import os, sys; sys.stdin.read() if not os.fork() else os._exit(3)"  # the child keeps the pipe open
+
+
+def test_a_process_that_ends_is_noticed_though_one_that_it_started_holds_the_pipe():
+    learning = Learning.__new__(Learning)
+    learning.connection, theirs = Pipe()
+    command = [sys.executable, "-c", ORPHAN]
+    with theirs, subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()]) as learning.process:
+        theirs.close()
+        with pytest.raises(CoveyError, match="ended with exit code 3"):
+            learning.make(None)
+        learning.process.stdin.close()

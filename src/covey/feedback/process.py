@@ -12,6 +12,9 @@ from covey.feedback.settings import Settings
 from covey.feedback.worker import Made, Order
 from covey.process.spawner import start_module
 
+_LOOK_SECONDS = 1.0
+"""Time between looks at the process while it works."""
+
 
 class Learning:
     """The process that trains, from its start to `close`."""
@@ -41,6 +44,9 @@ class Learning:
     def _ask(self, message: Any) -> tuple[Any, ...]:
         try:
             self.connection.send(message)
+            while not self.connection.poll(_LOOK_SECONDS):  # a process of its own may hold the other end open
+                if self.process.poll() is not None and not self.connection.poll():
+                    raise EOFError
             answer: tuple[Any, ...] = self.connection.recv()
         except (EOFError, OSError, TypeError) as error:  # TypeError: closed meanwhile by this process
             code = self.process.wait()
