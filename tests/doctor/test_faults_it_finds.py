@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from covey.data import load
 from covey.demo import model_path
 from covey.doctor import AREAS, examine
+from covey.doctor.data import first_rows, overlap
 from covey.doctor.model import closing_token, padding
 from kit import tiny_tokenizer
 
@@ -152,6 +153,13 @@ def test_repeated_prompts_empty_answers_and_leaked_held_out_prompts_are_warned_o
     assert "7 of 8 prompts are repetitions" in said
     assert "column 'answer' is empty in 1 of 8 rows, the first of them row 2" in said
     assert "1 of 1 held-out prompts are in the training data" in said
+
+
+def test_a_leaked_prompt_is_seen_under_the_nulls_of_either_set():
+    turn, named = {"role": "user", "content": "2 + 2"}, {"role": "user", "content": "3 + 3", "name": "Ann"}
+    trained = Dataset.from_list([{"prompt": [turn]}, {"prompt": [turn | {"content": "1"}]}])
+    held_out = Dataset.from_list([{"prompt": [turn]}, {"prompt": [named]}])  # Arrow fills in a name for the first
+    assert overlap(first_rows(trained), first_rows(held_out)).facts["overlap"] == 1
 
 
 def test_a_reward_that_needs_a_missing_column_fails(case, found):

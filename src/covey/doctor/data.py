@@ -7,6 +7,7 @@ from typing import Any
 from covey.data.lengths import longest_prompt
 from covey.data.media import MEDIA_COLUMNS, has_media
 from covey.data.prompts import to_prompt
+from covey.data.rendering import as_written
 from covey.doctor.finding import Finding, failed, passed, warned
 from covey.errors import CoveyError
 
@@ -38,9 +39,10 @@ def data_findings(
 
 
 def first_rows(dataset: Any) -> list[Mapping[str, Any]]:
-    """The first rows, at most ROWS of them."""
+    """The first rows, at most ROWS of them, their messages without the nulls that Arrow filled in."""
     count = min(ROWS, len(dataset)) if hasattr(dataset, "__len__") else ROWS
-    return list(dataset.select(range(count)) if hasattr(dataset, "select") else dataset.take(count))
+    rows = dataset.select(range(count)) if hasattr(dataset, "select") else dataset.take(count)
+    return [as_written(row, getattr(dataset, "features", None)) for row in rows]
 
 
 def repeats(rows: list[Mapping[str, Any]]) -> Finding:
