@@ -22,7 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.errors import CheckpointError
-from covey.runs import rng, serialization
+from covey.process import rng
+from covey.runs import serialization
 from covey.types import Completion, Event, Group, Max, Mean, Prompt, StepReport
 from example_counts import examples
 

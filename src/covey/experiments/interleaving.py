@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
+from covey.process import rng
 from covey.rollout import Drawing, Drawn, JointRollouts
 from covey.rollout.joint import Steps
-from covey.runs import rng
 
 T = TypeVar("T")
 

@@ -17,13 +17,14 @@ from covey.learner.optimizer import follow_options, schedule_of
 from covey.learner.shard_optimizer import load_saved_state, saved_state
 from covey.learner.soundness import saved_weights, weight_fault
 from covey.models import quiet_bars
+from covey.process import rng
 from covey.process.lean import ExportableState, TrainerState
 from covey.process.memory import is_out_of_memory
 from covey.process.shard_files import put_back
 from covey.process.sharding import are_on_host, are_split, load_whole_state, shard_like, whole_state
 from covey.process.world import World
 from covey.rollout import NativeSampler
-from covey.runs import RunFolder, checkpoint, evaluations, rng, rollouts
+from covey.runs import RunFolder, checkpoint, evaluations, rollouts
 from covey.training.evaluator import Forgetting, best_checkpoint, restore_average
 from covey.training.parts import Parts
 from covey.training.session import Session

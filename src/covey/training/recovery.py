@@ -13,8 +13,9 @@ from covey.data.set_aside import row_of
 from covey.errors import CheckpointError, NumericsError, SpoiledError
 from covey.learner import Learner
 from covey.learner.soundness import expect_sound, saved_weights, weight_fault
+from covey.process import rng
 from covey.process.interruption import StopNow
-from covey.runs import checkpoint, checksums, rng, serialization
+from covey.runs import checkpoint, checksums, serialization
 from covey.training.parts import Parts
 from covey.training.recording import restore_history, restore_tree
 from covey.training.state import TrainState

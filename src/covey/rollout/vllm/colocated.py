@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from covey.errors import ConfigError, DataError, ModelError, ServerError
 from covey.models import unwrapped
 from covey.models.modalities import banned_ids, refuse_loose_places
+from covey.process import rng
 from covey.process.sharding import Shards
 from covey.process.world import has_several_processes
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
@@ -249,19 +247,6 @@ def expect_vllm() -> None:
         )
 
 
-@contextmanager
-def _random_generators_as_before() -> Iterator[None]:
-    """The random generators of this process are afterwards as before: vLLM seeds them all with 0, whatever the seed of a run."""
-    python, arrays = random.getstate(), np.random.get_state(legacy=False)
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(arrays)
-
-
 def _engine(model: Any, processor: Any, dtype: str, share: float, context: int | None, extra: Mapping[str, Any]) -> Any:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # weights are passed, not sent
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -270,7 +255,7 @@ def _engine(model: Any, processor: Any, dtype: str, share: float, context: int |
 
     if hasattr(EngineArgs, "mm_device_do_normalize"):  # pixels reach it as the processor has scaled them
         extra = {**extra, "mm_device_do_normalize": False}
-    with tempfile.TemporaryDirectory(prefix="covey-vllm-") as folder, _random_generators_as_before():
+    with tempfile.TemporaryDirectory(prefix="covey-vllm-") as folder, rng.unchanged():  # vLLM seeds all with 0
         config = plain_config(model)
         config.architectures = [type(unwrapped(model)).__name__]  # a model made from a configuration has none
         config.save_pretrained(folder)

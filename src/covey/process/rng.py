@@ -1,8 +1,9 @@
-"""Every random generator that training draws from, as a state tree: saved and put back, never re-seeded."""
+"""Every random generator that a process draws from, as a state tree: saved and put back, never re-seeded."""
 
 import random
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -36,3 +37,13 @@ def restore(state: Mapping[str, Any]) -> None:
         )
     for device, device_state in enumerate(saved[:present]):
         torch.cuda.set_rng_state(device_state, device)
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Context after which the random generators are as before, such as of a library that seeds them."""
+    before = snapshot()
+    try:
+        yield
+    finally:
+        restore(before)
