@@ -1,6 +1,7 @@
 """A dry run on fake tensors holds what the same learner holds on real ones."""
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from covey.config.checks import processor_has_bfloat16
 from covey.doctor import dry_run as module
 from covey.doctor.dry_run import dry_run
 from covey.doctor.layers import few_layers
+from covey.doctor.roofline.estimate import Setup, _exchanged
+from covey.doctor.roofline.gpus import GPUS
 from covey.kernels.footprint import footprint
 from covey.learner import memory_estimate
 from covey.learner.live_memory import LiveBytes
@@ -189,6 +192,16 @@ def test_a_model_whose_layers_read_the_ids_too_and_differ_in_their_keys_is_compu
     counted = predicted(options(tmp_path, max_tokens_per_microbatch="auto"), config)
     assert counted.activations > 0
     assert counted.cache == 2 * (PROMPT + 4 * 60) * 2 * (16 + 32) * 4
+
+
+def test_processes_of_a_context_exchange_heads_of_each_layers_own_width():
+    types = ["sliding_attention"] * 3 + ["full_attention"]
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16, "global_head_dim": 32}
+    config = Gemma4TextConfig(num_hidden_layers=4, layer_types=types, **heads)
+    gpu, args = GPUS["H100"], SimpleNamespace(bf16=True)
+    seconds = _exchanged(Setup(args=args, model_config=config, gpu=gpu, gpus=2, context=2), 1000)
+    values = 2 * (8 + 2) * (3 * 16 + 32)  # queries and results, keys and values: one head of them on each process
+    assert seconds == pytest.approx(500 * values * 2 * 0.5 / gpu.sends(2))
 
 
 def test_tokens_at_the_start_are_what_half_of_the_free_memory_holds(monkeypatch):

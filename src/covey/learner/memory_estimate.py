@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -70,18 +70,19 @@ def cache_bytes(config: Any, tokens: int, value_bytes: int) -> int:
 
     `config` is a transformers configuration; `value_bytes` is the element size.
     """
+    return int(tokens * 2 * sum(keys * width for _, keys, width in attention_sizes(config)) * value_bytes)
+
+
+def attention_sizes(config: Any) -> Iterator[tuple[int, int, int]]:
+    """Heads of queries, heads of keys and width of a head of each layer that keeps keys; they may differ by layer, as in Gemma 4."""
     text = config.get_text_config()
-    # sizes may differ by layer, as in Gemma 4
     layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
     kinds = getattr(text, "layer_types", None) or [""] * len(layers)
-    keys = sum(_key_values(layer) for layer, kind in zip(layers, kinds, strict=False) if not _KEYLESS.search(kind))
-    return int(tokens * 2 * keys * value_bytes)
-
-
-def _key_values(layer: Any) -> int:
-    heads = getattr(layer, "num_attention_heads", 0)
-    width = getattr(layer, "head_dim", None) or layer.hidden_size // max(heads, 1)
-    return int((getattr(layer, "num_key_value_heads", None) or heads) * width)
+    for layer, kind in zip(layers, kinds, strict=False):
+        if not _KEYLESS.search(kind):
+            heads = getattr(layer, "num_attention_heads", 0)
+            width = getattr(layer, "head_dim", None) or layer.hidden_size // max(heads, 1)
+            yield heads, getattr(layer, "num_key_value_heads", None) or heads, width
 
 
 _LIBRARIES = 36 * 2**20

@@ -20,7 +20,7 @@ from covey.doctor.roofline.gpus import A_NODE, FOLDER, HOST_LINK, HOST_READS, Gp
 from covey.doctor.roofline.rollout import PASSES_OF_LOGITS, Decoding, kernels_of
 from covey.learner.live_memory import FakeBytes
 from covey.learner.lm_head import BYTES_AN_ELEMENT, elements_of
-from covey.learner.memory_estimate import cache_bytes
+from covey.learner.memory_estimate import attention_sizes, cache_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,11 +304,9 @@ def _exchanged(setup: Setup, tokens: float) -> float:
     """Seconds of a forward pass over `tokens` in which the GPUs of a context exchange queries, keys, values and results."""
     if setup.context == 1:
         return 0.0
-    text = setup.model_config.get_text_config()
-    heads = text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    keys = max(getattr(text, "num_key_value_heads", None) or heads, setup.context)
-    sent = tokens / setup.context * text.num_hidden_layers * 2 * (heads + keys) * width * (2 if setup.args.bf16 else 4)
+    sizes = attention_sizes(setup.model_config)
+    values = sum(2 * (heads + max(keys, setup.context)) * width for heads, keys, width in sizes)
+    sent = tokens / setup.context * values * (2 if setup.args.bf16 else 4)
     return float(sent * (setup.context - 1) / setup.context / setup.gpu.sends(setup.context))
 
 
