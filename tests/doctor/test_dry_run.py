@@ -106,6 +106,17 @@ def test_weights_gradients_and_state_are_counted_by_what_holds_them(tmp_path):
     assert adapted.reference == adapted.gradients
 
 
+@pytest.mark.slow
+def test_an_average_of_16_bit_weights_is_counted_in_float32_too(tmp_path):
+    config, half = tiny_model(layers=2, hidden=64).config, {"model_init_kwargs": {"dtype": "bfloat16"}, "beta": 0.1}
+    size = sum(p.numel() for p in tiny_model(layers=2, hidden=64).parameters())
+    follows = {"sync_ref_model": True, "ref_model_mixup_alpha": 0.6}
+    kinds = ({}, follows, {**follows, "ref_model_mixup_alpha": 1.0})
+    counted = [predicted(options(tmp_path, **half, **more), config) for more in kinds]
+    assert [memory.reference / size for memory in counted] == [2, 6, 2], "kept, averaged and copied"
+    assert counted[0].optimizer == pytest.approx(counted[1].optimizer, rel=0.01)
+
+
 needs_bfloat16 = pytest.mark.skipif(not processor_has_bfloat16(), reason="this processor does not multiply bfloat16")
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from covey.errors import ConfigError
-from covey.types import StepReport
+from covey.types import ReferenceRule, StepReport
 
 
 def keep(report: StepReport) -> float:
@@ -72,6 +72,11 @@ class WhenFar:
 
     def __call__(self, report: StepReport) -> float:
         return self.alpha if report[self.metric] > self.kl else 0.0
+
+
+def averages(rule: ReferenceRule) -> bool:
+    """True if a rule may mix the two, whose average is kept in float32 where the weights are of 16 bits; a copy is none."""
+    return rule is not keep and not isinstance(rule, FrozenAt) and getattr(rule, "alpha", 0.5) not in (0.0, 1.0)
 
 
 def mixed(reference: Tensor, policy: Tensor, alpha: float) -> Tensor:

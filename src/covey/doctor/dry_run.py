@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from covey.adapters import with_adapter
+from covey.algorithms.reference import averages
 from covey.config import GRPOConfig
 from covey.data import vocabulary_size
 from covey.doctor.layers import continued, few_layers, shortened
@@ -192,7 +193,7 @@ def _count_step(learner: Learner, args: GRPOConfig, live: FakeBytes, prompt_toke
     return Measured(
         size=sum(parameter.numel() for parameter in model.parameters()),
         weights=nbytes([*model.parameters(), *model.buffers()]),
-        reference=nbytes(learner.reference.weights().values()),
+        reference=nbytes([*learner.reference.weights().values(), *getattr(learner.reference, "exact", {}).values()]),
         critic=nbytes(learner.critic.parameters()),
         gradients=nbytes(trained),
         held=held,
@@ -265,6 +266,8 @@ def _learner(args: GRPOConfig, model_config: Any, peft_config: Any, live: FakeBy
         algorithm, nothing = without_teaching(build_algorithm(args)), None
         parts = RunInputs(plain, model, _NoTokenizer(), (), algorithm, nothing, nothing, World(device=CPU))  # type: ignore[arg-type]
         learner = build_learner(parts, 1, (None, None), is_off_policy=False)
+        if averages(algorithm.reference):
+            learner.reference.mix(learner.policy, alpha=0.5)
     if not target.on_cpu:
         vocabulary = learner.policy.model.get_output_embeddings().weight.shape[0]
         device = None if target.logits else torch.accelerator.current_accelerator()

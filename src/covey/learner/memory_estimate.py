@@ -155,10 +155,11 @@ _STATES = {"adamw": 2, "adagrad": 1, "rmsprop": 1, "lion": 1, "sgd": 0}
 
 
 def offloaded_bytes(
-    policy: Policy, optimizer: str, *, copies: int = 0, has_critic: bool = False, teachers: int = 0
+    policy: Policy, optimizer: str, *, copies: int = 0, averages: int = 0, has_critic: bool = False, teachers: int = 0
 ) -> int:
     """Bytes of weights, of so many frozen copies of them, of gradients and of the state of the optimizer of that name.
 
+    `averages`: how many of the copies are averages, which 16-bit weights are kept in float32 for too.
     `has_critic`: a separate critic, a copy of the decoder without adapters, is trained too. `teachers`: bytes of their weights.
     """
     named = decoder_of(unwrapped(policy.model)).named_parameters() if has_critic else ()
@@ -169,6 +170,7 @@ def offloaded_bytes(
     state = next((count for name, count in _STATES.items() if name in optimizer), 2)
     weights = sum(p.nbytes for p in policy.model.parameters())
     others = sum(p.nbytes for p in critic) + teachers
+    others += averages * sum(4 * p.numel() for p in policy.model.parameters() if p.element_size() == 2)
     return int(weights * (1 + copies) + others + gradients + state * (numbers if "8bit" in optimizer else stored))
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from covey import algorithms as alg
 from covey.adapters import has_adapter
 from covey.algorithms import Algorithm
+from covey.algorithms.reference import averages
 from covey.config import GRPOConfig
 from covey.config.combinations import expect_together
 from covey.ensembles import Ensemble
@@ -267,12 +268,14 @@ def build_networks(inputs: RunInputs, optimizer: Any = None, example: Prompt | N
     if example is not None:
         policy.expect_media(example)
     if args.sharding is not None and args.sharding.offloads and inputs.world.size > 1:
-        copies = int(inputs.algorithm.needs.reference) + int(past_rule(inputs.algorithm) is not None)
-        copies *= int(not has_adapter(inputs.model))
+        rules = [inputs.algorithm.reference] if inputs.algorithm.needs.reference else []
+        rules += [rule for rule in [past_rule(inputs.algorithm)] if rule is not None]
+        rules = [] if has_adapter(inputs.model) else rules
         needed = offloaded_bytes(
             policy,
             str(getattr(args.optim, "value", args.optim)),
-            copies=copies,
+            copies=len(rules),
+            averages=sum(map(averages, rules)),
             has_critic=getattr(inputs.algorithm.critic, "model", None) == "separate",
             teachers=bytes_of_teachers(inputs),
         )
