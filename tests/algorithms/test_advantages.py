@@ -1,6 +1,7 @@
 """Advantages by hand: rewards of 1, 0, 0, 1 and their like."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -141,3 +142,14 @@ def test_a_step_with_one_score_has_its_own_unit_at_either_scale():
     for scale in ("group", "batch"):
         judged = alg.GroupNormalized(scale, singleton="keep")(made_scores(rewards))
         assert judged.tolist() == [[pytest.approx(2.0 / 1.0001), 0.0], [0.0, 0.0]]
+
+
+def test_rewards_of_tokens_are_one_more_function_of_decoupled_normalization():
+    scores = made_scores(prompts=4, group_size=5, length=6)
+    of_tokens = torch.rand(4, 5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    summed = (of_tokens * scores.mask).sum(-1, keepdim=True)
+    both = torch.cat([scores.per_function, summed], -1)
+    as_function = replace(scores, per_function=both, weights=torch.ones(2, dtype=torch.float64))
+    judged = alg.NormalizeThenSum()(replace(scores, per_token=of_tokens))
+    torch.testing.assert_close(judged, alg.NormalizeThenSum()(as_function))
+    assert not torch.allclose(judged, alg.NormalizeThenSum()(scores))

@@ -47,3 +47,19 @@ def test_a_rule_within_a_teacher_and_a_part_within_a_part_are_looked_at():
         alg.grpo().replace(objective=alg.Reshaped(alg.TeacherReweighted(), alg.Clipped(level="tokens")), teacher="T")
     with pytest.raises(ConfigError, match="share=nan must be a number"):
         alg.grpo().replace(weights=(alg.TopEntropy(float("nan")),))
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: alg.dapo(max_length=1024), "buffer=4096 is the last tokens before max_length=1024"),
+        (lambda: alg.SoftOverlong(100, 0), "must be above 0"),
+        (lambda: alg.KL(alg.k1, where="reward", unbiased=True), "unbiased=True acts in the loss"),
+        (lambda: alg.Clipped(dual=0.5), "dual=0.5 must be above 1"),
+        (lambda: alg.TopEntropy(20), "share=20 must be from 0 to 1"),
+        (lambda: alg.reinforce_pp(gamma=0.9, baseline=True), "leave one out"),
+    ],
+)
+def test_values_that_would_turn_a_part_round_or_change_nothing_are_refused(make, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        make()

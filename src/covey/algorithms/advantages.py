@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from covey.algorithms.wrapping import Wrapping
+from covey.errors import ConfigError
 from covey.types import Advantage, Scores
 
 Singleton = Literal["zero", "keep"]
@@ -99,7 +100,7 @@ class GroupNormalized:
 class NormalizeThenSum:
     """Several rewards, each normalized within the group, then summed by weight, then normalized over the step.
 
-    `z = (r - mean) / (sd + epsilon)` for each function, `s = sum w z`, `A = (s - mean s) / (sd s + epsilon)` over all scored
+    `z = (r - mean) / (sd + epsilon)` for each function (rewards of single tokens: their sum, of weight 1), `s = sum w z`, `A = (s - mean s) / (sd s + epsilon)` over all scored
     completions. Keeps a reward of large scale from drowning the others. A tied group ends near, not at, 0. GDPO, Liu et al. 2026,
     <https://arxiv.org/abs/2601.05242>.
     """
@@ -108,9 +109,13 @@ class NormalizeThenSum:
     exempt: ClassVar[tuple[str, ...]] = ("tied_groups",)
 
     def __call__(self, scores: Scores) -> Tensor:
-        rewards = scores.per_function.transpose(-1, -2)  # [P, R, G]
+        rewards, weights = scores.per_function.transpose(-1, -2), scores.weights  # [P, R, G], [R]
+        if scores.per_token is not None:
+            of_tokens = (scores.per_token * scores.mask).sum(-1).masked_fill(scores.total.isnan(), torch.nan)
+            rewards = torch.cat([rewards, of_tokens.unsqueeze(1)], 1)
+            weights = torch.cat([weights, weights.new_ones(1)])
         standard = _or_zero(centred(rewards) / (nan_std(rewards) + self.epsilon))
-        total = (standard * scores.weights.to(standard.dtype).unsqueeze(-1)).sum(1)  # [P, G]
+        total = (standard * weights.to(standard.dtype).unsqueeze(-1)).sum(1)  # [P, G]
         if scores.kl is not None:
             total = total - (scores.kl * scores.mask).sum(-1)
         total = torch.where(scores.total.isnan(), torch.full_like(total, torch.nan), total)
@@ -258,6 +263,13 @@ class SoftOverlong:
     max_length: int
     buffer: int
     penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.buffer <= self.max_length:
+            raise ConfigError(
+                f"SoftOverlong's buffer={self.buffer} is the last tokens before max_length={self.max_length}; it must be above 0 and at "
+                "most that (DAPO takes a fifth)."
+            )
 
     def __call__(self, scores: Scores) -> Tensor:
         over = (scores.lengths - (self.max_length - self.buffer)).to(scores.per_function.dtype) / self.buffer

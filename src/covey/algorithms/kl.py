@@ -114,6 +114,10 @@ class KL:
     def __post_init__(self) -> None:
         if self.takes_distribution and self.where == "reward":
             raise ConfigError("The full-distribution KL acts in the loss; use k1 or k3 with where='reward'.")
+        if self.unbiased and self.where == "reward":
+            raise ConfigError(
+                "unbiased=True acts in the loss; a KL in the reward is measured at the rollout: leave it out."
+            )
 
     @property
     def takes_distribution(self) -> bool:

@@ -48,6 +48,12 @@ class Clipped:
     limit: float | None = None
     scales_with_advantage = True
 
+    def __post_init__(self) -> None:
+        if isinstance(self.dual, (int, float)) and not self.dual > 1:
+            raise ConfigError(
+                f"Clipped's dual={self.dual} must be above 1: below, no token of A < 0 would learn on-policy."
+            )
+
     def __call__(self, tokens: TokenBatch) -> Tensor:
         loss = self._two_sided(tokens)
         if self.dual is None:

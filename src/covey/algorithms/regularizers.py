@@ -27,6 +27,10 @@ class TopEntropy:
     bound: float | None = None
     needs: ClassVar[tuple[str, ...]] = ("entropy",)
 
+    def __post_init__(self) -> None:
+        if isinstance(self.share, (int, float)) and not (self.share != self.share or 0.0 <= self.share <= 1.0):
+            raise ConfigError(f"TopEntropy's share={self.share} must be from 0 to 1.")
+
     def __call__(self, tokens: TokenBatch) -> Tensor:
         bound = self._measure(tokens) if self.bound is None else self.bound
         return (tokens.mask & (entropy_of(tokens).detach() >= bound)).to(tokens.logp.dtype)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from covey.algorithms.advantages import centred, sequence_rewards
+from covey.errors import ConfigError
 from covey.types import Scores
 
 
@@ -95,6 +96,12 @@ class ReinforcePlusPlus:
     keeps_single: bool = False
     across_gaps: bool = True
     exempt: ClassVar[tuple[str, ...]] = ("tied_groups",)
+
+    def __post_init__(self) -> None:
+        if self.baseline and self.gamma != 1.0:
+            raise ConfigError(
+                f"gamma={self.gamma} discounts rewards-to-go, which baseline=True does not take; leave one out."
+            )
 
     def __call__(self, scores: Scores) -> Tensor:
         mask = _scored(scores)
