@@ -56,6 +56,7 @@ def test_a_rule_within_a_teacher_and_a_part_within_a_part_are_looked_at():
         (lambda: alg.SoftOverlong(100, 0), "must be above 0"),
         (lambda: alg.KL(alg.k1, where="reward", unbiased=True), "unbiased=True acts in the loss"),
         (lambda: alg.Clipped(dual=0.5), "dual=0.5 must be above 1"),
+        (lambda: alg.sapo(negative=0.0), "negative=0.0 must be above 0"),
         (lambda: alg.TopEntropy(20), "share=20 must be from 0 to 1"),
         (lambda: alg.reinforce_pp(gamma=0.9, baseline=True), "leave one out"),
     ],

@@ -217,6 +217,10 @@ class SAPO:
     limit: float | None = None
     scales_with_advantage = True
 
+    def __post_init__(self) -> None:
+        if any(isinstance(value, (int, float)) and not value > 0 for value in (self.positive, self.negative)):
+            raise ConfigError(f"SAPO's positive={self.positive} and negative={self.negative} must be above 0.")
+
     def __call__(self, tokens: TokenBatch) -> Tensor:
         ratio = ratio_of(tokens, self.level, self.limit)
         positive, negative = ratio.new_tensor(self.positive), ratio.new_tensor(self.negative)
