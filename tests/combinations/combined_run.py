@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
-from forked import Forked, free_port, rank_environment
+from covey.rollout import worker_process
+from forked import Forked, free_port, rank_environment, worker_of
 from kit import tiny_model, tiny_tokenizer
 
 STEPS = 3
@@ -158,6 +159,9 @@ def moved(folder: Path) -> float:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    worker_process._start = worker_of(
+        "covey.rollout.worker"
+    )  # a fork; tests/rollout/test_asynchronous.py starts real ones
     place = Path(sys.argv[1])
     case = json.loads(sys.argv[2])
     made = trainer(place, case)

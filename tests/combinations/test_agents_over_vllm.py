@@ -10,10 +10,11 @@ from covey import GRPOConfig, GRPOTrainer
 from covey.data.prompts import to_prompt
 from covey.environments import Agent
 from covey.errors import DataError
-from covey.rollout import SamplingParams, choose_sampler
+from covey.rollout import SamplingParams, choose_sampler, worker_process
 from covey.rollout.agreement import plain_logprobs
 from covey.serving import AgentSampler
 from environments.acting import chat_tokenizer, tiny_llama
+from forked import worker_of
 from kit import rest_nightly
 from vllm_server.fake_server import FakeServer
 
@@ -30,6 +31,12 @@ WAYS = {
 }
 AHEAD = ("ahead", "process ahead")
 REPLIES = ("go on", "and then?")
+
+
+@pytest.fixture(autouse=True)
+def _worker(monkeypatch):
+    """The process that samples is a fork that has imported everything; `tests/rollout/test_asynchronous.py` starts real ones."""
+    monkeypatch.setattr(worker_process, "_start", worker_of("covey.rollout.worker"))
 
 
 def conversing(row, client):
