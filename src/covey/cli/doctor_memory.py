@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from covey.cli import output, train
 from covey.cli.adapter import adapter, adapter_to_train
 from covey.cli.checkpoints import model_folder
-from covey.cli.fields import other_flags
 from covey.cli.flags import Flag
-from covey.cli.verb import Args, Verb
+from covey.cli.verb import Args
 from covey.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -136,7 +136,8 @@ def _try_longest(config: GRPOConfig, args: Args, tokens: int) -> Finding:
     return try_without_data(model_folder(args["model"]), config, adapter(args), tokens)
 
 
-verb = Verb(
+verb = replace(
+    train.verb,
     name="doctor memory",
     usage="[CONFIG.yaml | demo] --model MODEL [options of covey train]",
     sentence="How much memory a run needs and by what, what would lower it, and whether the longest micro-batch fits: tried.",
@@ -146,10 +147,5 @@ verb = Verb(
         "covey doctor memory run.yaml --predict-only --json",
     ),
     flags=flags,
-    quiet_flags=other_flags,
-    types=train.config_types,
-    hints=train.HINTS,
-    positional=("config",),
-    presets=train.PRESETS,
     run=run,
 )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import textwrap
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from covey.cli import doctor_cluster, output, train
 from covey.cli.adapter import adapter, adapter_to_train
-from covey.cli.fields import other_flags
 from covey.cli.flags import Flag, spelled
-from covey.cli.verb import Args, Verb
+from covey.cli.verb import Args
 from covey.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -196,7 +195,8 @@ def _as_json(plan: Estimate, rows: int, changes: list[Answer]) -> dict[str, Any]
     }
 
 
-verb = Verb(
+verb = replace(
+    train.verb,
     name="doctor plan",
     usage="[CONFIG.yaml | demo] --model MODEL --gpus 8xH100 [options of covey train]",
     sentence="Memory and seconds of a step on GPUs that are not here, by calculation: which batch fits, and whether LoRA, more GPUs or "
@@ -208,10 +208,6 @@ verb = Verb(
         "covey doctor plan run.yaml --gpus 2xA100 --mean-completion-tokens 300 --json",
     ),
     flags=flags,
-    quiet_flags=other_flags,
-    types=train.config_types,
     hints={**train.HINTS, "gpu": "Write --gpus H100."},
-    positional=("config",),
-    presets=train.PRESETS,
     run=run,
 )

@@ -1,7 +1,6 @@
 """`covey sft`: supervised fine-tuning on prompts with target completions, as a warm-up or alone."""
 
 import functools
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from covey.cli.train import resume_command
 from covey.cli.verb import CONFIG, JSON, Args, Verb
 from covey.config import options
 from covey.errors import ConfigError
+from covey.files.places import next_folder
 
 _WHAT = (
     Flag(name="model", help="Model to train: a folder, a run, a checkpoint, a hub id, or demo for the one that ships with Covey.", group="what"),
@@ -67,7 +67,7 @@ def run(args: Args) -> int:
     if args.get("resume") == "auto" and "output_dir" not in args:
         raise ConfigError("--resume auto needs --output-dir, the folder of the run to go on with.")
     overrides = {name: value for name, value in args.items() if name not in _CLI_FLAGS}
-    overrides.setdefault("output_dir", _next_run())
+    overrides.setdefault("output_dir", next_folder("sft"))
     if args.get("dtype"):
         overrides["model_init_kwargs"] = {**(overrides.get("model_init_kwargs") or {}), "dtype": args["dtype"]}
     early.refuse_early(overrides)
@@ -117,11 +117,6 @@ def _examples(named: str, args: Args, limit: int | None) -> Any:
 
     columns = {name: args.get(name) or name.removesuffix("_column") for name in ("prompt_column", "completion_column")}
     return load_examples(named, limit=limit, **columns)
-
-
-def _next_run() -> str:
-    taken = [int(match[1]) for path in Path("runs").glob("sft-*") if (match := re.fullmatch(r"sft-(\d+)", path.name))]
-    return f"runs/sft-{max(taken, default=0) + 1}"
 
 
 verb = Verb(

@@ -1,7 +1,6 @@
 """`covey train`: post-train a model on your data with your rewards."""
 
 import functools
-import re
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from covey.config import options
 from covey.demo import DEMO_SETTINGS
 from covey.errors import ConfigError
 from covey.experiments.several import Outcome
+from covey.files.places import next_folder
 
 _COMMON = frozenset(
     {
@@ -160,7 +160,7 @@ def run(args: Args) -> int:
 def config_options(args: Args) -> dict[str, Any]:
     """Flags that GRPOConfig receives, with the next free run folder where none is named."""
     overrides = {name: value for name, value in args.items() if name not in _CLI_FLAGS}
-    overrides.setdefault("output_dir", _next_run())
+    overrides.setdefault("output_dir", next_folder("train"))
     if args.get("dtype"):
         overrides["model_init_kwargs"] = {**(overrides.get("model_init_kwargs") or {}), "dtype": args["dtype"]}
     return overrides
@@ -332,13 +332,6 @@ def load_held_out(args: Args) -> Any:
     is_streamed = args.get("streaming") and not terms(named)
     options = {**args, "streaming": is_streamed}
     return load_prompts(named, options, limit=args.get("max_eval_prompts")) if named else None
-
-
-def _next_run() -> str:
-    taken = [
-        int(match[1]) for path in Path("runs").glob("train-*") if (match := re.fullmatch(r"train-(\d+)", path.name))
-    ]
-    return f"runs/train-{max(taken, default=0) + 1}"
 
 
 verb = Verb(

@@ -1,8 +1,8 @@
 """`covey tune`: many short runs that differ in a few options, the hopeless ones ended early, and the best one's options."""
 
-import re
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from covey.cli.adapter import refuse_bad_adapter
 from covey.cli.fields import other_flags
 from covey.cli.flags import Flag, typed
 from covey.cli.rerun import NEVER
-from covey.cli.verb import Args, Verb
+from covey.cli.verb import Args
 from covey.errors import ConfigError
 from covey.experiments import child, series
 from covey.experiments.attempt import Attempt
@@ -31,6 +31,7 @@ from covey.experiments.study import (
     rank,
     row_of,
 )
+from covey.files.places import next_folder
 from covey.process.counting import tell
 
 _FLAGS = (
@@ -91,7 +92,7 @@ def tuning_of(args: Args) -> Tuning:
     apart = reason_against(options, searched, _check_ends(options, search))
     if apart and jobs > 1:
         raise ConfigError(f"--n-jobs {jobs} trains adapters on one base: {apart}. Leave --n-jobs out.")
-    folder = Path(args.get("output_dir") or next_folder()).expanduser()
+    folder = Path(args.get("output_dir") or next_folder("tune")).expanduser()
     start = {
         dimension.name: args[dimension.name]
         for dimension in search
@@ -208,13 +209,8 @@ def _short(value: Any) -> str:
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def next_folder() -> str:
-    """The next free `runs/tune-N`."""
-    taken = [int(match[1]) for path in Path("runs").glob("tune-*") if (match := re.fullmatch(r"tune-(\d+)", path.name))]
-    return f"runs/tune-{max(taken, default=0) + 1}"
-
-
-verb = Verb(
+verb = replace(
+    train.verb,
     name="tune",
     usage="[CONFIG.yaml | demo] --search NAME=LOW:HIGH[:log] ... [options of covey train]",
     sentence="Try options in many runs, judge them by held-out prompts, end the hopeless early, and keep the best.",
@@ -223,10 +219,5 @@ verb = Verb(
         "covey tune demo --eval-dataset demo:test --search learning_rate=1e-4:3e-3:log --max-steps 40",
     ),
     flags=flags,
-    quiet_flags=other_flags,
-    types=train.config_types,
-    hints=train.HINTS,
-    positional=("config",),
-    presets=train.PRESETS,
     run=run,
 )

@@ -72,3 +72,9 @@ def _exists(text: str) -> bool:
         return Path(text).expanduser().exists()
     except (OSError, ValueError, RuntimeError):  # too long a name, a zero byte, a user that is unknown
         return False
+
+
+def next_folder(kind: str) -> str:
+    """The next free `runs/KIND-N`."""
+    taken = [path.name.removeprefix(f"{kind}-") for path in Path("runs").glob(f"{kind}-*")]
+    return f"runs/{kind}-{max((int(number) for number in taken if number.isdecimal()), default=0) + 1}"
