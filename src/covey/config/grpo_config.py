@@ -36,14 +36,9 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
     """
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012  transformers declares it so: names whose JSON text becomes a dict
-        *TrainingArguments._VALID_DICT_FIELDS,
-        "model_init_kwargs",
-        "generation_kwargs",
-        "alert_actions",
-        "chat_template_kwargs",
-        "vllm_deadlines",
-        "transformers_continuous_batching_config",
-    ]
+        *TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "generation_kwargs", "alert_actions",
+        "chat_template_kwargs", "vllm_deadlines", "transformers_continuous_batching_config",
+    ]  # fmt: skip
 
     def __new__(cls, *args: Any, **kwargs: Any) -> GRPOConfig:
         """Refuse names that are not options before dataclass machinery sees them."""
@@ -120,7 +115,7 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
             AttributeError,
             LookupError,
             OSError,
-        ) as error:  # raised by transformers for its own options
+        ) as error:  # transformers', for its own options
             raise ConfigError(str(error)) from error
         vars(self).update(hidden)
 

@@ -60,12 +60,8 @@ _ZERO_INERT = (
     *("stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save"),
 )
 _ZERO_OFFLOADS = (
-    "offload_param",
-    "offload_optimizer",
-    "cpu_offload",
-    "cpu_offload_params",
-    "cpu_offload_use_pin_memory",
-)
+    "offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_params", "cpu_offload_use_pin_memory",
+)  # fmt: skip
 _ZERO_REFUSED = ("zero_quantized", "zero_hpz", "mics")
 """Beginnings of names that are refused unless they are off."""
 _TOP_INERT = ("steps_per_print", "wall_clock_breakdown", "zero_allow_untrained_optimizer", "prescale_gradients")

@@ -9,12 +9,9 @@ T = TypeVar("T")
 _MANY = 12
 """Layers from which a model is continued from few."""
 _UNEVEN = (
-    "first_k_dense_replace",
-    "mlp_only_layers",
-    "num_kv_shared_layers",
-    "attn_layer_indices",
+    "first_k_dense_replace", "mlp_only_layers", "num_kv_shared_layers", "attn_layer_indices",
     "cross_attention_layers",
-)
+)  # fmt: skip
 """Entries of configurations that make single layers unlike the others, without a list of all."""
 
 

@@ -33,17 +33,10 @@ _PRELOADED = (
     "statistics", "string", "struct", "sys", "textwrap", "threading", "time", "traceback", "types", "typing",
     "unicodedata", "unittest", "unittest.mock", "urllib.parse", "uuid", "zlib",
 )
-# fmt: on
 _NUMPY = (
-    "numpy",
-    "numpy.fft",
-    "numpy.linalg",
-    "numpy.ma",
-    "numpy.polynomial",
-    "numpy.random",
-    "numpy.testing",
-    "numpy.typing",
+    "numpy", "numpy.fft", "numpy.linalg", "numpy.ma", "numpy.polynomial", "numpy.random", "numpy.testing", "numpy.typing",
 )
+# fmt: on
 _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _COVERED = {
     "files": ("namespaces", "landlock"),

@@ -239,26 +239,10 @@ def _candidates(row: Row) -> list[str]:
 @cache
 def _filler(count: int) -> str:
     """Sense-free prose without numbers, always the same."""
-    words = [
-        "well",
-        "now",
-        "let",
-        "us",
-        "think",
-        "about",
-        "this",
-        "once",
-        "more",
-        "and",
-        "then",
-        "look",
-        "again",
-        "at",
-        "what",
-        "was",
-        "said",
-        "before",
-    ]
+    words = (
+        "well", "now", "let", "us", "think", "about", "this", "once", "more", "and", "then", "look", "again", "at", "what",
+        "was", "said", "before",
+    )  # fmt: skip
     choice = random.Random(0)
     return " ".join(choice.choice(words) for _ in range(count)) + "."
 

@@ -217,23 +217,10 @@ def diff(library: Library, request: Request) -> Any:
 _CALLS: dict[str, Callable[[Library, Request], Any]] = {
     call.__name__: call
     for call in (
-        runs,
-        series,
-        values,
-        alerts,
-        rollouts,
-        rollout,
-        media,
-        spread,
-        phases,
-        facts,
-        diff,
-        prompts,
-        lengths,
-        correlations,
-        policy,
+        runs, series, values, alerts, rollouts, rollout, media, spread, phases, facts, diff, prompts, lengths,
+        correlations, policy,
     )
-}
+}  # fmt: skip
 
 
 class _Page:

@@ -24,22 +24,11 @@ _MOST_BYTES = 1 << 29
 
 NUMBERS = np.dtype(
     [
-        ("step", "i8"),
-        ("group", "i4"),
-        ("first_row", "i4"),
-        ("size", "i4"),
-        ("uid", "u8"),
-        ("reward", "f4"),
-        ("lowest", "f4"),
-        ("highest", "f4"),
-        ("spread", "f4"),
-        ("advantage", "f4"),
-        ("length", "f4"),
-        ("longest", "f4"),
-        ("truncated", "i4"),
-        ("change", "f4"),
+        ("step", "i8"), ("group", "i4"), ("first_row", "i4"), ("size", "i4"), ("uid", "u8"), ("reward", "f4"),
+        ("lowest", "f4"), ("highest", "f4"), ("spread", "f4"), ("advantage", "f4"), ("length", "f4"),
+        ("longest", "f4"), ("truncated", "i4"), ("change", "f4"),
     ]
-)
+)  # fmt: skip
 """One group: its place, then mean, lowest, highest and standard deviation of its rewards, its largest advantage by size,
 mean and largest length, how many completions were cut off, and the gain of the mean reward since this prompt was last seen."""
 
