@@ -8,9 +8,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,8 @@ class FakeServer:
         self.paths = list(PATHS)
         self.faults: dict[str, Any] = {}
         """By path: an HTTP status, "hang", "half" (of an answer), or a function called with the body instead."""
+        self.holds: dict[str, threading.Event] = {}
+        """By method of the worker: until when its next call takes."""
         self.moves_nothing = False
         self.reached: list[int] | None = None
         """Replicas that an update reaches; None: all."""
@@ -81,10 +85,8 @@ class FakeServer:
         self._lock = threading.Lock()
 
     def __enter__(self) -> FakeServer:
-        self.http = ThreadingHTTPServer((self.host, 0), _handler(self))
-        self.http.daemon_threads = True
+        self._start(0)
         self.port = self.http.server_address[1]
-        threading.Thread(target=lambda: self.http.serve_forever(0.02), daemon=True).start()
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -102,9 +104,7 @@ class FakeServer:
         self.stop()
         self.replicas = [copy.deepcopy(model).eval() for _ in self.replicas]
         self.version, self.paused, self.adapters, self.link = "default", False, {}, None
-        self.http = ThreadingHTTPServer((self.host, self.port), _handler(self))
-        self.http.daemon_threads = True
-        threading.Thread(target=lambda: self.http.serve_forever(0.02), daemon=True).start()
+        self._start(self.port)
 
     # -- what it answers
 
@@ -132,7 +132,7 @@ class FakeServer:
             self.version = body["new_version"]
             return {"success": True}
         if path == "/collective_rpc":
-            return {"results": [self._work(body["method"], body["kwargs"])]}
+            return {"results": [self._by_worker(body)]}
         if path == "/v1/load_lora_adapter":
             return self._load_adapter(body)
         if path == "/covey/media":
@@ -144,6 +144,35 @@ class FakeServer:
         if path == "/covey/completions" and not body:
             return {"media": True}
         return self._complete(body, headers) if path.endswith("/completions") else {}
+
+    def _by_worker(self, body: dict[str, Any]) -> Any:
+        """As vLLM's executor of worker processes: calls in order, each taking the next answer, which one that is given up leaves behind."""
+        with self.engine:
+            self.orders.put(body)
+            try:
+                answer = self.answers.get(timeout=body.get("timeout"))
+            except queue.Empty:
+                raise TimeoutError(f"RPC call to {body['method']} timed out.") from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _obey(self, orders: queue.Queue[Any], answers: queue.Queue[Any]) -> None:
+        while True:
+            body = orders.get()
+            if (free := self.holds.pop(body["method"], None)) is not None:
+                free.wait()
+            try:
+                answers.put(self._work(body["method"], body["kwargs"]))
+            except Exception as error:  # noqa: BLE001 - raised where it was asked for
+                answers.put(error)
+
+    def _start(self, port: int) -> None:
+        self.orders, self.answers, self.engine = queue.Queue[Any](), queue.Queue[Any](), threading.Lock()
+        self.http = ThreadingHTTPServer((self.host, port), _handler(self))
+        self.http.daemon_threads = True
+        for work in (lambda: self.http.serve_forever(0.02), partial(self._obey, self.orders, self.answers)):
+            threading.Thread(target=work, daemon=True).start()
 
     def _config(self) -> dict[str, Any]:
         return {

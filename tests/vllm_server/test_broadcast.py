@@ -22,9 +22,9 @@ from covey.process.link import covey_link
 from covey.process.link.covey_link import Link, store_at
 from covey.rollout.vllm import ServerSampler, broadcast
 from covey.rollout.vllm.broadcast import Feed, local_address, together
-from covey.rollout.vllm.client import Address, Client
+from covey.rollout.vllm.client import Address, Client, Deadlines
 from forked import Forked, free_port
-from kit import tiny_model, tiny_tokenizer
+from kit import rest_nightly, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture
@@ -372,3 +372,25 @@ def test_of_memory_within_a_machine_no_other_port_is_advised(fake, model, tmp_pa
     with pytest.raises(ServerError, match=r"a free port of 127\.0\.0\.1, .* cannot be used \(Address") as caught:
         sampler_of(fake, model, tmp_path, transport="ipc")
     assert "vllm_group_port" not in str(caught.value)
+
+
+CALLS = {"directory": "covey_reload", "gloo": "covey_receive", "ipc": "covey_receive"}
+
+
+@pytest.mark.parametrize("transport", rest_nightly(CALLS, 1))
+def test_an_answer_after_its_deadline_is_not_taken_for_that_of_a_later_call(transport, fake, model, tmp_path):
+    """vLLM's workers answer in order: one that its executor had given up would answer each later call with the answer before."""
+    sampler = sampler_of(fake, model, tmp_path, transport=transport)
+    moved(model, "layers.0.mlp")
+    patient, sampler.client.deadlines = sampler.client.deadlines, Deadlines.of({"update": 0.3, "init": 0.3})
+    fake.holds[CALLS[transport]] = ends = threading.Event()
+    sampler.timeout = 0.3
+    with pytest.raises(ServerError):
+        update(sampler, model, 1)
+    sampler.client.deadlines = patient
+    ends.set()
+    assert update(sampler) == megabytes(model, "")
+    expect_the_trainers(fake, model)
+    moved(model, "norm")
+    assert update(sampler, model, 2) == megabytes(model, "norm")
+    expect_the_trainers(fake, model)

@@ -120,8 +120,8 @@ class Server:
 
     def call_workers(self, method: str, *, seconds: float, **arguments: Any) -> list[Any]:
         """Results of `method` by worker, over `/collective_rpc`."""
-        body = {"method": method, "kwargs": arguments, "timeout": seconds}
-        reply = self.client.post("/collective_rpc", body, seconds=seconds)
+        # no timeout there: vLLM's executor would take the answer of a call that it has given up for that of the next
+        reply = self.client.post("/collective_rpc", {"method": method, "kwargs": arguments}, seconds=seconds)
         return list(reply.get("results", [])) if isinstance(reply, Mapping) else []
 
     def reload(self, folder: str, num_bytes: int) -> None:
