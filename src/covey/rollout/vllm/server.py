@@ -119,8 +119,7 @@ class Server:
             logger.warning("%s Its state is read instead.", error)
 
     def call_workers(self, method: str, *, seconds: float, **arguments: Any) -> list[Any]:
-        """Results of `method` by worker, over `/collective_rpc`."""
-        # no timeout there: vLLM's executor would take the answer of a call that it has given up for that of the next
+        """Results of `method` by worker. vLLM has no timeout: it would take a late answer for that of the next call."""
         reply = self.client.post("/collective_rpc", {"method": method, "kwargs": arguments}, seconds=seconds)
         return list(reply.get("results", [])) if isinstance(reply, Mapping) else []
 
