@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 from datasets import Dataset
+from transformers import AutoTokenizer
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.data import PromptStream, eos_ids, prepare_tokenizer
 from covey.errors import DataError, ModelError
+from covey.rewards.builtin.inference_model import read_tokenizer
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler
 from kit import tiny_model, tiny_tokenizer
 
@@ -17,6 +19,18 @@ def test_a_missing_padding_token_becomes_eos_with_a_warning(caplog):
     assert tokenizer.pad_token == "<|im_end|>"
     assert tokenizer.padding_side == "left"
     assert "no padding token" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "qwen2"])
+def test_a_folder_with_a_model_alone_is_no_tokenizer(kind, tmp_path):
+    """transformers makes one without words, which reads any text as <unk> or as nothing."""
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(set(tokenizer("Two and two?", add_special_tokens=False).input_ids)) < 2
+    with pytest.raises(ModelError, match=r"has no words but control tokens.*; copy the model's tokenizer.json"):
+        prepare_tokenizer(tokenizer)
+    with pytest.raises(ModelError, match="has no words but control tokens"):
+        read_tokenizer(str(tmp_path), "", "reward model", "reward_processing_classes")
 
 
 def test_a_complete_tokenizer_keeps_its_tokens(caplog):

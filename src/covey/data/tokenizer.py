@@ -17,6 +17,7 @@ def prepare_tokenizer(tokenizer: Any, model: Any = None) -> Any:
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     if not callable(tokenizer) or not hasattr(tokenizer, "eos_token_id"):
         raise TokenizerTypeError(f"processing_class is a {type(tokenizer).__name__}; pass a transformers tokenizer.")
+    expect_words(tokenizer)
     ends = eos_ids(model, tokenizer)
     if tokenizer.eos_token_id is None:
         tokenizer.eos_token_id = ends[0]
@@ -28,6 +29,15 @@ def prepare_tokenizer(tokenizer: Any, model: Any = None) -> Any:
     tokenizer.padding_side = "left"  # as TRL's; completions must follow their prompt without a gap
     _check_vocabulary(tokenizer, model)
     return tokenizer
+
+
+def expect_words(tokenizer: Any) -> None:
+    """Raise ModelError for the tokenizer without a vocabulary that transformers makes where a folder has a model alone."""
+    if set(tokenizer.get_vocab()) <= set(getattr(tokenizer, "all_special_tokens", ())):
+        raise ModelError(
+            f"The tokenizer at {tokenizer.name_or_path!r} has no words but control tokens, for no file there holds its vocabulary; copy the model's "
+            "tokenizer.json and tokenizer_config.json there."
+        )
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from covey.data.rendering import chat_ids, spells_control
+from covey.data.tokenizer import expect_words
 from covey.errors import ModelError, RewardError, TooLongError, message_of
 from covey.models import quiet_bars
 from covey.rewards.adaptive_batches import AdaptiveBatches
@@ -158,7 +159,8 @@ def read_tokenizer(where: str, absent: str, owner: str, option: str, **place: An
     try:
         if not where:
             raise OSError(absent)
-        return AutoTokenizer.from_pretrained(where, **place)
+        expect_words(tokenizer := AutoTokenizer.from_pretrained(where, **place))
+        return tokenizer
     except (OSError, ValueError) as error:
         raise ModelError(f"No tokenizer for the {owner} ({message_of(error)}); pass {option}.") from error
 
