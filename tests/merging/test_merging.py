@@ -116,6 +116,19 @@ def test_a_model_of_an_earlier_release_of_transformers_is_merged(models, tmp_pat
     assert all(torch.equal(weight, expected[name]) for name, weight in merged.items())
 
 
+@pytest.mark.parametrize("stored", [(0, 1, 2), (1,)], ids=str)
+def test_an_output_layer_that_is_tied_stays_tied(models, tmp_path, stored):
+    """Files of earlier releases hold it twice; DARE would drop other entries of it than of the embeddings, and transformers load both."""
+    folders = [Path(shutil.copytree(folder, tmp_path / folder.name)) for folder in models[:3]]
+    for folder in [folders[i] for i in stored]:
+        tensors = load_file(folder / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    merge_models(folders[1:], tmp_path / "out", Recipe(method="dare_linear"), base=folders[0])
+    merged = parameters(tmp_path / "out")
+    assert torch.equal(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
+
+
 @pytest.mark.parametrize("method", ["linear", "slerp", "ties", "dare_ties"])
 def test_tensors_of_different_types_are_merged_in_the_larger(method):
     single, double = torch.randn(4, 3), torch.randn(4, 3, dtype=torch.float64)

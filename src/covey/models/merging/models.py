@@ -41,7 +41,7 @@ def merge_models(
     every = [*folders, *([] if base is None else [base])]
     _check_configs(every)
     _check_tokenizers(every, report)
-    weights = [Weights(folder) for folder in every]
+    weights = [_without_tied_head(Weights(folder), _config(folder)) for folder in every]
     names = _common_names(every, weights)
     first = weights[0]
     written = lambda stored: dtype if dtype is not None and stored.is_floating_point else stored
@@ -139,6 +139,19 @@ def _agree(first: Mapping[str, int], second: Mapping[str, int]) -> bool:
     """True if no word has two ids and no id two words. One may have more words: transformers adds some as it saves."""
     word_of = {place: word for word, place in first.items()}
     return all(first.get(word, place) == place and word_of.get(place, word) == word for word, place in second.items())
+
+
+def _without_tied_head(weights: Weights, config: Mapping[str, Any]) -> Weights:
+    """Without an output layer that repeats the embeddings which the configuration ties it to, and which a merge would part from it.
+
+    transformers leaves it out as it saves; earlier releases did not.
+    """
+    is_tied = {**config, **config.get("text_config", {})}.get("tie_word_embeddings")
+    for head in [name for name in weights.names if is_tied and name.endswith("lm_head.weight")]:
+        others = [name for name in weights.names if name != head and weights.shape(name) == weights.shape(head)]
+        if any(torch.equal(weights[name], weights[head]) for name in others):
+            weights.leave_out(head)
+    return weights
 
 
 def _common_names(folders: Sequence[Path], weights: Sequence[Weights]) -> list[str]:

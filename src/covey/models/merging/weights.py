@@ -57,6 +57,10 @@ class Weights:
     def names(self) -> list[str]:
         return sorted(self._place)
 
+    def leave_out(self, name: str) -> None:
+        """Forget a tensor."""
+        del self._place[name]
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self._place[name][1]
 
