@@ -172,4 +172,4 @@ def test_importing_covey_does_not_import_torch():
 def test_one_function_finds_the_model_inside_adapters():
     """`models.unwrapped`; a critic copies the model before it takes the adapter off."""
     files = [file for file in FILES if ".get_base_model()" in text_of(file)]
-    assert [place_of(file) for file in files] == ["learner/critic.py", "models/loading.py"]
+    assert [place_of(file) for file in files] == ["learner/critic.py", "models/passes.py"]

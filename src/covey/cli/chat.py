@@ -86,7 +86,7 @@ class Chat:
         """The answer, added to the conversation; a tokenizer without chat template continues the text as it stands."""
         import torch
 
-        from covey.models.loading import unwrapped
+        from covey.models import unwrapped
         from covey.rollout.hf import plainly_generating
 
         messages = [*self.messages, {"role": "user", "content": text}]

@@ -2,30 +2,33 @@
 
 from covey.models.loading import (
     SharedBase,
-    accepts,
     as_model_errors,
     auto_class,
     config_of,
     context_limit,
-    decoder_of,
-    disable_dropout,
     dtype_of,
-    encoder_of,
-    evaluating,
     first_line,
-    float32_stream,
     load_model,
     load_tokenizer,
     quiet_bars,
-    reads_media,
     resolve_source,
     short_name,
+)
+from covey.models.passes import (
+    accepts,
+    computing,
+    decoder_of,
+    disable_dropout,
+    encoder_of,
+    evaluating,
+    float32_stream,
+    reads_media,
     unwrapped,
     widens_stream,
 )
 
 __all__ = [
-    "SharedBase", "accepts", "as_model_errors", "auto_class", "config_of", "context_limit", "decoder_of",
+    "SharedBase", "accepts", "as_model_errors", "auto_class", "computing", "config_of", "context_limit", "decoder_of",
     "disable_dropout", "dtype_of", "encoder_of", "evaluating", "first_line", "float32_stream", "load_model",
     "load_tokenizer", "quiet_bars", "reads_media", "resolve_source", "short_name",
     "unwrapped", "widens_stream",

@@ -25,7 +25,7 @@ from covey.kernels import (
     in_place_steps,
     state_steps,
 )
-from covey.models import accepts, decoder_of, evaluating, float32_stream, unwrapped
+from covey.models import accepts, computing, decoder_of, evaluating, float32_stream, unwrapped
 from covey.models.modalities import embed
 from covey.rollout.attention import NAME, Batch, ScoreRule, causal, register
 from covey.rollout.batches import AnswerBatch, DecodeBatch, PrefillBatch
@@ -269,19 +269,6 @@ def head_in_float32(model: Any, into: SamplerLinear | None = None) -> Iterator[S
 
     with computing(layer, forward):
         yield product
-
-
-@contextmanager
-def computing(module: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Context in which a module computes `forward`; one that it had on the instance is put back."""
-    before = module.__dict__.get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if before is not None:
-            module.forward = before
 
 
 @contextmanager

@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from covey.models import computing
 from covey.process.interruption import StopNow
 from covey.process.memory import is_out_of_memory
 from covey.rollout.attention import ScoreRule
 from covey.rollout.batches import DecodeBatch
 from covey.rollout.decoder import WRITTEN_OUT, is_hooked
 from covey.rollout.engine import NativeSampler
-from covey.rollout.forward import ModulesForward, computing
+from covey.rollout.forward import ModulesForward
 from covey.rollout.prompts import PromptLike
 from covey.rollout.sampler import Sampler, SamplingParams
 from covey.rollout.scheduler import Scheduler

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.models.loading import accepts, decoder_of, encoder_of, evaluating, unwrapped
 from covey.models.modalities.inputs import media_inputs
+from covey.models.passes import accepts, decoder_of, encoder_of, evaluating, unwrapped
 from covey.types import Prompt
 
 _ARGUMENTS = (

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import DataError
-from covey.models.loading import accepts, encoder_of, unwrapped
+from covey.models.passes import accepts, encoder_of, unwrapped
 from covey.types import Prompt
 from covey.types.media import together
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from covey.errors import CoveyError, ModelError
 from covey.files.hub import bounded_hub, hub_options
-from covey.models.loading import first_line, load_tokenizer, reads_media, resolve_source
+from covey.models.loading import first_line, load_tokenizer, resolve_source
+from covey.models.passes import reads_media
 
 _CONFIGS = ("processor_config.json", "preprocessor_config.json")
 
