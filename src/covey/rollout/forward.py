@@ -367,10 +367,12 @@ def _engine_logits(forward: Forward, rows: Sequence[Tensor], lengths: Sequence[i
     cache.set_row_owners([0, 1, 0, 1])
     out = []
     for step in range(len(rows[0]) - lengths[0]):
-        tokens = torch.stack([row[length + step] for row, length in zip(rows, lengths, strict=True)] * 2)
-        at = torch.tensor([length + step for length in lengths] * 2)
+        inputs = torch.zeros(2, cache.num_computed, dtype=torch.int64)  # padding rows too, as in every step
+        inputs[0, :4] = torch.stack([row[length + step] for row, length in zip(rows, lengths, strict=True)] * 2)
+        inputs[1, :4] = torch.tensor([length + step for length in lengths] * 2)
         cache.begin_step()
-        out.append(forward.decode(tokens.to(forward.device), at.to(forward.device), DecodeBatch(cache)))
+        tokens, at = inputs.to(forward.device)
+        out.append(forward.decode(tokens, at, DecodeBatch(cache))[:4])
         cache.end_step()
     stacked = torch.stack(out, 1).float()  # [4, steps, V]
     return [(stacked[p] + stacked[p + 2]) / 2 for p in range(len(rows))]
