@@ -57,6 +57,8 @@ def with_twins(monkeypatch, launches=None, attention=2):
         "rotation": twin(0, _rotation),
         "attend": twin(attention, _attend),
         "add_norm": twin(1, _add_norm),
+        "norm": twin(1, _norm),
+        "rotate": twin(1, _rotate),
         "gated": twin(1, lambda gate, up: F.silu(gate) * up),
         "draw": twin(2, _draw),
         "draw_into": twin(2, _draw_into),
@@ -102,6 +104,26 @@ def _add_norm(x, update, weight, epsilon, dtype):
     if update is not None:
         x += update
     return (F.rms_norm(x.float(), weight.shape, None, epsilon).to(x.dtype) * weight).to(dtype)
+
+
+def _norm(x, weight, epsilon, offset, dtype):
+    normed = F.rms_norm(x.float(), x.shape[-1:], None, epsilon)
+    return (normed if weight is None else normed * (weight.float() + offset)).to(dtype)
+
+
+def _rotate(x, cosines, sines, pairs, by_pair, dtype):
+    cosines, sines = cosines[:, None].float(), sines[:, None].float()
+    if by_pair and pairs:
+        cosines, sines = (t[..., : t.shape[-1] // 2].repeat_interleave(2, -1) for t in (cosines, sines))
+    elif by_pair:
+        cosines, sines = torch.cat([cosines, cosines], -1), torch.cat([sines, sines], -1)
+    turned, rest = x.float().split([cosines.shape[-1], x.shape[-1] - cosines.shape[-1]], -1)
+    if pairs:
+        other = torch.stack([-turned[..., 1::2], turned[..., ::2]], -1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, -1)
+        other = torch.cat([-second, first], -1)
+    return torch.cat([turned * cosines + other * sines, rest], -1).to(dtype)
 
 
 def _draw(logits, uniforms, *, with_entropy=False, seen=None, penalty, **options):

@@ -15,6 +15,8 @@ from covey.kernels import state_steps
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.agreement import plain_logprobs, reason_against
 from covey.rollout.cuda_graphs import Captured
+from covey.rollout.forward import ModulesForward
+from covey.rollout.kernel_choice import verified_attention
 from covey.types import Prompt
 from kit import rest_nightly, tiny_tokenizer
 
@@ -178,3 +180,10 @@ def test_in_bfloat16_completions_are_the_policys_up_to_rounding(kind):
     sampler = NativeSampler(model, tiny_tokenizer(), eos_ids=ENDS, dtype="bfloat16", max_rows=6)
     assert sampler.forward.dtype == torch.bfloat16
     assert reason_against(sampler, model) is None
+
+
+@pytest.mark.parametrize("kind", rest_nightly(KINDS, 2))
+def test_steps_on_static_buffers_pass_their_check(kind):
+    """The check computes padding rows as every step does: buffers of states hold a bucket."""
+    model = build(kind)
+    assert verified_attention(ModulesForward(model), model, "torch") == "torch"

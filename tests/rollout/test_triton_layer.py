@@ -1,5 +1,7 @@
 """Triton's elementwise kernels of a decoder layer against PyTorch, in Triton's interpreter on a CPU."""
 
+import importlib
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -48,3 +50,30 @@ def test_the_gate_is_silu_times_up(kernels, rows, width):
     gate, up = torch.randn(rows, 2 * width).chunk(2, -1)
     torch.testing.assert_close(kernels.gated(gate, up), F.silu(gate) * up)
     torch.testing.assert_close(kernels.gated(gate.contiguous(), up.contiguous()), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("offset, has_weight", [(0.0, True), (1.0, True), (0.0, False)])
+def test_norms_of_modules_have_an_offset_or_no_weight(kernels, offset, has_weight):
+    x, weight = torch.randn(2, 3, 5, 24).transpose(1, 2), torch.randn(24) if has_weight else None
+    expected = F.rms_norm(x, (24,), None, 1e-6) * (1 if weight is None else weight + offset)
+    torch.testing.assert_close(kernels.norm(x, weight, 1e-6, offset, torch.float32), expected)
+
+
+@pytest.mark.parametrize(
+    "family, table", [("llama", 16), ("glm4", 16), ("glm4", 8), ("cohere", 16), ("gpt_oss", 8), ("phi3", 8)]
+)
+def test_rotations_are_those_of_the_models(kernels, family, table):
+    from covey.kernels.step_kernels import ROTATIONS, _rotates
+
+    home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    (kind,) = [kind for kind in ROTATIONS if _rotates(home.apply_rotary_pos_emb, kind, takes_two=True)][:1]
+    query, key = (torch.randn(2, 5, heads, 16).transpose(1, 2) for heads in (4, 1))
+    angles = torch.randn(2, 5, table if family == "gpt_oss" else table // 2)
+    if family == "cohere":
+        angles = angles.repeat_interleave(2, -1)
+    elif family != "gpt_oss":
+        angles = torch.cat([angles, angles], -1)
+    expected = home.apply_rotary_pos_emb(query, key, angles.cos(), angles.sin())
+    for x, y in zip((query, key), expected, strict=True):
+        rotated = kernels.rotate(x, angles.cos(), angles.sin(), kind.pairs, kind.by_pair, torch.float32)
+        torch.testing.assert_close(rotated, y)

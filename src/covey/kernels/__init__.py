@@ -31,13 +31,14 @@ from covey.kernels.prompt_attention import SharedPromptAttention
 from covey.kernels.routers import Routers, find_routers
 from covey.kernels.sampler_linear import InPlaceLinear, SamplerLinear
 from covey.kernels.state_steps import cache_factory, cache_keyword, has_states, in_place_steps, state_steps, tensors_on
+from covey.kernels.step_kernels import StepKernels
 from covey.kernels.triton_decode import TritonDecode
 from covey.kernels.windows import Window, attention_windows
 
 __all__ = [
     "CHOICE", "AttentionHeads", "CacheTables", "DecodeKernels", "DecodeStep", "DecodeWeights", "HalfWeights",
     "InPlaceLinear", "IndexCache", "Layout", "LogitKernels", "Recomputing", "Routers", "SamplerLinear",
-    "SharedPromptAttention", "TritonDecode", "WeightMatmul", "Window", "add_adapters_inside_products",
+    "SharedPromptAttention", "StepKernels", "TritonDecode", "WeightMatmul", "Window", "add_adapters_inside_products",
     "attention_windows", "cache_factory", "cache_keyword", "choices", "choosing_few", "find_indexers", "find_routers",
     "footprint", "fuse", "fusing_unavailable_reason", "has_states", "has_windows", "in_place_steps", "is_chosen",
     "learning", "other_layers", "reason_against_choices", "state_steps", "tensors_on", "training_heap",

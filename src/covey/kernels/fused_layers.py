@@ -181,12 +181,15 @@ def fuse(model: nn.Module, compiled: Compile = compiled) -> int:
                 layer.mlp.__dict__["forward"] = partial(_mlp_forward, layer.mlp, compiled)
                 count += 1
         for home in dict.fromkeys(sys.modules[type(layer.self_attn).__module__] for layer in layers):
-            original = getattr(home, ROTATION, None)
-            if isinstance(original, partial) and original.func is _rotation:
-                original = original.args[0]
+            original = without_rotation(getattr(home, ROTATION, None), _rotation)
             if original is not None and is_rotation(original):
                 setattr(home, ROTATION, partial(_rotation, original, compiled, layers[0].mlp.down_proj))
     return count
+
+
+def is_fused(forward: Any) -> bool:
+    """True for no `forward` of a module's own, or for that by which `fuse` computes a norm."""
+    return forward is None or (isinstance(forward, partial) and forward.func is _norm_forward)
 
 
 def _product_dtype(x: Tensor) -> torch.dtype | None:
@@ -231,6 +234,14 @@ def _rotation(
     return _Fused.apply(rotated, compiled, 4, query, key, cos, sin, dtype)
 
 
+def without_rotation(function: Any, wrapper: Callable[..., Any]) -> Any:
+    """A file's rotation without what `wrapper` put before it; that of others stays."""
+    if not isinstance(function, partial):
+        return function
+    inner = without_rotation(function.args[0], wrapper)
+    return inner if function.func is wrapper else partial(function.func, inner, *function.args[1:], **function.keywords)
+
+
 # -- recognising modules ------------------------------------------------------------------------------------------------
 
 
@@ -250,7 +261,7 @@ def is_norm(norm: Any) -> bool:
         return False
     x = torch.randn(3, len(weight)).to(weight.device, weight.dtype)
     try:
-        return _agree(norm.forward(x), rms_norm(x, weight, epsilon, x.dtype))
+        return agree(norm.forward(x), rms_norm(x, weight, epsilon, x.dtype))
     except (RuntimeError, TypeError):
         return False
 
@@ -272,7 +283,7 @@ def is_gated(mlp: Any) -> bool:
     for name in _PROJECTIONS:  # an adapter's dropout is applied in both cases
         getattr(mlp, name).eval()
     try:
-        return _agree(mlp.forward(x), mlp.down_proj(gated(mlp.gate_proj(x), mlp.up_proj(x))))
+        return agree(mlp.forward(x), mlp.down_proj(gated(mlp.gate_proj(x), mlp.up_proj(x))))
     except (RuntimeError, TypeError, AttributeError):
         return False
     finally:
@@ -288,10 +299,10 @@ def is_rotation(function: Callable[..., Any]) -> bool:
         want = rotated(query, key, cosines, sines, query.dtype)
     except (RuntimeError, TypeError, ValueError):
         return False
-    return all(_agree(mine, theirs) for mine, theirs in zip(outputs, want, strict=True))
+    return all(agree(mine, theirs) for mine, theirs in zip(outputs, want, strict=True))
 
 
-def _agree(mine: Tensor, two: Tensor) -> bool:
+def agree(mine: Tensor, two: Tensor) -> bool:
     """True if equal up to rounding, relative to the largest number; all zeros prove nothing."""
     top = float(two.abs().max())
     slack = 1e-4 if mine.dtype == torch.float32 else 3e-2

@@ -84,6 +84,20 @@ class TritonDecode:
         return triton_layer.add_norm(x, update, weight, epsilon, dtype)
 
     @staticmethod
+    def norm(x: Tensor, weight: Tensor | None, epsilon: float, offset: float, dtype: torch.dtype) -> Tensor:
+        """RMS norm over the last dimension, times `weight + offset`, in `dtype`."""
+        from covey.kernels import triton_layer
+
+        return triton_layer.norm(x, weight, epsilon, offset, dtype)
+
+    @staticmethod
+    def rotate(x: Tensor, cosines: Tensor, sines: Tensor, pairs: bool, by_pair: bool, dtype: torch.dtype) -> Tensor:
+        """Rotary embedding of `x` [B, H, S, D] in `dtype`; see `triton_layer.rotate`."""
+        from covey.kernels import triton_layer
+
+        return triton_layer.rotate(x, cosines, sines, pairs, by_pair, dtype)
+
+    @staticmethod
     def gated(gate: Tensor, up: Tensor) -> Tensor:
         """`silu(gate) * up`, [R, I] each."""
         from covey.kernels import triton_layer

@@ -16,6 +16,7 @@ from covey.kernels import (
     IndexCache,
     Routers,
     SamplerLinear,
+    StepKernels,
     attention_windows,
     cache_keyword,
     choosing_few,
@@ -108,6 +109,8 @@ class ModulesForward:
         self.states: StatePlaces | None = None
         self.is_indexed = bool(find_indexers(self.model))
         self.keyword = str(cache_keyword(self.model))
+        self.in_kernels: StepKernels | None = None
+        """Norms and rotations that compute in Triton's kernels; None: all modules compute as they are."""
         with torch.no_grad():
             self.layers = self._layers()
         self.steps: list[Any] = [] if self.states is None else state_steps(self.model)
@@ -131,6 +134,16 @@ class ModulesForward:
     def _trial(self, ids: Tensor) -> Any:
         with float32_stream(self.model):
             return self.model(input_ids=ids, use_cache=False)
+
+    def take_kernels(self) -> int:
+        """Compute recognised norms and rotations in Triton's kernels from now on. Returns their number."""
+        ids = torch.arange(4, device=self.device)[None] % self.vocab_size
+        with self.evaluating():
+            self.in_kernels = StepKernels(self.model, lambda: self._trial(ids).logits)
+        return self.in_kernels.count
+
+    def leave_kernels(self) -> None:
+        self.in_kernels = None
 
     def refresh(self) -> bool:
         return True  # the weights are read in place
@@ -200,6 +213,7 @@ class ModulesForward:
             float32_stream(self.model),
             our_attention(self.model),
             self._watching(),
+            nullcontext() if self.in_kernels is None else self.in_kernels.computing(),
         ):  # tried before attention is replaced
             return self.model(input_ids=ids, covey_batch=batch, **inputs, **self.extra)
 

@@ -129,6 +129,7 @@ def verified_attention(forward: Forward, model: Any, choice: AttentionChoice) ->
 def _why_not_verified(forward: Forward, model: Any, choice: AttentionChoice) -> str | None:
     """Reason against Triton's kernels; None if they compile, run and agree with the model."""
     try:
+        _verify_modules(forward, model)
         verify(forward, model, new_cache=_cache_with("triton"))
         verify_draw(forward)
     except Unsupported as error:
@@ -140,6 +141,21 @@ def _why_not_verified(forward: Forward, model: Any, choice: AttentionChoice) -> 
             raise
         return f"Triton's do not run here ({first_line(error)})"
     return None
+
+
+def _verify_modules(forward: Forward, model: Any) -> None:
+    """Let the modules' norms and rotations compute in kernels, unless they differ from the model then."""
+    if not isinstance(forward, ModulesForward):
+        return
+    errors: tuple[type[Exception], ...] = (Unsupported, *TritonDecode.errors())
+    try:
+        forward.take_kernels()
+        verify(forward, model, new_cache=_cache_with("torch"))
+    except errors as error:
+        if is_out_of_memory(error):
+            raise
+        forward.leave_kernels()
+        logger.warning("Norms and rotations are computed by the model's own modules: %s.", first_line(error))
 
 
 def verify_draw(forward: Forward) -> None:

@@ -1,0 +1,215 @@
+"""Norms and rotary embeddings of a model's own modules in one Triton kernel each, for a sampler's passes on a GPU.
+
+The modules stay transformers' own; what lies between their products takes one launch in place of five to ten. A module or function
+is recognised by comparing its output with the formula on random inputs; others are not changed. Numbers are those of `fused_layers`,
+by which the learner computes: float32 inside, rounded once.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from covey.kernels.formula_shapes import epsilon_of
+from covey.kernels.fused_layers import ROTATION, agree, is_fused, without_rotation
+from covey.kernels.triton_decode import TritonDecode
+from covey.models import computing, decoder_of
+
+Run = Callable[[], Tensor]
+"""Forward pass of a few tokens by the modules as they are; returns the logits."""
+
+_here = threading.local()  # `steps`: the `StepKernels` whose pass this thread computes
+
+
+@dataclass(frozen=True)
+class _Norm:
+    epsilon: float
+    offset: float
+    """Number that is added to the weight: 1 where weights begin at 0, as in Gemma."""
+
+    def __call__(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """The formula by PyTorch's operations, in the type of `x`."""
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
+        return (normed if weight is None else normed * (weight.float() + self.offset)).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class _Rotation:
+    """Partners are neighbours with `pairs`, else a half apart; tables have an entry a partner with `by_pair`, else a number."""
+
+    pairs: bool
+    by_pair: bool
+
+    def __call__(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        """The formula by PyTorch's operations: `x` [B, H, S, D], tables [B, S, T]."""
+        table = cosines.shape[-1]
+        turned = 2 * table if self.by_pair and not self.pairs else table
+        at = torch.arange(turned, device=x.device)
+        is_first = at % 2 == 0 if self.pairs else at < turned // 2
+        step = 1 if self.pairs else turned // 2
+        pair = at // 2 if self.pairs else at % (turned // 2)
+        partner = x[..., torch.where(is_first, at + step, at - step)].float()
+        cosines, sines = (t[:, None, :, pair if self.by_pair else at].float() for t in (cosines, sines))
+        rotated = x[..., :turned].float() * cosines + torch.where(is_first, -partner, partner) * sines
+        return torch.cat([rotated.to(x.dtype), x[..., turned:]], -1)
+
+
+ROTATIONS = tuple(_Rotation(pairs, by_pair) for pairs in (False, True) for by_pair in (False, True))
+
+
+class StepKernels:
+    """The recognised norms and rotations of one model, which compute in kernels inside of `computing()`."""
+
+    def __init__(self, model: Any, run: Run) -> None:
+        """`run` shows which norms feed products alone: rounding what they return changes no bit of its logits."""
+        decoder = decoder_of(model)
+        self.norms: dict[nn.Module, _Norm] = {}
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for module in decoder.modules():
+                if (kind := _recognised_norm(module)) is not None:
+                    self.norms[module] = kind
+            self.count = len(self.norms) + _prepare_rotations(decoder)
+            self.feeding = set(_feeding_products(decoder, self.norms, run)) if self.norms else set()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Context in which this thread's passes of the model compute in the kernels."""
+        with ExitStack() as stack:
+            for module, kind in self.norms.items():
+                plain = module.forward
+                stack.enter_context(computing(module, partial(_norm, plain, module, kind, module in self.feeding)))
+            before, _here.steps = getattr(_here, "steps", None), self
+            try:
+                yield
+            finally:
+                _here.steps = before
+
+
+def _product_dtype(x: Tensor) -> torch.dtype | None:
+    """Type of a product of `x`: autocast's, float32 without; None for 16-bit numbers without autocast, which the modules round."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype if x.dtype == torch.float32 else None
+
+
+def _norm(
+    plain: Callable[..., Tensor], module: Any, kind: _Norm, feeds_products: bool, x: Tensor, *more: Any, **others: Any
+) -> Tensor:
+    dtype = _product_dtype(x)
+    if dtype is None or any(value is not None for value in (*more, *others.values())):  # a gate
+        return plain(x, *more, **others)
+    return TritonDecode.norm(x, _weight_of(module), kind.epsilon, kind.offset, dtype if feeds_products else x.dtype)
+
+
+def _rotate(
+    plain: Callable[..., Any], kind: _Rotation, takes_two: bool, x: Tensor, *args: Tensor, **others: Any
+) -> Any:
+    """Rotary embedding of queries and keys, or of one of them, in the kernel where this thread's pass computes so."""
+    xs, tables = ((x, args[0]), args[1:]) if takes_two and args else ((x,), args)
+    place, dtype = others.get("unsqueeze_dim", 1), _product_dtype(x)
+    is_usual = len(tables) == 2 and tables[0].ndim == 3 and not set(others) - {"unsqueeze_dim"} and place in (1, 2)
+    if getattr(_here, "steps", None) is None or dtype is None or not is_usual or any(x.ndim != 4 for x in xs):
+        return plain(x, *args, **others)
+    cosines, sines = tables
+
+    def turn(x: Tensor) -> Tensor:
+        of_heads = x if place == 1 else x.transpose(1, 2)
+        rotated = TritonDecode.rotate(of_heads, cosines, sines, kind.pairs, kind.by_pair, dtype)
+        return rotated if place == 1 else rotated.transpose(1, 2)
+
+    return tuple(map(turn, xs)) if takes_two else turn(x)
+
+
+# -- recognising them ---------------------------------------------------------------------------------------------------
+
+
+def _weight_of(module: Any) -> Tensor | None:
+    weight: Tensor | None = getattr(module, "weight", None)
+    return None if weight is None else weight.detach()
+
+
+def _recognised_norm(module: Any) -> _Norm | None:
+    """RMSNorm with or without a weight; None for another module, or one whose `forward` was replaced but by `fuse`."""
+    epsilon, parameters = epsilon_of(module), dict(module.named_parameters())
+    if not is_fused(module.__dict__.get("forward")):
+        return None
+    if epsilon is None or set(parameters) - {"weight"} or any(x.ndim != 1 for x in parameters.values()):
+        return None
+    weight, width = _weight_of(module), len(parameters.get("weight", range(64)))
+    x = torch.randn(3, width, device="cpu").to("cpu" if weight is None else weight.device)
+    plain = type(module).forward
+    try:
+        want = plain(module, x)
+        kinds = [kind for kind in (_Norm(epsilon, 0.0), _Norm(epsilon, 1.0)) if agree(kind(x, weight), want.float())]
+    except (RuntimeError, TypeError, AttributeError, ValueError):
+        return None
+    return kinds[0] if kinds else None
+
+
+def _prepare_rotations(decoder: nn.Module) -> int:
+    """Let the rotations of this decoder's files ask for the kernel. Returns their number."""
+    count = 0
+    for home in dict.fromkeys(sys.modules[type(module).__module__] for module in decoder.modules()):
+        function = getattr(home, ROTATION, None)
+        if function is None or not home.__name__.startswith("transformers."):
+            continue
+        plain = without_rotation(function, _rotate)
+        for takes_two in (True, False):
+            kind = next((kind for kind in ROTATIONS if _rotates(plain, kind, takes_two)), None)
+            if kind is not None:
+                setattr(home, ROTATION, partial(_rotate, plain, kind, takes_two))
+                count += 1
+                break
+    return count
+
+
+def _rotates(function: Callable[..., Any], kind: _Rotation, takes_two: bool) -> bool:
+    """True if the function is this formula, for tables as wide as the heads, narrower, and half as wide."""
+    query, key = torch.randn(1, 2, 3, 16, device="cpu"), torch.randn(1, 1, 3, 16, device="cpu")
+    xs, agreed = (query, key) if takes_two else (query,), False
+    for width in (16, 8):
+        angles = torch.randn(1, 3, width // 2, device="cpu")
+        tables = [torch.cat([x, x], -1) if kind.pairs and kind.by_pair else x for x in (angles.cos(), angles.sin())]
+        if not kind.by_pair:
+            tables = list(torch.randn(2, 1, 3, width, device="cpu"))
+        try:
+            out = function(*xs, *tables)
+            out = out if takes_two else (out,)
+            if len(out) != len(xs) or not all(agree(kind(x, *tables), y) for x, y in zip(xs, out, strict=True)):
+                return agreed
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return agreed  # without numbers that do not turn
+        agreed = True
+    return agreed
+
+
+def _feeding_products(decoder: nn.Module, norms: Iterable[nn.Module], run: Run) -> Iterator[nn.Module]:
+    """Norms whose every reader is a product: rounded to the type of products, they change no bit. Layers alike are tried together."""
+    chosen, roles = set(norms), dict[str, list[nn.Module]]()
+    for name, module in decoder.named_modules():
+        if module in chosen:
+            roles.setdefault(re.sub(r"\.\d+\.", ".", name), []).append(module)
+    before = run()
+    for alike in roles.values():
+        with ExitStack() as stack:
+            for module in alike:
+                stack.enter_context(computing(module, partial(_rounded, module.forward)))
+            is_same = torch.equal(run(), before)
+        if is_same:
+            yield from alike
+
+
+def _rounded(plain: Callable[..., Tensor], x: Tensor, *more: Any, **others: Any) -> Tensor:
+    dtype, out = _product_dtype(x), plain(x, *more, **others)
+    return out if dtype is None else out.to(dtype).to(out.dtype)
