@@ -202,12 +202,13 @@ def test_tokens_whose_space_the_decoder_strips_have_their_bytes(ids):
 @pytest.mark.parametrize("echo", [False, True])
 def test_places_of_tokens_are_those_in_the_text_where_the_decoder_strips_spaces(echo):
     sampler = NativeSampler(tiny_model("qwen2", vocab_size=5), stripping_tokenizer(), dtype="float32")
-    how = {"model": "policy", "prompt": [1, 2, 3], "max_tokens": 12, "temperature": 1.0, "seed": 1, "logprobs": 1}
+    how = {"model": "policy", "prompt": [1, 2, 3], "max_tokens": 12, "temperature": 1.0, "seed": 20, "logprobs": 1}
     with serving(sampler) as (_, ask):
         (choice,) = ask.completions.create(echo=echo, **how).choices
     offsets = [*choice.logprobs.text_offset, len(choice.text)]
     pieces = [choice.text[start:end] for start, end in itertools.pairwise(offsets)]
     assert pieces == [choice.logprobs.tokens[0].strip(), *choice.logprobs.tokens[1:]]
+    assert " " in choice.logprobs.tokens[-4:], "the decoder shows nothing of one that stands alone"
     assert " world" in choice.logprobs.tokens, "a word is not the same token as its end of a word"
 
 

@@ -163,7 +163,7 @@ class Choice:
             offsets.append(self._offset)
             begins, self._seen = not self._seen, self._seen + 1
             piece = self._characters.decode(token_bytes(self.tokenizer, token, begins=begins))
-            is_hidden = not self.tokenizer.decode([token], skip_special_tokens=True)
+            is_hidden = self.tokenizer.decode([token]) != self.tokenizer.decode([token], skip_special_tokens=True)
             self._offset += 0 if is_hidden and not echoed.startswith(piece, self._offset) else len(piece)
         tops: list[dict[str, float] | None] = []
         for token, logprob, top in tokens:
