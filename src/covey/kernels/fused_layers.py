@@ -9,8 +9,9 @@ A module is recognised by comparing its output with the formula on random inputs
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -180,7 +181,7 @@ def fuse(model: nn.Module, compiled: Compile = compiled) -> int:
             if is_gated(layer.mlp):
                 layer.mlp.__dict__["forward"] = partial(_mlp_forward, layer.mlp, compiled)
                 count += 1
-        for home in dict.fromkeys(sys.modules[type(layer.self_attn).__module__] for layer in layers):
+        for home in homes_of(layer.self_attn for layer in layers):
             original = without_rotation(getattr(home, ROTATION, None), _rotation)
             if original is not None and is_rotation(original):
                 setattr(home, ROTATION, partial(_rotation, original, compiled, layers[0].mlp.down_proj))
@@ -223,20 +224,23 @@ def _mlp_forward(mlp: Any, compiled: Compile, x: Tensor) -> Any:
     return mlp.down_proj(flat.view(gate.shape))
 
 
-def _rotation(
-    original: Callable[..., Any], compiled: Compile, of: nn.Module, query: Tensor, key: Tensor, cos: Tensor,
-    sin: Tensor, *more: Any, **others: Any,
-) -> Any:  # fmt: skip
+def _rotation(original: Callable[..., Any], compiled: Compile, of: nn.Module, /, *args: Any, **others: Any) -> Any:
     """The compiled formula where the tensors are on the device of a fused model's layer, which is `of`; else `original`."""
-    at, dtype = next(of.parameters()).device, _product_dtype(query)
-    if dtype is None or more or others or query.device != at or cos.ndim != 3 or query.ndim != 4:
-        return original(query, key, cos, sin, *more, **others)
-    return _Fused.apply(rotated, compiled, 4, query, key, cos, sin, dtype)
+    is_usual = len(args) == 4 and not others and all(isinstance(x, Tensor) for x in args)
+    dtype = _product_dtype(args[0]) if is_usual else None
+    if dtype is None or args[0].device != next(of.parameters()).device or args[2].ndim != 3 or args[0].ndim != 4:
+        return original(*args, **others)
+    return _Fused.apply(rotated, compiled, 4, *args, dtype)
+
+
+def homes_of(modules: Iterable[nn.Module]) -> Iterator[ModuleType]:
+    """The Python modules of these modules' classes, each once; those that Python does not list (of code that was executed) are left out."""
+    return filter(None, dict.fromkeys(sys.modules.get(type(module).__module__) for module in modules))
 
 
 def without_rotation(function: Any, wrapper: Callable[..., Any]) -> Any:
     """A file's rotation without what `wrapper` put before it; that of others stays."""
-    if not isinstance(function, partial):
+    if not isinstance(function, partial) or not function.args:
         return function
     inner = without_rotation(function.args[0], wrapper)
     return inner if function.func is wrapper else partial(function.func, inner, *function.args[1:], **function.keywords)

@@ -8,7 +8,6 @@ by which the learner computes: float32 inside, rounded once.
 from __future__ import annotations
 
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.kernels.formula_shapes import epsilon_of
-from covey.kernels.fused_layers import ROTATION, agree, is_fused, without_rotation
+from covey.kernels.fused_layers import ROTATION, agree, homes_of, is_fused, without_rotation
 from covey.kernels.triton_decode import TritonDecode
 from covey.models import computing, decoder_of
 
@@ -86,6 +85,8 @@ class StepKernels:
         """Context in which this thread's passes of the model compute in the kernels."""
         with ExitStack() as stack:
             for module, kind in self.norms.items():
+                if not is_fused(module.__dict__.get("forward")):  # replaced since
+                    continue
                 plain = module.forward
                 stack.enter_context(computing(module, partial(_norm, plain, module, kind, module in self.feeding)))
             before, _here.steps = getattr(_here, "steps", None), self
@@ -104,31 +105,31 @@ def _product_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def _norm(
-    plain: Callable[..., Tensor], module: Any, kind: _Norm, feeds_products: bool, x: Tensor, *more: Any, **others: Any
+    plain: Callable[..., Tensor], module: Any, kind: _Norm, feeds_products: bool, /, *args: Any, **others: Any
 ) -> Tensor:
-    dtype = _product_dtype(x)
-    if dtype is None or any(value is not None for value in (*more, *others.values())):  # a gate
-        return plain(x, *more, **others)
-    return TritonDecode.norm(x, _weight_of(module), kind.epsilon, kind.offset, dtype if feeds_products else x.dtype)
+    dtype = _product_dtype(args[0]) if args else None
+    if dtype is None or any(value is not None for value in (*args[1:], *others.values())):  # a gate
+        return plain(*args, **others)
+    made = dtype if feeds_products else args[0].dtype
+    return TritonDecode.norm(args[0], _weight_of(module), kind.epsilon, kind.offset, made)
 
 
-def _rotate(
-    plain: Callable[..., Any], kind: _Rotation, takes_two: bool, x: Tensor, *args: Tensor, **others: Any
-) -> Any:
+def _rotate(plain: Callable[..., Any], kind: _Rotation, takes_two: bool, /, *args: Any, **others: Any) -> Any:
     """Rotary embedding of queries and keys, or of one of them, in the kernel where this thread's pass computes so."""
-    xs, tables = ((x, args[0]), args[1:]) if takes_two and args else ((x,), args)
-    place, dtype = others.get("unsqueeze_dim", 1), _product_dtype(x)
-    is_usual = len(tables) == 2 and tables[0].ndim == 3 and not set(others) - {"unsqueeze_dim"} and place in (1, 2)
-    if getattr(_here, "steps", None) is None or dtype is None or not is_usual or any(x.ndim != 4 for x in xs):
-        return plain(x, *args, **others)
-    cosines, sines = tables
+    xs, tables = args[: 1 + takes_two], args[1 + takes_two :]
+    are_heads = len(tables) == 2 and all(isinstance(x, Tensor) and x.ndim == 4 for x in xs)
+    place = others.get("unsqueeze_dim", 1)
+    is_usual = are_heads and tables[0].ndim == 3 and not set(others) - {"unsqueeze_dim"} and place in (1, 2)
+    dtype = _product_dtype(xs[0]) if is_usual and getattr(_here, "steps", None) is not None else None
+    if dtype is None:
+        return plain(*args, **others)
 
     def turn(x: Tensor) -> Tensor:
         of_heads = x if place == 1 else x.transpose(1, 2)
-        rotated = TritonDecode.rotate(of_heads, cosines, sines, kind.pairs, kind.by_pair, dtype)
+        rotated = TritonDecode.rotate(of_heads, *tables, kind.pairs, kind.by_pair, dtype)
         return rotated if place == 1 else rotated.transpose(1, 2)
 
-    return tuple(map(turn, xs)) if takes_two else turn(x)
+    return tuple(map(turn, xs)) if takes_two else turn(*xs)
 
 
 # -- recognising them ---------------------------------------------------------------------------------------------------
@@ -160,7 +161,7 @@ def _recognised_norm(module: Any) -> _Norm | None:
 def _prepare_rotations(decoder: nn.Module) -> int:
     """Let the rotations of this decoder's files ask for the kernel. Returns their number."""
     count = 0
-    for home in dict.fromkeys(sys.modules[type(module).__module__] for module in decoder.modules()):
+    for home in homes_of(decoder.modules()):
         function = getattr(home, ROTATION, None)
         if function is None or not home.__name__.startswith("transformers."):
             continue
@@ -210,6 +211,6 @@ def _feeding_products(decoder: nn.Module, norms: Iterable[nn.Module], run: Run) 
             yield from alike
 
 
-def _rounded(plain: Callable[..., Tensor], x: Tensor, *more: Any, **others: Any) -> Tensor:
-    dtype, out = _product_dtype(x), plain(x, *more, **others)
+def _rounded(plain: Callable[..., Tensor], /, *args: Any, **others: Any) -> Tensor:
+    dtype, out = _product_dtype(args[0]) if args else None, plain(*args, **others)
     return out if dtype is None else out.to(dtype).to(out.dtype)
