@@ -198,3 +198,23 @@ def test_rotations_bound_by_others_and_classes_of_unlisted_files_are_left_alone(
         assert prepare(model) > 3
         assert home.apply_rotary_pos_emb.args[0] is bound
         home.apply_rotary_pos_emb = bound
+
+
+@pytest.mark.parametrize("error", [AttributeError, AssertionError, KeyError])
+def test_functions_that_fail_in_other_ways_are_left_to_the_modules(monkeypatch, error, caplog):
+    model, _ = built("Granite 3")
+    home = importlib.import_module(type(model).__module__)
+
+    def fail(*args, **others):
+        raise error("not for these")
+
+    monkeypatch.setattr(home, "apply_rotary_pos_emb", fail)
+    assert fuse(model)
+    step_kernels._prepare_rotations(model.model)
+    assert home.apply_rotary_pos_emb is fail
+    monkeypatch.undo()
+    with_twins(monkeypatch)
+    monkeypatch.setattr(TritonDecode, "norm", staticmethod(fail))
+    sampler = NativeSampler(model, tiny_tokenizer(), dtype="float32", attention="triton")
+    assert sampler.forward.in_kernels is None
+    assert "not for these" in caplog.text

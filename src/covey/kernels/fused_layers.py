@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from covey.errors import RAW_ERRORS
 from covey.kernels.adapted_layers import products_of
 from covey.kernels.compiled_cache import keep_compiled_code
 from covey.kernels.formula_shapes import OF_NO_MODEL, FormulaShapes, epsilon_of
@@ -266,7 +267,7 @@ def is_norm(norm: Any) -> bool:
     x = torch.randn(3, len(weight)).to(weight.device, weight.dtype)
     try:
         return agree(norm.forward(x), rms_norm(x, weight, epsilon, x.dtype))
-    except (RuntimeError, TypeError):
+    except RAW_ERRORS:
         return False
 
 
@@ -288,7 +289,7 @@ def is_gated(mlp: Any) -> bool:
         getattr(mlp, name).eval()
     try:
         return agree(mlp.forward(x), mlp.down_proj(gated(mlp.gate_proj(x), mlp.up_proj(x))))
-    except (RuntimeError, TypeError, AttributeError):
+    except RAW_ERRORS:
         return False
     finally:
         for module, mode in modes.items():
@@ -301,7 +302,7 @@ def is_rotation(function: Callable[..., Any]) -> bool:
     try:
         outputs = function(query, key, cosines, sines)
         want = rotated(query, key, cosines, sines, query.dtype)
-    except (RuntimeError, TypeError, ValueError):
+    except RAW_ERRORS:
         return False
     return all(agree(mine, theirs) for mine, theirs in zip(outputs, want, strict=True))
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from covey.errors import RAW_ERRORS
 from covey.kernels.formula_shapes import epsilon_of
 from covey.kernels.fused_layers import ROTATION, agree, homes_of, is_fused, without_rotation
 from covey.kernels.triton_decode import TritonDecode
@@ -153,7 +154,7 @@ def _recognised_norm(module: Any) -> _Norm | None:
     try:
         want = plain(module, x)
         kinds = [kind for kind in (_Norm(epsilon, 0.0), _Norm(epsilon, 1.0)) if agree(kind(x, weight), want.float())]
-    except (RuntimeError, TypeError, AttributeError, ValueError):
+    except RAW_ERRORS:
         return None
     return kinds[0] if kinds else None
 
@@ -189,7 +190,7 @@ def _rotates(function: Callable[..., Any], kind: _Rotation, takes_two: bool) -> 
             out = out if takes_two else (out,)
             if len(out) != len(xs) or not all(agree(kind(x, *tables), y) for x, y in zip(xs, out, strict=True)):
                 return agreed
-        except (RuntimeError, TypeError, ValueError, IndexError):
+        except RAW_ERRORS:
             return agreed  # without numbers that do not turn
         agreed = True
     return agreed

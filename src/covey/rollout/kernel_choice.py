@@ -147,7 +147,7 @@ def _verify_modules(forward: Forward, model: Any) -> None:
     """Let the modules' norms and rotations compute in kernels, unless they differ from the model then."""
     if not isinstance(forward, ModulesForward):
         return
-    errors: tuple[type[Exception], ...] = (Unsupported, *TritonDecode.errors())
+    errors: tuple[type[Exception], ...] = (Unsupported, *RAW_ERRORS, *TritonDecode.errors())
     try:
         forward.take_kernels()
         verify(forward, model, new_cache=_cache_with("torch"))
