@@ -59,7 +59,11 @@ def test_the_right_program_passes_tests_of_every_form(form: str, sandbox: Sandbo
     assert result.passed, result
 
 
-@pytest.mark.parametrize("name, form", rest_nightly(LIES, set(LIES[::23])))
+A_FORM_EACH = [LIES[place * (len(cheats_by_form.FORMS) + 1) % len(LIES)] for place in range(len(cheats_by_form.FORMS))]
+"""Every form of tests once in CI, and every liar."""
+
+
+@pytest.mark.parametrize("name, form", rest_nightly(LIES, A_FORM_EACH))
 def test_a_liar_passes_tests_of_no_form(name: str, form: str, sandbox: Sandbox) -> None:
     result = sandbox.run(cheats_by_form.LIARS[name], cheats_by_form.FORMS[form], timeout=3)
     assert not result.passed, result
