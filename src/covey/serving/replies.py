@@ -179,11 +179,9 @@ class Choice:
         }
 
     def _name(self, token: int) -> str:
-        return (
-            f"token_id:{token}"
-            if self.api_request.names_by_id
-            else token_bytes(self.tokenizer, token).decode(errors="replace")
-        )
+        if self.api_request.names_by_id:
+            return f"token_id:{token}"
+        return token_bytes(self.tokenizer, token).decode(errors="replace")
 
 
 def answer(
