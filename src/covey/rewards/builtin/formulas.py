@@ -33,6 +33,7 @@ _GROUPS = words(
 _COMMANDS = _OPERATORS | _FUNCTIONS | _CONSTANTS | _GROUPS
 _TOKEN = re.compile(r"(?P<space>\s+)|(?P<number>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)|(?P<letters>[a-zA-Z]+)|(?P<command>\\(?:begin|end|mathbb)\{[a-zA-Z]+\}|\\[a-zA-Z]+|\\[{}\\])|(?P<sign>[-+*/^_=<>()\[\]{}|!,&])")  # fmt: skip
 _ASSIGNED = re.compile(r"([a-zA-Z](?:_\w)?(?:\([a-zA-Z]\))?)(?:=|\\in(?![a-z]) ?)([^=<>]+)")
+_SET = re.compile(r"(?:([a-zA-Z](?:_\w)?)\\in ?)?\\\{(.*)\\\}", re.DOTALL)
 _SPLIT = re.compile(r"\\[{}]|[{}()\[\]]|[,;]|(?<![a-zA-Z\\]) ?(?:or|and)(?![a-zA-Z])")
 _NAMED = re.compile(r"(?<![\\a-zA-Z])(sqrt|sin|cos|tan|log|ln|pi)(?![a-zA-Z])")
 _ROOT = re.compile(r"\\sqrt\(([^()]*)\)")
@@ -64,14 +65,15 @@ def is_equal(answer: str, gold: str, evaluate: Evaluate, context: Collection[str
 def parts(text: str) -> list[str]:
     r"""The parts of an answer, each `plain`: at commas, semicolons, "or" and "and" outside of brackets.
 
-    >>> parts(r"1\text{ or }2"), parts(r"\{1, 2\}"), parts("(1, 2)"), parts("1,250"), parts(r"\pm 3")
-    (['1', '2'], ['1', '2'], ['(1,2)'], ['1,250'], ['3', '-3'])
+    >>> parts(r"1\text{ or }2"), parts(r"x\in\{1, 2\}"), parts("(1, 2)"), parts("1,250"), parts(r"\pm 3")
+    (['1', '2'], ['x=1', 'x=2'], ['(1,2)'], ['1,250'], ['3', '-3'])
     """
     text = plain(text)
-    if text.startswith("\\{") and text.endswith("\\}") and text.count("\\{") == 1:
-        text = text[2:-2]
+    name = ""
+    if (elements := _SET.fullmatch(text)) and text.count("\\{") == 1:
+        name, text = f"{elements[1]}=" if elements[1] else "", elements[2]
     if quantity(text) is not None:
-        return [text]
+        return [name + text]
     pieces, depth, start = list[str](), 0, 0
     for mark in _SPLIT.finditer(text):
         depth += (mark[0][-1] in "{([") - (mark[0][-1] in "})]")
@@ -81,7 +83,7 @@ def parts(text: str) -> list[str]:
     pieces = [plain(piece) for piece in [*pieces, text[start:]]]
     if not all(pieces):
         return []
-    return [signed for piece in pieces for signed in _both_signs(piece)]
+    return [name + signed for piece in pieces for signed in _both_signs(piece)]
 
 
 def _both_signs(piece: str) -> list[str]:
