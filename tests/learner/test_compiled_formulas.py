@@ -9,7 +9,8 @@ import torch
 import torch._dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from covey.kernels import LogitKernels, compiled_cache, fuse, fused_layers, fusing_unavailable_reason
+from covey.kernels import LogitKernels, compiled_cache, fuse, fused_layers, fused_ops, fusing_unavailable_reason
+from covey.kernels import compile as compiled
 from covey.kernels.formula_shapes import FormulaShapes
 from covey.kernels.fused_layers import tried
 from covey.learner import Policy
@@ -17,7 +18,14 @@ from covey.learner.memory_estimate import bytes_a_token
 from covey.learner.packing import rows_of
 from covey.learner.preparation import checkpoint_activations, on_accelerator
 from covey.learner.worst_case import groups_of
-from kit import tiny_model
+from kit import forgotten, tiny_model
+
+
+@pytest.fixture(autouse=True)
+def with_kernels_as_before():
+    """What COVEY_CPU_KERNELS=0 says of the C++ kernels is forgotten with each test."""
+    with forgotten(fused_ops._verified, compiled.load):
+        yield
 
 
 @pytest.fixture

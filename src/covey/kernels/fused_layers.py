@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from covey.errors import RAW_ERRORS
 from covey.kernels.adapted_layers import products_of
 from covey.kernels.compiled_cache import keep_compiled_code
-from covey.kernels.formula_shapes import OF_NO_MODEL, FormulaShapes, epsilon_of
+from covey.kernels.formula_shapes import OF_NO_MODEL, FormulaShapes
+from covey.kernels.norms import Norm, agree, recognised_norm
 from covey.models import decoder_of
 from covey.process.memory import is_out_of_memory
 
@@ -41,19 +42,22 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 # -- the formulas -----------------------------------------------------------------------------------------------------
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
-    """[M, D] in `dtype`, computed in float32: the norm and the cast that the following products need are one kernel."""
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype, offset: float = 0.0) -> Tensor:
+    """[M, D] in `dtype`, computed in float32: the norm and the cast that the following products need are one kernel.
+
+    `offset` is added to the weight.
+    """
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * weight.float()).to(dtype)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * (weight.float() + offset)).to(dtype)
 
 
 def rms_norm_backward(
-    gradient: Tensor, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype
+    gradient: Tensor, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `x` and `weight`, in their types."""
     wide, upstream = x.float(), gradient.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-    unit, weighed = wide * scale, upstream * weight.float()
+    unit, weighed = wide * scale, upstream * (weight.float() + offset)
     of_x = scale * (weighed - unit * (weighed * unit).mean(-1, keepdim=True))
     return of_x.to(x.dtype), (upstream * unit).sum(0).to(weight.dtype)
 
@@ -170,22 +174,26 @@ def fuse(model: nn.Module, compiled: Compile = compiled) -> int:
 
     `compiled` makes a kernel of a formula.
     """
-    layers, count = list(recognisable_layers(decoder_of(model))), 0
+    decoder, count = decoder_of(model), 0
+    before_products = {
+        norm
+        for layer in recognisable_layers(decoder)
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm)
+    }
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for layer in layers:
-            norms = [(layer.input_layernorm, True), (layer.post_attention_layernorm, True)]
-            norms += [(getattr(layer.self_attn, name, None), False) for name in ("q_norm", "k_norm")]
-            for norm, feeds_products in norms:
-                if is_norm(norm):
-                    norm.__dict__["forward"] = partial(_norm_forward, norm, compiled, feeds_products)
-                    count += 1
-            if is_gated(layer.mlp):
-                layer.mlp.__dict__["forward"] = partial(_mlp_forward, layer.mlp, compiled)
+        for module in (module for layer in getattr(decoder, "layers", ()) for module in layer.modules()):
+            if "forward" in module.__dict__:
+                continue
+            if (kind := recognised_norm(module)) is not None and module._parameters.get("weight") is not None:
+                module.__dict__["forward"] = partial(_norm_forward, module, compiled, module in before_products, kind)
                 count += 1
-        for home in homes_of(layer.self_attn for layer in layers):
+            elif is_gated(module):
+                module.__dict__["forward"] = partial(_mlp_forward, module, compiled)
+                count += 1
+        for home in homes_of(decoder.modules()):
             original = without_rotation(getattr(home, ROTATION, None), _rotation)
             if original is not None and is_rotation(original):
-                setattr(home, ROTATION, partial(_rotation, original, compiled, layers[0].mlp.down_proj))
+                setattr(home, ROTATION, partial(_rotation, original, compiled, decoder))
     return count
 
 
@@ -206,13 +214,16 @@ def _product_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _norm_forward(norm: Any, compiled: Compile, feeds_products: bool, x: Tensor) -> Tensor:
-    dtype = _product_dtype(x)
-    if dtype is None:
-        plain: Tensor = type(norm).forward(norm, x)
+def _norm_forward(
+    norm: Any, compiled: Compile, feeds_products: bool, kind: Norm, /, *args: Any, **others: Any
+) -> Tensor:
+    dtype = _product_dtype(args[0]) if args else None
+    if dtype is None or any(value is not None for value in (*args[1:], *others.values())):  # a gate
+        plain: Tensor = type(norm).forward(norm, *args, **others)
         return plain
+    (x,) = args[:1]
     flat, made = x.reshape(-1, x.shape[-1]), dtype if feeds_products else x.dtype
-    output: Tensor = _Fused.apply(rms_norm, compiled, 2, flat, norm.weight, epsilon_of(norm), made)
+    output: Tensor = _Fused.apply(rms_norm, compiled, 2, flat, norm.weight, kind.epsilon, made, kind.offset)
     return output.view(x.shape)
 
 
@@ -258,17 +269,9 @@ def recognisable_layers(decoder: nn.Module) -> Iterator[Any]:
 
 
 def is_norm(norm: Any) -> bool:
-    """True for RMSNorm with a weight."""
-    weight = getattr(norm, "weight", None)
-    if norm is None or "forward" in norm.__dict__ or type(weight) is not nn.Parameter or weight.ndim != 1:
-        return False
-    if (epsilon := epsilon_of(norm)) is None:
-        return False
-    x = torch.randn(3, len(weight)).to(weight.device, weight.dtype)
-    try:
-        return agree(norm.forward(x), rms_norm(x, weight, epsilon, x.dtype))
-    except RAW_ERRORS:
-        return False
+    """True for RMSNorm times a weight."""
+    kind = None if norm is None or "forward" in norm.__dict__ else recognised_norm(norm)
+    return kind is not None and kind.offset == 0 and type(getattr(norm, "weight", None)) is nn.Parameter
 
 
 def has_projections(mlp: Any) -> bool:
@@ -305,13 +308,6 @@ def is_rotation(function: Callable[..., Any]) -> bool:
     except RAW_ERRORS:
         return False
     return all(agree(mine, theirs) for mine, theirs in zip(outputs, want, strict=True))
-
-
-def agree(mine: Tensor, two: Tensor) -> bool:
-    """True if equal up to rounding, relative to the largest number; all zeros prove nothing."""
-    top = float(two.abs().max())
-    slack = 1e-4 if mine.dtype == torch.float32 else 3e-2
-    return mine.shape == two.shape and top > 0 and float((mine.float() - two.float()).abs().max()) < slack * top
 
 
 # -- is there a compiler? -----------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from covey.errors import RAW_ERRORS
-from covey.kernels.formula_shapes import epsilon_of
-from covey.kernels.fused_layers import ROTATION, agree, homes_of, is_fused, without_rotation
+from covey.kernels.fused_layers import ROTATION, homes_of, is_fused, without_rotation
+from covey.kernels.norms import Norm, agree, recognised_norm, weight_of
 from covey.kernels.triton_decode import TritonDecode
 from covey.models import computing, decoder_of
 
@@ -28,19 +28,6 @@ Run = Callable[[], Tensor]
 """Forward pass of a few tokens by the modules as they are; returns the logits."""
 
 _here = threading.local()  # `steps`: the `StepKernels` whose pass this thread computes
-
-
-@dataclass(frozen=True)
-class _Norm:
-    epsilon: float
-    offset: float
-    """Number that is added to the weight: 1 where weights begin at 0, as in Gemma."""
-
-    def __call__(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """The formula by PyTorch's operations, in the type of `x`."""
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
-        return (normed if weight is None else normed * (weight.float() + self.offset)).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -73,10 +60,10 @@ class StepKernels:
     def __init__(self, model: Any, run: Run) -> None:
         """`run` shows which norms feed products alone: rounding what they return changes no bit of its logits."""
         decoder = decoder_of(model)
-        self.norms: dict[nn.Module, _Norm] = {}
+        self.norms: dict[nn.Module, Norm] = {}
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for module in decoder.modules():
-                if (kind := _recognised_norm(module)) is not None:
+                if is_fused(module.__dict__.get("forward")) and (kind := recognised_norm(module)) is not None:
                     self.norms[module] = kind
             self.count = len(self.norms) + _prepare_rotations(decoder)
             self.feeding = set(_feeding_products(decoder, self.norms, run)) if self.norms else set()
@@ -106,13 +93,13 @@ def _product_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def _norm(
-    plain: Callable[..., Tensor], module: Any, kind: _Norm, feeds_products: bool, /, *args: Any, **others: Any
+    plain: Callable[..., Tensor], module: Any, kind: Norm, feeds_products: bool, /, *args: Any, **others: Any
 ) -> Tensor:
     dtype = _product_dtype(args[0]) if args else None
     if dtype is None or any(value is not None for value in (*args[1:], *others.values())):  # a gate
         return plain(*args, **others)
     made = dtype if feeds_products else args[0].dtype
-    return TritonDecode.norm(args[0], _weight_of(module), kind.epsilon, kind.offset, made)
+    return TritonDecode.norm(args[0], weight_of(module), kind.epsilon, kind.offset, made)
 
 
 def _rotate(plain: Callable[..., Any], kind: _Rotation, takes_two: bool, /, *args: Any, **others: Any) -> Any:
@@ -127,36 +114,13 @@ def _rotate(plain: Callable[..., Any], kind: _Rotation, takes_two: bool, /, *arg
 
     def turn(x: Tensor) -> Tensor:
         of_heads = x if place == 1 else x.transpose(1, 2)
-        rotated = TritonDecode.rotate(of_heads, *tables, kind.pairs, kind.by_pair, dtype)
+        rotated = TritonDecode.rotate(of_heads, tables[0], tables[1], kind.pairs, kind.by_pair, dtype)
         return rotated if place == 1 else rotated.transpose(1, 2)
 
     return tuple(map(turn, xs)) if takes_two else turn(*xs)
 
 
 # -- recognising them ---------------------------------------------------------------------------------------------------
-
-
-def _weight_of(module: Any) -> Tensor | None:
-    weight: Tensor | None = getattr(module, "weight", None)
-    return None if weight is None else weight.detach()
-
-
-def _recognised_norm(module: Any) -> _Norm | None:
-    """RMSNorm with or without a weight; None for another module, or one whose `forward` was replaced but by `fuse`."""
-    epsilon, parameters = epsilon_of(module), dict(module.named_parameters())
-    if not is_fused(module.__dict__.get("forward")):
-        return None
-    if epsilon is None or set(parameters) - {"weight"} or any(x.ndim != 1 for x in parameters.values()):
-        return None
-    weight, width = _weight_of(module), len(parameters.get("weight", range(64)))
-    x = torch.randn(3, width, device="cpu").to("cpu" if weight is None else weight.device)
-    plain = type(module).forward
-    try:
-        want = plain(module, x)
-        kinds = [kind for kind in (_Norm(epsilon, 0.0), _Norm(epsilon, 1.0)) if agree(kind(x, weight), want.float())]
-    except RAW_ERRORS:
-        return None
-    return kinds[0] if kinds else None
 
 
 def _prepare_rotations(decoder: nn.Module) -> int:
