@@ -207,7 +207,9 @@ for dtype in sys.argv[2:]:
             warps = 4 if fixed["BLOCK_Q"] * width <= 4096 else 8
             compiled(triton_attention._part, target, dtype, fixed, warps, stop="*i32" if is_shared else "*i64")
     compiled(triton_attention._merge, target, dtype, {"BLOCK_S": 4, "BLOCK_D": 64})
-    compiled(triton_layer._add_norm, target, dtype, {"HAS_UPDATE": True, "ROUNDS": wide, "BLOCK": 4096}, 8)
+    norm = {"HAS_UPDATE": True, "HAS_WEIGHT": True, "OFFSET": 1.0, "ROUNDS": wide, "BLOCK": 4096}
+    compiled(triton_layer._add_norm, target, dtype, norm, 8)
+    compiled(triton_layer._rotate, target, dtype, {"PAIRS": wide, "BY_PAIR": wide, "BLOCK": 256}, 1)
     compiled(triton_layer._gated, target, dtype, {"BLOCK": 1024})
     scan = {"HAS_SEEN": True, "HAS_THRESHOLD": True, "WITH_ENTROPY": True, "BLOCK_V": 4096}
     compiled(triton_sampling._scan, target, dtype, scan)
@@ -231,6 +233,7 @@ def test_the_kernels_compile_without_a_device(target):
         "_merge",
         "_add_norm",
         "_gated",
+        "_rotate",
         "_scan",
         "_pick",
         "_threshold",
