@@ -3,9 +3,11 @@
 import os
 import re
 import stat
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from covey.errors import RunFolderError
 from covey.runs.storage import NotPlainError, kind_of, open_plain
@@ -23,7 +25,7 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
-        self._file: tuple[int, int, int] | None = None
+        self._let_go: Callable[[], Any] = lambda: None
 
     def take(self) -> None:
         try:
@@ -31,8 +33,7 @@ class FolderLock:
         except ImportError:
             return
         if os.path.lexists(self.path) and (file := _identity(os.lstat(self.path))) in _LOCKED:
-            _LOCKED[file].append(_LOCKED[file][0])
-            self._file = file
+            self._hold(file, _LOCKED[file][0])
             return
         try:
             descriptor = open_plain(self.path, os.O_RDWR | os.O_CREAT)
@@ -51,17 +52,22 @@ class FolderLock:
             return
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()} on {os.uname().nodename}".encode(), 0)
-        self._file = _identity(os.fstat(descriptor))
-        _LOCKED[self._file] = [descriptor]
+        self._hold(_identity(os.fstat(descriptor)), descriptor)
+
+    def _hold(self, file: tuple[int, int, int], descriptor: int) -> None:
+        _LOCKED.setdefault(file, []).append(descriptor)
+        self._let_go = weakref.finalize(self, _release, file)  # also where a run that failed early is forgotten
 
     def release(self) -> None:
-        if self._file is None:
-            return
-        descriptor = _LOCKED[self._file].pop()
-        if not _LOCKED[self._file]:
-            del _LOCKED[self._file]
-            os.close(descriptor)
-        self._file = None
+        """Let go; may be called twice."""
+        self._let_go()
+
+
+def _release(file: tuple[int, int, int]) -> None:
+    descriptor = _LOCKED[file].pop()
+    if not _LOCKED[file]:
+        del _LOCKED[file]
+        os.close(descriptor)
 
 
 _LOCKED: dict[tuple[int, int, int], list[int]] = {}
