@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from covey.runs.lock import _LOCKED, FolderLock
+from covey.runs.lock import FolderLock
 from forked import Forked, free_port, rank_environment
 
 SCRIPT = """
@@ -44,12 +44,3 @@ def test_a_folder_stays_locked_until_all_of_a_process_have_released_it(tmp_path:
         lock.release()  # a second time is nothing
         codes.append(Forked("-c", other, cwd=tmp_path).wait(60))
     assert codes == [1, 0], "by another process, after each release"
-
-
-def test_a_lock_that_nobody_holds_any_more_is_released(tmp_path: Path) -> None:
-    """A run that fails while it is built leaves its lock behind; a later run of the process must not count it."""
-    FolderLock(tmp_path).take()
-    lock = FolderLock(tmp_path)
-    lock.take()
-    lock.release()
-    assert not [file for file in _LOCKED if file[2] == (tmp_path / ".lock").stat().st_ino]

@@ -3,11 +3,9 @@
 import os
 import re
 import stat
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from covey.errors import RunFolderError
 from covey.runs.storage import NotPlainError, kind_of, open_plain
@@ -25,7 +23,7 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
-        self._let_go: Callable[[], Any] = lambda: None
+        self._file: tuple[int, int, int] | None = None
 
     def take(self) -> None:
         try:
@@ -33,7 +31,8 @@ class FolderLock:
         except ImportError:
             return
         if os.path.lexists(self.path) and (file := _identity(os.lstat(self.path))) in _LOCKED:
-            self._hold(file, _LOCKED[file][0])
+            _LOCKED[file].append(_LOCKED[file][0])
+            self._file = file
             return
         try:
             descriptor = open_plain(self.path, os.O_RDWR | os.O_CREAT)
@@ -52,22 +51,17 @@ class FolderLock:
             return
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()} on {os.uname().nodename}".encode(), 0)
-        self._hold(_identity(os.fstat(descriptor)), descriptor)
-
-    def _hold(self, file: tuple[int, int, int], descriptor: int) -> None:
-        _LOCKED.setdefault(file, []).append(descriptor)
-        self._let_go = weakref.finalize(self, _release, file)  # also where a run that failed early is forgotten
+        self._file = _identity(os.fstat(descriptor))
+        _LOCKED[self._file] = [descriptor]
 
     def release(self) -> None:
-        """Let go; may be called twice."""
-        self._let_go()
-
-
-def _release(file: tuple[int, int, int]) -> None:
-    descriptor = _LOCKED[file].pop()
-    if not _LOCKED[file]:
-        del _LOCKED[file]
-        os.close(descriptor)
+        if self._file is None:
+            return
+        descriptor = _LOCKED[self._file].pop()
+        if not _LOCKED[self._file]:
+            del _LOCKED[self._file]
+            os.close(descriptor)
+        self._file = None
 
 
 _LOCKED: dict[tuple[int, int, int], list[int]] = {}
