@@ -78,7 +78,7 @@ class FakeServer:
         """What it makes of the media of a prompt before its model reads them."""
         self.prompts: list[list[int]] = []
         """Token ids of the prompts that it has continued."""
-        self.logprobs_mode, self.max_model_length = "processed_logprobs", 256
+        self.logprobs_mode = "processed_logprobs"
         self.device, self.dtype = "cpu", "float32"
         self.folder = "/nowhere/policy"
         """Path of the model that it says it serves."""
@@ -112,9 +112,7 @@ class FakeServer:
         if path == "/openapi.json":
             return {"paths": {one: {} for one in self.paths}}
         if path == "/v1/models":
-            return {
-                "data": [{"id": name, "max_model_len": self.max_model_length} for name in ("policy", *self.adapters)]
-            }
+            return {"data": [{"id": name, "max_model_len": 256} for name in ("policy", *self.adapters)]}
         if path == "/server_info":
             return {"vllm_config": self._config()}
         if path == "/tokenize":

@@ -9,9 +9,8 @@ from datasets import Dataset
 from fake_server import FakeServer
 
 from covey import GRPOConfig, GRPOTrainer
-from covey.errors import ConfigError, DataError, ModelError, ServerError
-from covey.models import context_limit, load_tokenizer
-from covey.training.loading import run_context
+from covey.errors import ConfigError, ModelError, ServerError
+from covey.models import load_tokenizer
 from kit import tiny_model, tiny_tokenizer
 
 
@@ -114,36 +113,3 @@ def test_a_server_that_the_network_reaches_is_warned_of_before_weights_are_loade
         trainer(folder, open_server.port)
     assert "is in development mode and listens on all interfaces" in caplog.text
     assert "start it with --host 127.0.0.1" in caplog.text
-
-
-@pytest.mark.parametrize("limit, fits", [(24, True), (20, False)])
-def test_prompts_fit_into_the_servers_length_too_before_it_is_sent_anything(
-    folder, fake, tmp_path, caplog, limit, fits
-):
-    """Its prompt would be refused, and its completions be cut, in the step that draws it."""
-    fake.max_model_length = limit
-    model = tiny_model("qwen2", tie_word_embeddings=False)
-    args = GRPOConfig(
-        str(tmp_path / "run"), use_vllm=True, vllm_mode="server", vllm_server_port=fake.port, max_steps=1, num_generations=2,
-        per_device_train_batch_size=2, max_completion_length=16, save_strategy="no", report_to="none", disable_tqdm=True,
-        use_cpu=True, bf16=False,
-    )  # fmt: skip
-    rows = Dataset.from_list([{"prompt": "2"}, {"prompt": "12345"}])
-    reward = lambda completions, **columns: [0.0] * len(completions)
-    run = GRPOTrainer(model, reward, args, rows, processing_class=load_tokenizer(None, folder))
-    assert (
-        f"takes {limit} tokens, prompt and completion together (its --max-model-len), and the model 256" in caplog.text
-    )
-    if fits:
-        run.train()
-    else:
-        with pytest.raises(DataError, match="has a prompt of 5 tokens, but only 4 fit beside the completion"):
-            run.train()
-    assert ("reload_weights" in fake.calls) == fits
-
-
-def test_the_length_of_an_engine_in_the_process_bounds_prompts_too(tmp_path):
-    model = tiny_model("qwen2")
-    args = GRPOConfig(str(tmp_path), use_vllm=True, vllm_max_model_length=40, report_to="none", use_cpu=True)
-    assert run_context(model, args, None) == 40
-    assert run_context(model, GRPOConfig(str(tmp_path), report_to="none", use_cpu=True), None) == context_limit(model)

@@ -15,6 +15,7 @@ from covey.doctor import data, model, plan, reward_test, rewards, signal, trial
 from covey.doctor.environment import environment
 from covey.doctor.finding import Finding, attempt, failed, passed
 from covey.learner.worst_case import try_longest
+from covey.models import context_limit
 from covey.process.counting import counted
 from covey.process.lean import set_seed
 from covey.process.memory import is_out_of_memory
@@ -22,7 +23,7 @@ from covey.process.world import World
 from covey.training.build import advice_for, build_scorer, checked_dataset
 from covey.training.build_algorithm import build_algorithm
 from covey.training.build_learner import RunInputs
-from covey.training.loading import expect_engine, load_for_training, run_context
+from covey.training.loading import expect_engine, load_for_training
 
 AREAS = ("environment", "options", "data", "model", "rewards", "batches", "memory", "disk", "signal", "time")
 
@@ -128,7 +129,7 @@ def _model(case: Case, so_far: _Loaded) -> Iterator[Finding]:
     is_chat = not isinstance(rows[0]["prompt"], str) if rows else None
     yield from model.model_findings(so_far.model, so_far.tokenizer, so_far.eos, so_far.args, is_chat=is_chat)
     if so_far.dataset is not None:
-        limit = run_context(so_far.model, so_far.args, so_far.server)
+        limit = context_limit(so_far.model)
         for finding in data.data_findings(
             so_far.dataset, so_far.held_out, so_far.tokenizer, so_far.args, limit, so_far.processor
         ):
@@ -224,7 +225,7 @@ def _longest(bench: trial.Bench, so_far: _Loaded) -> Finding:
     """Trial of the longest micro-batch that the run can meet: does it fit into memory?"""
     args = so_far.args
     algorithm = bench.inputs.algorithm.resolve(bench.inputs.algorithm.initial_controllers())
-    room = run_context(so_far.model, args, so_far.server)
+    room = context_limit(so_far.model)
     prompt = so_far.longest_prompt if room is None else min(so_far.longest_prompt, room - args.max_completion_length)
     vocabulary = vocabulary_size(so_far.model)
     sizes = {"prompt_tokens": prompt, "group": args.num_generations, "vocabulary": vocabulary}

@@ -23,6 +23,7 @@ from covey.environments.branches import episode_stages
 from covey.environments.messages import with_thoughts_apart
 from covey.errors import ConfigError, RewardError
 from covey.learner import Learner, Policy
+from covey.models import context_limit
 from covey.monitor.slices import Slices
 from covey.process.interruption import Interruption
 from covey.process.sharding import Shards
@@ -45,7 +46,6 @@ from covey.training.datasets import attach
 from covey.training.drawing import Draws, RolloutSampling
 from covey.training.evaluator import Evaluator, average_of
 from covey.training.invariants import OnPolicyCheck, expect_served_policy
-from covey.training.loading import run_context
 from covey.training.parts import Parts
 from covey.training.session import Session, StopSignal
 from covey.types import Prompt, Stages
@@ -121,7 +121,7 @@ def advice_for(args: GRPOConfig, model: Any, algorithm: Algorithm | None) -> lis
 def build_prompts(inputs: RunInputs, dataset: Any, **options: Any) -> PromptStream:
     """The stream of a data set's prompts. `options`: PromptStream's, such as `shuffle`."""
     args = inputs.args
-    limit = run_context(inputs.model, args, inputs.server)
+    limit = context_limit(inputs.model)
     return PromptStream(
         dataset,
         inputs.tokenizer,

@@ -10,7 +10,7 @@ from covey.config import GRPOConfig
 from covey.config.combinations import expect_together, features_of
 from covey.data import eos_ids, prepare_tokenizer
 from covey.learner.preparation import prepare_for_training
-from covey.models import config_of, context_limit, disable_dropout, load_model, load_tokenizer, reads_media
+from covey.models import config_of, disable_dropout, load_model, load_tokenizer, reads_media
 from covey.models.modalities import load_processing
 from covey.process.cluster import expect_cluster
 from covey.rollout.on_ray import RAY_OPTION
@@ -72,13 +72,6 @@ def expect_engine(
         has_adapter=peft_config is not None or has_adapter(model) or place_of_text(model) is not None,
     )
     return server
-
-
-def run_context(model: Any, args: GRPOConfig, server: Server | None) -> int | None:
-    """The most tokens, prompt and completion together, that both the model and vLLM take; None without a limit."""
-    is_vllm = args.rollout_backend == "vllm"
-    engines = [server.facts.max_model_length if server is not None else args.vllm_max_model_length] if is_vllm else []
-    return min((limit for limit in (context_limit(model), *engines) if limit is not None), default=None)
 
 
 def load_for_training(

@@ -232,10 +232,6 @@ def refuse_other_model(server: Server, config: Any, tokenizer: Any) -> None:
                 f"The server at {where} serves another model: {facts.folder} has {name} {theirs[name]}, this run's model "
                 f"{mine.get(name)}; start it with the model of the run."
             )
-    positions, length = getattr(config.get_text_config(), "max_position_embeddings", None), facts.max_model_length
-    if length is not None and positions is not None and length < positions:
-        sentence = "The vLLM server at %s takes %d tokens, prompt and completion together (its --max-model-len), and the model %d."
-        logger.warning(sentence, where, length, positions)
     refuse_smaller_vocabulary(server, config)
 
 
