@@ -24,7 +24,7 @@ from covey.errors import RAW_ERRORS
 from covey.kernels.adapted_layers import products_of
 from covey.kernels.compiled_cache import keep_compiled_code
 from covey.kernels.formula_shapes import OF_NO_MODEL, FormulaShapes
-from covey.kernels.norms import Norm, agree, recognised_norm
+from covey.kernels.norms import Norm, agree, recognised_norm, rms_norm
 from covey.models import decoder_of
 from covey.process.memory import is_out_of_memory
 
@@ -40,15 +40,6 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 # -- the formulas -----------------------------------------------------------------------------------------------------
-
-
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype, offset: float = 0.0) -> Tensor:
-    """[M, D] in `dtype`, computed in float32: the norm and the cast that the following products need are one kernel.
-
-    `offset` is added to the weight.
-    """
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * (weight.float() + offset)).to(dtype)
 
 
 def rms_norm_backward(
@@ -181,7 +172,7 @@ def fuse(model: nn.Module, compiled: Compile = compiled) -> int:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm)
     }
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for module in (module for layer in getattr(decoder, "layers", ()) for module in layer.modules()):
+        for module in getattr(decoder, "layers", nn.ModuleList()).modules():
             if "forward" in module.__dict__:
                 continue
             if (kind := recognised_norm(module)) is not None and module._parameters.get("weight") is not None:
@@ -221,7 +212,7 @@ def _norm_forward(
     if dtype is None or any(value is not None for value in (*args[1:], *others.values())):  # a gate
         plain: Tensor = type(norm).forward(norm, *args, **others)
         return plain
-    (x,) = args[:1]
+    x = args[0]
     flat, made = x.reshape(-1, x.shape[-1]), dtype if feeds_products else x.dtype
     output: Tensor = _Fused.apply(rms_norm, compiled, 2, flat, norm.weight, kind.epsilon, made, kind.offset)
     return output.view(x.shape)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from covey.kernels import fused_layers as formulas
 from covey.kernels.compile import NUMBERS, largest_gap, load_verified
+from covey.kernels.norms import rms_norm
 
 SOURCE = Path(__file__).parent / "cpp" / "layers.cpp"
 LANES = 16
@@ -124,7 +125,7 @@ def _gap(kernels: LayerKernels, stream: torch.dtype, products: torch.dtype) -> f
     heads = lambda y: y.view(1, 5, 1, 32).transpose(1, 2)
     angles = cosines[None], sines[None], torch.float32
     expected = [
-        formulas.rms_norm(x, weight, 1e-6, torch.float32),
+        rms_norm(x, weight, 1e-6, torch.float32),
         *formulas.rms_norm_backward(gradient, x, weight, 1e-6, torch.float32),
         formulas.gated(gate, up),
         *formulas.gated_backward(gradient, gate, up),

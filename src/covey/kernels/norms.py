@@ -20,11 +20,15 @@ class Norm:
     offset: float
     """Number that is added to the weight: 1 where weights begin at 0, as in Gemma."""
 
-    def __call__(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """The formula by PyTorch's operations, in the type of `x`."""
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
-        return (normed if weight is None else normed * (weight.float() + self.offset)).to(x.dtype)
+
+def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, dtype: torch.dtype, offset: float = 0.0) -> Tensor:
+    """[M, D] in `dtype`, computed in float32: the norm and the cast that the following products need are one kernel.
+
+    `offset` is added to the weight.
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return (normed if weight is None else normed * (weight.float() + offset)).to(dtype)
 
 
 def weight_of(module: Any) -> Tensor | None:
@@ -35,18 +39,19 @@ def weight_of(module: Any) -> Tensor | None:
 
 def recognised_norm(module: Any) -> Norm | None:
     """RMSNorm with or without a weight; None for another module, by its class's `forward`."""
-    epsilon, parameters = epsilon_of(module), dict(module.named_parameters())
-    if epsilon is None or set(parameters) - {"weight"} or any(x.ndim != 1 for x in parameters.values()):
+    if (epsilon := epsilon_of(module)) is None:
+        return None
+    parameters = dict(module.named_parameters())
+    if set(parameters) - {"weight"} or any(x.ndim != 1 for x in parameters.values()):
         return None
     weight, width = weight_of(module), len(parameters.get("weight", range(64)))
     x = torch.randn(3, width, device="cpu").to("cpu" if weight is None else weight.device)
-    plain = type(module).forward
     try:
-        want = plain(module, x)
-        kinds = [kind for kind in (Norm(epsilon, 0.0), Norm(epsilon, 1.0)) if agree(kind(x, weight), want.float())]
+        want = type(module).forward(module, x).float()
+        offsets = [offset for offset in (0.0, 1.0) if agree(rms_norm(x, weight, epsilon, x.dtype, offset), want)]
     except RAW_ERRORS:
         return None
-    return kinds[0] if kinds else None
+    return Norm(epsilon, offsets[0]) if offsets else None
 
 
 def agree(mine: Tensor, two: Tensor) -> bool:
