@@ -60,23 +60,21 @@ class StepKernels:
     def __init__(self, model: Any, run: Run) -> None:
         """`run` shows which norms feed products alone: rounding what they return changes no bit of its logits."""
         decoder = decoder_of(model)
-        self.norms: dict[nn.Module, Norm] = {}
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            for module in decoder.modules():
-                if is_fused(module.__dict__.get("forward")) and (kind := recognised_norm(module)) is not None:
-                    self.norms[module] = kind
-            self.count = len(self.norms) + _prepare_rotations(decoder)
-            self.feeding = set(_feeding_products(decoder, self.norms, run)) if self.norms else set()
+            candidates = [module for module in decoder.modules() if is_fused(module.__dict__.get("forward"))]
+            kinds = {module: kind for module in candidates if (kind := recognised_norm(module)) is not None}
+            self.count = len(kinds) + _prepare_rotations(decoder)
+            self.feeding = set(_feeding_products(decoder, kinds, run)) if kinds else set()
+        self.norms = {module: partial(_norm, module, kind, module in self.feeding) for module, kind in kinds.items()}
+        """Forward of each norm."""
 
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Context in which this thread's passes of the model compute in the kernels."""
         with ExitStack() as stack:
-            for module, kind in self.norms.items():
-                if not is_fused(module.__dict__.get("forward")):  # replaced since
-                    continue
-                plain = module.forward
-                stack.enter_context(computing(module, partial(_norm, plain, module, kind, module in self.feeding)))
+            for module, forward in self.norms.items():
+                if is_fused(module.__dict__.get("forward")):  # not replaced since
+                    stack.enter_context(computing(module, forward))
             before, _here.steps = getattr(_here, "steps", None), self
             try:
                 yield
@@ -92,12 +90,11 @@ def _product_dtype(x: Tensor) -> torch.dtype | None:
     return x.dtype if x.dtype == torch.float32 else None
 
 
-def _norm(
-    plain: Callable[..., Tensor], module: Any, kind: Norm, feeds_products: bool, /, *args: Any, **others: Any
-) -> Tensor:
+def _norm(module: Any, kind: Norm, feeds_products: bool, /, *args: Any, **others: Any) -> Tensor:
     dtype = _product_dtype(args[0]) if args else None
     if dtype is None or any(value is not None for value in (*args[1:], *others.values())):  # a gate
-        return plain(*args, **others)
+        plain: Tensor = type(module).forward(module, *args, **others)
+        return plain
     made = dtype if feeds_products else args[0].dtype
     return TritonDecode.norm(args[0], weight_of(module), kind.epsilon, kind.offset, made)
 

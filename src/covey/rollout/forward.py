@@ -135,15 +135,11 @@ class ModulesForward:
         with float32_stream(self.model):
             return self.model(input_ids=ids, use_cache=False)
 
-    def take_kernels(self) -> int:
-        """Compute recognised norms and rotations in Triton's kernels from now on. Returns their number."""
+    def take_kernels(self) -> None:
+        """Compute recognised norms and rotations in Triton's kernels from now on."""
         ids = torch.arange(4, device=self.device)[None] % self.vocab_size
         with self.evaluating():
             self.in_kernels = StepKernels(self.model, lambda: self._trial(ids).logits)
-        return self.in_kernels.count
-
-    def leave_kernels(self) -> None:
-        self.in_kernels = None
 
     def refresh(self) -> bool:
         return True  # the weights are read in place

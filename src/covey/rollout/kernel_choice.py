@@ -154,7 +154,7 @@ def _verify_modules(forward: Forward, model: Any) -> None:
     except errors as error:
         if is_out_of_memory(error):
             raise
-        forward.leave_kernels()
+        forward.in_kernels = None
         logger.warning("Norms and rotations are computed by the model's own modules: %s.", first_line(error))
 
 
