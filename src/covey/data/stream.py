@@ -212,9 +212,9 @@ class PromptStream:
         beyond = tokens_beyond(self.tokenizer, self.num_embeddings)
         if limit is None and not beyond:
             return
-        count = min(len(self._dataset), _FIRST_CHECK_ROWS)
+        count, template = min(len(self._dataset), _FIRST_CHECK_ROWS), str(self.template)
         for index, (prompt, options) in enumerate(first_prompts(self._dataset, count, self.name)):
-            is_long = limit is not None and _most_tokens(prompt, (self.template, options)) > limit
+            is_long = limit is not None and _most_tokens(prompt, f"{template}{options}") > limit
             if is_long or any(token in f"{prompt} {options}" for token in beyond):
                 self._prompt(f"0:{index}", row_at(self._dataset, index, self.name))
 
@@ -253,7 +253,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def _most_tokens(value: Any, template: Any) -> int:
+def _most_tokens(value: Any, template: str) -> int:
     """No fewer than the prompt's tokens, without a tokenizer: a token is at least one byte, a template adds some text and its options' tools."""
     if isinstance(value, str):
         return len(value.encode("utf-8", "surrogatepass")) + 2
