@@ -322,9 +322,10 @@ class GRPOTrainer(TRLInterface):
         )
         if folder is not None:
             rewards = [spec.call for spec in self.scorer.rewards]
-            parts: dict[str, Any] = {"algorithm": self.algorithm, "rewards": rewards}
-            parts["reward_weights"] = self.scorer.weight_options
-            described = folder.describe(args=args, dataset=self.train_dataset, model=self.model, **parts)
+            described = folder.describe(
+                args=args, algorithm=self.algorithm, rewards=rewards, reward_weights=self.scorer.weight_options,
+                dataset=self.train_dataset, model=self.model,
+            )  # fmt: skip
             self.trackers.follow(described["id"], lambda: session.is_stop_requested)
         return session
 
