@@ -248,7 +248,7 @@ _OF_DATA = frozenset(
 
 
 def _there(name: str) -> Any:
-    """An operation that is asked there."""
+    """An operation that runs there."""
     return lambda self, *arguments: self._link.ask(name, self, *arguments)
 
 

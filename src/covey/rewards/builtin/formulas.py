@@ -50,7 +50,7 @@ def is_equal(answer: str, gold: str, evaluate: Evaluate, context: Collection[str
         return True
     first, second = parts(answer), parts(gold)
     if len(first) < len(second):
-        first = parts(answer.replace(",", ", "))  # `100,200` is a number, unless two are asked for
+        first = parts(answer.replace(",", ", "))  # `100,200` is a number, unless the gold has two
     if not first or len(first) != len(second) or len(first) > _MOST_PARTS:
         return False
     for part in second:
