@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from covey.errors import ConfigError
 from covey.runs.lock import FolderLock
+from faults.small_runs import trainer
 from forked import Forked, free_port, rank_environment
 
 SCRIPT = """
@@ -35,12 +37,23 @@ def test_a_folder_stays_locked_until_all_of_a_process_have_released_it(tmp_path:
     first, second = FolderLock(tmp_path), FolderLock(tmp_path)
     first.take()
     second.take()
-    other = (
-        f"from pathlib import Path; from covey.runs.lock import FolderLock; FolderLock(Path({str(tmp_path)!r})).take()"
-    )
     codes = []
     for lock in (second, first):
         lock.release()
         lock.release()  # a second time is nothing
-        codes.append(Forked("-c", other, cwd=tmp_path).wait(60))
+        codes.append(locked_by_another(tmp_path))
     assert codes == [1, 0], "by another process, after each release"
+
+
+def test_a_run_that_fails_while_it_is_built_lets_its_folder_go(tmp_path: Path) -> None:
+    """As in a notebook, where the process and the trainer go on."""
+    first = trainer(tmp_path, max_steps=1, lr_scheduler_kwargs={"wrong": 1})
+    with pytest.raises(ConfigError, match="lr_scheduler_kwargs"):
+        first.train()
+    assert locked_by_another(tmp_path) == 0
+
+
+def locked_by_another(folder: Path) -> int:
+    """Exit code of another process that locks the folder; 1 where it is in use."""
+    code = "from pathlib import Path; from covey.runs.lock import FolderLock; FolderLock(Path.cwd()).take()"
+    return Forked("-c", code, cwd=folder).wait(60)

@@ -65,6 +65,13 @@ class RunFolder:
         self._lock = lock
         self._step = 0 if resumed_from is None else int(checksums.read(resumed_from)["step"])
         self._refused: set[str] = set()
+        self._is_closed = False
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.close("finished" if kind is None else "failed")
 
     @staticmethod
     def create(
@@ -193,7 +200,10 @@ class RunFolder:
         self._try("evaluations", lambda: evaluations.write(self.path / evaluations.FOLDER, step, name, rows))
 
     def close(self, outcome: Outcome = "finished") -> None:
-        """Say in `run.json` how it ended, and let the folder go. May be called twice."""
+        """Say in `run.json` how it ended, and let the folder go. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         for log in (self.metrics, self.events, self.alerts, self.evaluations):
             log.close()
         run_json = manifest.read(self.path / manifest.NAME)

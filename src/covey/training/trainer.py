@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -154,9 +154,9 @@ class GRPOTrainer(TRLInterface):
         rewards = [spec.call for spec in self.scorer.rewards]
         expect_resumable(start, self.args, self.train_dataset, self.model, rewards=rewards, tells=self.world.is_main)
         disk_errors = as_disk_errors("A file of the run", self.output_dir, self.output_dir)
-        with lasting_output(), disk_errors, StopRequest() as stop, closing(self.scorer), closing(self.trackers):
-            parts = self._build_parts(stop, start)
-            self._parts = parts
+        scorer, trackers = closing(self.scorer), closing(self.trackers)
+        with lasting_output(), disk_errors, StopRequest() as stop, scorer, trackers, self._folder(start) as folder:
+            self._parts = parts = self._build_parts(stop, start, folder)
             state = TrainState(controllers=self.algorithm.initial_controllers())
             state = state if start is None else self._resume(parts, start)
             self.started_at = state.step
@@ -241,8 +241,7 @@ class GRPOTrainer(TRLInterface):
             server=self._server,
         )
 
-    def _build_parts(self, stop: StopRequest, start: Path | None) -> Parts:
-        folder = self._folder(start) if self.world.is_main else None
+    def _build_parts(self, stop: StopRequest, start: Path | None, folder: RunFolder | None) -> Parts:
         meter = UpdateMeter(self.model)
         session = partial(self._build_session, stop=stop, folder=folder, meter=meter)
         inputs = replace(
@@ -262,8 +261,9 @@ class GRPOTrainer(TRLInterface):
     def _advice(self) -> list[str]:
         return advice_for(self.args, self.model, self.algorithm)
 
-    def _folder(self, start: Path | None) -> RunFolder:
-        return RunFolder.create(self.output_dir, resume=start, strict=self.is_strict, restarts=self._restarts)
+    def _folder(self, start: Path | None) -> AbstractContextManager[RunFolder | None]:
+        options: dict[str, Any] = {"resume": start, "strict": self.is_strict, "restarts": self._restarts}
+        return RunFolder.create(self.output_dir, **options) if self.world.is_main else nullcontext()
 
     def _parts_without_training(self) -> Parts:
         """Parts for an evaluation without training in this process."""

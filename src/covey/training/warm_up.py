@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from covey.config import GRPOConfig
@@ -140,8 +139,8 @@ class SFTTrainer(GRPOTrainer):
     def _advice(self) -> list[str]:
         return [remark for remark in super()._advice() if "num_generations" not in remark]
 
-    def _build_parts(self, stop: Any, start: Path | None) -> Parts:
-        return replace(super()._build_parts(stop, start), has_rewards=False)
+    def _build_parts(self, *args: Any) -> Parts:
+        return replace(super()._build_parts(*args), has_rewards=False)
 
     def _parts_without_training(self) -> Parts:
         return replace(super()._parts_without_training(), has_rewards=False)
