@@ -106,6 +106,18 @@ GRANITE = CHAT.replace(
     EACH
     + '\n<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}',
 )
+MINIMAX1 = CHAT.replace(
+    "CALLS",
+    "\n<tool_calls>\n"
+    + EACH
+    + '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n{% endfor %}</tool_calls>',
+)
+MUSE = (
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}{% if m.reasoning_content %} to=self<|message|>"
+    "{{ m.reasoning_content }}<|eom|><|start|>assistant{% endif %}{% if m.tool_calls %} to={{ m.tool_calls[0].function.name }}"
+    "<|message|>{{ m.content or '' }}<calls>\n" + EACH + INVOKE + "{% endfor %}</calls>{% else %} to=user<|message|>{{ m.content }}"
+    "{% endif %}{% else %}<|message|>{{ m.content }}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)  # fmt: skip
 FAMILIES = {
     "Gemma 4": (GEMMA, ("<|end|>",), None),
     "LFM 2.5": (LFM, ("<|end|>",), None),
@@ -113,6 +125,7 @@ FAMILIES = {
     "OLMo 3": (OLMO, ("<|end|>",), None),
     "Command A": (COHERE, ("<|end|>",), None),
     "Command R+": (COMMAND_R, ("<|end|>",), None),
+    "MiniMax M1": (MINIMAX1, ("<|end|>",), None),
     "MiniMax M2": (MINIMAX, ("<|end|>",), None),
     "DeepSeek V3.2": (DSML, ("<|end|>",), None),
     "Kimi K3": (KIMI3, ("<|end|>",), None),

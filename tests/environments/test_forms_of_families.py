@@ -12,7 +12,7 @@ from covey.environments import Template, tools_of
 from covey.environments.call_forms import WrittenCall, typed_argument
 from covey.errors import ModelError
 from environments.acting import CHATML, chat_tokenizer
-from environments.families import FAMILIES
+from environments.families import FAMILIES, MUSE
 
 
 def add(a: int, b: str) -> int:
@@ -175,6 +175,38 @@ def test_thoughts_that_the_template_drops_later_stay_in_the_tokens_that_are_lear
     assert [call.name for call in calls] == ["add"]
     later = template._render([*ask, drawn, answer, {"role": "assistant", "content": "9"}, *ask], tokenize=True)
     assert "I add." not in tokenizer.decode(later)  # rendered again, the thought would be gone
+
+
+def test_a_channel_of_thoughts_is_no_call():
+    """Where the channel of a call names the tool as well, thoughts to another name are none."""
+    tokenizer = chat_tokenizer(MUSE, ("<|start|>", "<|message|>", "<|eom|>", "<|end|>"), eos="<|end|>")
+    template = Template(tokenizer, [tokenizer.eos_token_id], {})
+    turn = " to=self<|message|>I add.<|eom|><|start|>assistant to=add<|message|><calls>\n"
+    turn += '<invoke name="add">\n<parameter name="a">7</parameter>\n</invoke>\n</calls><|end|>'
+    _, calls = template.calls_in(tokenizer(turn, add_special_tokens=False)["input_ids"])
+    assert [(call.name, call.arguments) for call in calls] == [("add", {"a": "7"})]
+
+
+def test_an_object_behind_a_call_is_a_call_only_with_a_name():
+    template, tokenizer = of("MiniMax M1")
+    read = lambda text: template.calls_in(tokenizer(text)["input_ids"])
+    first = '{"name": "add", "arguments": {"a": 1}}'
+    _, calls = read(f"<tool_calls>\n{first}\n" + '{"name": "add", "arg\n</tool_calls>')
+    assert [(call.name, call.problem is None) for call in calls] == [("add", True), ("", False)]
+    text, calls = read(f"<tool_calls>\n{first}" + '{"a": 1}</tool_calls>')
+    assert [call.name for call in calls] == ["add"]
+    assert '{"a": 1}' in text
+
+
+def test_a_template_that_fails_at_a_call_is_refused_with_its_own_words():
+    """As Kimi K2 Thinking's, which changes a list: transformers renders templates where nothing may be changed."""
+    text = CHATML.replace("{% for call in", "{% set _ = [].append(1) %}{% for call in", 1)
+    assert text != CHATML
+    tokenizer = chat_tokenizer(text)
+    with pytest.raises(
+        ModelError, match=r"fails at a turn with a tool call \(SecurityError: .*append.*set tokenizer\.chat_template"
+    ):
+        Template(tokenizer, [tokenizer.eos_token_id], {})
 
 
 def test_a_form_that_is_not_understood_is_shown_with_what_to_set():

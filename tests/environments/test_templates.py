@@ -184,4 +184,5 @@ def test_published_templates_are_learnt_or_refused():
         learnt.append(Path(file).stem)
     families = "qwen2_5 qwen3 qwen3_5_think qwen3_8 llama3_1 glm4moe deepseekv3 gptoss gemma4 gemma4_v5 lfm2_2_5 nemotron_3_super muse_glimmer"
     assert set(families.split()) <= set(learnt)
-    assert all("does not write tool calls" in reason for reason in refused)  # none writes calls that are not understood
+    no_calls = re.compile("does not write tool calls|fails at a turn with a tool call")
+    assert all(map(no_calls.search, refused))  # none writes calls that are not understood

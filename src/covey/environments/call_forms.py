@@ -59,7 +59,8 @@ def name_and_json_form(body: str) -> Callable[[str], tuple[str, list[WrittenCall
 
 def tagged_form(body: str) -> Callable[[str], tuple[str, list[WrittenCall]]] | None:
     """Keys and values between tags, as Qwen3-Coder's and GLM's templates write them."""
-    places = [body.find(word) for word in (NAME, KEYS[0], VALUES[0], KEYS[1], VALUES[1])]
+    places = [body.find(word) for word in (KEYS[0], VALUES[0], KEYS[1], VALUES[1])]
+    places = [body.rfind(NAME, 0, max(places[0], 0)), *places]  # a channel may name the tool before
     if -1 in places or places != sorted(places):
         return None
     name, key, value, second, last = places
@@ -138,6 +139,13 @@ class _JsonCalls:
             parts.append(text[at:start])
             value, at, problem = read_json(text, start + len(self.opener))
             calls += [WrittenCall("", text[at:][:200], problem)] if problem else self._calls(value)
+            while problem is None and text[at:].lstrip().startswith("{"):  # MiniMax M1: several behind one opener
+                value, stop, problem = read_json(text, at)
+                is_call = isinstance(value, Mapping) and self.name_key in value
+                if not is_call and (problem is None or not self.closer):
+                    break
+                calls += self._calls(value) if is_call else [WrittenCall("", text[stop:][:200], problem)]
+                at = stop
             if problem:
                 stop = text.find(self.closer, at) if self.closer else -1
                 at = len(text) if stop < 0 else stop

@@ -25,7 +25,7 @@ from covey.environments.call_forms import (
 from covey.environments.keyed_calls import keyed_form
 from covey.environments.messages import parsed_response, read_channels, thoughts_in, thoughts_of, without_specials
 from covey.environments.thoughts import thought_marks
-from covey.errors import ModelError
+from covey.errors import ModelError, message_of
 from covey.rollout.environments import Answer
 from covey.types import Media, Message
 
@@ -72,6 +72,7 @@ class Template:
         self._arguments_as_text, self._id_style = False, ID
         self._wrapper = ""  # text that opens the calls, without special tokens
         self._before_body = ""
+        self._failures: list[str] = []  # the template's own exceptions at a turn with a call
         self._in_parts: frozenset[str] = frozenset()
         """Roles whose content the template reads in parts alone, as those of images may."""
         self._in_parts = self._roles_in_parts([_ASK], "qxquestion")
@@ -274,6 +275,11 @@ class Template:
                 + f", such as {body.strip()[:200]!r}; set tokenizer.response_template, by which transformers' parse_response reads "
                 "them, or another tokenizer.chat_template."
             )
+        if len(self._failures) == len(_WAYS):
+            raise ModelError(
+                f"the tokenizer's chat template fails at a turn with a tool call ({self._failures[0]}); set tokenizer.chat_template "
+                "to one that transformers can render."
+            )
         raise ModelError(
             "the tokenizer's chat template does not write tool calls, so the model cannot make any; use an instruct model "
             "that was trained with tools, or set tokenizer.chat_template."
@@ -292,7 +298,8 @@ class Template:
         try:
             start = self._render([_ASK], tokenize=False, add_generation_prompt=True)
             whole = self._render([_ASK, self._assistant([NAME], arguments)], tokenize=False)
-        except Exception:  # noqa: BLE001 - a template is a program and may raise anything
+        except Exception as error:  # noqa: BLE001 - a template is a program and may raise anything
+            self._failures.append(f"{type(error).__name__}: {message_of(error, 200)}")
             return None
         shared = next((i for i, (a, b) in enumerate(zip(start, whole, strict=False)) if a != b), len(start))
         tag = whole.rfind("<", 0, shared)
