@@ -22,6 +22,10 @@ from covey.rewards import (
     resolve,
 )
 from covey.rewards.builtin import verify
+from covey.rewards.builtin.answers import conclusion
+from covey.rewards.builtin.code import program_of
+from covey.rewards.builtin.gym import answer_of
+from covey.rewards.builtin.math import math_reward
 from covey.rewards.builtin.text import text_of
 from kit import group, tiny_reward_model, tiny_tokenizer
 
@@ -162,8 +166,36 @@ def test_repetition_is_the_share_of_repeated_ngrams():
 
 def test_the_text_of_a_completion_is_what_the_assistant_wrote():
     assert text_of("a") == "a"
-    assert text_of([{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}, {"content": "c"}]) == "ac"
+    assert (
+        text_of([{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}, {"content": "c"}]) == "a\n\nc"
+    )
     assert text_of([{"role": "assistant", "content": None}]) == ""
+
+
+def test_numbers_of_two_turns_are_never_read_as_one():
+    turns = [{"role": "assistant", "content": "I take 7"}, {"role": "tool", "content": "ok"}]
+    turns.append({"role": "assistant", "content": "2 are left."})
+    assert math_reward([turns, turns], answer=["72", "2"]) == [0.0, 1.0]
+
+
+ANSWERS = {
+    "math": r"<think>Maybe \boxed{5}.</think> So 6 are left.",
+    "exact": r"<think>Maybe \boxed{5}.</think>6",
+    "numeric": r"[THINK]Maybe \boxed{5}.[/THINK] It is 6.",
+    "f1": r"<think>Maybe \boxed{5}.</think> 6",
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_in_thoughts_that_are_closed_does_not_count(name):
+    assert resolve(name).call([ANSWERS[name]] * 2, answer=["5", "6"]) == [0.0, 1.0]
+
+
+def test_a_choice_and_a_program_in_thoughts_do_not_count():
+    text = "<think>\n```python\nx = 1\nThe answer is A.</think>The answer is B.\n```python\ny = 2\n```"
+    assert resolve("choice").call([text] * 2, answer=["A", "B"]) == [0.0, 1.0]
+    assert program_of(conclusion(text)) == "y = 2\n"
+    assert answer_of("<think><answer>7</answer></think>8") == "8"
 
 
 EXAMPLES = {

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
+import time
 from itertools import product
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from math_pairs import BOMBS, pairs
 
 from covey.errors import RewardError
 from covey.rewards import resolve
-from covey.rewards.builtin import verify
+from covey.rewards.builtin import math, verify
 from covey.rewards.builtin.formulas import readable
 from example_counts import examples
 from kit import rest_nightly
@@ -42,6 +45,36 @@ def test_bombs_are_wrong_and_the_answers_beside_them_are_judged():
     assert scores([*BOMBS, *honest, *BOMBS]) == [0.0] * len(BOMBS) + [1.0, 1.0, 0.0] + [0.0] * len(BOMBS)
     after = os.times()
     assert after.user - before.user < 5  # of this process: the bombs go off elsewhere
+
+
+def test_an_answer_is_not_scored_where_a_busy_machine_gave_it_no_time(monkeypatch):
+    pytest.importorskip("math_verify")
+    slow = ("7", r"\boxed{99999999!}")
+    assert scores([slow]) == [0.0]  # it had its time
+    monkeypatch.setattr(math, "_BATCH_SECONDS", -1.0)
+    assert scores([slow, ("7", r"\boxed{7}")]) == [None, 1.0]
+
+
+def test_a_comparison_that_another_process_ends_is_no_verdict():
+    pytest.importorskip("math_verify")
+    verifier = verify.shared()
+    verifier.is_equal("x", "y", seconds=1)
+    assert verifier._process is not None
+    number = verifier._process.pid
+
+    def kill_its_child():
+        while not (children := Path(f"/proc/{number}/task/{number}/children").read_text().split()):
+            time.sleep(0.01)
+        os.kill(int(children[0]), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_its_child)
+    killer.start()
+    with pytest.raises(verify.InterruptedComparisonError):
+        verifier.is_equal("7", "99999999!", seconds=20)
+    killer.join()
+    with pytest.raises(TimeoutError) as late:
+        verifier.is_equal("7", "99999999!", seconds=0.05)
+    assert late.type is TimeoutError
 
 
 FORMS = [

@@ -7,6 +7,7 @@ from fractions import Fraction
 from covey.rewards.builtin.units import is_unit, unit_name
 
 _MARK = re.compile(r"####[ \t]*([^\n]*)")
+_THOUGHTS_END = re.compile(r"</think>|\[/THINK\]")
 _BOX = re.compile(r"\\f?box(?:ed)?(?![a-z])[ \t]*")
 _MOST_BOXES = 17
 _JOINED = frozenset({"", ",", ";", "or", "and"})
@@ -35,15 +36,26 @@ _LONGEST_STATEMENT = 2000
 # -- an answer in a text --------------------------------------------------------------------------------------------------
 
 
+def conclusion(text: str) -> str:
+    """The text after the thoughts of a reasoning model; all of it where it closes none.
+
+    >>> conclusion("<think>5?</think> 6"), conclusion("<think>5?")
+    (' 6', '<think>5?')
+    """
+    ends = [end.end() for end in _THOUGHTS_END.finditer(text)]
+    return text[ends[-1] :] if ends else text
+
+
 def marked_answer(text: str) -> str | None:
     r"""Final answer that a text marks: after the last `####` on its line (GSM8K), or in the last `\boxed{}`.
 
-    Of both, the one that comes last. Boxes that follow each other at once (`\boxed{5} or \boxed{6}`) are one answer of
+    Of both, the one that comes last; what stands in thoughts that are closed is no answer. Boxes that follow each other at once (`\boxed{5} or \boxed{6}`) are one answer of
     several parts. `None` when the text marks none, or the mark is empty.
 
     >>> marked_answer("3 + 4 = 7\n#### 7"), marked_answer(r"so \boxed{\frac{1}{2}}"), marked_answer("7")
     ('7', '\\frac{1}{2}', None)
     """
+    text = conclusion(text)
     line, boxes = _last_mark(text), _last_boxes(text)
     if line is not None and (boxes is None or line[0] > boxes[0]):
         return line[1] or None
@@ -58,6 +70,7 @@ def final_answer(text: str) -> str | None:
     >>> final_answer("He pays 3 dollars, so 1,250 are left."), final_answer("none"), final_answer("5, 6 or 7")
     ('1,250', None, None)
     """
+    text = conclusion(text)
     if _last_mark(text) is not None or _last_boxes(text) is not None:
         return marked_answer(text)
     end = text[-_LONGEST_STATEMENT:].translate(_WIDE)
@@ -74,7 +87,7 @@ def final_answer(text: str) -> str | None:
 def gold_answer(text: str) -> str:
     """The answer of a data set's own solution: its marked answer, else all of its text."""
     marked = marked_answer(text)
-    return text.strip() if marked is None else marked
+    return conclusion(text).strip() if marked is None else marked
 
 
 def _last_mark(text: str) -> tuple[int, str] | None:
@@ -124,7 +137,7 @@ def _last_value(text: str) -> str | None:
     if last is None:
         return None
     before, value = text[: last.start()][-80:], last[0]
-    if _IN_A_LIST.search(before) or _DENIED.search(before):
+    if _IN_A_LIST.search(before.rpartition("\n\n")[2]) or _DENIED.search(before):
         return None
     if value[0] in "\\$" and value[-1] in ")]$":
         return value

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from covey.errors import ConfigError, RewardError
-from covey.rewards.builtin.answers import gold_answer, marked_answer, number, plain
+from covey.rewards.builtin.answers import conclusion, gold_answer, marked_answer, number, plain
 from covey.rewards.builtin.text import last_tagged, text_of, values_in
 
 _ARTICLES = frozenset({"a", "an", "the"})
@@ -66,6 +66,7 @@ class ChoiceLetter:
 
     def chosen(self, text: str) -> str | None:
         """The letter that a text chooses, as a capital; `None` for none or several."""
+        text = conclusion(text)
         tagged = last_tagged(text, "answer")
         marked = marked_answer(text) if tagged is None else tagged
         if marked is not None:
@@ -135,7 +136,7 @@ class Numeric:
 
     def _score(self, text: str, gold: Fraction) -> float:
         marked = marked_answer(text)
-        numbers = _NUMBER.findall(text) if marked is None else [marked]
+        numbers = _NUMBER.findall(conclusion(text)) if marked is None else [marked]
         value = number_within(numbers[-1].rstrip(",.")) if numbers else None
         if value is None:
             return 0.0
@@ -154,8 +155,8 @@ def _decimal(value: float) -> Fraction:
 def number_within(text: str) -> Fraction | None:
     """The number that a text is, also as `1.5e-3`, `2 million` and with a unit after it; `None` for others.
 
-    >>> number_within("2.50 m"), number_within("1e3"), number_within("3 or 4"), number_within("2 million")
-    (Fraction(5, 2), Fraction(1000, 1), None, Fraction(2000000, 1))
+    >>> number_within("2.50 m"), number_within("1e3"), number_within("3 or 4"), number_within("2 million"), number_within("1,5")
+    (Fraction(5, 2), Fraction(1000, 1), None, Fraction(2000000, 1), None)
     """
     exact = number(text)
     if exact is not None:
@@ -164,7 +165,10 @@ def number_within(text: str) -> Fraction | None:
     if sized is not None:
         value = number(sized[1])
         return None if value is None else value * 10 ** _MAGNITUDES[sized[2].lower()]
-    match = re.fullmatch(r"\s*\$?([-+]?(?:\d[\d,]*\.?\d*|\.\d+))(?:[eE]([-+]?\d{1,3}))?\s*[^\d\s]*\s*", text[:200])
+    match = re.fullmatch(
+        r"\s*\$?([-+]?(?:(?:\d+|\d{1,3}(?:,\d{2,3})*,\d{3})\.?\d*|\.\d+))(?:[eE]([-+]?\d{1,3}))?\s*[^\d\s]*\s*",
+        text[:200],
+    )
     return None if match is None else Fraction(match[1].replace(",", "")) * Fraction(10) ** int(match[2] or 0)
 
 
@@ -250,8 +254,8 @@ def best(score: Any, text: str, gold: Any) -> float | None:
 
 
 def answer_in(completion: Any) -> str:
-    """Marked answer of a completion, or all of its text."""
-    text = text_of(completion)
+    """Marked answer of a completion, or all of its text after its thoughts."""
+    text = conclusion(text_of(completion))
     marked = marked_answer(text)
     return text if marked is None else marked
 

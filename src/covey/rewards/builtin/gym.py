@@ -3,7 +3,7 @@
 from typing import Any
 
 from covey.data import gym as tasks
-from covey.rewards.builtin.answers import marked_answer
+from covey.rewards.builtin.answers import conclusion, marked_answer
 from covey.rewards.builtin.text import last_tagged, text_of
 from covey.rewards.decorators import per_completion
 
@@ -24,8 +24,9 @@ def answer_of(text: str) -> str:
     >>> answer_of("<think>7?</think> <answer> 8 </answer>"), answer_of("<think>7?</think>\\n8")
     ('8', '8')
     """
+    text = conclusion(text)
     tagged = last_tagged(text, "answer")
     if tagged is not None:
         return tagged.strip()
     marked = marked_answer(text)
-    return text.rsplit("</think>", 1)[-1].strip() if marked is None else marked
+    return text.strip() if marked is None else marked

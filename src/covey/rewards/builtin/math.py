@@ -1,6 +1,5 @@
 """Rewards for right answers: mathematics by value, short answers by text."""
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ from typing import Any
 from covey.data.rendering import prompt_text
 from covey.errors import RewardError
 from covey.rewards.builtin import verify
-from covey.rewards.builtin.answers import final_answer, is_same, marked_answer, number
+from covey.rewards.builtin.answers import conclusion, final_answer, is_same, marked_answer, number
 from covey.rewards.builtin.choice import golds_of
 from covey.rewards.builtin.formulas import is_equal
 from covey.rewards.builtin.text import text_of
@@ -23,7 +22,7 @@ logger = logging.getLogger(__name__)
 _QUICK_SECONDS, _VERIFY_SECONDS = 0.15, 0.5
 """Processor time for one answer at first, and for those that need longer; an answer that needs more is wrong."""
 _BATCH_SECONDS, _LONGEST_BATCH_SECONDS = 20.0, 90.0
-"""Time after which no answer of a batch gets the longer time, and after which the rest of it is not judged (`None`)."""
+"""Time after which no answer of a batch gets the longer time, and after which none is begun: the rest is not judged (`None`)."""
 
 _LIMIT_SECONDS = 120.0
 """Time limit of one call: starting math-verify takes seconds, which a short limit of the run is not meant for."""
@@ -46,10 +45,11 @@ def math_reward(
 
     Of several gold answers in a list any is right.
     The gold answer is in the column `answer`, or else `solution`: after GSM8K's `####`, in `\boxed{}`, or the whole text. The
-    completion's is after its last `####`, in its last `\boxed{}`, after its last "the answer is", or its last number. The same
+    completion's is, behind thoughts that `</think>` closes, after its last `####`, in its last `\boxed{}`, after its last "the answer is", or its last number. The same
     text or the same exact number is right (1,250.00 = 1250, 0.5 = 1/2, 72 eggs = 72 where the question speaks of eggs).
     A formula that is read whole is compared by math-verify (`pip install 'covey[math]'`) in a process of its own, for at
-    most 0.65 seconds of processor time; anything else is wrong. `None` also where math-verify cannot parse the gold answer.
+    most 0.65 seconds of processor time; anything else is wrong. `None` also where math-verify cannot parse the gold answer, or
+    the machine was too busy to give an answer that time.
 
     Raises RewardError for a gold formula without math-verify.
     """
@@ -87,7 +87,7 @@ def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **colum
     r"""TRL's reward of this name: math-verify's verdict, with the answer taken only from `\boxed{}` or dollar signs.
 
     `None` where the solution cannot be parsed. Needs math-verify; each comparison has at most 0.65 seconds of processor time in a
-    process of its own, past which the answer is wrong.
+    process of its own, past which the answer is wrong; where a busy machine could not give them, `None`.
     """
     if not verify.is_installed():
         raise RewardError("accuracy_reward needs math-verify: pip install 'covey[math]', or use the reward 'math'.")
@@ -115,20 +115,29 @@ def _within_time(judges: Sequence[_Judge]) -> list[float | None]:
     started = time.monotonic()
     verdicts, late = list[float | None](), list[int]()
     for i, judge in enumerate(judges):
+        verdict = None
         try:
-            is_over = time.monotonic() - started > _LONGEST_BATCH_SECONDS
-            verdict = None if is_over else judge(seconds=_QUICK_SECONDS)
+            if time.monotonic() - started <= _LONGEST_BATCH_SECONDS:
+                verdict = judge(seconds=_QUICK_SECONDS)
         except TimeoutError:
-            verdict = False
             late.append(i)
         verdicts.append(None if verdict is None else float(verdict))
     for i in late:
         if time.monotonic() - started > _BATCH_SECONDS:
-            break
-        with contextlib.suppress(TimeoutError):
-            verdict = judges[i](seconds=_VERIFY_SECONDS)
-            verdicts[i] = None if verdict is None else float(verdict)
+            break  # without their time they are not judged: a slow machine costs no reward
+        verdict = _verdict(judges[i])
+        verdicts[i] = None if verdict is None else float(verdict)
     return verdicts
+
+
+def _verdict(judge: _Judge) -> bool | None:
+    """Of the longer time: False where the answer used it up, `None` where the machine did not give it."""
+    try:
+        return judge(seconds=_VERIFY_SECONDS)
+    except verify.InterruptedComparisonError:
+        return None
+    except TimeoutError:
+        return False
 
 
 def _judge(text: str, gold: str, nouns: frozenset[str], *, seconds: float) -> bool | None:
@@ -166,7 +175,7 @@ def _nouns(
 
 def _matches(text: str, gold: str) -> float:
     marked = marked_answer(text)
-    candidates = [marked if marked is not None else text]
+    candidates = [marked if marked is not None else conclusion(text)]
     if marked is None and number(gold) is not None:
         candidates.append(final_answer(text) or "")
     return float(any(is_same(candidate, gold) for candidate in candidates))

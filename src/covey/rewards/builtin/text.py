@@ -35,10 +35,11 @@ def words_in(text: str) -> list[str]:
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion: itself, or the content of the assistant's messages."""
+    """The text of a completion: itself, or the content of the assistant's messages, a blank line between them."""
     if isinstance(completion, str):
         return completion
-    return "".join(content_text(m.get("content")) for m in completion if m.get("role", "assistant") == "assistant")
+    turns = (content_text(m.get("content")) for m in completion if m.get("role", "assistant") == "assistant")
+    return "\n\n".join(filter(None, turns))
 
 
 def values_in(cell: Any) -> list[Any]:

@@ -27,7 +27,7 @@ _WARM = (
 
 
 def main() -> None:
-    """Answer each line `{"id", "gold", "answer", "anchored", "seconds"}` with `{"id", "equal", "late"}` until the input ends."""
+    """Answer each line `{"id", "gold", "answer", "anchored", "seconds"}` with `{"id", "equal", "end"}` until the input ends."""
     _confine()
     import math_verify  # noqa: F401 - its second is not the first request's
 
@@ -68,15 +68,15 @@ def compare(request: Mapping[str, Any]) -> bool | None:
     return bool(verify(gold, answer, timeout_seconds=None))
 
 
-def _judge(request: Mapping[str, Any]) -> dict[str, bool | None]:
+def _judge(request: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        return {"equal": compare(request), "late": False}
+        return {"equal": compare(request), "end": "whole"}
     except Exception:  # noqa: BLE001 - sympy may raise anything on model-written text; then they are not equal
-        return {"equal": False, "late": False}
+        return {"equal": False, "end": "whole"}
 
 
-def _apart(request: Mapping[str, Any]) -> dict[str, bool | None]:
-    """The verdict of a forked process, which the kernel ends after `seconds` of processor time."""
+def _apart(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The verdict of a forked process, which the kernel ends after `seconds` of processor time: `late`; by others, `interrupted`."""
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
@@ -88,8 +88,9 @@ def _apart(request: Mapping[str, Any]) -> dict[str, bool | None]:
     os.close(writes)
     with os.fdopen(reads, "rb") as pipe:
         written = pipe.read()
-    os.waitpid(child, 0)
-    return json.loads(written) if written else {"equal": False, "late": True}
+    _, status = os.waitpid(child, 0)
+    is_late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
+    return json.loads(written) if written else {"equal": None, "end": "late" if is_late else "interrupted"}
 
 
 def _confine() -> None:

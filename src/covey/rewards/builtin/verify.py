@@ -18,6 +18,10 @@ _LONGEST = 2000
 """Characters of an answer that are read; the end of a longer text."""
 
 
+class InterruptedComparisonError(TimeoutError):
+    """A comparison that ended before its processor time was used up: on a busy machine, or without memory."""
+
+
 class Verifier:
     """Compares answers in a child process, started when first needed and again after each time it had to be killed."""
 
@@ -32,7 +36,7 @@ class Verifier:
         """True if both formulas are equal; `None` when the gold one cannot be parsed.
 
         `anchored`: both are texts, and the answer is taken only from a box or between dollar signs. `seconds` of processor
-        time, else `timeout_seconds`. Raises TimeoutError when they do not suffice.
+        time, else `timeout_seconds`. Raises TimeoutError when they do not suffice, InterruptedComparisonError when they were not to be had.
         """
         seconds = self.timeout_seconds if seconds is None else seconds
         with self._lock:
@@ -59,14 +63,14 @@ class Verifier:
                 line = self._replies.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
                 self._kill()
-                raise TimeoutError from None
+                raise InterruptedComparisonError from None
             if line is None:  # the process is gone
                 self._kill()
                 return None
             reply = json.loads(line)
             if reply["id"] == expected:  # others answer a call that was interrupted
-                if reply["late"]:
-                    raise TimeoutError
+                if reply["end"] != "whole":
+                    raise TimeoutError if reply["end"] == "late" else InterruptedComparisonError
                 return None if reply["equal"] is None else bool(reply["equal"])
 
     def _running(self) -> subprocess.Popen[str]:
