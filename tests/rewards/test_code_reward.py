@@ -219,3 +219,10 @@ def test_programs_are_run_side_by_side_as_their_completions_come_in() -> None:
     scorer.close()
     assert scored.rewards is not None
     assert scored.rewards[:, 0].tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("column", ["test_imports", "setup", "test_setup_code", "test_setup"])
+def test_code_before_the_tests_is_a_text_or_a_list_of_lines(column: str) -> None:
+    reward, setup = Code(workers=1), "def twice(x): return 2 * x"
+    for cell in (setup, ["import math", setup]):
+        assert reward(RIGHT, tests=["assert double(4) == twice(4)"], **{column: cell}) == 1.0

@@ -359,6 +359,23 @@ def test_tokens_and_cost_are_counted_and_bounded(serve):
         score(reward, "a", "ab")
 
 
+def test_a_bound_of_the_cost_that_cannot_be_kept_is_refused(serve):
+    with pytest.raises(ConfigError, match="price_in or price_out"):
+        JudgeReward("http://localhost:1/v1", "m", max_cost=1.0)
+    server = serve(
+        lambda messages, number: (200, {}, json.dumps({"choices": [{"message": {"content": '{"score": 1}'}}]}))
+    )
+    with pytest.raises(RewardError, match="how many tokens"):
+        score(judge(server, price_in=1.0, max_cost=1.0), "abc")
+
+
+def test_a_reference_column_that_was_named_must_be_there():
+    reward = JudgeReward("http://localhost:1/v1", "m", reference_column="gold")
+    with pytest.raises(DataError, match="needs a column gold"):
+        check(RewardSpec(name="judge", call=reward), ["prompt", "answer"])
+    check(RewardSpec(name="judge", call=JudgeReward("http://localhost:1/v1", "m")), ["prompt", "answer"])
+
+
 # -- in a run ----------------------------------------------------------------------------------------------------------------
 
 

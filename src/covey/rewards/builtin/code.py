@@ -7,12 +7,14 @@ from functools import cache
 from typing import Any
 
 from covey.errors import ConfigError, RewardError
+from covey.rewards.builtin.answers import conclusion
 from covey.rewards.builtin.code_tests import COLUMNS, for_program, row_tests
 from covey.rewards.builtin.text import text_of
 from covey.rewards.decorators import CallOptions
 from covey.sandbox import Sandbox
 
-_SETUP = ("setup", "test_setup_code", "test_setup")
+_SETUP = ("test_imports", "setup", "test_setup_code", "test_setup")
+"""Columns of code that runs before tests that are statements: a text, or a list of lines."""
 _SHARES = ("passed", "wrong", "error", "syntax", "timeout", "memory")
 
 
@@ -25,7 +27,7 @@ class Code:
     `input_output` (APPS and TACO: JSON with `inputs` and `outputs`), `test_cases`, or `private_test_cases` and
     `public_test_cases` (LiveCodeBench); `column` names another. They are statements, one text or a list; pairs of input and
     output; or, with `fn_name` or `metadata`'s `func_name`, arguments and result of a function or of a method of `Solution`. Code
-    for statements stands in `setup`, `test_setup_code` or `test_setup`. `None` for a row without tests.
+    for statements stands in `test_imports`, `setup`, `test_setup_code` and `test_setup`. `None` for a row without tests.
     `timeout` (seconds) and `memory_mb` (MiB) limit one program. Python with its standard library alone, or
     with `numpy` NumPy too. Tests of functions run in
     another process, others in the program's; with `strict` all in another (docs/sandbox.md).
@@ -68,11 +70,11 @@ class Code:
         tests = row_tests(columns, self.column)
         if not tests:
             return None
-        program = program_of(text_of(completion))
+        program = program_of(conclusion(text_of(completion)))
         if program is None:
             return 0.0
         program, tests, near = for_program(tests, program)
-        setup = near or next((str(columns[name]) for name in _SETUP if columns.get(name)), "")
+        setup = near or "\n".join(line for name in _SETUP for line in _lines(columns.get(name)))
         sandbox = _sandbox(os.getpid(), self.workers, self.allow_unisolated, self.numpy)
         statements = isinstance(tests[0], str)
         result = sandbox.run(
@@ -91,6 +93,10 @@ class Code:
         if result.reason == "tests":
             raise RewardError(result.detail)
         return sum(result.tests) / len(result.tests) if self.partial else float(result.passed)
+
+
+def _lines(code: Any) -> list[str]:
+    return [code] if isinstance(code, str) else list(map(str, code or ()))
 
 
 def program_of(text: str) -> str | None:

@@ -52,6 +52,10 @@ class Judge:
     def __post_init__(self) -> None:
         if self.concurrency < 1 or self.asks < 1 or self.deadline_seconds <= 0:
             raise ConfigError("judge: concurrency and asks must be at least 1, and deadline_seconds above 0.")
+        if self.max_cost < math.inf and not (self.price_in > 0 or self.price_out > 0):
+            raise ConfigError(
+                f"judge(max_cost={self.max_cost:g}) counts nothing without prices; give price_in or price_out, of a million tokens."
+            )
         object.__setattr__(self, "_gate", threading.BoundedSemaphore(self.concurrency))
 
     def all(self, questions: Sequence[Sequence[Message]], read: Callable[[str], T]) -> list[T | Exception]:
@@ -111,6 +115,10 @@ class Judge:
                 f"The judge has cost {self.spent.cost:.2f}, and max_cost is {self.max_cost:.2f}; raise it to go on."
             )
         reply = self.endpoint.ask(messages, until)
+        if self.max_cost < math.inf and not reply.prompt_tokens + reply.completion_tokens:
+            raise RewardError(
+                f"The judge at {self.endpoint.url} does not say how many tokens it used; leave max_cost out."
+            )
         with self._lock:
             self.spent.requests += reply.num_requests
             self.spent.prompt_tokens += reply.prompt_tokens

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from covey.data.rendering import content_text
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.chat_endpoint import Message, ReplyError
 from covey.rewards.builtin.judge import Judge, Spent, judge_of
@@ -27,6 +28,7 @@ _SYSTEM = (
 _LONGEST = 200_000
 """Characters of a response that a judge is shown; a longer one is an error, not a shorter text."""
 _LONGEST_REPLY = 50_000
+_REFERENCE = "reference"
 _OPENING = re.compile(r'\{(?=\s*["}])')
 _SLACK = 3
 """Deadlines that the scorer waits for one call, so that it can repeat a failed call on halves."""
@@ -36,7 +38,7 @@ class JudgeReward:
     """The mark that a judge gives each completion by a rubric, from 0 (`low`) to 1 (`high`).
 
     `url` and `model` name an OpenAI-compatible endpoint; `rubric` is a text or a file of one; with a column
-    `reference_column` the judge is shown the reference too. `options` are those of `Endpoint` and `Judge`: `retries`,
+    `reference_column` the judge is shown the reference too, and another name than `reference` must be there. `options` are those of `Endpoint` and `Judge`: `retries`,
     `deadline_seconds`, `concurrency`, `cache` (a file), `price_in`, `max_cost` ... An empty completion gets 0 unasked. A reply
     that is not one JSON object with a score within the scale is asked for again and then an error: never a score.
 
@@ -53,12 +55,13 @@ class JudgeReward:
         rubric: str = RUBRIC,
         low: float = 0,
         high: float = 10,
-        reference_column: str = "reference",
+        reference_column: str = _REFERENCE,
         **options: Any,
     ) -> None:
         if not low < high:
             raise ConfigError(f"judge: low={low} must lie below high={high}.")
         self.low, self.high, self.reference_column = low, high, reference_column
+        self.needs_one_of = () if reference_column == _REFERENCE else (reference_column,)
         self.rubric = _rubric(rubric)
         self.judge = judge_of({"url": url, "model": model, **options})
         self.__covey_reward__ = _call_options(self.judge)
@@ -263,10 +266,21 @@ def reference_of(cell: Any) -> str:
 
 
 def task_of(prompt: Any) -> str:
-    """A prompt as a judge reads it: its text, or its messages with their roles."""
+    """A prompt as a judge reads it: its text, or its messages with their roles; an image or a sound by its kind alone.
+
+    >>> task_of([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}])
+    '[user] [image] What is it?'
+    """
     if isinstance(prompt, str):
         return prompt
-    return "\n\n".join(f"[{message.get('role', 'user')}] {message.get('content') or ''}" for message in prompt)
+    return "\n\n".join(f"[{message.get('role', 'user')}] {_shown(message.get('content'))}" for message in prompt)
+
+
+def _shown(content: Any) -> str:
+    """The text of a message, and the kinds of its parts that have none."""
+    parts = content if isinstance(content, list | tuple) else [content]
+    is_part = lambda part: isinstance(part, Mapping) and "type" in part
+    return " ".join(content_text([p]) or f"[{p['type']}]" if is_part(p) else content_text(p) for p in parts)
 
 
 def _only_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
