@@ -70,7 +70,7 @@ def a_layer(arch, is_prepared, monkeypatch):
         def attention(query, key, value):
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
 
-        def attend(query, key, value, layouts, mask, *, kernel, scale, dropout, live=live):
+        def attend(query, key, value, layouts, mask, *, kernel, product, live=live):
             return live.counted(attention)(*(x.to(torch.bfloat16) for x in (query, key, value)))
 
         monkeypatch.setattr(SharedPromptAttention, "attend", staticmethod(attend))

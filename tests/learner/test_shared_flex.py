@@ -67,6 +67,19 @@ def test_the_trial_finds_a_kernel_that_is_wrong(flex_on_a_cpu, monkeypatch):
     assert "its values differ from SDPA's by" in tried(heads())
 
 
+def test_sinks_take_part_in_the_softmax_and_the_trial_finds_a_kernel_without_them(flex_on_a_cpu, monkeypatch):
+    """A model with sinks: `test_shared_windows.py`."""
+    with_sinks = replace(heads(torch.float64), has_sinks=True)
+    assert tried(with_sinks) is None
+    tried.cache_clear()
+    whole = shared_flex._attention
+    monkeypatch.setattr(shared_flex, "_attention", lambda q, k, v, sinks, **options: whole(q, k, v, None, **options))
+    assert "does not compile or run here" in tried(with_sinks)  # sinks without a gradient
+    tried.cache_clear()
+    monkeypatch.setattr(shared_flex, "_attention", lambda q, k, v, s, **options: whole(q, k, v, 2 * s, **options))
+    assert "its values differ from SDPA's by" in tried(with_sinks)
+
+
 def test_the_trial_says_why_a_kernel_fails(flex_on_a_cpu, monkeypatch):
     def fails(*given, **options):
         raise NotImplementedError("no kernel for this width")

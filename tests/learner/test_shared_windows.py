@@ -48,10 +48,11 @@ def build(kind, **more):
 @pytest.mark.parametrize(
     "kind, kernel, recomputes",
     [(kind, OWN, False) for kind in KINDS]
-    + [("mistral", BY_PART, False), ("gemma3", FLEX, False), ("llama4", OWN, True)]
+    + [("mistral", BY_PART, False), ("gpt_oss", BY_PART, False), ("llama4", OWN, True)]
+    + [("gemma3", FLEX, False), ("gpt_oss", FLEX, True)]
     + rest_nightly([(kind, FLEX, False) for kind in ("llama4", "mistral", "gemma2")], 0)
     + rest_nightly([*((kind, OWN, True) for kind in KINDS if kind != "llama4"), ("mistral", BY_PART, True)], 0)
-    + rest_nightly([(kind, FLEX, True) for kind in ("gemma3", "llama4", "mistral", "gemma2")], 0),
+    + rest_nightly([("gpt_oss", FLEX, False), *((kind, FLEX, True) for kind in KINDS if kind != "gpt_oss")], 0),
 )
 def test_a_window_gives_the_values_and_gradients_of_one_row_at_a_time(kind, kernel, recomputes, flex_on_a_cpu):
     model = build(kind)

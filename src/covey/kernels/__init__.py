@@ -5,6 +5,7 @@ results differ from PyTorch's, PyTorch computes.
 """
 
 from covey.kernels.adapted_layers import add_adapters_inside_products
+from covey.kernels.attention_product import AttentionProduct
 from covey.kernels.compile import unavailable_reason
 from covey.kernels.decode import CacheTables, DecodeKernels, DecodeStep, DecodeWeights
 from covey.kernels.flex_attention import AttentionHeads
@@ -36,8 +37,8 @@ from covey.kernels.triton_decode import TritonDecode
 from covey.kernels.windows import Window, attention_windows
 
 __all__ = [
-    "CHOICE", "AttentionHeads", "CacheTables", "DecodeKernels", "DecodeStep", "DecodeWeights", "HalfWeights",
-    "InPlaceLinear", "IndexCache", "Layout", "LogitKernels", "Recomputing", "Routers", "SamplerLinear",
+    "CHOICE", "AttentionHeads", "AttentionProduct", "CacheTables", "DecodeKernels", "DecodeStep", "DecodeWeights",
+    "HalfWeights", "InPlaceLinear", "IndexCache", "Layout", "LogitKernels", "Recomputing", "Routers", "SamplerLinear",
     "SharedPromptAttention", "StepKernels", "TritonDecode", "WeightMatmul", "Window", "add_adapters_inside_products",
     "attention_windows", "cache_factory", "cache_keyword", "choices", "choosing_few", "find_indexers", "find_routers",
     "footprint", "fuse", "fusing_unavailable_reason", "has_states", "has_windows", "in_place_steps", "is_chosen",

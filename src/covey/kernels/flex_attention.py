@@ -14,11 +14,11 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from covey.kernels.attention_product import AttentionProduct
 from covey.kernels.compiled_cache import keep_compiled_code
 from covey.kernels.layout import Layout
 from covey.kernels.windows import Window
@@ -43,6 +43,7 @@ class AttentionHeads:
     value_width: int
     dtype: torch.dtype
     device: torch.device
+    has_sinks: bool = False
 
 
 def padded(tokens: int) -> int:
@@ -136,20 +137,35 @@ def _ordered(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     return blocks.sum(1).to(device, torch.int32)[None, None], order.to(device, torch.int32)[None, None]
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None) -> Tensor:
-    """[1, H, S, D], [1, K, S, D], [1, K, S, E] -> [1, S, H, E]; K divides H. Compiled on CUDA."""
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask,
+    scale: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """[1, H, S, D], [1, K, S, D], [1, K, S, E] -> [1, S, H, E]; K divides H; `sinks` are [H]. Compiled on CUDA."""
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     is_compiled = device == "cuda" and not is_in_torch_dispatch_mode(include_infra_modes=False)  # see `compiled`
-    run = _compiled() if is_compiled else flex_attention
+    run = _compiled() if is_compiled else _attention
     with torch.autocast(device, enabled=False):
         inputs = [x.to(dtype) for x in (query, key, value)]
         options = _options(dtype, query.shape[-1])
-        out = run(
-            *inputs, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1], kernel_options=options
-        )
-    assert isinstance(out, Tensor)
+        out: Tensor = run(
+            *inputs, sinks, block_mask=mask, scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1], kernel_options=options,
+        )  # fmt: skip
     return out.transpose(1, 2)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, **options: Any) -> Any:
+    """FlexAttention, and with sinks: a logit a head that takes part in the softmax and has no value."""
+    if sinks is None:
+        return flex_attention(query, key, value, **options)
+    out, aux = flex_attention(query, key, value, return_aux=AuxRequest(lse=True), **options)
+    return (out * torch.sigmoid(aux.lse - sinks[:, None])[..., None]).to(out.dtype)
 
 
 def _options(dtype: torch.dtype, width: int) -> dict[str, Any] | None:
@@ -164,7 +180,7 @@ def _options(dtype: torch.dtype, width: int) -> dict[str, Any] | None:
 def _compiled() -> Any:
     """FlexAttention compiled once for all lengths, which differ in every micro-batch."""
     keep_compiled_code()
-    return torch.compile(flex_attention, dynamic=True)
+    return torch.compile(_attention, dynamic=True)
 
 
 def reason_against(heads: AttentionHeads) -> str | None:
@@ -181,7 +197,7 @@ def reason_against(heads: AttentionHeads) -> str | None:
 
 @lru_cache
 def tried(heads: AttentionHeads) -> str | None:
-    """Trial of forward and backward at two lengths against SDPA with an explicit mask: None, or the reason of its failure."""
+    """Trial of forward and backward at two lengths against explicit attention: None, or the reason of its failure."""
     for layout in (Layout(0, 40, (150, 30)), Layout(0, 300, (1, 0, 200, 180))):
         try:
             gap = _gap(heads, layout)
@@ -197,7 +213,7 @@ def tried(heads: AttentionHeads) -> str | None:
 
 
 def _gap(heads: AttentionHeads, layout: Layout) -> float:
-    """Largest relative difference to SDPA of the output and the three gradients, on random inputs."""
+    """Largest relative difference to PyTorch's operations of the output and the gradients, on random inputs."""
     tokens = layout.length + sum(layout.counts)
     size = padded(tokens)
     layouts = (layout, Layout(tokens, size - tokens, ()))
@@ -206,19 +222,20 @@ def _gap(heads: AttentionHeads, layout: Layout) -> float:
     make = lambda count, width: draws(count, width).transpose(1, 2)  # as layers pass them: other strides compile again
     leaves = [make(heads.query, heads.width), make(heads.key, heads.width), make(heads.key, heads.value_width)]
     sign = make(heads.query, heads.value_width).transpose(1, 2)
+    if heads.has_sinks:
+        leaves.append(torch.randn(heads.query, generator=draw).to(heads.device))
     place = torch.arange(size, device=heads.device)
     seen = _KeyRanges.of(layouts).to(heads.device).allows()(place, place, place[:, None], place[None])
 
-    def by_flex(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attend(query, key, value, mask_of(layouts, heads.device), None)
+    def by_flex(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return attend(query, key, value, mask_of(layouts, heads.device), None, sinks)
 
-    def by_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        is_grouped = heads.query != heads.key
-        return F.scaled_dot_product_attention(query, key, value, seen, enable_gqa=is_grouped).transpose(1, 2)
+    def by_product(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return AttentionProduct(None, 0.0, None, sinks)(query, key, value, seen).transpose(1, 2)
 
     results = []
     with torch.enable_grad(), torch.autocast(heads.device.type, enabled=False):
-        for run in (by_flex, by_sdpa):
+        for run in (by_flex, by_product):
             inputs = [leaf.detach().requires_grad_() for leaf in leaves]
             out = run(*inputs)
             results.append([out.detach(), *torch.autograd.grad((out * sign).sum(), inputs)])

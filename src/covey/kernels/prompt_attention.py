@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from covey.kernels import flex_attention
+from covey.kernels.attention_product import AttentionProduct
 from covey.kernels.flex_attention import AttentionHeads
 from covey.kernels.layout import Layout
 from covey.kernels.matmul import padded_rows
@@ -47,15 +48,14 @@ class SharedPromptAttention:
         mask: Any,
         *,
         kernel: str,
-        scale: float | None,
-        dropout: float,
+        product: AttentionProduct,
     ) -> Tensor | None:
-        """[1, S, H, D] from `query` [1, H, S, D], `key` and `value` [1, K, S, D]; None where SDPA must compute it."""
-        if kernel == "flex" and dropout == 0.0:
-            return flex_attention.attend(query, key, value, mask, scale)
-        if kernel != "own" or not runs_here(query, value, dropout):
+        """[1, S, H, D] from `query` [1, H, S, D], `key` and `value` [1, K, S, D]; None where `product` must compute it by part."""
+        if kernel == "flex" and product.dropout == 0.0 and product.softcap is None:
+            return flex_attention.attend(query, key, value, mask, product.scale, product.sinks)
+        if kernel != "own" or not product.is_plain or not runs_here(query, value, product.dropout):
             return None
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        scale = query.shape[-1] ** -0.5 if product.scale is None else product.scale
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
         out: Tensor = SharedAttention.apply(*(x[0].to(dtype) for x in (query, key, value)), tuple(layouts), scale)
         return out.transpose(0, 1)[None]

@@ -20,6 +20,7 @@ from torch import Tensor
 from covey.kernels import (
     CHOICE,
     AttentionHeads,
+    AttentionProduct,
     Layout,
     SharedPromptAttention,
     Window,
@@ -28,7 +29,6 @@ from covey.kernels import (
     other_layers,
 )
 from covey.learner import context_parallel
-from covey.learner.attention_product import AttentionProduct
 from covey.learner.packing import Row
 from covey.learner.shared_states import Unpacked
 from covey.models import unwrapped
@@ -275,16 +275,15 @@ def attention(
     if covey_rows.context is not None:
         return context_parallel.attend(attention, module, (query, key, value), covey_rows, product)
     if covey_rows.heads is not None:
-        covey_rows.heads.add(_heads_of(query, key, value))
+        covey_rows.heads.add(_heads_of(query, key, value, product))
     window = covey_rows.window_of(getattr(module, "layer_idx", None))
     kernel = covey_rows.kernel
     seen = None
     if chosen is not None and chosen.shape[-1] < covey_rows.longest:
         seen = is_chosen(chosen[0], covey_rows.unpacked.rows.shape[1])
-    if product.is_plain and seen is None and (window is None or kernel == "flex"):
-        mask = covey_rows.mask(window)
+    if seen is None and (window is None or kernel == "flex"):
         attended = SharedPromptAttention.attend(
-            query, key, value, covey_rows.layouts, mask, kernel=kernel, scale=scaling, dropout=dropout
+            query, key, value, covey_rows.layouts, covey_rows.mask(window), kernel=kernel, product=product
         )
         if attended is not None:
             return attended, None
@@ -294,10 +293,11 @@ def attention(
     return torch.cat(parts)[None], None
 
 
-def _heads_of(query: Tensor, key: Tensor, value: Tensor) -> AttentionHeads:
+def _heads_of(query: Tensor, key: Tensor, value: Tensor, product: AttentionProduct) -> AttentionHeads:
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
-    return AttentionHeads(query.shape[1], key.shape[1], query.shape[3], value.shape[3], dtype, query.device)
+    shape = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
+    return AttentionHeads(*shape, dtype, query.device, product.sinks is not None)
 
 
 def _attend(

@@ -1,4 +1,4 @@
-"""Attention of the learner where no kernel of shared prompts computes it."""
+"""Attention of the learner by PyTorch's operations."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ class AttentionProduct:
         if self.sinks is not None:
             sinks = self.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, sinks], -1)
-        weights = scores.softmax(-1, dtype=torch.float32)[..., : key.shape[2]]
+        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))[..., : key.shape[2]]
         return F.dropout(weights, self.dropout).to(value.dtype) @ value
