@@ -78,7 +78,7 @@ class FakeServer:
         """What it makes of the media of a prompt before its model reads them."""
         self.prompts: list[list[int]] = []
         """Token ids of the prompts that it has continued."""
-        self.logprobs_mode = "processed_logprobs"
+        self.logprobs_mode, self.max_model_length = "processed_logprobs", 256
         self.device, self.dtype = "cpu", "float32"
         self.folder = "/nowhere/policy"
         """Path of the model that it says it serves."""
@@ -112,7 +112,8 @@ class FakeServer:
         if path == "/openapi.json":
             return {"paths": {one: {} for one in self.paths}}
         if path == "/v1/models":
-            return {"data": [{"id": name, "max_model_len": 256} for name in ("policy", *self.adapters)]}
+            length = self.max_model_length
+            return {"data": [{"id": name, "max_model_len": length} for name in ("policy", *self.adapters)]}
         if path == "/server_info":
             return {"vllm_config": self._config()}
         if path == "/tokenize":
@@ -234,7 +235,8 @@ class FakeServer:
             return None
         if kwargs["name"] != self.link_name:
             raise ConnectionError("another process has joined this server since")
-        received = {name: weight.clone() for name, weight in self.link.receive()}
+        with self.link.failing():  # as the worker of `covey serve-vllm`
+            received = {name: weight.clone() for name, weight in self.link.receive()}
         if method == "covey_try":
             return [weight.tolist() for name, weight in received.items() if name == "trial"]
         if self.moves_nothing:
