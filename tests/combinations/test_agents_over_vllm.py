@@ -113,6 +113,22 @@ def test_log_probabilities_of_a_conversation_are_a_plain_forwards(backend, tmp_p
         torch.testing.assert_close(one.logprobs[one.mask], expected[one.mask], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
+def test_a_call_that_a_shorter_server_does_not_hold_is_refused_as_one_beyond_the_models_context(tmp_path):
+    """And not asked again and again, as a fault of the server is."""
+    model, tokenizer = tiny_llama(chat_tokenizer()), chat_tokenizer()
+    prompt = to_prompt({"prompt": [{"role": "user", "content": "a"}]}, "a", "a", tokenizer, {})
+    with FakeServer(model, tokenizer, has_digest=True) as fake:
+        fake.max_model_length = 66  # its third call has 86
+        inner = choose_sampler(model, tokenizer, backend="vllm-server", port=fake.port, directory=tmp_path)
+        sampler = AgentSampler(inner, Agent(conversing), max_tokens=160)
+        with pytest.raises(
+            DataError, match="Error code: 400 - The prompt has 86 tokens, and the model's context of 66"
+        ):
+            list(sampler.sample([prompt], 1, SamplingParams(max_tokens=160, seed=1)))
+        sampler.close()
+
+
 def test_a_request_is_cut_at_its_own_limit_and_a_cancelled_one_is_dropped():
     from covey.rollout.calls import SampledScheduler
     from covey.rollout.live import LiveRequest

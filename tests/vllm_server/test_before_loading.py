@@ -9,7 +9,7 @@ from datasets import Dataset
 from fake_server import FakeServer
 
 from covey import GRPOConfig, GRPOTrainer
-from covey.errors import ConfigError, ModelError, ServerError
+from covey.errors import ConfigError, DataError, ModelError, ServerError
 from covey.models import load_tokenizer
 from kit import tiny_model, tiny_tokenizer
 
@@ -82,6 +82,7 @@ def no_folder(fake):
         (fewer_tokens, {}, ConfigError, r"does not know token \d+ of this run's vocabulary"),
         (raw_log_probabilities, {"temperature": 0.5}, ConfigError, "--logprobs-mode processed_logprobs"),
         (no_folder, {}, ConfigError, "lacks /collective_rpc"),
+        (lambda fake: None, {"temperature": 0.005}, ConfigError, "vLLM draws at no less than 0.01"),
         (lambda fake: None, {"vllm_transport": "nccl"}, ConfigError, "the server computes on cpu"),
         (lambda fake: None, {}, ModelError, "could not be loaded"),
     ],
@@ -113,3 +114,67 @@ def test_a_server_that_the_network_reaches_is_warned_of_before_weights_are_loade
         trainer(folder, open_server.port)
     assert "is in development mode and listens on all interfaces" in caplog.text
     assert "start it with --host 127.0.0.1" in caplog.text
+
+
+def run_of(fake, folder, tmp_path, **options):
+    """A run whose prompts have 1 and 9 tokens and whose completions, which never end by themselves, may have 16."""
+    args = GRPOConfig(
+        str(tmp_path / "run"), use_vllm=True, vllm_mode="server", vllm_server_port=fake.port, max_steps=1, num_generations=2,
+        per_device_train_batch_size=4, max_completion_length=16, save_strategy="no", report_to="none", disable_tqdm=True,
+        use_cpu=True, bf16=False, logging_steps=1, mask_truncated_completions=True, **options,
+    )  # fmt: skip
+    rows = Dataset.from_list([{"prompt": "2"}, {"prompt": "123456789"}])
+    reward = lambda completion_ids, **columns: [float(len(ids)) for ids in completion_ids]
+    tokenizer = load_tokenizer(None, folder)
+    return GRPOTrainer(tiny_model("qwen2", tie_word_embeddings=False), reward, args, rows, processing_class=tokenizer)
+
+
+def refuse_long(fake):
+    """As vLLM, which answers 400 to a request that may become longer than its --max-model-len."""
+    fake.requests = []
+
+    def answer(body):
+        fake.requests.append((len(body["prompt"]), body["max_tokens"]))
+        return 400 if sum(fake.requests[-1]) > fake.max_model_length else None
+
+    fake.faults["/v1/completions"] = answer
+
+
+def drawn_by(fake):
+    """Tokens of each prompt of the data, and the most that its completions may have; without the checks at the start."""
+    return sorted((prompt, most) for prompt, most in fake.requests if prompt in (1, 9))
+
+
+@pytest.mark.parametrize("length", [20, 200])
+def test_completions_that_a_short_server_ends_are_warned_of_once_and_count_as_truncated(
+    folder, fake, tmp_path, caplog, length
+):
+    fake.max_model_length = length
+    refuse_long(fake)
+    run = run_of(fake, folder, tmp_path)
+    run.train()
+    lines = [line for line in caplog.messages if "max-model-len" in line]
+    shorter = "Row 1 (counting from 0) of the data set has a prompt of 9 tokens, and the vLLM server's --max-model-len is 20: completions of such "
+    shorter += "prompts end before max_completion_length=16 and count as truncated."
+    assert lines == ([shorter] if length == 20 else [])
+    assert drawn_by(fake) == [(1, 16), (9, 11 if length == 20 else 16)]
+    entry = next(line for line in run.state.log_history if "completions/clipped_ratio" in line)
+    assert entry["completions/clipped_ratio"] == 1
+    assert entry["completions/min_length"] == (11 if length == 20 else 16)
+
+
+@pytest.mark.parametrize("options", [{}, {"on_long_prompt": "drop"}], ids=["error", "drop"])
+def test_prompts_that_a_server_does_not_hold_are_told_before_it_gets_anything(folder, fake, tmp_path, caplog, options):
+    fake.max_model_length = 9
+    refuse_long(fake)
+    run = run_of(fake, folder, tmp_path, **options)
+    if options:
+        run.train()
+        assert "Row 1 (counting from 0) of the data set has a prompt of 9 tokens where 8 fit; such" in caplog.text
+        assert set(drawn_by(fake)) == {(1, 8)}
+        return
+    with pytest.raises(
+        DataError, match="has a prompt of 9 tokens, and the vLLM server's --max-model-len is 9; shorten it"
+    ):
+        run.train()
+    assert "reload_weights" not in fake.calls

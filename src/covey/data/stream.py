@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import Any, Literal
@@ -25,6 +26,21 @@ _FIRST_CHECK_ROWS = 100_000
 """Most rows whose prompt lengths are checked before training; further rows are checked when they are drawn."""
 _EXAMPLE_ROWS = 1000
 """Rows of which one with media is looked for."""
+
+
+@dataclass(frozen=True)
+class EngineLength:
+    """Context length of an engine that writes completions, where it is less than the model's."""
+
+    tokens: int
+    """Prompt and completion together."""
+    max_completion_length: int
+    option: str
+    """Such as `the vLLM server's --max-model-len`."""
+
+    def truncates_after(self, prompt_length: int) -> bool:
+        """True if a completion of this prompt reaches the engine's length before its own."""
+        return prompt_length + self.max_completion_length > self.tokens
 
 
 class PromptStream:
@@ -54,13 +70,18 @@ class PromptStream:
         name: str = "the data set",
         languages: Sequence[str] = (),
         keeps_shares: bool = True,
+        engine: EngineLength | None = None,
     ) -> None:
-        """`keeps_shares`: draw the sets of a mixture by their weights; False, to evaluate: each row comes once."""
+        """`keeps_shares`: draw the sets of a mixture by their weights; False, to evaluate: each row comes once.
+
+        `engine`: a prompt that leaves it no token is too long too. One that leaves it fewer than a completion may have is warned of once.
+        """
         self.tokenizer, self.processor = tokenizer, processor
         self.template = dict(chat_template_kwargs or {})
         self.max_prompt_length = max_prompt_length
         self.on_too_long = on_too_long
         self.num_embeddings = num_embeddings
+        self.engine, self.has_warned = engine, False
         self.name = name
         self.num_dropped = 0
         self._dataset = dataset
@@ -74,6 +95,8 @@ class PromptStream:
             raise DataError(
                 f"No room for a prompt: max_completion_length takes the whole context and leaves {max_prompt_length} tokens; lower it."
             )
+        if engine is not None:
+            self.max_prompt_length = min(engine.tokens - 1, self.max_prompt_length or engine.tokens)
         if hasattr(dataset, "__len__"):
             self._check_rows()
 
@@ -99,7 +122,9 @@ class PromptStream:
                 dropped_in_a_row = 0
                 continue
             dropped_in_a_row += 1
-            if dropped_in_a_row >= (self.num_rows or _FIRST_CHECK_ROWS):
+            if dropped_in_a_row >= 2 * (
+                self.num_rows or _FIRST_CHECK_ROWS
+            ):  # the last of an epoch, the first of the next
                 raise DataError(
                     f"Every prompt of {self.name} is longer than the {self.max_prompt_length} tokens that fit; nothing is left to train on."
                 )
@@ -185,11 +210,14 @@ class PromptStream:
             raise DataError(f"{where} has a prompt without a single token; remove the row.")
         expect_ids_below(prompt.token_ids, self.num_embeddings, f"{where}: its prompt")
         if limit is None or length <= limit:
+            self._expect_whole(where, length)
             return prompt
         if self.on_too_long == "error":
+            why = f"but only {limit} fit beside the completion in the model's context; shorten it, lower max_completion_length"
+            if self.engine is not None and limit == self.engine.tokens - 1:
+                why = f"and {self.engine.option} is {self.engine.tokens}; shorten it, raise that"
             raise DataError(
-                f"{where} has a prompt of {length} tokens, but only {limit} fit beside the completion in the model's context; "
-                "shorten it, lower max_completion_length, or leave such rows out with on_long_prompt='drop'."
+                f"{where} has a prompt of {length} tokens, {why}, or leave such rows out with on_long_prompt='drop'."
             )
         if not self.num_dropped:
             logger.warning(
@@ -201,6 +229,21 @@ class PromptStream:
         self.num_dropped += 1
         return None
 
+    def _expect_whole(self, where: str, length: int) -> None:
+        """Warn at the first prompt whose completions the engine truncates before `max_completion_length`."""
+        if self.has_warned or self.engine is None or not self.engine.truncates_after(length):
+            return
+        self.has_warned = True
+        logger.warning(
+            "%s has a prompt of %d tokens, and %s is %d: completions of such prompts end before max_completion_length=%d and count as "
+            "truncated.",
+            where,
+            length,
+            self.engine.option,
+            self.engine.tokens,
+            self.engine.max_completion_length,
+        )
+
     def _check_rows(self) -> None:
         """Encode the rows that could be too long, or hold an id without embedding, before any work is spent.
 
@@ -209,13 +252,15 @@ class PromptStream:
         if set(MEDIA_COLUMNS) & set(getattr(self._dataset, "column_names", None) or ()) and len(self._dataset):
             self._prompt("0:0", row_at(self._dataset, 0, self.name))
         limit = self.max_prompt_length if self.on_too_long == "error" else None
-        beyond = tokens_beyond(self.tokenizer, self.num_embeddings)
-        if limit is None and not beyond:
+        beyond, engine = tokens_beyond(self.tokenizer, self.num_embeddings), self.engine
+        if limit is None and not beyond and engine is None:
             return
         count, template = min(len(self._dataset), _FIRST_CHECK_ROWS), str(self.template)
         for index, (prompt, options) in enumerate(first_prompts(self._dataset, count, self.name)):
-            is_long = limit is not None and _most_tokens(prompt, f"{template}{options}") > limit
-            if is_long or any(token in f"{prompt} {options}" for token in beyond):
+            most = _most_tokens(prompt, f"{template}{options}")
+            is_long = limit is not None and most > limit
+            may_truncate = engine is not None and not self.has_warned and engine.truncates_after(most)
+            if is_long or may_truncate or any(token in f"{prompt} {options}" for token in beyond):
                 self._prompt(f"0:{index}", row_at(self._dataset, index, self.name))
 
     @cached_property

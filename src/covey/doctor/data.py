@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from covey.data import EngineLength
 from covey.data.lengths import longest_prompt
 from covey.data.media import MEDIA_COLUMNS, has_media
 from covey.data.prompts import to_prompt
@@ -17,7 +18,13 @@ ROWS = 2000
 
 
 def data_findings(
-    dataset: Any, held_out: Any, tokenizer: Any, args: Any, context: int | None, processor: Any = None
+    dataset: Any,
+    held_out: Any,
+    tokenizer: Any,
+    args: Any,
+    context: int | None,
+    processor: Any = None,
+    engine: EngineLength | None = None,
 ) -> Iterator[Finding]:
     """Findings on both data sets. `context`: the most tokens that the model has positions for; `processor`: of media."""
     rows = first_rows(dataset)
@@ -33,7 +40,7 @@ def data_findings(
     if are_text_prompts:
         yield repeats(rows)
     yield from empty_columns([{name: row[name] for name in row if name not in MEDIA_COLUMNS} for row in rows])
-    yield lengths(rows, tokenizer, args, context, processor, dataset)
+    yield lengths(rows, tokenizer, args, context, processor, dataset, engine)
     if held_out is not None and are_text_prompts:
         yield overlap(rows, first_rows(held_out))
 
@@ -90,6 +97,7 @@ def lengths(
     context: int | None,
     processor: Any = None,
     dataset: Any = None,
+    engine: EngineLength | None = None,
 ) -> Finding:
     """The longest of `dataset`, whose first rows are `rows`. FAIL when a prompt cannot be encoded, or when prompts leave no room for a completion; WARN when such prompts are dropped."""
     template = args.chat_template_kwargs if isinstance(args.chat_template_kwargs, dict) else {}
@@ -103,7 +111,14 @@ def lengths(
     longest, middle = max(*counts, more), sorted(counts)[len(counts) // 2]
     facts = {"longest": longest, "median": middle}
     room = None if context is None else context - args.max_completion_length
+    if engine is not None:
+        room = engine.tokens - 1 if room is None else min(room, engine.tokens - 1)
     over = [i for i, count in enumerate(counts) if room is not None and count > room]
+    cut = [i for i, count in enumerate(counts) if engine is not None and engine.truncates_after(count)]
+    if cut and not over:
+        sentence = f"{len(cut)} of {len(rows)} prompts leave completions fewer than {args.max_completion_length} tokens"
+        sentence += f" of {engine.option}, {engine.tokens}, the first of them row {cut[0]}." if engine else "."
+        return warned(AREA, sentence, "raise that, or lower --max-completion-length", truncated=len(cut), **facts)
     if not over:
         shown = f"prompts of {middle} tokens (median) to {longest} (longest)"
         fits = "" if room is None else f"; {room} fit beside a completion of {args.max_completion_length}"

@@ -23,6 +23,7 @@ from covey.process.world import World
 from covey.training.build import advice_for, build_scorer, checked_dataset
 from covey.training.build_algorithm import build_algorithm
 from covey.training.build_learner import RunInputs
+from covey.training.build_sampler import engine_length
 from covey.training.loading import expect_engine, load_for_training
 
 AREAS = ("environment", "options", "data", "model", "rewards", "batches", "memory", "disk", "signal", "time")
@@ -130,8 +131,9 @@ def _model(case: Case, so_far: _Loaded) -> Iterator[Finding]:
     yield from model.model_findings(so_far.model, so_far.tokenizer, so_far.eos, so_far.args, is_chat=is_chat)
     if so_far.dataset is not None:
         limit = context_limit(so_far.model)
+        engine = engine_length(so_far.args, so_far.server, limit)
         for finding in data.data_findings(
-            so_far.dataset, so_far.held_out, so_far.tokenizer, so_far.args, limit, so_far.processor
+            so_far.dataset, so_far.held_out, so_far.tokenizer, so_far.args, limit, so_far.processor, engine
         ):
             so_far.longest_prompt = finding.facts.get("longest", so_far.longest_prompt)
             yield finding

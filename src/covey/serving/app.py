@@ -19,11 +19,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from covey.errors import CoveyError, Unsupported
-from covey.models import context_limit, unwrapped
 from covey.rollout import NativeSampler
 from covey.rollout.calls import NotReportedError
 from covey.serving.access import Guard
-from covey.serving.asking import LONG_BYTES, APIRequest, Reader
+from covey.serving.asking import LONG_BYTES, APIRequest, Reader, context_of
 from covey.serving.bodies import body_of
 from covey.serving.engine import Ended, Engine, Ticket, Token
 from covey.serving.errors import APIError
@@ -106,7 +105,7 @@ class Service:
             "created": self.created,
             "owned_by": "covey",
             "parent": None if name == first else first,
-            "max_model_len": context_limit(unwrapped(sampler.model)),
+            "max_model_len": context_of(sampler),
             "weights_version": sampler.version,
         }
 

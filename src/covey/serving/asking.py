@@ -85,7 +85,7 @@ class Reader:
         add_prompt = fields.flag("add_generation_prompt", True)
         separates, includes = fields.flag("separate_reasoning", True), fields.flag("include_reasoning", True)
         options |= {"tools": tools} if tools else {}
-        size = _refuse_long([messages, options], context_limit(unwrapped(sampler.model)))
+        size = _refuse_long([messages, options], context_of(sampler))
 
         def render(messages: Sequence[Mapping[str, Any]], add_prompt: bool) -> list[int]:
             if media is not None:
@@ -127,13 +127,13 @@ class Reader:
         fields.rest()
         if text is None:
             raise bad("prompt must be a text.", "prompt")
-        _refuse_long([text], context_limit(unwrapped(sampler.model)))
+        _refuse_long([text], context_of(sampler))
         with self.tokenizers.of(sampler, len(text)) as tokenizer:
             ids = list(tokenizer(text, add_special_tokens=special)["input_ids"])
         return {
             "model": name,
             "count": len(ids),
-            "max_model_len": context_limit(unwrapped(sampler.model)),
+            "max_model_len": context_of(sampler),
             "tokens": ids,
         }
 
@@ -179,7 +179,7 @@ class Reader:
         most = self._most(most)
         params = _params(fields)
         fields.rest()
-        context = context_limit(unwrapped(sampler.model))
+        context = context_of(sampler)
         prompt_requests = [
             PromptRequest(
                 prompt=prompt,
@@ -244,6 +244,11 @@ class Reader:
                     "context_length_exceeded",
                 )
         return encoded
+
+
+def context_of(sampler: Any) -> int | None:
+    """Most tokens, prompt and completion together: of the engine where it has a limit of its own, else of the model."""
+    return getattr(sampler, "context", None) or context_limit(unwrapped(sampler.model))
 
 
 def _refuse_long(value: Any, context: int | None) -> int:

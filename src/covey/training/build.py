@@ -37,6 +37,7 @@ from covey.training.build_learner import RunInputs, Shard, build_learner, build_
 from covey.training.build_sampler import (
     agent_options,
     computing_options,
+    engine_length,
     name_idle_options,
     sampler_ahead,
     sampler_options,
@@ -131,7 +132,7 @@ def build_prompts(inputs: RunInputs, dataset: Any, **options: Any) -> PromptStre
         max_prompt_length=None if limit is None else limit - args.max_completion_length,
         on_too_long=cast(Literal["error", "drop"], args.on_long_prompt),
         num_embeddings=num_embeddings(inputs.model),
-        **options,
+        **{"engine": engine_length(args, inputs.server, limit), **options},
     )
 
 
@@ -140,7 +141,7 @@ def media_example(inputs: RunInputs) -> Prompt | None:
     is_read = inputs.args.rollout_backend == "vllm" or learner_world(inputs).context > 1
     if not is_read or inputs.processor is None:
         return None
-    example = build_prompts(inputs, inputs.train_dataset, shuffle=False).first_with_media()
+    example = build_prompts(inputs, inputs.train_dataset, shuffle=False, engine=None).first_with_media()
     columns = [name for name in getattr(inputs.train_dataset, "column_names", None) or () if name in MEDIA_COLUMNS]
     if example is None and columns and inputs.args.sharding is not None and learner_world(inputs).context > 1:
         logger.warning(

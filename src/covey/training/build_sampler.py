@@ -15,6 +15,7 @@ import torch
 
 from covey.config import GRPOConfig
 from covey.config.combinations import FEATURES, expect_together, features_of, name_idle
+from covey.data import EngineLength
 from covey.data.live import LiveDataset
 from covey.errors import ConfigError, did_you_mean
 from covey.process.sharding import Shards
@@ -25,7 +26,7 @@ from covey.rollout.backends import with_turns
 from covey.rollout.central import CentralSampler
 from covey.rollout.remote import RemoteSampler
 from covey.rollout.thread_worker import ThreadWorker
-from covey.rollout.vllm import ServerSampler
+from covey.rollout.vllm import Server, ServerSampler
 from covey.rollout.vllm.ahead import ServedWeights
 from covey.rollout.worker import Setup
 from covey.rollout.worker_process import AskingWorker, ProcessWorker, Tell, Worker, halves
@@ -159,6 +160,17 @@ def _dtype(args: GRPOConfig, world: World) -> str:
 def vllm_backend(args: GRPOConfig) -> str:
     """Sampler backend of `vllm_mode`."""
     return "vllm-server" if args.vllm_mode == "server" else "vllm"
+
+
+def engine_length(args: GRPOConfig, server: Server | None, context: int | None) -> EngineLength | None:
+    """Context length of vLLM where it is less than the model's, `context`; None for other samplers."""
+    if args.rollout_backend != "vllm":
+        return None
+    option = "vllm_max_model_length" if server is None else "the vLLM server's --max-model-len"
+    tokens = args.vllm_max_model_length if server is None else server.facts.max_model_length
+    if tokens is None or (context is not None and tokens >= context):
+        return None
+    return EngineLength(tokens, args.max_completion_length, option)
 
 
 def vllm_options(args: GRPOConfig, world: World, server: Any = None, example: Prompt | None = None) -> dict[str, Any]:

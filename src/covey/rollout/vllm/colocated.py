@@ -29,6 +29,7 @@ from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.stopping import check_finite, checked_eos_ids, context_of
 from covey.rollout.vllm.lifecycle import NEVER, Sleep
 from covey.rollout.vllm.plain_layers import plain_config, refuse_unmerged
+from covey.rollout.vllm.server import refuse_cold
 from covey.rollout.vllm.weights import Source, write_weights
 from covey.rollout.vllm.worker.covey_media import engine_input, name_of
 from covey.rollout.vllm.worker.covey_worker import repack
@@ -148,6 +149,7 @@ class VLLMSampler:
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, as they finish."""
+        refuse_cold(params)
         encoded = as_prompts(prompts, self.tokenizer, self.context, n=n)
         refuse_loose_places(encoded, self.banned)
         return self._groups(encoded, n, params)

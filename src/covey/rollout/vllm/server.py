@@ -21,6 +21,8 @@ REQUIRED = (
     *("/v1/completions", "/v1/models", "/server_info", "/pause", "/resume", "/is_paused", "/reset_prefix_cache"),
     *("/update_weight_version", "/weight_info"),
 )
+COLDEST = 0.01
+"""Lowest temperature above 0 at which vLLM draws; it raises lower ones to it."""
 DIGEST, REPACK, RELOAD = "covey_digest", "covey_repack", "covey_reload"
 JOIN, TRY, RECEIVE, SEES = "covey_join", "covey_try", "covey_receive", "covey_sees"
 """Methods of the worker extension in servers started by `covey serve-vllm`."""
@@ -253,11 +255,20 @@ def refuse_smaller_vocabulary(server: Server, config: Any) -> None:
 
 def refuse_raw_logprobs(server: Server, params: SamplingParams) -> None:
     """Raise ConfigError if the server's log-probabilities are raw, not those of the sampled distribution (temperature, truncation)."""
+    refuse_cold(params)
     is_plain = params.temperature in (0.0, 1.0) and not params.truncates and params.repetition_penalty == 1.0
     if server.facts.logprobs_mode != "processed_logprobs" and not is_plain:
         raise ConfigError(
             f"The server at {server.client.address} gives {server.facts.logprobs_mode}, which at this temperature or truncation are "
             "not those of the tokens' own distribution; start it with --logprobs-mode processed_logprobs."
+        )
+
+
+def refuse_cold(params: SamplingParams) -> None:
+    """Raise ConfigError for a temperature that vLLM raises: its log-probabilities would be those of another one."""
+    if 0 < params.temperature < COLDEST:
+        raise ConfigError(
+            f"temperature is {params.temperature}, and vLLM draws at no less than {COLDEST}; give that, or 0 for greedy decoding."
         )
 
 

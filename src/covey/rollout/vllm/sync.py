@@ -18,6 +18,7 @@ from torch import Tensor
 from covey.data import vocabulary_size
 from covey.errors import AttestationError, ServerError
 from covey.rollout.vllm.attestation import (
+    PROBE_TOKENS,
     TOP,
     Answer,
     Attestation,
@@ -103,7 +104,8 @@ class Sync:
 
     def _probe(self, source: Source) -> Probe:
         policy, dtype = source.policy, dtype_of(self.server)
-        ids = probe_ids(vocabulary_size(policy))
+        most = self.server.facts.max_model_length or PROBE_TOKENS + 1  # with the token that a request must ask for
+        ids = probe_ids(vocabulary_size(policy), min(PROBE_TOKENS, most - 1))
         text = Prompt(uid="probe", token_ids=ids)
         logp = source.logprobs(text)
         rounded = logp if dtype == torch.float32 else source.logprobs(text, dtype)
