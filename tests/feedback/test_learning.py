@@ -19,11 +19,12 @@ from covey.cli import main
 from covey.demo import task
 from covey.errors import RunFolderError
 from covey.evaluation.intervals import paired_difference
+from covey.feedback import process
 from covey.feedback.endpoint import LearningEndpoint
 from covey.feedback.settings import Settings
 from covey.rollout import NativeSampler
 from feedback.simulated import Load, ask, call, candidates, is_right, scored, text_of
-from forked import Forked
+from forked import Forked, worker_of
 
 FORM = "feedback.rewards:form"
 KEY = "a-key-of-some-length"
@@ -41,6 +42,14 @@ HOW = {
     "use_cpu": True,
 }
 STYLE = {"tolerance": 0.1, "batch_size": 16}
+NO_CANDIDATE = {"tolerance": 0.0, "fixed_rows": FIXED[:8]}
+"""Of an endpoint that gets too few scores for one: its own score on the fixed set is all that it computes."""
+
+
+@pytest.fixture(autouse=True)
+def _workers_that_start_at_once(monkeypatch):
+    """The process that learns is forked instead of imported."""
+    monkeypatch.setattr(process, "_start", worker_of("covey.feedback.worker"))
 
 
 @contextlib.contextmanager
@@ -70,7 +79,7 @@ def unseen(url, **how):
 @pytest.mark.slow
 def test_scores_are_taken_once_within_bounds_with_the_key_and_never_for_the_fixed_set(tmp_path):
     question = rows(1)[0]
-    with learning(tmp_path, api_key=KEY, max_age_seconds=3600.0) as (url, one):
+    with learning(tmp_path, api_key=KEY, max_age_seconds=3600.0, **NO_CANDIDATE) as (url, one):
         assert call(url, "feedback", {"id": "x", "score": 1})[0] == 401
         assert call(url, "rollback", {})[0] == 401
         give = lambda **body: call(url, "feedback", body, KEY)
@@ -203,7 +212,7 @@ def test_thumbs_up_from_most_and_reversed_scores_from_three_in_ten_are_never_pro
 
 @pytest.mark.slow
 def test_learning_that_ends_says_why_whatever_the_error(tmp_path):
-    with learning(tmp_path) as (_, one):
+    with learning(tmp_path, **NO_CANDIDATE) as (_, one):
         one.store._file.execute("DROP TABLE answers")
         one._scored.set()
         one._thread.join(120)
