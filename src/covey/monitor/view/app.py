@@ -75,7 +75,9 @@ def series(library: Library, request: Request) -> Any:
             if run.name not in joined
         ),
     )
-    return {"curves": list(islice(curves, _MOST_CURVES))}
+    shown = list(islice(curves, _MOST_CURVES))
+    num_runs = len(set(request.query_params.getlist("run"))) - sum(len(runs) - 1 for runs in sets)
+    return {"curves": shown, "left_out": num_runs * len(metrics) - len(shown)}
 
 
 def _values_of(request: Request, name: str, most: int) -> list[str]:
@@ -94,8 +96,10 @@ def _seeds(runs: list[RunView]) -> list[list[RunView]]:
 
 def values(library: Library, request: Request) -> Any:
     """Every value of `metric` (repeated) of each `run` (repeated), as CSV."""
-    names, metrics = _values_of(request, "run", _MOST_CURVES), _values_of(request, "metric", _MOST_CURVES)
-    pairs = [(library.get(name), metric) for metric in metrics for name in names][:_MOST_CURVES]
+    names, metrics = _values_of(request, "run", _MOST_RUNS), _values_of(request, "metric", _MOST_CURVES)
+    if len(names) * len(metrics) > _MOST_RUNS or len(set(request.query_params.getlist("run"))) > _MOST_RUNS:
+        raise HTTPException(400, f"This asks for more than {_MOST_RUNS} columns; choose fewer runs.")
+    pairs = [(library.get(name), metric) for metric in metrics for name in names]
     text = as_csv({f"{run.name}: {metric}": run.column(metric) for run, metric in pairs})
     return _csv(text, "covey.csv")
 

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from covey.errors import RunFolderError
 from covey.monitor.view.groups import GroupIndex, read_columns, select
-from covey.monitor.view.records import shown
+from covey.monitor.view.records import cut, shown
 from covey.monitor.view.search import prompts_of, search
 from covey.monitor.view.token_text import pieces, tokenizer_file
 from covey.runs.previews import FOLDERS
@@ -66,10 +66,10 @@ def group_of(run: Path, index: GroupIndex, step: int, group: int) -> dict[str, A
     path = index.path_of(step)
     try:
         table = read_columns(path)
-        table = table.filter(pc.equal(table["group"], group)).slice(0, _MOST_COMPLETIONS)
-        rows = [_sound(row) for row in table.to_pylist()]
+        table = table.filter(pc.equal(table["group"], group))
+        rows = [_sound(row) for row in table.slice(0, _MOST_COMPLETIONS).to_pylist()]
         columns = json.loads(rows[0].get("columns") or "{}") if rows else {}
-        media = [name for folder in FOLDERS for name in json.loads((rows and rows[0].get(folder)) or "[]")]
+        media = [_media(row) for row in rows]
     except (OSError, ValueError, TypeError, KeyError, RecursionError, pa.ArrowException) as error:
         raise RunFolderError(f"The rollouts of step {step} cannot be read ({error}).") from error
     if not rows:
@@ -82,16 +82,34 @@ def group_of(run: Path, index: GroupIndex, step: int, group: int) -> dict[str, A
         "prompt": first.get("prompt"),
         "prompt_uid": first.get("prompt_uid"),
         "columns": {name: shown(value) for name, value in columns.items()} if isinstance(columns, dict) else {},
-        "media": [name for name in media if isinstance(name, str)][:_MOST_MEDIA],
-        "completions": [_completion(row, tokenizer) for row in rows],
+        "media": media[0][0],
+        "completions": [
+            _completion(row, tokenizer) | {"media": shown} for row, (_, shown) in zip(rows, media, strict=True)
+        ],
+        "left_out": table.num_rows - len(rows),
         "has_tokenizer": tokenizer is not None,
-        "elsewhere": _elsewhere(index, step, group),
+        **_elsewhere(index, step, group),
     }
+
+
+def _media(row: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Names of the prompt's media, as many as its messages have parts of each kind, and of those that tools answered with."""
+    messages = json.loads(row.get("messages") or "null")
+    contents = [message.get("content") for message in messages or () if isinstance(message, Mapping)]
+    parts = [
+        part.get("type") for parts in contents if isinstance(parts, list) for part in parts if isinstance(part, dict)
+    ]
+    prompt, answers = list[str](), list[str]()
+    for folder in FOLDERS:
+        names = [name for name in json.loads(row.get(folder) or "[]") if isinstance(name, str)]
+        count = len(names) if messages is None else parts.count(folder.removesuffix("s"))
+        prompt, answers = prompt + names[:count], answers + names[count:]
+    return prompt[:_MOST_MEDIA], answers[:_MOST_MEDIA]
 
 
 def _sound(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row with texts of bounded length; a list by token holds numbers, or is left out."""
-    bounded = {name: value[:_LONGEST_TEXT] if isinstance(value, str) else value for name, value in row.items()}
+    bounded = {name: cut(value, _LONGEST_TEXT) if isinstance(value, str) else value for name, value in row.items()}
     plain = {name: value if isinstance(value, list) else shown(value) for name, value in bounded.items()}
     plain |= {name: value for name, value in bounded.items() if isinstance(value, str)}
     return {name: value for name, value in plain.items() if not isinstance(value, list) or all(map(_is_number, value))}
@@ -138,14 +156,13 @@ def _per_token(lists: Mapping[str, Any]) -> dict[str, list[Any]]:
     return columns
 
 
-def _elsewhere(index: GroupIndex, step: int, group: int) -> list[dict[str, Any]]:
-    """The same prompt at other steps, at most 100 of them, the newest."""
+def _elsewhere(index: GroupIndex, step: int, group: int) -> dict[str, Any]:
+    """`elsewhere`, groups of the same prompt, at most the 100 newest, and `visits`, how many there are."""
     table = index.table()
     here = np.flatnonzero((table["step"] == step) & (table["group"] == group))
-    if not len(here):
-        return []
-    same = np.flatnonzero(table["uid"] == table["uid"][here[0]])[-100:]
-    return [{name: table[name][place].item() for name in ("step", "group", "reward")} for place in same]
+    same = np.flatnonzero(table["uid"] == table["uid"][here[0]]) if len(here) else here
+    rows = [{name: table[name][place].item() for name in ("step", "group", "reward")} for place in same[-100:]]
+    return {"elsewhere": rows, "visits": len(same)}
 
 
 def spread_of(index: GroupIndex, points: int) -> dict[str, Any]:
@@ -185,7 +202,9 @@ def conversation_of(text: Any) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(messages, list):
         return None
-    return [_message(message) for message in messages[:_MOST_MESSAGES] if isinstance(message, Mapping)]
+    read = [_message(message) for message in messages[:_MOST_MESSAGES] if isinstance(message, Mapping)]
+    left = len(messages) - _MOST_MESSAGES
+    return [*read, _message({"content": f"{left:,} more messages are not shown."})] if left > 0 else read
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,4 +224,4 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _text(value: Any) -> str:
     text = value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
-    return text[:_LONGEST]
+    return cut(text, _LONGEST)

@@ -267,7 +267,7 @@ SORTS: Mapping[str, tuple[str, bool]] = {
 def select(table: np.ndarray, filters: Mapping[str, Any], sort: str) -> np.ndarray:
     """Places [k] in the table of the groups that pass all `filters`, ordered.
 
-    `filters`: `from_step`, `to_step`, `min_reward`, `max_reward` (some completion lies between), `truncated` (some was cut off),
+    `filters`: `from_step`, `to_step`, `min_reward` (a completion has that or more), `max_reward` (one has that or less), `truncated` (some was cut off),
     `signal` (rewards differ), `seen` (the prompt came up before), `uid` (a prompt's hash).
     """
     keep = np.ones(len(table), bool)

@@ -89,11 +89,16 @@ def text_of(value: Any) -> str:
     return value[:_LONGEST] if isinstance(value, str) else ""
 
 
+def cut(text: str, most: int) -> str:
+    """The first `most` characters, and how many more there are."""
+    return text if len(text) <= most else f"{text[:most]}\n[{len(text) - most:,} more characters are not shown]"
+
+
 def shown(value: Any) -> Any:
-    """A number, a text or nothing as it is; anything larger as text, cut at 4000 characters."""
+    """A number, a text or nothing as it is; anything larger as text, cut at 4000 characters with a note."""
     if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) <= 2**53):
         return value
     try:
-        return value[:_LONGEST] if isinstance(value, str) else str(value)[:_LONGEST]
+        return cut(value if isinstance(value, str) else str(value), _LONGEST)
     except (ValueError, RecursionError):  # a number of thousands of digits, lists in lists
         return "…"

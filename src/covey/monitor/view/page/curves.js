@@ -87,9 +87,9 @@ export function curvesPage(main) {
     try {
       const plain = asked.filter((panel) => !panel.draws);
       const metrics = plain.map((panel) => panel.metric);
-      const curves = async (smooth) => (metrics.length && smooth ? (await ask("series", { ...query, metric: metrics, smooth })).curves : []);
+      const curves = async (smooth) => (metrics.length && smooth ? ask("series", { ...query, metric: metrics, smooth }) : { curves: [] });
       await Promise.all([
-        Promise.all([curves(1), curves(kept.smooth > 1 ? kept.smooth : 0)]).then(([raw, even]) => plain.forEach((panel) => panel.show(raw, even, kept))),
+        Promise.all([curves(1), curves(kept.smooth > 1 ? kept.smooth : 0)]).then(([raw, even]) => plain.forEach((panel) => panel.show(raw.curves, even.curves, kept, raw.left_out))),
         ...asked.filter((panel) => panel.draws).map((panel) => panel.load(kept)),
       ]);
     } catch (error) {

@@ -39,20 +39,21 @@ export function groupView(place, { step, close }) {
       h("h2", {}, `Step ${group.step}, group ${group.group}`),
       elsewhere(group),
       h("div", { class: "prompt" }, h("pre", { dir: "auto" }, visible(group.prompt)),
-        (group.media ?? []).map(medium),
+        (group.media ?? []).map((name, i) => medium(name, `${i + 1} of the prompt`)),
         Object.entries(group.columns ?? {}).map(([name, value]) => h("p", {}, h("b", {}, `${name} `), h("code", {}, visible(typeof value === "string" ? value : JSON.stringify(value)))))),
       scale ? legend(scale) : null,
       group.has_tokenizer ? null : h("p", { class: "soft" }, "No tokenizer.json lies beside the run, so tokens cannot be told apart in the text."),
       compared,
-      h("div", { class: "completions" }, folded.map((ones) => card(ones, scale, best > worst && ones[0].reward === best ? "best" : best > worst && ones[0].reward === worst ? "worst" : "", choice(ones[0], compared)))));
+      group.left_out ? h("p", { class: "bad" }, `${short(group.left_out)} more completions are not shown.`) : null,
+      h("div", { class: "completions" }, folded.map((ones) => card(ones, scale, medium, best > worst && ones[0].reward === best ? "best" : best > worst && ones[0].reward === worst ? "worst" : "", choice(ones[0], compared)))));
     compare(compared);
   }
 
-  /** An image or a video of the prompt, or a player of its sound. */
-  function medium(name, i) {
+  /** An image or a video, or a player of a sound; `which` says whose. */
+  function medium(name, which) {
     const src = `api/media?${new URLSearchParams({ run: kept.run, name })}`;
-    if (name.endsWith(".wav")) return h("audio", { src, controls: true, preload: "none", "aria-label": `sound ${i + 1} of the prompt` });
-    return h("img", { src, alt: `${name.endsWith(".gif") ? "video" : "image"} ${i + 1} of the prompt`, loading: "lazy" });
+    if (name.endsWith(".wav")) return h("audio", { src, controls: true, preload: "none", "aria-label": `sound ${which}` });
+    return h("img", { src, alt: `${name.endsWith(".gif") ? "video" : "image"} ${which}`, loading: "lazy" });
   }
 
   /** A box that chooses a completion for the comparison; a third one takes the place of the first. */
@@ -87,7 +88,7 @@ export function groupView(place, { step, close }) {
     if (!others.length) return null;
     return h("p", { class: "elsewhere" }, "The same prompt: ", others.slice(-12).map((one) =>
       [h("a", { href: link("rollouts", { run: kept.run, step: one.step, group: one.group }) }, `step ${one.step} (${short(one.reward)})`), " "]),
-    others.length > 12 ? `and ${others.length - 12} more before` : null);
+    group.visits > 13 ? `and ${short(group.visits - 13)} more` : null);
   }
 
   async function copy(event) {
@@ -114,13 +115,13 @@ const wordsOf = (one) => visible(one.completion).split(/(\s+)/).filter((word) =>
 function alike(completions) {
   const found = new Map();
   for (const one of completions) {
-    const key = JSON.stringify([one.completion, one.finish, one.reward, one.rewards]);
+    const key = JSON.stringify([one.completion, one.finish, one.reward, one.rewards, one.advantage, one.media, one.conversation]);
     found.set(key, [...(found.get(key) ?? []), one]);
   }
   return [...found.values()];
 }
 
-function card(ones, scale, mark, choice) {
+function card(ones, scale, medium, mark, choice) {
   const [one] = ones;
   const under = h("p", { class: "token-facts", "aria-live": "polite" }, "Point at a token, or tap it, for its numbers, or move with ← and → in the text.");
   const advantage = one.advantage;
@@ -129,10 +130,12 @@ function card(ones, scale, mark, choice) {
       ones.length > 1 ? h("span", { class: "tag", title: ones.map((same) => `#${same.completion_index}`).join(", ") }, `× ${ones.length} identical`) : null, h("span", {}, `reward ${short(one.reward)}`),
       h("span", { class: advantage > 0 ? "better" : advantage < 0 ? "worse" : "" }, `advantage ${advantage > 0 ? "+" : ""}${short(advantage)}`),
       h("span", { class: one.finish === "length" ? "tag" : "soft" }, one.finish === "length" ? "cut off" : one.finish ?? "end unknown"), h("span", { class: "soft" }, `${short(one.num_tokens)} tokens`), choice),
-    h("dl", { class: "rewards" }, Object.entries({ ...one.rewards, ...one.extras }).map(([name, value]) =>
-      h("div", {}, h("dt", {}, visible(name)), h("dd", {}, value === null ? "not scored" : typeof value === "number" ? short(value) : visible(value))))),
-    conversation(one), tokens(one, scale, under), one.pieces ? under : null);
+    h("dl", { class: "rewards" }, pairs(one.rewards, "not scored"), pairs(one.extras, "–")), // a reward and what it logs may have one name
+    (one.media ?? []).map((name, i) => medium(name, `${i + 1} of the tools' answers to #${one.completion_index}`)), conversation(one), tokens(one, scale, under), one.pieces ? under : null);
 }
+
+const pairs = (values, none) => Object.entries(values).map(([name, value]) =>
+  h("div", {}, h("dt", {}, visible(name)), h("dd", {}, value === null ? none : typeof value === "number" ? short(value) : visible(value))));
 
 function legend(scale) {
   const steps = scale.isSigned ? [-1, -0.5, 0, 0.5, 1] : [0, 0.25, 0.5, 0.75, 1];

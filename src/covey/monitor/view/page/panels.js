@@ -25,7 +25,7 @@ export class Panel {
   }
 
   /** Draw the curves of this metric among `raw` and, smoothed, `even`. */
-  show(raw, even, kept) {
+  show(raw, even, kept, leftOut = 0) {
     const hidden = hiddenRuns();
     const mine = (curves) => curves.filter((curve) => curve.metric === this.metric && curve.steps.length && !(curve.runs ?? [curve.run]).every((run) => hidden.has(run)));
     const look = (curve) => ({ name: curve.run, colour: colourOf((curve.runs ?? [curve.run])[0]), mark: markOf((curve.runs ?? [curve.run])[0]) });
@@ -39,7 +39,7 @@ export class Panel {
     const shown = mine(raw).flatMap((curve) => curve.runs ?? [curve.run]);
     this.drawn = { series, isLog: kept.isLog, axis: kept.axis, heights: [kept.floor, kept.ceiling], runs: shown };
     this.again(kept);
-    fill(this.note, notes(mine(raw), kept.alerts.length - MOST_ALERTS));
+    fill(this.note, notes(mine(raw), kept.alerts.length - MOST_ALERTS), leftOut ? h("span", { class: "bad" }, ` ${short(leftOut)} more runs are not drawn; choose fewer`) : null);
     this.note.title = this.note.textContent.trim(); // where there is no room for all of it
   }
 

@@ -42,11 +42,13 @@ export function promptsPage(main) {
       await letGo();
       if (turn !== kept.turn || kept.isGone) return;
       const isFirst = kept.next === 0;
-      kept.rows.push(...told.rows);
+      const listed = new Set(kept.rows.map((row) => row.uid)); // a run that goes on moves prompts down the order
+      const rows = told.rows.filter((row) => !listed.has(row.uid));
+      kept.rows.push(...rows);
       kept.next = told.next;
       if (isFirst) head(told);
       if (isFirst) fill(body);
-      body.append(...told.rows.map((row) => rowOf(row, told.threshold)));
+      body.append(...rows.map((row) => rowOf(row, told.threshold)));
       fill(more, `${short(kept.rows.length)} shown of ${short(told.matching)} prompts that pass, of ${short(told.prompts)}`, told.files_left ? `; ${short(told.files_left)} files are not read yet` : "",
         kept.rows.length >= MOST && kept.next !== null ? "; the CSV has all" : "");
       document.documentElement.dataset.prompts = String(performance.now());

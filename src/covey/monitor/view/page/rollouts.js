@@ -45,9 +45,11 @@ export function rolloutsPage(main) {
       if (turn !== kept.turn) return;
       if (isFirst) fill(list);
       const start = kept.rows.length;
-      kept.rows.push(...told.rows);
+      const listed = new Set(kept.rows.map(keyOf)); // a run that goes on moves groups further down the order
+      const rows = told.rows.filter((row) => !listed.has(keyOf(row)));
+      kept.rows.push(...rows);
       kept.next = told.next;
-      list.append(...told.rows.map((row, at) => rowOf(row, start + at)));
+      list.append(...rows.map((row, at) => rowOf(row, start + at)));
       fill(more, ending(told));
       if (isFirst && !place().words.has("group") && !query().search && innerWidth > NARROW) openTelling();
       document.documentElement.dataset.listed = String(performance.now());
@@ -135,6 +137,8 @@ export function rolloutsPage(main) {
     },
   };
 }
+
+const keyOf = (row) => `${row.step} ${row.group}`;
 
 /** The spread of a group's rewards, less where nearly all are alike. */
 function contrast({ reward, lowest, highest }) {

@@ -66,7 +66,7 @@ export function runsPage(main) {
       h("th", { class: column.isNumber ? "number" : null, "aria-sort": kept.sort === column ? (kept.descending ? "descending" : "ascending") : null },
         h("button", { class: "plain", onclick: () => { kept.descending = kept.sort === column ? !kept.descending : true; kept.sort = column; draw(); } }, column.name))));
     const rows = shared.runs.filter((run) => textOf(run).includes(kept.wanted));
-    if (kept.sort) rows.sort((a, b) => (kept.descending ? -1 : 1) * compared(kept.sort.value(a), kept.sort.value(b)));
+    if (kept.sort) rows.sort((a, b) => compared(kept.sort.value(a), kept.sort.value(b), kept.descending));
     const wide = columns.length + 2;
     const left = rows.length - MOST;
     fill(body, rows.length ? grouped(rows.slice(0, MOST), kept.group).map(([name, members]) => [
@@ -110,10 +110,10 @@ export function runsPage(main) {
 const textOf = (run) => [run.name, run.state, run.algorithm, run.model, run.data, noteOf(run).tags, noteOf(run).notes].join(" ").toLowerCase();
 
 /** Order of two values: numbers by size, texts by letters, none last of all. */
-function compared(a, b) {
+function compared(a, b, descending) {
   const [noA, noB] = [a === null || a === undefined || a === "", b === null || b === undefined || b === ""];
-  if (noA || noB) return noA === noB ? 0 : noA ? -1 : 1;
-  return typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b));
+  if (noA || noB) return noA - noB;
+  return (descending ? -1 : 1) * (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b)));
 }
 
 /** `[heading, runs]` by the chosen group, in the order of the rows. */
