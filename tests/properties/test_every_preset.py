@@ -11,7 +11,7 @@ from covey import algorithms as alg
 from covey import testing
 from covey.algorithms.check import LEAVES, step_gradients
 from covey.algorithms.samples import made_scores, made_tokens
-from covey.types import TokenBatch, Totals
+from covey.types import TokenBatch, Totals, merge_metrics
 from kit import rest_nightly
 
 PRESETS = {name: preset() for name, preset in alg.PRESETS.items()}
@@ -131,6 +131,25 @@ def test_splitting_a_step_does_not_change_the_gradient(name, dtype, tolerance):
     assert max(whole[name].abs().max() for name in LEAVES) > 0
     for sizes in SPLITS if dtype == torch.float64 else SPLITS[1:3]:
         assert apart(whole, step_gradients(algorithm, tokens, sizes)) <= tolerance
+
+
+MEASURED = {
+    **ALGORITHMS,
+    **{f"objective {by_name(part)}": alg.Algorithm(objective=part) for part in OBJECTIVES},
+    **{f"weight {by_name(part)}": alg.Algorithm(weights=(part,)) for part in WEIGHTS},
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_metrics_of_micro_batches_merge_to_those_of_the_step(name):
+    tokens = made_tokens(seed=3)
+    totals = Totals.of(tokens.mask, tokens.group, 16, tokens.observed)
+    algorithm = MEASURED[name].prepare(tokens, totals)
+    whole = algorithm.metrics(tokens, totals)
+    for size in (1, 5):
+        parts = [algorithm.metrics(tokens.rows(start, start + size), totals) for start in range(0, 12, size)]
+        merged = {key: metric.value for key, metric in merge_metrics(parts).items()}
+        assert merged == pytest.approx({key: metric.value for key, metric in whole.items()}, abs=1e-9, nan_ok=True)
 
 
 PAIRS = [*product(OBJECTIVES, AGGREGATES)]

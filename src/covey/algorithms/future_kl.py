@@ -6,9 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from covey.algorithms.composing import masked_mean
 from covey.errors import ConfigError
-from covey.types import Mean, Metric, TokenBatch
+from covey.types import TokenBatch
 
 _BLOCK = 256
 """Tokens of a block of the discounted sum: one product a block, and memory that does not grow with T squared."""
@@ -51,13 +50,13 @@ class FutureKL:
             moved = moved.masked_fill(tokens.ratio > self.limit, 0.0)
         return torch.where(tokens.mask, discounted_future(moved, 2.0 ** (-1.0 / self.half_life)), 0.0)
 
-    def metrics(self, tokens: TokenBatch) -> dict[str, Tensor | Metric]:
+    def metrics(self, tokens: TokenBatch) -> dict[str, Tensor]:
         """`fipo/future_kl` and `fipo/weight`, means over tokens, and `fipo/unsafe`, the share that `safe_ratio` holds back."""
         unsafe = self._is_unsafe(tokens).float() if self.safe_ratio is not None else torch.zeros_like(tokens.logp)
         return {
             "fipo/future_kl": self.future(tokens),
             "fipo/weight": self(tokens),
-            "fipo/unsafe": Mean(masked_mean(unsafe, tokens.mask).item(), int(tokens.mask.sum())),
+            "fipo/unsafe": unsafe,
         }
 
     def _is_unsafe(self, tokens: TokenBatch) -> Tensor:
