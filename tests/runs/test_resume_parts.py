@@ -1,6 +1,7 @@
 """What a resume puts back by name (adapters, callbacks of one class), and options of the optimizer that are others since."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ from transformers.trainer_callback import ExportableState
 from covey import GRPOConfig, GRPOTrainer
 from covey.config import checks
 from covey.errors import ModelError
-from covey.learner.optimizer import follow_options, options_of, schedule_of
-from covey.training.recovery import lower_learning_rate
+from covey.learner.optimizer import follow_options, lower_rates, options_of, schedule_of
 from kit import tiny_model, tiny_tokenizer
 
 
@@ -132,7 +132,7 @@ class Lowered(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 1:
-            lower_learning_rate(self.one._running.learner, 0.5)
+            lower_rates(self.one._running.learner.optimizer, self.one._running.learner.scheduler, 0.5)
 
 
 def test_options_of_the_optimizer_act_after_a_resume_where_they_are_others_than_before(tmp_path: Path) -> None:
@@ -146,6 +146,38 @@ def test_options_of_the_optimizer_act_after_a_resume_where_they_are_others_than_
     assert (with_decay["weight_decay"], with_decay["betas"], with_decay["eps"]) == (0.25, (0.5, 0.999), 1e-4)
     assert (without["weight_decay"], without["betas"], without["lr"]) == (0.0, (0.5, 0.999), 2e-3)
     assert rates(resumed(tmp_path / "run", learning_rate=4e-3, lr_scheduler_type="linear", max_steps=4)) == [1e-3, 5e-4]
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "lambda": lambda optimizer: schedules.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "sequential": lambda optimizer: schedules.SequentialLR(
+        optimizer, [schedules.LambdaLR(optimizer, lambda step: 1 / (1 + step)) for _ in range(2)], [3]
+    ),
+    "chained": lambda optimizer: schedules.ChainedScheduler(
+        [schedules.ExponentialLR(optimizer, 0.9), schedules.LinearLR(optimizer, 0.5, 1.0, 4)]
+    ),
+    "one cycle": lambda optimizer: schedules.OneCycleLR(optimizer, 1e-2, total_steps=8),
+    "cyclic": lambda optimizer: schedules.CyclicLR(optimizer, 1e-3, 1e-2, step_size_up=2),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_lowered_rate_stays_lowered_by_its_factor_under_every_schedule(name: str) -> None:
+    def rates_of(factor: float) -> list[float]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2, momentum=0.9)
+        schedule, seen = SCHEDULES[name](optimizer), []
+        for step in range(6):
+            if step == 2:
+                lower_rates(optimizer, schedule, factor)
+                assert schedule.get_last_lr() == [optimizer.param_groups[0]["lr"]]
+            seen.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        return seen
+
+    plain, halved = rates_of(1.0), rates_of(0.5)
+    assert halved[:2] == plain[:2]
+    assert halved[2:] == pytest.approx([rate / 2 for rate in plain[2:]])
 
 
 def test_a_run_that_is_made_longer_has_the_learning_rate_of_the_longer_schedule_at_once(tmp_path: Path) -> None:

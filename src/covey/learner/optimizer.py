@@ -116,12 +116,24 @@ def follow_options(
         scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
-def _base_rates(scheduler: Any) -> Iterator[list[float]]:
-    """The `base_lrs` of a schedule and of those that it is made of, as SequentialLR and ChainedScheduler."""
-    if hasattr(scheduler, "base_lrs"):
-        yield scheduler.base_lrs
+def lower_rates(optimizer: torch.optim.Optimizer, scheduler: Any, factor: float) -> None:
+    """Multiply the learning rate of every parameter group now, and of all later steps of the schedule."""
+    for group in optimizer.param_groups:
+        for name in ("lr", "initial_lr", "min_lr", "max_lr"):  # the last two of OneCycleLR
+            if name in group:
+                group[name] *= factor
+    for rates in (*_base_rates(scheduler), *_base_rates(scheduler, "max_lrs")):  # the second of CyclicLR
+        rates[:] = [rate * factor for rate in rates]
+    if hasattr(scheduler, "_last_lr"):
+        scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+
+
+def _base_rates(scheduler: Any, name: str = "base_lrs") -> Iterator[list[float]]:
+    """The `base_lrs` of a schedule and of those that it is made of, as SequentialLR and ChainedScheduler; or other rates by their `name`."""
+    if hasattr(scheduler, name):
+        yield getattr(scheduler, name)
     for part in getattr(scheduler, "_schedulers", ()):
-        yield from _base_rates(part)
+        yield from _base_rates(part, name)
 
 
 def check_room(optimizer: torch.optim.Optimizer) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from covey.data import PromptStream
 from covey.data.set_aside import row_of
 from covey.errors import CheckpointError, NumericsError, SpoiledError
-from covey.learner import Learner
+from covey.learner import lower_rates
 from covey.learner.soundness import expect_sound, saved_weights, weight_fault
 from covey.process import rng
 from covey.process.interruption import StopNow
@@ -139,7 +139,7 @@ def roll_back(
     restored = restore_tree(parts, newest)
     restore_history(session, newest)
     earlier = guard.policy.roll_back_learning_rate ** (state.roll_backs - restored.roll_backs)
-    lower_learning_rate(parts.learner, factor * earlier)
+    lower_rates(parts.learner.optimizer, parts.learner.scheduler, factor * earlier)
     aside = dict.fromkeys([*state.set_aside, *restored.set_aside, *(row_of(prompt) for prompt in set_aside)])
     restored = replace(restored, roll_backs=state.roll_backs + 1, bad_steps=0, set_aside=tuple(aside))
     sentence = (
@@ -170,18 +170,6 @@ def newest_good(run_dir: Path, last: int, roll_backs: int = 0) -> Path | None:
             return path
         tried = path
     return tried
-
-
-def lower_learning_rate(learner: Learner, factor: float) -> None:
-    """Multiply the learning rate of every parameter group now, and of all later steps of the schedule."""
-    for group in learner.optimizer.param_groups:
-        group["lr"] *= factor
-        if "initial_lr" in group:
-            group["initial_lr"] *= factor
-    schedule = learner.scheduler
-    if hasattr(schedule, "base_lrs"):
-        schedule.base_lrs = [rate * factor for rate in schedule.base_lrs]
-        schedule._last_lr = [group["lr"] for group in learner.optimizer.param_groups]
 
 
 def bad_batch(folder: Path) -> tuple[list[Group], dict[str, Any]]:

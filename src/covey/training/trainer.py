@@ -16,7 +16,7 @@ from covey.config.alerts import late_checkpoint
 from covey.config.trackers import refuse_absent_trackers
 from covey.data.checks import length_of
 from covey.errors import ArgumentTypeError, CoveyError, DataError, InvariantError, SpoiledError, StorageError
-from covey.learner import Learner
+from covey.learner import Learner, lower_rates
 from covey.models import short_name
 from covey.monitor import Progress, alert_shower, build_monitor, completions_shower
 from covey.monitor.updates import UpdateMeter
@@ -49,7 +49,7 @@ from covey.training.invariants import comparable_inputs, comparable_options
 from covey.training.loading import expect_engine, load_for_training
 from covey.training.parts import Parts
 from covey.training.recording import Recording, load_best, restore_history, restore_tree
-from covey.training.recovery import evaluation_undone_when_stopped, lower_learning_rate
+from covey.training.recovery import evaluation_undone_when_stopped
 from covey.training.saving import Saver
 from covey.training.session import Session
 from covey.training.state import TrainState
@@ -307,7 +307,7 @@ class GRPOTrainer(TRLInterface):
             ),
             display=display,
             monitor=monitor,
-            lower_learning_rate=partial(lower_learning_rate, learner),
+            lower_learning_rate=partial(lower_rates, learner.optimizer, learner.scheduler),
             stop=stop,
             evaluate=self._evaluate_in_training,
             save=lambda state: saver.save(self._running, state),
