@@ -7,7 +7,9 @@ import torch
 
 from covey import algorithms as alg
 from covey.errors import MemoryLimitError
-from covey.learner import Policy
+from covey.learner import Policy, Supervised
+from covey.learner.supervised import supervised_policy
+from covey.types import Prompt
 from kit import completion, group, learner_of, tiny_model
 
 TOO_LONG = 30
@@ -29,7 +31,11 @@ def groups_of(lengths, taught):
 
 def short_of_memory(learner, monkeypatch):
     """Micro-batches with a completion of `TOO_LONG` tokens run out. Returns the sizes that were tried."""
-    measure, tried = learner.policy.measure, []
+    return short_of(learner.policy, monkeypatch)
+
+
+def short_of(policy, monkeypatch):
+    measure, tried = policy.measure, []
 
     def measured(rows, **options):
         tried.append([row.completion.num_tokens for row in rows])
@@ -37,7 +43,7 @@ def short_of_memory(learner, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return measure(rows, **options)
 
-    monkeypatch.setattr(learner.policy, "measure", measured)
+    monkeypatch.setattr(policy, "measure", measured)
     return tried
 
 
@@ -80,3 +86,32 @@ def test_what_is_measured_before_the_advantages_is_needed_of_all(monkeypatch):
     short_of_memory(learner, monkeypatch)
     with pytest.raises(MemoryLimitError):
         learner.annotate(groups_of([35, 5, 5, 5, 5, 5, 5, 5], [True] * 8), alg.dapo())
+
+
+def test_a_supervised_example_that_does_not_fit_is_left_out_and_counted_apart(monkeypatch):
+    def examples_of(longest):
+        policy = Policy(tiny_model(), pad_id=0)
+        lengths = [longest, 5, 6, 7, 5, 6, 7, 8]
+        example = lambda i: (Prompt(uid=f"sft:{i}", token_ids=(1, 2, 3)), completion(ids=range(5, 5 + lengths[i])))
+        term = Supervised(supervised_policy(policy), example, count=8, weight=1.0, batch_size=8)
+        optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+        options = {"max_completion_length": 40, "max_rows": 4, "max_grad_norm": 0.0, "supervised": term}
+        return learner_of(policy, optimizer, **options)
+
+    learner, algorithm = examples_of(35), alg.dapo().replace(objective=alg.zero)
+    tried = short_of(learner.supervised.policy, monkeypatch)
+    short = learner.step(groups_of([5] * 8, [True] * 8), algorithm, 1)
+    assert short["sft/left_out"] == 1
+    assert "completions/left_out" not in short.metrics
+    assert tried.count([35]) == 1, "it is left out at its first failure alone"
+    free = examples_of(35)
+    loss = free.supervised.loss
+    free.supervised.loss = lambda batch, count: loss([row for row in batch if row.completion.num_tokens < 30], count)
+    assert free.step(groups_of([5] * 8, [True] * 8), algorithm, 1)["grad_norm"] == pytest.approx(
+        short["grad_norm"], rel=1e-5
+    )
+    both = examples_of(35)
+    short_of(both.supervised.policy, monkeypatch)
+    short_of(both.policy, monkeypatch)
+    report = both.step(groups_of([35, 5, 5, 5, 5, 5, 5, 5], [True] * 8), alg.dapo(), 1)
+    assert (report["sft/left_out"], report["completions/left_out"]) == (1, 1)

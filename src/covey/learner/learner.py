@@ -118,7 +118,7 @@ class Learner:
         """Groups with `old_logp`, `ref_logp`, `values` and `squared_score` of the current models, as far as `needs` names them."""
         rows = [unscored_row(group, i, drawn) for i, group in enumerate(groups) for drawn in group.completions]
         self.policy.model.eval()
-        self.micro_batcher.left_out.begin(0)  # no completion may be skipped: advantages need all of them
+        self.micro_batcher.left_out.begin()  # no completion may be skipped: advantages need all of them
         with self._abortable(), ordered_sums.on(self.policy.device):
             notes = self.micro_batcher.attempt(lambda: self._notes(self.world.share(rows), needs))
         done = self.world.interleave(notes)
@@ -159,7 +159,8 @@ class Learner:
         rows = self.rows(groups)
         mine = self.world.share(rows)
         totals = totals_of(rows, self.max_completion_length)
-        self.micro_batcher.left_out.begin(len(rows))
+        examples = [] if self.supervised is None else self.supervised.rows(step)
+        self.micro_batcher.left_out.begin(completions=rows, sft=examples)
         self.policy.model.train(not self.disable_dropout or self.policy.is_checkpointing)
         trains = [self.policy.auxiliary_coefficient != 0 or can_have_gradient(row, algorithm) for row in mine]
         skippable = [
@@ -175,7 +176,7 @@ class Learner:
         with self._abortable(), ordered_sums.on(self.policy.device):
             with torch.no_grad():  # for their metrics; their gradient is zero
                 parts += self.micro_batcher.attempt(lambda: self._evaluate_all(evaluated, algorithm, totals))
-            parts += self._gradients(trained, algorithm, totals, step)
+            parts += self._gradients(trained, algorithm, totals, examples)
         metrics = self.world.merge(merge_metrics([*parts, self.micro_batcher.left_out.end()]))
         if rows and all(row.completion.version == step - 1 for row in rows):
             self.before_first_update(metrics, step - 1)
@@ -213,7 +214,7 @@ class Learner:
         rows = self.rows(groups)
         totals = totals_of(rows, self.max_completion_length)
         self.policy.model.eval()
-        self.micro_batcher.left_out.begin(0)
+        self.micro_batcher.left_out.begin()
         mine = self.world.share(rows)
         algorithm = self.prepared(algorithm, (mine,), totals)
         parts = self.micro_batcher.attempt(lambda: self._evaluate_all(mine, algorithm, totals))
@@ -243,9 +244,9 @@ class Learner:
         return [self._read(sums, algorithm, totals) for sums in map(evaluate, self.micro_batcher.each(rows)) if sums]
 
     def _gradients(
-        self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals, step: int
+        self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals, examples: Sequence[Row]
     ) -> list[dict[str, Metric]]:
-        """Gradients of the step, summed over processes, and the metrics of this process's micro-batches.
+        """Gradients of the step and its supervised examples, summed over processes, and the metrics of this process's micro-batches.
 
         If memory runs out after the all-reduce has started, every process repeats the step and reduces afterwards.
         """
@@ -257,11 +258,11 @@ class Learner:
                 self.forget()
 
             def work(overlaps: bool = overlaps, gradients: GradientBuckets = gradients) -> list[dict[str, Metric]]:
-                examples: list[dict[str, Metric]] = []
+                first: list[dict[str, Metric]] = []
                 if self.supervised is not None:
                     batches = lambda rows: self.micro_batcher.each(self.world.share(rows))
-                    examples = self.supervised.accumulate(step, batches, self.interruption, self.backward)
-                return examples + self._accumulate_all(rows, algorithm, totals, gradients if overlaps else None)
+                    first = self.supervised.accumulate(examples, batches, self.interruption, self.backward)
+                return first + self._accumulate_all(rows, algorithm, totals, gradients if overlaps else None)
 
             parts = self.micro_batcher.attempt(work, undo)
             self.interruption.settle()

@@ -22,23 +22,25 @@ _SHARE = 8
 class SkippedCompletions:
     """Completions left out of a step because they do not fit. Their gradient is zero; denominators still count them."""
 
-    most: int = 0
-    """Most completions that may be left out; 0: none."""
+    counted: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+    """Completions of the step, and its supervised examples, by the metric that counts those left out."""
     rows: list[Row] = field(default_factory=list)
 
-    def begin(self, num_rows: int) -> None:
-        """Start a step of `num_rows` completions: one in eight may be left out, and at least one if there are several."""
-        self.most, self.rows = max(1, num_rows // _SHARE) if num_rows > 1 else 0, []
+    def begin(self, **counted: Sequence[Row]) -> None:
+        """Start a step: one in eight of the rows of each metric may be left out, and at least one if there are several."""
+        self.counted, self.rows = {f"{name}/left_out": rows for name, rows in counted.items()}, []
 
     def end(self) -> dict[str, Metric]:
-        """End the step: the metric of completions left out on this process, if any. None may be left out until `begin`."""
-        self.most, rows = 0, self.rows
-        self.rows = []
-        return {"completions/left_out": Sum(float(len(rows)))} if rows else {}
+        """End the step: metrics of the rows left out on this process, if any. None may be left out until `begin`."""
+        counts = {name: len(_common(self.rows, rows)) for name, rows in self.counted.items()}
+        self.counted, self.rows = {}, []
+        return {name: Sum(float(count)) for name, count in counts.items() if count}
 
     def take(self, row: Row) -> bool:
         """Leave this completion out; False if the limit is reached."""
-        if len(self.rows) >= self.most:
+        of_kind = next((rows for rows in self.counted.values() if _common([row], rows)), ())
+        most = max(1, len(of_kind) // _SHARE) if len(of_kind) > 1 else 0
+        if len(_common(self.rows, of_kind)) >= most:
             return False
         self.rows.append(row)
         return True
@@ -46,6 +48,10 @@ class SkippedCompletions:
     def without(self, rows: Sequence[Row]) -> list[Row]:
         """`rows` without the completions left out."""
         return [row for row in rows if not any(row is gone for gone in self.rows)]
+
+
+def _common(some: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
+    return [row for row in some if any(row is other for other in rows)]
 
 
 def _sentence(row: Row) -> str:

@@ -52,14 +52,13 @@ class Supervised:
 
     def accumulate(
         self,
-        step: int,
+        rows: Sequence[Row],
         batches: Callable[[Sequence[Row]], Iterable[Sequence[Row]]],
         before_each: Callable[[], None],
         backward: Callable[[Tensor], None],
     ) -> list[dict[str, Metric]]:
-        """Backward of this step's examples, in this process's `batches` of their rows. Returns their metrics."""
-        rows = self.rows(step)
-        num_tokens = sum(row.completion.num_tokens for row in rows)
+        """Backward of a step's examples, in this process's `batches` of their `rows`. Returns their metrics."""
+        num_tokens = sum(int(row.counts.sum()) for row in rows)
         parts = []
         for batch in batches(rows):
             before_each()
