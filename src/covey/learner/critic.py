@@ -27,7 +27,6 @@ class Critic(Protocol):
 
     def values(self, measured: Measured, batch: Sequence[Row]) -> Tensor:
         """Values [N, T], with gradient to the critic when gradients are enabled."""
-        ...
 
     def parameters(self) -> list[nn.Parameter]: ...
 

@@ -26,23 +26,18 @@ class Reference(Protocol):
 
     def weights(self) -> dict[str, Tensor]:
         """Weights that it does not share with the policy."""
-        ...
 
     def measure(self, rows: Sequence[Row]) -> Measured | None:
         """Log-probabilities of the reference; None without a reference."""
-        ...
 
     def against(self, distance: Callable[[Tensor, Tensor], Tensor]) -> DistanceTo | None:
         """The reference as the other model of a distance over the whole vocabulary; None without a reference."""
-        ...
 
     def mix(self, policy: Policy, alpha: float) -> None:
         """`ref <- (1 - alpha) ref + alpha policy`: 0 keeps, 1 copies (TR-DPO, Gorbatovski et al. 2024, eq. 9)."""
-        ...
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights for a checkpoint; empty while the reference is still the model that training started from."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
 

@@ -27,15 +27,12 @@ class PromptSupply(Protocol):
     @property
     def stages(self) -> Stages:
         """Stages of the rollouts ahead; none on demand."""
-        ...
 
     def next_prompts(self, n: int, set_aside: Sequence[str]) -> Sequence[Prompt]:
         """The `n` prompts of the next rollout."""
-        ...
 
     def further_prompts(self, n: int, set_aside: Sequence[str]) -> Sequence[Prompt]:
         """`n` more prompts for the same rollout, of dynamic sampling."""
-        ...
 
     def state_dict(self) -> dict[str, Any] | None: ...
 

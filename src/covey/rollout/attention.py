@@ -53,7 +53,6 @@ class Batch(Protocol):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> Tensor:
         """[B, L, Hq, D] from `query` [B, Hq, L, D] and the new `key`, `value` [B, Hkv, L, D], which it also keeps."""
-        ...
 
 
 def register() -> None:

@@ -28,27 +28,22 @@ class CallScheduler(Protocol):
     @property
     def num_rows(self) -> int:
         """Completions that are being written."""
-        ...
 
     @property
     def requests(self) -> Sized:
         """Requests that wait for room."""
-        ...
 
     @property
     def is_busy(self) -> bool: ...
 
     def add(self, request: LiveRequest) -> None:
         """Queue a request. Raises NotReportedError for one that this sampler cannot answer."""
-        ...
 
     def step(self) -> list[tuple[LiveRequest, Group]]:
         """A bit of work; the requests that it finished."""
-        ...
 
     def cancel(self, request: LiveRequest) -> None:
         """Drop a request; nothing happens if it is over."""
-        ...
 
 
 class SampledScheduler:

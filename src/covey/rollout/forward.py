@@ -57,32 +57,25 @@ class Forward(Protocol):
 
     def refresh(self) -> bool:
         """Read the live weights after an update. False when the model's structure changed, so that a new Forward is needed."""
-        ...
 
     @property
     def copied_bytes(self) -> int:
         """Bytes of the weights that `refresh` copies; the others are read in place."""
-        ...
 
     def capture_key(self) -> Hashable:
         """All that a captured step keeps of this forward pass: addresses of weights and tables, adapters, hooks."""
-        ...
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Context of prefill and decode: no gradients, and evaluation mode where modules are called."""
-        ...
 
     def reserve(self, positions: int) -> None:
         """Build position tables up to `positions` now, so that no step has to check their size."""
-        ...
 
     def prefill(self, ids: Tensor, positions: Tensor, batch: PrefillBatch | AnswerBatch) -> None:
         """Prefill `ids` [A, L]; the batch stores their keys and values."""
-        ...
 
     def decode(self, ids: Tensor, positions: Tensor, batch: DecodeBatch) -> Tensor:
         """[R, V] logits after one more token `ids` [R] a row."""
-        ...
 
 
 class ModulesForward:

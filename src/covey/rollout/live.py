@@ -33,11 +33,9 @@ class Listener(Protocol):
 
     def token(self, sample: int, token: int, logprob: float | None, top: Top) -> None:
         """Completion number `sample` has one more token; `logprob` None: its sampler reports none."""
-        ...
 
     def ended(self, sample: int, *, stopped: bool) -> None:
         """Completion number `sample` has ended, by itself (`stopped`) or at its token limit."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -95,15 +95,12 @@ class Sampler(Protocol):
     @property
     def check_stop(self) -> Callable[[], None]:
         """Callback between tokens; its exception ends the sampling."""
-        ...
 
     def load(self, policy: Any, version: int) -> None:
         """Sample with these weights from now on; completions carry `version`."""
-        ...
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, as they finish: not always in the order of the prompts."""
-        ...
 
 
 class TokenSampler(Sampler, Protocol):
@@ -112,7 +109,6 @@ class TokenSampler(Sampler, Protocol):
     @property
     def eos_ids(self) -> Sequence[int]:
         """Tokens that end a completion."""
-        ...
 
     @property
     def version(self) -> int: ...

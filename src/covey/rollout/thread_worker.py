@@ -21,15 +21,12 @@ class Source(Protocol):
 
     def attach(self, tell: Tell, check_open: Callable[[], None]) -> None:
         """Begin. `check_open` is to be called wherever work waits; what it raises ends the wait."""
-        ...
 
     def begin(self, order: Order) -> None:
         """Prepare the weights of an order; in the thread that draws."""
-        ...
 
     def publish(self, version: int) -> bool:
         """See `covey.rollout.worker_process.Worker`."""
-        ...
 
     def end(self) -> None: ...
 

@@ -193,7 +193,6 @@ class Line(Protocol):
 
     def recv(self) -> Any:
         """The next message. Raises EOFError once there will be none."""
-        ...
 
     def poll(self) -> bool: ...
 

@@ -39,15 +39,12 @@ class Worker(Protocol):
 
     def publish(self, version: int) -> bool:
         """Publish the current weights. Returns False, without effect, while the worker has not taken the previous ones."""
-        ...
 
     def send(self, order: Order) -> None:
         """Queue an order for groups."""
-        ...
 
     def close(self) -> None:
         """Terminate the worker; unfinished groups are lost."""
-        ...
 
 
 class AskingWorker(Worker, Protocol):
@@ -55,7 +52,6 @@ class AskingWorker(Worker, Protocol):
 
     def send(self, message: ToWorker) -> None:
         """Queue an order or a call, or reply to the order that asked."""
-        ...
 
 
 def trained(model: Any) -> dict[str, Tensor]:

@@ -55,7 +55,6 @@ class Stage(Protocol):
     @property
     def phase(self) -> Literal["rollout", "reward", "learn"]:
         """The phase to which its seconds count."""
-        ...
 
     def __call__(self, groups: Sequence[Group], position: Position) -> list[Group]: ...
 

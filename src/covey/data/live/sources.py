@@ -36,11 +36,9 @@ class Source(Protocol):
 
         Raises OSError while the source cannot be reached, and EOFError once it has ended for good.
         """
-        ...
 
     def commit(self, position: Position) -> None:
         """Acknowledge all rows up to here: a checkpoint on disk holds them, and they will not be requested again."""
-        ...
 
 
 class FollowFile:
