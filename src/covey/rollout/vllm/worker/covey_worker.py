@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 _MIX = (-7046029254386353131, -4658895280553007687)  # 2^64/phi, and a multiplier of SplitMix64, as signed numbers
-_CHUNK = 2**24
+_CHUNKS = {"cpu": 2**17, "cuda": 2**24}
+"""Values that are mixed at once: on a CPU as its cache holds them, on a GPU many for each launch."""
 _EYE_ROWS = 512
 _LOADERS = tuple(f"vllm.model_executor.model_loader.reload.{name}" for name in ("layerwise", "inplace"))
 
@@ -37,8 +38,9 @@ def digest_of(weight: torch.Tensor) -> int:
     total = 0
     flat = weight.detach().reshape(-1)
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    for start in range(0, flat.numel(), _CHUNK):
-        part = flat[start : start + _CHUNK]
+    size = _CHUNKS.get(flat.device.type, 2**24)
+    for start in range(0, flat.numel(), size):
+        part = flat[start : start + size]
         part = part + 0.0 if part.is_floating_point() and part.element_size() > 1 else part  # -0 becomes 0
         bits = part.contiguous().view(integers).to(torch.int64) * _MIX[0]
         bits = (bits ^ (bits >> 31)) * _MIX[1]
