@@ -46,8 +46,10 @@ reward = lambda completion_ids, **columns: [float(sum(ids) % 7) for ids in compl
 model = tiny_model("qwen2", layers=3, tie_word_embeddings=sys.argv[7] == "tied")
 peft = None
 if lora != "full":
-    from peft import LoraConfig, VeraConfig
-    peft = {"lora": LoraConfig, "vera": VeraConfig}[lora](r=2, target_modules=["q_proj", "v_proj"])
+    from peft import LoraConfig, RandLoraConfig, VeraConfig
+    kinds = {"lora": LoraConfig, "vera": VeraConfig, "randlora": RandLoraConfig, "saved": LoraConfig}
+    saved = {"modules_to_save": ["lm_head"]} if lora == "saved" else {}
+    peft = kinds[lora](r=2, target_modules=["q_proj", "v_proj"], **saved)
 trainer = GRPOTrainer(model, reward, args, rows, processing_class=tiny_tokenizer(), peft_config=peft)
 trainer.train()
 trainer.save_model(folder + "/end")
@@ -137,18 +139,23 @@ def test_an_adapter_on_a_split_model_is_sent_alone(tmp_path):
 
 
 @pytest.mark.nightly
-def test_an_adapter_whose_layers_share_buffers_is_merged_once_a_layer_is_whole(tmp_path):
-    """Those of VeRA are whole while the layers' weights are still split."""
-    model = tiny_model("qwen2", layers=3, tie_word_embeddings=False)
-    with FakeServer(model, tiny_tokenizer(), has_digest=True) as fake:
-        fake.is_varied = True
-        trained(fake, tmp_path, 2, lora="vera")
-        assert fake.calls.count("/update_weight_version") == 3
-    logs = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    seen = [entry for entry in logs if "vllm/exact" in entry]
-    assert len(seen) == 3
-    assert all(entry["vllm/exact"] == 1 and entry["vllm/probe_difference"] < 1e-5 for entry in seen)
-    assert all(entry["sampling/sampling_logp_difference/max"] < 1e-4 for entry in seen)
+@pytest.mark.parametrize("kind", ["vera", "randlora", "saved"])
+def test_an_adapter_that_is_merged_on_a_split_model_is_so_once_a_layer_is_whole(kind, tmp_path):
+    """The buffers of VeRA and RandLora, which layers share, are whole while the layers' weights are still split. As one process trains."""
+    ends = {}
+    for processes in (1, 2):
+        model, folder = tiny_model("qwen2", layers=3, tie_word_embeddings=False), tmp_path / str(processes)
+        with FakeServer(model, tiny_tokenizer(), has_digest=True) as fake:
+            fake.is_varied = True
+            trained(fake, folder, processes, lora=kind)
+            assert fake.calls.count("/update_weight_version") == 3
+        logs = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        seen = [entry for entry in logs if "vllm/exact" in entry]
+        assert len(seen) == processes + 1, "one process is sent the first weights by a check before its first step"
+        assert all(entry["vllm/exact"] == 1 and entry["vllm/probe_difference"] < 1e-5 for entry in seen)
+        assert all(entry["sampling/sampling_logp_difference/max"] < 1e-4 for entry in seen)
+        ends[processes] = weights_of(folder, "adapter_model.safetensors")
+    assert max((ends[1][name] - ends[2][name]).abs().max().item() for name in ends[1]) < 1e-6
 
 
 @pytest.mark.slow

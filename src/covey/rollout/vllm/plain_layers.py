@@ -46,13 +46,24 @@ def plain_name(name: str) -> str:
 def plain_state(name: str, layer: nn.Module) -> dict[str, Tensor]:
     """The weights of a changed layer, active adapters merged; the layer stays as it is. Raises ConfigError where PEFT cannot merge it."""
     try:
-        return {part: value.detach() for part, value in _plain(layer).state_dict(keep_vars=True).items()}
+        return {part: value.detach() for part, value in saved_tensors(_plain(layer)).items()}
     except (NotImplementedError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
         raise ConfigError(
             f"The adapter on {name} cannot be merged into the weights that vLLM gets ({first_line(error)}); {_WAY_OUT}."
         ) from error
+
+
+def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, as `state_dict` has them, whose hooks split a gathered block of FSDP2 again."""
+    buffers = {
+        f"{place}.{name}" if place else name: value
+        for place, part in module.named_modules()
+        for name, value in part.named_buffers(recurse=False)
+        if name not in part._non_persistent_buffers_set
+    }
+    return dict(module.named_parameters(remove_duplicate=False)) | buffers
 
 
 def _plain(layer: Any) -> nn.Module:

@@ -22,7 +22,14 @@ from covey.models import decoder_of, reads_media, unwrapped
 from covey.process.sharding import Shards, is_sharded, whole_state
 from covey.rollout.vllm.attestation import trainer_logprobs
 from covey.rollout.vllm.pieces import Piece, add_digest, count_of, in_pieces
-from covey.rollout.vllm.plain_layers import changed_layers, layer_with, plain_config, plain_name, plain_state
+from covey.rollout.vllm.plain_layers import (
+    changed_layers,
+    layer_with,
+    plain_config,
+    plain_name,
+    plain_state,
+    saved_tensors,
+)
 from covey.rollout.vllm.worker.covey_worker import text_of
 from covey.types import Prompt
 
@@ -108,19 +115,12 @@ def _blocks(base: nn.Module, shards: Shards) -> Iterator[dict[str, Tensor]]:
     """Weights of each block of a split model, while they are whole."""
     layers, done = changed_layers(base), set[str]()
     for _ in shards.each_block():
-        state = dict(base.named_parameters(remove_duplicate=False)) | dict(_persistent_buffers(base))
+        state = saved_tensors(base)
         split = {layer_with(name, layers) or name for name, value in state.items() if is_sharded(value)}
         # a layer whose buffers are whole, as those of VeRA, waits for its weights
         ready = {n: value for n, value in state.items() if n not in done and (layer_with(n, layers) or n) not in split}
         done |= ready.keys()
         yield ready
-
-
-def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for place, part in module.named_modules():
-        for name, value in part.named_buffers(recurse=False):
-            if name not in part._non_persistent_buffers_set:
-                yield (f"{place}.{name}" if place else name), value
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
