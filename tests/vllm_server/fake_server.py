@@ -79,7 +79,7 @@ class FakeServer:
         self.prompts: list[list[int]] = []
         """Token ids of the prompts that it has continued."""
         self.logprobs_mode, self.max_model_length = "processed_logprobs", 256
-        self.device, self.dtype = "cpu", "float32"
+        self.device, self.dtype, self.quantization = "cpu", "float32", None
         self.folder = "/nowhere/policy"
         """Path of the model that it says it serves."""
         self._lock = threading.Lock()
@@ -178,6 +178,7 @@ class FakeServer:
             "model_config": {
                 "model": self.folder,
                 "dtype": f"torch.{self.dtype}",
+                "quantization": self.quantization,
                 "logprobs_mode": self.logprobs_mode,
                 "max_logprobs": 20,
             },

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fake_server import FakeServer, nudged
 
-from covey.errors import AttestationError
+from covey.errors import AttestationError, ConfigError
 from covey.rollout import SamplingParams
 from covey.rollout.vllm import ServerSampler
 from covey.rollout.vllm.attestation import Answer, Attestation, Slope, check_replicas, trainer_logprobs
@@ -199,6 +199,38 @@ def test_an_adapter_that_cannot_travel_alone_is_sent_merged_and_said_so(tmp_path
         with caplog.at_level(logging.WARNING):
             ServerSampler(policy, tiny_tokenizer(), port=fake.port, directory=tmp_path, eos_ids=[2])
         assert why in caplog.text
+
+
+@pytest.mark.parametrize("method, is_refused", [("fp8", False), ("awq", True)])
+def test_a_server_of_quantized_weights_is_warned_of_and_one_of_a_quantized_checkpoint_is_sent_none(
+    tmp_path, caplog, method, is_refused
+):
+    """The stand-in's digests are of its own numbers, as those of quantized weights are."""
+    model = tiny_model("qwen2", tie_word_embeddings=False)
+    with FakeServer(model, tiny_tokenizer(), has_digest=True) as fake:
+        fake.quantization = method
+        if is_refused:
+            with pytest.raises(
+                ConfigError, match=r"whose weights are quantized \(awq\), and the run's weights cannot be"
+            ):
+                sampler_of(fake, model, tmp_path)
+            return
+        sampler = sampler_of(fake, model, tmp_path)
+        assert "computes with weights quantized by fp8, not with the learner's" in caplog.text
+        step(sampler, model, 1)
+        assert "vllm/exact" not in sampler.take_metrics()
+        assert "covey_digest" not in fake.calls
+
+
+def test_an_adapter_stands_alone_on_a_quantized_checkpoint_and_this_is_warned_of(tmp_path, caplog):
+    peft = pytest.importorskip("peft")
+    base = tiny_model("qwen2", tie_word_embeddings=False)
+    with FakeServer(base, tiny_tokenizer(), has_digest=True, lora_rank=8) as fake:
+        fake.quantization = "awq"
+        policy = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+        step(sampler_of(fake, policy, tmp_path), policy, 1)
+        assert fake.adapters
+        assert "computes with weights quantized by awq, not with the learner's" in caplog.text
 
 
 # -- the mathematics ------------------------------------------------------------------------------------------------------------

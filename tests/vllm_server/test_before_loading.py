@@ -68,6 +68,10 @@ def raw_log_probabilities(fake):
     fake.logprobs_mode = "raw_logprobs"
 
 
+def quantized_checkpoint(fake):
+    fake.quantization = "awq"
+
+
 def no_folder(fake):
     fake.paths.remove("/collective_rpc")
 
@@ -82,6 +86,12 @@ def no_folder(fake):
         (fewer_tokens, {}, ConfigError, r"does not know token \d+ of this run's vocabulary"),
         (raw_log_probabilities, {"temperature": 0.5}, ConfigError, "--logprobs-mode processed_logprobs"),
         (no_folder, {}, ConfigError, "lacks /collective_rpc"),
+        (
+            quantized_checkpoint,
+            {},
+            ConfigError,
+            r"whose weights are quantized \(awq\), and the run's weights cannot be loaded",
+        ),
         (lambda fake: None, {"temperature": 0.005}, ConfigError, "vLLM draws at no less than 0.01"),
         (lambda fake: None, {"vllm_transport": "nccl"}, ConfigError, "the server computes on cpu"),
         (lambda fake: None, {}, ModelError, "could not be loaded"),

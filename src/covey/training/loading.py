@@ -14,8 +14,8 @@ from covey.models import config_of, disable_dropout, load_model, load_tokenizer,
 from covey.models.modalities import load_processing
 from covey.process.cluster import expect_cluster
 from covey.rollout.on_ray import RAY_OPTION
-from covey.rollout.vllm import Address, Carrier, Client, Deadlines, Server, expect_vllm, refuse_unfit, warn_if_exposed
-from covey.rollout.vllm.server import refuse_cold
+from covey.rollout.vllm import Address, Carrier, Client, Deadlines, Server, expect_vllm, refuse_unfit
+from covey.rollout.vllm.server import refuse_cold, warn_of_server
 from covey.training.build_sampler import as_dict, sampling_params
 
 
@@ -58,7 +58,7 @@ def expect_engine(
     deadlines = Deadlines.of(as_dict(args.vllm_deadlines))
     server = Server.connect(Client(address, deadlines), args.vllm_server_timeout)
     if args.process_index == 0:
-        warn_if_exposed(server)
+        warn_of_server(server)
     init_kwargs, trusts = as_dict(args.model_init_kwargs), args.trust_remote_code
     config = config_of(model, init_kwargs, trust_remote_code=trusts)
     text_tokenizer = tokenizer or load_tokenizer(

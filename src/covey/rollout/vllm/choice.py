@@ -15,7 +15,7 @@ from covey.process.world import World
 from covey.rollout.vllm.broadcast import BroadcastTransport
 from covey.rollout.vllm.pieces import largest_piece
 from covey.rollout.vllm.plain_layers import refuse_unmerged
-from covey.rollout.vllm.server import Server, refuse_smaller_vocabulary
+from covey.rollout.vllm.server import Server, refuse_packed, refuse_smaller_vocabulary
 from covey.rollout.vllm.transports import (
     AdapterTransport,
     Carrier,
@@ -44,6 +44,7 @@ def transport_for(
         if reason is None:
             return AdapterTransport(server, folder)
         logger.warning("Whole weights are sent to the vLLM server instead of the adapter alone: %s.", reason)
+    refuse_packed(server)
     refuse_unmerged(model)
     refuse_stale_head(server, unwrapped(model).config)
     failed = ServerError("no transport of weights to the vLLM server works on the main process; its log says why.")

@@ -30,15 +30,9 @@ from covey.rollout.vllm.choice import transport_for
 from covey.rollout.vllm.client import Address, Client, Deadlines, NoAnswerError
 from covey.rollout.vllm.lifecycle import NEVER
 from covey.rollout.vllm.media import complete, expect_media_taken
-from covey.rollout.vllm.server import Server, refuse_other_model, refuse_raw_logprobs, warn_if_exposed
+from covey.rollout.vllm.server import Server, refuse_other_model, refuse_packed, refuse_raw_logprobs, warn_of_server
 from covey.rollout.vllm.sync import Attest, RestartedError, Sync, Update
-from covey.rollout.vllm.transports import (
-    Carrier,
-    DirectoryTransport,
-    dtype_of,
-    refuse_carrier,
-    refuse_stale_head,
-)
+from covey.rollout.vllm.transports import Carrier, DirectoryTransport, dtype_of, refuse_carrier, refuse_stale_head
 from covey.rollout.vllm.weights import Source, safe_name
 from covey.types import Completion, Group, Metric, Prompt, merge_metrics
 
@@ -96,7 +90,7 @@ class ServerSampler:
         if server is None:
             server = Server.connect(Client(Address.of(base_url, host, port), Deadlines.of(deadlines)), timeout)
             refuse_other_model(server, unwrapped(model).config, tokenizer)
-            warn_if_exposed(server)
+            warn_of_server(server)
         self.server, self.client, facts = server, server.client, server.facts
         self.dtype = "float32" if facts.dtype == "float32" else None
         """Type that it computes in, where its log-probabilities are to equal a plain forward's."""
@@ -397,4 +391,5 @@ def refuse_unfit(
     refuse_raw_logprobs(server, params)
     refuse_other_model(server, config, tokenizer)
     if not has_adapter:  # an adapter may travel alone
+        refuse_packed(server)
         refuse_stale_head(server, config)

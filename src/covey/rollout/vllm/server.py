@@ -21,6 +21,10 @@ REQUIRED = (
     *("/v1/completions", "/v1/models", "/server_info", "/pause", "/resume", "/is_paused", "/reset_prefix_cache"),
     *("/update_weight_version", "/weight_info"),
 )
+QUANTIZES_ITSELF = frozenset(
+    {"fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "int8_per_channel_weight_only", "mxfp8", "nvfp4_per_token", "experts_int8", "online"}
+)  # fmt: skip
+"""Methods of `--quantization` that quantize weights in floating point as they are loaded; the others are those of checkpoints."""
 COLDEST = 0.01
 """Lowest temperature above 0 at which vLLM draws; it raises lower ones to it."""
 DIGEST, REPACK, RELOAD = "covey_digest", "covey_repack", "covey_reload"
@@ -47,6 +51,8 @@ class ServerInfo:
     """0: adapters are not enabled."""
     max_loras: int
     has_digest: bool
+    quantization: str | None = None
+    """vLLM's name of the method by which its weights are quantized; None: they are not."""
 
 
 @dataclass(eq=False)
@@ -85,7 +91,7 @@ class Server:
     @property
     def has_digests(self) -> bool:
         """True if the digests of its only worker can be compared with those of whole weights."""
-        return self.facts.has_digest and self.facts.tensor_parallel == 1
+        return self.facts.has_digest and self.facts.tensor_parallel == 1 and self.facts.quantization is None
 
     def version(self) -> str:
         """Label of the current weights, set by the last update; `default` before the first."""
@@ -201,6 +207,7 @@ def _read_info(client: Client) -> ServerInfo:
             max_logprobs=int(model.get("max_logprobs", 20)),
             max_lora_rank=int(lora.get("max_lora_rank") or 0) if client.has("/v1/load_lora_adapter") else 0,
             max_loras=int(lora.get("max_loras") or 0),
+            quantization=model.get("quantization"),
             has_digest="covey" in str(parallel.get("worker_extension_cls") or "") and client.has("/collective_rpc"),
         )
     except (TypeError, LookupError, ValueError, AttributeError) as error:
@@ -269,6 +276,28 @@ def refuse_cold(params: SamplingParams) -> None:
     if 0 < params.temperature < COLDEST:
         raise ConfigError(
             f"temperature is {params.temperature}, and vLLM draws at no less than {COLDEST}; give that, or 0 for greedy decoding."
+        )
+
+
+def refuse_packed(server: Server) -> None:
+    """Raise ConfigError for a server of a quantized checkpoint, into which weights in floating point cannot be loaded."""
+    method = server.facts.quantization
+    if method is not None and method not in QUANTIZES_ITSELF:
+        raise ConfigError(
+            f"The server at {server.client.address} serves {server.facts.folder}, whose weights are quantized ({method}), and the run's weights "
+            "cannot be loaded into it; start it with the model of the run, or train a LoRA adapter that it takes alone (--lora-rank)."
+        )
+
+
+def warn_of_server(server: Server) -> None:
+    """Warn of a server that the network reaches, and of one whose weights are rounded to other numbers than the learner's."""
+    warn_if_exposed(server)
+    if server.facts.quantization is not None:
+        logger.warning(
+            "The vLLM server at %s computes with weights quantized by %s, not with the learner's: completions are drawn from probabilities that "
+            "are off by about vllm/probe_difference nats, and digests are not compared. Start it without --quantization, unless you mean this.",
+            server.client.address,
+            server.facts.quantization,
         )
 
 
