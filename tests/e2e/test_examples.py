@@ -12,18 +12,16 @@ import pytest
 import yaml
 
 from covey.cli import main
+from forked import run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.slow
 def test_the_trl_script_trains(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "trl_script.py"), "demo", "2"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("reward: ")
+    done = run(EXAMPLES / "trl_script.py", "demo", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.err
+    assert done.out.splitlines()[-1].startswith("reward: ")
     assert (tmp_path / "runs" / "trl-script" / "metrics.jsonl").is_file()
 
 

@@ -4,14 +4,13 @@
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch.utils.backend_registration
 from filelock import FileLock
+
+from forked import run
 
 pytestmark = [
     pytest.mark.slow,
@@ -91,14 +90,22 @@ def found(request, tmp_path_factory, worker_id):
     return json.loads(shared.read_text())
 
 
+CASES = """
+import json
+import sys
+
+sys.path[:0] = json.loads(sys.argv.pop())
+import second_device_cases
+
+second_device_cases.main()
+"""
+
+
 def computed(cases):
     tests = Path(__file__).parents[1]
-    command = [sys.executable, str(Path(__file__).with_name("second_device_cases.py")), cases]
-    paths = [*map(str, (tests, tests / "learner", tests / "rollout")), *sys.path]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=560, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    done = run("-c", CASES, cases, json.dumps([*map(str, (tests, tests / "learner", tests / "rollout"))]), timeout=560)
+    assert done.returncode == 0, done.err[-3000:]
+    return json.loads(done.out.splitlines()[-1])
 
 
 def test_the_device_has_a_gpus_rules(found):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from covey.rewards import RewardSpec, Scorer, resolve
 from covey.rewards.calling.workers import WorkerPool
 from covey.rewards.decorators import CallOptions
 from covey.types import Mean, Sum
+from forked import run
 from kit import group
 
 
@@ -204,14 +203,14 @@ def train():
 
 def run_script(folder, ending):
     (folder / "script.py").write_text(SCRIPT + ending)
-    return subprocess.run([sys.executable, folder / "script.py"], capture_output=True, text=True, timeout=120)
+    return run(folder / "script.py", timeout=120)
 
 
 @pytest.mark.slow
 def test_a_reward_of_a_script_is_imported_from_its_file_and_a_script_without_a_guard_does_not_train_twice(tmp_path):
     good = run_script(tmp_path, "\nif __name__ == '__main__':\n    train()\n")
-    assert good.stdout == "[[1.0], [2.0]]\n", good.stderr
+    assert good.out == "[[1.0], [2.0]]\n", good.err
     bad = run_script(tmp_path, "\ntrain()\n")
     assert bad.returncode == 1
-    assert bad.stdout == ""
-    assert "a worker process was about to train" in bad.stderr
+    assert bad.out == ""
+    assert "a worker process was about to train" in bad.err
