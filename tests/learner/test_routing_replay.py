@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from covey.learner.packing import Row, unscored_row
 from covey.learner.policy import Policy
 from covey.rollout import NativeSampler, SamplingParams, worker_process
 from covey.runs import serialization
+from covey.training.build_learner import auxiliary_coefficient
 from covey.types import Group, Prompt
 from expert_models import DENSE, FAMILIES, expert_model, with_adapted_experts
 from forked import worker_of
@@ -184,6 +186,15 @@ def test_the_balancing_loss_over_shared_prompts_is_transformers_over_the_rows(fa
         got = dict(model.named_parameters())[name].grad
         assert (got - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name
     policy.release()
+
+
+@pytest.mark.parametrize("family, options", DENSE.values(), ids=list(DENSE))
+def test_a_weight_of_the_balancing_loss_is_refused_for_a_dense_variant(family, options):
+    arguments = SimpleNamespace(router_aux_loss_coef=0.1)
+    with pytest.raises(ConfigError, match=f"{family}ForCausalLM computes no load-balancing loss; leave it out"):
+        auxiliary_coefficient(arguments, expert_model(family, **options))
+    arguments.router_aux_loss_coef = None
+    assert auxiliary_coefficient(arguments, expert_model(family, **options)) == 0.0
 
 
 def test_log_probabilities_do_not_depend_on_the_balancing_loss():

@@ -230,12 +230,13 @@ def auxiliary_coefficient(args: GRPOConfig, model: Any) -> float:
     """Weight of a mixture-of-experts model's load-balancing loss; 0 for other models."""
     config = model.config.get_text_config()
     declared = getattr(config, "router_aux_loss_coef", None)
-    if declared is None and args.router_aux_loss_coef:
+    has_router = declared is not None and getattr(config, "output_router_logits", None) is not None and _routes(model)
+    if args.router_aux_loss_coef and not has_router:
         raise ConfigError(
-            f"router_aux_loss_coef={args.router_aux_loss_coef}, but {type(model).__name__} computes no load-balancing loss; leave it out."
+            f"router_aux_loss_coef={args.router_aux_loss_coef}, but {type(unwrapped(model)).__name__} computes no load-balancing loss; "
+            "leave it out."
         )
     chosen = declared if args.router_aux_loss_coef is None else args.router_aux_loss_coef
-    has_router = declared is not None and getattr(config, "output_router_logits", None) is not None and _routes(model)
     return float(chosen or 0.0) if has_router else 0.0
 
 
