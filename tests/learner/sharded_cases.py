@@ -117,8 +117,6 @@ def overflowing(learner, backward, loss):
 LONG = "a prompt that is much longer than all of the others, so that it takes a forward pass of its own"
 PROMPTS = ["2 + 2 =", "Tom has", LONG, "12 + 30", "What is", "Anna had 20 pens", "The answer", "How many"]
 SAVED = {"save_strategy": "steps", "save_steps": 2}
-NO_BALANCE = {"router_aux_loss_coef": 0.0}
-"""The load-balancing loss is of a micro-batch, and those of two processes are smaller."""
 RUNS = {
     "plain": {},
     "kept for the backward": {"fsdp_config": {"reshard_after_forward": False}, "max_grad_norm": 0.05},
@@ -146,10 +144,9 @@ RUNS = {
         "model": lambda: build("granitemoehybrid"),
         "peft": True,
         "learning_rate": 0.05,  # at 0.5 the weights move by a third a step, and roundings grow
-        **NO_BALANCE,
     },
-    "routing replay": {"model": lambda: experts(), "router_replay": "R3", **NO_BALANCE},
-    "an adapter on experts": {**SAVED, "model": lambda: experts(), "peft": True, **NO_BALANCE},
+    "routing replay": {"model": lambda: experts(), "router_replay": "R3"},
+    "an adapter on experts": {**SAVED, "model": lambda: experts(), "peft": True},
     "ZeRO-2 by DeepSpeed's file": {"fsdp": None, "deepspeed": {"zero_optimization": {"stage": 2}}},
 }
 

@@ -179,9 +179,9 @@ def test_the_balancing_loss_over_shared_prompts_is_transformers_over_the_rows(fa
     model.zero_grad()
     assert policy.shares_prompts()
     measured = policy.measure(ROWS)
-    assert measured.auxiliary_loss is not None
-    torch.testing.assert_close(measured.auxiliary_loss, expected, rtol=1e-5, atol=1e-6)
-    measured.auxiliary_loss.backward()
+    assert measured.balance is not None
+    torch.testing.assert_close(measured.balance.loss(), expected, rtol=1e-5, atol=1e-6)
+    measured.balance.loss().backward()
     for name, gradient in wanted.items():
         got = dict(model.named_parameters())[name].grad
         assert (got - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name

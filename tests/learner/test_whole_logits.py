@@ -71,7 +71,8 @@ def widest(policy, rows, **options):
     with Widest() as seen:
         measured = policy.measure(rows, entropy=True, **options)
         total = measured.logp.sum() + measured.entropy.sum()
-        for one in (measured.distance, measured.auxiliary_loss):
+        balance = None if measured.balance is None else measured.balance.loss()
+        for one in (measured.distance, balance):
             total = total if one is None else total + one.sum()
         total.backward()
     return seen.rows
@@ -126,13 +127,15 @@ def test_values_and_gradients_are_those_of_the_models_own_logits(kind):
     assert (got - want).norm() < 1e-5 * want.norm()
 
 
-def test_the_loss_of_a_router_is_kept_and_weighed():
-    """Without advantages a step follows the balancing loss alone: its coefficient times the model's own."""
+@pytest.mark.parametrize("most", [8, 4, 2, 1])
+def test_the_loss_of_a_router_is_kept_and_weighed(most):
+    """Without advantages a step follows the balancing loss alone: its coefficient times the model's own, however it is split."""
     model = with_experts()
     silent = [replace(one, advantages=torch.zeros(3)) for one in groups()]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     policy = Policy(model, pad_id=0, auxiliary_coefficient=0.1)
-    learner = learner_of(policy, optimizer, max_completion_length=24, max_grad_norm=0.0, disable_dropout=True)
+    options = {"max_rows": most, "max_grad_norm": 0.0, "disable_dropout": True}
+    learner = learner_of(policy, optimizer, max_completion_length=24, **options)
     padded = pad_rows(rows_of(silent), 0, torch.device("cpu"))
     given = {"input_ids": padded.input_ids, "attention_mask": padded.attention_mask}
     own = model(**given, use_cache=False, output_router_logits=True).aux_loss

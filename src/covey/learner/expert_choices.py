@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -155,26 +156,54 @@ def routing_metrics(routers: Routers, computed: Tensor, replayed: Tensor | None 
     return metrics
 
 
-def balanced(model: Any, packed: SharedRows, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Hidden states of packed rows, and the load-balancing loss of the rows that they stand for."""
-    output = decoder_of(model)(use_cache=False, output_router_logits=True, **inputs)
-    top_k = unwrapped(model).config.get_text_config().num_experts_per_tok
-    return output.last_hidden_state, balancing_loss(output.router_logits, repeats_in(packed), top_k)
+@dataclass(frozen=True, eq=False)
+class Balance:
+    """Sums of the load-balancing loss over the tokens and layers of a pass.
 
-
-def balancing_loss(logits: Sequence[Tensor], weights: Tensor, top_k: int) -> Tensor:
-    """Load-balancing loss of the routers' logits [M, E] by layer, each token counted `weights` [M] times.
-
-    `E sum_e f_e p_e`, with f the experts' shares of choices and p their mean probabilities, over tokens and layers: Fedus et al. 2021,
-    "Switch Transformers", eq. 4 to 6, as transformers computes it over rows without padding.
+    `E sum_e f_e p_e`, with f the experts' shares of choices and p their mean probabilities: Fedus et al. 2021, "Switch Transformers",
+    eq. 4 to 6, as transformers computes it over rows without padding.
     """
+
+    loads: Tensor
+    """[E + 1], how often each expert was chosen, and the tokens and layers that chose."""
+    probability: Tensor
+    """[E], with gradient."""
+
+    def loss(self, whole: Tensor | None = None) -> Tensor:
+        """The loss of these tokens; with the loads of a `whole` step, their part in the loss of the step."""
+        loads = self.loads if whole is None else whole.to(self.loads)
+        return len(self.probability) * (loads[:-1] / loads[-1] * self.probability / loads[-1]).sum()
+
+
+def balanced(model: Any, packed: SharedRows, inputs: Mapping[str, Any]) -> tuple[Tensor, Balance]:
+    """Hidden states of packed rows, and the sums of the load-balancing loss of the rows that they stand for."""
+    output = decoder_of(model)(use_cache=False, output_router_logits=True, **inputs)
+    return output.last_hidden_state, balance_of(model, output.router_logits, packed)
+
+
+def padded_balance(model: Any, output: Any, packed: PaddedRows) -> Balance:
+    """Sums of the load-balancing loss of padded rows. Raises ConfigError for a model whose loss has another form."""
+    balance = balance_of(model, output.router_logits, packed)
+    if not torch.is_grad_enabled():  # in the trial at the start; later a device need not wait
+        gap = float((balance.loss() - output.aux_loss).abs())
+        if gap > 1e-3 * float(output.aux_loss):
+            name = type(unwrapped(model)).__name__
+            raise ConfigError(
+                f"{name} has a load-balancing loss of its own ({gap:.1g} from Switch Transformers'), which Covey cannot divide into "
+                "micro-batches; set router_aux_loss_coef=0."
+            )
+    return balance
+
+
+def balance_of(model: Any, logits: Sequence[Tensor], packed: PaddedRows | SharedRows) -> Balance:
+    """Sums over the routers' logits [M, E] by layer, each token counted as often as it stands in the rows."""
+    top_k, weights = unwrapped(model).config.get_text_config().num_experts_per_tok, repeats_in(packed)
     experts = logits[0].shape[-1]
-    chosen, probability, total = weights.new_zeros(experts), weights.new_zeros(experts), weights.new_zeros(())
+    loads, probability = weights.new_zeros(experts + 1), weights.new_zeros(experts)
     for layer in logits:
         p = torch.softmax(layer, -1)
         picked = torch.topk(p, top_k, -1).indices
-        counts = weights.new_zeros(experts).scatter_add_(0, picked.flatten(), weights.repeat_interleave(top_k))
-        chosen = chosen + counts
+        loads[:-1].scatter_add_(0, picked.flatten(), weights.repeat_interleave(top_k))
+        loads[-1] += weights.sum()
         probability = probability + (p.float() * weights[:, None]).sum(0)
-        total = total + weights.sum()
-    return experts * (chosen / total * probability / total).sum()
+    return Balance(loads, probability)

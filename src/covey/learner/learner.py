@@ -175,6 +175,7 @@ class Learner:
         parts = [{**algorithm.metrics(as_drawn(rows), totals), "loss": Sum(0.0)} for rows in [pick(skippable)] if rows]
         with self._abortable(), ordered_sums.on(self.policy.device):
             with torch.no_grad():  # for their metrics; their gradient is zero
+                totals = replace(totals, expert_loads=self._expert_loads(trained))
                 parts += self.micro_batcher.attempt(lambda: self._evaluate_all(evaluated, algorithm, totals))
             parts += self._gradients(trained, algorithm, totals, examples)
         metrics = self.world.merge(merge_metrics([*parts, self.micro_batcher.left_out.end()]))
@@ -238,6 +239,20 @@ class Learner:
             seen = self.micro_batcher.attempt(lambda: [batch for rows in parts for batch in look(rows)])
         everywhere = TokenBatch.concat([batch for part in self.world.gather(seen) for batch in part])
         return algorithm.prepare(moved(everywhere, self.policy.device), totals)
+
+    def _expert_loads(self, rows: Sequence[Row]) -> Tensor | None:
+        """`Totals.expert_loads`, by a pass of its own: the factor of the load-balancing loss that has no gradient. None for one micro-batch."""
+        is_alone = self.world.size == 1 and len(self.micro_batcher.batches(rows)) < 2
+        if self.policy.auxiliary_coefficient == 0 or is_alone:
+            return None
+
+        def count() -> list[Tensor]:
+            batches = self.micro_batcher.each(rows, factor=2)
+            pairs = [(batch, self.policy.measure(batch or [filler()]).balance) for batch in batches]
+            return [balance.loads.cpu() for batch, balance in pairs if batch and balance is not None]
+
+        parts = [loads for part in self.world.gather(self.micro_batcher.attempt(count)) for loads in part]
+        return torch.stack(parts).sum(0) if parts else None
 
     def _evaluate_all(self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals) -> list[dict[str, Metric]]:
         evaluate = lambda batch: self._loss(batch, algorithm, totals)[1] if batch else self._keep_pace(algorithm)
@@ -305,7 +320,7 @@ class Learner:
     def _keep_pace(self, algorithm: Algorithm) -> None:
         """A pass with zero gradient, for a sharded model when other processes have more micro-batches: its collectives must match."""
         tokens, measured = self._tokens([filler()], algorithm)
-        parts = [tokens.logp, tokens.values, measured.auxiliary_loss]
+        parts = [tokens.logp, tokens.values, None if measured.balance is None else measured.balance.probability]
         self.backward(0.0 * torch.stack([part.float().sum() for part in parts if part is not None]).sum())
 
     def _read(self, unread: Unread, algorithm: Algorithm, totals: Totals) -> dict[str, Metric]:
@@ -318,9 +333,10 @@ class Learner:
         if algorithm.critic is not None:
             parts["value_loss"] = algorithm.critic.loss(tokens, totals)
             loss = loss + parts["value_loss"]
-        if measured.auxiliary_loss is not None:
-            parts["aux_loss"] = measured.auxiliary_loss
-            loss = loss + self.policy.auxiliary_coefficient * (len(batch) / totals.sequences) * parts["aux_loss"]
+        if measured.balance is not None:
+            share = len(batch) / totals.sequences if totals.expert_loads is None else 1.0
+            parts["aux_loss"] = share * measured.balance.loss(totals.expert_loads)
+            loss = loss + self.policy.auxiliary_coefficient * parts["aux_loss"]
         parts |= measured.routing
         parts["loss"] = loss
         return loss, Unread(batch, tokens.detached(), {name: part.detach() for name, part in parts.items()})

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from covey.learner.expert_choices import Balance
 from covey.learner.packing import PaddedRows
 from covey.learner.shared_prompt import SharedRows
 
@@ -34,7 +35,7 @@ class Measured:
     """[N, T], spans of text that a teacher of another tokenizer shares with the policy, as in `TokenBatch`."""
     teacher_mask: Tensor | None = None
     """[N] bool, rows that the teacher can teach, if one was given."""
-    auxiliary_loss: Tensor | None = None
-    """The router's load-balancing loss of a mixture-of-experts model."""
+    balance: Balance | None = None
+    """Sums of the load-balancing loss of a mixture-of-experts model."""
     routing: Mapping[str, Tensor] = field(default_factory=dict)
     """Scalars about the experts' loads, and about choices that differ from the sampler's (`routing_metrics`)."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from covey.errors import ConfigError
 from covey.kernels import AttentionHeads, HalfWeights, Window, choosing_few, learning
 from covey.learner import context_parallel, shared_prompt
-from covey.learner.expert_choices import Routing, balanced
+from covey.learner.expert_choices import Balance, Routing, balanced, padded_balance
 from covey.learner.heads import find_head, splits_or_warns
 from covey.learner.logprobs import Head, Other, distances, score_tokens, squared_scores
 from covey.learner.measured import Measured
@@ -224,7 +224,7 @@ class Policy:
         teacher: Signal | None = None,
     ) -> Measured:
         """`measure` of rows that are packed."""
-        picked, logp, entropies, distance, teacher, auxiliary = self.within(
+        picked, logp, entropies, distance, teacher, balance = self.within(
             lambda: self._scored(rows, entropy, other, teacher)
         )
         if not torch.is_grad_enabled():  # otherwise the backward may still recompute activations
@@ -246,16 +246,16 @@ class Policy:
             entropy=rows.spread(entropies),
             hidden=picked,
             rows=rows,
-            auxiliary_loss=auxiliary,
+            balance=balance,
         )
 
     def _scored(
         self, rows: PaddedRows | SharedRows, entropy: bool, other: Other | None, teacher: Signal | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Signal | None, Tensor | None]:
-        """Hidden states [M, D]; log-probabilities, entropies and distance to `other` [M]; distances to the teachers; the balancing loss."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Signal | None, Balance | None]:
+        """Hidden states [M, D]; log-probabilities, entropies and distance to `other` [M]; distances to the teachers; the experts' loads."""
         with self.autocast():
             with offloaded(pins=True) if self.offloads else nullcontext():
-                hidden, auxiliary = self._hidden(rows)
+                hidden, balance = self._hidden(rows)
             if self.shards is not None and reads_media(self.model):
                 hidden = depending(hidden, self.parameters())
             picked = pick_rows(hidden, rows.source)  # [M, D], or [M, V] if decoder and head cannot be separated
@@ -264,9 +264,9 @@ class Policy:
             logp, entropies = score_tokens(picked, rows.target, head, entropy=entropy, **options)
             distance = None if other is None else distances(picked, head, other, **options)
             measured = None if teacher is None else teacher.measured(picked, head, rows.target, **options)
-        return picked, logp, entropies, distance, measured, auxiliary
+        return picked, logp, entropies, distance, measured, balance
 
-    def _hidden(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Tensor | None]:
+    def _hidden(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Balance | None]:
         """[N, S, D] hidden states, or [N, S, V] logits if decoder and head cannot be called separately."""
         if isinstance(rows, SharedRows):
             rows = replace(rows, windows=self.windows)
@@ -286,7 +286,8 @@ class Policy:
             if self._splits() and accepts(self.model, "logits_to_keep"):
                 extra["logits_to_keep"] = 1  # the model's own logits are not used; keep them small
             output = self.model(**inputs, output_hidden_states=self._splits(), **extra)
-            return (output.hidden_states[-1] if self._splits() else output.logits), output.aux_loss
+            hidden = output.hidden_states[-1] if self._splits() else output.logits
+            return hidden, padded_balance(self.model, output, rows)
         if self._splits():
             return decoder(**inputs, **extra).last_hidden_state, None
         return self.model(**inputs, **extra).logits, None

@@ -52,8 +52,8 @@ def _try(policy: Any, *, is_whole: bool) -> str | None:
         packed = share_rows(rows, policy.device, is_whole=policy.auxiliary_coefficient != 0)
         together = policy.measure_packed(replace(packed, heads=policy.heads), True)
         gap = (apart.logp - together.logp).abs().max().item()
-        if apart.auxiliary_loss is not None and together.auxiliary_loss is not None:
-            gap = max(gap, (apart.auxiliary_loss - together.auxiliary_loss).abs().item())
+        if apart.balance is not None and together.balance is not None:
+            gap = max(gap, (apart.balance.loss() - together.balance.loss()).abs().item())
         is_same = gap < (1e-3 if is_exact else 0.2)
         reason = None if is_same else f"its log-probabilities would differ by {gap:.1g}"
     except (*RAW_ERRORS, StopIteration) as error:

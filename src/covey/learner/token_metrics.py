@@ -100,7 +100,7 @@ def metrics_of(unread: Unread, algorithm: Algorithm, totals: Totals, entropies: 
     if "value_loss" in losses:
         metrics["value_loss"] = Sum(losses["value_loss"])
     if "aux_loss" in losses:
-        metrics["aux_loss"] = Mean(losses["aux_loss"] * len(unread.batch), len(unread.batch))
+        metrics["aux_loss"] = Sum(losses["aux_loss"])
     for name in ("experts/max_load", "experts/entropy", "experts/changed"):
         if name in losses:
             metrics[name] = Mean(losses[name] * len(unread.batch), len(unread.batch))

@@ -154,6 +154,8 @@ class Totals:
     """Tokens with which tools and environments answered."""
     tokens_by_prompt: Mapping[int, int] = field(default_factory=dict)
     """Tokens that count of each prompt, by its number in `TokenBatch.group`. Empty: not counted."""
+    expert_loads: Tensor | None = None
+    """[E + 1], how often each expert was chosen in the whole step, and the tokens and layers that chose. None: not counted."""
 
     @staticmethod
     def of(mask: Tensor, group: Tensor, max_length: int, observed: Tensor | None = None) -> Totals:
