@@ -169,7 +169,18 @@ def test_no_address_of_memory_is_shown(content, sentence):
     assert str(error.value) == sentence
 
 
-@pytest.mark.parametrize("form", ["WAV", "FLAC", "AIFF"])
+def test_what_is_wrong_with_a_file_is_told_once(processor):
+    needs_soundfile()
+    import soundfile
+
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros((RATE, 9)), RATE, format="WAV")
+    with pytest.raises(DataError) as error:
+        open_sound(file.getvalue(), "it", RATE)
+    assert str(error.value) == "it has 9 channels of 1 seconds; give at most 8 of 1800."
+
+
+@pytest.mark.parametrize("form", ["WAV", "FLAC", "AIFF", "RF64", "W64"])
 def test_a_file_that_was_cut_is_refused_and_not_heard_in_part(form, processor):
     needs_soundfile()
     import soundfile

@@ -107,16 +107,24 @@ def _read_file(content: bytes, where: str) -> tuple[np.ndarray, int]:
             if len(samples) < file.frames:
                 raise DataError(f"{where} ends after {len(samples)} of its {file.frames} samples; mend or remove it.")
             return samples.T, file.samplerate
+    except DataError:
+        raise
     except (soundfile.SoundFileError, RuntimeError, ValueError, TypeError) as error:
         raise DataError(f"{where} cannot be read as a sound ({reason_of(error)}); mend or remove it.") from error
 
 
 def _missing_bytes(content: bytes) -> int:
-    """Bytes that a WAV or AIFF file lacks by the size in its header, of which libsndfile reads the rest; 0 where a stream wrote no size."""
-    if content[8:12] not in (b"WAVE", b"AIFF", b"AIFC"):
+    """Bytes that a WAV, RF64, W64 or AIFF file lacks by the size in its header, of which libsndfile reads the rest; 0 where a stream wrote no size."""
+    most = _UNKNOWN_SIZE << 32  # of sizes in 64 bits
+    if content[:4] == b"riff":  # Sony's W64, whose size counts its header
+        size = int.from_bytes(content[16:24], "little") - 8
+    elif content[8:12] not in (b"WAVE", b"AIFF", b"AIFC"):
         return 0
-    size = int.from_bytes(content[4:8], "little" if content[:4] == b"RIFF" else "big")
-    return 0 if size >= _UNKNOWN_SIZE else max(0, size + 8 - len(content))
+    elif content[:4] == b"RF64":
+        size = int.from_bytes(content[20:28], "little")
+    else:
+        size, most = int.from_bytes(content[4:8], "little" if content[:4] == b"RIFF" else "big"), _UNKNOWN_SIZE
+    return 0 if size >= most else max(0, size + 8 - len(content))
 
 
 def _soundfile() -> Any:
