@@ -1,18 +1,23 @@
 """The formulas between a layer's products, compiled: once for all layers and lengths, and the same numbers as PyTorch's operations."""
 
 import functools
+import importlib
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo
+import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from covey.kernels import LogitKernels, compiled_cache, fuse, fused_layers, fused_ops, fusing_unavailable_reason
 from covey.kernels import compile as compiled
 from covey.kernels.formula_shapes import FormulaShapes
 from covey.kernels.fused_layers import tried
+from covey.kernels.gates import gated, gated_halves
+from covey.kernels.rotations import KINDS, recognised, rotated
 from covey.learner import Policy
 from covey.learner.memory_estimate import bytes_a_token
 from covey.learner.packing import rows_of
@@ -131,6 +136,59 @@ def test_a_kernel_that_computes_something_else_is_found_out():
         "gated differs from PyTorch's operations by"
     )
     assert tried.__wrapped__(torch.device("cpu"), torch.bfloat16, lambda function: function) is None
+
+
+def by_autograd(function, leaves):
+    """Outputs and gradients of the leaves."""
+    leaves = [x.clone().requires_grad_() for x in leaves]
+    out = function(*leaves)
+    parts = out if isinstance(out, tuple) else (out,)
+    total = sum((part * torch.arange(part.numel()).view(part.shape).sin()).sum() for part in parts)
+    return [*parts, *torch.autograd.grad(total, leaves)]
+
+
+@pytest.mark.parametrize("family", ["llama", "glm4", "cohere", "gpt_oss", "phi3", "gemma4"])
+@pytest.mark.parametrize("turning", [16, 8])
+def test_rotations_of_all_forms_have_the_values_and_gradients_of_the_models_function(family, turning):
+    """Halves and neighbours, tables by number and by pair, all numbers of a head or its first half, queries and keys or one tensor."""
+    function = importlib.import_module(f"transformers.models.{family}.modeling_{family}").apply_rotary_pos_emb
+    kind = recognised(function)
+    angles = torch.randn(2, 5, turning // 2)
+    angles = angles.repeat_interleave(2, -1) if family == "cohere" else torch.cat([angles, angles], -1)
+    if family == "gpt_oss":
+        angles = angles[..., : turning // 2]
+    if turning == 8 and family not in ("glm4", "phi3"):
+        with pytest.raises(RuntimeError):
+            function(*torch.randn(2, 2, 3, 5, 16)[: 1 + kind.takes_two], angles.cos(), angles.sin())
+        return
+    xs = [torch.randn(2, 5, heads, 16).transpose(1, 2) for heads in (3, 1)[: 1 + kind.takes_two]]
+    rest = torch.float32, kind.pairs, kind.by_pair
+    tables = angles.cos(), angles.sin()
+    fused = lambda *xs: fused_layers._Fused.apply(rotated, lambda f: f, len(xs) + 2, *xs, *tables, *rest)
+    for mine, theirs in zip(by_autograd(fused, xs), by_autograd(lambda *xs: function(*xs, *tables), xs), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    "activation, function", [("silu", F.silu), ("none", F.gelu), ("tanh", partial(F.gelu, approximate="tanh"))]
+)
+def test_gated_mlps_of_all_forms_have_the_values_and_gradients_of_autograd(activation, function):
+    both = 2 * torch.randn(7, 24)
+    apart = lambda formula, *xs: fused_layers._Fused.apply(formula, lambda f: f, len(xs), *xs, activation)
+    want = by_autograd(lambda gate, up: function(gate) * up, both.chunk(2, -1))
+    for mine, theirs in zip(by_autograd(partial(apart, gated), both.chunk(2, -1)), want, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    out, gradient = by_autograd(partial(apart, gated_halves), [both])
+    torch.testing.assert_close([out, *gradient.chunk(2, -1)], want)
+
+
+def test_a_rotation_that_computes_something_else_for_a_part_of_the_heads_is_left_alone():
+    def scaled(q, k, cos, sin):
+        whole = rotated(q, k, cos, sin, q.dtype, False, False)
+        return whole if cos.shape[-1] == q.shape[-1] else tuple(2 * x for x in whole)
+
+    assert recognised(lambda q, k, cos, sin: rotated(q, k, cos, sin, q.dtype, False, False)) == KINDS[0]
+    assert recognised(scaled) is None
 
 
 def test_nothing_is_compiled_for_a_cpu():

@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from launches import Launches
 from peft import LoraConfig, get_peft_model
 
@@ -36,9 +37,44 @@ def without_cpu_kernels(monkeypatch):
         yield
 
 
+OTHERS = {
+    "gemma3": ("Gemma3Text", {"layer_types": ["full_attention"] * 3}),
+    "phi3": ("Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    "glm4": ("Glm4", {}),
+    "olmo2": ("Olmo2", {}),
+    "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 4, "layer_types": ["full_attention"] * 3}),
+}
+"""GELU; a merged product of gate and up with heads of which half turn; partners that are neighbours; norms after attention; experts."""
+
+
+A_LAYER = {
+    "gemma3": (333, 115),
+    "phi3": (178, 67),
+    "glm4": (282, 100),
+    "olmo2": (267, 97),
+    "gpt_oss": (301, 175),
+    "gemma2": (546, 363),
+}
+"""Launches of a layer in a later micro-batch, as written and prepared. Experts and capped scores, by operations of their own, take most of the last two."""
+
+
+def built(arch, layers, dtype=torch.float32):
+    if arch not in OTHERS:
+        return tiny_model(arch, layers=layers, hidden=64, dtype=dtype)
+    prefix, options = OTHERS[arch]
+    options = {name: value[:layers] if name == "layer_types" else value for name, value in options.items()}
+    config = getattr(transformers, f"{prefix}Config")(
+        **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": layers, "num_attention_heads": 2},
+        **{"num_key_value_heads": 1, "head_dim": 32, "vocab_size": 300, "max_position_embeddings": 256},
+        **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2, "tie_word_embeddings": True, **options},
+    )
+    torch.manual_seed(0)
+    return getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")(config).to(dtype)
+
+
 def prepared(arch, live, layers=3, dtype=torch.float32, checkpoints=True):
     """A policy whose layers are fused and whose weights are cast once, as on a GPU; kernels are counted in `live`."""
-    model = tiny_model(arch, layers=layers, hidden=64, dtype=dtype).train()
+    model = built(arch, layers, dtype).train()
     if checkpoints:
         checkpoint_activations(model)
     if live is not None:
@@ -71,6 +107,8 @@ def a_layer(arch, is_prepared, monkeypatch):
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
 
         def attend(query, key, value, layouts, mask, *, kernel, product, live=live):
+            if product.softcap is not None:
+                return None
             return live.counted(attention)(*(x.to(torch.bfloat16) for x in (query, key, value)))
 
         monkeypatch.setattr(SharedPromptAttention, "attend", staticmethod(attend))
@@ -97,10 +135,10 @@ def test_a_layer_stays_within_its_budget_of_launches(arch, budget, monkeypatch):
     assert on_gpu(later) - on_gpu(first) <= SUMS
 
 
-def test_norms_of_other_families_are_fused_wherever_they_stand(monkeypatch):
-    """Four a layer of Gemma 2, whose weights count from 1."""
-    fused, plain = (sum(a_layer("gemma2", is_prepared, monkeypatch)[1].values()) for is_prepared in (True, False))
-    assert fused <= 0.72 * plain, (fused, plain)  # its attention with capped scores takes most of the others
+@pytest.mark.parametrize("arch", rest_nightly(A_LAYER, ["gemma3", "glm4"]))
+def test_a_layer_of_other_families_takes_a_third_of_the_launches_that_its_modules_take(arch, monkeypatch):
+    plain, fused = (sum(a_layer(arch, is_prepared, monkeypatch)[1].values()) for is_prepared in (False, True))
+    assert (plain, fused) == pytest.approx(A_LAYER[arch], abs=8)
 
 
 def test_without_preparation_a_layer_takes_several_times_as_many(monkeypatch):
@@ -111,13 +149,13 @@ def test_without_preparation_a_layer_takes_several_times_as_many(monkeypatch):
 @pytest.mark.parametrize(
     "arch, checkpoints",
     rest_nightly(
-        product(("qwen2", "qwen3", "llama", "mistral", "gemma2"), (False, True)),
-        [("qwen2", True), ("qwen3", False), ("llama", False), ("gemma2", True)],
+        product(("qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3", "phi3", "glm4", "olmo2"), (False, True)),
+        [("qwen2", True), ("qwen3", False), ("llama", False), ("gemma3", True), ("phi3", False), ("glm4", False)],
     ),
 )
 def test_values_and_gradients_are_those_of_transformers_layers_but_for_rounding(arch, checkpoints):
     plain, own = (passes(prepared(arch, live, checkpoints=checkpoints), 2) for live in (None, Launches()))
-    exact = tiny_model(arch, layers=3, hidden=64).train()
+    exact = built(arch, 3).train()
     wide = passes(Policy(exact, pad_id=0), 2)
     distance = lambda found: (found[0] - wide[0]).abs().mean()
     assert distance(own) < 1.2 * distance(plain)
@@ -238,7 +276,13 @@ def test_a_copy_of_a_prepared_model_computes_alone():
 
 def test_modules_with_another_formula_are_left_as_they_are():
     assert fuse(tiny_model("gpt2", layers=1)) == 0
-    assert fuse(tiny_model("gemma2", layers=1)) == 4  # its norms, whose weights count from 1; its MLP is of GELU
-    model = tiny_model("llama", layers=1)
-    model.model.layers[0].mlp.act_fn = torch.nn.GELU()
-    assert fuse(model) == 2  # its norms
+    assert fuse(tiny_model("gemma2", layers=1)) == 5  # norms, whose weights count from 1, and a gated MLP of GELU
+
+    class NearGelu(torch.nn.Module):
+        def forward(self, x):
+            return F.gelu(x, approximate="tanh") + 2e-4 * x
+
+    for activation in (torch.nn.ReLU(), NearGelu()):
+        model = tiny_model("llama", layers=1)
+        model.model.layers[0].mlp.act_fn = activation
+        assert fuse(model) == 2  # its norms

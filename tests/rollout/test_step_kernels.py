@@ -13,7 +13,8 @@ from plain_sampling import collect, ids_of
 from static_runs import PROMPTS, logprobs_of
 
 from covey.kernels import TritonDecode, fuse, step_kernels
-from covey.kernels.step_kernels import ROTATIONS, StepKernels
+from covey.kernels.rotations import KINDS, replace_rotations, rotated
+from covey.kernels.step_kernels import StepKernels
 from covey.rollout import NativeSampler, SamplingParams
 from kit import rest_nightly, tiny_tokenizer
 
@@ -182,7 +183,7 @@ def test_calls_by_keyword_and_without_keys_reach_the_function_as_written(monkeyp
         by_keyword = home.apply_rotary_pos_emb(q=q, k=k, cos=cos, sin=sin)
         torch.testing.assert_close(by_keyword, written(q, k, cos, sin), atol=0, rtol=0)
     with kernels_of(model).computing():
-        assert step_kernels._rotate(optional, ROTATIONS[0], True, q, None, cos, sin) == (q, None, cos, sin)
+        assert step_kernels._rotate(optional, KINDS[0], q, None, cos, sin) == (q, None, cos, sin)
         by_keyword = norm(hidden_states=torch.ones(3, len(norm.weight)))
     torch.testing.assert_close(by_keyword, of_norm, atol=0, rtol=0)
 
@@ -190,8 +191,8 @@ def test_calls_by_keyword_and_without_keys_reach_the_function_as_written(monkeyp
 def test_rotations_bound_by_others_and_classes_of_unlisted_files_are_left_alone(monkeypatch):
     model, _ = built("Granite 3")
     home = importlib.import_module(type(model).__module__)
-    attention, rotate = model.model.layers[0].self_attn, ROTATIONS[0]
-    bound = functools.partial(lambda q, k, cos, sin, scale: (rotate(q, cos, sin), rotate(k, cos, sin)), scale=1)
+    attention = model.model.layers[0].self_attn
+    bound = functools.partial(lambda q, k, cos, sin, scale: rotated(q, k, cos, sin, q.dtype, False, False), scale=1)
     monkeypatch.setattr(home, "apply_rotary_pos_emb", bound)
     attention.__class__ = type("Unlisted", (type(attention),), {"__module__": "not_listed"})
     for prepare in (lambda model: kernels_of(model).count, fuse):
@@ -210,7 +211,7 @@ def test_functions_that_fail_in_other_ways_are_left_to_the_modules(monkeypatch, 
 
     monkeypatch.setattr(home, "apply_rotary_pos_emb", fail)
     assert fuse(model)
-    step_kernels._prepare_rotations(model.model)
+    assert not replace_rotations(model.model, step_kernels._rotate)
     assert home.apply_rotary_pos_emb is fail
     monkeypatch.undo()
     with_twins(monkeypatch)

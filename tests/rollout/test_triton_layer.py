@@ -63,10 +63,10 @@ def test_norms_of_modules_have_an_offset_or_no_weight(kernels, offset, has_weigh
     "family, table", [("llama", 16), ("glm4", 16), ("glm4", 8), ("cohere", 16), ("gpt_oss", 8), ("phi3", 8)]
 )
 def test_rotations_are_those_of_the_models(kernels, family, table):
-    from covey.kernels.step_kernels import ROTATIONS, _rotates
+    from covey.kernels.rotations import recognised
 
     home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    (kind,) = [kind for kind in ROTATIONS if _rotates(home.apply_rotary_pos_emb, kind, takes_two=True)][:1]
+    kind = recognised(home.apply_rotary_pos_emb)
     query, key = (torch.randn(2, 5, heads, 16).transpose(1, 2) for heads in (4, 1))
     angles = torch.randn(2, 5, table if family == "gpt_oss" else table // 2)
     if family == "cohere":

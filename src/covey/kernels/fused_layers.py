@@ -8,23 +8,21 @@ A module is recognised by comparing its output with the formula on random inputs
 
 import importlib.util
 import logging
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from covey.errors import RAW_ERRORS
 from covey.kernels.adapted_layers import products_of
 from covey.kernels.compiled_cache import keep_compiled_code
 from covey.kernels.formula_shapes import OF_NO_MODEL, FormulaShapes
-from covey.kernels.norms import Norm, agree, recognised_norm, rms_norm
+from covey.kernels.gates import Gate, gated, gated_backward, gated_halves, gated_halves_backward, recognised_gate
+from covey.kernels.norms import Norm, recognised_norm, rms_norm
+from covey.kernels.rotations import Rotation, as_called, heads_of, replace_rotations, rotated, rotated_backward
 from covey.models import decoder_of
 from covey.process.memory import is_out_of_memory
 
@@ -32,11 +30,8 @@ logger = logging.getLogger(__name__)
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-ROTATION = "apply_rotary_pos_emb"
-"""Name of the function that transformers' model files call to rotate queries and keys."""
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 """Children of a decoder layer in which both norms feed linear layers only (pre-norm)."""
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 # -- the formulas -----------------------------------------------------------------------------------------------------
@@ -53,46 +48,12 @@ def rms_norm_backward(
     return of_x.to(x.dtype), (upstream * unit).sum(0).to(weight.dtype)
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up` [M, F], computed in float32."""
-    return (F.silu(gate.float()) * up.float()).to(gate.dtype)
-
-
-def gated_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `gate` and `up`."""
-    wide, upstream = gate.float(), gradient.float()
-    share = torch.sigmoid(wide)
-    slope = share * (1 + wide * (1 - share))
-    return (upstream * up.float() * slope).to(gate.dtype), (upstream * wide * share).to(up.dtype)
-
-
-def rotated(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rotary embedding of queries [B, H, S, D] and keys [B, K, S, D], halves turned, in `dtype`; `cosines` and `sines` are [B, S, D]."""
-    cosines, sines = cosines[:, None].float(), sines[:, None].float()
-
-    def turn(x: Tensor) -> Tensor:
-        wide, half = x.float(), x.shape[-1] // 2
-        other = torch.cat([-wide[..., half:], wide[..., :half]], -1)
-        return (wide * cosines + other * sines).to(dtype)
-
-    return turn(query), turn(key)
-
-
-def rotated_backward(
-    of_query: Tensor, of_key: Tensor, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, None, None]:
-    """Gradients of `query` and `key`: the turn back. Angles have none."""
-    cosines, sines = cosines[:, None].float(), sines[:, None].float()
-
-    def turn_back(gradient: Tensor, like: Tensor) -> Tensor:
-        wide, half = gradient.float(), gradient.shape[-1] // 2
-        turned = wide * sines
-        return (wide * cosines + torch.cat([turned[..., half:], -turned[..., :half]], -1)).to(like.dtype)
-
-    return turn_back(of_query, query), turn_back(of_key, key), None, None
-
-
-_BACKWARD = {rms_norm: rms_norm_backward, gated: gated_backward, rotated: rotated_backward}
+_BACKWARD: dict[Callable[..., Any], Callable[..., Any]] = {
+    rms_norm: rms_norm_backward,
+    gated: gated_backward,
+    gated_halves: gated_halves_backward,
+    rotated: rotated_backward,
+}
 
 
 @lru_cache
@@ -178,13 +139,10 @@ def fuse(model: nn.Module, compiled: Compile = compiled) -> int:
             if (kind := recognised_norm(module)) is not None and module._parameters.get("weight") is not None:
                 module.__dict__["forward"] = partial(_norm_forward, module, compiled, module in before_products, kind)
                 count += 1
-            elif is_gated(module):
-                module.__dict__["forward"] = partial(_mlp_forward, module, compiled)
+            elif (gate := recognised_gate(module)) is not None:
+                module.__dict__["forward"] = partial(_mlp_forward, module, compiled, gate)
                 count += 1
-        for home in homes_of(decoder.modules()):
-            original = without_rotation(getattr(home, ROTATION, None), _rotation)
-            if original is not None and is_rotation(original):
-                setattr(home, ROTATION, partial(_rotation, original, compiled, decoder))
+        replace_rotations(decoder, _rotation, compiled, decoder)
     return count
 
 
@@ -218,35 +176,27 @@ def _norm_forward(
     return output.view(x.shape)
 
 
-def _mlp_forward(mlp: Any, compiled: Compile, x: Tensor) -> Any:
+def _mlp_forward(mlp: Any, compiled: Compile, kind: Gate, x: Tensor) -> Any:
     if _product_dtype(x) is None:
         return type(mlp).forward(mlp, x)
-    gate, up = products_of(x, mlp.gate_proj, mlp.up_proj)
-    width = gate.shape[-1]
-    flat = _Fused.apply(gated, compiled, 2, gate.reshape(-1, width), up.reshape(-1, width))
-    return mlp.down_proj(flat.view(gate.shape))
+    formula = gated_halves if kind.is_merged else gated
+    products = [mlp.gate_up_proj(x)] if kind.is_merged else products_of(x, mlp.gate_proj, mlp.up_proj)
+    flat = [product.reshape(-1, product.shape[-1]) for product in products]
+    out = _Fused.apply(formula, compiled, len(flat), *flat, kind.activation)
+    return mlp.down_proj(out.view(*x.shape[:-1], -1))
 
 
-def _rotation(original: Callable[..., Any], compiled: Compile, of: nn.Module, /, *args: Any, **others: Any) -> Any:
+def _rotation(
+    original: Callable[..., Any], kind: Rotation, compiled: Compile, of: nn.Module, /, *args: Any, **others: Any
+) -> Any:
     """The compiled formula where the tensors are on the device of a fused model's layer, which is `of`; else `original`."""
-    is_usual = len(args) == 4 and not others and all(isinstance(x, Tensor) for x in args)
-    dtype = _product_dtype(args[0]) if is_usual else None
-    if dtype is None or args[0].device != next(of.parameters()).device or args[2].ndim != 3 or args[0].ndim != 4:
+    xs = heads_of(kind, args, others)
+    dtype = None if xs is None else _product_dtype(xs[0])
+    if xs is None or dtype is None or xs[0].device != next(of.parameters()).device:
         return original(*args, **others)
-    return _Fused.apply(rotated, compiled, 4, *args, dtype)
-
-
-def homes_of(modules: Iterable[nn.Module]) -> Iterator[ModuleType]:
-    """The Python modules of these modules' classes, each once; those that Python does not list (of code that was executed) are left out."""
-    return filter(None, dict.fromkeys(sys.modules.get(type(module).__module__) for module in modules))
-
-
-def without_rotation(function: Any, wrapper: Callable[..., Any]) -> Any:
-    """A file's rotation without what `wrapper` put before it; that of others stays."""
-    if not isinstance(function, partial) or not function.args:
-        return function
-    inner = without_rotation(function.args[0], wrapper)
-    return inner if function.func is wrapper else partial(function.func, inner, *function.args[1:], **function.keywords)
+    count = len(xs) + 2
+    turned = _Fused.apply(rotated, compiled, count, *xs, *args[-2:], dtype, kind.pairs, kind.by_pair)
+    return as_called(kind, turned, others)
 
 
 # -- recognising modules ------------------------------------------------------------------------------------------------
@@ -263,42 +213,6 @@ def is_norm(norm: Any) -> bool:
     """True for RMSNorm times a weight."""
     kind = None if norm is None or "forward" in norm.__dict__ else recognised_norm(norm)
     return kind is not None and kind.offset == 0 and type(getattr(norm, "weight", None)) is nn.Parameter
-
-
-def has_projections(mlp: Any) -> bool:
-    return all(isinstance(getattr(mlp, name, None), nn.Module) for name in _PROJECTIONS)
-
-
-def is_gated(mlp: Any) -> bool:
-    """True if it computes `down(silu(gate(x)) * up(x))` without dropout."""
-    if "forward" in mlp.__dict__ or not has_projections(mlp):
-        return False
-    weight = next(mlp.parameters())
-    if weight.ndim != 2 or not weight.is_floating_point():
-        return False
-    x = torch.randn(3, getattr(mlp.gate_proj, "in_features", weight.shape[1])).to(weight.device, weight.dtype)
-    modes = {module: module.training for module in mlp.modules()}
-    mlp.train()
-    for name in _PROJECTIONS:  # an adapter's dropout is applied in both cases
-        getattr(mlp, name).eval()
-    try:
-        return agree(mlp.forward(x), mlp.down_proj(gated(mlp.gate_proj(x), mlp.up_proj(x))))
-    except RAW_ERRORS:
-        return False
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
-def is_rotation(function: Callable[..., Any]) -> bool:
-    """True if it rotates the halves of queries and keys."""
-    query, key, cosines, sines = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), *torch.randn(2, 1, 3, 8)
-    try:
-        outputs = function(query, key, cosines, sines)
-        want = rotated(query, key, cosines, sines, query.dtype)
-    except RAW_ERRORS:
-        return False
-    return all(agree(mine, theirs) for mine, theirs in zip(outputs, want, strict=True))
 
 
 # -- is there a compiler? -----------------------------------------------------------------------------------------------
@@ -342,7 +256,7 @@ def tried(
     cases: tuple[tuple[Callable[..., Any], list[Tensor], tuple[Any, ...]], ...] = (
         (rms_norm, [make(5, shapes.hidden), make(shapes.hidden).to(shapes.weights)], (shapes.epsilon, dtype)),
         (gated, [narrow(5, shapes.inner), narrow(5, shapes.inner)], ()),
-        (rotated, [of_heads(heads), of_heads(key_heads), make(1, 5, width), make(1, 5, width)], (dtype,)),
+        (rotated, [of_heads(heads), of_heads(key_heads), make(1, 5, width), make(1, 5, width)], (dtype, False, False)),
     )
     for formula, tensors, rest in cases:
         try:

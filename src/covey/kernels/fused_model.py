@@ -21,15 +21,13 @@ from covey.kernels.compile import is_fake, unavailable_reason
 from covey.kernels.formula_shapes import epsilon_of
 from covey.kernels.fused_functions import Forward, is_plain
 from covey.kernels.fused_layers import (
-    ROTATION,
-    has_projections,
-    is_gated,
     is_norm,
-    is_rotation,
     recognisable_layers,
 )
 from covey.kernels.fused_ops import LANES, layer_kernels
+from covey.kernels.gates import SILU, Gate, has_projections, recognised_gate
 from covey.kernels.matmul import FasterLinears
+from covey.kernels.rotations import KINDS, ROTATION, recognised
 from covey.models import decoder_of
 
 
@@ -80,7 +78,7 @@ class FusedLayers:
                     if is_norm(norm) and is_plain(norm.weight) and not len(norm.weight) % LANES:
                         self._forwards.append((norm, partial(operations.normed, norm, norm.forward)))
                 if (
-                    is_gated(layer.mlp)
+                    recognised_gate(layer.mlp) == Gate(SILU)
                     and _is_silu(getattr(layer.mlp, "act_fn", None))
                     and is_plain(next(layer.mlp.parameters()))
                 ):
@@ -89,7 +87,7 @@ class FusedLayers:
                 original = getattr(home, ROTATION, None)
                 if isinstance(original, partial) and original.func is operations.rotated:
                     original = original.args[0]
-                if original is not None and is_rotation(original):
+                if original is not None and recognised(original) == KINDS[0]:
                     self._rotations.append((home, partial(operations.rotated, original)))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from covey.kernels import fused_layers as formulas
+from covey.kernels import gates, rotations
 from covey.kernels.compile import NUMBERS, largest_gap, load_verified
 from covey.kernels.norms import rms_norm
 
@@ -123,14 +124,14 @@ def _gap(kernels: LayerKernels, stream: torch.dtype, products: torch.dtype) -> f
     gradient, gate, up = (drawn(5, 32).to(products).float() for _ in range(3))
     cosines, sines = drawn(5, 32), drawn(5, 32)
     heads = lambda y: y.view(1, 5, 1, 32).transpose(1, 2)
-    angles = cosines[None], sines[None], torch.float32
+    angles = cosines[None], sines[None], torch.float32, False, False
     expected = [
         rms_norm(x, weight, 1e-6, torch.float32),
         *formulas.rms_norm_backward(gradient, x, weight, 1e-6, torch.float32),
-        formulas.gated(gate, up),
-        *formulas.gated_backward(gradient, gate, up),
-        formulas.rotated(heads(gate), heads(gate), *angles)[0][0, 0],
-        formulas.rotated_backward(heads(gradient), heads(gradient), heads(gate), heads(gate), *angles)[0][0, 0],
+        gates.gated(gate, up),
+        *gates.gated_backward(gradient, gate, up),
+        rotations.rotated(heads(gate), heads(gate), *angles)[0][0, 0],
+        rotations.rotated_backward(heads(gradient), heads(gradient), heads(gate), heads(gate), *angles)[0][0, 0],
     ]
     half = lambda y: y.to(products)
     out, taken = kernels.norm(x.to(stream), weight, 1e-6, products)

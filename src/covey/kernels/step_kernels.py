@@ -11,16 +11,15 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from covey.errors import RAW_ERRORS
-from covey.kernels.fused_layers import ROTATION, homes_of, is_fused, without_rotation
-from covey.kernels.norms import Norm, agree, recognised_norm, weight_of
+from covey.kernels.fused_layers import is_fused
+from covey.kernels.norms import Norm, recognised_norm, weight_of
+from covey.kernels.rotations import Rotation, as_called, heads_of, replace_rotations
 from covey.kernels.triton_decode import TritonDecode
 from covey.models import computing, decoder_of
 
@@ -28,30 +27,6 @@ Run = Callable[[], Tensor]
 """Forward pass of a few tokens by the modules as they are; returns the logits."""
 
 _here = threading.local()  # `steps`: the `StepKernels` whose pass this thread computes
-
-
-@dataclass(frozen=True)
-class _Rotation:
-    """Partners are neighbours with `pairs`, else a half apart; tables have an entry a partner with `by_pair`, else a number."""
-
-    pairs: bool
-    by_pair: bool
-
-    def __call__(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        """The formula by PyTorch's operations: `x` [B, H, S, D], tables [B, S, T]."""
-        table = cosines.shape[-1]
-        turned = 2 * table if self.by_pair and not self.pairs else table
-        at = torch.arange(turned, device=x.device)
-        is_first = at % 2 == 0 if self.pairs else at < turned // 2
-        step = 1 if self.pairs else turned // 2
-        pair = at // 2 if self.pairs else at % (turned // 2)
-        partner = x[..., torch.where(is_first, at + step, at - step)].float()
-        cosines, sines = (t[:, None, :, pair if self.by_pair else at].float() for t in (cosines, sines))
-        rotated = x[..., :turned].float() * cosines + torch.where(is_first, -partner, partner) * sines
-        return torch.cat([rotated.to(x.dtype), x[..., turned:]], -1)
-
-
-ROTATIONS = tuple(_Rotation(pairs, by_pair) for pairs in (False, True) for by_pair in (False, True))
 
 
 class StepKernels:
@@ -63,7 +38,7 @@ class StepKernels:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             candidates = [module for module in decoder.modules() if is_fused(module.__dict__.get("forward"))]
             kinds = {module: kind for module in candidates if (kind := recognised_norm(module)) is not None}
-            self.count = len(kinds) + _prepare_rotations(decoder)
+            self.count = len(kinds) + replace_rotations(decoder, _rotate)
             self.feeding = set(_feeding_products(decoder, kinds, run)) if kinds else set()
         self.norms = {module: partial(_norm, module, kind, module in self.feeding) for module, kind in kinds.items()}
         """Forward of each norm."""
@@ -99,62 +74,17 @@ def _norm(module: Any, kind: Norm, feeds_products: bool, /, *args: Any, **others
     return TritonDecode.norm(args[0], weight_of(module), kind.epsilon, kind.offset, made)
 
 
-def _rotate(plain: Callable[..., Any], kind: _Rotation, takes_two: bool, /, *args: Any, **others: Any) -> Any:
+def _rotate(plain: Callable[..., Any], kind: Rotation, /, *args: Any, **others: Any) -> Any:
     """Rotary embedding of queries and keys, or of one of them, in the kernel where this thread's pass computes so."""
-    xs, tables = args[: 1 + takes_two], args[1 + takes_two :]
-    are_heads = len(tables) == 2 and all(isinstance(x, Tensor) and x.ndim == 4 for x in xs)
-    place = others.get("unsqueeze_dim", 1)
-    is_usual = are_heads and tables[0].ndim == 3 and not set(others) - {"unsqueeze_dim"} and place in (1, 2)
-    dtype = _product_dtype(xs[0]) if is_usual and getattr(_here, "steps", None) is not None else None
-    if dtype is None:
+    xs = heads_of(kind, args, others) if getattr(_here, "steps", None) is not None else None
+    dtype = None if xs is None else _product_dtype(xs[0])
+    if xs is None or dtype is None:
         return plain(*args, **others)
-
-    def turn(x: Tensor) -> Tensor:
-        of_heads = x if place == 1 else x.transpose(1, 2)
-        rotated = TritonDecode.rotate(of_heads, tables[0], tables[1], kind.pairs, kind.by_pair, dtype)
-        return rotated if place == 1 else rotated.transpose(1, 2)
-
-    return tuple(map(turn, xs)) if takes_two else turn(*xs)
+    turned = [TritonDecode.rotate(x, *args[-2:], kind.pairs, kind.by_pair, dtype) for x in xs]
+    return as_called(kind, turned, others)
 
 
 # -- recognising them ---------------------------------------------------------------------------------------------------
-
-
-def _prepare_rotations(decoder: nn.Module) -> int:
-    """Let the rotations of this decoder's files ask for the kernel. Returns their number."""
-    count = 0
-    for home in homes_of(decoder.modules()):
-        function = getattr(home, ROTATION, None)
-        if function is None or not home.__name__.startswith("transformers."):
-            continue
-        plain = without_rotation(function, _rotate)
-        for takes_two in (True, False):
-            kind = next((kind for kind in ROTATIONS if _rotates(plain, kind, takes_two)), None)
-            if kind is not None:
-                setattr(home, ROTATION, partial(_rotate, plain, kind, takes_two))
-                count += 1
-                break
-    return count
-
-
-def _rotates(function: Callable[..., Any], kind: _Rotation, takes_two: bool) -> bool:
-    """True if the function is this formula, for tables as wide as the heads, narrower, and half as wide."""
-    query, key = torch.randn(1, 2, 3, 16, device="cpu"), torch.randn(1, 1, 3, 16, device="cpu")
-    xs, agreed = (query, key) if takes_two else (query,), False
-    for width in (16, 8):
-        angles = torch.randn(1, 3, width // 2, device="cpu")
-        tables = [torch.cat([x, x], -1) if kind.pairs and kind.by_pair else x for x in (angles.cos(), angles.sin())]
-        if not kind.by_pair:
-            tables = list(torch.randn(2, 1, 3, width, device="cpu"))
-        try:
-            out = function(*xs, *tables)
-            out = out if takes_two else (out,)
-            if len(out) != len(xs) or not all(agree(kind(x, *tables), y) for x, y in zip(xs, out, strict=True)):
-                return agreed
-        except RAW_ERRORS:
-            return agreed  # without numbers that do not turn
-        agreed = True
-    return agreed
 
 
 def _feeding_products(decoder: nn.Module, norms: Iterable[nn.Module], run: Run) -> Iterator[nn.Module]:
