@@ -6,8 +6,6 @@ import gzip
 import json
 import random
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 from covey.data import load
 from covey.doctor.data_check import Rows, Settings, clean, inspect
 from covey.errors import ConfigError, DataError, StorageError
+from forked import Forked
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k"
 GOOD = [
@@ -124,12 +123,10 @@ def test_a_clean_that_is_killed_leaves_no_file_with_the_name_of_a_whole_one(tmp_
     source, output = written(tmp_path / "a.jsonl", lines), tmp_path / "b.jsonl"
     code = "from covey.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
     words = ["data", "clean", str(source), "--output", str(output), "--near", "0"]
-    child = subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + 200
-    while not list(tmp_path.glob(".b.jsonl.*.partial")) and child.poll() is None and time.monotonic() < until:
-        time.sleep(0.01)
-    child.kill()
-    child.wait()
+    with Forked("-c", code, *words) as child:
+        until = time.monotonic() + 200
+        while not list(tmp_path.glob(".b.jsonl.*.partial")) and child.poll() is None and time.monotonic() < until:
+            time.sleep(0.01)
     if output.exists():  # it was quicker than the signal
         assert (tmp_path / "b.report.jsonl").exists()
         assert output.read_bytes() == source.read_bytes()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
+
+from forked import Forked
 
 SERVER = """
 import os, signal, sys, tempfile, warnings
@@ -51,33 +52,31 @@ CALLS = "openat,write,pwrite64,ftruncate,fsync,rename,renameat,renameat2,mkdir,u
 class Saver:
     """Asks the server for saves. Use as a context manager."""
 
-    command: tuple[str, ...] = (sys.executable, "-c", SERVER)
+    words: tuple[str | Path, ...] = ("-c", SERVER)
     """The server: it answers a line `RUN FIRST LAST` with the id of a child that stops itself before it begins."""
 
     def __enter__(self) -> Saver:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.server = subprocess.Popen(
-            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+        requests, ours = os.pipe()
+        theirs, answers = os.pipe()
+        self.server = Forked(*self.words, stdin=requests, stdout=answers)
+        os.close(requests)
+        os.close(answers)
+        self.requests, self.answers = open(ours, "w"), open(theirs)
         assert self._answer() == "ready"
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self.server.stdin is not None
-        assert self.server.stdout is not None
-        self.server.stdin.close()
+        self.requests.close()
         self.server.wait()
-        self.server.stdout.close()
+        self.answers.close()
 
     def _answer(self) -> str:
-        assert self.server.stdout is not None
-        return self.server.stdout.readline().strip()
+        return self.answers.readline().strip()
 
     def start(self, run: Path, first: int, last: int) -> int:
         """The id of a stopped process that, when continued, saves checkpoints `first` to `last` in `run`."""
-        assert self.server.stdin is not None
-        self.server.stdin.write(f"{run} {first} {last}\n")
-        self.server.stdin.flush()
+        self.requests.write(f"{run} {first} {last}\n")
+        self.requests.flush()
         child = int(self._answer())
         wait_until(lambda: Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "T")
         return child

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 class Runs(Saver):
     """Training runs in processes of their own; `save` does the second step's save under strace."""
 
-    command = (sys.executable, str(HERE / "killed_saves.py"), str(HERE.parent))
+    words = (HERE / "killed_saves.py", HERE.parent)
 
     def finish_run(self, folder: Path) -> int:
         """Train to the last step, from where the folder's run stopped."""
