@@ -354,6 +354,20 @@ def test_a_prompt_longer_than_the_context_can_be_left_out_visibly(tmp_path, capl
     assert "such prompts are left out and counted" in caplog.text
 
 
+def test_an_evaluation_counts_no_row_twice_in_place_of_one_that_was_left_out(tmp_path):
+    long = {"prompt": "apples " * 2000, "answer": "0"}
+    options = {"on_long_prompt": "drop", "num_generations_eval": 2, "per_device_eval_batch_size": 2}
+    seen = []
+    watched = lambda prompts, completions: seen.extend(prompts) or [1.0] * len(prompts)
+    held_out = Dataset.from_list([ROWS[0], long, *ROWS[1:3]])
+    run = trainer(tmp_path, rewards=watched, eval_dataset=held_out, **options)
+    metrics = run.evaluate()
+    assert seen == [row["prompt"] for row in ROWS[:3] for _ in range(2)]
+    assert metrics["eval_samples_per_second"] == pytest.approx(6 / metrics["eval_runtime"], rel=0.05)
+    with pytest.raises(DataError, match="Every prompt of eval's data set is too long"):
+        run.evaluate(Dataset.from_list([long]))
+
+
 def test_a_tokenizer_without_eos_says_how_to_set_one(tmp_path):
     tokenizer, model = tiny_tokenizer(), tiny_model("qwen2")
     tokenizer.eos_token = None

@@ -130,6 +130,11 @@ class PromptStream:
                 )
         return taken
 
+    def take_rows(self, n: int) -> list[Prompt]:
+        """The prompts of the next `n` rows, fewer where some are too long and left out."""
+        rows = (self._order.next() for _ in range(n))
+        return [prompt for uid, row in rows if (prompt := self._prompt(uid, row)) is not None]
+
     def first_with_media(self) -> Prompt | None:
         """The first prompt with an image, a sound or a video, out of the first rows; the stream stays where it is."""
         if self.processor is None or isinstance(self._dataset, LiveDataset):

@@ -12,6 +12,7 @@ from typing import Any
 from covey.algorithms import Algorithm
 from covey.algorithms.greedy import with_greedy_rewards
 from covey.data import PromptStream
+from covey.errors import DataError
 from covey.evaluation.intervals import paired_difference
 from covey.learner import Learner
 from covey.merging import WeightAverage
@@ -57,19 +58,20 @@ class Evaluator:
         keep: Callable[[Sequence[Group]], None] = lambda groups: None,
         after_batch: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
-        """Metrics of the first `count` prompts by TRL's names, each with `prefix` (such as `eval`).
+        """Metrics of the first `count` rows by TRL's names, each with `prefix` (such as `eval`).
 
         The seed is fixed: two evaluations differ by the policy alone. Failed rewards are left out of the
         means, as in training; `<prefix>_loss` is the algorithm's loss on these completions. `keep` receives every scored
-        group, in order; `after_batch` is called after each batch.
+        group, in order; `after_batch` is called after each batch. Raises DataError where every prompt is too long.
         """
-        started = time.perf_counter()
+        started, num_prompts = time.perf_counter(), 0
         algorithm = self.algorithm.resolve(controllers)
         parts: list[dict[str, Metric]] = []
         per_turn = max(1, self.batch_size * self.world.size // self.num_generations)
         per_draw = per_turn * max(1, DEFAULT_ROWS * self.world.size // (per_turn * self.num_generations))
         for groups in self._drawn(prompts, count, per_draw, per_turn, algorithm.needs.greedy):
             keep(groups)
+            num_prompts += len(groups)
             groups = self.learner.annotate(groups, algorithm)
             scaled = self.scorer.combiner(groups, learn=False)
             groups = with_advantages(groups, algorithm, self.scorer.weights, scaled)
@@ -81,14 +83,20 @@ class Evaluator:
             parts.append({**losses, **rewards, **logged, **completion_metrics(groups), **sliced})
             after_batch()
         self.learner.policy.release()  # callbacks and the user may use the model now
-        return self._named(merge_metrics(parts), len(parts), count, time.perf_counter() - started, prefix)
+        if not num_prompts:
+            raise DataError(
+                f"Every prompt of {prefix}'s data set is too long for the model's context, so nothing can be evaluated."
+            )
+        return self._named(merge_metrics(parts), len(parts), num_prompts, time.perf_counter() - started, prefix)
 
     def _drawn(
         self, prompts: PromptStream, count: int, per_draw: int, per_turn: int, needs_greedy: bool
     ) -> Iterator[list[Group]]:
-        """Scored groups of the first `count` prompts, `per_turn` at a time; as many are drawn at once as the sampler decodes."""
+        """Scored groups of the first `count` rows, `per_turn` at a time; as many are drawn at once as the sampler decodes."""
         for start in range(0, count, per_draw):
-            batch = prompts.take(min(per_draw, count - start))
+            batch = prompts.take_rows(min(per_draw, count - start))
+            if not batch:
+                continue
             sampling = replace(self.sampling, seed=self.seed)
             groups = self.world.interleave(self.draws(self.draws.request(batch, self.num_generations, sampling)))
             if needs_greedy:
