@@ -144,6 +144,14 @@ def test_weights_of_agreeing_signs_that_add_up_to_0_divide_nothing():
     torch.testing.assert_close(merged, torch.full((2,), 0.6))
 
 
+@pytest.mark.parametrize("weights", [(float("nan"), 1.0), (float("inf"), 1.0)])
+def test_a_weight_that_is_no_number_is_named_and_not_the_models(weights, tmp_path):
+    with pytest.raises(ConfigError, match="the weights (nan|inf), 1.0 .* must be finite"):
+        Recipe(method="ties", weights=weights).check(2, has_base=True)
+    with pytest.raises(ConfigError, match="finite"):
+        merge_adapters([tmp_path, tmp_path], tmp_path / "out", weights)
+
+
 def test_a_word_that_one_tokenizer_has_more_is_told(models, tmp_path, capsys):
     """transformers adds an end of text to some tokenizers as it saves a checkpoint; the base of the run lacks it."""
     more = saved(tmp_path / "more", 5)

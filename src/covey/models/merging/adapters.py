@@ -33,7 +33,7 @@ def merge_adapters(folders: Sequence[Path], out: Path, weights: Sequence[float] 
     shares = list(weights) or [1.0] * len(folders)
     if len(shares) != len(folders) or not abs(sum(shares)) < float("inf") or is_zero(sum(shares), shares):
         raise ConfigError(
-            f"{len(shares)} weights were given for {len(folders)} adapters; give one for each, not adding up to 0."
+            f"{len(shares)} weights were given for {len(folders)} adapters; give one for each, all finite and not adding up to 0."
         )
     shares = [weight / sum(shares) for weight in shares]
     configs = [_config(folder) for folder in folders]

@@ -6,6 +6,7 @@ All compute in float32 (float64 where they are given it) and return that type.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -53,6 +54,10 @@ class Recipe:
             raise ConfigError(f"density {self.density} is no share; give a number above 0 and at most 1.")
         default = (0.5,) if self.method == "slerp" else (1.0,) * count
         weights = tuple(self.weights) or default
+        if not all(map(math.isfinite, (*weights, self.scale))):
+            raise ConfigError(
+                f"the weights {', '.join(map(str, weights))} and the scale {self.scale} must be finite numbers."
+            )
         is_divided = (self.method in ("linear", "dare_linear") and self.normalize) or len(default) < len(weights)
         if is_divided and is_zero(sum(weights), weights):
             raise ConfigError(
