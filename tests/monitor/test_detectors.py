@@ -7,7 +7,7 @@ import pytest
 
 from covey.config.alerts import ALERT_RULES
 from covey.monitor.detectors import standard
-from covey.monitor.history import History
+from covey.monitor.history import History, together
 from kit import rest_nightly
 
 Values = dict[str, float]
@@ -211,6 +211,18 @@ def test_tools_that_were_never_called_are_told_of_after_twenty_steps():
             alert.step for one in standard() if (alert := one(seen)) is not None and alert.rule == "tool_collapse"
         ]
     assert found[0] == 20
+
+
+def test_evidence_of_several_parts_is_flat_and_says_whose_each_number_is():
+    seen = History()
+    seen.add(1, {})
+    alerts = [
+        seen.alert("teacher_worse", "info", f"{name} is", ["x"], parts=name, used=used)
+        for name, used in (("a", 0.5), ("b", 0.25))
+    ]
+    joined = together(alerts)
+    assert joined is not None
+    assert joined.evidence == {"a: used": 0.5, "b: used": 0.25}
 
 
 def test_a_run_without_tools_is_not_told_that_it_calls_none():

@@ -90,13 +90,13 @@ class History:
 
 
 def together(alerts: Sequence[Alert]) -> Alert | None:
-    """One alert of a rule's alerts, each about other parts of the run: all messages, remedies and parts, the evidence by part. None without any."""
+    """One alert of a rule's alerts, each about other parts of the run: all messages, remedies and parts, evidence as `part: name`. None without any."""
     if len(alerts) < 2:
         return alerts[0] if alerts else None
     return replace(
         alerts[0],
         said="; ".join(alert.said for alert in alerts),
-        evidence={", ".join(alert.parts): alert.evidence for alert in alerts},
+        evidence={f"{', '.join(alert.parts)}: {n}": value for alert in alerts for n, value in alert.evidence.items()},
         try_this=tuple(dict.fromkeys(advice for alert in alerts for advice in alert.try_this)),
         parts=tuple(part for alert in alerts for part in alert.parts),
     )
