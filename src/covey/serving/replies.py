@@ -5,7 +5,7 @@ import json
 import re
 import uuid
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from covey.environments.thoughts import ThoughtStream, beginning_of
@@ -41,7 +41,7 @@ class Choice:
         """The piece before the first token: the role, or the echoed prompt."""
         if self.api_request.is_chat:
             return self._choice({"delta": {"role": "assistant", "content": ""}}, [])
-        return self._choice({"text": self._prompt_text()}, self._prompt_tokens()) if self.api_request.echoes else None
+        return self._choice({"text": self._prompt_text}, self._prompt_tokens()) if self.api_request.echoes else None
 
     def hear(self, event: Token | Ended) -> dict[str, Any] | None:
         """The piece that an event makes certain; None where there is nothing to send yet."""
@@ -88,7 +88,7 @@ class Choice:
         self._end(completion is not None and completion.finish == "stop")
         if self.api_request.is_chat:
             return self._choice({"message": {"role": "assistant", **self._message()}}, tokens)
-        prefix = self._prompt_text() if self.api_request.echoes else ""
+        prefix = self._prompt_text if self.api_request.echoes else ""
         before = self._prompt_tokens() if self.api_request.echoes else []
         return self._choice({"text": prefix + self._space() + self.stream.whole}, [*before, *tokens], ids)
 
@@ -106,6 +106,7 @@ class Choice:
                 choice["prompt_token_ids"] = list(self._prompt_ids)
         return choice
 
+    @cached_property
     def _prompt_text(self) -> str:
         text = self.prompt_request.prompt.text
         return str(self.tokenizer.decode(list(self._prompt_ids))) if text is None else text
@@ -158,7 +159,7 @@ class Choice:
 
     def _legacy_logprobs(self, tokens: list[Reported]) -> dict[str, Any]:
         """Of /v1/completions: lists of one entry a token. The token itself is always among the likeliest ones."""
-        offsets, echoed = [], self._prompt_text() if self.api_request.echoes else ""
+        offsets, echoed = [], self._prompt_text if self.api_request.echoes else ""
         for token, _, _ in tokens:
             offsets.append(self._offset)
             begins, self._seen = not self._seen, self._seen + 1
