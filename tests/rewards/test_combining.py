@@ -49,12 +49,16 @@ def test_a_weight_that_cannot_be_read_is_refused_by_name(given):
 def test_the_scorer_weighs_by_the_step_that_training_has_reached_and_logs_what_moves():
     state = SimpleNamespace(global_step=0)
     one = lambda completions: [1.0 for _ in completions]
-    scorer = Scorer([one, one], ["linear:1:0:4", 2], trainer_state=lambda: state)
-    assert scorer.weights.tolist() == [1.0, 2.0]
+    other, third = lambda completions: one(completions), lambda completions: one(completions)
+    other.__name__, third.__name__ = "other", "third"
+    options = ["linear:1:0:4", 2, lambda step: 5.0 - step]
+    scorer = Scorer([one, other, third], options, trainer_state=lambda: state)
+    assert scorer.weights.tolist() == [1.0, 2.0, 5.0]
     state.global_step = 3
-    assert scorer.weights.tolist() == [0.25, 2.0]
+    assert scorer.weights.tolist() == [0.25, 2.0, 2.0]
     scorer.score([group(["a"])])
-    assert scorer.take_metrics()["rewards/<lambda>/weight"].value == 0.25
+    logged = {name: metric.value for name, metric in scorer.take_metrics().items() if name.endswith("/weight")}
+    assert logged == {"rewards/<lambda>/weight": 0.25, "rewards/third/weight": 2.0}
 
 
 def test_by_group_each_reward_is_standard_within_its_own_group():

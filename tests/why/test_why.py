@@ -17,6 +17,7 @@ import torch
 
 from covey.cli import main
 from covey.doctor.why import causes, recorded, slices
+from covey.errors import RunFolderError
 from covey.rewards import RewardSpec
 from covey.runs import rollouts
 from kit import group
@@ -98,6 +99,19 @@ def test_weights_that_rewards_bring_themselves_are_those_of_the_run(tmp_path: Pa
     step = recorded.load(tmp_path, 2)
     assert step.weights.tolist() == [3.0, 1.0]
     assert step.can_judge
+
+
+@pytest.mark.slow
+def test_a_weight_that_is_a_function_is_that_which_the_step_logged(tmp_path: Path) -> None:
+    options = {"max_steps": 2, "per_device_train_batch_size": 16, "reward_weights": [lambda step: 2.0 + step, 1.0]}
+    planted.made(tmp_path, 1, [planted.reward, planted.shows_work], **options)
+    step = recorded.load(tmp_path, 2)
+    assert step.weights.tolist() == [3.0, 1.0]
+    assert step.can_judge
+    log = tmp_path / "metrics.jsonl"
+    log.write_text(log.read_text().replace("/weight", "/was"))
+    with pytest.raises(RunFolderError, match="did not log rewards/reward/weight at step 2"):
+        recorded.load(tmp_path, 2)
 
 
 @pytest.mark.nightly

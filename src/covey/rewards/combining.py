@@ -70,6 +70,11 @@ def weight_of(spec: Any) -> Weight:
         ) from error
 
 
+def is_moving(weight: Weight) -> bool:
+    """True for a schedule and for a function of the step."""
+    return isinstance(weight, Schedule | functools.partial)
+
+
 def _weight_at(function: Callable[[int], Any], step: int) -> float:
     """The weight that a function of the user's gives at a step."""
     try:

@@ -17,7 +17,7 @@ from covey.rewards.calling.caller import Caller
 from covey.rewards.calling.deadline import EventLoop
 from covey.rewards.calling.outcome import Outcome
 from covey.rewards.calling.workers import INSIDE
-from covey.rewards.combining import Combiner, Running, Schedule, weight_of, within_float32
+from covey.rewards.combining import Combiner, Running, is_moving, weight_of, within_float32
 from covey.rewards.contract import Batch, RewardSpec, check_signature, takes
 from covey.rewards.failures import Failures, refuse_bad_limits
 from covey.rewards.inputs import copied_state
@@ -184,9 +184,7 @@ class Scorer:
         """Seconds, errors and the functions' own `log_metric` values since the last call of this."""
         taken, self._failures.metrics = self._failures.metrics, {}
         now = zip(self.names, self.weights.tolist(), self._weights, strict=True)
-        moving = {
-            f"rewards/{name}/weight": Mean(value, 1) for name, value, weight in now if isinstance(weight, Schedule)
-        }
+        moving = {f"rewards/{name}/weight": Mean(value, 1) for name, value, weight in now if is_moving(weight)}
         return taken | moving if taken else taken
 
     def close(self) -> None:

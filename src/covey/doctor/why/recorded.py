@@ -96,11 +96,15 @@ def load(run_dir: Path, step: int) -> Recorded:
     rows = rollouts.read(path)
     names = tuple(name.removeprefix("reward/") for name in rows[0] if name.startswith("reward/"))
     options = described.get("reward_weights") or args.reward_weights or ()  # earlier versions wrote the option alone
-    of_rewards = [weight_of(weight)(step - 1) for weight in options]
+    logged = _logged_rows(run_dir)
+    taken = next((row for row in logged if row["step"] == step), {})
+    of_rewards = [
+        _weight(option, f"rewards/{name}/weight", taken, step)
+        for option, name in zip(options, names[: len(options)], strict=True)
+    ]
     weights = torch.tensor([*of_rewards, *[1.0] * (len(names) - len(of_rewards))])  # those of environments are behind
     groups = groups_of(rows, names)
     rated, can_judge = _rejudge(groups, algorithm, weights)
-    logged = _logged_rows(run_dir)
     before = [row for row in logged if row["step"] < step]
     learner = _learner(args, algorithm, _policy(folder, described))
     _restore_teacher(learner, algorithm, tree, folder)
@@ -246,6 +250,17 @@ def _rejudge(groups: list[Group], algorithm: Algorithm, weights: Tensor) -> tupl
         apart = max(apart, float((judged - old.advantages).abs().max()))
         largest = max(largest, float(old.advantages.abs().max()))
     return again, apart <= _SAME * largest
+
+
+def _weight(option: Any, metric: str, taken: Mapping[str, Any], step: int) -> float:
+    """The weight of a reward at a step; of a function, which run.json can only name, as the step logged it."""
+    if not (isinstance(option, str) and option.startswith("<")):
+        return weight_of(option)(step - 1)
+    if not isinstance(logged := taken.get(metric), int | float):
+        raise RunFolderError(
+            f"the weight of a reward is the function {option}, and the run did not log {metric} at step {step}; covey why needs it."
+        )
+    return float(logged)
 
 
 def _options(described: Mapping[str, Any], run_dir: Path) -> GRPOConfig:
