@@ -2,11 +2,13 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 from covey.runs import RunFolder, evaluations
 from covey.runs.metrics import read
+from covey.types.media import Media
 from kit import group
 
 
@@ -32,6 +34,21 @@ def test_a_question_that_is_there_twice_is_two_questions():
     groups = [group(["a"], uid=f"0:{i}", question="same", rewards=[[float(i)]]) for i in range(2)]
     found = evaluations.by_question(evaluations.rows_of(groups, ["r"], [1.0]))
     assert list(found.values()) == [0.0, 1.0]
+
+
+def test_questions_with_the_same_text_about_other_images_are_others():
+    """Or two sets of images with one question would be compared as one, each with another's answers."""
+    shown = lambda *digests: Media(
+        tensors={}, count=len(digests), digests={"image": digests}, previews=(b"",) * len(digests)
+    )
+    ask = group(["a"], question="What is it?", rewards=[[1.0]])
+    questions = []
+    for media in (shown("cat"), shown("dog"), shown("cat", "dog"), shown("cat"), None):
+        seen = replace(ask, prompt=replace(ask.prompt, media=media))
+        questions.append(evaluations.rows_of([seen], ["right"], [1.0])[0]["question"])
+    assert len(set(questions)) == 4
+    assert questions[0] == questions[3]
+    assert questions[4] == evaluations.digest("What is it?")
 
 
 def test_messages_have_a_digest_of_their_own_text():

@@ -1,7 +1,7 @@
 """Evaluation results, question by question, so that two runs can be compared on the same questions.
 
 `evaluations.jsonl` holds the metrics, one line an evaluation; `evaluations/<set>/step-000010.parquet` one row an answer:
-`question` (a digest of the prompt as written, the same in every run), `uid`, `completion_index`, `reward` (weighted total, null:
+`question` (a digest of the prompt as written and of its media, the same in every run), `uid`, `completion_index`, `reward` (weighted total, null:
 not scored), `reward/<function>`, `num_tokens`, `finish`. Texts are in the training rollouts; here they would fill the disk.
 """
 
@@ -34,7 +34,8 @@ def rows_of(groups: Sequence[Group], names: Sequence[str], weights: Sequence[flo
     """One row an answer, in the order of the groups."""
     rows = []
     for group in groups:
-        question = digest(group.prompt.raw)
+        raw, media = group.prompt.raw, group.prompt.media
+        question = digest(raw if media is None else {"prompt": raw, **media.digests})
         rewards = [] if group.rewards is None else group.rewards.double().tolist()
         for index, completion in enumerate(group.completions):
             scored = dict(zip(names, rewards[index], strict=True)) if rewards else dict.fromkeys(names, math.nan)
@@ -125,7 +126,7 @@ def truncate_to(folder: Path, step: int) -> None:
 
 
 def digest(prompt: Any) -> str:
-    """16 hexadecimal digits that are the same for the same text or messages."""
+    """16 hexadecimal digits that are the same for the same text, messages, or object of them."""
     text = prompt if isinstance(prompt, str) else json.dumps(to_json(prompt), sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
