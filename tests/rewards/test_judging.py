@@ -379,6 +379,15 @@ def test_a_reference_column_that_was_named_must_be_there():
 # -- in a run ----------------------------------------------------------------------------------------------------------------
 
 
+def test_totals_are_those_of_the_end_of_a_step_and_no_mean_of_what_each_group_had_seen(serve):
+    server = serve(by_length)
+    scorer = Scorer([judge(server, concurrency=1)])
+    scorer.score([group([f"{i}" * (i + 1)], uid=f"0:{i}") for i in range(4)])
+    metrics = scorer.take_metrics()
+    scorer.close()
+    assert (metrics["judge/requests"].value, metrics["judge/prompt_tokens"].value) == (4.0, 400.0)
+
+
 def test_one_completion_that_cannot_be_judged_costs_only_itself(serve):
     server = serve(lambda messages, number: "?" if "bad" in response_of(messages) else by_length(messages, number))
     scorer = Scorer([RewardSpec(name="judge", call=judge(server, asks=1))])

@@ -162,6 +162,10 @@ def _turns(completion: Completion) -> list[dict[str, Any]]:
     ]
 
 
+class Total(float):
+    """A total that grows over the run, logged as it stands at the end of a step and not as a mean of its values."""
+
+
 @dataclass
 class Logged:
     """Extras of one call, logged through `log_extra` and `log_metric`."""
@@ -181,8 +185,9 @@ class Logged:
         self.extras[str(column)] = [_showable(value) for value in listed]
 
     def metric(self, name: str, value: Any) -> None:
-        """Add a number to the step's metrics; several calls with one name are averaged."""
-        self.metrics.append((str(name), to_number(value, f"log_metric({name!r}, ...)")))
+        """Add a number to the step's metrics; several calls with one name are averaged, of a `Total` the largest stays."""
+        number = to_number(value, f"log_metric({name!r}, ...)")
+        self.metrics.append((str(name), Total(number) if isinstance(value, Total) else number))
 
 
 def _showable(value: Any) -> Any:

@@ -8,9 +8,9 @@ import torch
 from covey.errors import ConfigError, RewardError
 from covey.rewards.calling.deadline import DeadlineError
 from covey.rewards.calling.outcome import Outcome
-from covey.rewards.contract import Batch
+from covey.rewards.contract import Batch, Total
 from covey.rewards.raised import with_place
-from covey.types import Mean, Metric, Sum, merge_metrics
+from covey.types import Max, Mean, Metric, Sum, merge_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Failures:
             metrics |= {f"rewards/{name}/timeouts": Sum(late)} if late else {}
         if outcome.num_cached:
             metrics[f"rewards/{name}/cached"] = Mean(outcome.num_cached, len(outcome.scores))
-        logged = [{key: Mean(value, 1)} for key, value in outcome.metrics]
+        logged = [{key: Max(value) if isinstance(value, Total) else Mean(value, 1)} for key, value in outcome.metrics]
         self.metrics = merge_metrics([self.metrics, metrics, *logged])
         self.in_a_row[name] = self.in_a_row[name] + 1 if outcome.is_lost else 0
         if not outcome.is_lost:

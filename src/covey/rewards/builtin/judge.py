@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from covey.errors import ConfigError, RewardError, did_you_mean
 from covey.rewards.builtin.chat_endpoint import Endpoint, Message, Reply, ReplyCache, ReplyError, side_by_side
+from covey.rewards.contract import Total
 
 T = TypeVar("T")
 Metrics = Callable[[str, float], None]
@@ -130,7 +131,7 @@ class Judge:
         """The totals so far, as metrics."""
         if log_metric is not None:
             for name, value in vars(self.spent).items():
-                log_metric(f"judge/{name}", float(value))
+                log_metric(f"judge/{name}", Total(value))
 
 
 def judge_of(options: Mapping[str, Any]) -> Judge:
