@@ -70,3 +70,14 @@ def test_a_run_logs_it_writes_it_down_and_alerts(tmp_path: Path) -> None:
     alerts = [json.loads(line) for line in (tmp_path / "run" / "alerts.jsonl").read_text().splitlines()]
     (alert,) = [alert for alert in alerts if alert["rule"] == "forgetting"]
     assert alert["said"].startswith("the mean reward on a fixed set fell from its best evaluation: eval by 1 (p = ")
+
+
+def test_a_resume_with_other_questions_says_that_nothing_is_compared(tmp_path: Path, caplog: Any) -> None:
+    held_out = [Dataset.from_list([{**ROWS[0], "prompt": f"What is {i} {sign} 2?"} for i in range(2)]) for sign in "+-"]
+    options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8, "save_steps": 1}
+    trainer(tmp_path / "run", eval_dataset=held_out[0], max_steps=1, **options).train()
+    assert "earlier evaluations" not in caplog.text
+    trainer(tmp_path / "run", eval_dataset=held_out[0], max_steps=2, **options).train(resume_from_checkpoint=True)
+    assert "earlier evaluations" not in caplog.text
+    trainer(tmp_path / "run", eval_dataset=held_out[1], max_steps=3, **options).train(resume_from_checkpoint=True)
+    assert "the questions of eval are not those of its earlier evaluations" in caplog.text

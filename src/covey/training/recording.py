@@ -333,8 +333,16 @@ class Recording:
         """Metrics of `evaluate(keep)`, which are written with all groups passed to `keep`."""
         rows: list[dict[str, Any]] = []
         metrics = evaluate(lambda groups: rows.extend(evaluations.rows_of(groups, self.reward_names, weights)))
+        before = self.forgetting.best.get(name, {}).keys()
         metrics = {**metrics, **self.forgetting(name, rows)}
         if self.folder is not None:
+            if before and before != self.forgetting.best[name].keys():
+                logger.warning(
+                    "step %d: the questions of %s are not those of its earlier evaluations, so forgetting starts anew, and a best "
+                    "evaluation so far was one of other questions.",
+                    step,
+                    name,
+                )
             self.folder.write_evaluation(step, name, metrics, rows)
         return metrics
 
