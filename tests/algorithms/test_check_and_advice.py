@@ -245,3 +245,19 @@ def test_a_policy_that_is_its_only_teacher_by_default_is_advised_against(name, w
 
     remarks = advice_for(GRPOConfig(output_dir="x"), tiny_model(), alg.from_name(name))
     assert any("The only teacher is the policy itself" in remark for remark in remarks) == warns
+
+
+@pytest.mark.parametrize(
+    "weights, warns",
+    [(["linear:1:0:9", 1.0], True), ([lambda step: 1.0, 1.0], True), ([0.5, 1.0], False), (None, False)],
+)
+def test_a_best_evaluation_by_weights_that_move_is_advised_against(weights, warns):
+    from covey import GRPOConfig
+    from covey.training.build import advice_for
+    from kit import tiny_model
+
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}
+    for metric in (None, "reward", "rewards/right/mean"):
+        args = GRPOConfig(output_dir="x", reward_weights=weights, metric_for_best_model=metric, **best)
+        remarks = advice_for(args, tiny_model(), None)
+        assert any("reward_weights move" in remark for remark in remarks) == (warns and "/" not in (metric or ""))

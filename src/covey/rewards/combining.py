@@ -75,6 +75,13 @@ def is_moving(weight: Weight) -> bool:
     return isinstance(weight, Schedule | functools.partial)
 
 
+def advice_on_weights(options: Sequence[Any] | None, best_metric: str | None) -> list[str]:
+    """A remark where `metric_for_best_model` compares sums of rewards by weights that move."""
+    moves = any(is_moving(weight_of(option)) for option in options or ())
+    remark = "metric_for_best_model=reward compares sums whose weights differ, as reward_weights move; take the mean of one reward."
+    return [remark] if moves and best_metric in ("reward", "eval_reward") else []
+
+
 def _weight_at(function: Callable[[int], Any], step: int) -> float:
     """The weight that a function of the user's gives at a step."""
     try:

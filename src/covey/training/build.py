@@ -28,6 +28,7 @@ from covey.monitor.slices import Slices
 from covey.process.interruption import Interruption
 from covey.process.sharding import Shards
 from covey.rewards import Combiner, Scorer, resolve
+from covey.rewards.combining import advice_on_weights
 from covey.rollout import GatheredSampler, Sampler, TokenSampler, choose_sampler
 from covey.rollout.ahead import Ahead, OnDemand, PromptSupply
 from covey.rollout.asynchronous import AsynchronousSampler
@@ -116,7 +117,7 @@ def advice_for(args: GRPOConfig, model: Any, algorithm: Algorithm | None) -> lis
         scale_rewards=args.scale_rewards,
         teaches_itself=role is not None and role.is_policy and role.feedback == "best",
     )
-    return [str(remark) for remark in remarks]
+    return [*map(str, remarks), *advice_on_weights(args.reward_weights, args.metric_for_best_model)]
 
 
 def build_prompts(inputs: RunInputs, dataset: Any, **options: Any) -> PromptStream:
