@@ -30,10 +30,18 @@ THREE = ["linear_attention"] * 3 + ["full_attention"]
 DELTA = {f"linear_{name}": 4 for name in ("num_key_heads", "num_value_heads")}
 DELTA |= {f"linear_{name}": 64 for name in ("key_head_dim", "value_head_dim")}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1, "mamba_expand": 2}
-MAMBA |= {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 768}
+DENSE = {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 768}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Qwen3.5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {**DELTA, "layer_types": THREE}),
-    "Granite 4": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", {**MAMBA, "layer_types": THREE}),
+    "Granite 4": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", {**MAMBA, **DENSE, "layer_types": THREE}),
+    "Falcon-H1": ("FalconH1Config", "FalconH1ForCausalLM", {**MAMBA, "mamba_d_ssm": 512}),
+    "Bamba": ("BambaConfig", "BambaForCausalLM", {**MAMBA, "attn_layer_indices": [3]}),
+    "Mamba 2": ("Mamba2Config", "Mamba2ForCausalLM", {"num_heads": 8, "state_size": 64, "n_groups": 1, "expand": 2}),
+    "RecurrentGemma": (
+        "RecurrentGemmaConfig",
+        "RecurrentGemmaForCausalLM",
+        {"lru_width": 256, "block_types": ["recurrent", "recurrent", "attention"]},
+    ),
     "LFM2": ("Lfm2Config", "Lfm2ForCausalLM", {"layer_types": ["conv", "conv", "full_attention", "conv"]}),
 }
 PROMPTS, SAMPLES = 16, 8
