@@ -27,7 +27,13 @@ ELSEWHERE = {
     *(f"same_language/<column>=<value>{end}" for end in ("", "/low", "/high")),  # a column of languages
     *("languages/<code>/count", "languages/<code>/same"),  # a column of languages
     *("prompts/drift_p/length", "prompts/drift_p/text", "rewards/drift_p"),  # at the end of a block of steps
-    *("rewards/<name>/weight", "rewards/<name>/timeouts", "rewards/<name>/cached", "completions/left_out"),
+    *(
+        "rewards/<name>/weight",
+        "rewards/<name>/timeouts",
+        "rewards/<name>/cached",
+        "completions/left_out",
+        "sft/left_out",
+    ),
 }
 """Of models with experts, of critics, of GPUs, of rewards with a schedule, a worker or a memory, of memory that ran out."""
 
