@@ -138,18 +138,13 @@ def _ordered(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: BlockMask,
-    scale: float | None,
-    sinks: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None, sinks: Tensor | None = None
 ) -> Tensor:
     """[1, H, S, D], [1, K, S, D], [1, K, S, E] -> [1, S, H, E]; K divides H; `sinks` are [H]. Compiled on CUDA."""
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     is_compiled = device == "cuda" and not is_in_torch_dispatch_mode(include_infra_modes=False)  # see `compiled`
-    run = _compiled() if is_compiled else _attention
+    run: Any = _compiled() if is_compiled else _attention
     with torch.autocast(device, enabled=False):
         inputs = [x.to(dtype) for x in (query, key, value)]
         options = _options(dtype, query.shape[-1])

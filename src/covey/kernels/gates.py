@@ -25,9 +25,6 @@ class Gate(NamedTuple):
     is_merged: bool = False
 
 
-# -- the formula --------------------------------------------------------------------------------------------------------
-
-
 def gated(gate: Tensor, up: Tensor, activation: str = SILU) -> Tensor:
     """`activation(gate) * up` [M, F], computed in float32."""
     return (_activated(gate.float(), activation) * up.float()).to(gate.dtype)
@@ -47,19 +44,18 @@ def gated_backward(gradient: Tensor, gate: Tensor, up: Tensor, activation: str =
 
 def gated_halves(both: Tensor, activation: str) -> Tensor:
     """`gated` of the halves of `both` [M, 2 F]."""
-    return gated(*both.chunk(2, -1), activation)
+    gate, up = both.chunk(2, -1)
+    return gated(gate, up, activation)
 
 
 def gated_halves_backward(gradient: Tensor, both: Tensor, activation: str) -> tuple[Tensor]:
     """Gradient of `both`."""
-    return (torch.cat(gated_backward(gradient, *both.chunk(2, -1), activation), -1),)
+    gate, up = both.chunk(2, -1)
+    return (torch.cat(gated_backward(gradient, gate, up, activation), -1),)
 
 
 def _activated(x: Tensor, activation: str) -> Tensor:
     return F.silu(x) if activation == SILU else F.gelu(x, approximate=activation)
-
-
-# -- modules that compute it --------------------------------------------------------------------------------------------
 
 
 def has_projections(mlp: Any, names: tuple[str, ...] = _PROJECTIONS) -> bool:
@@ -96,6 +92,6 @@ def recognised_gate(mlp: Any) -> Gate | None:
 def _activation_of(mlp: Any) -> str | None:
     """The activation by its own numbers, which tell GELU from its approximation; SiLU for a module that does not show it."""
     functions = (getattr(mlp, name, None) for name in ("act_fn", "activation_fn"))
-    function = next(filter(callable, functions), F.silu)
+    function: Any = next(filter(callable, functions), F.silu)
     x = torch.linspace(-4, 4, 65, device="cpu")
     return next((a for a in _ACTIVATIONS if torch.allclose(function(x), _activated(x, a), rtol=1e-5, atol=1e-6)), None)

@@ -30,9 +30,6 @@ class Rotation(NamedTuple):
 KINDS = tuple(Rotation(pairs, by_pair) for pairs in (False, True) for by_pair in (False, True))
 
 
-# -- the formula --------------------------------------------------------------------------------------------------------
-
-
 def rotated(*args: Any) -> tuple[Tensor, ...]:
     """Rotary embedding of each of `xs` [B, H, S, D] in `dtype`, computed in float32; numbers beyond those that turn are copied.
 
@@ -43,7 +40,7 @@ def rotated(*args: Any) -> tuple[Tensor, ...]:
     return tuple(_turn(x, cosines, sines, pairs).to(dtype) for x in xs)
 
 
-def rotated_backward(*args: Any) -> tuple[Tensor | None, ...]:
+def rotated_backward(*args: Any) -> tuple[Any, ...]:
     """Gradients of `xs`, by those of the outputs: the turn back. Tables have none."""
     count = (len(args) - 5) // 2
     gradients, xs, (cosines, sines, _, pairs, by_pair) = args[:count], args[count : 2 * count], args[2 * count :]
@@ -73,9 +70,6 @@ def _partner(x: Tensor, pairs: bool) -> Tensor:
         return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
     first, second = x.chunk(2, -1)
     return torch.cat([-second, first], -1)
-
-
-# -- functions that compute it ------------------------------------------------------------------------------------------
 
 
 def homes_of(modules: Iterable[nn.Module]) -> Iterator[ModuleType]:

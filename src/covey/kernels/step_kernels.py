@@ -80,11 +80,8 @@ def _rotate(plain: Callable[..., Any], kind: Rotation, /, *args: Any, **others: 
     dtype = None if xs is None else _product_dtype(xs[0])
     if xs is None or dtype is None:
         return plain(*args, **others)
-    turned = [TritonDecode.rotate(x, *args[-2:], kind.pairs, kind.by_pair, dtype) for x in xs]
+    turned = [TritonDecode.rotate(x, args[-2], args[-1], kind.pairs, kind.by_pair, dtype) for x in xs]
     return as_called(kind, turned, others)
-
-
-# -- recognising them ---------------------------------------------------------------------------------------------------
 
 
 def _feeding_products(decoder: nn.Module, norms: Iterable[nn.Module], run: Run) -> Iterator[nn.Module]:
