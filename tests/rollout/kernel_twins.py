@@ -80,7 +80,21 @@ def _turned(x, rotation, norm):
 
 
 def _attend(
-    query, key, value, *, suffix, prompts, members, counts, lengths, first, step_column, scale, rotation, **others
+    query,
+    key,
+    value,
+    *,
+    suffix,
+    prompts,
+    members,
+    counts,
+    lengths,
+    first,
+    step_column,
+    scale,
+    sinks=None,
+    rotation=None,
+    **others,
 ):
     assert others["suffix_bias"] is None
     assert others["softcap"] is None
@@ -95,7 +109,10 @@ def _attend(
         if row in owner:
             mine = torch.cat((prompts[:, owner[row], :, : int(lengths[owner[row]])], mine), 2)
         keys, values = mine.float().repeat_interleave(repeats, 1)
-        weights = (torch.einsum("hd,hkd->hk", query[row].float(), keys) * scale).softmax(-1)
+        scores = torch.einsum("hd,hkd->hk", query[row].float(), keys) * scale
+        if sinks is not None:
+            scores, values = torch.cat([scores, sinks[:, None].float()], -1), F.pad(values, (0, 0, 0, 1))
+        weights = scores.softmax(-1)
         out[row] = torch.einsum("hk,hkd->hd", weights, values).to(query.dtype)
     return out
 

@@ -20,7 +20,7 @@ from kit import rest_nightly, tiny_tokenizer
 
 A_LAYER = {
     "Phi-4": 14, "Gemma 3": 21, "Qwen3-MoE": 35, "GLM-4": 18, "OLMo 2": 24, "SmolLM3": 16.5, "Granite 3": 19,
-    "Gemma 4": 30, "LFM2": 17.5,
+    "Gemma 4": 30, "LFM2": 17.5, "gpt-oss": 40,
 }  # fmt: skip
 """Launches of a layer and decode step with bfloat16 weights; as written they take 39 to 103."""
 

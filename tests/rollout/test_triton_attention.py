@@ -173,7 +173,7 @@ FLOATS = {"scale", "softcap", "epsilon", "temperature", "penalty", "top_p", "log
 KINDS = {"fp32": "cosines sines query_norm key_norm outs lses weight thresholds tops totals moments logprobs entropies",
          "i64": "members positions tokens next_token position written limit output_row", "fp64": "uniforms",
          "i32": "counts first owned", "u8": "seen live stopped is_eos",
-         None: "query key value keys values bias result x update out gate up logits"}
+         None: "query key value keys values bias result x update out gate up logits sinks"}
 WHOLE = {"V", "width"} | {f"{x}_row" for x in ("query", "key", "value", "update", "gate", "up")}
 WHOLE |= {"query_head", "key_head", "value_head", "batch_stride", "head_stride", "row_stride"}
 
@@ -201,7 +201,7 @@ for dtype in sys.argv[2:]:
     for is_shared in (True, False):
         for width in (64, 128):
             fixed = {"D": width, "IS_SHARED": is_shared, "MERGES": not is_shared, "HAS_BIAS": False, "HAS_SOFTCAP": False}
-            fixed |= {"ROTATES": True, "HAS_NORM": width == 128, "ROUNDS": width == 128 and wide, "WIDEN": False}
+            fixed |= {"HAS_SINKS": width == 64, "ROTATES": True, "HAS_NORM": width == 128, "ROUNDS": width == 128 and wide, "WIDEN": False}
             fixed |= {"BLOCK_D": width, "BLOCK_Q": (64 if wide else 32) if is_shared else 16}
             fixed |= {"BLOCK_K": (64 if wide else 32) // (width // 64)}
             warps = 4 if fixed["BLOCK_Q"] * width <= 4096 else 8
@@ -254,7 +254,7 @@ FEWER_LAYERS = {
 
 @pytest.mark.parametrize("arch", LOCAL)
 def test_windows_and_chunks_are_those_of_a_plain_forward(kernels, arch):
-    """Biases mask what a window of 12 hides, before it, where it begins and behind it; layers with sinks go through PyTorch's operations."""
+    """Biases mask what a window of 12 hides, before it, where it begins and behind it; sinks take part there."""
     model = build(arch, **FEWER_LAYERS.get(arch, {}))
     sampler = NativeSampler(model, tiny_tokenizer(), dtype="float32", max_rows=6, attention="triton")
     params = SamplingParams(max_tokens=4, seed=4, temperature=0.8)

@@ -40,7 +40,9 @@ def both(
         first=torch.tensor(starts, dtype=torch.int32),
         step_column=torch.tensor([step_column]),
     )
-    scale, softcap = width**-0.5, options.pop("softcap", None)
+    scale, softcap, sinks = width**-0.5, options.pop("softcap", None), options.get("sinks")
+    if sinks is not None:
+        options["sinks"] = sinks = torch.randn(heads * repeats) * sinks
     there = lambda x: x.to(device)
     spans = kernels.Spans(**{name: there(table) for name, table in vars(spans).items()})
     key, value = own[:, :rows, :, step_column].clone()
@@ -57,7 +59,7 @@ def both(
     ]
     row_map = RowMap.of(owners, prompts, torch.device("cpu"))
     grouped = query.float().view(rows, heads, repeats, width)
-    return out, by_one_softmax(grouped, *parts, row_map, ScoreRule(scale, softcap)).view(out.shape)
+    return out, by_one_softmax(grouped, *parts, row_map, ScoreRule(scale, softcap, sinks)).view(out.shape)
 
 
 PLAIN = {
@@ -84,6 +86,14 @@ SHAPES = {
     "more queries than a program takes": {"owners": [0] * 12 + [1], "starts": [0] * 13, "heads": 1},
     "more queries of a row than a program takes": {"repeats": 40, "heads": 1, "owners": [0, 1], "starts": [3, 0]},
     "capped scores": {"softcap": 2.0},
+    "sinks": {"sinks": 3.0},
+    "sinks and split rows": {
+        "sinks": 30.0,
+        "columns": 160,
+        "step_column": 140,
+        "starts": [0, 130, 77, 140],
+        "splits": (1, 3),
+    },
     "split prompts": {"lengths": [7, 150], "splits": (3, 1)},
     "biases": {"has_bias": True},
     "more rows than prompts' keys": {"lengths": [1, 1]},

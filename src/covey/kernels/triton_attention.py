@@ -114,18 +114,18 @@ def _capped(scores, softcap, HAS_SOFTCAP: tl.constexpr):
 @triton.jit(do_not_specialize=["group", "splits", "stop_stride", "first_split", "num_rows"])
 def _part(
     query, key, value, keys, values, bias, members, counts, first, stop, owned, cosines, sines, positions,
-    query_norm, key_norm, outs, lses, result,
+    query_norm, key_norm, sinks, outs, lses, result,
     scale, softcap, epsilon, repeats, group, splits, query_row, query_head, key_row, key_head, value_row, value_head,
     batch_stride, head_stride, bias_stride, stop_stride, first_split, num_rows,
     D: tl.constexpr, IS_SHARED: tl.constexpr, MERGES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    ROTATES: tl.constexpr, HAS_NORM: tl.constexpr, ROUNDS: tl.constexpr, WIDEN: tl.constexpr,
+    HAS_SINKS: tl.constexpr, ROTATES: tl.constexpr, HAS_NORM: tl.constexpr, ROUNDS: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     # fmt: on
     """Attention of one tile of a part's queries over one split of its keys, for one key head.
 
-    The own part (not IS_SHARED) also writes the row's new key and value into the step column, and attends to them from
-    registers. With MERGES it adds the prompt's splits, computed before, and writes the result.
+    The own part (not IS_SHARED) also writes the row's new key and value into the step column, and attends to them, and to the
+    sinks, from registers. With MERGES it adds the prompt's splits, computed before, and writes the result.
     """
     # house: long, because a kernel is one function
     b, h = tl.program_id(0), tl.program_id(1)
@@ -169,6 +169,13 @@ def _part(
                 top += tl.load(bias + b.to(tl.int64) * bias_stride + high).to(tl.float32)
             total += 1.0
             out += content.to(tl.float32)[None, :]
+            if HAS_SINKS:
+                sink = tl.load(sinks + head, mask=is_query, other=float("-inf")).to(tl.float32)
+                higher = tl.maximum(top, sink)
+                total = tl.exp(top - higher)
+                out *= total[:, None]
+                total += tl.exp(sink - higher)
+                top = higher
     if WIDEN:
         seeking = seeking.to(tl.float32)
     for start in range(begin, end, BLOCK_K):
@@ -250,6 +257,7 @@ def decode(
     scale: float,
     softcap: float | None = None,
     *,
+    sinks: Tensor | None = None,
     rotation: Rotation | None = None,
     splits: tuple[int, int] | None = None,
 ) -> Tensor:
@@ -257,7 +265,7 @@ def decode(
 
     Writes `key` and `value` [R, Hkv, D] into the step column of `suffix` [2, rows, Hkv, C, D]; `shared` [2, P, Hkv, K, D]
     holds the prompts' keys and values. Biases [rows, C] and [rows, K], the latter of the prompts' keys as each row sees them, are
-    added to the scores. With `rotation`, `query` and
+    added to the scores. `sinks` [Hq] are scores of a further key without value. With `rotation`, `query` and
     `key` are those of the projection. `splits` fixes the numbers of splits of the prompt's and the own keys.
     Two launches, three where rows are too few to fill the device without splitting their own keys.
     """
@@ -278,7 +286,7 @@ def decode(
     outs = torch.empty(parts, rows, heads, width, dtype=torch.float32, device=query.device)
     lses = torch.empty(parts, rows, heads, dtype=torch.float32, device=query.device)
     result = torch.empty(rows, heads, width, dtype=query.dtype, device=query.device)
-    call = _Call(query, key, value, spans, rotation, outs, lses, result, scale, softcap)
+    call = _Call(query, key, value, spans, rotation, outs, lses, result, scale, softcap, sinks)
     if of_shared:
         call.launch(shared, shared_bias, spans.lengths, (0, of_shared), group=group)
     call.launch(suffix, suffix_bias, spans.step_column, (of_shared, of_suffix), merges=merges)
@@ -307,6 +315,7 @@ class _Call:
     result: Tensor
     scale: float
     softcap: float | None
+    sinks: Tensor | None
 
     def launch(
         self,
@@ -332,12 +341,14 @@ class _Call:
         # fmt: off
         _part[(parts, buffer.shape[2], triton.cdiv(queries, block_q) * splits[1])](
             query, key, value, buffer[0], buffer[1], nothing if bias is None else bias, spans.members, spans.counts,
-            spans.first, stop, spans.owned, *tables, *norms, self.outs, self.lses, self.result,
+            spans.first, stop, spans.owned, *tables, *norms,
+            nothing if self.sinks is None else self.sinks, self.outs, self.lses, self.result,
             self.scale, 1.0 if self.softcap is None else self.softcap, turn.epsilon if turn else 0.0,
             repeats, group or 1, splits[1], query.stride(0), query.stride(1), key.stride(0), key.stride(1),
             value.stride(0), value.stride(1), buffer.stride(1), buffer.stride(2),
             0 if bias is None else bias.stride(0), int(is_shared), splits[0], rows,
             D=width, IS_SHARED=is_shared, MERGES=merges, HAS_BIAS=bias is not None, HAS_SOFTCAP=self.softcap is not None,
+            HAS_SINKS=self.sinks is not None,
             ROTATES=turn is not None, HAS_NORM=turn is not None and turn.query_norm is not None,
             ROUNDS=turn is not None and turn.rounds, WIDEN=query.dtype == torch.bfloat16 and is_interpreted(),
             BLOCK_D=max(16, triton.next_power_of_2(width)), BLOCK_Q=block_q, BLOCK_K=BLOCK_KEYS // _halves(query) // (1 if width <= 64 else 2),

@@ -64,6 +64,7 @@ class TritonDecode:
         step_column: Tensor,
         scale: float,
         softcap: float | None,
+        sinks: Tensor | None = None,
         rotation: Any = None,
     ) -> Tensor:
         """[R, Hq, D], in two launches, three for few rows: writes `key` and `value` [R, Hkv, D] into the cache column
@@ -72,8 +73,9 @@ class TritonDecode:
         from covey.kernels import triton_attention
 
         spans = triton_attention.Spans(members, counts, lengths, owned, first, step_column)
+        buffers = suffix, suffix_bias, prompts, prompt_bias
         return triton_attention.decode(
-            query, key, value, suffix, suffix_bias, prompts, prompt_bias, spans, scale, softcap, rotation=rotation
+            query, key, value, *buffers, spans, scale, softcap, sinks=sinks, rotation=rotation
         )
 
     @staticmethod

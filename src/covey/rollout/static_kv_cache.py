@@ -247,7 +247,7 @@ class StaticKVCache(KVCache):
 
     def attend_decode(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> Tensor:
         rows, heads, width = key.shape
-        if self.attention == "triton" and rule.sinks is None:
+        if self.attention == "triton":
             return self.attend_in_kernels(layer, query, key, value, rule)
         suffix = self.suffix[layer][:, :rows]
         suffix[0].index_copy_(2, self.now, key[:, :, None])
@@ -280,5 +280,6 @@ class StaticKVCache(KVCache):
             step_column=self.now,
             scale=rule.scale,
             softcap=rule.softcap,
+            sinks=rule.sinks,
             rotation=rotation,
         )
