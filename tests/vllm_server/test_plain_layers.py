@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -167,6 +168,39 @@ def test_an_adapter_travels_alone_to_a_server_that_has_its_base(is_moved, tmp_pa
     torch.testing.assert_close(group.completions[0].logprobs, expected, atol=1e-5, rtol=0)
     assert ("its base weights are not this run's" in caplog.text) == is_moved
     assert ("/v1/load_lora_adapter" in fake.calls) != is_moved
+
+
+@pytest.mark.parametrize(
+    "before, name, why",
+    [
+        ("nothing", "policy", None),
+        ("adapter", "policy", None),
+        ("whole", "policy", r"it has the whole weights of run-\w+:0, which cannot be compared with this run's base"),
+        (
+            "nothing",
+            "policy-Instruct",
+            "it was started with policy, which cannot be compared with this run's policy-Instruct",
+        ),
+    ],
+)
+def test_an_adapter_travels_alone_without_digests_where_nothing_speaks_for_another_base(
+    before, name, why, tmp_path, caplog
+):
+    """As on several GPUs, whose digests are of parts. A run before may have left its weights, too near for the probe to tell."""
+    policy, base = policy_of(lora())
+    base.config._name_or_path = policy.base_model.model.config._name_or_path = f"hub/{name}"
+    with FakeServer(base, tiny_tokenizer(), lora_rank=8) as fake:
+        fake.device = "cuda"
+        how = {"port": fake.port, "directory": tmp_path, "eos_ids": [2]}
+        earlier = {"nothing": None, "adapter": policy, "whole": tiny_model("qwen2", layers=2)}[before]
+        if earlier is not None:
+            list(ServerSampler(earlier, tiny_tokenizer(), **how).sample(["2 + 2 ="], 1, SamplingParams(max_tokens=2)))
+        caplog.clear()
+        sampler = ServerSampler(policy, tiny_tokenizer(), **how)
+        (group,) = sampler.sample(["2 + 2 ="], 1, SamplingParams(max_tokens=6))
+        (expected,) = plain_logprobs(policy, [group])
+    torch.testing.assert_close(group.completions[0].logprobs, expected, atol=1e-5, rtol=0)
+    assert re.search(f"instead of the adapter alone: {why}", caplog.text) if why else "instead of" not in caplog.text
 
 
 @pytest.mark.parametrize("name", ["s", "self", "base"])

@@ -239,15 +239,9 @@ class PromptStream:
         if self.has_warned or self.engine is None or not self.engine.truncates_after(length):
             return
         self.has_warned = True
-        logger.warning(
-            "%s has a prompt of %d tokens, and %s is %d: completions of such prompts end before max_completion_length=%d and count as "
-            "truncated.",
-            where,
-            length,
-            self.engine.option,
-            self.engine.tokens,
-            self.engine.max_completion_length,
-        )
+        sentence = "%s has a prompt of %d tokens, and %s is %d: completions of such prompts end before max_completion_length=%d "
+        words = where, length, self.engine.option, self.engine.tokens, self.engine.max_completion_length
+        logger.warning(sentence + "and count as truncated.", *words)
 
     def _check_rows(self) -> None:
         """Encode the rows that could be too long, or hold an id without embedding, before any work is spent.

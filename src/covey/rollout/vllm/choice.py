@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import ServerError
-from covey.models import unwrapped
+from covey.models import short_name, unwrapped
 from covey.process.interruption import on_main
 from covey.process.sharding import Shards, compute_device
 from covey.process.world import World
@@ -58,11 +58,12 @@ def transport_for(
 
 
 def _why_not_on_base(server: Server, model: Any, shards: Shards | None, world: World) -> str | None:
-    """Reason why the adapter cannot stand on the weights that the server has, by their digest; None without one. Collective."""
-    if not server.has_digests or getattr(
-        unwrapped(model), "is_quantized", False
-    ):  # it serves the weights before they were quantized
+    """Reason why the adapter cannot stand on the weights that the server has, by their digest or, without one, by what it says. Collective."""
+    if getattr(unwrapped(model), "is_quantized", False):  # it serves the weights before they were quantized
         return None
+    if not server.has_digests:
+        failed = ServerError("the vLLM server was not asked for its model on the main process; its log says why.")
+        return world.broadcast(on_main(world, lambda: _why_another_base(server, model), failed))
     sums = base_sums(model, shards, dtype_of(server))
 
     def wrong() -> list[str]:
@@ -74,6 +75,15 @@ def _why_not_on_base(server: Server, model: Any, shards: Shards | None, world: W
     failed = ServerError("the weights of the vLLM server were not read on the main process; its log says why.")
     blocks = world.broadcast(on_main(world, wrong, failed))
     return f"its base weights are not this run's, such as those of {blocks[0]}" if blocks else None
+
+
+def _why_another_base(server: Server, model: Any) -> str | None:
+    """Reason to believe that a server without comparable digests has another base: an earlier run's whole weights, or another model's name."""
+    label, name, mine = server.version(), Path(server.facts.folder).name, short_name(unwrapped(model))
+    if label not in ("default", *server.models()):  # that of an adapter is its name
+        return f"it has the whole weights of {label}, which cannot be compared with this run's base"
+    is_other = bool(getattr(unwrapped(model).config, "_name_or_path", "")) and name != mine
+    return f"it was started with {name}, which cannot be compared with this run's {mine}" if is_other else None
 
 
 def whole_transport(

@@ -107,7 +107,7 @@ class DirectoryTransport:
             raise ServerError(f"the server does not see {self.folder.absolute()}.")
 
     def prepare(self, source: Source, label: str) -> Shipment:
-        place = _new_place(self.folder, label)
+        place = self.folder / safe_name(label)
         before = self.pieces if self.sends_changed else {}
         has_digests = self.server.has_digests
         pieces = write_weights(source, place, dtype_of(self.server), has_digests=has_digests, before=before)
@@ -150,7 +150,7 @@ class AdapterTransport:
         return label
 
     def prepare(self, source: Source, label: str) -> Shipment:
-        place = _new_place(self.folder, label)
+        place = self.folder / safe_name(label)
         size = write_adapter(source, place)
         self.written.append(place)
         return Shipment(size, place)
@@ -214,10 +214,6 @@ def refuse_stale_head(server: Server, config: Any) -> None:
             f"The server at {server.client.address} computes on a CPU, where vLLM keeps a packed copy of lm_head that a reload "
             "does not renew when embeddings are tied, as this model's are; start it with covey serve-vllm, which renews it."
         )
-
-
-def _new_place(folder: Path, label: str) -> Path:
-    return folder / safe_name(label)
 
 
 def _remove_before(written: list[Path], shipment: Shipment) -> None:
