@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from resume_cases import Case, trainer
 
+from covey import algorithms as alg
 from covey.cli import main
 from covey.errors import ConfigError, CoveyError
+from covey.rewards import RewardSpec, Scorer
 from covey.runs import checkpoint
 from kit import tiny_model, tiny_tokenizer
 
@@ -36,6 +41,23 @@ def test_what_does_no_harm_is_named_and_allowed(run: Path, tmp_path: Path, caplo
     assert said.endswith(
         "goes on with other options: learning_rate 0.01 -> 0.02; max_steps 2 -> 3; temperature 1.0 -> 0.9."
     )
+
+
+def test_other_weights_of_the_rewards_are_named_wherever_they_come_from(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="covey.runs.resuming"):
+        again(run, tmp_path / "option", max_steps=2, reward_weights=[2.0])
+        spec = trainer(Case("again", {"max_steps": 2}), tmp_path / "spec")
+        spec.scorer = Scorer([RewardSpec(name="reward", call=spec.scorer.rewards[0].call, weight=3.0)])
+        spec.train(str(run / "checkpoint-2"))
+    said = [record.message for record in caplog.records if record.name == "covey.runs.resuming"]
+    assert said[0].endswith("goes on with other options: reward_weights None -> [2.0].")
+    assert said[1].endswith("goes on with other options: the weights of the rewards [1.0] -> [3.0].")
+    trainer(Case("again", {"max_steps": 2, "reward_weights": [2.0]}), run).train(str(run / "checkpoint-2"))
+    described = json.loads((run / "run.json").read_text())
+    assert described["attempts"][-1]["changed"]["reward_weights"] == [[1.0], [2.0]]
+    trainer(Case("again", {"max_steps": 2}), run).train(str(run / "checkpoint-2"))  # for the other tests
 
 
 def test_nothing_is_said_of_a_run_that_goes_on_as_it_was(
@@ -79,6 +101,64 @@ def test_a_batch_of_other_processes_is_refused_with_the_rows_that_make_it(run: P
         ConfigError, match=r"generation_batch_size=8 .* \(per_device_train_batch_size=8 on the processes"
     ):
         again(run, tmp_path / "run", per_device_train_batch_size=4)  # as on half as many
+
+
+def with_algorithm(folder: Path, algorithm: Any, as_option: bool, steps: int) -> Any:
+    """A trainer with the algorithm in its options, or as an argument of its own."""
+    made = trainer(Case("with", {"max_steps": steps, **({"algorithm": algorithm} if as_option else {})}), folder)
+    made.algorithm = algorithm
+    return made
+
+
+def own_kl(logp: torch.Tensor, ref_logp: torch.Tensor) -> torch.Tensor:
+    return (logp - ref_logp).square()
+
+
+@pytest.mark.parametrize("as_option", [True, False], ids=["option", "argument"])
+def test_an_algorithm_that_is_an_object_is_compared_part_by_part(
+    as_option: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    algorithm = alg.grpo(kl=alg.KL(own_kl, 0.1))
+    with_algorithm(tmp_path / "run", algorithm, as_option, 1).train()
+    file = tmp_path / "run" / "run.json"
+    of_another_process = lambda text: re.sub(r"0x[0-9a-f]+", "0x7fffffff0000", text)
+    file.write_text(of_another_process(file.read_text()))
+    go_on = lambda other: with_algorithm(tmp_path / "again", other, as_option, 1).train(
+        str(tmp_path / "run" / "checkpoint-1")
+    )
+    with caplog.at_level(logging.WARNING, logger="covey.runs.resuming"):
+        go_on(algorithm)
+    assert not [record for record in caplog.records if record.name == "covey.runs.resuming"]
+    for other, what in (
+        (alg.grpo(low=0.4, kl=algorithm.kl), r"the algorithm.objective.low=0.2 and this one has 0.4"),
+        (alg.rloo(), r"the algorithm.advantage=GroupNormalized and this one has LeaveOneOut"),
+        (alg.grpo(), r"the algorithm.kl.estimator=own_kl and this one has k3"),
+        (algorithm.replace(critic=alg.Critic()), r"the algorithm.critic=None and this one has Critic"),
+        (algorithm.replace(regularizers=alg.entropy_bonus(0.1)), r"the algorithm.regularizers=0 and this one has 1"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            go_on(other)
+    file.write_text(re.sub(r'"sha256": "[0-9a-f]+"', '"sha256": "0"', file.read_text()))
+    with caplog.at_level(logging.WARNING, logger="covey.runs.resuming"):
+        go_on(algorithm)
+    (said,) = [record.message for record in caplog.records if record.name == "covey.runs.resuming"]
+    assert "the source of the algorithm's parts" in said
+
+
+def test_an_algorithm_of_options_may_change_by_them_and_no_object_may_take_its_place(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="covey.runs.resuming"):
+        again(run, tmp_path / "run", max_steps=2, epsilon=0.3, beta=0.1)
+    (said,) = [record.message for record in caplog.records if record.name == "covey.runs.resuming"]
+    assert said.endswith("goes on with other options: beta 0.0 -> 0.1; epsilon 0.2 -> 0.3.")
+    option, argument = (with_algorithm(tmp_path / "run", alg.dapo(), is_option, 2) for is_option in (True, False))
+    with pytest.raises(ConfigError, match=r"the algorithm.objective.high=None and this one has 0.28"):
+        option.train(str(run / "checkpoint-2"))
+    with caplog.at_level(logging.WARNING, logger="covey.runs.resuming"):
+        argument.train(str(run / "checkpoint-2"))  # it may be one of options of another version of Covey
+    said = [record.message for record in caplog.records if record.name == "covey.runs.resuming"][-1]
+    assert said.endswith("goes on with other options: the algorithm.objective.high None -> 0.28.")
 
 
 def test_another_model_adapter_or_data_set_is_refused(run: Path, tmp_path: Path) -> None:

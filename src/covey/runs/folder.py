@@ -124,8 +124,9 @@ class RunFolder:
         """
         config = args.to_dict() if hasattr(args, "to_dict") else dict(args)
         run_json = manifest.describe(
-            config=config, algorithm=algorithm, rewards=rewards, dataset=dataset, folder=self.path, model=model
-        )
+            config=config, algorithm=algorithm, rewards=rewards, reward_weights=reward_weights, dataset=dataset,
+            folder=self.path, model=model,
+        )  # fmt: skip
         before = manifest.read(self.path / manifest.NAME)
         attempt: dict[str, Any] = {"started": manifest.now(), "from_step": self._step, "process": os.getpid()}
         attempt["process_mark"] = status.mark_of(os.getpid())
@@ -140,7 +141,7 @@ class RunFolder:
             {"state": "died", **earlier_attempt} for earlier_attempt in (before or {}).get("attempts", [])
         ]  # who ended well said so
         run_json["attempts"] = [*earlier, attempt]
-        run_json |= {"reward_weights": list(reward_weights), "state": "running", "step": self._step}
+        run_json |= {"state": "running", "step": self._step}
         self._try("run.json", lambda: manifest.write(self.path / manifest.NAME, run_json))
         return run_json
 

@@ -19,7 +19,7 @@ SCHEMA = 1
 _MOST_BYTES = 16 << 20
 _DEEPEST = 60
 """Mappings and lists in each other; a run writes about ten."""
-_COMPARED = ("config", "model", "algorithm", "rewards", "versions", "dataset", "hardware")
+_COMPARED = ("config", "model", "algorithm", "rewards", "reward_weights", "versions", "dataset", "hardware")
 
 
 def describe(
@@ -27,6 +27,7 @@ def describe(
     config: Mapping[str, Any],
     algorithm: Any,
     rewards: Sequence[Any],
+    reward_weights: Sequence[Any] = (),
     dataset: Any,
     folder: Path,
     model: Any = None,
@@ -47,6 +48,7 @@ def describe(
             "model": provenance.model_facts(model),
             "algorithm": provenance.component(algorithm),
             "rewards": provenance.component(list(rewards)),
+            "reward_weights": provenance.component(list(reward_weights)),
             "sources": provenance.user_files(parts),
             "versions": provenance.package_versions(),
             "git": provenance.git_facts(Path.cwd()),

@@ -7,6 +7,7 @@ import importlib.metadata
 import inspect
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -150,7 +151,7 @@ def _component(value: Any, depth: int) -> Any:
     if isinstance(value, str):
         return value[:2000]
     if depth > 8:
-        return repr(value)[:200]
+        return _text(value)
     if isinstance(value, list | tuple | Mapping) and len(value) > 100:  # a closure may hold a whole data set
         return f"{type(value).__name__} of {len(value)} items"
     inner = functools.partial(_component, depth=depth + 1)
@@ -168,8 +169,13 @@ def _component(value: Any, depth: int) -> Any:
         held = {item.name: inner(getattr(value, item.name)) for item in dataclasses.fields(value)}
         return {**_code(type(value)), "fields": held}
     if callable(value):
-        return {**_code(type(value)), "repr": repr(value)[:200]}
-    return repr(value)[:200]
+        return {**_code(type(value)), "repr": _text(value)}
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    """The beginning of the `repr`, without the address of an object, which is another one in each process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value)[:1000])[:200]
 
 
 def _code(value: Any) -> dict[str, Any]:

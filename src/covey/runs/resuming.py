@@ -1,10 +1,13 @@
 """Checks before a run is resumed: its options then and now, and whether the difference allows it."""
 
+import inspect
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from covey.algorithms import from_options
 from covey.config import options
 from covey.errors import ConfigError
 from covey.runs import manifest, provenance
@@ -26,6 +29,8 @@ _DECISIVE: Mapping[str, str] = {
     "loss_type": "the run would be another experiment half-way",
 }
 """Options that a run cannot change on its way, and why."""
+_OF_CODE = frozenset({"fields", "file", "line", "source", "sha256"})
+"""Entries of a component that say where its code is, and its fields."""
 _OF_THE_CALL = frozenset(
     {"output_dir", "resume_from_checkpoint", "disable_tqdm", "log_level", "run_name", "ddp_timeout"}
 )
@@ -37,7 +42,8 @@ def expect_resumable(
     dataset: Any,
     model: Any = None,
     *,
-    rewards: Sequence[Any] | None = None,
+    scorer: Any = None,
+    algorithm: Any = None,
     tells: bool = True,
 ) -> None:
     """Raise ConfigError (exit code 2) when the run of the checkpoint `start` cannot be resumed with these options.
@@ -52,8 +58,10 @@ def expect_resumable(
         config=args.to_dict(),
         rows=len(dataset) if hasattr(dataset, "__len__") else None,
         model=provenance.model_facts(model),
-        rewards=None if rewards is None else provenance.component(list(rewards)),
+        rewards=None if scorer is None else provenance.component([spec.call for spec in scorer.rewards]),
+        reward_weights=None if scorer is None else provenance.component(scorer.weight_options),
         dataset=provenance.dataset_facts(dataset),
+        algorithm=None if algorithm is None else provenance.component(algorithm),
     )
     if changed and tells:
         logger.warning("%s goes on with other options: %s.", start.parent, "; ".join(changed))
@@ -67,14 +75,17 @@ def differences(
     model: Mapping[str, Any] | None,
     rewards: Any = None,
     dataset: Mapping[str, Any] | None = None,
+    algorithm: Any = None,
+    reward_weights: Any = None,
 ) -> list[str]:
     """Harmless differences from the run in `run_dir`. Raises ConfigError for the first harmful one."""
     before = manifest.read(run_dir / manifest.NAME)
     if before is None or not isinstance(before.get("config"), Mapping):
         return []
     now = {"config": manifest.to_json(mask(dict(config))), "dataset": {"rows": rows}, "model": dict(model or {})}
+    is_object = any(_is_object(config.get("algorithm")) for config in (before["config"], now["config"]))
     for name, why in _DECISIVE.items():
-        if _differs(before["config"], now["config"], name):
+        if _differs(before["config"], now["config"], name) and not (name == "algorithm" and is_object):
             how = _rows_for(before["config"], now["config"]) if name == "generation_batch_size" else ""
             raise _refusal(run_dir, name, before["config"][name], now["config"][name], why, how)
     for part, name, what in (
@@ -86,26 +97,95 @@ def differences(
         was = before[part] if isinstance(before.get(part), Mapping) else {}
         if was.get(name) is not None and now[part].get(name) is not None and was[name] != now[part][name]:
             raise _refusal(run_dir, what, was[name], now[part][name], "the checkpoint holds the state of the former")
-    shown = sorted(options.HONOURED - _OF_THE_CALL - set(_DECISIVE))
-    return [
-        f"{name} {before['config'][name]} -> {now['config'][name]}"
-        for name in shown
+    inputs = {"rewards": rewards, "reward_weights": reward_weights, "dataset": dataset, "model": model}
+    now |= manifest.to_json(mask({**inputs, "algorithm": algorithm}))
+    others = [] if algorithm is None else _changed_parts(before, now)
+    if others and not _is_named(before, now):
+        raise _refusal(run_dir, *others[0], _DECISIVE["algorithm"])
+    shown = [
+        (name, before["config"][name], now["config"][name])
+        for name in sorted(options.HONOURED - _OF_THE_CALL - set(_DECISIVE))
         if _differs(before["config"], now["config"], name)
-    ] + _other_parts(before, manifest.to_json(mask({"rewards": rewards, "dataset": dataset, "model": model})))
+    ]
+    named = [f"{name} {was} -> {now_is}" for name, was, now_is in [*shown, *others]]
+    return named + _other_parts(before, now, named)
 
 
-def _other_parts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Rewards, the adapter and the system prompt where they are others than they were."""
+def _other_parts(before: Mapping[str, Any], now: Mapping[str, Any], named: Sequence[str]) -> list[str]:
+    """Rewards and their weights, the adapter and the system prompt where they are others than they were, and not `named` yet."""
     changes = []
     if now["rewards"] is not None and before.get("rewards") is not None and before["rewards"] != now["rewards"]:
         former, are = _names(before["rewards"]), _names(now["rewards"])
         changes.append(f"rewards {former} -> {are}" if former != are else f"the source or options of the rewards {are}")
+    weights = [facts.get("reward_weights") for facts in (before, now)]
+    is_option = any(name.startswith("reward_weights ") for name in named)
+    if all(weights) and weights[0] != weights[1] and not is_option:
+        changes.append(f"the weights of the rewards {weights[0]} -> {weights[1]}")
+    if now["algorithm"] is not None and _digests(before.get("algorithm")) != _digests(now["algorithm"]):
+        changes.append("the source of the algorithm's parts")
     was, now_is = ((facts.get("model") or {}).get("adapter") or {} for facts in (before, now))
     changes += [f"{name} {was[name]} -> {now_is[name]}" for name in was if _differs(was, now_is, name)]
     was, now_is = (facts.get("dataset") or {} for facts in (before, now))
     if _differs(was, now_is, "system_prompt"):
         changes.append(f"system prompt {_short(was['system_prompt'])} -> {_short(now_is['system_prompt'])}")
     return changes
+
+
+def _is_object(algorithm: Any) -> bool:
+    """True for an option `algorithm` that is neither a name nor an import path, but an object, of which a config has the `repr`."""
+    return isinstance(algorithm, str) and algorithm.startswith(("Algorithm(", "<"))
+
+
+def _is_named(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """True if both algorithms are of the same name, or of options, so that their parts differ by the code behind these alone."""
+    name = before["config"].get("algorithm")
+    if name is None:
+        return all(map(_is_composed, (before, now)))
+    return not _is_object(name) and name == now["config"].get("algorithm")
+
+
+def _changed_parts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Parts and numbers of the algorithm that differ: name, former value and new one. Options of the loss that differ, and so are named,
+    explain all others.
+    """
+    options = inspect.signature(from_options).parameters
+    is_explained = any(_differs(before["config"], now["config"], name) for name in options)
+    if is_explained and all(map(_is_composed, (before, now))):
+        return []
+    was, now_is = (_parts(facts.get("algorithm"), "the algorithm") for facts in (before, now))
+    return [(name, was[name], now_is[name]) for name in was if name in now_is and was[name] != now_is[name]]
+
+
+def _is_composed(facts: Mapping[str, Any]) -> bool:
+    """True if the options of the loss made the algorithm, by its name."""
+    fields, config = (facts.get("algorithm") or {}).get("fields") or {}, facts["config"]
+    name = re.split("[/+]", str(fields.get("name")))[0]
+    return config.get("algorithm") is None and name == config.get("loss_type")
+
+
+def _parts(described: Any, where: str) -> dict[str, Any]:
+    """Classes and numbers of a component by their place, without its name, its source and `target_kl`, which is an option."""
+    if not isinstance(described, Mapping | list):
+        return {where: described}
+    inside: Mapping[str, Any] = (
+        dict(enumerate(described))
+        if isinstance(described, list)
+        else {  # type: ignore[arg-type]
+            name: value
+            for name, value in {**described, **(described.get("fields") or {})}.items()
+            if name not in ("name", "target_kl", *_OF_CODE)
+        }
+    )
+    label = len(described) if isinstance(described, list) else str(described.get("name")).rpartition(":")[2]
+    parts = [_parts(value, f"{where}.{name}") for name, value in inside.items()]
+    return {where: label, **{place: value for part in parts for place, value in part.items()}}
+
+
+def _digests(described: Any) -> set[str]:
+    """Checksums of the user's own code in a component."""
+    values = described.values() if isinstance(described, Mapping) else described if isinstance(described, list) else ()
+    digest = {described["sha256"]} if isinstance(described, Mapping) and described.get("sha256") else set()
+    return digest.union(*map(_digests, values))
 
 
 def _names(rewards: Any) -> str:

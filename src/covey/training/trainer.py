@@ -151,8 +151,8 @@ class GRPOTrainer(TRLInterface):
         self._restarts = resume == "auto"
         newest = checkpoint.resolve(resume, self.output_dir) if self.world.is_main else None
         start = self.world.broadcast(newest)
-        rewards = [spec.call for spec in self.scorer.rewards]
-        expect_resumable(start, self.args, self.train_dataset, self.model, rewards=rewards, tells=self.world.is_main)
+        inputs: dict[str, Any] = {"scorer": self.scorer, "algorithm": self.algorithm, "tells": self.world.is_main}
+        expect_resumable(start, self.args, self.train_dataset, self.model, **inputs)
         disk_errors = as_disk_errors("A file of the run", self.output_dir, self.output_dir)
         scorer, trackers = closing(self.scorer), closing(self.trackers)
         with lasting_output(), disk_errors, StopRequest() as stop, scorer, trackers, self._folder(start) as folder:
