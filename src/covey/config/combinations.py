@@ -175,6 +175,10 @@ REFUSALS = (
         "out of generation_kwargs.",
     ),
     Refusal(
+        ("media", "separate critic"),
+        "A separate critic is the language model alone, which does not see images or sounds; use critic model='head'.",
+    ),
+    Refusal(
         ("QLoRA", "separate critic"),
         "A separate critic trains all its weights, which quantized ones do not allow; use critic model='head'.",
     ),

@@ -112,6 +112,7 @@ class ValueModel(nn.Module):
     def _inputs(self, measured: Measured, batch: Sequence[Row]) -> tuple[PaddedRows | SharedRows, dict[str, Any]]:
         """Rows and keywords of the decoder: padded rows, or the policy's packed ones where processes share out their tokens."""
         rows = measured.rows
+        expect_together("separate critic", bool(rows.placed) and "media")
         if self.policy.context is None or not isinstance(rows, SharedRows):
             rows = pad_rows(batch, self.policy.pad_id, self.policy.device)
             return rows, {"input_ids": rows.input_ids}

@@ -266,7 +266,9 @@ def build_networks(inputs: RunInputs, optimizer: Any = None, example: Prompt | N
     if learner_world(inputs).context > 1:
         refuse_in_context(inputs)
     policy = on_accelerator(build_policy(inputs), is_split=args.sharding is not None and inputs.world.size > 1)
+    has_critic = getattr(inputs.algorithm.critic, "model", None) == "separate"
     if example is not None:
+        expect_together("separate critic", has_critic and "media")
         policy.expect_media(example)
     if args.sharding is not None and args.sharding.offloads and inputs.world.size > 1:
         rules = [inputs.algorithm.reference] if inputs.algorithm.needs.reference else []
@@ -277,7 +279,7 @@ def build_networks(inputs: RunInputs, optimizer: Any = None, example: Prompt | N
             str(getattr(args.optim, "value", args.optim)),
             copies=len(rules),
             averages=sum(map(averages, rules)),
-            has_critic=getattr(inputs.algorithm.critic, "model", None) == "separate",
+            has_critic=has_critic,
             teachers=bytes_of_teachers(inputs),
         )
         held = sum(p.nbytes for p in inputs.model.parameters()) if inputs.world.device.type == "cpu" else 0
