@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from resume_cases import Case, trainer
+from transformers import AutoModelForCausalLM
 
 from covey import algorithms as alg
 from covey.cli import main
@@ -159,6 +160,20 @@ def test_an_algorithm_of_options_may_change_by_them_and_no_object_may_take_its_p
         argument.train(str(run / "checkpoint-2"))  # it may be one of options of another version of Covey
     said = [record.message for record in caplog.records if record.name == "covey.runs.resuming"][-1]
     assert said.endswith("goes on with other options: the algorithm.objective.high None -> 0.28.")
+
+
+def test_an_average_of_another_kind_begins_with_the_weights_of_the_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"max_steps": 3, "ema_decay": 0.9}
+    trainer(Case("average", options), tmp_path / "run").train()
+    soup = trainer(Case("average", {"max_steps": 4, "soup_steps": 1}), tmp_path / "soup")
+    with caplog.at_level(logging.WARNING, logger="covey.training.evaluator"):
+        soup.train(str(tmp_path / "run" / "checkpoint-3"))
+    assert "averaged weights of the other kind" in caplog.text
+    last = AutoModelForCausalLM.from_pretrained(tmp_path / "soup" / "checkpoint-4").state_dict()
+    for name, weight in soup.model.state_dict().items():
+        assert torch.equal(weight, last[name]), "a soup of one step is that step"
 
 
 def test_another_model_adapter_or_data_set_is_refused(run: Path, tmp_path: Path) -> None:

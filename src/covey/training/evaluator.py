@@ -152,10 +152,12 @@ def restore_average(parts: Parts, saved: Mapping[str, Any]) -> None:
     """Restore the average of a checkpoint; a checkpoint without one starts it from its weights."""
     if parts.average is None:
         return
-    if saved:
+    is_same = bool(saved) and saved.get("is_soup") in (None, parts.average.every is not None)
+    if is_same:
         parts.average.load_state_dict(saved)
         return
-    logger.warning("The checkpoint holds no averaged weights; the average begins with the weights that it holds.")
+    fault = "averaged weights of the other kind (ema_decay, soup_steps)" if saved else "no averaged weights"
+    logger.warning("The checkpoint holds %s; the average begins with the weights that it holds.", fault)
     parts.average.restart()
 
 

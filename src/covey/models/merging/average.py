@@ -73,7 +73,7 @@ class WeightAverage:
         self.average = {name: w.detach().float().clone() for name, w in self._trained()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "average": dict(self.average)}
+        return {"count": self.count, "average": dict(self.average), "is_soup": self.every is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises KeyError for an average of another model."""
