@@ -54,6 +54,22 @@ def test_smaller_options_win_over_what_was_learned() -> None:
     assert (room.max_rows, room.max_tokens) == (1, 100)
 
 
+def test_larger_options_act_unless_memory_ran_out_which_is_said(caplog: Any) -> None:
+    small = MicroBatcher(max_rows=4, max_tokens=64, options=(64, 4))
+    other = MicroBatcher(max_rows=8, max_tokens=512, options=(512, 8))
+    other.load_state_dict(small.state_dict())
+    assert (other.max_rows, other.max_tokens) == (8, 512)
+    assert not caplog.records
+    runs_out(small, 1)
+    caplog.clear()
+    other.load_state_dict(small.state_dict())
+    assert (other.max_rows, other.max_tokens) == (2, 20)
+    assert "stay at most 2 completions and 20 tokens, whatever the options say now" in caplog.text
+    again = MicroBatcher(max_rows=2, max_tokens=20, options=(512, 8))
+    again.load_state_dict(other.state_dict())
+    assert again.is_learned
+
+
 def test_the_last_resort_is_taken_again_at_once() -> None:
     taken: list[int] = []
     before = MicroBatcher(max_rows=1, enable_recomputation=lambda: not taken.append(1))  # type: ignore[func-returns-value]

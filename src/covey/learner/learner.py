@@ -83,6 +83,7 @@ class Learner:
     before_first_update: Callable[[Mapping[str, Metric], int], None] = lambda metrics, version: None
     """Callback before a rollout's first update, with its metrics and the version of the weights; may refuse it by raising."""
     token_entropies: TokenEntropies = field(default_factory=TokenEntropies)
+    size_options: Sequence[Any] = ()  # that the sizes of micro-batches come from
     micro_batcher: MicroBatcher = field(init=False)
     options: list[dict[str, Any]] = field(init=False)
     """Options of the optimizer's groups as it was made (`options_of`)."""
@@ -97,6 +98,7 @@ class Learner:
             enable_recomputation=self.enable_recomputation,
             device=self.policy.device.type,
             agree=self.world.max if self.policy.is_collective else None,
+            options=self.size_options,
         )
 
     # -- before the advantages ------------------------------------------------------------------------------------
@@ -167,10 +169,8 @@ class Learner:
             not train and self._needs_no_forward(row, algorithm) for row, train in zip(mine, trains, strict=True)
         ]
         pick = lambda flags: [row for row, flag in zip(mine, flags, strict=True) if flag]
-        evaluated, trained = (
-            pick([not (train or skip) for train, skip in zip(trains, skippable, strict=True)]),
-            pick(trains),
-        )
+        evaluated = pick([not (train or skip) for train, skip in zip(trains, skippable, strict=True)])
+        trained = pick(trains)
         algorithm = self.prepared(algorithm, (evaluated, trained), totals)
         parts = [{**algorithm.metrics(as_drawn(rows), totals), "loss": Sum(0.0)} for rows in [pick(skippable)] if rows]
         with self._abortable(), ordered_sums.on(self.policy.device):

@@ -88,6 +88,10 @@ class MicroBatcher:
     """Maximum of the processes' counts, for a sharded model: all processes must run the same number of passes."""
     is_last: bool = False
     """True while `each` is at its last micro-batch."""
+    options: Sequence[Any] = ()
+    """Options that the sizes at the start come from, as JSON."""
+    is_learned: bool = False
+    """True once memory ran out with larger sizes."""
     _current: Sequence[Row] = ()
     """The current micro-batch."""
 
@@ -160,7 +164,7 @@ class MicroBatcher:
                 f"One completion of {tokens} tokens with its prompt does not fit in memory ({reason}); lower max_completion_length, "
                 "set gradient_checkpointing=True, train an adapter (peft_config), or choose a smaller model."
             )
-        self.max_rows, self.max_tokens = max(1, rows // 2), max(1, tokens // 2)
+        self.max_rows, self.max_tokens, self.is_learned = max(1, rows // 2), max(1, tokens // 2), True
         sentence = (
             f"Memory ran out on a micro-batch of {rows} completions ({tokens} tokens); from now on at most {self.max_rows} and "
             f"{self.max_tokens} tokens, with the same gradient."
@@ -183,14 +187,28 @@ class MicroBatcher:
             "max_tokens": self.max_tokens,
             "is_last_resort": self.is_last_resort,
             "device": self.device,
+            "options": list(self.options),
+            "is_learned": self.is_learned,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the sizes found to fit; smaller ones from the options win. Those of another type of device are not restored."""
+        """Restore the sizes found to fit; smaller ones from the options win. Those of another type of device are not restored, nor those
+        of other options, unless memory ran out.
+        """
         if state.get("device", self.device) != self.device:
             return
+        is_changed = state.get("options", list(self.options)) != list(self.options)
+        if is_changed and not state.get("is_learned", True) and not state.get("is_last_resort"):
+            return
+        self.is_learned = state.get("is_learned", True)
         if state.get("is_last_resort") and not self.is_last_resort:
             self.is_last_resort = self.enable_recomputation()
-        self.max_rows = min(self.max_rows, state["max_rows"])
+        max_rows, self.max_rows = self.max_rows, min(self.max_rows, state["max_rows"])
         limits = [limit for limit in (self.max_tokens, state["max_tokens"]) if limit is not None]
-        self.max_tokens = min(limits, default=None)
+        started, self.max_tokens = (max_rows, self.max_tokens), min(limits, default=None)
+        if is_changed and (self.max_rows, self.max_tokens) != started:
+            logger.warning(
+                "Memory ran out before, so micro-batches stay at most %d completions and %s tokens, whatever the options say now.",
+                self.max_rows,
+                self.max_tokens,
+            )

@@ -350,6 +350,7 @@ def build_learner(
             args.max_tokens_per_microbatch, batch, batch * args.gradient_accumulation_steps, on_cpu=on_cpu
         ),
         max_tokens=networks.max_tokens,
+        size_options=(args.max_tokens_per_microbatch, batch),
         enough_tokens=enough_tokens(args.max_tokens_per_microbatch, on_cpu=on_cpu),
         max_grad_norm=args.max_grad_norm,
         guard=UpdateGuard(build_guard_policy(args)),
