@@ -167,10 +167,10 @@ def _parts(described: Any, where: str) -> dict[str, Any]:
     """Classes and numbers of a component by their place, without its name, its source and `target_kl`, which is an option."""
     if not isinstance(described, Mapping | list):
         return {where: described}
-    inside: Mapping[str, Any] = (
+    inside: Mapping[Any, Any] = (
         dict(enumerate(described))
         if isinstance(described, list)
-        else {  # type: ignore[arg-type]
+        else {
             name: value
             for name, value in {**described, **(described.get("fields") or {})}.items()
             if name not in ("name", "target_kl", *_OF_CODE)
