@@ -72,6 +72,15 @@ def test_what_is_cut_ends_with_how_much_is_missing(tmp_path: Path) -> None:
     assert (len(shown["completions"]), shown["left_out"]) == (1024, 6)
 
 
+def test_a_long_conversation_and_large_tests_are_shown_cut_and_do_not_hide_their_group(tmp_path: Path) -> None:
+    ask = ({"role": "user", "content": "x" * 400_001},)
+    written(tmp_path, prompt=Prompt(uid="0:0", token_ids=(1,), messages=ask, columns={"tests": "y" * 400_001}))
+    shown = read(tmp_path)
+    assert shown["prompt"].endswith("more characters are not shown]")
+    assert shown["columns"]["tests"].endswith("[396,001 more characters are not shown]")
+    assert [one["completion"] for one in shown["completions"]] == ["a", "b"]
+
+
 def test_visits_of_a_prompt_are_counted_beyond_those_that_are_named(tmp_path: Path) -> None:
     for step in range(1, 104):
         written(tmp_path, step)

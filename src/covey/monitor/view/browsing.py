@@ -67,9 +67,10 @@ def group_of(run: Path, index: GroupIndex, step: int, group: int) -> dict[str, A
     try:
         table = read_columns(path)
         table = table.filter(pc.equal(table["group"], group))
-        rows = [_sound(row) for row in table.slice(0, _MOST_COMPLETIONS).to_pylist()]
-        columns = json.loads(rows[0].get("columns") or "{}") if rows else {}
-        media = [_media(row) for row in rows]
+        whole = table.slice(0, _MOST_COMPLETIONS).to_pylist()
+        rows = [_sound(row) for row in whole]
+        columns, messages = (json.loads((rows and whole[0].get(name)) or "null") for name in ("columns", "messages"))
+        media = [_media(row, messages) for row in rows]
     except (OSError, ValueError, TypeError, KeyError, RecursionError, pa.ArrowException) as error:
         raise RunFolderError(f"The rollouts of step {step} cannot be read ({error}).") from error
     if not rows:
@@ -92,17 +93,14 @@ def group_of(run: Path, index: GroupIndex, step: int, group: int) -> dict[str, A
     }
 
 
-def _media(row: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+def _media(row: Mapping[str, Any], messages: Any) -> tuple[list[str], list[str]]:
     """Names of the prompt's media, as many as its messages have parts of each kind, and of those that tools answered with."""
-    messages = json.loads(row.get("messages") or "null")
     contents = [message.get("content") for message in messages or () if isinstance(message, Mapping)]
-    parts = [
-        part.get("type") for parts in contents if isinstance(parts, list) for part in parts if isinstance(part, dict)
-    ]
+    kinds = [p.get("type") for parts in contents if isinstance(parts, list) for p in parts if isinstance(p, dict)]
     prompt, answers = list[str](), list[str]()
     for folder in FOLDERS:
         names = [name for name in json.loads(row.get(folder) or "[]") if isinstance(name, str)]
-        count = len(names) if messages is None else parts.count(folder.removesuffix("s"))
+        count = len(names) if messages is None else kinds.count(folder.removesuffix("s"))
         prompt, answers = prompt + names[:count], answers + names[count:]
     return prompt[:_MOST_MEDIA], answers[:_MOST_MEDIA]
 
