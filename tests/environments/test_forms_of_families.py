@@ -9,7 +9,7 @@ import pytest
 
 from covey.data.prompts import to_prompt
 from covey.environments import Template, tools_of
-from covey.environments.call_forms import WrittenCall, typed_argument
+from covey.environments.call_forms import WrittenCall, _JsonCalls, typed_argument
 from covey.errors import ModelError
 from environments.acting import CHATML, chat_tokenizer
 from environments.families import FAMILIES, MUSE
@@ -196,6 +196,9 @@ def test_an_object_behind_a_call_is_a_call_only_with_a_name():
     text, calls = read(f"<tool_calls>\n{first}" + '{"a": 1}</tool_calls>')
     assert [call.name for call in calls] == ["add"]
     assert '{"a": 1}' in text
+    open_ended = _JsonCalls("CALL", "", "name", "arguments", None)
+    text, calls = open_ended(f"CALL{first} {{a}} is a set.")
+    assert (text, len(calls)) == ("{a} is a set.", 1)
 
 
 def test_a_template_that_fails_at_a_call_is_refused_with_its_own_words():

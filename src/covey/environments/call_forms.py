@@ -140,12 +140,12 @@ class _JsonCalls:
             value, at, problem = read_json(text, start + len(self.opener))
             calls += [WrittenCall("", text[at:][:200], problem)] if problem else self._calls(value)
             while problem is None and text[at:].lstrip().startswith("{"):  # MiniMax M1: several behind one opener
-                value, stop, problem = read_json(text, at)
+                value, stop, wrong = read_json(text, at)
                 is_call = isinstance(value, Mapping) and self.name_key in value
-                if not is_call and (problem is None or not self.closer):
+                if not is_call and (wrong is None or not self.closer):
                     break
-                calls += self._calls(value) if is_call else [WrittenCall("", text[stop:][:200], problem)]
-                at = stop
+                calls += self._calls(value) if is_call else [WrittenCall("", text[stop:][:200], wrong)]
+                at, problem = stop, wrong
             if problem:
                 stop = text.find(self.closer, at) if self.closer else -1
                 at = len(text) if stop < 0 else stop
