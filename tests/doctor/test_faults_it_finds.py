@@ -1,6 +1,7 @@
 """Each fault that is planted is found, named and told how to mend; a case in order passes."""
 
 import random
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -8,10 +9,10 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from covey.data import load
+from covey.data import EngineLength, load
 from covey.demo import model_path
 from covey.doctor import AREAS, examine
-from covey.doctor.data import first_rows, overlap
+from covey.doctor.data import first_rows, lengths, overlap
 from covey.doctor.model import closing_token, padding
 from kit import tiny_tokenizer
 
@@ -55,6 +56,24 @@ def test_options_that_contradict_each_other_fail_and_the_data_are_still_looked_a
     broken = case({"num_generations": 5}, load_dataset=lambda: load("nowhere.jsonl"))
     assert "num_generations" in found(broken, "FAIL", "options")
     assert "nowhere.jsonl" in found(broken, "FAIL", "data")
+
+
+@pytest.mark.parametrize(
+    "tokens, status, words",
+    [
+        (8, "FAIL", r"1 of 2 prompts are longer than the 7 tokens that the server's limit leaves, .* row 1\."),
+        (20, "WARN", r"1 of 2 prompts leave completions fewer than 16 tokens of the server's limit, 20, .* row 1\."),
+        (40, "PASS", r"24 fit beside a completion of 16"),
+    ],
+)
+def test_lengths_that_an_engine_does_not_hold_are_told_by_its_own_limit(tokens, status, words):
+    args = SimpleNamespace(max_completion_length=16, chat_template_kwargs=None, on_long_prompt="error")
+    engine = EngineLength(tokens, 16, "the server's limit")
+    prompts = [{"prompt": "2"}, {"prompt": "123456789"}]
+    finding = lengths(prompts, tiny_tokenizer(), args, 256, engine=engine)
+    assert finding.status == status
+    assert re.search(words, finding.said)
+    assert finding.fix.startswith("raise that") == (status != "PASS")
 
 
 def test_a_folder_that_holds_a_run_fails(case, found, tmp_path):

@@ -122,9 +122,7 @@ class PromptStream:
                 dropped_in_a_row = 0
                 continue
             dropped_in_a_row += 1
-            if dropped_in_a_row >= 2 * (
-                self.num_rows or _FIRST_CHECK_ROWS
-            ):  # the last of an epoch, the first of the next
+            if dropped_in_a_row >= 2 * (self.num_rows or _FIRST_CHECK_ROWS):  # the last of an epoch, the next's first
                 raise DataError(
                     f"Every prompt of {self.name} is longer than the {self.max_prompt_length} tokens that fit; nothing is left to train on."
                 )

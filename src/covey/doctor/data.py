@@ -111,8 +111,8 @@ def lengths(
     longest, middle = max(*counts, more), sorted(counts)[len(counts) // 2]
     facts = {"longest": longest, "median": middle}
     room = None if context is None else context - args.max_completion_length
-    if engine is not None:
-        room = engine.tokens - 1 if room is None else min(room, engine.tokens - 1)
+    is_engines = engine is not None and (room is None or engine.tokens - 1 < room)
+    room = engine.tokens - 1 if engine is not None and is_engines else room
     over = [i for i, count in enumerate(counts) if room is not None and count > room]
     cut = [i for i, count in enumerate(counts) if engine is not None and engine.truncates_after(count)]
     if cut and not over:
@@ -121,10 +121,13 @@ def lengths(
         return warned(AREA, sentence, "raise that, or lower --max-completion-length", truncated=len(cut), **facts)
     if not over:
         shown = f"prompts of {middle} tokens (median) to {longest} (longest)"
-        fits = "" if room is None else f"; {room} fit beside a completion of {args.max_completion_length}"
+        whole = room if engine is None or room is None else min(room, engine.tokens - args.max_completion_length)
+        fits = "" if whole is None else f"; {whole} fit beside a completion of {args.max_completion_length}"
         return passed(AREA, shown + fits, **facts)
-    sentence = f"{len(over)} of {len(rows)} prompts are longer than the {room} tokens that fit beside a completion, the first of them row {over[0]}."
-    fix = "lower --max-completion-length, shorten them, or leave them out with --on-long-prompt drop"
+    limit = f"that {engine.option} leaves" if engine is not None and is_engines else "that fit beside a completion"
+    sentence = f"{len(over)} of {len(rows)} prompts are longer than the {room} tokens {limit}, the first of them row {over[0]}."
+    first = "raise that" if is_engines else "lower --max-completion-length"
+    fix = f"{first}, shorten them, or leave them out with --on-long-prompt drop"
     if args.on_long_prompt == "drop" and len(over) < len(rows):
         return warned(AREA, sentence + " They are left out.", fix, too_long=len(over), **facts)
     return failed(AREA, sentence, fix, too_long=len(over), **facts)
