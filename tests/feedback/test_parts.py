@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from multiprocessing import Pipe
 
 import numpy
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from covey.errors import ConfigError, CoveyError, RunFolderError, StorageError
+from covey.feedback import process
 from covey.feedback.endpoint import LearningEndpoint, cleaned, marks
 from covey.feedback.gate import judged, smallest_set
 from covey.feedback.process import Learning
@@ -339,6 +341,17 @@ def test_a_process_that_cannot_even_be_started_again_is_the_problem_that_is_show
     endpoint = endpoint_of(Outcomes("fails", "passes"), learning_settings)
     endpoint._learn()
     assert "Too many open files" in endpoint._problem
+
+
+@pytest.mark.slow
+def test_the_process_starts_by_its_module_and_says_itself_why_it_cannot_learn(learning_settings):
+    """Elsewhere it is forked: `test_learning.py`."""
+    learning = Learning.__new__(Learning)
+    learning.connection, theirs = Pipe()
+    learning.process = process._start(theirs)
+    with pytest.raises(CoveyError, match="the process that learns failed: .*'/nowhere' does not exist"):
+        learning._ask(replace(learning_settings, model="/nowhere"))
+    learning.close()
 
 
 @pytest.mark.parametrize(
