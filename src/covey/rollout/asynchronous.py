@@ -12,11 +12,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from covey.errors import CoveyError
-from covey.models import unwrapped
+from covey.models import context_limit, unwrapped
 from covey.rollout.model_copies import packed
 from covey.rollout.prompts import PromptLike, as_prompts, with_distinct_uids
 from covey.rollout.sampler import SamplingParams
-from covey.rollout.stopping import context_of
 from covey.rollout.worker import Order
 from covey.rollout.worker_process import Worker
 from covey.types import Group, Mean, Metric, Prompt, merge_metrics
@@ -117,7 +116,7 @@ class AsynchronousSampler:
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, as they finish."""
-        originals = as_prompts(prompts, self.tokenizer, context_of(unwrapped(self.model)))
+        originals = as_prompts(prompts, self.tokenizer, context_limit(unwrapped(self.model)))
         self._forget_scored()
         if not originals:
             return

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from covey.errors import RAW_ERRORS, ConfigError, MediaUnsupported, ModelError, Unsupported
 from covey.kernels import choices
-from covey.models import reads_media, unwrapped
+from covey.models import context_limit, reads_media, unwrapped
 from covey.models.modalities import banned_ids
 from covey.rollout.agreement import price, raw_reason, reason_against, refusal
 from covey.rollout.engine import NativeSampler
@@ -20,7 +20,6 @@ from covey.rollout.hf import TransformersSampler, Way
 from covey.rollout.prompts import PromptLike, as_prompts
 from covey.rollout.sampler import SamplingParams, TokenSampler
 from covey.rollout.sampling import fresh_seed
-from covey.rollout.stopping import context_of
 from covey.rollout.turns import TurnSampler
 from covey.rollout.vllm import ServerSampler, VLLMSampler
 from covey.rollout.whole_keys import WholeKeysForward
@@ -146,7 +145,7 @@ def with_turns(sampler: TokenSampler, environment: Environment | None, tokenizer
     """The sampler, whose completions the environment may answer, turn by turn."""
     if environment is None:
         return sampler
-    context = getattr(sampler, "context", None) or context_of(unwrapped(model))
+    context = getattr(sampler, "context", None) or context_limit(unwrapped(model))
     return TurnSampler(sampler, environment, tokenizer, context, banned_ids(model))
 
 
@@ -187,7 +186,7 @@ def _by_transformers(model: Any, tokenizer: Any, eos_ids: Sequence[int] | None, 
 
 def _warn_of_length(model: Any) -> None:
     """Warn if texts may be longer than any trial, and a layer then chooses other keys than in a plain forward."""
-    config, context = unwrapped(model).config.get_text_config(), context_of(unwrapped(model))
+    config, context = unwrapped(model).config.get_text_config(), context_limit(unwrapped(model))
     limits = {name: int(getattr(config, name)) for name in EXACT_UP_TO if getattr(config, name, None)}
     name = min(limits, key=lambda name: limits[name], default="")
     if limits and (context is None or context > limits[name]):

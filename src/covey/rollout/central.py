@@ -5,13 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from covey.errors import CoveyError
-from covey.models import unwrapped
+from covey.models import context_limit, unwrapped
 from covey.process.interruption import on_main
 from covey.process.world import World
 from covey.rollout.asynchronous import AsynchronousSampler, with_columns
 from covey.rollout.prompts import PromptLike, as_prompts, with_distinct_uids
 from covey.rollout.sampler import SamplingParams
-from covey.rollout.stopping import context_of
 from covey.types import Group, Metric, Prompt
 
 Collect = Callable[[Any, int], Any]
@@ -54,7 +53,7 @@ class CentralSampler(AsynchronousSampler):
         finish: Callable[[Sequence[Group]], Sequence[Group]] = list,
     ) -> list[Group]:
         """This process's groups, in the order of its prompts, of those that the main process has finished for all."""
-        share = as_prompts(prompts, self.tokenizer, context_of(unwrapped(self.model)))
+        share = as_prompts(prompts, self.tokenizer, context_limit(unwrapped(self.model)))
         plain = share if self.keeps_columns else [replace(prompt, columns={}) for prompt in share]
         ranked = self.world.interleave([(self.world.rank, prompt) for prompt in plain])
         everyone = with_distinct_uids([prompt for _, prompt in ranked])

@@ -14,7 +14,7 @@ import torch
 from covey.data import num_embeddings
 from covey.errors import ConfigError, DataError, MediaUnsupported, MemoryLimitError, Unsupported
 from covey.kernels import DecodeKernels
-from covey.models import unwrapped
+from covey.models import context_limit, unwrapped
 from covey.models.modalities import banned_ids, reason_against, refuse_loose_places
 from covey.process.device import free_on
 from covey.process.memory import is_out_of_memory, release, release_under_pressure
@@ -32,7 +32,7 @@ from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.scheduler import Scheduler
 from covey.rollout.static_buffers import StaticBuffers, StaticState
 from covey.rollout.static_kv_cache import Attention, bucket_below
-from covey.rollout.stopping import checked_eos_ids, context_of
+from covey.rollout.stopping import checked_eos_ids
 from covey.rollout.whole_keys import WholeKeysForward
 from covey.types import Group, Metric, Prompt, merge_metrics
 
@@ -184,7 +184,7 @@ class NativeSampler:
         return self._scheduler(self._requests(prompts, n, params), params)
 
     def _requests(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> deque[GroupRequest]:
-        context = context_of(unwrapped(self.model))
+        context = context_limit(unwrapped(self.model))
         encoded = as_prompts(prompts, self.tokenizer, context, num_embeddings(self.model), n)
         self._expect_readable(encoded)
         seed = fresh_seed(params)
@@ -295,7 +295,7 @@ class NativeSampler:
             "eos_ids": self.eos_ids,
             "max_rows": self.rows_at_once(requests, budget),
             "cache_bytes": budget,
-            "context": context_of(unwrapped(self.model)),
+            "context": context_limit(unwrapped(self.model)),
             "version": self.version,
             "environment": self.environment,
             "check_stop": self.check_stop,

@@ -26,14 +26,13 @@ from covey.kernels import (
     in_place_steps,
     state_steps,
 )
-from covey.models import accepts, computing, decoder_of, evaluating, float32_stream, unwrapped
+from covey.models import accepts, computing, context_limit, decoder_of, evaluating, float32_stream, unwrapped
 from covey.models.modalities import embed
 from covey.rollout.attention import NAME, Batch, ScoreRule, causal, register
 from covey.rollout.batches import AnswerBatch, DecodeBatch, PrefillBatch
 from covey.rollout.kv_cache import KVCache, LayerShape
 from covey.rollout.row_states import StatePlaces, find_states
 from covey.rollout.sampler import decoding_threads
-from covey.rollout.stopping import context_of
 from covey.rollout.supported import expect_supported
 from covey.types import Prompt
 
@@ -92,7 +91,7 @@ class ModulesForward:
         self._expect(model)
         register()
         self.model = unwrapped(model)
-        self.context = context_of(self.model) or UNLIMITED
+        self.context = context_limit(self.model) or UNLIMITED
         parameter = next(self.model.parameters())
         self.device, self.dtype = parameter.device, dtype or parameter.dtype
         self.extra = {"logits_to_keep": 1} if accepts(self.model, "logits_to_keep") else {}
@@ -337,7 +336,7 @@ def verify(forward: Forward, model: Any, tolerance: float | None = None, new_cac
 def logit_errors(forward: Forward, model: Any, new_cache: NewCache = plain_cache) -> Tensor:
     """[positions] the measure of `verify`; 0 for a model whose logits are not finite, which sampling says."""
     inner = unwrapped(model)
-    limit = context_of(inner) or UNLIMITED
+    limit = context_limit(inner) or UNLIMITED
     if limit < 4:
         raise Unsupported(f"a context of {limit} tokens is too short to check the engine in")
     generator = torch.Generator().manual_seed(0)

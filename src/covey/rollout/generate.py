@@ -10,14 +10,14 @@ from torch import Tensor
 from covey.config.combinations import expect_together
 from covey.data import num_embeddings
 from covey.errors import ConfigError
-from covey.models import evaluating, unwrapped
+from covey.models import context_limit, evaluating, unwrapped
 from covey.models.modalities import banned_ids, media_inputs, refuse_loose_places
 from covey.rollout.autocast import SamplerPrecision, expect_precision, in_precision
 from covey.rollout.forward import head_in_float32
 from covey.rollout.prompts import PromptLike, as_prompts
 from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams, decoding_threads
 from covey.rollout.sampling import fresh_seed, sequence_key
-from covey.rollout.stopping import StopStrings, checked_eos_ids, completion, context_of
+from covey.rollout.stopping import StopStrings, checked_eos_ids, completion
 from covey.types import Completion, Group, Prompt
 
 NO_SIBLINGS = ("num_return_sequences", "max_length", "prompt_lookup_num_tokens", "assistant_model")
@@ -69,7 +69,7 @@ class GenerateSampler:
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, in the order of the prompts."""
-        context = context_of(unwrapped(self.model))
+        context = context_limit(unwrapped(self.model))
         encoded = as_prompts(prompts, self.tokenizer, context, num_embeddings(self.model), n)
         refuse_loose_places(encoded, self.banned)
         for prompt in encoded:
@@ -152,7 +152,7 @@ class GenerateSampler:
 
     def _completion(self, row: Tensor, prompt: Prompt, params: SamplingParams) -> Completion:
         """Completion from the tokens [T] up to its end; padding follows."""
-        context = context_of(unwrapped(self.model))
+        context = context_limit(unwrapped(self.model))
         room = params.max_tokens if context is None else min(params.max_tokens, context - len(prompt.token_ids))
         row = row[:room]
         ends = torch.isin(row, torch.tensor(self.eos_ids)).nonzero().flatten().tolist()

@@ -12,14 +12,14 @@ from torch import Tensor
 from covey.data import num_embeddings
 from covey.errors import ConfigError, ModelError
 from covey.kernels import cache_keyword, other_layers
-from covey.models import accepts, evaluating, unwrapped
+from covey.models import accepts, context_limit, evaluating, unwrapped
 from covey.models.modalities import banned_ids, computes_positions, media_inputs, refuse_loose_places, watched_positions
 from covey.rollout.autocast import SamplerPrecision, expect_precision, in_precision
 from covey.rollout.forward import head_in_float32
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams, decoding_threads
 from covey.rollout.sampling import draw, fresh_seed, sequence_key, uniforms
-from covey.rollout.stopping import StopStrings, check_finite, checked_eos_ids, completion, context_of
+from covey.rollout.stopping import StopStrings, check_finite, checked_eos_ids, completion
 from covey.types import Completion, Group, Prompt, widest_float
 
 SHRINK_BELOW = 0.8
@@ -87,7 +87,7 @@ class TransformersSampler:
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, in the order of the prompts."""
-        context = context_of(unwrapped(self.model))
+        context = context_limit(unwrapped(self.model))
         encoded = as_prompts(prompts, self.tokenizer, context, num_embeddings(self.model), n)
         refuse_loose_places(encoded, self.banned)
         seed = fresh_seed(params)
@@ -135,7 +135,7 @@ class _Batch:
     def __init__(self, sampler: TransformersSampler, rows: list[_Row], params: SamplingParams, device: Any) -> None:
         self.sampler, self.rows, self.params, self.device = sampler, rows, params, device
         config = unwrapped(sampler.model).config
-        context = context_of(unwrapped(sampler.model))
+        context = context_limit(unwrapped(sampler.model))
         self.lengths = torch.tensor([len(row.prompt.token_ids) for row in rows], device=device)  # [B]
         room = params.max_tokens if context is None else (context - self.lengths).clamp(max=params.max_tokens)
         self.last = (context or 1 << 31) - 1

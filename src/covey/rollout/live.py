@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from covey.models import unwrapped
+from covey.models import context_limit, unwrapped
 from covey.rollout.kv_cache import rounded
 from covey.rollout.requests import GroupRequest, RunningGroup
 from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams
 from covey.rollout.sampling import Draw, draw, processed
 from covey.rollout.scheduler import OUTPUT_ROW, SLOT, WRITTEN, Scheduler
-from covey.rollout.stopping import StopStrings, context_of
+from covey.rollout.stopping import StopStrings
 from covey.types import Group
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class LiveScheduler(Scheduler):
             eos_ids=sampler.eos_ids,
             max_rows=sampler.max_rows or DEFAULT_ROWS,
             cache_bytes=sampler.budget(),
-            context=context_of(unwrapped(sampler.model)),
+            context=context_limit(unwrapped(sampler.model)),
             version=sampler.version,
             environment=None,
             kernels=sampler.kernels,

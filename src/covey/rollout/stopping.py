@@ -22,13 +22,6 @@ def eos_ids_of(model: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*ids, *([] if eos is None else [eos])]))
 
 
-def context_of(model: Any) -> int | None:
-    """Context length of the model, or None where its config does not say."""
-    config = model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
-    return int(limit) if isinstance(limit, int) and limit > 0 else None
-
-
 @dataclass(frozen=True, eq=False)
 class StopStrings:
     """Stop strings, and a table of the tokens that can complete one, so that only these are decoded."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from covey.errors import ConfigError, DataError, ModelError, ServerError
-from covey.models import unwrapped
+from covey.models import context_limit, unwrapped
 from covey.models.modalities import banned_ids, refuse_loose_places
 from covey.process import rng
 from covey.process.sharding import Shards
@@ -26,7 +26,7 @@ from covey.process.world import has_several_processes
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import SamplingParams, update_metrics
 from covey.rollout.sampling import fresh_seed, sequence_key
-from covey.rollout.stopping import check_finite, checked_eos_ids, context_of
+from covey.rollout.stopping import check_finite, checked_eos_ids
 from covey.rollout.vllm.lifecycle import NEVER, Sleep
 from covey.rollout.vllm.plain_layers import plain_config, refuse_unmerged
 from covey.rollout.vllm.server import refuse_cold
@@ -78,7 +78,7 @@ class VLLMSampler:
         self.banned = banned_ids(model)
         self.check_stop = check_stop
         """Callback between tokens; its exception ends the sampling."""
-        self.context = max_model_length or context_of(unwrapped(model))
+        self.context = max_model_length or context_limit(unwrapped(model))
         self.is_cuda = next(model.parameters()).is_cuda
         self.tensor_parallel_size, self.regex = tensor_parallel_size, regex
         self.sleeps = sleeps and self.is_cuda

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from covey.errors import AttestationError, ServerError
-from covey.models import unwrapped
+from covey.models import context_limit, unwrapped
 from covey.models.modalities import banned_ids
 from covey.process.interruption import on_main
 from covey.process.sharding import Shards
@@ -24,7 +24,7 @@ from covey.process.world import World
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import SamplingParams, update_metrics
 from covey.rollout.sampling import fresh_seed, sequence_key
-from covey.rollout.stopping import check_finite, checked_eos_ids, context_of
+from covey.rollout.stopping import check_finite, checked_eos_ids
 from covey.rollout.vllm.broadcast import BroadcastTransport
 from covey.rollout.vllm.choice import transport_for
 from covey.rollout.vllm.client import Address, Client, Deadlines, NoAnswerError
@@ -94,7 +94,7 @@ class ServerSampler:
         self.server, self.client, facts = server, server.client, server.facts
         self.dtype = "float32" if facts.dtype == "float32" else None
         """Type that it computes in, where its log-probabilities are to equal a plain forward's."""
-        limits = (context_of(unwrapped(model)), facts.max_model_length)
+        limits = (context_limit(unwrapped(model)), facts.max_model_length)
         self.context = min((limit for limit in limits if limit is not None), default=None)
         folder = Path(directory) / f"{safe_name(run)}-{self.world.broadcast(secrets.token_hex(3))}"
         carrier = transport_for(self.server, model, transport, folder, group_port, world=self.world, shards=shards)
