@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.cli import main
+from covey.training import saving
 from kit import rest_nightly, tiny_model, tiny_tokenizer
 
 REWARD = "def digits(completions, **kwargs):\n    return [sum(c.isdigit() for c in text) / 8 for text in completions]\n"
@@ -108,6 +110,23 @@ def test_the_best_evaluation_that_has_a_checkpoint_keeps_it_while_a_better_one_h
     assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
     ends, saved = one.model.state_dict(), load_file(best / "model.safetensors")
     assert all(torch.equal(ends[name], value) for name, value in saved.items()) == (not options)
+
+
+def test_a_best_checkpoint_that_is_still_written_when_a_better_evaluation_comes_is_kept(tmp_path, monkeypatch):
+    one = judged(tmp_path / "run", (1.0, 2.0, 3.0, 0.0, 0.0, 0.0), save_total_limit=1)
+    write, written = saving._write, []
+
+    def write_late(*given):
+        while not written and one.state.best_global_step < 3:
+            time.sleep(0.001)
+        written.append(one.state.best_global_step)
+        write(*given)
+
+    monkeypatch.setattr(saving, "_write", write_late)
+    one.train()
+    assert written[0] == 3
+    assert Path(one.state.best_model_checkpoint) == tmp_path / "run" / "checkpoint-2"
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
 
 
 @pytest.mark.parametrize("moved", rest_nightly([False, True], 1), ids=["gone", "moved"])

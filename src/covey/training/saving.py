@@ -54,6 +54,8 @@ class Saver:
     """Step of the current or last checkpoint."""
     drawn: Mapping[str, Any] = field(default_factory=dict)
     """Position of the prompt stream in that checkpoint."""
+    is_best: bool = False
+    """True: that step's evaluation was the best when the write began, or while it went on."""
     failed: int = 0
     """Consecutive saves that failed with a disk error."""
 
@@ -85,6 +87,7 @@ class Saver:
     def _note(self, step: int, tree: dict[str, Any]) -> None:
         self.trainer_state.stateful_callbacks = callback_states(self.handler)  # type: ignore[assignment]
         self.writing, self.drawn = step, tree.get("prompts", {})
+        self.is_best = step == self.trainer_state.best_global_step
 
     def _save_split(self, parts: Parts, step: int, tree: dict[str, Any], weights: dict[str, Any]) -> None:
         """Save a run with a sharded model: each process writes its shards into the folder that the main one stages, and all must see.
@@ -170,6 +173,7 @@ class Saver:
     def poll(self, parts: Parts) -> None:
         """Handle the result of a finished write, without waiting."""
         if parts.world.is_main:
+            self.is_best |= self.writing == self.trainer_state.best_global_step  # evaluated since its write began
             self._watch(parts)
             if not self.background.is_busy:
                 self.finish(parts)
@@ -185,10 +189,11 @@ class Saver:
         self._ended(parts, self.background.finish)
 
     def _mark_best(self) -> None:
-        """Name the checkpoint of the best evaluation, which may have come after it was written."""
-        path = Path(str(self.args.output_dir)) / f"checkpoint-{self.trainer_state.best_global_step}"
-        if path.is_dir():
-            self.trainer_state.best_model_checkpoint = str(path)
+        """Name the checkpoint of the best evaluation, which may have come after it was written, or while a better one came."""
+        steps = [*([self.writing] if self.is_best else []), self.trainer_state.best_global_step]
+        for path in (Path(str(self.args.output_dir)) / f"checkpoint-{step}" for step in steps):
+            if path.is_dir():
+                self.trainer_state.best_model_checkpoint = str(path)
 
     def _ended(self, parts: Parts, write: Callable[[], Path | None]) -> None:
         """Handle the result of a write."""
