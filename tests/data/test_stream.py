@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from covey.data import PromptStream, mix
+from covey.data import EngineLength, PromptStream, mix
 from covey.data.checks import first_prompts
 from covey.errors import DataError, ModelError
 from kit import rest_nightly, tiny_tokenizer
@@ -301,6 +301,14 @@ def test_long_prompts_may_be_left_out_and_are_counted(caplog):
     resumed = stream(long_table(), max_prompt_length=50, on_too_long="drop", shuffle=False)
     resumed.load_state_dict(dropping.state_dict())
     assert resumed.num_dropped == 2
+
+
+def test_prompts_that_are_too_long_for_an_engine_are_counted_when_they_are_drawn():
+    engine = EngineLength(51, 8, "the vLLM server's --max-model-len")
+    dropping = stream(long_table(), engine=engine, on_too_long="drop", shuffle=False)
+    assert dropping.num_dropped == 0
+    assert uids(dropping.take(4)) == ["0:0", "0:2", "1:0", "1:2"]
+    assert dropping.num_dropped == 2
 
 
 def test_nothing_that_fits_is_an_error_and_not_an_endless_search():

@@ -223,12 +223,8 @@ class PromptStream:
                 f"{where} has a prompt of {length} tokens, {why}, or leave such rows out with on_long_prompt='drop'."
             )
         if not self.num_dropped:
-            logger.warning(
-                "%s has a prompt of %d tokens where %d fit; such prompts are left out and counted.",
-                where,
-                length,
-                limit,
-            )
+            sentence = "%s has a prompt of %d tokens where %d fit; such prompts are left out and counted."
+            logger.warning(sentence, where, length, limit)
         self.num_dropped += 1
         return None
 
@@ -259,6 +255,7 @@ class PromptStream:
             may_truncate = engine is not None and not self.has_warned and engine.truncates_after(most)
             if is_long or may_truncate or any(token in f"{prompt} {options}" for token in beyond):
                 self._prompt(f"0:{index}", row_at(self._dataset, index, self.name))
+        self.num_dropped = 0  # rows count when they are drawn
 
     @cached_property
     def _digests(self) -> tuple[str, str | None]:
