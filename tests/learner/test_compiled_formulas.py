@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
+import transformers
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from covey.kernels import LogitKernels, compiled_cache, fuse, fused_layers, fused_ops, fusing_unavailable_reason
 from covey.kernels import compile as compiled
 from covey.kernels.formula_shapes import FormulaShapes
 from covey.kernels.fused_layers import tried
-from covey.kernels.gates import gated, gated_halves
+from covey.kernels.gates import gated, gated_halves, recognised_gate
 from covey.kernels.rotations import KINDS, recognised, rotated
 from covey.learner import Policy
 from covey.learner.memory_estimate import bytes_a_token
@@ -180,6 +181,21 @@ def test_gated_mlps_of_all_forms_have_the_values_and_gradients_of_autograd(activ
         torch.testing.assert_close(mine, theirs)
     out, gradient = by_autograd(partial(apart, gated_halves), [both])
     torch.testing.assert_close([out, *gradient.chunk(2, -1)], want)
+
+
+@pytest.mark.parametrize("arch", ["llama", "phi3"])
+def test_a_gated_mlp_takes_no_tokens_at_all(arch):
+    """As an expert may, that no token is routed to."""
+    config = transformers.AutoConfig.for_model(arch, hidden_size=16, intermediate_size=24, num_attention_heads=2)
+    module = importlib.import_module(f"transformers.models.{arch}.modeling_{arch}")
+    mlp = getattr(module, {"llama": "LlamaMLP", "phi3": "Phi3MLP"}[arch])(config)
+    with torch.no_grad():
+        kind = recognised_gate(mlp)
+    x = torch.zeros(0, 16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = fused_layers._mlp_forward(mlp, lambda f: f, kind, x)
+    out.sum().backward()
+    assert out.shape == x.shape == x.grad.shape
 
 
 def test_a_rotation_that_computes_something_else_for_a_part_of_the_heads_is_left_alone():

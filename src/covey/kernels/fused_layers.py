@@ -183,7 +183,7 @@ def _mlp_forward(mlp: Any, compiled: Compile, kind: Gate, x: Tensor) -> Any:
     products = [mlp.gate_up_proj(x)] if kind.is_merged else products_of(x, mlp.gate_proj, mlp.up_proj)
     flat = [product.reshape(-1, product.shape[-1]) for product in products]
     out = _Fused.apply(formula, compiled, len(flat), *flat, kind.activation)
-    return mlp.down_proj(out.view(*x.shape[:-1], -1))
+    return mlp.down_proj(out.view(*x.shape[:-1], out.shape[-1]))
 
 
 def _rotation(

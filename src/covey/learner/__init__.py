@@ -12,6 +12,5 @@ from covey.learner.token_metrics import FIRST_UPDATE
 
 __all__ = [
     "FIRST_UPDATE", "AdapterCopy", "Critic", "FrozenCopy", "Learner", "NoReference", "Policy", "Reference",
-    "ServedTeacher", "Supervised", "Teacher", "ValueHead", "ValueModel", "frozen_copy", "lower_rates",
-    "no_critic",
+    "ServedTeacher", "Supervised", "Teacher", "ValueHead", "ValueModel", "frozen_copy", "lower_rates", "no_critic",
 ]  # fmt: skip
