@@ -225,6 +225,7 @@ def test_a_server_of_quantized_weights_is_warned_of_and_one_of_a_quantized_check
 def test_an_adapter_stands_alone_on_a_quantized_checkpoint_and_this_is_warned_of(tmp_path, caplog):
     peft = pytest.importorskip("peft")
     base = tiny_model("qwen2", tie_word_embeddings=False)
+    base.config._name_or_path = "hub/the-model-before-it-was-quantized"
     with FakeServer(base, tiny_tokenizer(), has_digest=True, lora_rank=8) as fake:
         fake.quantization = "awq"
         policy = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))

@@ -59,7 +59,9 @@ def transport_for(
 
 def _why_not_on_base(server: Server, model: Any, shards: Shards | None, world: World) -> str | None:
     """Reason why the adapter cannot stand on the weights that the server has, by their digest or, without one, by what it says. Collective."""
-    if getattr(unwrapped(model), "is_quantized", False):  # it serves the weights before they were quantized
+    if (
+        getattr(unwrapped(model), "is_quantized", False) or server.is_packed
+    ):  # one of both has the weights before they were quantized
         return None
     if not server.has_digests:
         failed = ServerError("the vLLM server was not asked for its model on the main process; its log says why.")

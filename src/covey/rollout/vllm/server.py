@@ -93,6 +93,11 @@ class Server:
         """True if the digests of its only worker can be compared with those of whole weights."""
         return self.facts.has_digest and self.facts.tensor_parallel == 1 and self.facts.quantization is None
 
+    @property
+    def is_packed(self) -> bool:
+        """True for a quantized checkpoint, into which weights in floating point cannot be loaded."""
+        return self.facts.quantization not in (None, *QUANTIZES_ITSELF)
+
     def version(self) -> str:
         """Label of the current weights, set by the last update; `default` before the first."""
         reply = self.client.get("/weight_info")
@@ -281,10 +286,9 @@ def refuse_cold(params: SamplingParams) -> None:
 
 def refuse_packed(server: Server) -> None:
     """Raise ConfigError for a server of a quantized checkpoint, into which weights in floating point cannot be loaded."""
-    method = server.facts.quantization
-    if method is not None and method not in QUANTIZES_ITSELF:
+    if server.is_packed:
         raise ConfigError(
-            f"The server at {server.client.address} serves {server.facts.folder}, whose weights are quantized ({method}), and the run's weights "
+            f"The server at {server.client.address} serves {server.facts.folder}, whose weights are quantized ({server.facts.quantization}), and the run's weights "
             "cannot be loaded into it; start it with the model of the run, or train a LoRA adapter that it takes alone (--lora-rank)."
         )
 
