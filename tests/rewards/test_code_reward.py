@@ -221,6 +221,14 @@ def test_programs_are_run_side_by_side_as_their_completions_come_in() -> None:
     assert scored.rewards[:, 0].tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("before", ["", "<think>\n```python\nx = 1\n```\n</think>\n", "x = 1[/THINK]\n"])
+def test_a_program_that_speaks_of_thoughts_is_whole(before: str) -> None:
+    program = '```python\ndef answer(text):\n    return text.split("</think>")[-1]\n```\n'
+    tests = ["assert answer('<think>5</think>6') == '6'"]
+    assert Code(workers=1)(before + program, tests=tests) == 1.0
+    assert Code(workers=1)(f"<think>\n{program}</think>\n```python\nunfinished", tests=tests) == 0.0
+
+
 @pytest.mark.parametrize("column", ["test_imports", "setup", "test_setup_code", "test_setup"])
 def test_code_before_the_tests_is_a_text_or_a_list_of_lines(column: str) -> None:
     reward, setup = Code(workers=1), "def twice(x): return 2 * x"

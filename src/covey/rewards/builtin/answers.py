@@ -9,7 +9,7 @@ from covey.rewards.builtin.units import is_unit, unit_name
 _MARK = re.compile(r"####[ \t]*([^\n]*)")
 _THOUGHTS_END = re.compile(r"</think>|\[/THINK\]")
 _BOX = re.compile(r"\\f?box(?:ed)?(?![a-z])[ \t]*")
-_MOST_BOXES = 17
+_MOST_BOXES, _MOST_ENDS = 17, 8
 _JOINED = frozenset({"", ",", ";", "or", "and"})
 _STATED = re.compile(r"\b(?:answer|result)(?:[ \t]+is|[ \t]*[:=])[ \t]*:?|答案[ \t]*[是为：:]*", re.IGNORECASE)  # noqa: RUF001 - a full-width colon
 _SENTENCE = re.compile(r"\.(?=\s|$)|\n|。")
@@ -42,8 +42,12 @@ def conclusion(text: str) -> str:
     >>> conclusion("<think>5?</think> 6"), conclusion("<think>5?")
     (' 6', '<think>5?')
     """
-    ends = [end.end() for end in _THOUGHTS_END.finditer(text)]
-    return text[ends[-1] :] if ends else text
+    return text[thought_ends(text)[0] :]
+
+
+def thought_ends(text: str) -> list[int]:
+    """Places where thoughts end, the last ones first, and 0."""
+    return [*[end.end() for end in _THOUGHTS_END.finditer(text)][: -_MOST_ENDS - 1 : -1], 0]
 
 
 def marked_answer(text: str) -> str | None:

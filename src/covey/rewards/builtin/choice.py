@@ -165,10 +165,8 @@ def number_within(text: str) -> Fraction | None:
     if sized is not None:
         value = number(sized[1])
         return None if value is None else value * 10 ** _MAGNITUDES[sized[2].lower()]
-    match = re.fullmatch(
-        r"\s*\$?([-+]?(?:(?:\d+|\d{1,3}(?:,\d{2,3})*,\d{3})\.?\d*|\.\d+))(?:[eE]([-+]?\d{1,3}))?\s*[^\d\s]*\s*",
-        text[:200],
-    )
+    pattern = r"\s*\$?([-+]?(?:(?:\d+|\d{1,3}(?:,\d{2,3})*,\d{3})\.?\d*|\.\d+))(?:[eE]([-+]?\d{1,3}))?\s*[^\d\s]*\s*"
+    match = re.fullmatch(pattern, text[:200])
     return None if match is None else Fraction(match[1].replace(",", "")) * Fraction(10) ** int(match[2] or 0)
 
 

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from covey.errors import ConfigError, RewardError
-from covey.rewards.builtin.answers import conclusion
+from covey.rewards.builtin.answers import thought_ends
 from covey.rewards.builtin.code_tests import COLUMNS, for_program, row_tests
 from covey.rewards.builtin.text import text_of
 from covey.rewards.decorators import CallOptions
@@ -70,7 +70,8 @@ class Code:
         tests = row_tests(columns, self.column)
         if not tests:
             return None
-        program = program_of(conclusion(text_of(completion)))
+        text = text_of(completion)  # a mark of the thoughts' end within a program leaves none behind it
+        program = next((block for end in thought_ends(text) if (block := program_of(text[end:])) is not None), None)
         if program is None:
             return 0.0
         program, tests, near = for_program(tests, program)

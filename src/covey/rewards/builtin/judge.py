@@ -117,9 +117,7 @@ class Judge:
             )
         reply = self.endpoint.ask(messages, until)
         if self.max_cost < math.inf and not reply.prompt_tokens + reply.completion_tokens:
-            raise RewardError(
-                f"The judge at {self.endpoint.url} does not say how many tokens it used; leave max_cost out."
-            )
+            raise RewardError(f"{self.endpoint.url} does not say how many tokens it used; leave max_cost out.")
         with self._lock:
             self.spent.requests += reply.num_requests
             self.spent.prompt_tokens += reply.prompt_tokens
