@@ -253,12 +253,12 @@ def _rejudge(groups: list[Group], algorithm: Algorithm, weights: Tensor) -> tupl
 
 
 def _weight(option: Any, metric: str, taken: Mapping[str, Any], step: int) -> float:
-    """The weight of a reward at a step; of a function, which run.json can only name, as the step logged it."""
-    if not (isinstance(option, str) and option.startswith("<")):
+    """The weight of a reward at a step; of a function, which run.json describes alone, as the step logged it."""
+    if not (isinstance(option, Mapping) or str(option).startswith("<")):  # a text in folders of earlier versions
         return weight_of(option)(step - 1)
     if not isinstance(logged := taken.get(metric), int | float):
         raise RunFolderError(
-            f"the weight of a reward is the function {option}, and the run did not log {metric} at step {step}; covey why needs it."
+            f"the weight of a reward is a function, and the run did not log {metric} at step {step}; covey why needs it."
         )
     return float(logged)
 
