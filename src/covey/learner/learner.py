@@ -195,12 +195,8 @@ class Learner:
 
     def rows(self, groups: Sequence[Group]) -> list[Row]:
         """Rows of the groups, with the hints of a teacher."""
-        return rows_of(
-            groups,
-            mask_truncated=self.mask_truncated,
-            hints=None if self.teacher is None else self.teacher.hints,
-            places=banned_ids(self.policy.model),
-        )
+        hints, places = None if self.teacher is None else self.teacher.hints, banned_ids(self.policy.model)
+        return rows_of(groups, mask_truncated=self.mask_truncated, hints=hints, places=places)
 
     def _needs_no_forward(self, row: Row, algorithm: Algorithm) -> bool:
         """True if the metrics of a completion without gradient follow from its sampled log-probabilities, without a forward pass."""
@@ -240,6 +236,7 @@ class Learner:
         everywhere = TokenBatch.concat([batch for part in self.world.gather(seen) for batch in part])
         return algorithm.prepare(moved(everywhere, self.policy.device), totals)
 
+    @torch.no_grad()
     def _expert_loads(self, rows: Sequence[Row]) -> Tensor | None:
         """`Totals.expert_loads`, by a pass of its own: the factor of the load-balancing loss that has no gradient. None for one micro-batch."""
         is_alone = self.world.size == 1 and len(self.micro_batcher.batches(rows)) < 2
@@ -289,6 +286,8 @@ class Learner:
     def _accumulate_all(
         self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals, overlapping: GradientBuckets | None
     ) -> list[dict[str, Metric]]:
+        if totals.expert_loads is None and self.world.size == 1:  # memory may have run out on one micro-batch
+            totals = replace(totals, expert_loads=self._expert_loads(rows))
         unread = []
         with self.world.passes():
             for batch in self.micro_batcher.each(rows):
