@@ -158,6 +158,8 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
     ),
     "one cycle": lambda optimizer: schedules.OneCycleLR(optimizer, 1e-2, total_steps=8),
     "cyclic": lambda optimizer: schedules.CyclicLR(optimizer, 1e-3, 1e-2, step_size_up=2),
+    "cosine": lambda optimizer: schedules.CosineAnnealingLR(optimizer, 4, eta_min=4e-3),
+    "warm restarts": lambda optimizer: schedules.CosineAnnealingWarmRestarts(optimizer, 3, eta_min=4e-3),
 }
 
 

@@ -207,8 +207,5 @@ class MicroBatcher:
         limits = [limit for limit in (self.max_tokens, state["max_tokens"]) if limit is not None]
         started, self.max_tokens = (max_rows, self.max_tokens), min(limits, default=None)
         if is_changed and (self.max_rows, self.max_tokens) != started:
-            logger.warning(
-                "Memory ran out before, so micro-batches stay at most %d completions and %s tokens, whatever the options say now.",
-                self.max_rows,
-                self.max_tokens,
-            )
+            sentence = "Memory ran out before, so micro-batches stay at most %d completions and %s tokens, whatever the options say now."
+            logger.warning(sentence, self.max_rows, self.max_tokens)

@@ -108,7 +108,7 @@ def follow_options(
             group["lr"] *= scale
             if "initial_lr" in group:
                 group["initial_lr"] = rate
-                for rates in _base_rates(scheduler):
+                for rates in [part.base_lrs for part in _schedules_in(scheduler) if hasattr(part, "base_lrs")]:
                     rates[place] = rate
         if factors != saved["factors"] or not before["lr"]:
             group["lr"] = rate * (factors[place] if factors else 1.0)
@@ -122,18 +122,22 @@ def lower_rates(optimizer: torch.optim.Optimizer, scheduler: Any, factor: float)
         for name in ("lr", "initial_lr", "min_lr", "max_lr"):  # the last two of OneCycleLR
             if name in group:
                 group[name] *= factor
-    for rates in (*_base_rates(scheduler), *_base_rates(scheduler, "max_lrs")):  # the second of CyclicLR
-        rates[:] = [rate * factor for rate in rates]
+    for part in _schedules_in(scheduler):
+        for name in {"base_lrs", "max_lrs", "min_lrs"} & vars(
+            part
+        ).keys():  # the others of CyclicLR and ReduceLROnPlateau
+            setattr(part, name, [rate * factor for rate in getattr(part, name)])
+        if hasattr(part, "eta_min"):  # the least rate of CosineAnnealingLR
+            part.eta_min *= factor
     if hasattr(scheduler, "_last_lr"):
         scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
-def _base_rates(scheduler: Any, name: str = "base_lrs") -> Iterator[list[float]]:
-    """The `base_lrs` of a schedule and of those that it is made of, as SequentialLR and ChainedScheduler; or other rates by their `name`."""
-    if hasattr(scheduler, name):
-        yield getattr(scheduler, name)
+def _schedules_in(scheduler: Any) -> Iterator[Any]:
+    """A schedule and those that it is made of, as SequentialLR and ChainedScheduler."""
+    yield scheduler
     for part in getattr(scheduler, "_schedulers", ()):
-        yield from _base_rates(part, name)
+        yield from _schedules_in(part)
 
 
 def check_room(optimizer: torch.optim.Optimizer) -> None:
