@@ -8,7 +8,9 @@ import torch
 from models import picture, tiny_vlm
 
 from covey import GRPOConfig, GRPOTrainer
+from covey import algorithms as alg
 from covey.cli import main
+from covey.errors import ConfigError
 
 
 def reward(completions, **columns):
@@ -58,6 +60,14 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path, kind):
     for (name, mine), theirs in zip(resumed.model.named_parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(mine, theirs), name
     assert (tmp_path / "cut" / "checkpoint-3" / "processor_config.json").exists()
+
+
+def test_a_critic_that_does_not_see_is_refused_before_anything_is_sampled(tmp_path, monkeypatch):
+    scored = []
+    monkeypatch.setitem(globals(), "reward", lambda completions, **columns: scored.extend(completions) or [0.0])
+    with pytest.raises(ConfigError, match="the language model alone, which does not see"):
+        trained(tmp_path, "llava", steps=1, algorithm=alg.ppo(critic_model="separate"))
+    assert not scored
 
 
 def test_an_adapter_on_the_language_model_leaves_the_vision_tower_alone(tmp_path):

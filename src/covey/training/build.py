@@ -138,8 +138,9 @@ def build_prompts(inputs: RunInputs, dataset: Any, **options: Any) -> PromptStre
 
 
 def media_example(inputs: RunInputs) -> Prompt | None:
-    """A prompt of the data set with images or sounds, for a comparison with vLLM and for processes that share out rows; else None."""
-    is_read = inputs.args.rollout_backend == "vllm" or learner_world(inputs).context > 1
+    """A prompt of the data set with images or sounds, for a comparison with vLLM, processes that share out rows and a separate critic; else None."""
+    has_critic = getattr(inputs.algorithm.critic, "model", None) == "separate"
+    is_read = inputs.args.rollout_backend == "vllm" or learner_world(inputs).context > 1 or has_critic
     if not is_read or inputs.processor is None:
         return None
     example = build_prompts(inputs, inputs.train_dataset, shuffle=False, engine=None).first_with_media()
