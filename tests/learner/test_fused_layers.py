@@ -16,7 +16,7 @@ from covey.kernels import fused_ops as layers
 from covey.kernels.fused_model import FusedLayers, fused, learning, would_fuse
 from covey.learner import Policy
 from covey.learner.preparation import checkpoint_activations
-from kit import forgotten, tiny_model
+from kit import forgotten, threads, tiny_model
 
 REASON = compiled.unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -361,6 +361,26 @@ def test_the_kernels_give_the_formulas_values_and_gradients(types, rows):
     for one, two in zip(found, torch.autograd.grad(gated, [gate, up], slope.float()), strict=True):
         torch.testing.assert_close(one.float(), two, **slack)
     torch.testing.assert_close(again.float(), gated, **slack)
+
+
+@pytest.mark.parametrize("types", TYPES, ids=str)
+def test_the_kernels_results_do_not_depend_on_the_number_of_threads(types):
+    stream, products = types
+    kernels, generator = layers.layer_kernels(stream, products), torch.Generator().manual_seed(0)
+    make = lambda *shape, dtype=products: torch.randn(*shape, generator=generator).to(dtype)
+    x, weight, gradient = make(700, 64, dtype=stream), make(64, dtype=torch.float32), make(700, 64)
+    gate, up, heads = make(700, 64), make(700, 64), make(2, 4, 350, 32)
+    angles = make(700, 32, dtype=torch.float32)
+    found = []
+    for count in (1, 2, 3):
+        with threads(count):
+            out, scales = kernels.norm(x, weight, 1e-6, products)
+            back, sums = kernels.norm_backward(gradient, x, weight, scales)
+            gated = kernels.gate(gate, up), *kernels.gate_backward(gradient, gate, up)
+            found.append(([out, scales, back, *gated, kernels.rotate(heads, angles.cos(), angles.sin())], sums))
+    for same, sums in found[1:]:
+        assert all(one.equal(two) for one, two in zip(found[0][0], same, strict=True))
+        torch.testing.assert_close(sums, found[0][1])  # each thread adds its own rows
 
 
 def test_what_is_not_finite_stays_so():
