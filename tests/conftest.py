@@ -11,9 +11,7 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # the workers of pytest-xdist share the cores: a tenth less processor time
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers share the cores; tests of several threads set their number
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests start processes beside them
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
