@@ -36,7 +36,9 @@ SIGMAS = 7.0
 SLACK = 0.25
 """Distance of the interval from 1 beyond which the weights count as wrong."""
 FARTHEST = 0.3
-"""Tolerated mean difference in nats due to bfloat16, quantized caches and kernels; measured: 1e-6 in float32, 0.01 in bfloat16."""
+"""Tolerated mean difference in nats due to bfloat16, quantized caches and kernels; measured: 0.01."""
+FARTHEST_FLOAT32 = 0.01
+"""The same where server and trainer compute in float32; measured: 1e-6."""
 TIMES_FARTHER = 5.0
 """Factor on the first updates' difference beyond which the weights count as wrong."""
 SMALLEST_STEP = 2e-3
@@ -179,6 +181,8 @@ class Attestation:
 
     is_exact_trainer: bool = True
     """True if the trainer's probe is in float32: rounding in it would pull the slope towards 0."""
+    is_float32: bool = False
+    """True if both compute in float32."""
     is_repeatable: bool | None = None
     """True if the server answers the same probe twice with the same bits; None: not known yet."""
     last: Answer | None = None
@@ -256,11 +260,12 @@ class Attestation:
         return past.with_update(before, after, logp_before, logp_after)
 
     def farthest(self) -> float:
-        """Largest accepted mean difference: a multiple of those of the first updates, which are bounded by `FARTHEST`."""
+        """Largest accepted mean difference: a multiple of those of the first updates, which are bounded themselves."""
+        most = FARTHEST_FLOAT32 if self.is_float32 else FARTHEST
         if not self.distances:
-            return FARTHEST
+            return most
         usual = sorted(self.distances)[len(self.distances) // 2]
-        return min(FARTHEST, max(TIMES_FARTHER * usual, SMALLEST_STEP))
+        return min(most, max(TIMES_FARTHER * usual, SMALLEST_STEP))
 
     def forget(self) -> None:
         """Discard all earlier answers, after a broken update."""

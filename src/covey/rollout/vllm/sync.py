@@ -232,6 +232,7 @@ class Sync:
         if self.attestation.is_repeatable is None:
             self.attestation.learn_repeatability(after, self.answer())
         self.attestation.is_exact_trainer = probe.is_float32
+        self.attestation.is_float32 = probe.is_float32 and dtype_of(self.server) == torch.float32
         replicas = self.server.facts.data_parallel
         others = [self.answer(rank) for rank in range(replicas)] if replicas > 1 else []
         seen: list[AttestationResult] = []
@@ -241,7 +242,7 @@ class Sync:
             seen.append(self.attestation.check_update(after, probe.logp, probe.rounded, exact))
             if self.example is not None and probe.media is not None:
                 theirs = score(self.server.client, self.example, self.model, str(self.label))
-                expect_near(theirs, probe.media, is_sharp=probe.is_float32 and dtype_of(self.server) == torch.float32)
+                expect_near(theirs, probe.media, is_sharp=self.attestation.is_float32)
 
         self._report(look)
         return seen[0] if seen else None
