@@ -239,8 +239,9 @@ class Learner:
     @torch.no_grad()
     def _expert_loads(self, rows: Sequence[Row]) -> Tensor | None:
         """`Totals.expert_loads`, by a pass of its own: the factor of the load-balancing loss that has no gradient. None for one micro-batch."""
-        is_alone = self.world.size == 1 and len(self.micro_batcher.batches(rows)) < 2
-        if self.policy.auxiliary_coefficient == 0 or is_alone:
+        if self.policy.auxiliary_coefficient == 0:
+            return None
+        if self.world.size == 1 and len(self.micro_batcher.batches(rows)) < 2:
             return None
 
         def count() -> list[Tensor]:
