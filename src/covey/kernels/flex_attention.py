@@ -203,7 +203,7 @@ def tried(heads: AttentionHeads) -> str | None:
             return f"it does not compile or run here ({type(error).__name__}: {message[:200]})"
         most = {torch.float64: 1e-9, torch.float32: 1e-2}.get(heads.dtype, 3e-2)  # float32 products may be TF32's
         if not gap < most:
-            return f"its values differ from SDPA's by {gap:.1g}"
+            return f"its values differ from explicit attention's by {gap:.1g}"
     return None
 
 
