@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from covey.errors import ConfigError
+from covey.runs import RunFolder
 from covey.runs.lock import FolderLock
 from faults.small_runs import trainer
 from forked import Forked, free_port, rank_environment
@@ -50,6 +51,16 @@ def test_a_run_that_fails_while_it_is_built_lets_its_folder_go(tmp_path: Path) -
     first = trainer(tmp_path, max_steps=1, lr_scheduler_kwargs={"wrong": 1})
     with pytest.raises(ConfigError, match="lr_scheduler_kwargs"):
         first.train()
+    assert locked_by_another(tmp_path) == 0
+
+
+def test_a_folder_is_let_go_where_its_last_records_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder.create(tmp_path)
+    monkeypatch.setattr(run.metrics, "close", lambda: (_ for _ in ()).throw(OSError("no space left")))
+    with pytest.raises(OSError, match="no space left"):
+        run.close()
     assert locked_by_another(tmp_path) == 0
 
 

@@ -205,14 +205,16 @@ class RunFolder:
         if self._is_closed:
             return
         self._is_closed = True
-        for log in (self.metrics, self.events, self.alerts, self.evaluations):
-            log.close()
-        run_json = manifest.read(self.path / manifest.NAME)
-        if run_json is not None and run_json.get("attempts"):
-            run_json["attempts"][-1] |= {"ended": manifest.now(), "to_step": self._step, "state": outcome}
-            run_json |= {"state": outcome, "step": self._step}
-            self._try("run.json", lambda: manifest.write(self.path / manifest.NAME, run_json))
-        self._lock.release()
+        try:
+            for log in (self.metrics, self.events, self.alerts, self.evaluations):
+                log.close()
+            run_json = manifest.read(self.path / manifest.NAME)
+            if run_json is not None and run_json.get("attempts"):
+                run_json["attempts"][-1] |= {"ended": manifest.now(), "to_step": self._step, "state": outcome}
+                run_json |= {"state": outcome, "step": self._step}
+                self._try("run.json", lambda: manifest.write(self.path / manifest.NAME, run_json))
+        finally:
+            self._lock.release()
 
     def _parent(self) -> dict[str, Any] | None:
         if self.resumed_from is None or self.resumed_from.resolve().parent == self.path.resolve():
