@@ -117,7 +117,13 @@ class Workers(Server):
 @contextmanager
 def worker_on(device, seconds=60):
     facts = dict.fromkeys((each.name for each in fields(ServerInfo)), 1)
-    facts |= {"model": "policy", "dtype": "float32", "device": torch.device(device).type, "has_digest": True}
+    facts |= {
+        "model": "policy",
+        "dtype": "float32",
+        "device": torch.device(device).type,
+        "has_digest": True,
+        "quantization": None,
+    }
     client = Client(
         Address.of(None, "127.0.0.1", 1), Deadlines.of({"init": seconds}), paths=frozenset({"/collective_rpc"})
     )
