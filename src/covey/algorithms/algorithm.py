@@ -130,6 +130,11 @@ class Algorithm:
         for _, part in self._parts():
             expect_declared(part)
 
+    @property
+    def has_separate_critic(self) -> bool:
+        """True if its critic is a second model, not a head of the policy."""
+        return getattr(self.critic, "model", None) == "separate"
+
     def replace(self, **slots: Any) -> Algorithm:
         """The same algorithm with other parts. Raises ConfigError for a slot that does not exist."""
         names = [item.name for item in fields(self)]

@@ -139,9 +139,8 @@ def build_prompts(inputs: RunInputs, dataset: Any, **options: Any) -> PromptStre
 
 def media_example(inputs: RunInputs) -> Prompt | None:
     """A prompt of the data set with images or sounds, for a comparison with vLLM, processes that share out rows and a separate critic; else None."""
-    has_critic = getattr(inputs.algorithm.critic, "model", None) == "separate"
-    is_read = inputs.args.rollout_backend == "vllm" or learner_world(inputs).context > 1 or has_critic
-    if not is_read or inputs.processor is None:
+    is_shared = inputs.args.rollout_backend == "vllm" or learner_world(inputs).context > 1
+    if not (is_shared or inputs.algorithm.has_separate_critic) or inputs.processor is None:
         return None
     example = build_prompts(inputs, inputs.train_dataset, shuffle=False, engine=None).first_with_media()
     columns = [name for name in getattr(inputs.train_dataset, "column_names", None) or () if name in MEDIA_COLUMNS]

@@ -131,7 +131,7 @@ def build_critic(algorithm: Algorithm, policy: Policy, shard: Shard | None = Non
     """Critic of the algorithm: none, a value head on the policy's hidden states, or a separate value model."""
     if algorithm.critic is None:
         return no_critic()
-    if getattr(algorithm.critic, "model", "head") == "separate":
+    if algorithm.has_separate_critic:
         return ValueModel.of(policy, shard)
     hidden: Any = policy.model.config.get_text_config().hidden_size
     return ValueHead(hidden, policy.device)
@@ -266,9 +266,8 @@ def build_networks(inputs: RunInputs, optimizer: Any = None, example: Prompt | N
     if learner_world(inputs).context > 1:
         refuse_in_context(inputs)
     policy = on_accelerator(build_policy(inputs), is_split=args.sharding is not None and inputs.world.size > 1)
-    has_critic = getattr(inputs.algorithm.critic, "model", None) == "separate"
     if example is not None:
-        expect_together("separate critic", has_critic and "media")
+        expect_together("separate critic", inputs.algorithm.has_separate_critic and "media")
         policy.expect_media(example)
     if args.sharding is not None and args.sharding.offloads and inputs.world.size > 1:
         rules = [inputs.algorithm.reference] if inputs.algorithm.needs.reference else []
@@ -279,7 +278,7 @@ def build_networks(inputs: RunInputs, optimizer: Any = None, example: Prompt | N
             str(getattr(args.optim, "value", args.optim)),
             copies=len(rules),
             averages=sum(map(averages, rules)),
-            has_critic=has_critic,
+            has_critic=inputs.algorithm.has_separate_critic,
             teachers=bytes_of_teachers(inputs),
         )
         held = sum(p.nbytes for p in inputs.model.parameters()) if inputs.world.device.type == "cpu" else 0
