@@ -114,10 +114,10 @@ def lengths(
     is_engines = engine is not None and (room is None or engine.tokens - 1 < room)
     room = engine.tokens - 1 if engine is not None and is_engines else room
     over = [i for i, count in enumerate(counts) if room is not None and count > room]
-    cut = [i for i, count in enumerate(counts) if engine is not None and engine.truncates_after(count)]
-    if cut and not over:
+    cut = [] if engine is None else [i for i, count in enumerate(counts) if engine.truncates_after(count)]
+    if engine is not None and cut and not over:
         sentence = f"{len(cut)} of {len(rows)} prompts leave completions fewer than {args.max_completion_length} tokens"
-        sentence += f" of {engine.option}, {engine.tokens}, the first of them row {cut[0]}." if engine else "."
+        sentence += f" of {engine.option}, {engine.tokens}, the first of them row {cut[0]}."
         return warned(AREA, sentence, "raise that, or lower --max-completion-length", truncated=len(cut), **facts)
     if not over:
         shown = f"prompts of {middle} tokens (median) to {longest} (longest)"
