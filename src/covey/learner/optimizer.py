@@ -125,7 +125,7 @@ def lower_rates(optimizer: torch.optim.Optimizer, scheduler: Any, factor: float)
     for part in _schedules_in(scheduler):
         for name in {"base_lrs", "max_lrs", "min_lrs"} & vars(
             part
-        ).keys():  # the others of CyclicLR and ReduceLROnPlateau
+        ).keys():  # the last two of CyclicLR, ReduceLROnPlateau
             setattr(part, name, [rate * factor for rate in getattr(part, name)])
         if hasattr(part, "eta_min"):  # the least rate of CosineAnnealingLR
             part.eta_min *= factor

@@ -59,9 +59,8 @@ def transport_for(
 
 def _why_not_on_base(server: Server, model: Any, shards: Shards | None, world: World) -> str | None:
     """Reason why the adapter cannot stand on the weights that the server has, by their digest or, without one, by what it says. Collective."""
-    if (
-        getattr(unwrapped(model), "is_quantized", False) or server.is_packed
-    ):  # one of both has the weights before they were quantized
+    is_quantized = getattr(unwrapped(model), "is_quantized", False) or server.is_packed
+    if is_quantized:  # one of both has the weights before that
         return None
     if not server.has_digests:
         failed = ServerError("the vLLM server was not asked for its model on the main process; its log says why.")

@@ -266,7 +266,7 @@ def refuse_smaller_vocabulary(server: Server, config: Any) -> None:
 
 
 def refuse_raw_logprobs(server: Server, params: SamplingParams) -> None:
-    """Raise ConfigError if the server's log-probabilities are raw, not those of the sampled distribution (temperature, truncation)."""
+    """Raise ConfigError if the server's log-probabilities are not those of the sampled distribution: raw ones, or of a raised temperature."""
     refuse_cold(params)
     is_plain = params.temperature in (0.0, 1.0) and not params.truncates and params.repetition_penalty == 1.0
     if server.facts.logprobs_mode != "processed_logprobs" and not is_plain:
