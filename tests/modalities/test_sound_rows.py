@@ -113,6 +113,17 @@ def test_another_rate_is_resampled_by_soxr():
     np.testing.assert_allclose(two.samples, 0.5)
 
 
+def test_channels_of_opposite_phase_are_not_silence():
+    """A balanced line's two channels, of which an average keeps nothing."""
+    hot, other = tone(440)["array"], tone(900)["array"]
+    heard = lambda *channels: open_sound({"array": np.stack(channels), "sampling_rate": RATE}, "sound", RATE).samples
+    np.testing.assert_array_equal(heard(hot, -hot), hot)
+    np.testing.assert_array_equal(heard(-0.95 * hot, hot), hot)
+    np.testing.assert_array_equal(heard(hot, other), (hot + other) / 2)
+    np.testing.assert_array_equal(heard(hot, *[0 * hot] * 7), hot / 8)
+    np.testing.assert_array_equal(heard(0 * hot, 0 * hot), 0 * hot)
+
+
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [

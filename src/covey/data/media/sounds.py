@@ -20,6 +20,8 @@ _MOST_CHANNELS = 8
 _RATES = (1000, 768_000)
 _LOUDEST = 8.0
 """Samples beyond are of another scale than -1 to 1."""
+_CANCELLED = 0.01
+"""Share of the power that unrelated channels would leave in their average; channels of opposite phase leave less."""
 _INTEGERS = (np.int16, np.int32)
 """Types whose full scale is their range; a list of Python's integers has no scale."""
 _PREVIEW_SECONDS = 60
@@ -52,7 +54,7 @@ class Sound:
 
 
 def open_sound(value: Any, where: str, rate: int) -> Sound:
-    """The sound at `rate` samples a second, channels averaged.
+    """The sound at `rate` samples a second, channels averaged; of channels that cancel out, the loudest.
 
     From a file's path, its bytes, `datasets`' dict of the two, a dict of `array` and `sampling_rate`, or a decoder of torchcodec.
     Another rate is resampled by soxr at its quality HQ. Raises DataError for anything else, and for a file that is broken, too short or too long.
@@ -146,8 +148,16 @@ def _one_channel(samples: np.ndarray, where: str) -> np.ndarray:
     if samples.dtype.kind == "i":
         samples = samples / -float(np.iinfo(samples.dtype).min)
     if samples.ndim == 2:
-        samples = samples.mean(axis=0)
+        samples = _mixed(samples)
     return np.ascontiguousarray(samples, dtype=np.float32)
+
+
+def _mixed(channels: np.ndarray) -> np.ndarray:
+    """[n] from [channels, n]: their average, or the loudest where they are of opposite phase, as of a balanced line."""
+    average: np.ndarray = channels.mean(axis=0)
+    powers = np.square(channels, dtype=np.float64).sum(axis=1)
+    is_silenced = np.square(average, dtype=np.float64).sum() < _CANCELLED * powers.sum() / len(channels) ** 2
+    return channels[powers.argmax()] if is_silenced else average
 
 
 def _checked_rate(value: Any, where: str) -> int:
