@@ -23,10 +23,7 @@ def try_without_data(model: str, args: GRPOConfig, peft_config: Any, prompt_toke
 def _try_longest(model: str, args: GRPOConfig, peft_config: Any, prompt_tokens: int) -> Longest:
     loaded = load_for_training(model, args, args.device, peft_config=peft_config)
     limit = context_limit(loaded.model)
-    algorithm, nothing = (
-        build_algorithm(args),
-        cast(Any, None),
-    )  # no rewards and no data are needed for one forward pass
+    algorithm, nothing = build_algorithm(args), cast(Any, None)  # one forward pass needs no rewards and no data
     inputs = RunInputs(
         args, loaded.model, loaded.tokenizer, loaded.eos_ids, algorithm, nothing, nothing, World.of(args)
     )

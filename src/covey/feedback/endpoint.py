@@ -269,9 +269,7 @@ class LearningEndpoint:
         made = self._learning.make(order)
         entry = {"model": model, "conversations": len(conversations), **_summary(made, rivals)}
         with self._serving:
-            if (
-                self.versions.served(model) != served
-            ):  # rolled back meanwhile: the verdict compares with another version
+            if self.versions.served(model) != served:  # rolled back: the verdict compares with another version
                 self._write({**entry, "outcome": "overtaken"})
                 return
             if not all(verdict.passes for verdict in made.verdicts):

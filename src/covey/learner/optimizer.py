@@ -123,9 +123,8 @@ def lower_rates(optimizer: torch.optim.Optimizer, scheduler: Any, factor: float)
             if name in group:
                 group[name] *= factor
     for part in _schedules_in(scheduler):
-        for name in {"base_lrs", "max_lrs", "min_lrs"} & vars(
-            part
-        ).keys():  # the last two of CyclicLR, ReduceLROnPlateau
+        # the last two of CyclicLR, ReduceLROnPlateau
+        for name in {"base_lrs", "max_lrs", "min_lrs"} & vars(part).keys():
             setattr(part, name, [rate * factor for rate in getattr(part, name)])
         if hasattr(part, "eta_min"):  # the least rate of CosineAnnealingLR
             part.eta_min *= factor

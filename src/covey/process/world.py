@@ -254,9 +254,7 @@ def join(*, cpu: bool, backend: str | None, seconds: float) -> None:
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
     prefixed = dist.PrefixStore(f"covey/{agree(store, rank, size, seconds)}", store)
     cpu = cpu or parse_flag_from_env("ACCELERATE_USE_CPU")  # as in transformers
-    PartialState(
-        cpu=cpu, backend=backend, timeout=timeout, store=prefixed, rank=rank, world_size=size
-    )  # picks the backend
+    PartialState(cpu=cpu, backend=backend, timeout=timeout, store=prefixed, rank=rank, world_size=size)
 
 
 def _heartbeat_of(rank: int, size: int, patience: float) -> Heartbeat | None:

@@ -366,9 +366,8 @@ def build_evaluator(inputs: RunInputs, parts: Parts) -> Evaluator:
     """Evaluator over the parts of training, with a fixed sampling seed."""
     args = inputs.args
     return Evaluator(
-        draws=replace(
-            parts.draws, sampler=parts.evaluation_sampler or parts.sampler
-        ),  # without the members of an ensemble
+        # without the members of an ensemble
+        draws=replace(parts.draws, sampler=parts.evaluation_sampler or parts.sampler),
         scorer=inputs.scorer,
         learner=parts.learner,
         algorithm=inputs.algorithm,

@@ -170,9 +170,8 @@ def _appearing(*paths: Path) -> Iterator[Sequence[IO[bytes]]]:
             for file in files:
                 file.flush()
                 os.fsync(file.fileno())
-        for path, unfinished in zip(
-            reversed(paths), reversed(partial), strict=True
-        ):  # the rows last: where they are, all is
+        # the rows last: where they are, all is
+        for path, unfinished in zip(reversed(paths), reversed(partial), strict=True):
             _place(unfinished, path)
     except FileExistsError as error:
         raise ConfigError(

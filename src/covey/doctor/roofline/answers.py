@@ -57,9 +57,8 @@ def answers(plan: Estimate, lora: Any) -> Iterator[Answer]:
         return  # the rest changes who writes, which --cluster compares
     split = plan
     if not setup.is_split and setup.gpus > 1:
-        split = estimate(
-            replace(setup, is_split=True), plan.measurement if plan.fits else None
-        )  # with room, for longer passes
+        measured = plan.measurement if plan.fits else None  # with room, for longer passes
+        split = estimate(replace(setup, is_split=True), measured)
         yield _answer_of(plan, split, "a split model (--fsdp true)")
     if split.setup.is_split and not setup.offloads and not split.fits:
         change = "a split model with its shards in host memory (--fsdp 'full_shard offload')"
