@@ -290,7 +290,7 @@ def weights_on_same_base(model: Any, folder: str | Path) -> dict[str, Any] | Non
     if described is None or config is None or not _is_plain_lora(described) or not _is_plain_lora(config.to_dict()):
         return None
     bases = {_place_of(base_of(folder, described)), _place_of(str(config.base_model_name_or_path))}
-    if len(bases) > 1:
+    if len(bases) > 1 or described.get("revision") != config.revision:
         return None
     from peft.utils import load_peft_weights
 
@@ -329,9 +329,24 @@ def by_rank(factor: Tensor, rank: int, *, is_up: bool) -> Tensor | None:
 
 
 def _is_plain_lora(config: Mapping[str, Any]) -> bool:
-    odd = ("rank_pattern", "alpha_pattern", "use_dora", "modules_to_save", "lora_bias", "bias", "layer_replication")
     is_lora = str(config.get("peft_type")).rpartition(".")[2] == "LORA" and not changes_base(config)
-    return is_lora and all(config.get(name) in (None, False, "none", {}, []) for name in odd)
+    return is_lora and not odd_options(config)
+
+
+_PLAIN = frozenset({
+    "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights",
+    "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core", "peft_type", "peft_version",
+    "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "target_parameters", "task_type", "use_rslora",
+    "corda_config", "ensure_weight_tying", "eva_config", "loftq_config", "lora_ga_config",
+})  # fmt: skip
+"""Options of LoRA under which an adapter is `scaling B A` of each of its layers: those of its start among them."""
+
+
+def odd_options(config: Mapping[str, Any]) -> list[str]:
+    """Options of a LoRA, PEFT's future ones too, with which its factors are not all of it, or mean another update than `scaling B A`."""
+    return sorted(
+        name for name, value in config.items() if name not in _PLAIN and value not in (None, False, "none", [], {})
+    )
 
 
 def changes_base(config: Mapping[str, Any]) -> bool:

@@ -189,6 +189,19 @@ def test_an_adapter_of_a_larger_rank_is_loaded_with_its_base(adapted, caplog):
     expect(policy.measure(ROWS, teacher=teacher).teacher_logp, ROWS, [logp_of(other, one) for one in ROWS])
 
 
+def test_an_adapter_that_trains_rows_of_the_embeddings_is_loaded_with_its_base(adapted, caplog):
+    from peft import LoraConfig, get_peft_model
+
+    from covey.models import load_model
+
+    _, other, folder = adapted
+    lora = LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[30, 31, 32, 33])  # as many as ranks
+    policy = Policy(get_peft_model(load_model(str(folder / "base")), lora).eval(), pad_id=0)
+    teacher = build_teacher(alg.mopd(teacher=str(folder / "other")), policy, tiny_tokenizer(), {})
+    assert "its base is loaded once more" in caplog.text
+    expect(policy.measure(ROWS, teacher=teacher).teacher_logp, ROWS, [logp_of(other, one) for one in ROWS])
+
+
 def test_feedback_of_a_success_of_a_tool_and_of_values_that_are_no_text():
     answers = group(
         ["4", "5", "6", "four"], rewards=[[1.0], [0.0], [1.0], [0.5]], columns={"steps": ["a"], "none": " "}

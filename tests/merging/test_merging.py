@@ -342,6 +342,25 @@ def test_adapters_that_hold_more_than_factors_or_other_layers_are_refused(adapte
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "option", [{"alora_invocation_tokens": [3, 4]}, {"layer_replication": [[0, 1]]}, {"of_2027": 2}]
+)
+def test_adapters_whose_factors_mean_another_update_are_refused(adapters, tmp_path, option):
+    both = [shutil.copytree(one, tmp_path / one.name) for one in adapters]
+    config = json.loads((both[1] / "adapter_config.json").read_text())
+    (both[1] / "adapter_config.json").write_text(json.dumps(config | option))
+    with pytest.raises(ConfigError, match=f"{min(option)}, which merging adapters does not know"):
+        merge_adapters(both, tmp_path / "out")
+
+
+def test_adapters_of_two_revisions_of_a_base_are_refused(adapters, tmp_path):
+    both = [shutil.copytree(one, tmp_path / one.name) for one in adapters]
+    config = json.loads((both[1] / "adapter_config.json").read_text())
+    (both[1] / "adapter_config.json").write_text(json.dumps(config | {"revision": "v2"}))
+    with pytest.raises(ConfigError, match="differ in revision"):
+        merge_adapters(both, tmp_path / "out")
+
+
 def test_numbers_that_are_not_finite_are_no_part_of_a_merge(adapters, tmp_path):
     for weights in ((float("nan"), 1.0), (float("inf"), 1.0)):
         with pytest.raises(ConfigError, match="give one for each"):

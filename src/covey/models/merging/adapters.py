@@ -10,15 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from covey.adapters import by_rank, changes_base, scaling
+from covey.adapters import by_rank, changes_base, odd_options, scaling
 from covey.errors import ConfigError, ModelError
 from covey.files.bounded import read_json
 from covey.models.merging.methods import is_zero
 
-_SAME = (
-    "base_model_name_or_path", "target_modules", "target_parameters", "peft_type", "fan_in_fan_out", "bias",
-    "use_dora", "modules_to_save",
-)  # fmt: skip
+_SAME = ("base_model_name_or_path", "revision", "target_modules", "target_parameters", "peft_type", "fan_in_fan_out")
 
 
 def merge_adapters(folders: Sequence[Path], out: Path, weights: Sequence[float] = (), rank: int | None = None) -> float:
@@ -120,11 +117,8 @@ def _config(folder: Path) -> dict[str, Any]:
     config = read_json(folder / "adapter_config.json", ModelError)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ConfigError(f"{folder} is no LoRA adapter; merging adapters takes LoRA alone.")
-    for name in ("rank_pattern", "alpha_pattern", "use_dora", "modules_to_save"):
-        if config.get(name):
-            raise ConfigError(
-                f"{folder} uses {name}, which merging adapters does not know; merge it into its base first."
-            )
+    for name in odd_options(config):
+        raise ConfigError(f"{folder} uses {name}, which merging adapters does not know; merge it into its base first.")
     if changes_base(config):
         raise ConfigError(
             f"{folder} began with init_lora_weights={config['init_lora_weights']!r}, which changes the base, so its factors do not add up "
