@@ -11,6 +11,7 @@ import sys
 import time
 
 import covey.rewards as rewards
+from covey.rewards.contract import Total
 
 
 def length(completions, **kwargs):
@@ -21,6 +22,7 @@ def talkative(completions, log_extra, log_metric, **kwargs):
     print("x" * 200_000)  # noqa: T201 - what real reward functions do
     log_extra("length", [len(c) for c in completions])
     log_metric("longest", max(len(c) for c in completions))
+    log_metric("calls", Total(3, "here"))
     return (len(c) for c in completions)
 
 

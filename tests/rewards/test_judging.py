@@ -15,6 +15,8 @@ from covey.errors import ConfigError, DataError, RewardError
 from covey.rewards import JudgeReward, PairwiseJudgeReward, RewardSpec, Scorer, check, resolve
 from covey.rewards.builtin.chat_endpoint import ReplyCache, ReplyError
 from covey.rewards.builtin.judge_rewards import read_object
+from covey.runs.serialization import decode, encode
+from covey.types import merge_metrics
 from kit import group
 
 
@@ -386,6 +388,20 @@ def test_totals_are_those_of_the_end_of_a_step_and_no_mean_of_what_each_group_ha
     metrics = scorer.take_metrics()
     scorer.close()
     assert (metrics["judge/requests"].value, metrics["judge/prompt_tokens"].value) == (4.0, 400.0)
+
+
+def test_totals_of_several_judges_and_processes_add_up_step_after_step(serve):
+    server = serve(lambda messages, number: '{"score": 5, "winner": "tie"}')
+    ranks = [Scorer([judge(server), pairs(server)]), Scorer([judge(server)])]  # each process has judges of its own
+    for texts, total in ((["a", "bb"], 2 + 2 + 2), (["ccc", "dddd"], 2 * 6)):
+        for scorer in ranks:
+            scorer.score([group(texts, uid="0:0")])
+        merged = merge_metrics([scorer.take_metrics() for scorer in ranks])
+        assert merged["judge/requests"].value == len(server.bodies) == total
+    assert merge_metrics([merged, merged])["judge/requests"].value == total  # as over the steps of a window
+    assert decode(*encode(merged)) == merged  # a checkpoint holds them
+    for scorer in ranks:
+        scorer.close()
 
 
 def test_one_completion_that_cannot_be_judged_costs_only_itself(serve):

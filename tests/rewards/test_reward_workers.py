@@ -16,7 +16,7 @@ from covey.errors import RewardError
 from covey.rewards import RewardSpec, Scorer, resolve
 from covey.rewards.calling.workers import WorkerPool
 from covey.rewards.decorators import CallOptions
-from covey.types import Mean, Sum
+from covey.types import Mean, RunningTotal, Sum
 from forked import run
 from kit import group
 
@@ -59,7 +59,9 @@ def test_a_function_scores_in_another_process_and_what_it_logs_comes_along(score
     scored, scorer = score(apart(theirs.length), apart(theirs.talkative))
     assert scored.rewards.tolist() == [[1.0, 1.0], [2.0, 2.0]]
     assert scored.extras == {"length": [1, 2]}
-    assert scorer.take_metrics()["longest"] == Mean(2.0, 1)
+    metrics = scorer.take_metrics()
+    assert metrics["longest"] == Mean(2.0, 1)
+    assert metrics["calls"] == RunningTotal({"here": 3.0})
     assert len(pids(scorer)) == 2
     assert os.getpid() not in pids(scorer)
 

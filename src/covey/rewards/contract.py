@@ -163,7 +163,15 @@ def _turns(completion: Completion) -> list[dict[str, Any]]:
 
 
 class Total(float):
-    """A total that grows over the run, logged as it stands at the end of a step and not as a mean of its values."""
+    """A total that grows over the run, logged as the sum over the places that count and not as a mean of its values."""
+
+    place: str
+    """The counter and its process."""
+
+    def __new__(cls, value: float, place: str = "") -> Total:
+        total = super().__new__(cls, value)
+        total.place = place
+        return total
 
 
 @dataclass
@@ -185,9 +193,9 @@ class Logged:
         self.extras[str(column)] = [_showable(value) for value in listed]
 
     def metric(self, name: str, value: Any) -> None:
-        """Add a number to the step's metrics; several calls with one name are averaged, of a `Total` the largest stays."""
+        """Add a number to the step's metrics; several calls with one name are averaged, of a `Total` of one place the largest stays."""
         number = to_number(value, f"log_metric({name!r}, ...)")
-        self.metrics.append((str(name), Total(number) if isinstance(value, Total) else number))
+        self.metrics.append((str(name), Total(number, value.place) if isinstance(value, Total) else number))
 
 
 def _showable(value: Any) -> Any:

@@ -10,7 +10,7 @@ from covey.rewards.calling.deadline import DeadlineError
 from covey.rewards.calling.outcome import Outcome
 from covey.rewards.contract import Batch, Total
 from covey.rewards.raised import with_place
-from covey.types import Max, Mean, Metric, Sum, merge_metrics
+from covey.types import Mean, Metric, RunningTotal, Sum, merge_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ class Failures:
         self.names, self.limit, self.on_error = names, limit, on_error
         self.in_a_row = dict.fromkeys(names, 0)
         self.metrics: dict[str, Metric] = {}
+        self._totals: dict[str, Metric] = {}
         self.proven: set[str] = set()
         """Rewards that have answered at least once."""
         self._lost: dict[str, RewardError] = {}
@@ -58,8 +59,14 @@ class Failures:
             metrics |= {f"rewards/{name}/timeouts": Sum(late)} if late else {}
         if outcome.num_cached:
             metrics[f"rewards/{name}/cached"] = Mean(outcome.num_cached, len(outcome.scores))
-        logged = [{key: Max(value) if isinstance(value, Total) else Mean(value, 1)} for key, value in outcome.metrics]
-        self.metrics = merge_metrics([self.metrics, metrics, *logged])
+        logged = [{key: Mean(value, 1)} for key, value in outcome.metrics if not isinstance(value, Total)]
+        totals = [
+            {key: RunningTotal({value.place: float(value)})}
+            for key, value in outcome.metrics
+            if isinstance(value, Total)
+        ]
+        self._totals = merge_metrics([self._totals, *totals])  # all of the run's: a process that counted may have ended
+        self.metrics = merge_metrics([self.metrics, metrics, *logged]) | self._totals
         self.in_a_row[name] = self.in_a_row[name] + 1 if outcome.is_lost else 0
         if not outcome.is_lost:
             self.proven.add(name)

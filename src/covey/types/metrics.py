@@ -46,6 +46,26 @@ class Sum:
 
 
 @dataclass(frozen=True)
+class RunningTotal:
+    """A metric that grows over the run in several places: of each place the largest part, and their sum."""
+
+    parts: Mapping[str, float]
+    """Total so far by the place (a process) that counts it."""
+
+    def __add__(self, other: RunningTotal) -> RunningTotal:
+        return RunningTotal(
+            {
+                place: max(part.get(place, -math.inf) for part in (self.parts, other.parts))
+                for place in {**self.parts, **other.parts}
+            }
+        )
+
+    @property
+    def value(self) -> float:
+        return math.fsum(self.parts.values())
+
+
+@dataclass(frozen=True)
 class Max:
     """A metric whose largest part wins; NaN parts are left out."""
 
@@ -201,7 +221,7 @@ def _t_quantile(freedom: float) -> float:
     return z + first / d + second / d**2 + third / d**3
 
 
-Metric = Mean | Spread | Sum | Max | Min | Last | EffectiveSize | Bound
+Metric = Mean | Spread | Sum | RunningTotal | Max | Min | Last | EffectiveSize | Bound
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

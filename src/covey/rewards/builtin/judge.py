@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
@@ -46,6 +48,7 @@ class Judge:
     max_cost: float = math.inf
     cache: ReplyCache = field(default_factory=ReplyCache)
     spent: Spent = field(default_factory=Spent)
+    _id: str = field(default_factory=lambda: uuid.uuid4().hex, repr=False)
     _gate: Any = field(default=None, repr=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False)
     _failed: dict[str, tuple[float, Exception]] = field(default_factory=dict, repr=False)
@@ -126,10 +129,10 @@ class Judge:
         return reply
 
     def log(self, log_metric: Metrics | None) -> None:
-        """The totals so far, as metrics."""
+        """The totals of this process so far, as metrics."""
         if log_metric is not None:
             for name, value in vars(self.spent).items():
-                log_metric(f"judge/{name}", Total(value))
+                log_metric(f"judge/{name}", Total(value, f"{self._id}/{os.getpid()}"))
 
 
 def judge_of(options: Mapping[str, Any]) -> Judge:

@@ -18,7 +18,7 @@ from covey.rewards.adaptive_batches import portions_of
 from covey.rewards.calling.deadline import EventLoop, call_within
 from covey.rewards.calling.outcome import CircuitOpen, Outcome, evaluate
 from covey.rewards.calling.workers import WorkerPool, light_state
-from covey.rewards.contract import Batch, Logged, RewardSpec, arguments, is_async
+from covey.rewards.contract import Batch, Logged, RewardSpec, Total, arguments, is_async
 from covey.rewards.decorators import call_options_of
 from covey.rewards.surroundings import Surroundings
 from covey.types import Reward
@@ -171,7 +171,7 @@ def _in_worker(pool: WorkerPool, keywords: dict[str, Any], logged: Logged, limit
     for column, values in reply["extras"].items():
         logged.extra(column, values)
     for name, value in reply["metrics"]:
-        logged.metric(name, value)
+        logged.metric(name, Total(*value) if isinstance(value, list) else value)
     return reply["values"]
 
 

@@ -75,7 +75,7 @@ def _call(reward: Any, request: Mapping[str, Any], trace: BinaryIO) -> dict[str,
     if "log_extra" in request["logs"]:
         keywords["log_extra"] = lambda column, values: extras.__setitem__(str(column), [_plain(v) for v in values])
     if "log_metric" in request["logs"]:
-        keywords["log_metric"] = lambda name, value: metrics.append((str(name), _plain(value)))
+        keywords["log_metric"] = lambda name, value: metrics.append((str(name), _metric(value)))
     started = time.perf_counter()
     if request["seconds"] is not None:
         faulthandler.dump_traceback_later(0.9 * request["seconds"], file=trace)  # where it hangs, also in C
@@ -97,6 +97,12 @@ def _values(returned: Any, most: int | None) -> Any:
     if isinstance(returned, str | bytes | Mapping | Set) or not isinstance(returned, Iterable):
         return _plain(returned)
     return [_plain(value) for value in itertools.islice(returned, most)]  # it may never end
+
+
+def _metric(value: Any) -> Any:
+    """A number, or a `Total` as a list of the number and its place."""
+    place = getattr(value, "place", None)
+    return _plain(value) if place is None else [_plain(value), str(place)]
 
 
 def _plain(value: Any) -> Any:
