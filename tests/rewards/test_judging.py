@@ -350,6 +350,15 @@ def test_several_processes_may_share_a_cache(tmp_path):
     second.close()
 
 
+def test_replies_of_two_endpoints_are_kept_apart_in_one_cache(serve, tmp_path):
+    cache = str(tmp_path / "judge.sqlite")
+    mild, harsh = (serve(lambda messages, number, mark=mark: json.dumps({"score": mark})) for mark in (9, 1))
+    assert score(judge(mild, cache=cache), "abc") == [0.9]
+    assert score(judge(harsh, cache=cache), "abc") == [0.1]
+    assert score(JudgeReward(f"{harsh.url}/", "tiny", cache=cache), "abc") == [0.1]
+    assert len(harsh.bodies) == 1
+
+
 def test_tokens_and_cost_are_counted_and_bounded(serve):
     server = serve(by_length)
     reward = judge(server, price_in=1000.0, price_out=10_000.0, max_cost=0.3, concurrency=1)

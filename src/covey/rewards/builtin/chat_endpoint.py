@@ -94,7 +94,7 @@ class Endpoint:
             )
 
     def body(self, messages: Sequence[Message]) -> dict[str, Any]:
-        """The request body as JSON; also the key of the reply cache."""
+        """The request body as JSON."""
         shape = {"model": self.model, "temperature": self.temperature, "max_tokens": self.max_tokens}
         return {**shape, **self.extra, "messages": [dict(message) for message in messages]}
 

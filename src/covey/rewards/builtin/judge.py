@@ -89,8 +89,8 @@ class Judge:
             failure = self._failed.get(key)
         if failure is not None and time.monotonic() < failure[0]:
             raise failure[1]
-        body = self.endpoint.body(question)
-        remembered = self.cache.get(body)
+        request = {"url": self.endpoint.url.rstrip("/"), **self.endpoint.body(question)}
+        remembered = self.cache.get(request)
         if remembered is not None:
             with self._lock:
                 self.spent.remembered += 1
@@ -109,7 +109,7 @@ class Judge:
                     {"role": "user", "content": remark},
                 ]
                 continue
-            self.cache.put(body, reply.text)
+            self.cache.put(request, reply.text)
             return value
         raise ReplyError(f"the judge's reply could not be read {self.asks} times: {problem}")
 
