@@ -98,7 +98,7 @@ def test_a_run_that_does_not_fit_is_exit_code_1_and_is_told_what_would(capsys, m
     assert "asked of a run that fits" in said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cluster_lists_the_combinations_that_fit_with_the_options_of_each(tmp_path, capsys):
     tiny_model().config.save_pretrained(tmp_path)
     words = ["--model", str(tmp_path / "config.json"), "--cluster", "1x2xA100", "--async-rollouts", "true"]

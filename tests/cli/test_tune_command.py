@@ -279,7 +279,7 @@ def adapter_of(run):
     return (Path(run) / "model" / "adapter_model.safetensors").read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_trials_that_train_together_are_each_the_run_of_its_options_alone(place, capsys, monkeypatch):
     joined = joined_rows(monkeypatch)
     shape = ["--lora-r", 2, "--max-steps", 2, "--seed", 3, "--eval-steps", 2]

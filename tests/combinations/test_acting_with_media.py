@@ -58,7 +58,7 @@ def trained(way, folder, rows=None, kind="qwen2_5_vl", text="q", **made_of):
     return trainer, seen, asked
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", rest_nightly([*WAYS][1:], ["server"]))
 def test_a_model_that_looks_calls_its_tool_as_over_the_native_engine(way, tmp_path):
     native, expected, _ = trained("native", tmp_path / "native", tools=[add])

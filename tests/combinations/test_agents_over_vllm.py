@@ -72,7 +72,7 @@ def trained(way, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", rest_nightly([*WAYS][1:], ["server", "process ahead"]))
+@pytest.mark.parametrize("way", rest_nightly([*WAYS][1:], ["server"]))
 def test_an_agent_writes_as_over_the_native_engine(way, tmp_path):
     native, expected, _ = trained("native", tmp_path / "native")
     trainer, seen, prompts = trained(way, tmp_path / way)

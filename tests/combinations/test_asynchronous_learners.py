@@ -50,7 +50,7 @@ def test_worker_processes_write_ahead_for_two_learners_as_for_one(sharding, tmp_
     assert apart(tmp_path / "1", tmp_path / "2") < 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tools_are_called_in_worker_processes_ahead_of_two_learners_as_of_one(tmp_path):
     """Under DDP; under FSDP2 a server and an environment's workers write ahead."""
     options = {**AHEAD, "learning_rate": 0.02, "max_completion_length": 200}

@@ -76,7 +76,7 @@ def expect_equal(one, other, made_of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("made_of", ACTING)
+@pytest.mark.parametrize("made_of", rest_nightly(ACTING, ["tools", "agent"]))
 def test_two_processes_draw_as_the_synchronous_run(made_of, tmp_path):
     if made_of == "agent":
         pytest.importorskip("openai")
@@ -129,7 +129,7 @@ def test_a_worker_that_is_killed_is_replaced_and_its_episodes_begin_again(made_o
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"ema_decay": 0.5}], ids=["policy", "average"])
+@pytest.mark.parametrize("options", rest_nightly([{}, {"ema_decay": 0.5}], 1), ids=["policy", "average"])
 def test_an_evaluation_leaves_environments_of_what_is_ahead_alone(options, tmp_path):
     trainer, seen = started(
         tmp_path, "environment", async_rollouts=True, eval_strategy="steps", eval_steps=1, num_generations_eval=2,

@@ -59,7 +59,7 @@ def trainer_of(folder, model, processor, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", rest_nightly([*WAYS], ["native", "server"]))
+@pytest.mark.parametrize("way", rest_nightly([*WAYS], ["server"]))
 def test_a_run_learns_the_images_that_its_agent_shows(way, tmp_path, monkeypatch):
     from covey.learner import Policy
     from covey.rollout.agreement import plain_logprobs

@@ -119,7 +119,7 @@ def compared(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", rest_nightly([*WAYS], ["native", "server ahead"]))
+@pytest.mark.parametrize("way", rest_nightly([*WAYS], ["server ahead"]))
 def test_a_run_learns_the_images_of_its_tools_answers(way, tmp_path, compared):
     trainer, seen = trained(way, tmp_path)
     assert set(compared) == {(1, 2)}
@@ -165,7 +165,7 @@ def test_an_environment_and_an_adapter_learn_such_answers(tmp_path, compared):
     assert any(one.abs().max() > 0 for one in moved_parts)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("sharding", rest_nightly([{"fsdp": True}, {}], 1), ids=["fsdp2", "ddp"])
 def test_two_processes_train_such_answers_as_one(sharding, tmp_path):
     case = {"vlm": "qwen2_5_vl", "images": [1], "shown": True}

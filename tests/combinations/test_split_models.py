@@ -20,7 +20,7 @@ def examples(folder):
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("term", rest_nightly(TERMS, ["teacher"]))
 def test_a_split_model_learns_from_a_second_signal_as_a_whole_one(term, tmp_path):
     options = {"algorithm": TERMS[term](tmp_path)}
@@ -30,7 +30,7 @@ def test_a_split_model_learns_from_a_second_signal_as_a_whole_one(term, tmp_path
     assert apart(tmp_path / "1", tmp_path / "2") < 2e-6
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", rest_nightly(["qwen2_5_vl", "idefics3", "llava", "gemma3"], ["qwen2_5_vl"]))
 @pytest.mark.parametrize("images", rest_nightly([[2, 1], [1, 0]], 1), ids=["each prompt", "one prompt of two"])
 def test_a_split_model_reads_images_as_a_whole_one(kind, images, tmp_path):

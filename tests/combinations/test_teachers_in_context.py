@@ -17,7 +17,7 @@ TERMS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("term", rest_nightly(TERMS, 1))
 def test_a_teacher_teaches_as_in_one_process(term, tmp_path):
     with serving(policy(seed=7), tiny_tokenizer()) as (url, requests):

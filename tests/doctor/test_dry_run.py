@@ -188,7 +188,7 @@ def test_kernels_save_what_they_say(name, dtype, monkeypatch):
     assert (bytes_a_token(policy) - with_kernels) / 2 == pytest.approx(said, rel=0.15)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_whose_layers_read_the_ids_too_and_differ_in_their_keys_is_computed(tmp_path):
     shape = {
         "hidden_size": 32,
@@ -263,7 +263,7 @@ def test_live_bytes_are_those_of_storages_that_are_held():
         assert (live.now, live.peak) == (0, 4000)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_demo_needs_no_weights_and_the_words_end_with_the_peak(tmp_path):
     memory = predicted(options(tmp_path), model_config("demo", False))
     assert memory.peak > 0

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad att
     ("algorithm", "has_critic"),
     rest_nightly(
         [(alg.grpo(kl=alg.KL(coefficient=0.1)), False), (alg.ppo(critic_model="separate"), True), (alg.dapo(), False)],
-        2,
+        1,
     ),
 )
 def test_a_plan_and_a_run_count_the_same_bytes(algorithm, has_critic):

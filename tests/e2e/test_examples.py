@@ -17,7 +17,7 @@ from forked import run
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_trl_script_trains(tmp_path: Path) -> None:
     done = run(EXAMPLES / "trl_script.py", "demo", "2", cwd=tmp_path)
     assert done.returncode == 0, done.err

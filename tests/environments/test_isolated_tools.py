@@ -45,7 +45,7 @@ def film(seconds: int):
     return np.zeros((seconds, 30, 40, 3), np.uint8)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pixels_that_are_returned_end_the_run_as_they_do_without_isolation():
     runner = ToolRunner()
     try:

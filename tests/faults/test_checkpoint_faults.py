@@ -136,7 +136,7 @@ def test_files_reach_the_disk_before_the_name_that_makes_them_count(saver: Saver
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [2, 1], ids=["next", "same-step-again"])
+@pytest.mark.parametrize("step", rest_nightly([2, 1], 1), ids=["next", "same-step-again"])
 def test_a_save_killed_at_any_system_call_never_loses_a_checkpoint(saver: Saver, step: int, tmp_path: Path) -> None:
     counts: dict[str, int] = {}
     for line in calls_of_a_save(saver, tmp_path / "counted", step):

@@ -43,7 +43,7 @@ def expect_rank_1_named(both: Pair, folder: Path, said: str, bound: float) -> No
             marks=pytest.mark.nightly,
         ),
         pytest.param("raise", "failed with LookupError: there is no such answer", 30, 120, marks=pytest.mark.nightly),
-        ("stop", "has not been heard of for", 120, 10),
+        pytest.param("stop", "has not been heard of for", 120, 10, marks=pytest.mark.nightly),
         ("hang", "lives but did not come within", 120, 10),
     ],
 )

@@ -51,7 +51,7 @@ def trained_steps(run: Path) -> int:
 @pytest.mark.parametrize(
     "number, code",
     [
-        (signal.SIGINT, -signal.SIGINT),
+        pytest.param(signal.SIGINT, -signal.SIGINT, marks=pytest.mark.nightly),
         (signal.SIGTERM, 75),
         pytest.param(signal.SIGUSR1, 75, marks=pytest.mark.nightly),
     ],

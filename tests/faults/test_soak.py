@@ -21,11 +21,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     one.close()
 
 
-MARKS = {"kill -9": [pytest.mark.slow]}
-"""Others are nightly: each of them is met every day by a test of its own in this folder."""
-
-
-@pytest.mark.parametrize("fault", [pytest.param(name, marks=MARKS.get(name, [pytest.mark.nightly])) for name in FAULTS])
+@pytest.mark.nightly  # each fault is met every day by a test of its own in this folder
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_run_survives(fault: str, bench: Bench) -> None:
     outcome = FAULTS[fault](bench)
     assert outcome.survived, outcome.said

@@ -142,6 +142,7 @@ def test_a_run_goes_on_over_one_two_and_one_processes(pair):
     assert apart(last["weights"], unbroken["weights"]) <= 1e-4  # Adam takes the sign of what is all but zero
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_over_two_one_and_two_processes_with_the_same_prompts(pair):
     """The first two steps are those of the run that two processes do without a break."""
     (first, _), folder = pair

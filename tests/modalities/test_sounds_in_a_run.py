@@ -50,7 +50,7 @@ def trained(path, kind="qwen2_audio", steps=4, resume=None, **options):
     return trainer, heard
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:Completions of prompts with media are written by plain transformers")  # Gemma 3n
 @pytest.mark.parametrize(
     "kind", ["qwen2_audio", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("qwen2_5_omni", "gemma3n"))]

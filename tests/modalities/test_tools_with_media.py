@@ -130,7 +130,7 @@ def episodes(processor, tools=(add,)):
 @pytest.mark.parametrize(
     ("kind", "backend"),
     rest_nightly(
-        [("qwen2_audio", "auto"), ("idefics3", "transformers"), ("qwen2_5_vl", "auto"), ("gemma3n", "auto")], 2
+        [("qwen2_audio", "auto"), ("idefics3", "transformers"), ("qwen2_5_vl", "auto"), ("gemma3n", "auto")], 1
     ),
 )
 def test_a_model_that_looks_calls_a_tool_and_reads_the_answer(kind, backend):

@@ -81,12 +81,13 @@ def expect_linear(call, unit, end):
         )
 
 
+MARKS_OF = {"bleu": [pytest.mark.nightly], "accuracy_reward": [pytest.mark.slow]}
 UNITS = st.lists(st.sampled_from(MARKS), min_size=1, max_size=3).map("".join)
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in ("bleu", "accuracy_reward") else []) for name in READING],
+    [pytest.param(name, marks=MARKS_OF.get(name, [])) for name in READING],
 )
 @examples(6)
 @given(unit=UNITS, end=st.sampled_from(["", "x", "}", "\n", " 7"]))

@@ -71,7 +71,7 @@ def test_log_probabilities_equal_a_plain_forward_whatever_enters_and_leaves(kind
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", rest_nightly((8, 3), 1))
-@pytest.mark.parametrize("kind", ["minimax_m3_vl_text", "qwen4_exp_text"])
+@pytest.mark.parametrize("kind", rest_nightly(["minimax_m3_vl_text", "qwen4_exp_text"], 1))
 def test_completions_equal_those_of_generate(kind, rows):
     """Greedy by transformers' `generate` itself, drawn by the sampler over it: one prompt at a time and several, three of each."""
     model = built(kind)

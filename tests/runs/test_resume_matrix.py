@@ -18,7 +18,6 @@ HOLDS_STATE = (
     "algorithm: ppo",
     "optimizer: adamw_8bit",
     "schedule: cosine",
-    "adapter: rank-stabilised LoRA and a trained head",
     "in the middle of a rollout of 4 steps, used twice",
     "at the end of an epoch",
     "dropout",
@@ -30,12 +29,11 @@ HOLDS_STATE = (
     "the update guard's memory, roll-backs allowed",
     "a curriculum by what was learned",
     "rewards with running statistics",
-    "two processes",
     "averaged weights",
     "a teacher that is an average",
     "an ensemble, in the middle of a rollout of 4 steps",
 )
-"""One case for each thing that a checkpoint has to remember; all other cases run nightly."""
+"""One case for each thing that a checkpoint has to remember; all other cases run nightly. Two processes: `test_two_processes.py`."""
 assert {*QUICK, *HOLDS_STATE} <= CASES.keys()
 
 

@@ -86,15 +86,17 @@ def test_a_liar_that_takes_all_its_time_is_run_again_all_the_same(sandbox: Sandb
 
 
 @pytest.mark.slow
-def test_a_cheat_gets_0_raises_nothing_and_costs_its_siblings_nothing() -> None:
-    texts = [text for cheat in CHEATS.values() for text in (cheat, RIGHT)]
+@pytest.mark.parametrize("every", rest_nightly([12, 1], 1))
+def test_a_cheat_gets_0_raises_nothing_and_costs_its_siblings_nothing(every: int) -> None:
+    """Alone each is in the tests above; in CI every twelfth has a sibling."""
+    texts = [text for cheat in [*CHEATS.values()][::every] for text in (cheat, RIGHT)]
     prompt = Prompt(uid="0:0", text="Double it.", token_ids=(1,), columns={"tests": FORMS["plain"]})
     answers = tuple(Completion(token_ids=torch.tensor([5]), text=text, finish="stop") for text in texts)
     scorer = Scorer.of([Code(workers=2, timeout=2)])
     (scored,) = scorer.score([Group(prompt=prompt, completions=answers)])
     scorer.close()
     assert scored.rewards is not None
-    assert scored.rewards[:, 0].tolist() == [0.0, 1.0] * len(CHEATS)
+    assert scored.rewards[:, 0].tolist() == [0.0, 1.0] * (len(texts) // 2)
 
 
 SETUPS = {

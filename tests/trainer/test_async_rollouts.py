@@ -81,7 +81,7 @@ def test_a_teacher_by_token_teaches_rollouts_that_run_ahead(name: str, drawn_bef
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("role", rest_nightly(["sibling", "rescue", "baseline"], 2))
+@pytest.mark.parametrize("role", rest_nightly(["sibling", "rescue", "baseline"], 1))
 def test_members_of_an_ensemble_join_rollouts_that_run_ahead(role: str, tmp_path: Path) -> None:
     """Without staleness bit for bit as in the ordinary run; with it they join each rollout that is delivered."""
     runs = {}

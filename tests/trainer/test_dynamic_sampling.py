@@ -59,8 +59,8 @@ def test_without_it_nothing_more_is_drawn(tmp_path: Path):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"dynamic_sampling": 4}, marks=pytest.mark.slow),
-        pytest.param({"curriculum": "frontier"}, marks=pytest.mark.slow),
+        pytest.param({"dynamic_sampling": 4}, marks=pytest.mark.nightly),
+        pytest.param({"curriculum": "frontier"}, marks=pytest.mark.nightly),
         {"curriculum": "frontier", "dynamic_sampling": 2},
     ],
 )

@@ -165,7 +165,7 @@ def test_runs_of_any_name_are_shown_by_it(tmp_path: Path, served: Callable[..., 
         assert "'=1+1: reward" in client.ask("/api/values?run=%3D1%2B1&metric=reward")[2].decode()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_three_thousand_runs_are_listed(tmp_path: Path, served: Callable[..., Any]) -> None:
     for at in range(3000):
         (tmp_path / f"{at % 3}" / f"run-{at // 3}").mkdir(parents=True)

@@ -87,6 +87,7 @@ def test_runs_lie_over_each_other_and_a_tooltip_names_both(page: Any, address: s
     assert re.search(r"other: 1\.", tip.inner_text())
 
 
+@pytest.mark.nightly
 def test_smoothing_is_kept_in_the_address(page: Any, address: str) -> None:
     curves(page, address, "long")
     page.get_by_label("Smoothing").select_option("50")
@@ -133,6 +134,7 @@ def test_tokens_are_coloured_by_what_is_known_of_them(page: Any, address: str) -
     assert "kl" in page.locator(".token-facts").first.inner_text()
 
 
+@pytest.mark.nightly
 def test_every_stop_of_the_tab_key_can_be_seen_and_the_first_leads_past_the_links(page: Any, address: str) -> None:
     page.goto(f"{address}#rollouts?run=real")
     page.locator(".row").first.wait_for()
@@ -154,6 +156,7 @@ def test_every_stop_of_the_tab_key_can_be_seen_and_the_first_leads_past_the_link
     assert "#rollouts" in page.url
 
 
+@pytest.mark.nightly
 def test_pages_and_groups_are_reached_by_keys(page: Any, address: str) -> None:
     page.goto(f"{address}#runs")
     page.get_by_role("link", name="real").wait_for()
@@ -175,6 +178,7 @@ def test_pages_and_groups_are_reached_by_keys(page: Any, address: str) -> None:
     assert page.evaluate("document.activeElement.type") == "search"
 
 
+@pytest.mark.nightly
 def test_on_a_phone_a_title_stands_above_its_plot(browser: Any, address: str) -> None:
     page = browser.new_page(viewport={"width": 390, "height": 844})
     curves(page, address, "real")
@@ -185,6 +189,7 @@ def test_on_a_phone_a_title_stands_above_its_plot(browser: Any, address: str) ->
     page.close()
 
 
+@pytest.mark.nightly
 def test_a_finger_sideways_over_a_plot_shows_that_stretch_and_a_double_tap_all(browser: Any, address: str) -> None:
     context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
     page = context.new_page()
@@ -225,6 +230,7 @@ def test_a_page_that_is_open_follows_a_run_that_grows(page: Any, tmp_path: Path,
         page.goto("about:blank")
 
 
+@pytest.mark.nightly
 def test_a_plot_is_saved_as_a_picture(page: Any, address: str) -> None:
     curves(page, address, "long")
     with page.expect_download() as saved:

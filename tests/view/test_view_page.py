@@ -88,6 +88,7 @@ def test_completions_are_searched_and_filtered(page: Any) -> None:
     page.get_by_text("group 0").first.wait_for(state="detached")
 
 
+@pytest.mark.nightly
 def test_differences_between_runs_are_listed(page: Any) -> None:
     for place in range(2):
         page.locator("table input[type=checkbox]").nth(place).check()
@@ -132,6 +133,7 @@ def test_the_page_fits_a_phone_and_the_dark(browser: Any, address: str) -> None:
     page.close()
 
 
+@pytest.mark.nightly
 def test_the_rollouts_open_on_the_group_that_tells_most(page: Any) -> None:
     go(page, "Rollouts")
     page.wait_for_function("() => location.hash.includes('group=')")
@@ -139,6 +141,7 @@ def test_the_rollouts_open_on_the_group_that_tells_most(page: Any) -> None:
     page.get_by_text("#3", exact=True).wait_for()
 
 
+@pytest.mark.nightly
 def test_columns_are_chosen_sorted_and_grouped(page: Any) -> None:
     go(page, "Runs")
     page.locator("summary", has_text="Columns").click()
@@ -153,6 +156,7 @@ def test_columns_are_chosen_sorted_and_grouped(page: Any) -> None:
     assert page.locator("th[aria-sort=descending]").inner_text() == "state"
 
 
+@pytest.mark.nightly
 def test_tags_and_notes_are_kept_in_the_browser(page: Any) -> None:
     go(page, "Runs")
     field = page.locator("input.note").first
@@ -177,6 +181,7 @@ def test_a_run_has_a_sentence_on_top_and_its_alerts_above_the_charts(page: Any) 
     assert tops == sorted(tops)
 
 
+@pytest.mark.nightly
 def test_the_axis_of_values_can_be_set(page: Any) -> None:
     go(page, "Curves")
     page.locator("canvas").first.wait_for()

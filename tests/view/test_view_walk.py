@@ -122,6 +122,7 @@ def page(blank: Any) -> Any:
     blank.wrong = [said for said in blank.wrong if "422" not in said and "404" not in said]  # what a bad run answers
 
 
+@pytest.mark.nightly
 def test_the_dialog_of_keys_names_them(page: Any, address: str) -> None:
     go(page, address, "runs")
     page.keyboard.press("?")
@@ -150,6 +151,7 @@ def test_held_out_curves_and_each_reward_are_drawn_at_first(page: Any, address: 
     assert re.search(r"seed-0: 0\.5\d* \(.+ to .+\)", figure.locator(".tip").inner_text())
 
 
+@pytest.mark.nightly
 def test_small_numbers_on_an_axis_differ(page: Any, address: str) -> None:
     go(page, address, "runs")
     for places in (
@@ -164,6 +166,7 @@ def test_small_numbers_on_an_axis_differ(page: Any, address: str) -> None:
         assert len(set(texts)) == len(places), texts
 
 
+@pytest.mark.nightly
 def test_an_open_first_bin_says_where_it_ends(page: Any, address: str) -> None:
     go(page, address, "runs")
     marks = "async (edges) => (await import('/heat.js')).begins(edges)"
@@ -180,6 +183,7 @@ def ink(page: Any, colour: str, metric: str = "reward") -> int:
         return count; }""", [metric, [int(colour[at : at + 2], 16) for at in (1, 3, 5)]]))  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_a_press_on_the_legend_hides_a_run_and_its_alerts(page: Any, address: str) -> None:
     go(page, address, "curves", "seed-0", "seed-2")
     colour = page.evaluate("async () => (await import('/state.js')).colourOf('seed-2')")
@@ -251,6 +255,7 @@ def test_all_values_are_saved_as_csv_and_a_picture_with_title_and_legend(page: A
     assert int.from_bytes(content[20:24], "big") >= height + 40  # a title above, a legend below
 
 
+@pytest.mark.nightly
 def test_identical_completions_are_folded_and_two_are_compared(page: Any, address: str) -> None:
     go(page, address, "rollouts", "seed-0", more="&step=10&group=0")
     page.locator(".completion").first.wait_for()
@@ -281,6 +286,7 @@ def test_on_a_phone_every_value_of_facts_and_every_column_of_runs_is_in_sight(br
     page.close()
 
 
+@pytest.mark.nightly
 def test_on_a_phone_words_of_figures_are_whole_filters_make_way_and_a_tap_tells_a_value(
     browser: Any, address: str
 ) -> None:
@@ -321,6 +327,7 @@ CONTRAST = """() => { const light = (text) => { const [r, g, b] = text.match(/[\
     return bad; }"""
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("scheme", rest_nightly(["light", "dark"], 1))
 def test_text_and_the_borders_of_controls_have_enough_contrast(scheme: str, browser: Any, address: str) -> None:
     page = browser.new_page(viewport={"width": 1300, "height": 900}, color_scheme=scheme)

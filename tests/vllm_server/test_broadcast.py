@@ -337,7 +337,7 @@ sys.exit(71)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ENDINGS)
+@pytest.mark.parametrize("what", rest_nightly(ENDINGS, ["a collective that has begun"]))
 def test_a_process_that_ends_within_leaves_with_its_own_exit_code(what):
     script = TWO_ENDS + ENDINGS[what]
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)

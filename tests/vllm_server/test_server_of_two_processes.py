@@ -46,7 +46,7 @@ def until(look, seconds=200.0):
 @pytest.mark.parametrize(
     "asked, evaluates",
     [
-        (0, "no"),
+        pytest.param(0, "no", marks=pytest.mark.nightly),
         (1, "steps"),
         pytest.param(1, "no", marks=pytest.mark.nightly),
         pytest.param(0, "steps", marks=pytest.mark.nightly),
