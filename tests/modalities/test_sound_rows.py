@@ -258,6 +258,37 @@ def test_paths_in_a_file_are_relative_to_it_and_a_broken_one_is_named(tmp_path, 
         stream.take(1)
 
 
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("nowhere.wav", "nowhere.wav cannot be read: No such file or directory."),
+        ("empty.wav", " is a file of 0 bytes; mend or remove it."),
+        ("folder.wav", "folder.wav is a folder, where a file is wanted."),
+    ],
+)
+@pytest.mark.parametrize("form", ["path", "list", "feature", "bytes"])
+def test_a_file_that_is_not_there_is_named_before_the_first_row_is_drawn(tmp_path, name, sentence, form, processor):
+    needs_soundfile()
+    good = str(write_wav(tmp_path / "a.wav", tone(440)))
+    (tmp_path / "empty.wav").touch()
+    (tmp_path / "folder.wav").mkdir()
+    values = [good, None, good, str(tmp_path / name)]
+    column = "audios" if form == "list" else "audio"
+    if form == "list":
+        values = [value if value is None else [good, value] for value in values]
+    if form == "bytes":
+        values = [None if value is None else {"bytes": None, "path": value} for value in values]
+        values[0] = {"bytes": (tmp_path / "a.wav").read_bytes(), "path": "no longer there.wav"}
+    table = datasets.Dataset.from_dict({"prompt": [ask("Which?")] * 4, column: values})
+    if form == "feature":
+        table = table.cast_column("audio", datasets.Audio(decode=False))
+    PromptStream(table.select(range(3)), processor.tokenizer, processor=processor)
+    with pytest.raises(DataError) as error:
+        PromptStream(table, processor.tokenizer, processor=processor)
+    assert str(error.value).startswith("Row 3 (counting from 0) of the data set: its sound")
+    assert str(error.value).endswith(sentence)
+
+
 def test_columns_of_datasets_audio_are_decoded_without_torchcodec(tmp_path, processor):
     needs_soundfile()
     path = write_wav(tmp_path / "a.wav", tone(440))

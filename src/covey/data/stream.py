@@ -9,10 +9,12 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, Literal
 
+import datasets
+
 from covey.data.checks import first_prompts, row_at, row_of
 from covey.data.curriculum import order_of
 from covey.data.live.dataset import LiveDataset
-from covey.data.media import MEDIA_COLUMNS, has_media, media_digest
+from covey.data.media import MEDIA_COLUMNS, expect_files, has_media, media_digest
 from covey.data.order import Order, Outcome
 from covey.data.prompts import to_prompt
 from covey.data.together import Together, question_of
@@ -241,14 +243,18 @@ class PromptStream:
         """Encode the rows that could be too long, or hold an id without embedding, before any work is spent.
 
         Of rows with images, sounds or videos only the first is: the others are measured when they are drawn, for each takes its time.
+        The files that the others name are looked for.
         """
-        if set(MEDIA_COLUMNS) & set(getattr(self._dataset, "column_names", None) or ()) and len(self._dataset):
+        count = min(len(self._dataset), _FIRST_CHECK_ROWS)
+        if set(MEDIA_COLUMNS) & set(getattr(self._dataset, "column_names", None) or ()) and count:
             self._prompt("0:0", row_at(self._dataset, 0, self.name))
+            if isinstance(self._dataset, datasets.Dataset):
+                expect_files(self._dataset, count, lambda index: row_of(index, self.name))
         limit = self.max_prompt_length if self.on_too_long == "error" else None
         beyond, engine = tokens_beyond(self.tokenizer, self.num_embeddings), self.engine
         if limit is None and not beyond and engine is None:
             return
-        count, template = min(len(self._dataset), _FIRST_CHECK_ROWS), str(self.template)
+        template = str(self.template)
         for index, (prompt, options) in enumerate(first_prompts(self._dataset, count, self.name)):
             most = _most_tokens(prompt, f"{template}{options}")
             is_long = limit is not None and most > limit

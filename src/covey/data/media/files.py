@@ -2,17 +2,23 @@
 
 import base64
 import binascii
+import os
 import re
-from collections.abc import Mapping
+import stat
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from covey.data.media.kinds import MEDIA_COLUMNS, Kind
+import pyarrow
+import pyarrow.compute as compute
+
+from covey.data.media.kinds import KINDS, MEDIA_COLUMNS, Kind
 from covey.errors import DataError
 from covey.files.bounded import read_bytes
 
 _MOST_BYTES = 64 << 20
 """Most bytes of one file."""
+_BATCH = 1000
 
 
 def content_of(value: Any, kind: Kind, where: str) -> Any:
@@ -47,6 +53,43 @@ def _read(text: str, kind: Kind, where: str) -> bytes:
         return read_bytes(text, _MOST_BYTES, DataError)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
+
+
+def expect_files(dataset: Any, num_rows: int, where: Callable[[int], str]) -> None:
+    """Raise DataError for the first path in a media column that leads to no file, a folder, or a file of no or too many bytes.
+
+    Files are not read, so their content may still be damaged. `where`: name of a row in the sentence.
+    """
+    present = set(dataset.column_names or ())
+    for kind, column in ((each, name) for each in KINDS for name in each.columns if name in present):
+        table = dataset.select_columns([column]).with_format("arrow")
+        for start in range(0, num_rows, _BATCH):
+            values = table[start : min(start + _BATCH, num_rows)][column]
+            for row, path in _paths(values.combine_chunks()):
+                if path is not None and not path.startswith("data:") and _is_unfit(path):
+                    content_of(path, kind, f"{where(start + row)}: its {kind.noun}")
+
+
+def _paths(values: Any) -> Iterator[tuple[int, str | None]]:
+    """Row and path of each item, or None where its bytes are in the table."""
+    rows = pyarrow.array(range(len(values)))
+    while pyarrow.types.is_list(values.type) or pyarrow.types.is_large_list(values.type):
+        rows, values = rows.take(compute.list_parent_indices(values)), compute.list_flatten(values)
+    if pyarrow.types.is_struct(values.type) and {"bytes", "path"} <= {field.name for field in values.type}:
+        in_table = compute.is_valid(values.field("bytes"))
+        values = compute.if_else(in_table, None, values.field("path"))
+    if not (pyarrow.types.is_string(values.type) or pyarrow.types.is_large_string(values.type)):
+        return iter(())
+    return zip(rows.to_pylist(), values.to_pylist(), strict=True)
+
+
+def _is_unfit(path: str) -> bool:
+    try:
+        status = os.stat(os.path.expanduser(path))  # a Path takes ten times as long
+    except (OSError, ValueError):
+        return True
+    is_short = stat.S_ISREG(status.st_mode) and not 0 < status.st_size <= _MOST_BYTES
+    return is_short or stat.S_ISDIR(status.st_mode)
 
 
 def undecoded(dataset: Any) -> Any:
