@@ -49,6 +49,13 @@ def test_an_adapter_of_another_name_is_resumed_bit_for_bit(tmp_path: Path) -> No
     assert all(torch.equal(theirs[name], value) for name, value in whole.model.named_parameters())
 
 
+def test_the_speed_of_a_resumed_run_counts_its_own_steps(tmp_path: Path) -> None:
+    trainer(tmp_path).train()
+    metrics = trainer(tmp_path, max_steps=3).train(str(tmp_path / "checkpoint-2")).metrics
+    assert round(metrics["train_steps_per_second"] * metrics["train_runtime"]) == 1
+    assert round(metrics["train_samples_per_second"] * metrics["train_runtime"]) == 2
+
+
 def of_two_types() -> Any:
     """Weights of bfloat16 with norms of float32, as libraries leave them that keep the norms exact."""
     model = tiny_model().to(torch.bfloat16)

@@ -103,6 +103,8 @@ class Session:
     latest: TrainState = field(default_factory=TrainState)
     """State after the last complete step, for an emergency checkpoint."""
     started: float = field(default_factory=time.perf_counter)
+    num_steps: int = 0
+    """Steps since then, without those before a resume and with those that a rollback repeats."""
     is_epoch_stop_named: bool = False
     """True once a callback that ends an epoch early was warned that epochs are not ended."""
     flos_per_token: float = 0.0
@@ -137,7 +139,7 @@ class Session:
         self.latest = state
         self.trainer_state.global_step = state.step
         self._count(state)
-        self.started = time.perf_counter()
+        self.started, self.num_steps = time.perf_counter(), 0
         self._call("on_train_begin")
         self._call("on_epoch_begin")
         if state.is_evaluation_due or (self.args.eval_on_start and state.step == 0):
@@ -151,6 +153,7 @@ class Session:
         report = self.monitor.with_update(report)
         epoch_before = math.floor((state.step - 1) / self.steps_per_epoch + 1e-9)
         self.latest = state
+        self.num_steps += 1
         self.trainer_state.global_step = state.step
         self.trainer_state.epoch = state.step / self.steps_per_epoch
         self._count(state)
@@ -189,8 +192,8 @@ class Session:
         seconds = time.perf_counter() - self.started
         summary = {
             "train_runtime": round(seconds, 4),
-            "train_samples_per_second": round(self.samples_seen(state) / seconds, 3),
-            "train_steps_per_second": round(state.step / seconds, 3),
+            "train_samples_per_second": round(self.num_steps * self.completions_per_step / seconds, 3),
+            "train_steps_per_second": round(self.num_steps / seconds, 3),
             "total_flos": self.trainer_state.total_flos,
             "train_loss": self.total_loss / max(state.step, 1),
         }
@@ -220,10 +223,10 @@ class Session:
         finally:
             self.recorder.close("failed")
 
-    def samples_seen(self, state: TrainState) -> float:
-        """Number of completions trained on."""
-        per_step = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        return float(state.step * per_step)
+    @property
+    def completions_per_step(self) -> int:
+        args = self.args
+        return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Metrics collected for the next log entry."""
