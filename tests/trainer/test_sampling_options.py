@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 
 from covey import GRPOConfig, GRPOTrainer
+from covey import algorithms as alg
 from covey.rollout import NativeSampler
 from kit import rest_nightly, tiny_model, tiny_tokenizer
 
@@ -68,3 +69,12 @@ def test_an_evaluation_fills_the_sampler_whatever_its_batch_size(tmp_path, monke
         assert one["eval_policy_loss"] == pytest.approx(one["eval_loss"], abs=1e-7)
     for other in numbers[1:]:
         assert other == pytest.approx(numbers[0], nan_ok=True)
+
+
+def test_a_short_last_batch_of_an_evaluation_counts_by_its_completions(tmp_path):
+    bonus = alg.grpo().replace(regularizers=alg.entropy_bonus(1.0))  # its loss is a mean over completions
+    options = {"algorithm": bonus}
+    whole, parts = (
+        trainer_of(tmp_path / str(size), per_device_eval_batch_size=size, **options).evaluate() for size in (48, 40)
+    )
+    assert parts["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-5)

@@ -50,7 +50,7 @@ _ACTING: Mapping[str, Mapping[str, Option]] = {
         "eval_delay": Option("Steps or epochs before the first evaluation.", at_least=0, is_optional=True),
         "eval_on_start": Option("Evaluate before the first step."),
         "per_device_eval_batch_size": Option(
-            "Completions whose loss is computed at a time on each device in evaluation. `eval_loss` is the mean over these batches.",
+            "Completions whose loss is computed at a time on each device in evaluation. `eval_loss` is the mean over these batches, each by its completions.",
             at_least=1,
             is_whole=True,
         ),

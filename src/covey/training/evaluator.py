@@ -29,7 +29,7 @@ from covey.training.credit import completion_metrics, with_advantages
 from covey.training.drawing import Draws
 from covey.training.parts import Parts
 from covey.training.state import LOSSES
-from covey.types import Group, Metric, merge_metrics
+from covey.types import Group, Mean, Metric, merge_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Evaluator:
             groups = self.learner.annotate(groups, algorithm)
             scaled = self.scorer.combiner(groups, learn=False)
             groups = with_advantages(groups, algorithm, self.scorer.weights, scaled)
-            losses = self.learner.loss(groups, algorithm)
+            losses = _by_completion(self.learner.loss(groups, algorithm), sum(group.size for group in groups))
             scales = self.scorer.observe(groups)
             rewards = reward_metrics(groups, self.scorer.names, self.scorer.weights, scales)
             sliced = self.slices(groups, self.scorer.weights, scales)
@@ -109,13 +109,17 @@ class Evaluator:
     ) -> dict[str, float]:
         named = {}
         for name, metric in sorted(metrics.items()):
-            value = metric.value / turns if name in LOSSES else metric.value
-            if not math.isnan(value):
-                named[f"{prefix}_{name}"] = float(value)
+            if not math.isnan(metric.value):
+                named[f"{prefix}_{name}"] = float(metric.value)
         named[f"{prefix}_runtime"] = round(seconds, 4)
         named[f"{prefix}_samples_per_second"] = round(count * self.num_generations / seconds, 3)
         named[f"{prefix}_steps_per_second"] = round(turns / seconds, 3)
         return named
+
+
+def _by_completion(metrics: Mapping[str, Metric], count: int) -> dict[str, Metric]:
+    """The metrics of a batch, its losses as means over its completions, as transformers averages `eval_loss` over rows."""
+    return {name: Mean(metric.value * count, count) if name in LOSSES else metric for name, metric in metrics.items()}
 
 
 logger = logging.getLogger(__name__)
