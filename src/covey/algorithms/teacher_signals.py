@@ -225,9 +225,8 @@ class GatedDistill:
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         gap = teacher_gap(tokens, "current")
-        toward = (gap + tokens.logp.detach() - tokens.logp) * reached(
-            tokens
-        )  # gap in value, with the policy's gradient
+        # gap in value, with the policy's gradient
+        toward = (gap + tokens.logp.detach() - tokens.logp) * reached(tokens)
         return current(self.weight) * (self.beta * gap).sigmoid() * toward
 
     def metrics(self, tokens: TokenBatch) -> Mapping[str, Tensor]:

@@ -30,9 +30,8 @@ _JSON_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
 def read_bytes(path: str | Path, most: int = MOST_BYTES, error: type[CoveyError] = ConfigError) -> bytes:
     """The content of a file or a pipe. Raises `error` for one that is longer than `most`, silent, or cannot be read."""
     try:
-        descriptor = os.open(
-            Path(path).expanduser(), os.O_RDONLY | os.O_NONBLOCK
-        )  # a pipe without a writer ends at once
+        # a pipe without a writer ends at once
+        descriptor = os.open(Path(path).expanduser(), os.O_RDONLY | os.O_NONBLOCK)
     except (OSError, ValueError, RuntimeError) as why:
         raise error(f"{path} cannot be read: {getattr(why, 'strerror', None) or why}.") from why
     parts, size = [], 0

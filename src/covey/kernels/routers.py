@@ -140,9 +140,8 @@ def find_routers(model: nn.Module, run: Callable[[Tensor], Any]) -> Routers | No
         return None
     count = next(count for count in range(5, 100) if count not in counts)
     weight = next(model.parameters())
-    tokens = torch.arange(3, 3 + count, device=weight.device)[
-        None
-    ]  # the first ids are often padding, whose embedding is zero
+    # the first ids are often padding, whose embedding is zero
+    tokens = torch.arange(3, 3 + count, device=weight.device)[None]
     name = type(model).__name__
     calls = _calls_of(run, counts, tokens)
     if not calls:

@@ -358,9 +358,8 @@ class Learner:
         if scaler is not None:
             scaler.unscale_(self.optimizer)
         trained = [self.policy.parameters(), self.critic.parameters()]
-        norms = [
-            total_norm([p.grad for p in part if p.grad is not None], self.world) for part in trained
-        ]  # clipped separately, so that a critic's error never scales the policy's step
+        # clipped separately, so that a critic's error never scales the policy's step
+        norms = [total_norm([p.grad for p in part if p.grad is not None], self.world) for part in trained]
         norm = norms[0]
         if trained[1]:
             metrics["value_grad_norm"] = Last(norms[1])

@@ -254,9 +254,8 @@ def compared(
         mine = head.logits(rows)
         with torch.no_grad():
             theirs = other.head.logits(other_rows).to(mine.dtype)
-            width = min(
-                mine.shape[-1], theirs.shape[-1]
-            )  # models of one family pad their embeddings to different sizes
+            # models of one family pad their embeddings to different sizes
+            width = min(mine.shape[-1], theirs.shape[-1])
             theirs = torch.log_softmax(theirs[:, :width] / temperature, -1)
             drawn = theirs.gather(-1, row_targets.clamp(max=width - 1)[:, None]).squeeze(-1)
         logp, k = torch.log_softmax(mine[:, :width] / temperature, -1), other.overlap_k

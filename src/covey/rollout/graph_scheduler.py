@@ -153,10 +153,8 @@ class GraphScheduler(Scheduler):
             TritonDecode.draw_into(self._row_state(rows), logits, seen=seen, **kernel_options(self.params))
             return
         row, live = self.rows[:, :rows], self.live[:rows]
-        output_row, written = (
-            torch.where(live, row[OUTPUT_ROW], self.no_output),
-            row[WRITTEN] * live,
-        )  # a Python 0 would be copied from the host
+        written = row[WRITTEN] * live
+        output_row = torch.where(live, row[OUTPUT_ROW], self.no_output)  # a Python 0 would be copied from the host
         uniforms = self.uniforms[output_row, written]
         drawn: Draw = draw(logits, uniforms, self.params, seen=seen, in_place=True)
         tokens, logprobs = drawn.tokens, drawn.logprobs

@@ -77,10 +77,7 @@ class KVCache:
         self.step_column = 0
         self.of_prompts, self.of_rows = dict[Hashable, Tensor](), dict[Hashable, Tensor]()  # see KeyBias
         self.windows = {layer.window for layer in layers if layer.window is not None}
-        self.reach, self.in_window = (
-            0,
-            dict[Window, KeyBias](),
-        )  # positions of the longest text, and biases, of this step
+        self.reach, self.in_window = 0, dict[Window, KeyBias]()  # of this step: longest text's positions, biases
         self.owners: list[int] = []  # the prompt slot of each row
         self._row_map: RowMap | None = None
         self._padded_owners: Tensor | None = None

@@ -245,9 +245,8 @@ class Served:
 
     def _ask(self, turns: Sequence[Turn]) -> Sequence[Reply]:
         """Replies of the training process's environment."""
-        plain = [
-            replace(turn, prompt=replace(turn.prompt, media=None)) for turn in turns
-        ]  # its pixels are there already
+        # its pixels are there already
+        plain = [replace(turn, prompt=replace(turn.prompt, media=None)) for turn in turns]
         self.line.send(("turns", _sendable(plain)))
         while self.replies is None:
             self._receive()

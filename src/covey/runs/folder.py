@@ -137,9 +137,8 @@ class RunFolder:
         run_json["parent"] = run_json.get("parent") or self._parent()
         if self._saved:
             run_json[SAVED] = {place: step if step <= self._step else -1 for place, step in self._saved.items()}
-        earlier = [
-            {"state": "died", **earlier_attempt} for earlier_attempt in (before or {}).get("attempts", [])
-        ]  # who ended well said so
+        # who ended well said so
+        earlier = [{"state": "died", **earlier_attempt} for earlier_attempt in (before or {}).get("attempts", [])]
         run_json["attempts"] = [*earlier, attempt]
         run_json |= {"state": "running", "step": self._step}
         self._try("run.json", lambda: manifest.write(self.path / manifest.NAME, run_json))

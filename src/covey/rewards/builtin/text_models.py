@@ -214,10 +214,7 @@ class FluencyReward:
         scores = [0.0] * len(parts)
         for i, logps in zip(held, self.frozen.run(rows, _next_logps), strict=True):
             before, completion_ids = parts[i]
-            start, stop = (
-                max(len(before), 1),
-                len(before) + len(completion_ids),
-            )  # the very first token has no probability
+            start, stop = max(len(before), 1), len(before) + len(completion_ids)  # the very first has no probability
             probable = math.exp(float(logps[start - 1 : stop - 1].mean()))
             scores[i] = min(1.0, probable / self.enough) if self.enough else probable
         return scores

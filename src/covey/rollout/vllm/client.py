@@ -199,9 +199,7 @@ class Client:
         try:
             with self._connected(until) as connection:
                 connection.request(method, where, sent, header_fields)
-                with (
-                    connection.getresponse() as response
-                ):  # its socket is open until it is closed, or collected as garbage
+                with connection.getresponse() as response:  # else its socket would stay open
                     content = _read(connection, response, until)
         except TimeoutError as error:
             raise NoAnswerError(f"{what} did not answer within {seconds:g} seconds.") from error
