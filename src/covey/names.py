@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import numbers
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -113,14 +114,24 @@ def _load_module(where: str, kind: str, path: str) -> Any:
         raise
 
 
-_YES_OR_NO = ("bool", "bool | None", str(bool))  # annotations are text here, and types in transformers
+_PLAIN = {f"{kind}{none}": kind for kind in ("bool", "int", "float") for none in ("", " | None")}
+"""Types of options that are checked by their annotation, which is text here; in transformers they are types."""
 
 
-def refuse_text_for_yes(config: Any) -> None:
-    """Raise ConfigError for text in a field of True or False, of a dataclass: "no" would count as yes."""
+def refuse_other_types(config: Any) -> None:
+    """Raise ConfigError for a field of a dataclass whose value is no number, no whole number, or not True or False: "no" would count as yes."""
     declared: dict[str, Any] = {}  # not `field.type`, which transformers' HfArgumentParser changes in place
-    for kind in reversed(type(config).__mro__):
-        declared |= inspect.get_annotations(kind)
-    for name in (field.name for field in fields(config)):
-        if str(declared.get(name)) in _YES_OR_NO and isinstance(getattr(config, name), str):
-            raise ConfigError(f"{name}={getattr(config, name)!r} must be True or False, not text.")
+    for owner in reversed(type(config).__mro__):
+        declared |= inspect.get_annotations(owner)
+    for field in fields(config):
+        value, kind = getattr(config, field.name), declared.get(field.name)
+        plain = _PLAIN.get(str(getattr(kind, "__name__", kind)))
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value
+        if plain is None or value is None or value == field.default:
+            continue
+        if plain == "bool" and not (isinstance(value, bool) or (is_number and value in (0, 1))):
+            more = ", not text" if isinstance(value, str) else ""
+            raise ConfigError(f"{field.name}={value!r} must be True or False{more}.")
+        if plain != "bool" and not (is_number and (plain == "float" or value % 1 == 0)):
+            whole = "a whole number" if is_number else "a number"
+            raise ConfigError(f"{field.name}={value!r} must be {whole}.")

@@ -16,7 +16,7 @@ from covey.config.fields import Options
 from covey.config.parallelism import expect_processes, settle_parallelism
 from covey.config.sharding import settle_sharding, split_by_covey
 from covey.errors import ArgumentTypeError, ConfigError, did_you_mean
-from covey.names import refuse_text_for_yes
+from covey.names import refuse_other_types
 from covey.process.lean import TrainingArguments
 from covey.process.world import is_on_cpu_with_others, join, starting_on_a_free_port
 
@@ -78,8 +78,8 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
         checks.refuse_unsupported(changed)
         checks.refuse_bad_factories(self)
         checks.normalize(self)
-        refuse_text_for_yes(self)
         checks.refuse_bad_values(self)
+        refuse_other_types(self)
         checks.refuse_contradictions(self, changed)
         checks.warn_of_levels(self)
         checks.settle_precision(self)
@@ -109,13 +109,7 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
         try:
             with split_by_covey(self):
                 super().__post_init__()
-        except (
-            ValueError,
-            TypeError,
-            AttributeError,
-            LookupError,
-            OSError,
-        ) as error:  # transformers', for its own options
+        except (ValueError, TypeError, AttributeError, LookupError, OSError) as error:  # for its own options
             raise ConfigError(str(error)) from error
         vars(self).update(hidden)
 
