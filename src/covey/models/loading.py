@@ -160,12 +160,12 @@ def auto_class(source: str, trust_remote_code: bool = False, init_kwargs: Mappin
 def as_model_errors(name: Any, kwargs: Mapping[str, Any] | None = None) -> Iterator[None]:
     """Context manager: hub requests get time limits, and exceptions of transformers about a folder's files become ModelErrors.
 
-    Out-of-memory errors, and errors of Covey or the machine rather than of the files, pass unchanged.
+    So do missing packages that a model's code needs. Out-of-memory errors, and errors of Covey itself, pass unchanged.
     """
     with bounded_hub(str(name)) as is_reachable:
         try:
             yield
-        except (CoveyError, MemoryError, torch.OutOfMemoryError, ImportError):
+        except (CoveyError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             if is_out_of_memory(error):
@@ -272,6 +272,8 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if "trust_remote_code" in str(error):
         return "it comes with Python code of its own; read that code, and allow it with trust_remote_code=True"
+    if lines and lines[0].endswith(":"):  # such as a missing package, and the command that installs it
+        return " ".join(lines[:2])
     return lines[0] if lines else type(error).__name__
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import CoveyError, ModelError
+from covey.files.bounded import read_json
 from covey.files.hub import bounded_hub, hub_options
 from covey.models.loading import first_line, load_tokenizer, resolve_source
 from covey.models.passes import reads_media
@@ -35,7 +36,7 @@ def load_processing(
     except CoveyError:
         raise
     except Exception as error:
-        if isinstance(error, ImportError) and "VideoProcessor" in str(error):
+        if _lacks_video(error):
             return _without_video(model, where, hub_options(init_kwargs))
         hint = " (pip install 'covey[vision,audio]')" if isinstance(error, ImportError) else ""
         raise ModelError(
@@ -43,20 +44,37 @@ def load_processing(
         ) from error
 
 
-def _without_video(model: Any, where: str, options: Mapping[str, Any]) -> Any:
-    """The processor without the part for videos, the only one that needs torchvision."""
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+def _lacks_video(error: Exception) -> bool:
+    """True where torchvision is missing, or the folder was written by a processor without the part for videos."""
+    is_unsaved = isinstance(error, OSError) and "load video processor" in str(error)
+    return is_unsaved or (isinstance(error, ImportError) and "VideoProcessor" in str(error))
 
-    mapping: Any = PROCESSOR_MAPPING
+
+def _without_video(model: Any, where: str, options: Mapping[str, Any]) -> Any:
+    """The processor without the part for videos."""
     try:
         with bounded_hub(where):
-            return without_video(mapping[type(model.config)]).from_pretrained(where, **options)
+            return without_video(_processor_class(model, where, options)).from_pretrained(where, **options)
     except CoveyError:
         raise
     except Exception as error:
         raise ModelError(
-            f"No processor could be loaded from {where!r} without torchvision: {first_line(error)}; pip install torchvision."
+            f"No processor could be loaded from {where!r} without its part for videos: {first_line(error)}; pip install torchvision."
         ) from error
+
+
+def _processor_class(model: Any, where: str, options: Mapping[str, Any]) -> Any:
+    """The class that the folder names, since a part of a model has no processor of its own; else that of the model."""
+    import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+    from transformers.utils.hub import cached_file
+
+    for name in _CONFIGS:
+        file = cached_file(where, name, _raise_exceptions_for_missing_entries=False, **options)
+        if file is not None and (named := read_json(file, ModelError).get("processor_class")):
+            return getattr(transformers, named)
+    mapping: Any = PROCESSOR_MAPPING
+    return mapping[type(model.config)]
 
 
 def without_video(processor_class: Any) -> Any:
