@@ -6,6 +6,7 @@ import json
 import pickle
 from types import MappingProxyType
 
+import numpy as np
 import pytest
 from transformers import TrainingArguments
 
@@ -112,6 +113,13 @@ def test_spellings_of_trl_mean_what_they_mean_there():
     assert make(model_init_kwargs='{"dtype": "float32"}').model_init_kwargs == {"dtype": "float32"}
     assert make(gradient_checkpointing=False).gradient_checkpointing is False
     assert make(eval_strategy="steps", eval_steps=5).do_eval is True
+
+
+def test_numbers_of_numpy_are_numbers():
+    options = make(learning_rate=np.float32(0.5), max_steps=np.int64(3), shuffle_dataset=np.bool_(False))
+    values = options.learning_rate, options.max_steps, options.shuffle_dataset
+    assert values == (0.5, 3, False)
+    assert [type(value) for value in values] == [float, int, bool]
 
 
 def test_the_best_checkpoint_is_picked_by_reward_unless_told():

@@ -58,7 +58,10 @@ def warn_inert(changed: Mapping[str, Any]) -> None:
 
 
 def normalize(config: Any) -> None:
-    """Spellings that mean the same become one, in place."""
+    """Spellings that mean the same become one, in place; numbers of NumPy become Python's, which can be stored."""
+    for name, value in vars(config).items():
+        if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+            setattr(config, name, value.item())
     if isinstance(config.scale_rewards, bool):
         config.scale_rewards = "group" if config.scale_rewards else "none"
     if config.max_completion_length is None:
