@@ -15,9 +15,10 @@ from typing import Any
 import datasets
 import pytest
 from datasets import IterableDataset
+from PIL import Image
 
 from covey.data import follow, load
-from covey.data.live.order import LiveOrder, digest, prompt_digest
+from covey.data.live.order import HeldOut, LiveOrder
 from covey.data.rendering import say_once
 from covey.data.stream import PromptStream
 from covey.errors import DataError
@@ -186,7 +187,7 @@ def test_rows_that_cannot_be_used_are_named_and_left_out(tmp_path: Path, caplog:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n{broken\n[1]\n{"prompt": ""}\n\n{"prompt": "held out"}\n{"prompt": "b"}\n')
     order = order_of(path)
-    order.dataset.held_out = frozenset({digest("held out")})
+    order.dataset.is_held_out = HeldOut([datasets.Dataset.from_dict({"prompt": ["held out"]})])
     assert prompts(order, 2) == ["a", "b"]
     said = " ".join(record.message for record in caplog.records)
     assert order.state_dict()["left_out"] == 4
@@ -197,9 +198,24 @@ def test_rows_that_cannot_be_used_are_named_and_left_out(tmp_path: Path, caplog:
 def test_a_held_out_conversation_is_known_where_its_set_has_filled_nulls_in():
     held_out = [[{"role": "user", "content": "held out"}], [{"role": "user", "content": "other", "name": "Ann"}]]
     order = order_of([{"prompt": held_out[0]}, *rows(1)])
-    evaluation = datasets.Dataset.from_dict({"prompt": held_out})
-    order.dataset.held_out = frozenset(map(prompt_digest, evaluation["prompt"][:]))
+    order.dataset.is_held_out = HeldOut([datasets.Dataset.from_dict({"prompt": held_out})])
     assert prompts(order, 1) == ["question 1"]
+
+
+def test_a_prompt_about_another_image_than_the_held_out_one_is_trained_on(tmp_path: Path):
+    paths = [str(tmp_path / f"{color}.png") for color in ("red", "blue")]
+    for path in paths:
+        Image.new("RGB", (8, 8), Path(path).stem).save(path)
+    ask = "What is it?"
+    live = [{"prompt": ask, "image": paths[0]}, {"prompt": ask, "images": [paths[1]]}, {"prompt": ask}]
+    order = order_of([*live, {"prompt": ask, "image": str(tmp_path / "gone.png")}, *rows(1)])
+    evaluation = datasets.Dataset.from_dict({"prompt": [ask], "images": [[paths[0]]]})
+    evaluation = evaluation.cast_column(
+        "images", datasets.Sequence(datasets.Image())
+    )  # opened, where the live row has a path
+    order.dataset.is_held_out = HeldOut([datasets.Dataset.from_dict({"prompt": ["other"]}), evaluation])
+    assert [order.next()[1] for _ in range(3)] == [*live[1:], *rows(1)]
+    assert order.state_dict()["left_out"] == 2
 
 
 def test_replay_mixes_in_a_share_of_all_earlier_rows():

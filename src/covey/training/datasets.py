@@ -11,7 +11,7 @@ from torch.utils import data as torch_data
 
 from covey.config import GRPOConfig
 from covey.data.live import LiveDataset
-from covey.data.live.order import prompt_digest
+from covey.data.live.order import HeldOut
 from covey.data.order import permutation
 from covey.errors import ConfigError, DataError
 
@@ -57,14 +57,8 @@ def attach(inputs: Any, check_stop: Callable[[], None]) -> None:
     dataset.timeout_seconds = inputs.args.live_timeout_seconds
     dataset.is_main, dataset.share = inputs.world.is_main, inputs.world.broadcast
     held_out = getattr(inputs.trainer, "eval_dataset", None)
-    dataset.held_out = frozenset(prompt_digest(prompt) for prompt in _prompts(held_out))
-
-
-def _prompts(dataset: Any) -> Iterator[Any]:
-    sets = dataset.values() if isinstance(dataset, Mapping) else [dataset]
-    for subset in sets:
-        if subset is not None and hasattr(subset, "__len__"):
-            yield from subset["prompt"][:]
+    sets = held_out.values() if isinstance(held_out, Mapping) else [held_out]
+    dataset.is_held_out = HeldOut(rows for rows in sets if rows is not None and hasattr(rows, "__len__"))
 
 
 @dataclass(frozen=True)

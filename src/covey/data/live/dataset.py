@@ -48,8 +48,8 @@ class LiveDataset:
         self.share: Callable[[Any], Any] = lambda item: item
         """Broadcasts an object from the main process to every rank."""
         self.is_main = True
-        self.held_out: frozenset[str] = frozenset()
-        """Digests of prompts that are measured on and never trained on."""
+        self.is_held_out: Callable[[Mapping[str, Any], str], bool] = lambda row, where: False
+        """True for a row (named in errors) that is measured on and never trained on."""
 
     @property
     def column_names(self) -> list[str] | None:

@@ -6,10 +6,11 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from covey.data.live.dataset import LiveDataset
+from covey.data.media import row_media
 from covey.data.order import Row
 from covey.data.prompts import check_prompt
 from covey.data.rendering import clean, say_once
@@ -30,6 +31,21 @@ def digest(value: Any) -> str:
 def prompt_digest(prompt: Any) -> str:
     """Digest of a prompt, the same where a data set has filled in nulls."""
     return digest(list(map(clean, prompt)) if isinstance(prompt, list) else prompt)
+
+
+class HeldOut:
+    """True for a row that is measured on: one with the prompt, images, sounds and videos of a row of these data sets."""
+
+    def __init__(self, sets: Iterable[Any]) -> None:
+        self._places: dict[str, list[tuple[Any, int]]] = {}
+        for rows in sets:
+            for index, prompt in enumerate(rows["prompt"][:]):
+                self._places.setdefault(prompt_digest(prompt), []).append((rows, index))
+
+    def __call__(self, row: Row, where: str) -> bool:
+        places = self._places.get(prompt_digest(row["prompt"]), ())
+        media = row_media(row, where) if places else {}
+        return any(row_media(rows[index], "a row of the evaluation set") == media for rows, index in places)
 
 
 class LiveOrder:
@@ -113,9 +129,10 @@ class LiveOrder:
         row = self.dataset.changed(raw)
         try:
             check_prompt(row.get("prompt"), f"A row of {self.dataset.name}")
+            is_held_out = self.dataset.is_held_out(row, f"A row of {self.dataset.name}")
         except DataError as error:
             return self._left_out_for(str(error))
-        if prompt_digest(row["prompt"]) in self.dataset.held_out:
+        if is_held_out:
             return self._left_out_for(f"A row of {self.dataset.name} is a prompt of the evaluation set.")
         self._keep(row)
         self._drawn += 1

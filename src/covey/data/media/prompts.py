@@ -18,6 +18,8 @@ from covey.errors import DataError, message_of
 from covey.types import Media, Message, Prompt
 
 _TEXT_KEYS = ("input_ids", "attention_mask")
+_DIGEST_RATE = 16_000
+"""Samples a second at which sounds are compared."""
 
 
 def media_prompt(
@@ -252,6 +254,15 @@ def expect_whole(made: Mapping[str, Any], sounds: Sequence[Sound], where: str, p
                 f"{where}: sound {i} lasts {sound.seconds:.1f} seconds, of which {type(processor).__name__} takes the first "
                 f"{seconds:.1f}; cut it."
             )
+
+
+def row_media(row: Mapping[str, Any], where: str) -> dict[str, list[str]]:
+    """Digests of what the items of a row's columns show, by modality: the same for a file and the opened image."""
+    open_item = lambda kind, value: (
+        open_sound(value, where, _DIGEST_RATE) if kind is SOUND else _open(kind, value, where, None)
+    )
+    items = column_items(row, where)
+    return {kind.name: [_digest(open_item(kind, value)) for value in items[kind]] for kind in KINDS if items[kind]}
 
 
 def media_digest(value: Any) -> str:
