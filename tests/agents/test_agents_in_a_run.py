@@ -122,6 +122,7 @@ def test_an_answer_in_the_row_that_is_an_object_reaches_the_endpoint_as_json(tmp
     assert seen == [('{"at": "the sky"}', '{"sky": "clear"}')] * 8
 
 
+@pytest.mark.nightly
 def test_a_client_of_host_port_and_key_alone_is_known_by_its_key_and_may_have_an_event_loop_a_call(tmp_path):
     def agent(row, base_url, model, api_key):
         import asyncio
@@ -259,6 +260,7 @@ def test_a_file_of_traces_whose_tokens_were_changed_is_refused(tmp_path):
         read_traces(path)
 
 
+@pytest.mark.slow
 def test_agents_run_side_by_side_and_an_async_one_calls_side_by_side(tmp_path):
     together = threading.Barrier(8, timeout=30)
 
@@ -385,12 +387,15 @@ def test_a_game_against_itself_has_a_completion_and_an_average_for_each_role(tmp
 
 @pytest.mark.parametrize(
     ("user", "score", "said"),
-    [
-        ("grey", {"white": 1.0}, "'grey' as their user, and it has scores for white"),
-        (None, {"white": 1.0}, "None as their user"),
-        ("white", {"white": "much"}, "'much' as the score of white"),
-        ("white", {}, "returned {} as a score"),
-    ],
+    rest_nightly(
+        [
+            ("grey", {"white": 1.0}, "'grey' as their user, and it has scores for white"),
+            (None, {"white": 1.0}, "None as their user"),
+            ("white", {"white": "much"}, "'much' as the score of white"),
+            ("white", {}, "returned {} as a score"),
+        ],
+        2,
+    ),
 )
 def test_a_score_by_role_that_does_not_fit_the_calls_loses_the_episode_and_says_why(tmp_path, user, score, said):
     def agent(row, client, model):

@@ -114,6 +114,7 @@ def tool_run(folder, **given):
     return GRPOTrainer(calling(), reward, args, data, processing_class=chat_tokenizer(), **given)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_tool_learns_to_predict_its_answers_without_any_reward(tmp_path):
     trainer = tool_run(tmp_path, tools=[add])
     trainer.train()

@@ -22,7 +22,7 @@ COMPOSED = {
     "whitened weights": alg.dapo(correction=alg.Correction("token", "truncate", 2.0, normalize=True)),
 }
 ALGORITHMS = {**{name: preset() for name, preset in alg.PRESETS.items()}, **COMPOSED}
-IN_CI = ("remax", "ppo", "adaptive KL, moving reference", "whitened weights")
+IN_CI = ("ppo", "adaptive KL, moving reference")
 """One of each way to use a rollout; every preset's gradient is compared in tests/learner/test_two_processes.py."""
 
 

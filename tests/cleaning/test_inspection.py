@@ -101,6 +101,7 @@ def test_every_planted_fault_is_found_in_its_row_and_no_other(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_tokens_beyond_the_limit_are_counted_and_a_template_that_refuses_is_named(tmp_path):
     rows = rows_of_sums(3)
     rows[1]["prompt"] = "word " * 30 + "end"
@@ -131,6 +132,7 @@ def test_an_evaluation_set_may_name_its_prompts_otherwise_and_one_without_text_i
         found(tmp_path / "a.jsonl", rows, **settings)
 
 
+@pytest.mark.nightly
 def test_an_answer_that_math_verify_cannot_parse_is_found_where_maths_is_asked_for(tmp_path):
     pytest.importorskip("math_verify")
     rows = rows_of_sums(4)
@@ -183,6 +185,7 @@ def test_settings_that_mean_nothing_are_refused(tmp_path):
         inspect(Rows(path), Settings(against=(path,)))
 
 
+@pytest.mark.nightly
 def test_gsm8k_is_nearly_clean():
     train, test = (str(DATA / "gsm8k" / f"{name}.jsonl") for name in ("train", "test"))
     findings = inspect(Rows(train), Settings(prompt_column="question", against=(test,))).findings

@@ -23,6 +23,7 @@ def found():
     return module.measured(train, test, each=40, seed=7)
 
 
+@pytest.mark.slow
 def test_every_kind_of_fault_is_found_nearly_always(found):
     weak = {name: recall for name, recall in found["recall"].items() if recall < 0.9}
     assert set(weak) <= {"test row, other numbers"}

@@ -96,6 +96,7 @@ def dataset(path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@pytest.mark.slow
 def test_however_small_the_parts_an_inspection_finds_the_same(tmp_path, monkeypatch):
     dataset(tmp_path / "rows.jsonl")
     look = lambda: summary(inspect(Rows(str(tmp_path / "rows.jsonl")), Settings())).as_dict()

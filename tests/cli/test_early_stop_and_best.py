@@ -48,6 +48,7 @@ def test_a_run_that_does_not_get_better_stops(place, capsys):
     assert [row["step"] for row in evaluations(place / "run")] == [0, 2, 4]
 
 
+@pytest.mark.slow
 def test_a_model_that_training_makes_no_better_is_given_back_as_it_came(place, capsys):
     still = ["--learning-rate", "0", "--max-steps", "4", "--load-best-model-at-end"]
     assert main(words(*still)) == 0
@@ -101,7 +102,7 @@ def judged(folder, scores, **options):
     return one
 
 
-@pytest.mark.parametrize("options", [{}, {"ema_decay": 0.5}], ids=["weights", "average"])
+@pytest.mark.parametrize("options", rest_nightly([{}, {"ema_decay": 0.5}], 1), ids=["weights", "average"])
 def test_the_best_evaluation_that_has_a_checkpoint_keeps_it_while_a_better_one_has_none(tmp_path, options):
     one = judged(tmp_path / "run", (1.0, 2.0, 3.0, 0.0, 0.0, 0.0), save_total_limit=1, **options)
     one.train()
@@ -129,6 +130,7 @@ def test_a_best_checkpoint_that_is_still_written_when_a_better_evaluation_comes_
     assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("moved", rest_nightly([False, True], 1), ids=["gone", "moved"])
 def test_a_run_whose_best_checkpoint_was_moved_or_deleted_ends_all_the_same(tmp_path, caplog, moved):
     scores = (1.0, 3.0, 0.0, 0.0, 0.0, 0.0)
@@ -147,6 +149,7 @@ def test_a_run_whose_best_checkpoint_was_moved_or_deleted_ends_all_the_same(tmp_
     assert ("the checkpoint of the best evaluation, is not there any more" in caplog.text) == (not moved)
 
 
+@pytest.mark.nightly
 def test_a_best_evaluation_without_a_checkpoint_is_told(place, capsys):
     saved_late = ["--save-strategy", "steps", "--save-steps", "4", "--max-steps", "2", "--load-best-model-at-end"]
     assert main(words("--learning-rate", "0.1", *saved_late)) == 0

@@ -38,7 +38,7 @@ from kit import rest_nightly
             ["--model", "./nosuch"],
             ["--report-to", "comet_ml"],
         ],
-        3,
+        1,
     ),
 )
 def test_a_wrong_option_is_answered_before_torch_is_imported(words):

@@ -25,6 +25,7 @@ def test_the_projects_own_tests_pass_a_step_of_training_included(tmp_path: Path)
     assert "4 passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_reward_that_is_broken_fails_them(tmp_path: Path) -> None:
     assert main(["init", str(tmp_path / "p")]) == 0
     reward = tmp_path / "p" / "reward.py"

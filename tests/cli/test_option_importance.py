@@ -30,6 +30,7 @@ def test_the_option_that_decides_comes_first_and_shares_sum_to_1():
     assert sum(found.values()) == pytest.approx(1)
 
 
+@pytest.mark.nightly
 def test_a_short_noisy_search_still_finds_the_option_that_decides():
     def first(seed):
         noise = random.Random(seed)

@@ -78,6 +78,7 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(words, said, capsys):
     assert "Traceback" not in shown
 
 
+@pytest.mark.nightly
 def test_exact_is_sound_on_gsm8k(capsys):
     words = ["reward", "test", "--reward", "exact", "--dataset", str(GSM8K), "--prompt-column", "question", "--json"]
     assert main(words) == 0

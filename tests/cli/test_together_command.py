@@ -53,6 +53,7 @@ def test_adapters_are_the_runs_of_their_seeds_and_more_of_them_keep_those_that_e
     assert (recorded["config"]["seed"], recorded["state"]) == (1, "finished")
 
 
+@pytest.mark.slow
 def test_vary_trains_every_combination_and_a_failing_one_ends_alone(place, capsys):
     options = ("--vary", "learning_rate=1e-3,3e-3", "reward=mine.py:digits,mine.py:broken", "--json")
     assert main(words(*options)) == 3  # RewardError

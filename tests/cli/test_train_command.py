@@ -72,6 +72,7 @@ def test_what_is_missing_is_named(place, capsys, name):
     assert f"--{name} is missing: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_options_arithmetic_and_memory_and_writes_nothing(place, capsys):
     assert main(words(place, "--learning-rate", "1e-4", "--gradient-accumulation-steps", "2", "--dry-run")) == 0
     shown = capsys.readouterr().out
@@ -93,7 +94,7 @@ def test_a_run_stands_for_the_model_that_it_ended_with(place, tmp_path, capsys):
     assert "holds neither a model (config.json) nor a checkpoint of a run" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_dry_run_is_one_json_object_when_asked(place, capsys):
     assert main(words(place, "--dry-run", "--json")) == 0
     plan = json.loads(capsys.readouterr().out)

@@ -226,6 +226,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_makes_way(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trial-000.previous-1"]
 
 
+@pytest.mark.slow
 def test_a_run_whose_series_was_killed_keeps_its_folder_as_long_as_it_trains(tmp_path):
     from covey.experiments.series import make_way
 
@@ -314,6 +315,7 @@ SHARED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_hopeless_trial_leaves_the_joint_batch_and_another_takes_its_place(place, monkeypatch):
     joined = joined_rows(monkeypatch)
     given = attempts(place, optuna.create_study(), [{"learning_rate": rate} for rate in (1e-3, 2e-3, 3e-3)], {1})

@@ -9,6 +9,7 @@ from covey.runs import manifest
 from covey.runs.resuming import differences
 
 
+@pytest.mark.slow
 def test_a_comparison_names_both_models_and_which_is_subtracted(capsys):
     words = ["eval", "demo", "--dataset", "demo:test", "--reward", "demo", "--max-prompts", "4", "--max-tokens", "4"]
     assert main([*words, "--compare-to", "demo"]) == 0

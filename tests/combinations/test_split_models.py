@@ -144,7 +144,7 @@ def test_a_split_model_ends_with_the_average_of_a_whole_one(average, averages):
     assert len(evaluated(one)) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("before", "after"),
     rest_nightly([(2, 2), (1, 2), (2, 1)], [(2, 2)]),

@@ -199,6 +199,7 @@ def test_a_damaged_file_of_answers_is_named(tmp_path, capsys):
     assert "step-000004.parquet cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_comparing_waits_for_no_torch(tmp_path):
     for name, rate in (("a", 1), ("b", 2)):
         write_run(tmp_path / name, scores={4: [0, 1, 1]}, learning_rate=rate)

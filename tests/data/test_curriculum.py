@@ -13,7 +13,7 @@ import pytest
 from covey.data import Outcome, PromptStream, load, mix
 from covey.data.mixing import terms
 from covey.errors import DataError
-from kit import tiny_tokenizer
+from kit import rest_nightly, tiny_tokenizer
 
 
 def table(n: int = 20, **columns) -> datasets.Dataset:
@@ -69,6 +69,7 @@ def learn_round(prompts: PromptStream, n: int, solved, unsolved) -> list[int]:
     return rows(drawn)
 
 
+@pytest.mark.slow
 def test_rows_on_the_frontier_are_drawn_most_often_and_no_row_is_forgotten():
     solved, unsolved = set(range(0, 40)), set(range(40, 80))
     prompts = stream(table(100), "frontier")
@@ -104,7 +105,11 @@ def test_a_row_that_changes_changes_its_weight():
 
 
 @pytest.mark.parametrize(
-    "curriculum", ["none", "frontier", "difficulty", "replay", "frontier+replay:0.4", "-difficulty+replay"]
+    "curriculum",
+    rest_nightly(
+        ["none", "frontier", "difficulty", "replay", "frontier+replay:0.4", "-difficulty+replay"],
+        ["none", "frontier+replay:0.4", "-difficulty+replay"],
+    ),
 )
 def test_every_order_resumes_exactly_through_json(curriculum: str):
     data = table(30, difficulty=list(range(30)))

@@ -29,9 +29,7 @@ def rows_of(count: int, place: int, longest: str) -> Dataset:
 LONGEST = ["1234567890" * 20, "数学问题" * 15, "+-*/=()" * 20, "zqxj" * 30]
 
 
-@pytest.mark.parametrize(
-    "place, longest", rest_nightly([*product((0, 433, 899), LONGEST)], [*zip((0, 433, 899, 0), LONGEST, strict=True)])
-)
+@pytest.mark.parametrize("place, longest", rest_nightly([*product((0, 433, 899), LONGEST)], [(433, LONGEST[1])]))
 def test_a_row_of_many_tokens_and_few_characters_is_found(place, longest, monkeypatch):
     monkeypatch.setattr(lengths, "SAMPLE", 90)
     tokenizer, dataset = prepare_tokenizer(tiny_tokenizer()), rows_of(900, place, longest)

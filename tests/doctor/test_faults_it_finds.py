@@ -43,6 +43,7 @@ def test_a_case_in_order_passes_in_every_area(case):
     assert {one.area for one in findings} == set(AREAS)
 
 
+@pytest.mark.slow
 def test_the_trial_reports_signal_with_an_interval_and_time_a_step(case):
     findings = {tuple(one.facts): one.facts for one in examine(case(prompts=8))}
     signal = next(facts for facts in findings.values() if "share" in facts and "groups" in facts)
@@ -218,6 +219,7 @@ def test_a_reward_with_one_value_is_warned_of_and_leaves_no_signal(case):
     assert [one.facts["share"] for one in dead] == [0.0]
 
 
+@pytest.mark.slow
 def test_a_reward_of_chance_is_warned_of(case, found):
     def chance(completions):
         return [random.random() for _ in completions]
@@ -229,12 +231,14 @@ def test_weights_that_are_all_0_fail(case, found):
     assert "every reward has weight 0" in found(case({"reward_weights": [0.0]}, prompts=4), "FAIL", "rewards")
 
 
+@pytest.mark.slow
 def test_answers_that_never_end_are_warned_of_and_fail_where_they_are_masked(case, found):
     assert "none of 16 answers ended within 2" in found(case({"max_completion_length": 2}, prompts=4), "WARN", "signal")
     masked = case({"max_completion_length": 2, "mask_truncated_completions": True}, prompts=4)
     assert "All of them are masked" in found(masked, "FAIL", "signal")
 
 
+@pytest.mark.slow
 def test_answers_that_are_all_alike_are_warned_of(case, found):
     assert "the same answer every time" in found(case({"temperature": 0.01}, prompts=4), "WARN", "signal")
 

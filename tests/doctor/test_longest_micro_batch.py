@@ -1,5 +1,6 @@
 """`covey doctor` tries the longest micro-batch of the run."""
 
+import pytest
 import torch
 
 from covey.doctor import examine
@@ -19,6 +20,7 @@ def test_the_longest_micro_batch_is_tried_with_the_longest_prompt(case):
     assert f"the longest micro-batch, 8 completions of 16 tokens behind prompts of {longest}, fits" in found.said
 
 
+@pytest.mark.slow
 def test_one_that_has_to_be_made_smaller_is_warned_of(case, monkeypatch):
     measure = Policy.measure
 

@@ -14,7 +14,7 @@ import torch
 from covey.cli import main
 from covey.doctor.reward_audit.consistency import compare, repeats_of
 from covey.runs import rollouts
-from kit import group
+from kit import group, rest_nightly
 
 TEXTS = [["4", "5", "4", "44"], ["7", "8", "9", "7"], ["1", "1", "1", "1"]]
 ANSWERS = ["4", "7", "1"]
@@ -42,7 +42,7 @@ def test_a_reward_that_says_the_same_again_is_reliable_and_costs_nothing():
     assert found.examples == ()
 
 
-@pytest.mark.parametrize("noise, expected", [(0.5, 0.8), (1.0, 0.5), (2.0, 0.2)])
+@pytest.mark.parametrize("noise, expected", rest_nightly([(0.5, 0.8), (1.0, 0.5), (2.0, 0.2)], [(1.0, 0.5)]))
 def test_the_reliability_is_the_share_of_the_variance_that_repeats(noise, expected):
     rng = np.random.default_rng(3)
     scores = [rng.normal(size=(1, 8)) + noise * rng.normal(size=(3, 8)) for _ in range(2000)]

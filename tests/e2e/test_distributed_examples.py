@@ -14,6 +14,7 @@ import yaml
 from slurm_cluster import Cluster, missing
 
 from forked import run
+from kit import rest_nightly
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "distributed"
 BIN = Path(sys.executable).parent
@@ -114,7 +115,10 @@ def text_of_agent():
     return (EXAMPLES / "two_nodes.sbatch").read_text().split("torchrun='")[1].split("\n'\n")[0]
 
 
-@pytest.mark.parametrize(("work", "code"), [("exit 2", 2), ("kill -TERM $PPID; sleep 60", 75)])
+@pytest.mark.parametrize(
+    ("work", "code"),
+    rest_nightly([("exit 2", 2), ("kill -TERM $PPID; sleep 60", 75)], [("kill -TERM $PPID; sleep 60", 75)]),
+)
 def test_the_agent_of_the_slurm_script_ends_with_the_code_of_its_processes_and_a_stop_with_75(work, code, tmp_path):
     own = ["--standalone", "--nproc_per_node", "1", "--no_python", "bash", "-c", work]
     done = run("-c", text_of_agent(), *own, cwd=tmp_path, timeout=120)

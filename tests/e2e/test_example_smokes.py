@@ -210,6 +210,7 @@ def test_a_smoke_that_starts_processes_does_too(name: str, tmp_path: Path) -> No
         claim(tmp_path, done.stdout)
 
 
+@pytest.mark.nightly
 def test_a_mistyped_option_ends_an_example_before_it_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,7 +108,7 @@ def test_failed_tests_are_named_and_do_not_end_the_measuring(benchmarks, tmp_pat
     [
         (["stepps"], "'stepps' is no part; take some of steps, rollout, tests, lora, learner."),
         (["--tiny"], "--device cpu and --tiny go together"),
-        ([], "PyTorch sees no CUDA device here"),
+        pytest.param([], "PyTorch sees no CUDA device here", marks=pytest.mark.nightly),  # it imports PyTorch
     ],
 )
 def test_what_cannot_be_measured_is_said_in_a_sentence(tmp_path, words, said):

@@ -19,6 +19,7 @@ def words(folder, *more):
     return [*given.split(), *map(str, more)]
 
 
+@pytest.mark.slow
 def test_gsm8k_trains_evaluates_saves_and_goes_on(tmp_path, capsys):
     held_out = ["--eval-dataset", DATA / "test.jsonl", "--max-eval-prompts", 4]
     assert main(words(tmp_path / "run", "--max-steps", 2, "--save-steps", 1, *held_out, "--json")) == 0

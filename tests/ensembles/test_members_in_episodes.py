@@ -20,7 +20,7 @@ from covey.runs import rollouts
 from covey.types import Group, Prompt
 from environments.acting import chat_tokenizer, tiny_llama, trained_on
 from environments.tool_runs import CALL, add, bridge, calling, shown
-from kit import completion
+from kit import completion, rest_nightly
 
 G, K = 2, 2
 ROWS = [{"prompt": [{"role": "user", "content": "q"}]}]
@@ -105,7 +105,7 @@ EPISODES = {
 }
 
 
-@pytest.mark.parametrize("kind", EPISODES)
+@pytest.mark.parametrize("kind", ["tools", pytest.param("environment", marks=pytest.mark.slow), "agent"])
 def test_a_sibling_joins_with_the_gradient_of_what_it_wrote(kind, tmp_path):
     features, member = EPISODES[kind]()
     scored = []
@@ -186,7 +186,7 @@ def test_a_baseline_moves_the_mean_and_leaves_with_all_of_its_paths(tmp_path):
     assert trainer.state.log_history[0]["ensemble/peer/reward"] == 1.0
 
 
-@pytest.mark.parametrize("role", ["sibling", "rescue"])
+@pytest.mark.parametrize("role", rest_nightly(["sibling", "rescue"], ["rescue"]))
 def test_an_episode_that_a_member_cannot_write_is_left_out_and_told(role, tmp_path):
     def picky(row, client, model, seed):
         said = client.chat.completions.create(model=model, messages=row["prompt"], max_tokens=40).choices[0].message
@@ -252,7 +252,7 @@ def test_a_reset_that_fails_for_a_member_ends_the_run_as_for_the_policy(tmp_path
 
 
 @pytest.mark.filterwarnings("ignore:.* goes on from step 1")
-@pytest.mark.parametrize("kind", ["environment", "agent"])
+@pytest.mark.parametrize("kind", rest_nightly(["environment", "agent"], 1))
 def test_a_resumed_run_goes_on_as_the_whole_one(kind, tmp_path):
     features, member = EPISODES[kind]()
     rows = [{"prompt": [{"role": "user", "content": f"q{i}"}]} for i in range(3)]

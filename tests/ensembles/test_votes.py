@@ -137,6 +137,7 @@ def test_eval_refuses_flags_that_would_not_act(place, more, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_train_takes_an_ensemble_and_its_recipe_repeats_it(place, capsys):
     run = [
         "train",

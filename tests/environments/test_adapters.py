@@ -130,6 +130,7 @@ class TestMCP:
         assert self.ask(tools, ("die", {}))[0][0] == "error"
         assert self.ask(tools, ("add", {"a": 2, "b": 2})) == [("ok", "4")]
 
+    @pytest.mark.nightly
     def test_a_server_over_http(self):
         port = free_port()
         with server(sys.executable, "mcp", port):

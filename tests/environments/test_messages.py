@@ -104,6 +104,7 @@ def test_a_response_template_that_misses_the_calls_is_refused_before_a_run():
         Template(tokenizer, [tokenizer.eos_token_id], {})
 
 
+@pytest.mark.slow
 def test_rewards_of_a_run_read_the_final_channel(tmp_path):
     """A model that writes nothing but thoughts: rewards get no content, and the thoughts apart."""
     tokenizer, seen = harmony(), []

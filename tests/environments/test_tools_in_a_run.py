@@ -201,6 +201,7 @@ def test_a_wrong_call_is_answered_with_a_sentence(tmp_path, call, said):
     assert said in json.loads(answers[0]["content"])["error"]
 
 
+@pytest.mark.slow
 def test_after_so_many_turns_of_calls_an_episode_is_over(tmp_path):
     model = trained_on(((shown(), CALL), (shown() + CALL + bridge("7"), CALL)))
     trainer, seen = trainer_of(
@@ -302,7 +303,10 @@ def test_environments_are_closed_after_an_error(what, tmp_path, monkeypatch):
     assert {id(one) for one in closed} == {id(one) for one in made}
 
 
-@pytest.mark.parametrize(("fails", "is_random"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("fails", "is_random"),
+    rest_nightly([(False, False), (True, False), (False, True)], 1),
+)
 def test_environments_are_closed_when_training_and_evaluations_end_and_made_anew_after_it(
     fails, is_random, tmp_path, caplog
 ):
@@ -561,7 +565,9 @@ def short(completions, **columns):
 
 @pytest.mark.parametrize(
     "words",
-    [["--tools", "mine.py:add", "--reward", "mine.py:short"], ["--environment-factory", "mine.py:Game"]],
+    rest_nightly(
+        [["--tools", "mine.py:add", "--reward", "mine.py:short"], ["--environment-factory", "mine.py:Game"]], 1
+    ),
     ids=["tools", "an environment that gives the reward"],
 )
 def test_the_command_line_takes_import_paths(tmp_path, monkeypatch, words, capsys):

@@ -150,6 +150,7 @@ def test_a_server_that_computes_in_bfloat16_where_float32_was_expected_is_named(
         assert (code, result["verdict"]) == (0, "attested")
 
 
+@pytest.mark.slow
 def test_a_base_model_that_is_served_instead_of_a_trained_one_is_told_from_it_far_below_rounding(tmp_path, capsys):
     before = base()
     after = nudged(before, 0.005)
@@ -198,7 +199,7 @@ def test_folders_that_are_the_same_cannot_be_told_apart(tmp_path, capsys):
     assert (code, result["verdict"]) == (1, "not decidable")
 
 
-@pytest.mark.parametrize("dtype", rest_nightly(["float32", "bfloat16", "float16"], 2))
+@pytest.mark.parametrize("dtype", rest_nightly(["float32", "bfloat16", "float16"], ["bfloat16"]))
 @pytest.mark.parametrize("seed", rest_nightly(range(7), 1))
 def test_no_honest_server_is_refused(seed, dtype, tmp_path, capsys):
     folder = saved(base(seed), tmp_path / "policy")

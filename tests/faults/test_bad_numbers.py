@@ -122,6 +122,7 @@ def test_log_probabilities_that_the_sampler_did_not_know_change_no_weight_into_n
     assert math.isfinite(logged["loss"])
 
 
+@pytest.mark.slow
 def test_a_batch_that_was_left_out_is_kept_and_can_be_trained_on_again(tmp_path: Path) -> None:
     one = spoiled(tmp_path / "run", "loss", [3])
     one.train()
@@ -182,6 +183,7 @@ def test_a_run_goes_back_to_the_last_good_checkpoint_with_half_the_learning_rate
     assert entries == [2, 4, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*goes on from step")
 def test_going_back_too_often_stops_the_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -201,6 +203,7 @@ def test_without_a_checkpoint_to_go_back_to_the_run_says_so(tmp_path: Path) -> N
         one.train()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*goes on from step")
 def test_a_callback_may_ask_to_go_back(tmp_path: Path) -> None:
     one = trainer(tmp_path / "run")

@@ -154,7 +154,7 @@ def test_a_save_killed_at_any_system_call_never_loses_a_checkpoint(saver: Saver,
 
 
 @pytest.mark.parametrize(
-    "fault", rest_nightly(["write:error=ENOSPC", "rename:error=EROFS", "fsync:error=EIO", "write:error=EDQUOT"], 2)
+    "fault", rest_nightly(["write:error=ENOSPC", "rename:error=EROFS", "fsync:error=EIO", "write:error=EDQUOT"], 1)
 )
 def test_a_system_call_that_fails_once_refuses_the_save_or_is_told(saver: Saver, fault: str, tmp_path: Path) -> None:
     call = fault.partition(":")[0]

@@ -9,6 +9,7 @@ from small_runs import trainer
 from transformers import TrainerCallback
 
 from covey.runs.weights import model_folder
+from kit import rest_nightly
 
 
 class Cut(TrainerCallback):
@@ -27,7 +28,7 @@ def cut(folder: Path, resume: bool, step: int) -> None:
         trainer(folder, max_steps=9, callbacks=[Cut(step)]).train(resume_from_checkpoint=resume)
 
 
-@pytest.mark.parametrize("place", ["model", ""])
+@pytest.mark.parametrize("place", rest_nightly(["model", ""], 1))
 def test_a_run_that_has_gone_on_is_its_newest_checkpoint_and_not_the_model_of_before(
     tmp_path: Path, place: str
 ) -> None:

@@ -109,7 +109,7 @@ ANYWHERE = [
         pytest.param(event, 6, marks=pytest.mark.slow if event == "on_step_end" else pytest.mark.nightly)
         for event in EVENTS
     ],
-    *rest_nightly([("on_evaluate", 4), ("on_log", 4)], 1),
+    *rest_nightly([("on_evaluate", 4), ("on_log", 4)], 0),
 ]
 
 

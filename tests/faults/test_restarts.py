@@ -53,7 +53,7 @@ def left_alone(folder: Path, what: str) -> None:
         assert [both.ends(0), both.ends(1)] == [0, 0], both.said(0)[-2000:]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "launch, kills, late",
     rest_nightly([(forked_torchrun, 1, "1"), (torchrun, 2, "0,1"), (torchrun, 2, "1,0")], 1),

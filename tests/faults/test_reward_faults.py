@@ -102,6 +102,7 @@ def test_a_troubled_run_that_is_interrupted_ends_with_the_weights_of_one_that_is
     assert [step["rewards/steady/weight"] for step in whole] == [1.0, 0.75, 0.5, 0.25]
 
 
+@pytest.mark.slow
 def test_past_the_limit_the_run_ends_with_a_checkpoint_and_exit_code_3(tmp_path, capsys):
     (tmp_path / "down.py").write_text(
         "def down(completions, trainer_state, **columns):\n"

@@ -159,6 +159,7 @@ def test_a_stop_is_heard_within_an_evaluation_which_a_resume_repeats(
     assert [line["step"] for line in lines(tmp_path / "run", "evaluations.jsonl")] == [1, 2, 3, 4]
 
 
+@pytest.mark.nightly
 def test_a_stop_within_the_evaluation_before_the_first_step_is_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +175,7 @@ def test_a_stop_within_the_evaluation_before_the_first_step_is_heard(
     assert [entry["step"] for entry in evaluations(again)] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_due_checkpoint_is_written_before_the_evaluation(tmp_path: Path) -> None:
     """A machine that is lost during a long evaluation costs no training; a resume from there evaluates first."""
     saved: list[list[str]] = []

@@ -116,6 +116,7 @@ def test_a_picture_is_written_without_a_drawing_library(runs: Path, tmp_path: Pa
         assert ET.fromstring(content).tag.endswith("svg")
 
 
+@pytest.mark.nightly
 def test_a_picture_is_written_as_png(runs: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert main(["plot", str(runs / "base-0"), "-o", str(tmp_path / "a.png")]) == 0

@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import pytest
 from fuzzing import damages, fuzz, json_values, only_covey_errors, texts
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -23,6 +24,7 @@ WORDS = st.lists(st.sampled_from(["--" + name.replace("_", "-") for name in NAME
 GOOD = "max_steps: 3\nlearning_rate: 1e-5\nreward: [demo]\ncolumns: [a=b]\n"
 
 
+@pytest.mark.slow
 @fuzz
 @given(st.dictionaries(st.sampled_from(OPTIONS), json_values, min_size=1, max_size=3))
 @example({"accelerator_config": 0})

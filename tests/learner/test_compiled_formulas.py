@@ -106,6 +106,7 @@ def test_a_shape_that_the_compiler_fails_for_is_computed_by_the_formula_and_name
         fused_layers.compiled.__wrapped__(fused_layers.gated)(x, y)
 
 
+@pytest.mark.slow
 def test_a_memory_estimate_leaves_the_formulas_compiled(monkeypatch):
     """A call in the estimate's dispatch mode would make torch skip the compiled code for the rest of the process."""
     torch._dynamo.reset()

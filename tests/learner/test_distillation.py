@@ -15,7 +15,7 @@ from covey.learner import Policy, Teacher
 from covey.learner.logprobs import Head, Other, distances
 from covey.training.teaching import build_teacher
 from covey.types import TokenBatch
-from kit import group, prompt, tiny_model, tiny_tokenizer
+from kit import group, prompt, rest_nightly, tiny_model, tiny_tokenizer
 
 PARTS = {
     "reverse": alg.Distill("x"),
@@ -40,7 +40,7 @@ def whole(model, one, temperature, prompt=None):
 
 
 @pytest.mark.parametrize("name", PARTS)
-@pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])
+@pytest.mark.parametrize("architecture", rest_nightly(["qwen2", "gemma2"], ["gemma2"]))
 def test_value_and_gradient_are_those_of_the_definition(name, architecture):
     student, teacher = tiny_model(architecture).eval(), tiny_model("llama", seed=3, hidden=48).eval()
     policy = Policy(student, pad_id=0, temperature=0.7, logits_chunk=2)
@@ -263,6 +263,7 @@ def test_overlap_is_the_share_of_the_policys_likeliest_tokens_among_the_teachers
     torch.testing.assert_close(plain.teacher_distance, measured.teacher_distance)
 
 
+@pytest.mark.nightly
 def test_a_run_reports_the_overlap_where_it_is_asked_for(tmp_path):
     term = alg.distill(tiny_model("qwen2", seed=7), overlap_k=8)
     curve = trained(tmp_path, alg.dapo().replace(objective=alg.zero, regularizers=term))

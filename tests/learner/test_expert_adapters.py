@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from itertools import cycle, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def logits(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "family, dtype, largest",
-    rest_nightly([(family, torch.float32, 1e-5) for family in FAMILIES], 2)
+    rest_nightly([(family, torch.float32, 1e-5) for family in FAMILIES], 1)
     + rest_nightly([(family, torch.bfloat16, 0.03) for family in FAMILIES], [("GptOss", torch.bfloat16, 0.03)]),
 )
 def test_the_sampler_draws_with_the_adapter_on_the_experts(family, dtype, largest):
@@ -74,7 +74,7 @@ def plain_gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_nightly(FAMILIES, ["Qwen3Moe", "GptOss"]))
 def test_gradients_of_the_factors_are_those_of_plain_peft(family):
     adapted = with_adapted_experts(expert_model(family))
     plain = plain_gradients(adapted)
@@ -131,7 +131,7 @@ def deltas(adapted: Any) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
+@pytest.mark.parametrize("family", rest_nightly(["Qwen3Moe", "GptOss"], ["GptOss"]))
 def test_adapters_of_experts_are_merged_loaded_served_and_widened_expert_by_expert(family, tmp_path):
     first, second = saved_pair(family, tmp_path)
     wanted = logits(first)
@@ -215,7 +215,7 @@ PATTERNS: dict[str, dict[str, Any]] = {
     "family, pattern",
     rest_nightly(
         product(["Qwen3Moe", "GptOss", "DeepseekV3", "GraniteMoe", "Mixtral", "Olmoe"], PATTERNS),
-        [*zip(cycle(["Qwen3Moe", "GptOss"]), PATTERNS, strict=False)],
+        [("Qwen3Moe", "a rank of its own"), ("GptOss", "two entries for one parameter")],
     ),
 )
 def test_ranks_and_scales_of_experts_are_the_same_merged_and_loaded(family, pattern, tmp_path):
@@ -256,6 +256,7 @@ def test_what_does_not_go_with_experts_is_one_sentence():
             with_adapter(expert_model("Qwen3Moe"), adapter)
 
 
+@pytest.mark.slow
 def test_a_run_trains_the_experts_adapter_and_saves_it(tmp_path):
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     tokenizer = tiny_tokenizer()

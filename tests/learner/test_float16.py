@@ -8,7 +8,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from covey import GRPOConfig, GRPOTrainer
-from kit import tiny_model, tiny_tokenizer
+from kit import rest_nightly, tiny_model, tiny_tokenizer
 
 TOO_LARGE = 2.0**40
 """A loss scale whose gradients are infinite in float16."""
@@ -70,6 +70,7 @@ def trained(folder, overflow, resume=None, reward=by_ids, **changed):
     return one
 
 
+@pytest.mark.slow
 def test_products_and_gradients_are_float16s_and_close_to_float32s(tmp_path):
     half, whole = Overflow(), Overflow()
     first = trained(tmp_path / "half", half, max_steps=1, save_strategy="no")
@@ -97,7 +98,7 @@ def test_an_overflow_skips_its_step_halves_the_scale_and_a_resumed_run_goes_on_w
     assert torch.equal(again.weights[4], whole.weights[4])
 
 
-@pytest.mark.parametrize("tied", [(1, 2, 3, 4), (2,)], ids=["all", "one"])
+@pytest.mark.parametrize("tied", rest_nightly([(1, 2, 3, 4), (2,)], 1), ids=["all", "one"])
 def test_a_step_whose_rewards_tie_changes_nothing_and_the_run_goes_on(tmp_path, tied):
     calls = []
 

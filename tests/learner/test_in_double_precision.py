@@ -12,7 +12,7 @@ KINDS = ("qwen3_5_text", "gemma4_text", "gemma3n_text", "gemma2", "lfm2", "mamba
 """None has experts, whose grouped products PyTorch does not have in float64."""
 
 
-@pytest.mark.parametrize("kind", rest_nightly(KINDS, ("qwen3_5_text", "gemma4_text")))
+@pytest.mark.parametrize("kind", rest_nightly(KINDS, ("gemma4_text",)))
 def test_gradients_of_packed_rows_are_those_of_single_rows(kind):
     with Doubled():
         policy = Policy(build(kind).double().train(), pad_id=0)

@@ -85,9 +85,7 @@ def step(kind, drawn):
 
 @pytest.mark.parametrize(
     "kind, count",
-    rest_nightly(
-        product(MODELS, (2, 4)), {(kind, 2) for kind in ("a shared prompt", "experts", "supervised examples")}
-    ),
+    rest_nightly(product(MODELS, (2, 4)), {(kind, 2) for kind in ("a shared prompt", "experts")}),
 )
 def test_equal_steps_on_several_threads_give_equal_bits(kind, count):
     drawn = groups(size=48)

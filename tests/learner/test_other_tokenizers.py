@@ -274,6 +274,7 @@ def test_a_start_names_the_teacher_and_how_much_it_reads(bytewise, caplog):
     assert "reads 100% of the policy's tokens, and teacher/aligned is the share" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_run_comes_nearer_to_a_teacher_of_another_tokenizer(bytewise, tmp_path):
     folder, _, _ = bytewise
     curve = trained(tmp_path / "run", alg.mopd(teacher=folder))

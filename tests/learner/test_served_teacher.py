@@ -86,7 +86,7 @@ def test_the_overlap_with_a_served_teacher_is_that_of_the_same_teacher_in_this_p
     assert there.teacher_overlap.any()
 
 
-@pytest.mark.parametrize("part", [None, "forward_kl"])
+@pytest.mark.parametrize("part", rest_nightly([None, "forward_kl"], ["forward_kl"]))
 def test_several_served_teachers_are_averaged_or_chosen_by_a_column_as_loaded_ones(part, tmp_path):
     student, tokenizer = tiny_model("qwen2").eval(), tiny_tokenizer()
     models = [tiny_model("llama", seed=seed).eval() for seed in (3, 4)]
@@ -149,6 +149,7 @@ def test_a_server_that_goes_away_ends_the_run_with_a_checkpoint(tmp_path, quick)
     assert (tmp_path / "checkpoint-2").is_dir()
 
 
+@pytest.mark.nightly
 def test_a_server_that_answers_late_ends_the_run_as_one_that_is_gone(tmp_path, quick):
     with serving(tiny_model("qwen2", seed=7).eval(), tiny_tokenizer(), lasts=2 + 2 * 8, late=60) as (url, _):
         part = alg.distill(url, served_model_name="big", top_k=20, request_seconds=0.5)

@@ -43,7 +43,9 @@ OTHERS = {
 
 @pytest.mark.parametrize(
     "architecture, kernel",
-    [(name, KERNELS[0]) for name in OTHERS]
+    rest_nightly(
+        [(name, KERNELS[0]) for name in OTHERS], [(name, KERNELS[0]) for name in ("mixtral", "gpt_neox", "olmo2")]
+    )
     + [
         pytest.param(name, KERNELS[2], marks=pytest.mark.slow if name == "granite" else pytest.mark.nightly)
         for name in OTHERS
@@ -98,7 +100,7 @@ def test_the_attention_of_a_packed_row_is_that_of_each_completion_behind_its_pro
 
 
 @pytest.mark.parametrize("kernel", [*KERNELS[:2], pytest.param(KERNELS[2], marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("recomputes", rest_nightly([False, True], [True]))
 def test_an_adapter_gets_the_same_gradient(kernel, recomputes, flex_on_a_cpu):
     from peft import LoraConfig, get_peft_model
 

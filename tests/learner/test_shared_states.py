@@ -58,7 +58,7 @@ def expect_same(policy):
         assert float((together[1][name] - gradient).norm() / gradient.norm().clamp(min=1)) <= 1e-5, name
 
 
-@pytest.mark.parametrize("kind", rest_nightly(FROM_STATES, ("qwen3_5_text", "lfm2")))
+@pytest.mark.parametrize("kind", rest_nightly(FROM_STATES, ("qwen3_5_text",)))
 def test_completions_begin_with_their_prompts_state(kind):
     policy = Policy(build(kind).train(), pad_id=0)
     expect_same(policy)
@@ -74,7 +74,7 @@ def test_a_layer_that_begins_with_no_state_reads_whole_rows_and_says_so_once(kin
     assert sum("alone, which begin with no state" in line for line in caplog.messages) == 1
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "recurrent_gemma"])
+@pytest.mark.parametrize("kind", rest_nightly(["qwen3_5_text", "recurrent_gemma"], ["recurrent_gemma"]))
 def test_recomputed_activations_change_no_gradient(kind):
     policy = Policy(build(kind).train(), pad_id=0)
     plain = scored(policy, [rows()])
@@ -128,6 +128,7 @@ def test_a_state_that_is_handed_over_and_ignored_is_seen(monkeypatch):
     assert {layer.way for layer in policy.state_layers} == {"rows"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind, is_cast", rest_nightly([("mamba2", True), ("qwen3_5_text", False)], 1))
 def test_in_bfloat16_they_share_as_well(kind, is_cast):
     """Mamba2 hands a float32 stream to a head in bfloat16."""

@@ -35,7 +35,7 @@ def built(kind):
     "kind",
     rest_nightly(
         ("minimax_m3_vl_text", "doge", "falcon", "gpt_neo", "qwen4_exp_text", "git"),
-        ("minimax_m3_vl_text", "doge", "qwen4_exp_text"),
+        ("minimax_m3_vl_text", "doge"),
     ),
 )
 def test_attention_reads_each_completion_with_its_prompt(kind):
@@ -70,6 +70,7 @@ def test_the_choice_changes_gradients():
     assert max(float((a - b).abs().max()) for a, b in zip(values, everything, strict=True)) > 1e-2
 
 
+@pytest.mark.nightly
 def test_recomputed_activations_and_eager_attention_change_no_gradient():
     plain = gradients(Policy(build("minimax_m3_vl_text"), pad_id=0), [ROWS])
     assert_same(gradients(Policy(checkpointing(build("minimax_m3_vl_text")), pad_id=0), [ROWS]), plain)

@@ -235,6 +235,7 @@ def test_a_run_learns_from_itself_and_says_what_its_teacher_does(name, tmp_path)
     assert curve[0]["teacher/gap"] != 0.0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("preset", rest_nightly([alg.iw_opd, alg.mopd], 1))
 def test_on_policy_distillation_by_the_policy_gradient_brings_the_policy_to_its_teacher(preset, tmp_path):
     teacher = tiny_model("qwen2", seed=7).eval()

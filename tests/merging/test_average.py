@@ -16,7 +16,7 @@ from covey.models.merging.weights import Weights
 from covey.process.world import World
 from covey.rollout import NativeSampler, SamplingParams
 from covey.training.evaluator import averaged
-from kit import tiny_model, tiny_tokenizer
+from kit import rest_nightly, tiny_model, tiny_tokenizer
 
 
 def line(value: float = 0.0) -> torch.nn.Linear:
@@ -152,7 +152,7 @@ def test_what_cannot_be_averaged_is_refused(tmp_path, options, said):
         GRPOConfig(str(tmp_path), **options)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", rest_nightly([1, 2], [2]))
 def test_an_evaluation_that_raises_leaves_the_sampler_with_the_trained_weights(size):
     """The caller may go on training after the error. Of several processes none sends weights: the others may not have failed."""
     model, tokenizer = tiny_model(), tiny_tokenizer()

@@ -402,6 +402,7 @@ def one_word(place: Path, word: str, strength: float) -> Path:
     return place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other, is_kept", rest_nightly([(2.0, True), (100.0, False)], 1))
 def test_weights_are_chosen_by_prompts_and_a_merge_that_is_worse_is_not_written(
     tmp_path, capsys, monkeypatch, other, is_kept

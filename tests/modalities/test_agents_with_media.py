@@ -94,7 +94,7 @@ def compare(model, processor, groups):
 
 @pytest.mark.parametrize(
     ("kind", "backend"),
-    rest_nightly(product(KINDS, ("auto", "transformers")), {("qwen2_5_vl", "auto"), ("gemma3", "auto")}),
+    rest_nightly(product(KINDS, ("auto", "transformers")), {("qwen2_5_vl", "auto")}),
 )
 def test_images_in_later_turns_are_sampled_and_learnt_as_a_plain_forward_sees_them(kind, backend):
     model, processor = ending(kind)
@@ -129,6 +129,7 @@ def test_the_pixels_that_are_learnt_are_those_of_the_images_in_their_order():
     assert one.written.sum() < len(one.token_ids)
 
 
+@pytest.mark.slow
 def test_rows_media_alone_are_computed_once_for_the_group():
     model, processor = ending("qwen2_5_vl")
     groups = drawn(
@@ -142,6 +143,7 @@ def test_rows_media_alone_are_computed_once_for_the_group():
     compare(model, processor, groups)
 
 
+@pytest.mark.nightly
 def test_a_conversation_has_its_images_in_memory_once(monkeypatch):
     """Each call sends those of all turns; what was read of a call stays as it was read."""
     model, processor = ending("qwen2_5_vl")
@@ -163,6 +165,7 @@ def test_a_conversation_has_its_images_in_memory_once(monkeypatch):
     assert prompt.media.tensors["pixel_values"].untyped_storage().nbytes() == pixels(earlier[0]).nbytes
 
 
+@pytest.mark.slow
 def test_other_images_under_equal_tokens_are_other_episodes():
     """Two episodes, and two conversations in one, whose tokens are equal and whose images are not."""
     model, processor = ending("qwen2_5_vl")

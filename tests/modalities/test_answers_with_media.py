@@ -96,7 +96,7 @@ def compare(model, processor, groups):
             torch.testing.assert_close(one.logprobs[one.written], plain[one.written], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "backend"), rest_nightly(CASES, 2))
+@pytest.mark.parametrize(("kind", "backend"), rest_nightly(CASES, [("qwen2_5_vl", "auto")]))
 def test_several_items_in_answers_of_two_tools_are_sampled_and_learnt_as_a_plain_forward_sees_them(kind, backend):
     model, processor = ending(kind)
     offset = 100 * (kind == "qwen2_audio")
@@ -133,6 +133,7 @@ def test_the_pixels_that_are_learnt_are_those_of_the_images_in_their_order():
     assert [turn["content"][0].keys() for turn in one.messages if turn["role"] == "tool"] == [{"type", "digest"}] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", rest_nightly(["auto", "transformers"], 1))
 def test_a_cut_never_splits_an_image(backend):
     """Whatever room is left, an answer with an image is there as a whole or ends before its placeholders."""
@@ -161,7 +162,9 @@ def broken(n: int) -> list:
     return [{"type": "image", "image": b"no image" if n else picture(1).resize((400, 1))}]
 
 
-@pytest.mark.parametrize(("n", "words"), [(1, "cannot be read as an image"), (0, "refused its images")])
+@pytest.mark.parametrize(
+    ("n", "words"), rest_nightly([(1, "cannot be read as an image"), (0, "refused its images")], 1)
+)
 def test_an_image_that_cannot_be_read_is_the_tools_error(n, words):
     model, processor = ending("qwen2_5_vl")
     asks = lambda _: [WrittenCall("broken", {"n": n}), WrittenCall("photograph", {"n": 1})]
@@ -180,7 +183,7 @@ def search(n: int) -> str:
     return "the token <|image_pad|>"
 
 
-@pytest.mark.parametrize("name", ["search", "<|image_pad|>"])
+@pytest.mark.parametrize("name", rest_nightly(["search", "<|image_pad|>"], ["<|image_pad|>"]))
 def test_a_text_that_spells_a_placeholder_beside_an_image_does_not_end_the_run(name):
     """The processor cannot tell both apart, so the image is an error: the text, or the name that the model calls, is not its tool's."""
     model, processor = ending("qwen2_5_vl")

@@ -64,7 +64,7 @@ def compare(model, processor, groups):
 
 @pytest.mark.parametrize(
     ("kind", "backend"),
-    rest_nightly(product(ALL, BACKENDS), {("qwen2_5_vl", "auto"), ("llava", "transformers"), ("idefics3", "auto")}),
+    rest_nightly(product(ALL, BACKENDS), {("qwen2_5_vl", "auto"), ("llava", "transformers")}),
 )
 def test_log_probabilities_over_turns_are_a_plain_forwards(kind, backend):
     model, processor = often_ending(kind)
@@ -77,6 +77,7 @@ def test_log_probabilities_over_turns_are_a_plain_forwards(kind, backend):
         assert group.prompt.media is found[int(group.prompt.uid[-1])].media
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", rest_nightly(EMBEDDED, 1))
 def test_greedy_turns_are_the_same_in_every_sampler(kind):
     model, processor = often_ending(kind)

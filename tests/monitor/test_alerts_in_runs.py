@@ -45,6 +45,7 @@ def test_a_rule_that_is_off_is_not_told(tmp_path):
     assert "dead_groups" not in {alert["rule"] for alert in told(tmp_path / "run")}
 
 
+@pytest.mark.nightly
 def test_all_can_be_off(tmp_path):
     trainer(tmp_path / "run", reward_funcs=constant, alert_actions={"all": "off"}, **LONG).train()
     assert told(tmp_path / "run") == []

@@ -39,6 +39,7 @@ def test_5e_2_is_advised_against_at_the_start_and_named_when_it_breaks(tmp_path,
     assert dead["try_this"][0].startswith("lower learning_rate")
 
 
+@pytest.mark.slow
 def test_the_learning_rate_that_the_model_learns_at_is_not_named(tmp_path, caplog):
     assert trained(tmp_path / "run", 6e-4, 3) == []
     assert "learning_rate" not in caplog.text

@@ -125,7 +125,7 @@ CONTENT = {
 }
 
 
-@pytest.mark.parametrize("name", rest_nightly(CONTENT, ("it falls a little", "only noise", "both fall")))
+@pytest.mark.parametrize("name", rest_nightly(CONTENT, ("it falls a little", "both fall")))
 def test_rewards_that_do_not_pull_apart_are_silent(name):
     right, length, weight = CONTENT[name]
     for seed in range(20):

@@ -66,6 +66,7 @@ def test_math_abstains_without_a_gold_answer():
     assert call("math", "#### 4", "#### 4", answer=[None, ""]) == [None, None]
 
 
+@pytest.mark.nightly
 @needs_math_verify
 def test_math_evaluates_latex_where_text_says_too_little():
     golds = [r"\frac{\sqrt{2}}{2}", r"\{1, 2\}", "x + 1", r"\sqrt{2}"]
@@ -75,6 +76,7 @@ def test_math_evaluates_latex_where_text_says_too_little():
     assert call("math", r"\boxed{\sqrt{16}}", answer="4") == [1.0]
 
 
+@pytest.mark.slow
 @needs_math_verify
 def test_an_answer_that_never_ends_is_killed_alone():
     verifier = verify.Verifier(timeout_seconds=0.5)

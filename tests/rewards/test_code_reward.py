@@ -210,6 +210,7 @@ def test_what_became_of_programs_is_logged() -> None:
     assert extras["code"][0].startswith("timeout: ")
 
 
+@pytest.mark.slow
 def test_programs_are_run_side_by_side_as_their_completions_come_in() -> None:
     prompt = Prompt(uid="0:0", text="Double it.", token_ids=(1, 2, 3), columns={"tests": TESTS})
     texts = (RIGHT, WRONG, "import os; os._exit(0)", "while True: pass")

@@ -242,6 +242,7 @@ def test_a_reward_that_compares_completions_of_a_prompt_has_one_to_compare_with(
     assert not checks(judge(found), "FAIL")
 
 
+@pytest.mark.slow
 def test_many_rows_are_scored_in_calls_of_64():
     sizes = []
 

@@ -12,7 +12,7 @@ import pytest
 from covey.cli import main
 from covey.errors import RewardError
 from faults.small_runs import lines, trainer
-from kit import tiny_model, tiny_tokenizer
+from kit import rest_nightly, tiny_model, tiny_tokenizer
 
 BROKEN = "def broken(completions, **columns):\n    return [float(c['score']) for c in completions]\n"
 
@@ -49,7 +49,7 @@ def test_the_run_ends_with_the_exception_its_line_and_the_path_of_the_events(tmp
     assert f"line {LINE}, in" in events[0]["details"]["traceback"]
 
 
-@pytest.mark.parametrize("function", [cancelled, exits, infinite])
+@pytest.mark.parametrize("function", rest_nightly([cancelled, exits, infinite], [exits, infinite]))
 def test_whatever_it_fails_with(function, tmp_path):
     with pytest.raises(RewardError, match=f"'{function.__name__}' failed on every completion of the first batch"):
         trainer(tmp_path / "run", reward_funcs=[function, broken_later()], max_steps=2).train()
@@ -85,7 +85,7 @@ def test_one_that_fails_later_is_recorded_and_the_run_goes_on(tmp_path):
     assert lines(tmp_path / "run", "events.jsonl")
 
 
-@pytest.mark.parametrize("answer", [None, float("nan")])
+@pytest.mark.parametrize("answer", rest_nightly([None, float("nan")], 1))
 def test_one_that_has_nothing_to_say_is_no_failure(answer, tmp_path):
     silent = lambda completions: [answer for _ in completions]
     assert trainer(tmp_path / "run", reward_funcs=[silent, broken_later()], max_steps=2).train().global_step == 2

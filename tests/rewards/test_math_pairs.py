@@ -38,6 +38,7 @@ def test_every_pair_has_its_score():
     assert {pair: score for pair, score in given_scores.items() if score != expected[pair]} == {}
 
 
+@pytest.mark.nightly
 def test_bombs_are_wrong_and_the_answers_beside_them_are_judged():
     pytest.importorskip("math_verify")
     honest = [(r"\frac{\sqrt{2}}{2}", r"\boxed{\frac{1}{\sqrt{2}}}"), ("7", r"\boxed{7}"), ("x", r"\boxed{y}")]

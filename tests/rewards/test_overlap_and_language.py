@@ -176,6 +176,7 @@ def test_the_common_subsequence_agrees_with_the_textbook_recursion():
         assert common_length(a, b) == slow(a, b)
 
 
+@pytest.mark.nightly
 def test_long_texts_are_compared_within_a_second_each():
     started = time.process_time()
     call("rouge", "word " * 100_000, reference="other word " * 10_000)

@@ -146,6 +146,7 @@ def test_what_would_be_read_otherwise_than_it_was_trained_is_refused():
         ProcessReward(tiny_reward_model(), tokenizer=tiny_tokenizer())
 
 
+@pytest.mark.slow
 def test_the_commands_train_a_reward_and_examine_it_on_other_steps(tmp_path, capsys, monkeypatch):
     for part, rows in (("train", ROWS), ("other", [row(n) for n in range(40, 52)])):
         lines = [{"prompt": one.prompt, "completions": one.steps, "labels": one.labels} for one in rows]

@@ -125,6 +125,7 @@ def test_pairs_without_a_prompt_are_each_their_own():
     assert by_prompt(pairs, range(20)) == [[n] for n in range(20)]
 
 
+@pytest.mark.nightly
 def test_many_pairs_of_few_prompts_tell_no_more_than_the_prompts(tmp_path, capsys):
     """Eighty pairs of eight prompts, all right: the interval is Wilson's for 8 of 8, from 1 / (1 + 1.96^2 / 8) on."""
     learnt, held = tmp_path / "learnt.jsonl", tmp_path / "held.jsonl"
@@ -138,6 +139,7 @@ def test_many_pairs_of_few_prompts_tell_no_more_than_the_prompts(tmp_path, capsy
     assert told["interval"] == pytest.approx([0.676, 1.0], abs=5e-4)
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_reward_and_tells_its_accuracy_with_an_interval(tmp_path, capsys):
     file, out = tmp_path / "pairs.jsonl", tmp_path / "judge"
     file.write_text("".join(json.dumps(vars(one)) + "\n" for one in PAIRS))

@@ -18,7 +18,7 @@ from covey.rewards.calling.workers import WorkerPool
 from covey.rewards.decorators import CallOptions
 from covey.types import Mean, RunningTotal, Sum
 from forked import run
-from kit import group
+from kit import group, rest_nightly
 
 
 def apart(call, **options):
@@ -98,12 +98,15 @@ def test_a_process_that_leaves_scores_nothing(score):
 
 @pytest.mark.parametrize(
     "hang",
-    [
-        theirs.hang_in_regular_expression,
-        theirs.hang_in_c_with_the_lock,
-        theirs.hang_in_c_library,
-        theirs.hang_and_ignore_signals,
-    ],
+    rest_nightly(
+        [
+            theirs.hang_in_regular_expression,
+            theirs.hang_in_c_with_the_lock,
+            theirs.hang_in_c_library,
+            theirs.hang_and_ignore_signals,
+        ],
+        [theirs.hang_in_c_with_the_lock, theirs.hang_in_c_library, theirs.hang_and_ignore_signals],
+    ),
 )
 def test_whatever_hangs_is_killed_in_time_and_says_where_it_hung(score, hang):
     _, scorer = score(apart(theirs.length), apart(hang, timeout_seconds=0.5), groups=[group(["a"])])
@@ -169,6 +172,7 @@ def test_a_pool_that_nobody_closes_ends_with_its_owner():
     assert not is_alive(pid)
 
 
+@pytest.mark.slow
 def test_large_batches_cross_the_socket(score):
     texts = ["z" * 20_000] * 100
     scored, _ = score(apart(theirs.length), groups=[group(texts)])

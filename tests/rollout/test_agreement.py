@@ -31,7 +31,7 @@ WAYS = {
     "bloom": "cache",
 }
 """How the sampler of plain transformers decodes each."""
-IN_CI = rest_nightly(WAYS, ("mamba2", "bart", "rwkv", "bloom"))
+IN_CI = rest_nightly(WAYS, ("mamba2", "bart", "bloom"))
 
 
 def largest_gap(sampler, model, **params):
@@ -71,7 +71,7 @@ def test_completions_of_a_model_with_a_state_end_and_keep_a_penalty():
     assert largest_gap(plain, model, repetition_penalty=2.0) > 1e-2
 
 
-@pytest.mark.parametrize("kind", rest_nightly(WAYS, ("bart", "rwkv", "bloom")))
+@pytest.mark.parametrize("kind", rest_nightly(WAYS, ("bart", "bloom")))
 def test_a_family_goes_on_from_what_a_tool_answers(kind):
     model, tokenizer = build(kind), tiny_tokenizer()
     answer = lambda turns: [None if 7 in turn.token_ids else "7" for turn in turns]
@@ -102,7 +102,7 @@ def test_a_sampler_that_draws_from_another_policy_is_refused_with_the_models_nam
         expect_agreement(sampler, model)
 
 
-@pytest.mark.parametrize("ends", [[2], list(range(3, 150))])
+@pytest.mark.parametrize("ends", rest_nightly([[2], list(range(3, 150))], 1))
 def test_a_trial_whose_completions_end_at_once_is_drawn_again(ends):
     """GIT counts the padding of a short prompt: that shows after its first token only."""
     sampler = choose_sampler(build("git"), tiny_tokenizer(), eos_ids=ends)
@@ -180,6 +180,7 @@ def test_a_sampler_of_transformers_that_was_chosen_names_its_price_too(options, 
     assert re.search(r"as asked\. .*1,000 tokens of each take [\d.e+]+ s\.$", record.getMessage())
 
 
+@pytest.mark.nightly
 def test_a_length_that_no_trial_reaches_is_named_at_the_start():
     """Doge, which scores all copies of a token alike, so that any of them may be chosen."""
     model = build("doge")

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain, repeat
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from covey.rollout.worker import Call, Cancelled, Order, Served, Setup, Writer
 from covey.rollout.worker_process import ProcessWorker, decoded
 from covey.training.build_sampler import worker_devices
 from covey.types import Completion, Group, Prompt
+from forked import worker_of
 from kit import tiny_model, tiny_tokenizer
 
 PARAMS = SamplingParams(max_tokens=24, seed=5)
@@ -63,7 +65,12 @@ def asynchronous(model: torch.nn.Module, workers: int = 1) -> AsynchronousSample
 
 
 @pytest.mark.slow
-def test_a_process_writes_what_the_native_sampler_writes_after_new_weights_a_kill_and_a_checkpoint(model) -> None:
+def test_a_process_writes_what_the_native_sampler_writes_after_new_weights_a_kill_and_a_checkpoint(
+    model, monkeypatch
+) -> None:
+    """The first process begins as in a run; those after it are forked, so that they import nothing."""
+    starts = chain([worker_process._start], repeat(worker_of("covey.rollout.worker")))
+    monkeypatch.setattr(worker_process, "_start", lambda theirs: next(starts)(theirs))
     near, far = NativeSampler(model, tiny_tokenizer(), dtype="float32"), asynchronous(model)
     try:
         assert content(far.sample(prompts(), 4, PARAMS)) == content(near.sample(prompts(), 4, PARAMS))

@@ -14,7 +14,7 @@ ROWS = [
     line for line in PAGE.read_text().splitlines() if any(line.startswith(f"| {way} |") for way in ROLLOUTS.values())
 ]
 pytestmark = pytest.mark.filterwarnings("ignore")  # of PEFT's, which would be taken for a refusal
-QUICK = ("qwen2", "qwen3_5_text", "mamba", "bloom", "roberta", "gemma3n")
+QUICK = ("qwen2", "qwen3_5_text", "bloom", "gemma3n")
 """Each word of a column; the ways of plain transformers are those of test_agreement."""
 
 

@@ -13,7 +13,7 @@ from covey.rollout import SamplingParams, TransformersSampler, choose_sampler
 from kit import tiny_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-QUICK = ("Llama 3", "Mistral 0.3", "LFM2")
+QUICK = ("Llama 3",)
 SLOW = ("DeepSeek V3",)
 """Latent attention. Others are nightly; what is special in their layers has tests of its own."""
 

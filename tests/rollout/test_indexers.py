@@ -42,6 +42,7 @@ def test_log_probabilities_equal_a_plain_forward_whatever_enters_and_leaves(kind
     assert gap_of(sampler, groups) <= 1e-5
 
 
+@pytest.mark.nightly
 def test_the_choice_decides_what_is_drawn():
     """Without it other tokens would be drawn: the cases above could fail."""
     model, params = build("deepseek_v32"), SamplingParams(max_tokens=24, seed=1)
@@ -54,6 +55,7 @@ def test_the_choice_decides_what_is_drawn():
     assert {indexer.index_topk for indexer in find_indexers(model)} == {4}
 
 
+@pytest.mark.nightly
 def test_completions_do_not_depend_on_the_batch():
     sampler = NativeSampler(build("deepseek_v32"), tiny_tokenizer(), eos_ids=ENDS, dtype="float32")
     params = SamplingParams(max_tokens=16, seed=3)
@@ -62,6 +64,7 @@ def test_completions_do_not_depend_on_the_batch():
     assert ids_of(collect(sampler, PROMPTS, 4, params)) == together
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", rest_nightly(INDEXED, ("deepseek_v32",)))
 def test_answers_of_an_environment_are_chosen_from_too(kind):
     def environment(turns):

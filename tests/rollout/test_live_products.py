@@ -87,7 +87,7 @@ def test_what_is_not_a_number_stays_in_its_row(kernels):
 @needs_kernels
 @pytest.mark.parametrize(
     "arch, rows",  # 256: all at once; 7: as rows come free
-    rest_nightly(product(["qwen2", "qwen3", "llama", "mistral"], [256, 7]), {("qwen2", 7), ("qwen3", 256)}),
+    rest_nightly(product(["qwen2", "qwen3", "llama", "mistral"], [256, 7]), {("qwen3", 256)}),
 )
 def test_a_step_in_one_call_draws_the_same_tokens(arch, rows, here, one_by_one):
     model = tiny_model(arch, hidden=64, layers=3)

@@ -18,7 +18,7 @@ from covey.rollout.turns import TurnSampler
 from covey.types import Prompt
 from kit import rest_nightly, tiny_model, tiny_tokenizer
 
-IN_CI = ("gemma2", "phi3", "gpt2", "olmo2", "qwen3_moe")
+IN_CI = ("gemma2", "gpt2", "qwen3_moe")
 FALLS_BACK = {
     "rwkv": ("Rwkv", {}, "interface"),
     "mbart": (
@@ -34,7 +34,7 @@ def tokenizer():
     return tiny_tokenizer()
 
 
-@pytest.mark.parametrize("arch", rest_nightly(NATIVE, ("gemma2", "gpt2", "qwen3_moe")))
+@pytest.mark.parametrize("arch", rest_nightly(NATIVE, ("gpt2", "qwen3_moe")))
 def test_an_architecture_runs_natively_and_equals_generate(tokenizer, arch):
     model = build(*NATIVE[arch])
     sampler = choose_sampler(model, tokenizer, backend="native", dtype="float32")
@@ -55,7 +55,7 @@ def test_log_probabilities_of_an_architecture_equal_a_plain_forward(tokenizer, a
             torch.testing.assert_close(completion.logprobs, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("arch", FALLS_BACK)
+@pytest.mark.parametrize("arch", rest_nightly(FALLS_BACK, ["mbart"]))
 def test_what_the_engine_cannot_run_falls_back_and_says_why(tokenizer, arch):
     name, options, reason = FALLS_BACK[arch]
     model = build(name, options)
@@ -112,10 +112,10 @@ RICH = {"repetition_penalty": 1.2, "top_k": 60, "stop": ("e",)}
     "options, more",
     rest_nightly(
         [
-            *[({"max_rows": 4}, {}), ({"cache_bytes": 60_000}, RICH), ({"max_rows": 4}, RICH)],
+            *[({"cache_bytes": 60_000}, RICH), ({"max_rows": 4}, {}), ({"max_rows": 4}, RICH)],
             *[({"cache_bytes": 60_000}, {}), *product(({"max_rows": 9}, {"cache_bytes": 1}), ({}, RICH))],
         ],
-        2,
+        1,
     ),
 )
 def test_scheduling_does_not_change_a_completion(tokenizer, options, more):

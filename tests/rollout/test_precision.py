@@ -45,7 +45,7 @@ def test_the_common_decoders_are_written_out_in_both_precisions(arch):
     assert isinstance(best_forward(model, "float16"), DecoderForward)
 
 
-@pytest.mark.parametrize("arch", rest_nightly([*FAMILY, "gpt2", "gemma2"], ["qwen3", "gemma2"]))
+@pytest.mark.parametrize("arch", rest_nightly([*FAMILY, "gpt2", "gemma2"], ["qwen3"]))
 def test_log_probabilities_in_bfloat16_stay_near_those_in_float32(tokenizer, arch):
     """Rounded to 8 bits, a log-probability is off by a few hundredths at most; at the mean by less than one."""
     model = tiny_model(arch, layers=3, hidden=64, seed=1)
@@ -65,10 +65,7 @@ def test_log_probabilities_in_bfloat16_stay_near_those_in_float32(tokenizer, arc
     "kind, arch, dtype",
     rest_nightly(
         product((NativeSampler, TransformersSampler), ("qwen3", "gpt2", "gemma2", "mistral"), ("bfloat16", "float16")),
-        [
-            (NativeSampler, "qwen3", "bfloat16"),
-            (NativeSampler, "gpt2", "float16"),
-        ],
+        [(NativeSampler, "qwen3", "bfloat16")],
     ),
 )
 def test_log_probabilities_are_nearer_the_learners_under_autocast_than_float32s_are(tokenizer, kind, arch, dtype):
@@ -148,7 +145,7 @@ def test_completions_in_bfloat16_follow_their_seed_and_not_the_schedule(tokenize
     assert sum(a == b for a, b in pairs) >= 0.8 * len(pairs)
 
 
-@pytest.mark.parametrize("arch, kind", [("qwen3", DecoderForward), ("gpt2", AutocastForward)])
+@pytest.mark.parametrize("arch, kind", rest_nightly([("qwen3", DecoderForward), ("gpt2", AutocastForward)], 1))
 def test_a_copy_is_made_again_by_every_load(tokenizer, arch, kind):
     model = tiny_model(arch, layers=2)
     sampler = NativeSampler(model, tokenizer, dtype="bfloat16")

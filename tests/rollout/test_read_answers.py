@@ -77,7 +77,8 @@ def test_completions_are_those_of_token_by_token(arch, attention):
     assert gap_of(model, groups) <= 1e-5
 
 
-@pytest.mark.parametrize("kind", rest_nightly(WITH_STATES, ("lfm2",)))
+@pytest.mark.nightly  # in CI `test_replies_of_an_environment_enter_the_state_of_their_row`
+@pytest.mark.parametrize("kind", WITH_STATES)
 def test_a_row_with_a_state_goes_on_from_it(kind):
     model, params = build(kind), SamplingParams(max_tokens=60, seed=2)
     groups, by_token = both(make_of(model), params)
@@ -86,6 +87,7 @@ def test_a_row_with_a_state_goes_on_from_it(kind):
     assert takes_answers(make_of(model)().forward) is (kind not in BEGIN_ANEW)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("arch", rest_nightly(list(windowed_models.LOCAL), 1))
 def test_rows_of_a_prompt_have_windows_of_their_own(arch):
     model, params = windowed_models.build(arch), SamplingParams(max_tokens=80, seed=2)
@@ -119,7 +121,8 @@ def test_penalties_and_stop_strings_see_the_answers():
     expect_equal(groups, by_token)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", pytest.param("qwen3_5_moe_text", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_moe", pytest.param("qwen3_5_moe_text", marks=pytest.mark.nightly)])
 def test_experts_of_answers_are_recorded(kind):
     model = native_models.build("Qwen3Moe", native_models.EXPERTS) if kind == "qwen3_moe" else build(kind)
     groups, by_token = both(make_of(model, records_experts=True), SamplingParams(max_tokens=80, seed=2))

@@ -67,7 +67,7 @@ def test_log_probability_and_entropy_are_those_of_the_processed_distribution(kin
     torch.testing.assert_close(drawn.entropy.double(), entropy, atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", rest_nightly(["plain", "everything", "temperature"], 2))
+@pytest.mark.parametrize("kind", rest_nightly(["everything", "plain", "temperature"], 1))
 def test_frequencies_pass_a_chi_square_test(kind):
     params = SamplingParams(**KINDS[kind])
     logits = torch.randn(1, 300)

@@ -53,7 +53,7 @@ def gaps_of(sampler, groups):
     return gaps
 
 
-@pytest.mark.parametrize("kind", rest_nightly(KINDS, ("minimax_m3_vl_text", "doge", "bloom")))
+@pytest.mark.parametrize("kind", rest_nightly(KINDS, ("minimax_m3_vl_text", "bloom")))
 def test_log_probabilities_equal_a_plain_forward_whatever_enters_and_leaves(kind):
     sampler = choose_sampler(built(kind), tiny_tokenizer(), backend="native", eos_ids=ENDS, dtype="float32", max_rows=8)
     assert isinstance(sampler.forward, WholeKeysForward)
@@ -113,6 +113,7 @@ def test_a_prompt_of_one_token_begins_with_the_models_own_states():
     assert max(gaps_of(sampler, groups)) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", rest_nightly(KINDS, ("minimax_m3_vl_text",)))
 def test_answers_of_an_environment_enter_the_keys(kind):
     def environment(turns):
@@ -125,6 +126,7 @@ def test_answers_of_an_environment_enter_the_keys(kind):
     assert max(gaps_of(sampler, groups)) <= 1e-5
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", rest_nightly(KINDS, ("bloom",)))
 def test_completions_do_not_depend_on_the_batch(kind):
     sampler = NativeSampler(built(kind), tiny_tokenizer(), eos_ids=ENDS, dtype="float32")
@@ -134,6 +136,7 @@ def test_completions_do_not_depend_on_the_batch(kind):
     assert ids_of(collect(sampler, PROMPTS, 4, params)) == together
 
 
+@pytest.mark.nightly
 def test_the_choice_of_blocks_decides_what_is_drawn():
     """Without it other tokens would be drawn: the cases above could fail."""
     model, params = build("minimax_m3_vl_text"), SamplingParams(max_tokens=16, seed=1)

@@ -20,7 +20,7 @@ def tokenizer():
     return tiny_tokenizer()
 
 
-QUICK = ("mistral", "gemma3")
+QUICK = ("mistral",)
 EACH = [pytest.param(arch, marks=() if arch in QUICK else pytest.mark.nightly) for arch in LOCAL]
 
 
@@ -39,7 +39,7 @@ def test_every_kind_is_native_and_equals_generate(tokenizer, arch):
     "arch, attention",
     rest_nightly([(arch, "static") for arch in LOCAL], [(arch, "static") for arch in ("mistral",)])
     + [pytest.param(arch, "auto", marks=() if arch == "gemma3" else pytest.mark.nightly) for arch in LOCAL]
-    + [pytest.param(arch, "torch", marks=() if arch == "mistral" else pytest.mark.nightly) for arch in LOCAL],
+    + [pytest.param(arch, "torch", marks=pytest.mark.nightly) for arch in LOCAL],
 )
 def test_log_probabilities_equal_a_plain_forward(tokenizer, arch, attention):
     """Prompts shorter and longer than the window, rows of several ages beside each other."""
@@ -105,10 +105,13 @@ def test_prompts_are_computed_in_blocks_as_with_the_mask_written_out(window, has
 
 @pytest.mark.parametrize(
     "kind, reason",
-    [
-        ("doge", "its layers choose the keys that a token sees"),
-        ("minimax_m3_vl_text", "its layers attend with block_indices"),
-    ],
+    rest_nightly(
+        [
+            ("doge", "its layers choose the keys that a token sees"),
+            ("minimax_m3_vl_text", "its layers attend with block_indices"),
+        ],
+        1,
+    ),
 )
 def test_layers_that_choose_keys_by_their_content_are_left_to_the_models_attention(tokenizer, kind, reason):
     """They do so past some 2,048 tokens, which no short trial reaches."""

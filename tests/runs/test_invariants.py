@@ -87,6 +87,7 @@ def test_a_reference_that_changes_by_itself_ends_the_run(tmp_path: Path, peft_co
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "peft_config", rest_nightly([None, LORA], 1), ids=["a copy of the model", "a copy of the adapter"]
 )
@@ -154,10 +155,13 @@ def shrink(model: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize(
     "changed, said",
-    [
-        ({"num_iterations": 2}, "learner's log-probabilities are .* from its own at the rollout"),
-        ({}, "sampler does not sample from the policy that is trained"),
-    ],
+    rest_nightly(
+        [
+            ({"num_iterations": 2}, "learner's log-probabilities are .* from its own at the rollout"),
+            ({}, "sampler does not sample from the policy that is trained"),
+        ],
+        1,
+    ),
     ids=["its own", "the sampler's"],
 )
 def test_a_ratio_that_is_not_1_at_the_first_update_of_a_rollout_ends_the_run_before_the_update(

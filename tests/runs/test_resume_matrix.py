@@ -10,9 +10,10 @@ from resume_cases import CASES, compare
 
 from covey.config.checks import processor_has_bfloat16
 
-QUICK = ("in the middle of num_iterations=3", "evaluation and early stopping")
+QUICK = ("in the middle of num_iterations=3",)
 
 HOLDS_STATE = (
+    "evaluation and early stopping",
     "adapter: LoRA with dropout",
     "a reference that follows",
     "algorithm: ppo",

@@ -111,6 +111,7 @@ class Counter(TrainerCallback, ExportableState):
         return {"args": {"by": self.by}, "attributes": {"count": self.count}}
 
 
+@pytest.mark.slow
 def test_each_of_several_callbacks_of_one_class_gets_its_own_state(tmp_path: Path) -> None:
     trainer(tmp_path, callbacks=[Counter(1), Counter(10)]).train()
     resumed = [Counter(1), Counter(10)]
@@ -142,6 +143,7 @@ class Lowered(TrainerCallback):
             lower_rates(self.one._running.learner.optimizer, self.one._running.learner.scheduler, 0.5)
 
 
+@pytest.mark.slow
 def test_options_of_the_optimizer_act_after_a_resume_where_they_are_others_than_before(tmp_path: Path) -> None:
     lowered = Lowered()
     lowered.one = trainer(tmp_path / "run", callbacks=[lowered], lr_scheduler_type="constant")

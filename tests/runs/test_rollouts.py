@@ -162,6 +162,7 @@ def test_no_text_brings_a_control_character_through(text: str) -> None:
     assert safe(shown) == shown
 
 
+@pytest.mark.slow
 def test_a_folder_of_rollouts_has_a_bound_and_stays_densest_at_its_end(tmp_path: Path) -> None:
     for step in range(1, 201):
         rollouts.write(tmp_path, step, [], ["a"])

@@ -151,7 +151,13 @@ def test_a_program_cannot_change(what: str, run, world: World) -> None:
 
 
 @pytest.mark.parametrize("run", rest_nightly(["all layers", "no namespaces"], 1), indirect=True)
-@pytest.mark.parametrize("what", GREEDY)
+@pytest.mark.parametrize(
+    "what",
+    rest_nightly(
+        GREEDY,
+        [name for name in GREEDY if name not in ("an endless loop", "a number too large", "a regular expression")],
+    ),
+)
 def test_a_program_cannot_use_up(what: str, run) -> None:
     code, reasons = GREEDY[what]
     result: Result = run(code, timeout=0.3 if "timeout" in reasons else 10.0)

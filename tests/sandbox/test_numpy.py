@@ -9,6 +9,7 @@ import pytest
 
 from covey.rewards.builtin.code import Code
 from covey.sandbox import Sandbox
+from kit import rest_nightly
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can isolate")
 
@@ -30,7 +31,7 @@ FAIR = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAIR)
+@pytest.mark.parametrize("name", rest_nightly(FAIR, [name for name in FAIR if name not in ("a solver", "testing")]))
 def test_a_right_program_is_judged_right_and_a_wrong_one_wrong(name: str, sandbox: Sandbox) -> None:
     code, tests, (old, new) = FAIR[name]
     right = sandbox.run(code, tests)
@@ -56,11 +57,14 @@ def test_its_memory_is_limited(sandbox: Sandbox) -> None:
 
 @pytest.mark.parametrize(
     "cheat",
-    [
-        "np.allclose = lambda *a, **k: True",
-        "import numpy._core.numeric as inner\ninner.isclose = lambda *a, **k: np.True_",
-        "np.testing.assert_allclose = lambda *a, **k: None",
-    ],
+    rest_nightly(
+        [
+            "np.allclose = lambda *a, **k: True",
+            "import numpy._core.numeric as inner\ninner.isclose = lambda *a, **k: np.True_",
+            "np.testing.assert_allclose = lambda *a, **k: None",
+        ],
+        1,
+    ),
 )
 def test_a_program_cannot_change_what_its_tests_compare_with(cheat: str, sandbox: Sandbox) -> None:
     tests = ["import numpy as np\nassert np.allclose(f(), [1.0, 2.0])", "np.testing.assert_allclose(f(), [1.0, 2.0])"]

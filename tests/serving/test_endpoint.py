@@ -100,6 +100,7 @@ def test_a_tool_is_called_and_its_result_is_answered(caller, streamed):
     )
 
 
+@pytest.mark.slow
 def test_a_call_that_is_no_json_stays_text(caller):
     model = trained_on(((BEFORE, "<tool_call>\n{broken</tool_call><|im_end|>"),), steps=80)
     with serving(NativeSampler(model, chat_tokenizer(), dtype="float32")) as (_, ask):

@@ -11,6 +11,7 @@ from covey.serving import Endpoint, episodes_of
 from covey.serving.sessions import Session, Sessions
 from environments.acting import HARMONY, chat_tokenizer, tiny_llama
 from environments.families import DEEPSEEK, FAMILIES, GLM, QWEN
+from kit import rest_nightly
 from serving.clients import Words, client
 
 ASK = [{"role": "user", "content": "q"}]
@@ -196,7 +197,7 @@ FOLLOWING = {"role": "user", "content": "more"}
 RESULT = {"role": "tool", "tool_call_id": "a", "content": "9"}
 
 
-@pytest.mark.parametrize("change", [dict, without, by_another_name])
+@pytest.mark.parametrize("change", rest_nightly([dict, without, by_another_name], [dict, without]))
 @pytest.mark.parametrize(
     "turns",
     [

@@ -100,6 +100,7 @@ def test_each_adapter_is_bit_equal_to_its_run_alone_whatever_else_differs(names,
     assert not are_equal(*(tmp_path / "together" / name for name in names[:2]))
 
 
+@pytest.mark.slow
 def test_the_base_is_in_memory_once_and_stays_as_it_is(base, tmp_path):
     runs = [{"args": config(tmp_path / f"{seed}", seed=seed, max_steps=1)} for seed in range(3)]
     trainers = covey.train_together(base, runs, reward_funcs=digits, train_dataset=ROWS, peft_config=lora())
@@ -112,6 +113,7 @@ def test_the_base_is_in_memory_once_and_stays_as_it_is(base, tmp_path):
     assert torch.equal(inner["model.embed_tokens.weight"], loaded["model.embed_tokens.weight"])
 
 
+@pytest.mark.slow
 def test_the_runs_take_turns_and_see_their_own_random_numbers(base, tmp_path):
     order = []
 
@@ -130,6 +132,7 @@ def test_the_runs_take_turns_and_see_their_own_random_numbers(base, tmp_path):
     assert state_of(tmp_path / "a", 2)[1] == state_of(tmp_path / "b", 2)[1]  # the same seed: the same run
 
 
+@pytest.mark.nightly
 def test_the_time_of_a_step_leaves_out_that_of_other_runs(base, tmp_path):
     def slow(completions, **kwargs):
         time.sleep(1.5)
@@ -144,6 +147,7 @@ def test_the_time_of_a_step_leaves_out_that_of_other_runs(base, tmp_path):
     assert seconds[1] < 1.5 < seconds[0]
 
 
+@pytest.mark.slow
 def test_one_that_fails_leaves_the_others_to_end(base, tmp_path):
     runs = [
         {"args": config(tmp_path / "bad"), "reward_funcs": broken},
@@ -183,6 +187,7 @@ def test_a_signal_stops_all_with_a_checkpoint_and_each_goes_on_alone_or_together
         assert are_equal(tmp_path / "cut" / name, tmp_path / "whole" / name), name
 
 
+@pytest.mark.slow
 def test_a_signal_amid_a_joint_rollout_stops_all_at_their_last_step(base, tmp_path, monkeypatch):
     decode, steps = _JointForward.decode, []
 

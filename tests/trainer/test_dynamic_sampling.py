@@ -27,6 +27,7 @@ def all_dull(completions: list[str], **columns: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
+@pytest.mark.slow
 def test_groups_without_signal_are_replaced_by_groups_with_it(tmp_path: Path):
     plain = trainer(tmp_path / "plain", reward_funcs=some_dull, max_steps=4)
     plain.train()
@@ -56,6 +57,7 @@ def test_without_it_nothing_more_is_drawn(tmp_path: Path):
     assert {line["groups/drawn"] for line in lines(tmp_path / "run") if "groups/drawn" in line} == {2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -48,6 +48,7 @@ def test_a_checkpoint_holds_what_is_compared_with() -> None:
     assert again("eval", rows([0.0] * 6)) == forgetting("eval", rows([0.0] * 6)) != {}
 
 
+@pytest.mark.slow
 def test_a_run_logs_it_writes_it_down_and_alerts(tmp_path: Path) -> None:
     calls = {"n": 0}
 

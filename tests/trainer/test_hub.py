@@ -133,7 +133,7 @@ def test_uploads_are_committed_in_the_order_in_which_they_were_started(tmp_path,
             ("end", []),
             ("all_checkpoints", ["", "checkpoint-1/", "", "checkpoint-2/"]),
         ],
-        2,
+        [("checkpoint", ["", "last-checkpoint/", "", "last-checkpoint/"])],
     ),
 )
 def test_hub_strategy_says_what_a_save_uploads(tmp_path, hub, strategy, places):

@@ -79,6 +79,7 @@ def trainer(model, folder, reward, **options):
 needs_bfloat16 = pytest.mark.skipif(not processor_has_bfloat16(), reason="this processor does not multiply bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "precision",
     [{}, pytest.param({"bf16": True}, marks=[needs_bfloat16, pytest.mark.nightly])],
@@ -106,6 +107,7 @@ def test_after_training_and_evaluation_everything_is_as_before(tmp_path, recompu
     assert state_of(model) == before
 
 
+@pytest.mark.slow
 def test_after_a_run_that_failed_everything_is_as_before(tmp_path):
     model = tiny_model(layers=2, hidden=64)
     one = trainer(model, tmp_path, fails, on_reward_error="raise")

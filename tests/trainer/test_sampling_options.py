@@ -34,7 +34,7 @@ def trainer_of(folder, **options):
 
 @pytest.mark.parametrize(
     "options",
-    rest_nightly([{"temperature": 0.5}, {"repetition_penalty": 1.3}, {"top_k": 5}, {"min_p": 0.2}], 2),
+    rest_nightly([{"temperature": 0.5}, {"repetition_penalty": 1.3}, {"top_k": 5}, {"min_p": 0.2}], 1),
     ids=lambda one: next(iter(one)),
 )
 def test_an_option_in_generation_kwargs_is_the_option(options, tmp_path):

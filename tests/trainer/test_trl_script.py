@@ -153,6 +153,7 @@ def test_a_reward_model_scores_with_its_own_tokenizer(tmp_path):
     assert any(name.startswith("rewards/") and name.endswith("/mean") for name in one.state.log_history[0])
 
 
+@pytest.mark.nightly
 def test_training_changes_the_weights_and_the_same_seed_changes_them_equally(tmp_path):
     first, second = trainer(tmp_path / "a"), trainer(tmp_path / "b")
     before = weights(first)
@@ -201,6 +202,7 @@ def test_lora_trains_the_adapter_only_and_starts_at_kl_zero(tmp_path):
     assert any(p.abs().sum() > 0 for n, p in one.model.named_parameters() if "lora_B" in n)
 
 
+@pytest.mark.nightly
 def test_gradient_checkpointing_changes_no_result(tmp_path):
     plain = {"optim": "sgd", "learning_rate": 0.1}  # Adam divides by the gradient's size, rounding included
     on, off = trainer(tmp_path / "a", **plain), trainer(tmp_path / "b", gradient_checkpointing=False, **plain)
@@ -211,6 +213,7 @@ def test_gradient_checkpointing_changes_no_result(tmp_path):
     assert (weights(on) - before).abs().max() > 1e-3
 
 
+@pytest.mark.nightly
 def test_the_micro_batch_is_a_memory_knob_only(tmp_path):
     plain = {"optim": "sgd", "learning_rate": 0.1}  # Adam divides by the gradient's size, rounding included
     small = trainer(tmp_path / "a", per_device_train_batch_size=1, gradient_accumulation_steps=8, **plain)
@@ -311,6 +314,7 @@ def test_the_optimizer_and_the_schedule_may_be_the_users_own(tmp_path):
     assert one.state.log_history[0]["learning_rate"] == pytest.approx(0.05)
 
 
+@pytest.mark.nightly
 def test_a_callback_of_transformers_for_early_stopping_is_accepted(tmp_path):
     one = trainer(
         tmp_path, eval_dataset=Dataset.from_list(ROWS[:2]), eval_strategy="steps", eval_steps=1, learning_rate=0.0, max_steps=9,
@@ -428,10 +432,10 @@ def test_a_run_leaves_metrics_that_anyone_can_read(ended):
     [
         ("native", {}, "float32"),
         ("transformers", {"rollout_dtype": "bfloat16"}, "bfloat16"),
-        ("native", {"bf16": True}, "bfloat16"),
-        ("native", {"fp16": True, "rollout_dtype": "float16"}, "float16"),
         *rest_nightly(
             [
+                ("native", {"bf16": True}, "bfloat16"),
+                ("native", {"fp16": True, "rollout_dtype": "float16"}, "float16"),
                 ("native", {"bf16": True, "rollout_dtype": "float32"}, "float32"),
                 ("native", {"rollout_dtype": "bfloat16"}, "bfloat16"),
                 ("transformers", {}, "float32"),

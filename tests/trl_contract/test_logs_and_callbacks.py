@@ -106,6 +106,7 @@ def test_attributes_say_what_the_run_does(run):
     assert one.get_num_trainable_parameters() == one.model.num_parameters()
 
 
+@pytest.mark.slow
 def test_the_reference_model_is_there_before_training_and_stays_over_a_resume(tmp_path):
     one = trainer(tmp_path, beta=0.1, max_steps=2, learning_rate=0.1, save_strategy="steps", save_steps=1)
     start = [parameter.detach().clone() for parameter in one.model.parameters()]

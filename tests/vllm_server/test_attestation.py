@@ -16,7 +16,7 @@ from covey.rollout.vllm.attestation import Answer, Attestation, Slope, check_rep
 from covey.rollout.vllm.weights import differing_blocks, digests_of, distinct_weights
 from covey.rollout.vllm.worker.covey_worker import digest_of, weights_of
 from covey.types import Prompt
-from kit import tiny_model, tiny_tokenizer
+from kit import rest_nightly, tiny_model, tiny_tokenizer
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0)
 
@@ -66,6 +66,7 @@ def test_a_sync_that_moves_nothing_is_found(fake, model, tmp_path):
     assert fake.paused
 
 
+@pytest.mark.nightly
 def test_a_sync_that_moves_nothing_is_found_on_a_noisy_server_too(fake, model, tmp_path):
     """Its answers never have the same bits twice, so that only the slope can tell."""
     fake.noise = 2e-3
@@ -114,7 +115,7 @@ def test_a_foreign_writer_while_the_server_writes_is_found_before_the_batch_is_l
         list(writing)
 
 
-@pytest.mark.parametrize("rounding, has_digest", [(1e-6, True), (1e-6, False), (0.5, True)])
+@pytest.mark.parametrize("rounding, has_digest", rest_nightly([(1e-6, True), (0.5, True), (1e-6, False)], 2))
 def test_bits_that_change_are_rounding_where_digests_prove_the_weights(rounding, has_digest, model, tmp_path):
     """Two answers in a row are equal, and differ from that of the update: no batch of the moment explains it."""
     with FakeServer(model, tiny_tokenizer(), has_digest=has_digest) as fake:
@@ -280,6 +281,7 @@ def quiet_run(updates, noise, signal, stuck_after=None, seed=0):
     return None
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "updates, noise, signal",
     [
@@ -293,7 +295,7 @@ def test_no_false_alarm_in_a_thousand_quiet_updates(updates, noise, signal):
     assert quiet_run(updates, noise, signal, seed=int(1e4 * signal)) is None
 
 
-@pytest.mark.parametrize("noise, signal, within", [(1e-2, 1e-1, 2), (1e-2, 1e-2, 6), (1e-2, 3e-3, 40)])
+@pytest.mark.parametrize("noise, signal, within", rest_nightly([(1e-2, 3e-3, 40), (1e-2, 1e-1, 2), (1e-2, 1e-2, 6)], 1))
 def test_a_server_that_stays_behind_is_found_under_bfloat16s_noise(noise, signal, within):
     found = [quiet_run(200, noise, signal, stuck_after=20, seed=seed) for seed in range(3)]
     assert all(update is not None and 20 < update <= 20 + within for update in found), found
@@ -351,6 +353,7 @@ def test_the_trainers_probe_is_its_plain_forward(model):
     assert torch.allclose(found, expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_time_and_the_bytes_of_each_update_are_measured(fake, model, tmp_path):
     for attest in ("stop", "off"):
         sampler = sampler_of(fake, model, tmp_path, attest=attest)

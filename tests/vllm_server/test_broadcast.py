@@ -140,7 +140,7 @@ def test_a_restarted_server_is_met_again_and_sent_everything(fake, model, tmp_pa
     expect_the_trainers(fake, model)
 
 
-@pytest.mark.parametrize("transport", ["ipc", "gloo"])
+@pytest.mark.parametrize("transport", rest_nightly(["ipc", "gloo"], ["gloo"]))
 def test_a_meeting_that_a_restarted_server_does_not_come_to_is_repeated(transport, fake, model, tmp_path):
     sampler = sampler_of(fake, model, tmp_path, transport=transport, deadlines={"init": 5})
     fake.restart(tiny_model("qwen2", seed=9, layers=2))

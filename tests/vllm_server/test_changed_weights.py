@@ -74,6 +74,7 @@ def test_a_disk_without_links_holds_copies(fake, model, tmp_path, monkeypatch):
     expect_the_trainers(fake, model)
 
 
+@pytest.mark.nightly
 def test_a_restarted_server_is_sent_everything(fake, model, tmp_path):
     sampler = sampler_of(fake, model, tmp_path)
     moved(model, "layers.0.mlp")
@@ -87,6 +88,7 @@ def test_a_restarted_server_is_sent_everything(fake, model, tmp_path):
     expect_the_trainers(fake, model)
 
 
+@pytest.mark.nightly
 def test_after_a_failed_label_check_everything_is_sent(fake, model, tmp_path):
     sampler = sampler_of(fake, model, tmp_path)
     fake.version = "another:1"
@@ -96,7 +98,7 @@ def test_after_a_failed_label_check_everything_is_sent(fake, model, tmp_path):
     expect_the_trainers(fake, model)
 
 
-@pytest.mark.parametrize("phase", rest_nightly(["covey_reload", "/resume", "/pause", "/reset_prefix_cache"], 2))
+@pytest.mark.parametrize("phase", rest_nightly(["covey_reload", "/resume", "/pause", "/reset_prefix_cache"], 1))
 def test_after_a_failed_update_everything_is_sent(phase, fake, model, tmp_path):
     sampler = sampler_of(fake, model, tmp_path)
     moved(model, "layers.0.mlp")
@@ -124,6 +126,7 @@ def test_weights_that_a_server_lost_without_a_sign_are_missed_and_sent(fake, mod
     assert update(sampler, model, 2) == megabytes(model, "")
 
 
+@pytest.mark.nightly
 def test_versions_that_were_never_sent_are_made_up_for(fake, model, tmp_path):
     sampler = sampler_of(fake, model, tmp_path)
     moved(model, "layers.0.mlp")
@@ -135,6 +138,7 @@ def test_versions_that_were_never_sent_are_made_up_for(fake, model, tmp_path):
     expect_the_trainers(fake, model)
 
 
+@pytest.mark.nightly
 def test_versions_that_wait_keep_their_folders(fake, model, tmp_path):
     sampler = sampler_of(fake, model, tmp_path)
     waiting = []

@@ -159,6 +159,7 @@ def test_the_command_has_what_updates_need(tmp_path, capsys):
     assert said.strip().endswith("--dtype half")
 
 
+@pytest.mark.slow
 def test_an_evaluation_after_a_run_samples_with_the_best_weights_that_it_ends_with(tmp_path):
     from datasets import Dataset
     from fake_server import FakeServer

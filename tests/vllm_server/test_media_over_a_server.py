@@ -73,6 +73,7 @@ def test_a_sound_goes_the_same_way(tmp_path):
     assert there["0:0"][0].token_ids.tolist() == here["0:0"][0].token_ids.tolist()
 
 
+@pytest.mark.slow
 def test_a_server_that_sees_otherwise_is_refused_with_the_measured_gap(seeing, tmp_path):
     model, processor = seeing
     prompts = prompts_of(processor)
@@ -102,6 +103,7 @@ class Blind(FakeServer):
         return out
 
 
+@pytest.mark.slow
 def test_a_vision_tower_that_an_update_does_not_reach_is_seen(tmp_path):
     """The probe of text cannot see it."""
     model, processor = tiny_vlm("qwen2_5_vl")

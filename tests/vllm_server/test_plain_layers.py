@@ -17,7 +17,7 @@ from covey.rollout.agreement import plain_logprobs
 from covey.rollout.vllm import ServerSampler
 from covey.rollout.vllm.plain_layers import plain_config, refuse_unmerged
 from covey.rollout.vllm.weights import distinct_weights, why_not_alone
-from kit import tiny_model, tiny_tokenizer
+from kit import rest_nightly, tiny_model, tiny_tokenizer
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what PEFT and bitsandbytes say of such adapters, and of a CPU
@@ -98,7 +98,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", rest_nightly(KINDS, 2))
 def test_an_adapter_of_another_kind_is_merged_as_peft_merges_it(kind):
     expect_equal(*policy_of(getattr(peft, kind)(**KINDS[kind])))
 
@@ -255,9 +255,11 @@ IN_8 = {"load_in_8bit": True}
     ("options", "changed", "atol"),
     [
         pytest.param(IN_4, {}, 2e-6, id="4 bits"),
-        pytest.param({**IN_4, "bnb_4bit_use_double_quant": True}, {}, 2e-6, id="4 bits, scales in 8"),
+        pytest.param(
+            {**IN_4, "bnb_4bit_use_double_quant": True}, {}, 2e-6, id="4 bits, scales in 8", marks=pytest.mark.nightly
+        ),
         pytest.param(IN_4, {"use_dora": True}, 2e-6, id="4 bits, DoRA"),
-        pytest.param(IN_4, {"modules_to_save": ["norm"]}, 2e-6, id="4 bits, trained norms"),
+        pytest.param(IN_4, {"modules_to_save": ["norm"]}, 2e-6, id="4 bits, trained norms", marks=pytest.mark.nightly),
         pytest.param(IN_8, {}, 5e-3, id="8 bits"),  # its product rounds activations to 8 bits too
     ],
 )

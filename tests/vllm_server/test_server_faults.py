@@ -123,8 +123,8 @@ PHASES = {
 }  # fmt: skip
 """By call: the deadline that it has."""
 FAULTS = (404, 503, "hang", "half")
-IN_CI = [*zip([*PHASES][:3], FAULTS[:3], strict=True), ("/resume", "half")]
-"""Each fault once, the last where the phase had acted when its answer broke off; every pair nightly."""
+IN_CI = [([*PHASES][2], FAULTS[2]), ("/resume", "half")]
+"""No answer, and one that broke off when the phase had acted; every pair nightly."""
 
 
 @pytest.mark.parametrize("phase, fault", rest_nightly(product(PHASES, FAULTS), IN_CI))
@@ -184,7 +184,7 @@ def test_a_completion_that_the_server_broke_off_is_asked_for_again(fake, model, 
     assert sorted(group.prompt.text for group in groups) == sorted(PROMPTS[:prompts])
 
 
-@pytest.mark.parametrize("has_new_weights", [True, False])
+@pytest.mark.parametrize("has_new_weights", rest_nightly([True, False], [False]))
 def test_a_server_that_was_started_again_is_sent_everything(fake, model, tmp_path, has_new_weights):
     first = copy.deepcopy(model)
     sampler = sampler_of(fake, model, tmp_path)
@@ -200,7 +200,7 @@ def test_a_server_that_was_started_again_is_sent_everything(fake, model, tmp_pat
     assert fake.version.split(":")[1].startswith("2" if has_new_weights else "1")
 
 
-@pytest.mark.parametrize("has_new_weights", [True, False])
+@pytest.mark.parametrize("has_new_weights", rest_nightly([True, False], 1))
 def test_a_server_that_is_killed_and_started_again_is_waited_for_and_sent_everything(
     fake, model, tmp_path, has_new_weights
 ):

@@ -58,6 +58,7 @@ def test_what_no_checkpoint_holds_is_refused(tmp_path, capsys):
     assert "the policy of the start" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_of_a_teacher_of_another_tokenizer_the_aligned_tokens_count_alone(tmp_path, capsys):
     theirs = byte_tokenizer()
