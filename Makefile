@@ -52,7 +52,7 @@ test: $(DEV)           ## the quick tests (minutes)
 slow: $(DEV)           ## real runs that are killed, resumed and trained: CI runs them after the quick tests
 	$(PYTEST) -m "slow and not nightly and not gpu and not vllm" --timeout 900 --durations 20 $(call marked,slow)
 
-nightly: $(DEV)        ## repetitions of the slow tests; with `pip install triton` its kernels too
+nightly: $(DEV)        ## repetitions of the other tests; with `pip install triton` its kernels too
 	$(PYTEST) -m "nightly and not gpu and not vllm" --timeout 1800 $(call marked,nightly)
 	COVEY_EXAMPLES=nightly $(PYTEST) -m "hypothesis and not gpu and not vllm" --timeout 1800 $(shell grep -rl "example_counts\|fuzzing" tests --include="test_*.py")
 
