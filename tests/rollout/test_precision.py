@@ -312,3 +312,31 @@ def test_a_half_precision_model_runs_in_its_own_precision(tokenizer):
     (group,) = NativeSampler(model, tokenizer).sample(["a"], 2, SamplingParams(max_tokens=8, seed=1))
     expected = plain_logprobs(model, group, SamplingParams())
     assert max((c.logprobs - e).abs().max() for c, e in zip(group.completions, expected, strict=True)) < 0.1
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "gemma2"])
+def test_an_output_layer_in_float32_has_the_new_weights_between_two_tokens(tokenizer, arch):
+    model, steps = tiny_model(arch, dtype=torch.bfloat16, tie_word_embeddings=False), []
+
+    def between_tokens():
+        steps.append(None)
+        if len(steps) == 4:  # three tokens are written
+            with torch.no_grad():
+                model.get_output_embeddings().weight.zero_()
+            sampler.change_weights(1)
+
+    sampler = NativeSampler(
+        model, tokenizer, dtype="bfloat16", float32_head=True, eos_ids=[], check_stop=between_tokens
+    )
+    ((completion,),) = (group.completions for group in sampler.sample(["a"], 1, SamplingParams(max_tokens=6, seed=0)))
+    alike = torch.full((3,), -torch.tensor(320.0).log())
+    torch.testing.assert_close(completion.logprobs[3:], alike)
+    assert not torch.allclose(completion.logprobs[:3], alike, atol=1e-3)
+
+
+def test_an_output_layer_in_float32_reads_the_live_weights_not_the_copy():
+    model = tiny_model("gpt2")
+    forward = best_forward(model, "bfloat16", float32_head=True)
+    assert isinstance(forward, AutocastForward)
+    with forward.evaluating():
+        assert forward.head.tensors[0].data_ptr() == model.get_output_embeddings().weight.data_ptr()

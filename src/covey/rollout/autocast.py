@@ -56,7 +56,7 @@ class AutocastForward(ModulesForward):
         self._parameters = list(live.parameters())
         self._live = live
         mine = copy.deepcopy(live, {id(x): x for x in (*self._parameters, *live.buffers())})
-        self._copies = list(_copied(mine, dtype))
+        self._copies = list(_copied(mine, dtype, mine.get_output_embeddings() if float32_head else None))
         super().__init__(mine, float32_head, dtype)
 
     def refresh(self) -> bool:
@@ -66,7 +66,7 @@ class AutocastForward(ModulesForward):
         with torch.no_grad():
             for live, mine in self._copies:
                 mine.copy_(live)
-        return True
+        return super().refresh()
 
     @property
     def copied_bytes(self) -> int:
@@ -90,10 +90,10 @@ class AutocastForward(ModulesForward):
         return torch.autocast(self.device.type, self.dtype, cache_enabled=False)
 
 
-def _copied(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Replace the weights of matmuls by copies in `dtype`; yields each weight [.., N, K] with its copy."""
+def _copied(model: nn.Module, dtype: torch.dtype, head: Any = None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Replace the weights of matmuls but those of `head` by copies in `dtype`; yields each weight [.., N, K] with its copy."""
     for module in model.modules():
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding) or module is head:
             continue
         for name, weight in module._parameters.items():
             if weight is not None and weight.is_floating_point() and weight.ndim > 1 and weight.dtype != dtype:

@@ -134,7 +134,10 @@ class ModulesForward:
             self.in_kernels = StepKernels(self.model, lambda: self._trial(ids).logits)
 
     def refresh(self) -> bool:
-        return True  # the weights are read in place
+        if self.head is not None:  # alone a copy; within `evaluating` too, where weights change between tokens
+            with torch.no_grad():
+                SamplerLinear.in_float32(self.model.get_output_embeddings(), self.head)
+        return True
 
     @property
     def copied_bytes(self) -> int:
