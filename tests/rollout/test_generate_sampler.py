@@ -127,3 +127,25 @@ def test_a_run_trains_on_beams(tmp_path):
     run = GRPOTrainer(tiny_model(), rewards, args, data, processing_class=tiny_tokenizer())
     assert run.train().global_step == 2
     assert isinstance(run._running.sampler, GenerateSampler)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"min_p": 0.9}, {"typical_p": 0.05}, {"no_repeat_ngram_size": 1}, {"num_beams": 3}],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_the_models_own_generation_config_changes_no_draw(setting):
+    model = tiny_model("qwen2", layers=2).eval()
+    model.generation_config.update(**setting)
+    tokens = lambda groups: [one.token_ids.tolist() for group in groups for one in group.completions]
+    assert tokens(drawn({"top_h": None}, model=model)) == tokens(drawn({"top_h": None}))
+    assert getattr(model.generation_config, next(iter(setting))) == next(iter(setting.values()))
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "qwen2"])
+def test_no_completion_goes_past_the_models_positions(arch):
+    model = tiny_model(arch, max_position_embeddings=16).eval()
+    prompts = [[5] * 14, [6] * 3, [7] * 4, [8] * 10, [9] * 15]
+    groups = drawn({"suppress_tokens": [2]}, model=model, prompts=prompts, max_tokens=10)
+    assert [group.prompt.token_ids[0] for group in groups] == [5, 6, 7, 8, 9]
+    assert [{one.num_tokens for one in group.completions} for group in groups] == [{2}, {10}, {10}, {6}, {1}]

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from covey.models import context_limit, evaluating, unwrapped
 from covey.models.modalities import banned_ids, media_inputs, refuse_loose_places
 from covey.rollout.autocast import SamplerPrecision, expect_precision, in_precision
 from covey.rollout.forward import head_in_float32
+from covey.rollout.hf import plainly_generating
 from covey.rollout.prompts import PromptLike, as_prompts
 from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams, decoding_threads
 from covey.rollout.sampling import fresh_seed, sequence_key
@@ -79,15 +82,18 @@ class GenerateSampler:
         return self._groups(encoded, n, params, fresh_seed(params))
 
     def _groups(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, seed: int) -> Iterator[Group]:
-        size = max(1, self.max_rows // n)
-        for start in range(0, len(prompts), size):
-            part = prompts[start : start + size]
-            tokens = self._generate(part, n, params, sequence_key(seed, part[0].uid, start, n))
+        size, start = max(1, self.max_rows // n), 0
+        context = context_limit(unwrapped(self.model))
+        room = lambda prompt: params.max_tokens if context is None else context - len(prompt.token_ids)
+        limits = [min(params.max_tokens, room(prompt)) for prompt in prompts]
+        while start < len(prompts):
+            alike = [*takewhile(limits[start].__eq__, limits[start : start + size])]  # a batch has one limit
+            part, bounded = prompts[start : start + len(alike)], replace(params, max_tokens=limits[start])
+            tokens = self._generate(part, n, bounded, sequence_key(seed, part[0].uid, start, n))
             for p, prompt in enumerate(part):
-                yield Group(
-                    prompt=prompt,
-                    completions=tuple(self._completion(row, prompt, params) for row in tokens[p * n : (p + 1) * n]),
-                )
+                rows = tokens[p * n : (p + 1) * n]
+                yield Group(prompt=prompt, completions=tuple(self._completion(row, params) for row in rows))
+            start += len(part)
 
     def _generate(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, seed: int) -> Tensor:
         """[len(prompts) * n, T] generated tokens, without the prompts."""
@@ -111,6 +117,7 @@ class GenerateSampler:
         with (
             torch.random.fork_rng(devices=devices),
             evaluating(self.model),
+            plainly_generating(unwrapped(self.model)),
             precision,
             head,
             decoding_threads(self.model),
@@ -150,11 +157,8 @@ class GenerateSampler:
         self.check_stop()
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
-    def _completion(self, row: Tensor, prompt: Prompt, params: SamplingParams) -> Completion:
+    def _completion(self, row: Tensor, params: SamplingParams) -> Completion:
         """Completion from the tokens [T] up to its end; padding follows."""
-        context = context_limit(unwrapped(self.model))
-        room = params.max_tokens if context is None else min(params.max_tokens, context - len(prompt.token_ids))
-        row = row[:room]
         ends = torch.isin(row, torch.tensor(self.eos_ids)).nonzero().flatten().tolist()
         if params.stop:
             size = unwrapped(self.model).config.get_text_config().vocab_size
