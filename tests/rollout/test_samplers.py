@@ -6,6 +6,8 @@ import pytest
 import torch
 from causal_classes import build
 from plain_sampling import TEXTS, collect, favour, ids_of, plain_logprobs
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from covey.errors import ConfigError, DataError, ModelError, NumericsError
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler
@@ -331,3 +333,16 @@ def test_a_finished_row_at_the_end_of_the_context_has_no_position_beyond_it(toke
     for group in NativeSampler(model, tokenizer, dtype="float32").sample([long, *short], 1, params):
         expected = group.completions[0].token_ids.tolist()
         assert near[group.prompt.uid].completions[0].token_ids.tolist() == expected
+
+
+def test_a_stop_string_that_ends_with_a_space_is_seen_in_the_token_behind_it(new_sampler):
+    """Decoders of SentencePiece strip the space of a single token."""
+    words = {"<unk>": 0, "</s>": 1, "Q": 2, ":": 3, "\u2581the": 4} | {f"t{i}": i for i in range(5, 320)}
+    core = Tokenizer(models.BPE(vocab=words, merges=[], unk_token="<unk>"))
+    core.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", unk_token="<unk>")
+    sampler, params = new_sampler(favour(tiny_model(), [3, 4]), tokenizer), SamplingParams(seed=0, stop=(": ",))
+    (group,) = sampler.sample([[2, 2]], 6, params)
+    for completion in group.completions:
+        assert completion.token_ids[-2:].tolist() == [3, 4]
+        assert (completion.finish, completion.text.count(": ")) == ("stop", 1)

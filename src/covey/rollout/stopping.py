@@ -33,11 +33,12 @@ class StopStrings:
 
     @staticmethod
     def of(stop: Sequence[str], tokenizer: Any, vocab_size: int) -> StopStrings:
-        """Stop strings with their table. A last character beyond ASCII makes every token a candidate: several tokens may spell it."""
+        """Stop strings with their table. All tokens may complete a last character beyond ASCII, which several spell, or a space, which
+        decoders strip from one token alone or put between two."""
         last = {text[-1] for text in stop}
         if not stop:
             enders = torch.zeros(vocab_size, dtype=torch.bool)
-        elif any(ord(character) > 127 for character in last):
+        elif any(character == " " or ord(character) > 127 for character in last):
             enders = torch.ones(vocab_size, dtype=torch.bool)
         else:
             texts = _texts_of(tokenizer, min(len(tokenizer), vocab_size))
