@@ -12,6 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from covey.errors import ConfigError, DataError, ModelError, NumericsError
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler
 from covey.rollout.agreement import plain_logprobs as forwarded
+from covey.rollout.calls import SampledScheduler
+from covey.rollout.live import LiveRequest
 from covey.types import Prompt
 from kit import prompt, rest_nightly, tiny_model, tiny_tokenizer
 
@@ -346,3 +348,20 @@ def test_a_stop_string_that_ends_with_a_space_is_seen_in_the_token_behind_it(new
     for completion in group.completions:
         assert completion.token_ids[-2:].tolist() == [3, 4]
         assert (completion.finish, completion.text.count(": ")) == ("stop", 1)
+
+
+def test_requests_with_one_seed_have_their_own_answers(tokenizer):
+    """Two clients that send the same seed with different prompts."""
+    sampler = TransformersSampler(tiny_model(), tokenizer)
+    scheduler, params = SampledScheduler(sampler), SamplingParams(max_tokens=1)
+    requests = [LiveRequest(Prompt(uid="0", token_ids=ids), (7,), 4, params=params) for ids in ((5, 6), (9, 10, 11))]
+    for request in requests:
+        scheduler.add(request)
+    answers = {}
+    while scheduler.is_busy:
+        answers |= dict(scheduler.step())
+    for request in requests:
+        alone = Prompt(uid="7", token_ids=request.prompt.token_ids)
+        (group,) = sampler.sample([alone], 1, SamplingParams(max_tokens=4, seed=0))
+        assert answers[request].prompt is request.prompt
+        assert answers[request].completions[0].token_ids.tolist() == group.completions[0].token_ids.tolist()

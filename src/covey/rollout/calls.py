@@ -100,9 +100,10 @@ class SampledScheduler:
         self.running = {uid: None if other is request else other for uid, other in self.running.items()}
 
     def _begin(self) -> None:
-        """Draw the first request that waits, and all that can share its batch."""
+        """Draw the first request that waits, and all that can share its batch: those of one shape, one of each key."""
         first = self.requests[0]
-        alike = [request for request in self.requests if _shape(request) == _shape(first)]
+        shared = [request for request in self.requests if _shape(request) == _shape(first)]
+        alike = list({request.keys[0]: request for request in reversed(shared)}.values())[::-1]
         self.requests = deque(request for request in self.requests if request not in alike)
         prompts = [
             Prompt(uid=f"{request.keys[0]}", token_ids=request.prompt.token_ids, media=request.prompt.media)
