@@ -7,6 +7,7 @@ import pytest
 
 from covey.environments import tool, tools_of
 from covey.environments.calls import Request, ToolRunner
+from covey.environments.factory import EnvironmentPool
 from covey.errors import ConfigError, DataError
 
 
@@ -53,6 +54,26 @@ def test_pixels_that_are_returned_end_the_run_as_they_do_without_isolation():
             runner.run([Request("film", {"seconds": 2}, {made.name: made for made in tools_of([film])})])
     finally:
         runner.close()
+
+
+class Counter:
+    def reset(self, **row):
+        self.count = 0
+
+    @tool(isolated=True)
+    def add(self, number: int) -> str:
+        """Add a number.
+
+        Args:
+            number: The number.
+        """
+        self.count += number
+        return str(self.count)
+
+
+def test_a_method_that_would_change_a_copy_of_its_environment_is_refused():
+    with pytest.raises(ConfigError, match=r"Counter.add is isolated, and would change a copy of its environment"):
+        EnvironmentPool(Counter)
 
 
 @pytest.mark.parametrize(

@@ -227,9 +227,15 @@ def _methods(instance: Any, name: str | None) -> tuple[Tool, ...]:
             Tool(name=method, call=getattr(instance, method), schema=schema) for method, schema in schemas.items()
         )
     members = inspect.getmembers(type(instance), predicate=inspect.isfunction)
-    return tools_of(
-        getattr(instance, method) for method, _ in members if not method.startswith("_") and method not in _NOT_TOOLS
-    )
+    names = [method for method, _ in members if not method.startswith("_") and method not in _NOT_TOOLS]
+    tools = tools_of(getattr(instance, method) for method in names)
+    for tool in tools:
+        if tool.limits.isolated:
+            raise ConfigError(
+                f"{type(instance).__name__}.{tool.name} is isolated, and would change a copy of its environment in another process; "
+                "leave isolated=True out, or call an isolated function of your own in it."
+            )
+    return tools
 
 
 def _reset(instance: Any, row: Mapping[str, Any]) -> Observation:
