@@ -1,5 +1,7 @@
 """Isolated tools: called in a process of their own, within a limit of memory."""
 
+import asyncio
+import functools
 import os
 
 import numpy as np
@@ -74,6 +76,34 @@ class Counter:
 def test_a_method_that_would_change_a_copy_of_its_environment_is_refused():
     with pytest.raises(ConfigError, match=r"Counter.add is isolated, and would change a copy of its environment"):
         EnvironmentPool(Counter)
+
+
+def logged(function):
+    @functools.wraps(function)
+    def inner(*values, **arguments):
+        return function(*values, **arguments)
+
+    return inner
+
+
+@logged
+async def look(query: str) -> str:
+    """Look for words.
+
+    Args:
+        query: The words.
+    """
+    await asyncio.sleep(0)
+    return f"looked for {query}"
+
+
+def test_an_async_tool_behind_a_plain_decorator_is_awaited():
+    runner = ToolRunner()
+    try:
+        (call,) = runner.run([Request("look", {"query": "a"}, {made.name: made for made in tools_of([look])})])
+    finally:
+        runner.close()
+    assert (call.status, call.result) == ("ok", "looked for a")
 
 
 @pytest.mark.parametrize(

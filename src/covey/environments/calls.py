@@ -141,7 +141,8 @@ class ToolRunner:
             return json.loads(self._pool(tool).call(arguments, (), seconds)["values"])
         if tool.is_async:
             return self._loop.run(lambda: tool.call(**arguments), seconds)
-        return in_thread(lambda: tool.call(**arguments), seconds)
+        value = in_thread(lambda: tool.call(**arguments), seconds)
+        return self._loop.run(lambda: value, seconds) if asyncio.iscoroutine(value) else value  # behind a decorator
 
     def _pool(self, tool: Tool) -> WorkerPool:
         if tool.name not in self._pools:
