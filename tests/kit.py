@@ -289,7 +289,7 @@ def rest_nightly(values: Iterable[Any], kept: int | Collection[Any]) -> list[Any
 def http_server(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     """Address of a server on this machine that answers by the handler, until the block ends."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:
