@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from covey.rewards.builtin.answers import final_answer, gold_answer, is_same, marked_answer, number
+from covey.rewards import resolve
+from covey.rewards.builtin.answers import answer_text_of, final_answer, gold_answer, is_same, marked_answer, number
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k" / "test.jsonl"
 
@@ -142,3 +143,36 @@ def test_every_gsm8k_solution_holds_a_number_that_equals_itself():
         assert number(gold) is not None, row
         assert is_same(final_answer(row["answer"]), gold)
     assert len(rows) == 1319
+
+
+def turns(*texts):
+    """An answer of several turns, with a tool's between them."""
+    between = {"role": "tool", "name": "calculator", "content": r"\boxed{99}"}
+    messages = [message for text in texts for message in ({"role": "assistant", "content": text}, between)]
+    return messages[:-1]
+
+
+@pytest.mark.parametrize(
+    "texts, answer",
+    [
+        ((r"I guess \boxed{5}", r"\boxed{6}"), "6"),
+        ((r"\boxed{5}", r"\boxed{6} or \boxed{7}"), "6, 7"),
+        ((r"\boxed{6}", "Is there more that I can do in 3 steps?"), "6"),
+        ((r"<think>5?</think> \boxed{6}", "<think>all done</think> Bye."), "6"),
+        ((r"\boxed{5}", "#### 6"), "6"),
+        (("#### 6", r"<think>\boxed{5}</think> Bye."), "6"),
+        (("The answer is 6.", "I used 2 tools."), "6"),
+        ((r"\boxed{5}", r"now \boxed{6"), None),
+        (("No idea.", "Sorry."), None),
+    ],
+)
+def test_of_several_turns_the_last_that_marks_an_answer_holds_it(texts, answer):
+    completion = turns(*texts)
+    assert final_answer(answer_text_of(completion)) == answer
+    scores = [resolve(name).call(completions=[completion], answer=[answer or "6"]) for name in ("math", "exact")]
+    assert scores == [[float(answer is not None)]] * 2
+
+
+def test_a_choice_is_that_of_the_last_turn_that_marks_one():
+    score = resolve("choice").call
+    assert score(completions=[turns(r"\boxed{A}", "<answer>B</answer>", "Bye.")], answer=["B"]) == [1.0]

@@ -3,7 +3,9 @@
 import re
 from collections.abc import Collection
 from fractions import Fraction
+from typing import Any
 
+from covey.rewards.builtin.text import turns_of
 from covey.rewards.builtin.units import is_unit, unit_name
 
 _MARK = re.compile(r"####[ \t]*([^\n]*)")
@@ -34,6 +36,19 @@ _LONGEST_STATEMENT = 2000
 """Characters at the end of a text in which an answer that is not marked is looked for."""
 
 # -- an answer in a text --------------------------------------------------------------------------------------------------
+
+
+def answer_text_of(completion: Any) -> str:
+    """The text in which a completion's answer stands: the last of the assistant's turns that marks one, or all of them.
+
+    Thoughts are left out of all turns, but kept in a single one, for `conclusion`.
+    """
+    turns = turns_of(completion)
+    if len(turns) == 1:
+        return turns[0]
+    turns = [conclusion(turn) for turn in turns]
+    marks = (turn for turn in reversed(turns) if "####" in turn or "</answer>" in turn or _BOX.search(turn))
+    return next(marks, "\n\n".join(turns))
 
 
 def conclusion(text: str) -> str:

@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import Any
 
 from covey.errors import ConfigError, RewardError
-from covey.rewards.builtin.answers import conclusion, gold_answer, marked_answer, number, plain
-from covey.rewards.builtin.text import last_tagged, text_of, values_in
+from covey.rewards.builtin.answers import answer_text_of, conclusion, gold_answer, marked_answer, number, plain
+from covey.rewards.builtin.text import last_tagged, values_in
 
 _ARTICLES = frozenset({"a", "an", "the"})
 _CONNECTED = r"(?:answer|choice|option|lösung|réponse|respuesta)"
@@ -61,7 +61,7 @@ class ChoiceLetter:
     ) -> list[float | None]:
         cells = gold_column("choice", answer, solution)
         golds = [{self._gold(value) for value in values_in(cell)} - {None} for cell in cells]
-        chosen = [self.chosen(text_of(completion)) for completion in completions]
+        chosen = [self.chosen(answer_text_of(completion)) for completion in completions]
         return [float(c in letters) if letters else None for c, letters in zip(chosen, golds, strict=True)]
 
     def chosen(self, text: str) -> str | None:
@@ -131,7 +131,7 @@ class Numeric:
         **columns: Any,
     ) -> list[float | None]:
         golds = [[number_within(text) for text in golds_of(g)] for g in gold_column("numeric", answer, solution)]
-        rows = zip(map(text_of, completions), golds, strict=True)
+        rows = zip(map(answer_text_of, completions), golds, strict=True)
         return [max((self._score(text, g) for g in several if g is not None), default=None) for text, several in rows]
 
     def _score(self, text: str, gold: Fraction) -> float:
@@ -253,7 +253,7 @@ def best(score: Any, text: str, gold: Any) -> float | None:
 
 def answer_in(completion: Any) -> str:
     """Marked answer of a completion, or all of its text after its thoughts."""
-    text = conclusion(text_of(completion))
+    text = conclusion(answer_text_of(completion))
     marked = marked_answer(text)
     return text if marked is None else marked
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from covey.data import gym as tasks
-from covey.rewards.builtin.answers import conclusion, marked_answer
-from covey.rewards.builtin.text import last_tagged, text_of
+from covey.rewards.builtin.answers import answer_text_of, conclusion, marked_answer
+from covey.rewards.builtin.text import last_tagged
 from covey.rewards.decorators import per_completion
 
 
@@ -15,7 +15,7 @@ def gym_reward(completion: Any, gym: str | None, **columns: Any) -> float | None
     The answer is in the last `<answer>`, after `####`, in `\boxed{}`, or all that follows the thinking. Needs the column `gym` of
     a data set `gym:<task>`.
     """
-    return None if gym is None else tasks.score(answer_of(text_of(completion)), gym)
+    return None if gym is None else tasks.score(answer_of(answer_text_of(completion)), gym)
 
 
 def answer_of(text: str) -> str:

@@ -9,10 +9,9 @@ from typing import Any
 from covey.data.rendering import prompt_text
 from covey.errors import RewardError
 from covey.rewards.builtin import verify
-from covey.rewards.builtin.answers import conclusion, final_answer, is_same, marked_answer, number
+from covey.rewards.builtin.answers import answer_text_of, conclusion, final_answer, is_same, marked_answer, number
 from covey.rewards.builtin.choice import golds_of
 from covey.rewards.builtin.formulas import is_equal
-from covey.rewards.builtin.text import text_of
 from covey.rewards.builtin.units import words_of
 from covey.rewards.contract import needs_one_of
 from covey.rewards.decorators import reward
@@ -55,7 +54,7 @@ def math_reward(
     """
     golds = _golds(answer, solution)
     nouns = _nouns(golds, answer if answer is not None else solution, columns.get("prompts"))
-    texts = [text_of(completion) for completion in completions]
+    texts = [answer_text_of(completion) for completion in completions]
     rows = list(zip(texts, golds, nouns, strict=True))
     pairs = dict.fromkeys((text, gold, noun) for text, several, noun in rows for gold in several)  # equal answers once
     verdicts = dict(zip(pairs, _within_time([partial(_judge, *pair) for pair in pairs]), strict=True))
@@ -78,7 +77,7 @@ def exact_reward(
     The completion's final answer is what it marks (`####`, `\boxed{}`), or the whole text; for a gold answer that is a number
     also its last number. Nothing is evaluated.
     """
-    rows = zip(map(text_of, completions), _golds(answer, solution), strict=True)
+    rows = zip(map(answer_text_of, completions), _golds(answer, solution), strict=True)
     return [_best([_matches(text, gold) for gold in several]) for text, several in rows]
 
 
@@ -92,7 +91,9 @@ def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **colum
     if not verify.is_installed():
         raise RewardError("accuracy_reward needs math-verify: pip install 'covey[math]', or use the reward 'math'.")
     pairs = zip(completions, solution, strict=True)
-    return _within_time([partial(verify.shared().is_equal, gold, text_of(c), anchored=True) for c, gold in pairs])
+    return _within_time(
+        [partial(verify.shared().is_equal, gold, answer_text_of(c), anchored=True) for c, gold in pairs]
+    )
 
 
 def _golds(answer: Sequence[Any] | None, solution: Sequence[Any] | None) -> list[list[str]]:

@@ -36,10 +36,15 @@ def words_in(text: str) -> list[str]:
 
 def text_of(completion: Any) -> str:
     """The text of a completion: itself, or the content of the assistant's messages, a blank line between them."""
+    return "\n\n".join(turns_of(completion))
+
+
+def turns_of(completion: Any) -> list[str]:
+    """The texts of the assistant's messages that are not empty; a completion of text is one turn."""
     if isinstance(completion, str):
-        return completion
+        return [completion]
     turns = (content_text(m.get("content")) for m in completion if m.get("role", "assistant") == "assistant")
-    return "\n\n".join(filter(None, turns))
+    return list(filter(None, turns))
 
 
 def values_in(cell: Any) -> list[Any]:
