@@ -17,7 +17,7 @@ from math_pairs import BOMBS, pairs
 
 from covey.errors import RewardError
 from covey.rewards import resolve
-from covey.rewards.builtin import math, verify
+from covey.rewards.builtin import verifier, verify
 from covey.rewards.builtin.formulas import readable
 from example_counts import examples
 from kit import rest_nightly
@@ -48,20 +48,37 @@ def test_bombs_are_wrong_and_the_answers_beside_them_are_judged():
     assert after.user - before.user < 5  # of this process: the bombs go off elsewhere
 
 
-def test_an_answer_is_not_scored_where_a_busy_machine_gave_it_no_time(monkeypatch):
+@pytest.mark.slow
+def test_answers_that_use_their_time_up_are_wrong_however_many_there_are():
     pytest.importorskip("math_verify")
-    slow = ("7", r"\boxed{99999999!}")
-    assert scores([slow]) == [0.0]  # it had its time
-    monkeypatch.setattr(math, "_BATCH_SECONDS", -1.0)
-    assert scores([slow, ("7", r"\boxed{7}")]) == [None, 1.0]
+    bombs = [("x", rf"\boxed{{({n}x+1)^{{99999}}}}") for n in range(2, 36)]
+    assert scores([*bombs, (r"\sqrt{2}", r"\boxed{2^{1/2}}")]) == [0.0] * len(bombs) + [1.0]
+
+
+@pytest.mark.slow
+def test_an_answer_gets_more_time_where_the_machine_is_slow(monkeypatch):
+    pytest.importorskip("math_verify")
+    request = {"gold": "2x-y+1=0", "answer": "y=2x+1", "anchored": False, "seconds": 0.01}
+    assert verifier._at_pace(request, 1.0)[0]["end"] == "late"
+    monkeypatch.setattr(
+        verifier, "_REFERENCE_SECONDS", verifier._REFERENCE_SECONDS / 1000
+    )  # as if all took so much longer
+    reply, slowness = verifier._at_pace(request, 1.0)
+    assert (reply, slowness > 100) == ({"equal": True, "end": "whole"}, True)
+
+
+def test_a_formula_that_ends_its_own_process_is_wrong_and_one_that_is_ended_has_no_verdict():
+    kill = lambda number: lambda: os.kill(os.getpid(), number)
+    assert verifier._apart(kill(signal.SIGSYS), 5.0) == {"equal": False, "end": "whole"}
+    assert verifier._apart(kill(signal.SIGKILL), 5.0)["end"] == "interrupted"
 
 
 def test_a_comparison_that_another_process_ends_is_no_verdict():
     pytest.importorskip("math_verify")
-    verifier = verify.shared()
-    verifier.is_equal("x", "y", seconds=1)
-    assert verifier._process is not None
-    number = verifier._process.pid
+    shared = verify.shared()
+    shared.is_equal("x", "y", seconds=1)
+    assert shared._process is not None
+    number = shared._process.pid
 
     def kill_its_child():
         while not (children := Path(f"/proc/{number}/task/{number}/children").read_text().split()):
@@ -71,10 +88,10 @@ def test_a_comparison_that_another_process_ends_is_no_verdict():
     killer = threading.Thread(target=kill_its_child)
     killer.start()
     with pytest.raises(verify.InterruptedComparisonError):
-        verifier.is_equal("7", "99999999!", seconds=20)
+        shared.is_equal("7", "99999999!", seconds=20)
     killer.join()
     with pytest.raises(TimeoutError) as late:
-        verifier.is_equal("7", "99999999!", seconds=0.05)
+        shared.is_equal("7", "99999999!", seconds=0.05)
     assert late.type is TimeoutError
 
 

@@ -1,7 +1,7 @@
 """Rewards for right answers: mathematics by value, short answers by text."""
 
 import logging
-import time
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -18,20 +18,17 @@ from covey.rewards.decorators import reward
 
 logger = logging.getLogger(__name__)
 
-_QUICK_SECONDS, _VERIFY_SECONDS = 0.15, 0.5
-"""Processor time for one answer at first, and for those that need longer; an answer that needs more is wrong."""
-_BATCH_SECONDS, _LONGEST_BATCH_SECONDS = 20.0, 90.0
-"""Time after which no answer of a batch gets the longer time, and after which none is begun: the rest is not judged (`None`)."""
-
-_LIMIT_SECONDS = 120.0
-"""Time limit of one call: starting math-verify takes seconds, which a short limit of the run is not meant for."""
+_VERIFY_SECONDS = 0.65
+"""Processor time of an idle core for one comparison; an answer that needs more is wrong."""
+_MOST_TRIES = 3
+"""Comparisons of an answer that others interrupt."""
 
 Metrics = Callable[[str, float], None]
 _Judge = Callable[..., bool | None]
 """A comparison within `seconds` of processor time; raises TimeoutError past them."""
 
 
-@reward(timeout=_LIMIT_SECONDS)
+@reward(timeout=math.inf)
 @needs_one_of("answer", "solution")
 def math_reward(
     completions: Sequence[Any],
@@ -47,18 +44,18 @@ def math_reward(
     completion's is, behind thoughts that `</think>` closes, after its last `####`, in its last `\boxed{}`, after its last "the answer is", or its last number. The same
     text or the same exact number is right (1,250.00 = 1250, 0.5 = 1/2, 72 eggs = 72 where the question speaks of eggs).
     A formula that is read whole is compared by math-verify (`pip install 'covey[math]'`) in a process of its own, for at
-    most 0.65 seconds of processor time; anything else is wrong. `None` also where math-verify cannot parse the gold answer, or
-    the machine was too busy to give an answer that time.
+    most the work of 0.65 seconds of an idle core; anything else is wrong. `None` also where math-verify cannot parse the gold
+    answer, or other processes ended the comparison three times.
 
     Raises RewardError for a gold formula without math-verify.
     """
     golds = _golds(answer, solution)
     nouns = _nouns(golds, answer if answer is not None else solution, columns.get("prompts"))
-    texts = [answer_text_of(completion) for completion in completions]
-    rows = list(zip(texts, golds, nouns, strict=True))
-    pairs = dict.fromkeys((text, gold, noun) for text, several, noun in rows for gold in several)  # equal answers once
-    verdicts = dict(zip(pairs, _within_time([partial(_judge, *pair) for pair in pairs]), strict=True))
-    scores = [_best([verdicts[text, gold, noun] for gold in several]) for text, several, noun in rows]
+    answers = [final_answer(answer_text_of(completion)) for completion in completions]
+    rows = list(zip(answers, golds, nouns, strict=True))
+    pairs = dict.fromkeys((final, gold, noun) for final, several, noun in rows for gold in several)  # equal ones once
+    verdicts = {pair: _verdict(partial(_judge, *pair)) for pair in pairs}
+    scores = [_best([verdicts[final, gold, noun] for gold in several]) for final, several, noun in rows]
     unjudged = sum(score is None for score in scores)
     if log_metric is not None and unjudged:
         log_metric("math/unjudged", unjudged / len(scores))
@@ -81,19 +78,17 @@ def exact_reward(
     return [_best([_matches(text, gold) for gold in several]) for text, several in rows]
 
 
-@reward(timeout=_LIMIT_SECONDS)
+@reward(timeout=math.inf)
 def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **columns: Any) -> list[float | None]:
     r"""TRL's reward of this name: math-verify's verdict, with the answer taken only from `\boxed{}` or dollar signs.
 
-    `None` where the solution cannot be parsed. Needs math-verify; each comparison has at most 0.65 seconds of processor time in a
-    process of its own, past which the answer is wrong; where a busy machine could not give them, `None`.
+    `None` where the solution cannot be parsed. Needs math-verify; each comparison has the work of 0.65 seconds of an idle core
+    in a process of its own, past which the answer is wrong.
     """
     if not verify.is_installed():
         raise RewardError("accuracy_reward needs math-verify: pip install 'covey[math]', or use the reward 'math'.")
-    pairs = zip(completions, solution, strict=True)
-    return _within_time(
-        [partial(verify.shared().is_equal, gold, answer_text_of(c), anchored=True) for c, gold in pairs]
-    )
+    rows = zip(solution, map(answer_text_of, completions), strict=True)
+    return [_verdict(partial(verify.shared().is_equal, gold, text, anchored=True)) for gold, text in rows]
 
 
 def _golds(answer: Sequence[Any] | None, solution: Sequence[Any] | None) -> list[list[str]]:
@@ -111,38 +106,20 @@ def _best(verdicts: Sequence[float | None]) -> float | None:
     return 1.0 if 1.0 in verdicts else None if None in verdicts or not verdicts else 0.0
 
 
-def _within_time(judges: Sequence[_Judge]) -> list[float | None]:
-    """Verdicts of one batch: each comparison briefly, then those that need longer, so that none of them holds the others up."""
-    started = time.monotonic()
-    verdicts, late = list[float | None](), list[int]()
-    for i, judge in enumerate(judges):
-        verdict = None
+def _verdict(judge: _Judge) -> float | None:
+    """The score; 0 where the answer used its own time up, `None` where the machine did not give it that time."""
+    for _ in range(_MOST_TRIES):
         try:
-            if time.monotonic() - started <= _LONGEST_BATCH_SECONDS:
-                verdict = judge(seconds=_QUICK_SECONDS)
+            verdict = judge(seconds=_VERIFY_SECONDS)
+        except verify.InterruptedComparisonError:
+            continue
         except TimeoutError:
-            late.append(i)
-        verdicts.append(None if verdict is None else float(verdict))
-    for i in late:
-        if time.monotonic() - started > _BATCH_SECONDS:
-            break  # without their time they are not judged: a slow machine costs no reward
-        verdict = _verdict(judges[i])
-        verdicts[i] = None if verdict is None else float(verdict)
-    return verdicts
+            return 0.0
+        return None if verdict is None else float(verdict)
+    return None
 
 
-def _verdict(judge: _Judge) -> bool | None:
-    """Of the longer time: False where the answer used it up, `None` where the machine did not give it."""
-    try:
-        return judge(seconds=_VERIFY_SECONDS)
-    except verify.InterruptedComparisonError:
-        return None
-    except TimeoutError:
-        return False
-
-
-def _judge(text: str, gold: str, nouns: frozenset[str], *, seconds: float) -> bool | None:
-    answer = final_answer(text)
+def _judge(answer: str | None, gold: str, nouns: frozenset[str], *, seconds: float) -> bool | None:
     if answer is None:
         return False
     return is_equal(answer, gold, partial(_evaluate, seconds=seconds), nouns)

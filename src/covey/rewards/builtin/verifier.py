@@ -9,7 +9,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _MEMORY_BYTES = 2 * 2**30
@@ -24,6 +25,12 @@ _WARM = (
     ("1-\\cos^2 x", "\\sin^2 x"),
 )
 """Formulas whose grammar is read before the first request, so that no request pays for it."""
+_REFERENCE_SECONDS = 0.12
+"""Processor time of comparing `_WARM` on an idle core, which measures how slow the machine is now."""
+_LONGEST_REFERENCE = 10.0
+_MOST_TRIES = 4
+_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM})
+"""Signals that end a comparison for no fault of its own."""
 
 
 def main() -> None:
@@ -34,9 +41,10 @@ def main() -> None:
     logging.disable(logging.CRITICAL)  # math-verify logs every text that it cannot parse
     for gold, answer in _WARM:
         compare({"gold": gold, "answer": answer, "anchored": False})
+    slowness = 1.0
     for line in sys.stdin:
         request = json.loads(line)
-        reply = _apart(request) if hasattr(os, "fork") else _judge(request)
+        reply, slowness = _at_pace(request, slowness) if hasattr(os, "fork") else (_judge(request), slowness)
         sys.stdout.write(json.dumps({"id": request["id"], **reply}) + "\n")
         sys.stdout.flush()
 
@@ -75,22 +83,55 @@ def _judge(request: Mapping[str, Any]) -> dict[str, Any]:
         return {"equal": False, "end": "whole"}
 
 
-def _apart(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The verdict of a forked process, which the kernel ends after `seconds` of processor time: `late`; by others, `interrupted`."""
+def _at_pace(request: Mapping[str, Any], slowness: float) -> tuple[dict[str, Any], float]:
+    """The verdict within the work of `seconds` of an idle core, and the machine's slowness: 2 where work takes twice its time.
+
+    It is measured after each answer that is late, which is tried again with more time where it has grown; so a slow machine, or
+    one whose cores are shared, makes no answer wrong.
+    """
+    reply = dict[str, Any]()
+    for _ in range(_MOST_TRIES):
+        reply = _apart(lambda: _judge(request), request["seconds"] * slowness)
+        if reply["end"] != "late":
+            break
+        before, measured = slowness, _apart(_reference, _LONGEST_REFERENCE)
+        slowness = max(1.0, measured.get("seconds", 0.0) / _REFERENCE_SECONDS)
+        if slowness <= 1.1 * before:
+            break
+    return reply, slowness
+
+
+def _reference() -> dict[str, Any]:
+    """Processor time of comparing `_WARM`."""
+    started = time.process_time()
+    for gold, answer in _WARM:
+        compare({"gold": gold, "answer": answer, "anchored": False})
+    return {"seconds": time.process_time() - started, "end": "whole"}
+
+
+def _apart(work: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """The result of a forked process, which the kernel ends after `seconds` of processor time: `late`; by others, `interrupted`.
+
+    A formula that ends its process itself, as where GMP has no memory, is not equal.
+    """
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reads)
-        signal.setitimer(signal.ITIMER_PROF, request["seconds"])
-        signal.alarm(int(10 * request["seconds"]) + 5)
-        os.write(writes, json.dumps(_judge(request)).encode())
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.alarm(int(10 * seconds) + 5)
+        os.write(writes, json.dumps(work()).encode())
         os._exit(0)
     os.close(writes)
     with os.fdopen(reads, "rb") as pipe:
         written = pipe.read()
     _, status = os.waitpid(child, 0)
-    is_late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
-    return json.loads(written) if written else {"equal": None, "end": "late" if is_late else "interrupted"}
+    if written:
+        return dict(json.loads(written))
+    ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else signal.SIGKILL
+    if ended_by == signal.SIGPROF:
+        return {"equal": None, "end": "late"}
+    return {"equal": None, "end": "interrupted"} if ended_by in _OUTSIDE else {"equal": False, "end": "whole"}
 
 
 def _confine() -> None:

@@ -35,7 +35,7 @@ class Verifier:
     def is_equal(self, gold: str, answer: str, *, anchored: bool = False, seconds: float | None = None) -> bool | None:
         """True if both formulas are equal; `None` when the gold one cannot be parsed.
 
-        `anchored`: both are texts, and the answer is taken only from a box or between dollar signs. `seconds` of processor
+        `anchored`: both are texts, and the answer is taken only from a box or between dollar signs. `seconds` of an idle core's
         time, else `timeout_seconds`. Raises TimeoutError when they do not suffice, InterruptedComparisonError when they were not to be had.
         """
         seconds = self.timeout_seconds if seconds is None else seconds
@@ -99,8 +99,8 @@ class Verifier:
 
 
 def _wall(seconds: float) -> float:
-    """Wall-clock limit for a limit of processor time: others may use the processor; a process of its own has it alone."""
-    return 10 * seconds + 10 if hasattr(os, "fork") else seconds
+    """Wall-clock limit for a limit of processor time, which the process itself keeps where it can fork, however slow the machine is."""
+    return 200 * seconds + 60 if hasattr(os, "fork") else seconds
 
 
 def _read(process: subprocess.Popen[str], replies: queue.SimpleQueue[str | None]) -> None:
