@@ -101,7 +101,7 @@ class Hung(Gallery):
     picture = picture(3, (64, 32), 2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", rest_nightly([*WAYS][:-1], ["native"]))
 def test_an_environment_adds_text_to_a_prompt_with_an_image(way, tmp_path, monkeypatch):
     from covey.learner import Policy

@@ -21,7 +21,7 @@ def served(folder: Path, processes: int = 1, **options):
         return run(folder, processes, options={**server, **options})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_server_without_staleness_gives_the_synchronous_run(tmp_path):
     served(tmp_path / "sync")
     logs = served(tmp_path / "ahead", **AHEAD, max_staleness=0)

@@ -95,7 +95,7 @@ def test_stop_stops_at_it(tmp_path: Path) -> None:
     assert caught.value.exit_code == 70
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_beyond_float32_is_a_bad_number_and_is_left_out(tmp_path: Path) -> None:
     one, large = exploding(tmp_path / "run", "log", factor=3000.0, bad_steps_limit=3)
     one.train()

@@ -51,7 +51,7 @@ def trained(path, kind="idefics3", steps=4, resume=None, peft=None, data=None, *
     return trainer
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [pytest.param("idefics3", marks=pytest.mark.nightly), "qwen2_5_vl"])
 def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path, kind):
     whole = trained(tmp_path / "whole", kind, steps_per_generation=2)

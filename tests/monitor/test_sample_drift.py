@@ -45,7 +45,7 @@ def run(
     return told
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_p_values_are_as_small_as_chance_makes_them():
     """Of 200 pairs from one distribution about 5% are below 0.05, and no more than that of ties and of far tails."""
     draw = np.random.default_rng(0)
