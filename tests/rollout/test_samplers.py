@@ -1,5 +1,6 @@
 """What every sampler promises, whichever engine is inside."""
 
+from collections import deque
 from functools import partial
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from covey.errors import ConfigError, DataError, ModelError, NumericsError
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler
 from covey.rollout.agreement import plain_logprobs as forwarded
-from covey.rollout.calls import SampledScheduler
+from covey.rollout.calls import SampledScheduler, SeeingScheduler
 from covey.rollout.live import LiveRequest
 from covey.types import Prompt
 from kit import prompt, rest_nightly, tiny_model, tiny_tokenizer
@@ -365,3 +366,13 @@ def test_requests_with_one_seed_have_their_own_answers(tokenizer):
         (group,) = sampler.sample([alone], 1, SamplingParams(max_tokens=4, seed=0))
         assert answers[request].prompt is request.prompt
         assert answers[request].completions[0].token_ids.tolist() == group.completions[0].token_ids.tolist()
+
+
+def test_requests_that_wait_are_counted_while_another_thread_changes_them(tokenizer):
+    class Changing(deque):
+        def __iter__(self):
+            raise RuntimeError("deque mutated during iteration")
+
+    scheduler = SeeingScheduler(NativeSampler(tiny_model(), tokenizer, dtype="float32"))
+    scheduler.live.requests, scheduler.sampled.requests = Changing([1]), Changing([2, 3])
+    assert len(scheduler.requests) == 3

@@ -128,7 +128,7 @@ class SeeingScheduler:
 
     @property
     def requests(self) -> Sized:
-        return [*self.live.requests, *self.sampled.requests]
+        return range(len(self.live.requests) + len(self.sampled.requests))  # other threads ask while they change
 
     @property
     def is_busy(self) -> bool:
