@@ -446,6 +446,9 @@ def test_a_rollout_function_writes_the_completions(tmp_path):
     assert trainer.state.log_history[0]["completions/mean_length"] == 1.0
 
 
+WRITTEN = {"prompt_ids": [[5]] * 4, "completion_ids": [[6, 7]] * 4, "logprobs": None}
+
+
 @pytest.mark.parametrize(
     ("output", "said"),
     [
@@ -455,6 +458,12 @@ def test_a_rollout_function_writes_the_completions(tmp_path):
             {"prompt_ids": [], "completion_ids": [], "logprobs": None},
             "rollout_func returned 0 prompt_ids for 4 prompts",
         ),
+        ({**WRITTEN, "place": None}, "rollout_func returned NoneType place for 4 prompts"),
+        (
+            {**WRITTEN, "logprobs": [[[-0.1], [-0.2]]] * 4},
+            "completion 0 logprobs that are not one number for each token",
+        ),
+        ({**WRITTEN, "logprobs": [[-0.1, None]] * 4}, "completion 0 logprobs that are not one number for each token"),
     ],
 )
 def test_a_rollout_function_that_returns_something_else_is_told(tmp_path, output, said):

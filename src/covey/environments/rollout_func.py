@@ -1,6 +1,7 @@
 """`rollout_func` by TRL's contract: the user's own function writes the completions."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -82,7 +83,7 @@ class RolloutFuncSampler:
             token_ids=ids,
             text=self.tokenizer.decode(ids.tolist(), skip_special_tokens=True),
             finish="stop" if is_ended or len(ids) < params.max_tokens else "length",
-            logprobs=None if logprobs is None else torch.as_tensor(list(logprobs), dtype=torch.float32),
+            logprobs=None if logprobs is None else _numbers(logprobs, i),
             mask=mask,
             version=self.version,
             columns={name: values[i] for name, values in extra.items()},
@@ -98,11 +99,25 @@ class RolloutFuncSampler:
         if missing:
             raise DataError(f"rollout_func returned no {', '.join(missing)}; it has {', '.join(map(str, output))}.")
         for name, values in output.items():
-            if values is not None and len(values) != count:
+            if values is None and name in ("logprobs", "env_mask"):
+                continue
+            length = len(values) if hasattr(values, "__len__") else type(values).__name__
+            if length != count:
                 raise DataError(
-                    f"rollout_func returned {len(values)} {name} for {count} prompts; return one for each prompt it was given."
+                    f"rollout_func returned {length} {name} for {count} prompts; return one for each prompt it was given."
                 )
         return output
+
+
+def _numbers(logprobs: Any, i: int) -> torch.Tensor:
+    """[T] log-probabilities of completion number `i`. Raises DataError for anything but one number a token."""
+    with suppress(TypeError, ValueError):
+        numbers = torch.as_tensor(list(logprobs), dtype=torch.float32)
+        if numbers.ndim == 1:
+            return numbers
+    raise DataError(
+        f"rollout_func gave completion {i} logprobs that are not one number for each token; give a flat list."
+    )
 
 
 def _with_media(prompt: Prompt) -> Any:
