@@ -9,7 +9,8 @@ import pytest
 
 from covey.data.prompts import to_prompt
 from covey.environments import Template, tools_of
-from covey.environments.call_forms import WrittenCall, _JsonCalls, typed_argument
+from covey.environments.call_forms import WrittenCall, _JsonCalls, as_mapping, typed_argument
+from covey.environments.calls import Request, ToolRunner
 from covey.errors import ModelError
 from environments.acting import CHATML, chat_tokenizer
 from environments.families import FAMILIES, MUSE
@@ -264,3 +265,37 @@ def test_arguments_as_json_and_null_keys_of_tables_are_the_same_prompt(name):
     assert ids('{"a": 7, "b": "é"}') == plain
     assert ids({"a": 7, "b": "é", "of_another_row": None}, of_others=None) == plain
     assert "'a'" not in tokenizer.decode(plain)  # no dict of Python
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, "[" * 70 + "]" * 70])
+def test_a_call_that_is_nested_too_deep_is_to_be_written_again(arguments):
+    form = _JsonCalls("CALL", "END", "name", "arguments", None)
+    _, (call, other) = form(
+        f'CALL{{"name": "add", "arguments": {arguments}}}ENDCALL{{"name": "add", "arguments": {{"a": 1}}}}END'
+    )
+    assert re.search(r"(nested more than 60 deep|recursion depth exceeded.*); write it again", call.problem)
+    assert (other.arguments, other.problem) == ({"a": 1}, None)
+    assert as_mapping(arguments) == arguments
+
+
+def test_half_of_a_character_in_a_call_or_an_answer_ends_no_run():
+    template, _ = of("Qwen 3.5")
+    _, (call,) = _JsonCalls("CALL", "", "name", "arguments", None)(r'CALL{"name": "say", "arguments": {"a": "\ud83d"}}')
+    assert call.arguments == {"a": "\ufffd"}
+
+    def say(a: str) -> str:
+        """Say.
+
+        Args:
+            a: The text.
+        """
+        if a == "raise":
+            raise ValueError(f"{a} \udcff")
+        return f"{a} \udcff"
+
+    runner = ToolRunner()
+    for text, said in (("hi", "hi \ufffd"), ("raise", '{"error": "ValueError: raise \ufffd"}')):
+        (done,) = runner.run([Request("say", {"a": text}, {tool.name: tool for tool in tools_of([say])})])
+        assert done.result == said
+        assert template.answer([{"role": "tool", "name": "say", "content": done.result}], [call], 0).token_ids
+    runner.close()

@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from covey.files.bounded import MOST_DEPTH, json_depth
+
 NAME, KEYS, VALUES = "qxname", ("qxkeya", "qxkeyb"), ("qxvaluea", "qxvalueb")
 ID = "qxcall001"
 """Nine letters and digits, which Mistral's templates insist on."""
@@ -118,9 +120,20 @@ def read_json(text: str, at: int) -> tuple[Any, int, str | None]:
         at += 1
     try:
         value, stop = json.JSONDecoder().raw_decode(text, at)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return None, at, f"the call is no JSON ({error}); write it again"
-    return value, stop, None
+    if json_depth(text[at:stop].encode()) > MOST_DEPTH:
+        return None, at, f"the call is nested more than {MOST_DEPTH} deep; write it again"
+    return readable(value), stop, None
+
+
+def readable(value: Any) -> Any:
+    """The value with U+FFFD for half of a pair of surrogates, as an escape of JSON may leave, which no tokenizer or file takes."""
+    if isinstance(value, str):
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if isinstance(value, Mapping):
+        return {readable(key): readable(held) for key, held in value.items()}
+    return [readable(held) for held in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
@@ -256,10 +269,8 @@ def as_mapping(arguments: Any) -> Any:
     """Arguments that are JSON in a text, as some models write them, read."""
     if not isinstance(arguments, str):
         return arguments
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
+    value, stop, problem = read_json(arguments, 0)
+    return arguments if problem or arguments[stop:].strip() else value
 
 
 def typed_call(call: WrittenCall, schemas: Mapping[str, Any]) -> WrittenCall:
@@ -316,5 +327,5 @@ def literal(text: str) -> Any:
     """The value of JSON or of a literal of Python, as some templates write `True` and `None`; any other text as it is."""
     for read in (json.loads, ast.literal_eval):
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            return read(text)
+            return readable(read(text))
     return text

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import psutil
 
 from covey.data.media import Kind
+from covey.environments.call_forms import readable
 from covey.environments.contents import MediaReturnedError, content_of, limited, media_in, opened, sendable, text_of
 from covey.environments.tools import Limits, Tool, unknown_tool
 from covey.rewards.calling.deadline import DeadlineError, EventLoop
@@ -128,6 +129,7 @@ class ToolRunner:
 
     def _within(self, limits: Limits, text: str) -> str:
         """The result, cut at the first of its limits with a note."""
+        text = readable(text)
         if limits.max_tokens is not None:
             ids = self.tokenizer(text[: limits.max_characters], add_special_tokens=False)["input_ids"]
             if len(ids) > limits.max_tokens:
@@ -214,4 +216,6 @@ def _failed(request: Request, status: Literal["error", "timeout"], sentence: str
 
 def failed(call: ToolCall, sentence: str, status: Literal["error", "timeout"] = "error") -> ToolCall:
     """The call with an error as its answer."""
-    return replace(call, result=json.dumps({"error": cut(sentence, 2000)}, ensure_ascii=False), status=status, parts=())
+    return replace(
+        call, result=json.dumps({"error": cut(readable(sentence), 2000)}, ensure_ascii=False), status=status, parts=()
+    )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from covey.environments.call_forms import KEYS, NAME, VALUES, WrittenCall, last_word, literal
+from covey.environments.call_forms import KEYS, NAME, VALUES, WrittenCall, last_word, literal, readable
 
 _MOST_CLOSERS = 64
 """Brackets at which a list or an object of Python is looked for to end."""
@@ -83,12 +83,13 @@ class _KeyedCalls:
     def _whole(self, text: str, at: int) -> tuple[Any, int] | None:
         """A list or an object as JSON, or as Python writes it, and where it ends; None where it is neither."""
         with suppress(ValueError):
-            return json.JSONDecoder().raw_decode(text, at)
+            value, stop = json.JSONDecoder().raw_decode(text, at)
+            return readable(value), stop
         closer = {"{": "}", "[": "]"}[text[at]]
         ends = (match.end() for match in islice(re.finditer(re.escape(closer), text[at:]), _MOST_CLOSERS))
         for end in ends if len(self.quote) == 1 else ():
             with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-                return ast.literal_eval(text[at : at + end]), at + end
+                return readable(ast.literal_eval(text[at : at + end])), at + end
         return None
 
     def _items(self, text: str, at: int) -> tuple[list[Any], int]:
