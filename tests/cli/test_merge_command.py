@@ -52,6 +52,34 @@ def test_the_merged_model_answers_as_the_adapter_did(adapter: Path, tmp_path: Pa
     assert AutoTokenizer.from_pretrained(tmp_path / "merged")("2 + 2").input_ids
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")  # PEFT's, of the first two
+@pytest.mark.parametrize(
+    ("options", "is_tied"),
+    [
+        ({"modules_to_save": ["lm_head"]}, False),
+        ({"modules_to_save": ["embed_tokens"]}, False),
+        ({"trainable_token_indices": {"lm_head": [5]}}, False),
+        ({"trainable_token_indices": [5]}, True),
+        ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
+    ],
+)
+def test_a_head_that_shares_the_embeddings_is_merged_with_what_was_trained_of_either(tmp_path, options, is_tied):
+    base = tiny_model("qwen2", tie_word_embeddings=True)
+    base.save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], **options))
+    torch.manual_seed(0)
+    for weight in (weight for weight in adapted.parameters() if weight.requires_grad):
+        weight.data.add_(0.3 * torch.randn_like(weight))
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    adapted.save_pretrained(tmp_path / "adapter")
+    tiny_tokenizer().save_pretrained(tmp_path / "adapter")
+    assert main(["merge", str(tmp_path / "adapter"), "-o", str(tmp_path / "merged")]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    torch.testing.assert_close(logits(merged), logits(adapted), rtol=1e-5, atol=1e-5)
+    assert (merged.lm_head.weight is merged.model.embed_tokens.weight) == is_tied
+
+
 def test_weights_are_written_in_the_type_that_is_asked_for(adapter: Path, tmp_path: Path) -> None:
     assert main(["merge", str(adapter), "--output", str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16

@@ -118,8 +118,12 @@ def merged_model(base: str, folder: Path, args: Args) -> Merged:
             plain = model(ids).logits
             adapted = with_saved_adapter(model, folder).eval()
             before = adapted(ids).logits
-            _untie(adapted)
+            is_tied = model.get_output_embeddings() is not None and model.config.get_text_config().tie_word_embeddings
+            if is_tied:
+                _untie(adapted)
             merged = adapted.merge_and_unload(safe_merge=True)
+            if is_tied:
+                _tie_again(merged)
             after = merged(ids).logits
             for weight in merged.parameters():  # rounded as they are written, and computed with in float32
                 weight.data = weight.data.to(dtype).float()
@@ -138,18 +142,28 @@ def merged_model(base: str, folder: Path, args: Args) -> Merged:
 
 
 def _untie(adapted: Any) -> None:
-    """Give the LM head a weight of its own where an adapter changes it, or the embeddings that it shares, alone."""
+    """Give the LM head weights of its own where it shares the embeddings', so that an adapter on one of them changes that one alone."""
     from torch import nn
 
     from covey.models import unwrapped
 
     model = unwrapped(adapted)
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    is_changed = any(hasattr(layer, "base_layer") or hasattr(layer, "modules_to_save") for layer in ends)
-    if is_changed and model.config.get_text_config().tie_word_embeddings:
-        head = getattr(ends[1], "base_layer", ends[1])
-        head.weight = nn.Parameter(head.weight.detach().clone())
-        model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
+    shared = {id(weight) for weight in model.get_input_embeddings().parameters()}
+    for part in model.get_output_embeddings().modules():
+        for name, weight in part.named_parameters(recurse=False):
+            if id(weight) in shared:
+                part.register_parameter(name, nn.Parameter(weight.detach().clone(), weight.requires_grad))
+    model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
+
+
+def _tie_again(model: Any) -> None:
+    """Let a merged model's head share the embeddings' weight again where they are still equal; its configuration says whether they are."""
+    import torch
+
+    text, ends = model.config.get_text_config(), (model.get_input_embeddings(), model.get_output_embeddings())
+    model.config.tie_word_embeddings = text.tie_word_embeddings = torch.equal(ends[0].weight, ends[1].weight)
+    if text.tie_word_embeddings:
+        ends[1].weight = ends[0].weight
 
 
 def _dtype_of(args: Args) -> Any:
