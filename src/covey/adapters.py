@@ -76,6 +76,15 @@ def refuse_second_adapter(model: Any, peft_config: Any) -> None:
         )
 
 
+def _refuse_activated(described: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an activated LoRA: without the token ids of whole texts its layers compute what their base does."""
+    if described.get("alora_invocation_tokens"):
+        raise ConfigError(
+            "The adapter acts from its alora_invocation_tokens on, which its layers only know in a forward pass of PEFT's own model, so here "
+            "it would change nothing; leave them out, and train a LoRA that acts on every token."
+        )
+
+
 def refuse_quantized(model: Any, device: torch.device, has_adapter: bool) -> None:
     """Raises ConfigError for a quantized model without an adapter to train, and for any on a CPU.
 
@@ -108,6 +117,7 @@ def with_saved_adapter(model: Any, folder: str | Path, *, is_trainable: bool = F
         raise ModelError(
             f"The adapter in {folder} is to be put on an adapter; first covey merge that one into its base."
         )
+    _refuse_activated(adapter_options(folder) or {})
     with _without_notes_of_peft():
         warnings.filterwarnings("error", "Found missing adapter keys")
         if (rows := resized_rows(model, folder)) is not None:
@@ -155,6 +165,8 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
     refuse_second_adapter(model, peft_config)
     if peft_config is None:
         if has_adapter(model):
+            for config in model.peft_config.values():
+                _refuse_activated(config.to_dict())
             _settle_patterns(model)
         return model
     try:
@@ -165,6 +177,7 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
         raise ArgumentTypeError(
             f"peft_config is a {type(peft_config).__name__}; give one of PEFT's, such as LoraConfig()."
         )
+    _refuse_activated(peft_config.to_dict())
     start = str(getattr(peft_config, "init_lora_weights", ""))
     if start.startswith("pissa_niter"):
         raise ConfigError(

@@ -172,6 +172,16 @@ def test_an_adapter_whose_base_cannot_be_told_again_is_refused():
         with_adapter(tiny_model("qwen2"), config)
 
 
+def test_an_activated_adapter_which_would_change_nothing_is_refused_new_loaded_and_saved(tmp_path):
+    options = {**LORA, "alora_invocation_tokens": [5, 6], "task_type": "CAUSAL_LM"}
+    with pytest.raises(ConfigError, match="acts from its alora_invocation_tokens on"):
+        with_adapter(tiny_model("qwen2"), peft.LoraConfig(**options))
+    with pytest.raises(ConfigError, match="acts from its alora_invocation_tokens on"):
+        with_adapter(peft.get_peft_model(tiny_model("qwen2"), peft.LoraConfig(**options)), None)
+    with pytest.raises(ConfigError, match="acts from its alora_invocation_tokens on"):
+        load_model(saved_adapter(tmp_path, **options))
+
+
 @pytest.mark.parametrize("start", ["pissa", "olora"])
 def test_an_adapter_that_changes_its_base_loads_as_it_was_saved(tmp_path, start):
     saved_adapter(tmp_path)
