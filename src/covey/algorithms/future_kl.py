@@ -53,11 +53,7 @@ class FutureKL:
     def metrics(self, tokens: TokenBatch) -> dict[str, Tensor]:
         """`fipo/future_kl` and `fipo/weight`, means over tokens, and `fipo/unsafe`, the share that `safe_ratio` holds back."""
         unsafe = self._is_unsafe(tokens).float() if self.safe_ratio is not None else torch.zeros_like(tokens.logp)
-        return {
-            "fipo/future_kl": self.future(tokens),
-            "fipo/weight": self(tokens),
-            "fipo/unsafe": unsafe,
-        }
+        return {"fipo/future_kl": self.future(tokens), "fipo/weight": self(tokens), "fipo/unsafe": unsafe}
 
     def _is_unsafe(self, tokens: TokenBatch) -> Tensor:
         assert self.safe_ratio is not None

@@ -67,10 +67,7 @@ NO_HINTS: Mapping[str, str] = {}
 
 
 def read_flags(
-    arguments: Sequence[str],
-    flags: Iterable[Flag],
-    positional: Sequence[str] = (),
-    hints: Mapping[str, str] = NO_HINTS,
+    arguments: Sequence[str], flags: Iterable[Flag], positional: Sequence[str] = (), hints: Mapping[str, str] = NO_HINTS
 ) -> dict[str, Any]:
     """Parsed arguments, by name, as text (a list of texts for list flags, True or False for bare switches).
 

@@ -50,11 +50,7 @@ def load_ensemble(
     if any(member.model is model for member in ensemble.members):
         raise ConfigError("ensemble: one member is the policy itself; give a copy of it, or another model.")
     writers = load_writers(
-        ensemble.members,
-        ensemble.names,
-        device,
-        Encoding.of(model, tokenizer, eos_ids, template),
-        **options,
+        ensemble.members, ensemble.names, device, Encoding.of(model, tokenizer, eos_ids, template), **options
     )
     return EnsembleSampler(sampler, writers, ensemble.threshold, ensemble.weight)
 

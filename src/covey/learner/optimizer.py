@@ -36,10 +36,7 @@ def make_optimizer(args: Any, model: Any, extra: Sequence[nn.Module] = ()) -> to
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 (with_decay if name in decayed else without).append(parameter)
-    groups = [
-        {"params": with_decay, "weight_decay": args.weight_decay},
-        {"params": without, "weight_decay": 0.0},
-    ]
+    groups = [{"params": with_decay, "weight_decay": args.weight_decay}, {"params": without, "weight_decay": 0.0}]
     make, kwargs = imported("transformers.trainer").Trainer.get_optimizer_cls_and_kwargs(args, model)
     if "params" in kwargs or "model" in kwargs or "optimizer_dict" in kwargs:
         raise ConfigError(

@@ -98,11 +98,7 @@ def rows_of(
 def unscored_row(group: Group, index: int, completion: Completion) -> Row:
     """A row without advantage, for a forward pass only."""
     return Row(
-        prompt=group.prompt,
-        completion=completion,
-        group=index,
-        advantage=torch.zeros(()),
-        counts=completion.written,
+        prompt=group.prompt, completion=completion, group=index, advantage=torch.zeros(()), counts=completion.written
     )
 
 

@@ -217,11 +217,7 @@ class Policy:
         return self.within(work)
 
     def measure_packed(
-        self,
-        rows: PaddedRows | SharedRows,
-        entropy: bool,
-        other: Other | None = None,
-        teacher: Signal | None = None,
+        self, rows: PaddedRows | SharedRows, entropy: bool, other: Other | None = None, teacher: Signal | None = None
     ) -> Measured:
         """`measure` of rows that are packed."""
         picked, logp, entropies, distance, teacher, balance = self.within(
@@ -310,9 +306,7 @@ class Policy:
             self.embeds_media = reason is None
             if reason is not None:
                 logger.warning(
-                    "%s computes media and prompts once a completion: %s.",
-                    type(unwrapped(self.model)).__name__,
-                    reason,
+                    "%s computes media and prompts once a completion: %s.", type(unwrapped(self.model)).__name__, reason
                 )
         return self.embeds_media
 

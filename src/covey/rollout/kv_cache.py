@@ -339,13 +339,7 @@ class KVCache:
         return tuple(gathered)
 
     def _parts(
-        self,
-        layer: int,
-        keys: Tensor,
-        values: Tensor,
-        row_map: RowMap,
-        repeats: int,
-        chosen: Tensor | None = None,
+        self, layer: int, keys: Tensor, values: Tensor, row_map: RowMap, repeats: int, chosen: Tensor | None = None
     ) -> tuple[AttentionPart, AttentionPart]:
         """Parts of the rows' own `keys` and `values` [R, Hkv, columns, D] and of their prompts', masked by the layer's window.
 

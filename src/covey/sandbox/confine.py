@@ -85,11 +85,7 @@ def _unshared(flags: int) -> bool:
 
 def _map(process: int, name: str, user: int, group: int) -> None:
     """Maps this process's user and group to `nobody` inside the namespace."""
-    for file, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{_NOBODY} {user} 1"),
-        ("gid_map", f"{_NOBODY} {group} 1"),
-    ):
+    for file, text in (("setgroups", "deny"), ("uid_map", f"{_NOBODY} {user} 1"), ("gid_map", f"{_NOBODY} {group} 1")):
         descriptor = os.open(f"{name}/{file}", os.O_WRONLY, dir_fd=process)
         try:
             os.write(descriptor, text.encode())

@@ -130,12 +130,7 @@ class Reader:
         _refuse_long([text], context_of(sampler))
         with self.tokenizers.of(sampler, len(text)) as tokenizer:
             ids = list(tokenizer(text, add_special_tokens=special)["input_ids"])
-        return {
-            "model": name,
-            "count": len(ids),
-            "max_model_len": context_of(sampler),
-            "tokens": ids,
-        }
+        return {"model": name, "count": len(ids), "max_model_len": context_of(sampler), "tokens": ids}
 
     def detokenize(self, body: Any) -> dict[str, Any]:
         """Request to /detokenize: `{"tokens": [...]}`."""

@@ -11,10 +11,5 @@ if TYPE_CHECKING:
     from covey.doctor.data_check.settings import Settings
 
 __all__ = ["Cleaned", "Inspection", "Rows", "Settings", "clean", "inspect"]
-_WHERE = {
-    "clean_copy": "Cleaned clean",
-    "inspection": "Inspection inspect",
-    "rows": "Rows",
-    "settings": "Settings",
-}
+_WHERE = {"clean_copy": "Cleaned clean", "inspection": "Inspection inspect", "rows": "Rows", "settings": "Settings"}
 __getattr__ = lazy(__name__, _WHERE)

@@ -88,11 +88,7 @@ class Replay:
                 gains[name].append(float(((reward - reward.mean()) * change.clamp(-2, 2)).mean()))
         arrays = {name: np.array(values) for name, values in gains.items()}
         return Effect(
-            grad_norm=grad_norm,
-            moved=np.array(moved),
-            stale=np.array(stale),
-            gains=arrays,
-            weights=np.array(weights),
+            grad_norm=grad_norm, moved=np.array(moved), stale=np.array(stale), gains=arrays, weights=np.array(weights)
         )
 
     @torch.no_grad()
