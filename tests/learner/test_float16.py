@@ -98,6 +98,14 @@ def test_an_overflow_skips_its_step_halves_the_scale_and_a_resumed_run_goes_on_w
     assert torch.equal(again.weights[4], whole.weights[4])
 
 
+def test_a_run_without_float16_goes_on_with_it_and_a_new_scale(tmp_path):
+    first, again = Overflow(), Overflow()
+    first.on_step_end = lambda *given, **named: None
+    trained(tmp_path, first, max_steps=1, save_steps=1, fp16=False, bf16=False)
+    trained(tmp_path, again, resume=str(tmp_path / "checkpoint-1"), max_steps=2)
+    assert again.scales == {2: 2.0**16}
+
+
 @pytest.mark.parametrize("tied", rest_nightly([(1, 2, 3, 4), (2,)], 1), ids=["all", "one"])
 def test_a_step_whose_rewards_tie_changes_nothing_and_the_run_goes_on(tmp_path, tied):
     calls = []

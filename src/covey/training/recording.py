@@ -118,7 +118,7 @@ def _restored(parts: Parts, folder: Path) -> TrainState:
     learner.scheduler.load_state_dict(tree["scheduler"])
     if "options" in tree:
         follow_options(learner.optimizer, learner.scheduler, tree["options"], learner.options)
-    if learner.scaler is not None:
+    if learner.scaler is not None and tree["scaler"]:  # empty of a run that was without float16
         learner.scaler.load_state_dict(tree["scaler"])
     learner.reference.load_state_dict(tree["reference"])
     if learner.teacher is not None:
