@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 
 from covey.errors import ConfigError, DataError, RewardError
 from covey.rewards import RewardSpec, check, get_cosine_scaled_reward, reasoning_accuracy_reward, resolve
@@ -109,6 +110,14 @@ def test_json_must_be_the_whole_text_and_satisfy_the_schema():
 def test_each_prompt_may_have_its_own_schema_or_none():
     schemas = [{"type": "integer"}, {"type": "string"}, None]
     assert call("json_schema", "1", "1", "1", schema=schemas) == [1.0, 0.0, None]
+
+
+def test_nulls_that_a_table_fills_into_its_schemas_are_no_part_of_them():
+    schemas = [{"properties": {"a": {"const": "x"}}}, {"properties": {"a": {"type": "string"}, "b": {"minimum": 3}}}]
+    table = Dataset.from_dict({"schema": schemas})
+    assert table[1]["schema"]["properties"]["a"] == {"const": None, "type": "string"}
+    assert call("json_schema", '{"a": "y"}', '{"a": "y"}', schema=table["schema"][:]) == [0.0, 1.0]
+    assert call("json_schema", "null", "1", schema='{"const": null}') == [1.0, 0.0]
 
 
 def test_a_fence_counts_only_where_it_is_allowed():

@@ -99,7 +99,7 @@ class JsonSchema:
     """1.0 where the text is one JSON value that satisfies a JSON schema, 0.0 elsewhere.
 
     `schema` is a mapping or a path of a JSON file; without it, the column `schema` holds each prompt's own (a mapping or
-    JSON text; `None` abstains). The text may stand in one code fence when `fenced` is true, and nothing may stand around
+    JSON text; `None` abstains). In a mapping of a column, a null is a field that other rows have, which the table filled in. The text may stand in one code fence when `fenced` is true, and nothing may stand around
     it. `NaN`, `Infinity` and a key that occurs twice are no JSON. References to other files or addresses are not followed.
     Needs jsonschema (`pip install 'covey[rewards]'`).
     """
@@ -128,6 +128,7 @@ class JsonSchema:
     def _score(self, text: str, schema: Any) -> float | None:
         if schema is None:
             return None
+        schema = _without_nulls(schema) if self.schema is None else schema
         is_read, value = read_json(_strip_fence(text.strip()) if self.fenced else text)
         return float(is_read and _satisfies(self._validator(schema), value))
 
@@ -136,6 +137,13 @@ class JsonSchema:
         if key not in self._validators:
             self._validators[key] = _validator_of(_schema(schema))
         return self._validators[key]
+
+
+def _without_nulls(schema: Any) -> Any:
+    """The schema without the fields that are null; `const: null` would admit nothing else. The values of lists stay."""
+    if isinstance(schema, Mapping):
+        return {name: _without_nulls(value) for name, value in schema.items() if value is not None}
+    return [_without_nulls(value) for value in schema] if isinstance(schema, list) else schema
 
 
 def _strip_fence(text: str) -> str:
