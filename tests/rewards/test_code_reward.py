@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from covey.errors import ConfigError, RewardError
+from covey.process import cores
 from covey.rewards import Scorer
 from covey.rewards.builtin.code import Code, program_of
 from covey.rewards.builtin.code_tests import FunctionCall, row_tests
+from covey.sandbox import Sandbox
 from covey.types import Completion, Group, Prompt
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can isolate")
@@ -235,3 +237,15 @@ def test_code_before_the_tests_is_a_text_or_a_list_of_lines(column: str) -> None
     reward, setup = Code(workers=1), "def twice(x): return 2 * x"
     for cell in (setup, ["import math", setup]):
         assert reward(RIGHT, tests=["assert double(4) == twice(4)"], **{column: cell}) == 1.0
+
+
+def test_programs_run_at_once_only_as_the_ranks_of_a_machine_and_its_quota_allow(tmp_path, monkeypatch):
+    """Or the programs of all ranks share the cores, and right ones run past their time."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(64))
+    monkeypatch.setattr(cores, "_QUOTA", tmp_path / "cpu.max")
+    expected = {"": 8, "max 100000": 8, "1550000 100000": 2, "50000 100000": 1}
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    for quota, workers in expected.items():
+        (tmp_path / "cpu.max").write_text(quota)
+        assert Code().__covey_reward__.concurrency == Sandbox().workers == workers
+    assert Sandbox(3).workers == 3

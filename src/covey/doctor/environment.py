@@ -1,6 +1,5 @@
 """Checks of the machine: supported versions, threads, the accelerator, and its precision."""
 
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from importlib import metadata
@@ -10,6 +9,7 @@ import torch
 from packaging.requirements import Requirement
 
 from covey.doctor.finding import Finding, failed, passed, warned
+from covey.process.cores import usable_cores
 from covey.runs.provenance import version_of
 
 AREA = "environment"
@@ -90,8 +90,3 @@ def precision(args: Any) -> Finding:
         )
         return warned(AREA, sentence, "use --bf16", compute="float32")
     return passed(AREA, "computes in float32", compute="float32")
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import RewardError
+from covey.process.cores import cores_of_rank
 from covey.process.spawner import spawner
 from covey.sandbox import mutants, verdicts, wire
 from covey.sandbox.confine import LAYERS, Limits
@@ -58,7 +59,7 @@ class Sandbox:
     ) -> None:
         if unknown := sorted(set(layers) - set(LAYERS)):
             raise RewardError(f"the sandbox has no layer {unknown[0]!r}; it has {', '.join(LAYERS)}.")
-        self.workers = workers or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else workers or 1
+        self.workers = workers or cores_of_rank()
         self._settings = {
             "layers": list(layers),
             "allow_unisolated": allow_unisolated,

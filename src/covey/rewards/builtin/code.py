@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from covey.errors import ConfigError, RewardError
+from covey.process.cores import cores_of_rank
 from covey.rewards.builtin.answers import thought_ends
 from covey.rewards.builtin.code_tests import COLUMNS, for_program, row_tests
 from covey.rewards.builtin.text import text_of
@@ -52,7 +53,7 @@ class Code:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"code({name}={value!r}): use a number above 0.")
-        workers = self.workers or os.cpu_count() or 1
+        workers = self.workers or cores_of_rank()
         call_options = CallOptions(
             unit="completion", is_singular=True, pure=True, concurrency=workers, timeout_seconds=2 * self.timeout + 60
         )
