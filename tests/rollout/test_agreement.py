@@ -11,7 +11,7 @@ from causal_classes import build
 from datasets import Dataset
 
 from covey import GRPOConfig, GRPOTrainer
-from covey.errors import ModelError
+from covey.errors import ModelError, Unsupported
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler, choose_sampler
 from covey.rollout.agreement import expect_agreement, plain_logprobs
 from covey.rollout.hf import _CachedBatch
@@ -108,6 +108,12 @@ def test_a_trial_whose_completions_end_at_once_is_drawn_again(ends):
     sampler = choose_sampler(build("git"), tiny_tokenizer(), eos_ids=ends)
     assert isinstance(sampler, TransformersSampler)
     assert sampler.way == "generate"
+
+
+def test_the_option_that_needs_the_engine_is_named_where_it_refuses_the_model():
+    sentence = r"^router_replay needs Covey's own engine, .* DeepseekV4ForCausalLM .*; leave router_replay out"
+    with pytest.raises(Unsupported, match=sentence):
+        choose_sampler(build("deepseek_v4"), tiny_tokenizer(), backend="native", eos_ids=[2], records_experts=True)
 
 
 def test_a_model_that_no_way_fits_is_refused_before_the_first_step(tmp_path):

@@ -125,6 +125,10 @@ def choose_sampler(
     try:
         return _native(model, tokenizer, eos_ids, backend, options)
     except Unsupported as reason:
+        if options.get("records_experts"):
+            raise Unsupported(
+                f"router_replay needs Covey's own engine, which does not sample this model: {reason}; leave router_replay out."
+            ) from reason
         if backend == "native":
             raise
         supported: dict[str, Any] = {
