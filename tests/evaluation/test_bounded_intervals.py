@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
+import torch
 
-from covey.evaluation.assessment import Assessment
+from covey.evaluation.assessment import Assessment, totals
+from covey.evaluation.compare.results import Score
 from covey.evaluation.figures.gather import interval_at
 from covey.evaluation.intervals import bounded_mean, mean_of_seeds, mean_reward, paired_difference, pass_at_k
 from covey.evaluation.model_card import _estimated
@@ -52,6 +54,16 @@ def test_answers_that_no_reward_scored_count_in_no_pass_at_k():
     found = Assessment(greedy=(1.0, nan, 0.0), sampled=sampled, texts=("",) * 3, mean_length=1.0, threshold=0.5)
     assert (found.pass_at(1).value, found.pass_at(1).count) == (pytest.approx((2 / 3 + 0) / 2), 2)
     assert (found.pass_at(2).value, found.pass_at(2).count) == (1.0, 1)
+
+
+@pytest.mark.parametrize("threshold", [0.1 * n for n in range(1, 31)])
+def test_an_answer_whose_reward_is_the_threshold_is_right(threshold):
+    """Rewards are float32, in which 0.9 lies below 0.9."""
+    weighted = SimpleNamespace(weights=torch.tensor([1.0, 0.1]))
+    scores = totals(group(["a", "b"], rewards=[[threshold, 0.0], [threshold - 0.1, 0.99]]), weighted)
+    found = Assessment(greedy=scores, sampled=(scores,), texts=("",) * 2, mean_length=1.0, threshold=threshold)
+    assert (found.right(), found.accuracy.value, found.pass_at(1).value) == ([1.0, 0.0], 0.5, 0.5)
+    assert [Score(threshold=threshold)._of(score) for score in scores] == [1.0, 0.0]
 
 
 def test_a_difference_of_shares_stays_within_one():

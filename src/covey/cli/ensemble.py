@@ -88,8 +88,9 @@ def _report(
     options: Mapping[str, Any], vote: str, voted: Sequence[float], alone: Mapping[str, Sequence[Sequence[float]]]
 ) -> None:
     from covey.evaluation.intervals import bounded_mean, paired_difference, proportion
+    from covey.types import reaches
 
-    right = [float(x >= options["threshold"]) for x in voted]
+    right = [float(reaches(x, options["threshold"])) for x in voted]
     ensemble = proportion(int(sum(right)), len(right))
     shares = {name: [_share(row, options["threshold"]) for row in rows] for name, rows in alone.items()}
     members = {name: bounded_mean(values) for name, values in shares.items()}
@@ -120,4 +121,6 @@ def _report(
 
 def _share(row: Sequence[float], threshold: float) -> float:
     """Share of a member's answers to a prompt that are right; 0 where it gave none."""
-    return sum(x >= threshold for x in row) / len(row) if row else 0.0
+    from covey.types import reaches
+
+    return sum(reaches(x, threshold) for x in row) / len(row) if row else 0.0

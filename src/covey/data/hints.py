@@ -5,7 +5,7 @@ from typing import Any
 
 from covey.data.prompts import encode_chat, template_of_prompt
 from covey.errors import ConfigError
-from covey.types import Completion, Group, Prompt
+from covey.types import Completion, Group, Prompt, reaches
 
 OF_GROUP = ("best", "successful", "tool_result")
 """Feedback that comes from the completions, not from a column."""
@@ -51,7 +51,7 @@ def _success_of(group: Group, threshold: float) -> list[str | None]:
     """Text of the first other completion whose reward reaches the threshold; None where there is none."""
     if group.totals is None:
         return [None] * group.size
-    right = [g for g, total in enumerate(group.totals.tolist()) if total >= threshold]
+    right = [g for g, total in enumerate(group.totals.tolist()) if reaches(total, threshold)]
     first = [next((other for other in right if other != g), None) for g in range(group.size)]
     return [None if g is None else group.completions[g].text for g in first]
 

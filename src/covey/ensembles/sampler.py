@@ -15,7 +15,7 @@ from covey.errors import DataError
 from covey.rollout import Sampler, SamplingParams, close_sampler
 from covey.rollout.joining import with_shared_prompt
 from covey.rollout.prompts import PromptLike
-from covey.types import Completion, Event, Group, Prompt
+from covey.types import Completion, Event, Group, Prompt, reaches
 
 MEASURES = Needs(old_logp=True)
 """Measurements that a sibling's completion needs before it has a weight."""
@@ -83,7 +83,7 @@ class EnsembleSampler:
         group = replace(group, events=(*group.events, *answers.events))
         if group.rewards is None or answers.rewards is None:
             return group
-        right = [i for i, total in enumerate(totals(answers, rewards).tolist()) if total >= self.threshold]
+        right = [i for i, total in enumerate(totals(answers, rewards).tolist()) if reaches(total, self.threshold)]
         if not right:
             return group
         group, right_answers = with_shared_prompt([group, answers.take(right)])
@@ -170,4 +170,4 @@ def has_failed(group: Group, weights: Tensor, threshold: float) -> bool:
     policy_rows = [i for i, completion in enumerate(group.completions) if completion.source == "policy"]
     policy_totals = totals(group, weights)[policy_rows]
     policy_totals = policy_totals[~policy_totals.isnan()]
-    return bool(policy_totals.numel()) and not bool((policy_totals >= threshold).any())
+    return bool(policy_totals.numel()) and not any(reaches(total, threshold) for total in policy_totals.tolist())

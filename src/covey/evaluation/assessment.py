@@ -20,7 +20,7 @@ from covey.evaluation.intervals import (
 from covey.process.counting import tell
 from covey.rewards import Scorer
 from covey.rollout import Sampler, SamplingParams
-from covey.types import Group, Prompt
+from covey.types import Group, Prompt, reaches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Assessment:
     def accuracy(self) -> Estimate:
         """Share of greedy answers that are right, with Wilson's interval. Prompts without a score are left out."""
         scored = [score for score in self.greedy if not math.isnan(score)]
-        return proportion(sum(score >= self.threshold for score in scored), len(scored))
+        return proportion(sum(reaches(score, self.threshold) for score in scored), len(scored))
 
     @property
     def reward(self) -> Estimate:
@@ -57,7 +57,7 @@ class Assessment:
     def pass_at(self, k: int) -> Estimate:
         """Mean over prompts of the unbiased pass@k of the drawn answers that were scored; prompts with fewer than `k` are left out."""
         scored = [[score for score in scores if not math.isnan(score)] for scores in self.sampled]
-        right = [sum(score >= self.threshold for score in scores) for scores in scored]
+        right = [sum(reaches(score, self.threshold) for score in scores) for scores in scored]
         pairs = zip(scored, right, strict=True)
         return bounded_mean([pass_at_k(len(scores), count, k) for scores, count in pairs if len(scores) >= k])
 
@@ -68,7 +68,7 @@ class Assessment:
 
     def right(self) -> list[float]:
         """[P], 1.0 where the greedy answer is right, NaN where it was not scored."""
-        return [score if math.isnan(score) else float(score >= self.threshold) for score in self.greedy]
+        return [score if math.isnan(score) else float(reaches(score, self.threshold)) for score in self.greedy]
 
     def summary(self, ks: Sequence[int] = ()) -> dict[str, Any]:
         """Plain numbers for JSON: `accuracy`, `accuracy_interval`, `reward`, `pass@k`, ..."""

@@ -7,6 +7,7 @@ from covey.data import PromptStream
 from covey.evaluation.assessment import scored_answers, totals
 from covey.rewards import Scorer
 from covey.rollout import Sampler, SamplingParams
+from covey.types import reaches
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +36,6 @@ class PassRates:
             self.sampler, self.scorer, prompts, self.num_samples, self.sampling, self.batch_size
         ):
             scores = [score for score in totals(group, self.scorer) if score == score]
-            right = sum(score >= self.threshold for score in scores)
+            right = sum(reaches(score, self.threshold) for score in scores)
             rates.append(right / len(scores) if scores else float("nan"))
         return rates

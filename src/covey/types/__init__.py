@@ -14,7 +14,7 @@ from covey.types.callables import (
     Weight,
 )
 from covey.types.episodes import EpisodeNotes
-from covey.types.float64 import precise, widest_float
+from covey.types.float64 import precise, reaches, widest_float
 from covey.types.media import Media
 from covey.types.metrics import (
     Bound,
@@ -38,5 +38,5 @@ __all__ = [
     "Finish", "Group", "Last", "Max", "Mean", "Media", "Message", "Metric", "Min", "Objective", "Position", "Prompt",
     "ReferenceRule", "Regularizer", "Reward", "RunningTotal", "Scores", "Spread", "Stage", "Stages", "StepReport",
     "Sum", "TokenBatch", "TokenNumbers", "ToolCall", "Totals", "Weight", "merge_metrics", "of_policy", "over_spans",
-    "precise", "stack_tokens", "widest_float",
+    "precise", "reaches", "stack_tokens", "widest_float",
 ]  # fmt: skip

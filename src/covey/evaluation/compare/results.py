@@ -11,6 +11,7 @@ from covey.evaluation.compare.run_data import MAIN_SET, Run
 from covey.evaluation.compare.sides import Side
 from covey.evaluation.intervals import Estimate
 from covey.runs.evaluations import by_question
+from covey.types import reaches
 
 TOTAL = "reward"
 """The column of the weighted total."""
@@ -34,7 +35,7 @@ class Score:
     def _of(self, value: float | None) -> float | None:
         if value is None or self.threshold is None:
             return value
-        return float(value >= self.threshold)
+        return float(reaches(value, self.threshold))
 
 
 @dataclass(frozen=True, kw_only=True)
