@@ -145,22 +145,25 @@ def test_a_gated_delta_step_in_place_equals_transformers(heads):
     torch.testing.assert_close(state, after, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("is_plain", [True, False])
-def test_a_mamba2_step_in_place_equals_transformers(is_plain):
-    """Where heads have one step size and one decay, as in Mamba2, and where the reference has to compute."""
+@pytest.mark.parametrize("is_plain, is_gated", [(True, False), (True, True), (False, False)])
+def test_a_mamba2_step_in_place_equals_transformers(is_plain, is_gated, monkeypatch):
+    """Where heads have one step size and one decay, with the gate of Falcon-H1 too; elsewhere the reference has to compute."""
     from transformers.models.bamba import modeling_bamba as source
 
     random = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=random)
-    dt, a, bias = draw(3, 4, 1).expand(-1, -1, 5), -draw(4, 1, 1).abs().expand(-1, 5, 6), draw(4, 1).expand(-1, 5)
+    dt, a, bias = draw(3, 4, 1).expand(-1, -1, 5), -draw(4, 1, 1).abs(), draw(4, 1).expand(-1, 5)
+    a = a.expand(-1, 5, 6)
     if not is_plain:
         dt, a = draw(3, 4, 5), -draw(4, 5, 6).abs()
     given = (draw(3, 4, 5), dt, a, draw(3, 2, 6), draw(3, 2, 6), draw(4, 1).expand(-1, 5))
-    state = draw(3, 4, 5, 6)
+    state, options = draw(3, 4, 5, 6), {"z": draw(3, 4, 5) if is_gated else None, "dt_bias": bias, "dt_softplus": True}
     after = state.clone()
-    out = source.mamba2_selective_state_update(after, *given, z=None, dt_bias=bias, dt_softplus=True)
+    out = source.mamba2_selective_state_update(after, *given, **options)
+    if is_plain:
+        monkeypatch.setattr(source, "mamba2_selective_state_update", None)  # nothing can fall back to it
     (_, _, step), *_ = state_steps(build("bamba"))
-    torch.testing.assert_close(step(state, *given, z=None, dt_bias=bias, dt_softplus=True), out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(step(state, *given, **options), out, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(state, after, atol=1e-6, rtol=1e-5)
 
 

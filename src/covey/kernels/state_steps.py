@@ -106,11 +106,10 @@ def mamba2_step(reference: Callable[..., Any]) -> Callable[..., Any]:
         """[R, H, P] from `state` [R, H, P, N], `hidden` [R, H, P], `B`, `C` [R, G, N]; a head has one `dt` and one `A`."""
         one_a_head = all(x.stride(i) == 0 for x, axes in ((dt, (-1,)), (A, (-1, -2))) for i in axes)
         one_a_head &= dt_bias is not None and dt_bias.stride(-1) == 0
-        if not one_a_head or state.dtype != torch.float32 or not state.is_contiguous() or z is not None:
-            states: Tensor = reference(
-                state, hidden, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **options
-            )
-            return states
+        if not one_a_head or state.dtype != torch.float32 or not state.is_contiguous():
+            options |= {"z": z, "dt_bias": dt_bias, "dt_softplus": dt_softplus}
+            y: Tensor = reference(state, hidden, dt, A, B, C, D, **options)
+            return y
         assert dt_bias is not None
         rows, heads, width, size = state.shape
         span = dt[..., 0] + dt_bias[..., 0].to(dt.dtype)
@@ -121,7 +120,8 @@ def mamba2_step(reference: Callable[..., Any]) -> Callable[..., Any]:
         x = (hidden.float() * span[..., None]).view(rows * heads, width, 1)
         now.baddbmm_(x, inputs[:, None])
         out = (now @ outputs[..., None]).view(rows, heads, width).to(hidden.dtype)
-        return out if D is None else (out + hidden * D).to(hidden.dtype)
+        out = out if D is None else (out + hidden * D).to(hidden.dtype)
+        return out if z is None else (out * F.silu(z)).to(hidden.dtype)
 
     return step
 
