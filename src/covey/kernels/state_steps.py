@@ -119,7 +119,7 @@ def mamba2_step(reference: Callable[..., Any]) -> Callable[..., Any]:
         now *= (span * A[:, 0, 0].float()).exp().view(-1, 1, 1)
         x = (hidden.float() * span[..., None]).view(rows * heads, width, 1)
         now.baddbmm_(x, inputs[:, None])
-        out = (now @ outputs[..., None]).view(rows, heads, width).to(hidden.dtype)
+        out = (outputs[:, None] @ now.mT).view(rows, heads, width).to(hidden.dtype)  # MKL is slow at now @ outputs
         out = out if D is None else (out + hidden * D).to(hidden.dtype)
         return out if z is None else (out * F.silu(z)).to(hidden.dtype)
 
