@@ -205,8 +205,8 @@ class FakeServer:
             self.read.append(sorted(weights))
             for model in self.replicas:
                 model.load_state_dict(self._named(weights), strict=False)
-        if method == "reload_weights" and not self.moves_nothing:
-            path = kwargs["weights_path"]
+        if method in ("reload_weights", "covey_reload_folder") and not self.moves_nothing:
+            path = kwargs.get("weights_path") or kwargs["folder"]
             if not (self.caches_paths and path in self.reads_cached):
                 files = Path(path).glob("*.safetensors")
                 read = {name: weight.clone() for file in files for name, weight in load_file(file).items()}

@@ -29,13 +29,16 @@ def free_port() -> int:
 class Running:
     """A server in a process group of its own."""
 
-    def __init__(self, folder: Path, model: str = "demo") -> None:
-        self.folder, self.port, self.model = folder, free_port(), model
+    def __init__(self, folder: Path, model: str = "demo", lora_rank: int | None = 8) -> None:
+        self.folder, self.port, self.model, self.lora_rank = folder, free_port(), model, lora_rank
         self.start()
 
-    def start(self) -> None:
-        command, environment = serve_command(self.model, port=self.port, python=PYTHON, lora_rank=8, more=SMALL)
-        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    def start(self, **more: str) -> None:
+        """Start it, with these environment variables as well."""
+        command, environment = serve_command(
+            self.model, port=self.port, python=PYTHON, lora_rank=self.lora_rank, more=SMALL
+        )
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", **more}
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         self.wait()

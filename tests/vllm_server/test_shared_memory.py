@@ -106,9 +106,6 @@ class Workers(Server):
             raise ServerError(answer)
         return answer
 
-    def repack(self):
-        """Nothing is packed."""
-
     def is_paused(self):
         """It generates nothing, so that it is asked for no log-probabilities."""
         return True

@@ -75,7 +75,6 @@ class BroadcastTransport:
         if changed:
             seconds = self.server.client.deadlines.update_of(num_bytes)
             self._broadcast([piece.tensors or {} for piece in changed], RECEIVE, seconds)
-        self.server.repack()
         return num_bytes
 
     def _gathered(self, source: Source, sums: dict[str, int]) -> int:
@@ -100,7 +99,6 @@ class BroadcastTransport:
         finally:
             if source.shards is not None:
                 deque(weights, maxlen=0)  # the other processes gather to the end, whatever became of the server
-        self.server.repack()
         return num_bytes
 
     def attempt(self) -> None:

@@ -32,7 +32,7 @@ from covey.rollout.vllm.plain_layers import plain_config, refuse_unmerged
 from covey.rollout.vllm.server import refuse_cold
 from covey.rollout.vllm.weights import Source, write_weights
 from covey.rollout.vllm.worker.covey_media import engine_input, name_of
-from covey.rollout.vllm.worker.covey_worker import repack
+from covey.rollout.vllm.worker.covey_worker import reload
 from covey.types import Completion, Group, Metric, Prompt, merge_metrics
 
 logger = logging.getLogger(__name__)
@@ -135,14 +135,13 @@ class VLLMSampler:
                 yield name, weight
 
         if self.tensor_parallel_size == 1:
-            self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": counted()})
+            self.engine.collective_rpc(reload, kwargs={"weights_iterator": counted()})
         else:  # the workers are separate processes
             memory = Path("/dev/shm")
             with tempfile.TemporaryDirectory(prefix="covey-vllm-", dir=memory if memory.is_dir() else None) as folder:
                 pieces = write_weights(Source(policy), Path(folder) / "weights", next(policy.parameters()).dtype)
                 sent = sum(piece.num_bytes for piece in pieces.values())
-                self.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(Path(folder) / "weights")})
-        self.engine.collective_rpc(repack)
+                self.engine.collective_rpc(reload, kwargs={"weights_path": str(Path(folder) / "weights")})
         self.engine.reset_prefix_cache()
         update = update_metrics(time.perf_counter() - started, sent)
         self.measured = merge_metrics([self.measured, update])

@@ -27,7 +27,7 @@ QUANTIZES_ITSELF = frozenset(
 """Methods of `--quantization` that quantize weights in floating point as they are loaded; the others are those of checkpoints."""
 COLDEST = 0.01
 """Lowest temperature above 0 at which vLLM draws; it raises lower ones to it."""
-DIGEST, REPACK, RELOAD = "covey_digest", "covey_repack", "covey_reload"
+DIGEST, RELOAD, RELOAD_FOLDER = "covey_digest", "covey_reload", "covey_reload_folder"
 JOIN, TRY, RECEIVE, SEES = "covey_join", "covey_try", "covey_receive", "covey_sees"
 """Methods of the worker extension in servers started by `covey serve-vllm`."""
 
@@ -138,21 +138,15 @@ class Server:
 
     def reload(self, folder: str, num_bytes: int) -> None:
         """Load weights from a folder at this path on the server's machine."""
-        self.call_workers(
-            "reload_weights",
-            seconds=self.client.deadlines.update_of(num_bytes),
-            weights_path=folder,
-            is_checkpoint_format=True,
-        )
+        seconds = self.client.deadlines.update_of(num_bytes)
+        if self.facts.has_digest:
+            self.call_workers(RELOAD_FOLDER, seconds=seconds, folder=folder)
+        else:
+            self.call_workers("reload_weights", seconds=seconds, weights_path=folder, is_checkpoint_format=True)
 
     def reload_files(self, files: Sequence[str], num_bytes: int) -> None:
         """Load the weights of these safetensors files, by paths on the server's machine; the other weights stay. Needs the extension."""
         self.call_workers(RELOAD, seconds=self.client.deadlines.update_of(num_bytes), files=list(files))
-
-    def repack(self) -> None:
-        """Make a CPU server pack tied matrices again, which its reload omits."""
-        if self.facts.device == "cpu" and self.facts.has_digest:
-            self.call_workers(REPACK, seconds=self.client.deadlines.update)
 
     def forget_prefixes(self) -> None:
         """Clear the prefix cache, which the previous weights computed."""

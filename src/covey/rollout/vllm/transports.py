@@ -124,7 +124,6 @@ class DirectoryTransport:
         elif changed:
             files = [str(piece.file.absolute()) for piece in changed if piece.file is not None]
             self.server.reload_files(files, num_bytes)
-        self.server.repack()
         return num_bytes
 
     def finish(self, shipment: Shipment, *, is_exact: bool) -> None:

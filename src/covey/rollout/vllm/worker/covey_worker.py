@@ -75,7 +75,11 @@ class CoveyWorker:
     def covey_reload(self, files: list[str]) -> None:
         """Load the weights of these safetensors files. They hold all matrices that are fused with each other, or none of them."""
         with _quiet(*_LOADERS):
-            self.reload_weights(weights_iterator=_read(files), is_checkpoint_format=True)
+            reload(self, weights_iterator=_read(files))
+
+    def covey_reload_folder(self, folder: str) -> None:
+        """Load the weights of all safetensors files of a folder."""
+        reload(self, weights_path=folder)
 
     def covey_join(self, backend: str, host: str, port: int, number: int, size: int, limit: float, name: str) -> None:
         """Join a trainer's process group of this name, in place of an earlier one."""
@@ -107,11 +111,7 @@ class CoveyWorker:
         """Load the weights that the trainer sends over the group, as `covey_reload` does."""
         link = self.linked(name)
         with link.failing(), _quiet(*_LOADERS):
-            self.reload_weights(weights_iterator=link.receive(), is_checkpoint_format=True)
-
-    def covey_repack(self) -> None:
-        """`repack` on this worker."""
-        repack(self)
+            reload(self, weights_iterator=link.receive())
 
 
 def _read(files: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -137,13 +137,24 @@ def _quiet(*names: str) -> Iterator[None]:
             logger.setLevel(level)
 
 
-def repack(worker: Any) -> None:
-    """Make CPU kernels pack tied matrices again after a reload.
+def reload(worker: Any, **weights: Any) -> None:
+    """vLLM's `reload_weights` in the format of a checkpoint, with what its CPU kernels pack packed again.
 
-    vLLM 0.32's CPU build packs `lm_head` at the start. With tied embeddings a reload brings no weight of that name, so the packed
-    copy is not updated, and logits are computed with the old matrix.
+    vLLM 0.32's CPU build packs experts only where it makes their kernel: without one it makes it anew. It packs `lm_head` at the
+    start. With tied embeddings a reload brings no weight of that name, and logits would be computed with the old matrix.
     """
-    for module in worker.model_runner.get_model().modules():
+    modules = list(worker.model_runner.get_model().modules())
+    methods: list[Any] = [getattr(module, "quant_method", None) for module in modules]
+    kernels = {method: method.moe_kernel for method in methods if hasattr(method, "unquantized_backend")}
+    kernels = kernels if worker.device.type == "cpu" else {}
+    for method in kernels:
+        method.moe_kernel = None
+    try:
+        worker.reload_weights(**weights, is_checkpoint_format=True)
+    finally:
+        for method, kernel in kernels.items():  # of experts that were not loaded
+            method.moe_kernel = method.moe_kernel or kernel
+    for module in modules:
         if has_packed_copy(module):
             module.quant_method.process_weights_after_loading(module)
 
