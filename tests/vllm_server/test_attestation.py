@@ -209,22 +209,22 @@ def test_an_adapter_that_cannot_travel_alone_is_sent_merged_and_said_so(tmp_path
         assert why in caplog.text
 
 
-@pytest.mark.parametrize("method, is_refused", [("fp8", False), ("awq", True)])
+@pytest.mark.parametrize("method, is_refused", [("fp8_per_tensor", False), ("fp8", True), ("awq", True)])
 def test_a_server_of_quantized_weights_is_warned_of_and_one_of_a_quantized_checkpoint_is_sent_none(
     tmp_path, caplog, method, is_refused
 ):
-    """The stand-in's digests are of its own numbers, as those of quantized weights are."""
+    """The stand-in's digests are of its own numbers, as those of quantized weights are. vLLM 0.32's fp8 is that of checkpoints alone."""
     model = tiny_model("qwen2", tie_word_embeddings=False)
     with FakeServer(model, tiny_tokenizer(), has_digest=True) as fake:
         fake.quantization = method
         if is_refused:
             with pytest.raises(
-                ConfigError, match=r"whose weights are quantized \(awq\), and the run's weights cannot be"
+                ConfigError, match=rf"whose weights are quantized \({method}\), and the run's weights cannot be"
             ):
                 sampler_of(fake, model, tmp_path)
             return
         sampler = sampler_of(fake, model, tmp_path)
-        assert "computes with weights quantized by fp8, not with the learner's" in caplog.text
+        assert "computes with weights quantized by fp8_per_tensor, not with the learner's" in caplog.text
         step(sampler, model, 1)
         assert "vllm/exact" not in sampler.take_metrics()
         assert "covey_digest" not in fake.calls

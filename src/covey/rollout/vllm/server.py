@@ -22,9 +22,9 @@ REQUIRED = (
     *("/update_weight_version", "/weight_info"),
 )
 QUANTIZES_ITSELF = frozenset(
-    {"fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "int8_per_channel_weight_only", "mxfp8", "nvfp4_per_token", "experts_int8", "online"}
+    {"fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "int8_per_channel_weight_only", "nvfp4_per_token", "experts_int8", "online"}
 )  # fmt: skip
-"""Methods of `--quantization` that quantize weights in floating point as they are loaded; the others are those of checkpoints."""
+"""Methods of `--quantization` by which vLLM 0.32 quantizes weights in floating point as they are loaded, and no checkpoint is quantized."""
 COLDEST = 0.01
 """Lowest temperature above 0 at which vLLM draws; it raises lower ones to it."""
 DIGEST, RELOAD, RELOAD_FOLDER = "covey_digest", "covey_reload", "covey_reload_folder"
