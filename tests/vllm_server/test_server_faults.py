@@ -242,6 +242,17 @@ def test_a_server_that_was_started_again_with_other_options_is_named_in_a_senten
         drawn(sampler)
 
 
+def test_a_server_that_was_started_again_without_development_mode_is_refused_with_the_command(fake, model, tmp_path):
+    sampler = sampler_of(fake, model, tmp_path)
+    drawn(sampler)
+    gone = ("/server_info", "/collective_rpc", "/weight_info")
+    fake.paths = [path for path in fake.paths if path not in gone]
+    fake.faults |= dict.fromkeys(gone, 404)
+    fake.restart(model)
+    with pytest.raises(ServerError, match="lacks /server_info, /weight_info, .*start it with covey serve-vllm MODEL"):
+        drawn(sampler)
+
+
 def test_an_older_version_is_refused(fake, model, tmp_path):
     sampler = sampler_of(fake, model, tmp_path)
     sampler.load(model, 1)

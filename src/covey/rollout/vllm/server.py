@@ -66,18 +66,14 @@ class Server:
     def connect(client: Client, seconds: float, check_stop: Any = lambda: None) -> Server:
         """Wait for the server and read its description. Raises ConfigError if it lacks endpoints for updates, ServerError if absent."""
         client.wait_until_up(seconds, check_stop)
-        client.probe()
-        if missing := [path for path in REQUIRED if not client.has(path)]:
-            raise ConfigError(
-                f"The server at {client.address} lacks {', '.join(missing)}, which updating its weights needs; start it with "
-                "covey serve-vllm MODEL, or with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 "
-                "--logprobs-mode processed_logprobs (vLLM 0.32 has them all)."
-            )
+        if reason := _why_unfit(client):
+            raise ConfigError(reason)
         return Server(client, _read_info(client))
 
     def expect_unchanged(self) -> None:
-        """Raise ServerError for a server that was started again with other options than this run began with."""
-        self.client.probe()
+        """Raise ServerError for a server that was started again with other options than this run began with, or without endpoints for updates."""
+        if reason := _why_unfit(self.client):
+            raise ServerError(reason)
         now = vars(_read_info(self.client))
         changed = [
             f"{name} {now[name]} instead of {value}" for name, value in vars(self.facts).items() if now[name] != value
@@ -186,6 +182,17 @@ class Server:
             return reply["choices"][0]["prompt_logprobs"]
         except (TypeError, LookupError) as error:
             raise NoAnswerError(f"The server at {self.client.address} gives no prompt_logprobs.") from error
+
+
+def _why_unfit(client: Client) -> str | None:
+    """Sentence about the endpoints for updates that a server lacks; None if it has them."""
+    client.probe()
+    missing = [path for path in REQUIRED if not client.has(path)]
+    sentence = (
+        f"The server at {client.address} lacks {', '.join(missing)}, which updating its weights needs; start it with covey serve-vllm MODEL, or "
+        "with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --logprobs-mode processed_logprobs (vLLM 0.32 has them all)."
+    )
+    return sentence if missing else None
 
 
 def _read_info(client: Client) -> ServerInfo:
