@@ -123,14 +123,18 @@ def test_a_split_model_is_broadcast_a_piece_at_a_time_and_again_after_a_fault(tm
     assert max((ends[1][name] - ends[2][name]).abs().max().item() for name in ends[1]) < 1e-6
 
 
-@pytest.mark.nightly
-def test_an_adapter_on_a_split_model_is_sent_alone(tmp_path):
+@pytest.mark.parametrize(
+    "has_digest", [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.nightly)]
+)
+def test_an_adapter_on_a_split_model_is_sent_alone(has_digest, tmp_path):
+    """With digests it is asked first whether the server has its base."""
     ends = {}
     for processes in (1, 2):
         model = tiny_model("qwen2", layers=3, tie_word_embeddings=False)
-        with FakeServer(model, tiny_tokenizer(), lora_rank=4) as fake:
+        with FakeServer(model, tiny_tokenizer(), lora_rank=4, has_digest=has_digest) as fake:
             fake.is_varied = True
             trained(fake, tmp_path / str(processes), processes, lora="lora")
+            assert fake.calls.count("covey_digest") == has_digest
             ends[processes] = weights_of(tmp_path / str(processes), "adapter_model.safetensors")
             assert fake.calls.count("/v1/load_lora_adapter") == 3
             assert "reload_weights" not in fake.calls

@@ -274,11 +274,13 @@ def why_not_alone(policy: Any, max_rank: int, data_parallel: int) -> str | None:
     return next((reason for reason, is_so in reasons.items() if is_so), None)
 
 
+@torch.no_grad()
 def base_sums(policy: Any, shards: Shards | None, dtype: torch.dtype) -> dict[str, int]:
     """Sums of the digest of the weights that a LoRA adapter stands on, by block. Of a split model all processes take part."""
     base, sums = unwrapped(policy), dict[str, int]()
     blocks = [base.state_dict(keep_vars=True)] if shards is None else _blocks(base, shards)
-    plain = ((plain_name(name), weight.detach()) for block in blocks for name, weight in block.items()
+    held = Tensor.detach if shards is None else Tensor.clone  # a layer is read after its block is freed
+    plain = ((plain_name(name), held(weight)) for block in blocks for name, weight in block.items()
              if re.search(r"\.lora_\w+\.", name) is None)  # fmt: skip
     for name, weight in as_saved(base, _once(base, plain, dtype)):
         add_digest(sums, name, weight)
