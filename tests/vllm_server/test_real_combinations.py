@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from peft import PeftModel
 from real_server import PYTHON, running  # noqa: F401 - a fixture
 
+from covey.models import load_model
 from forked import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+FLOAT = 1e-4
+"""Nats between two computations in float32; measured: at most 1.5e-5."""
 
 SCRIPT = """
 import json, os, sys
@@ -37,23 +44,43 @@ if case.pop("is_stale", False):  # a fault: updates do not reach the engine
     from covey.rollout.vllm import VLLMSampler
     load = VLLMSampler.load
     VLLMSampler.load = lambda self, policy, version: load(self, policy, version) if version == 0 else None
+peft = None
+if case.pop("lora", False):
+    from peft import LoraConfig
+    peft = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+drawn = []
+if case.get("vllm_mode") == "server":
+    from covey.rollout.vllm import ServerSampler
+    sample = ServerSampler.sample
+
+    def recorded(self, *request):
+        for group in sample(self, *request):
+            drawn.extend(
+                (one.version, group.prompt.token_ids, one.token_ids.tolist(), one.logprobs.tolist()) for one in group.completions
+            )
+            yield group
+
+    ServerSampler.sample = recorded
 args = GRPOConfig(
     sys.argv[1], use_vllm=True, max_steps=3, num_generations=2, learning_rate=1e-3, per_device_train_batch_size=2,
-    max_completion_length=8, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, bf16=False, logging_steps=1,
-    gradient_checkpointing=False, rollout_dtype="float32", **case,
+    max_completion_length=8, report_to="none", disable_tqdm=True, use_cpu=True, bf16=False, logging_steps=1,
+    gradient_checkpointing=False, rollout_dtype="float32", **{"save_strategy": "no", **case},
 )
 rows = Dataset.from_list([{"prompt": f"{i} + {i} ="} for i in range(16)])
 reward = lambda completion_ids, **columns: [float(sum(ids) % 7) for ids in completion_ids]
-trainer = GRPOTrainer(str(model_path()), reward, args, rows)
+trainer = GRPOTrainer(str(model_path()), reward, args, rows, peft_config=peft)
 trainer.train()
 if args.process_index == 0:
+    with open("drawn.json", "w") as file:
+        json.dump(drawn, file)
     print("LOG", json.dumps(trainer.state.log_history))
 """
 
 
-def logs_of(folder: Path, python: str, **case) -> list[dict[str, float]]:
+def logs_of(folder: Path, python: str, *, processes: int = 2, **case) -> list[dict[str, float]]:
     (folder / "run.py").write_text(SCRIPT)
-    command = [python, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    group = ["--nproc_per_node", str(processes), "--master_port", str(free_port())]
+    command = [python, "-m", "torch.distributed.run", *group]
     done = subprocess.run(
         [*command, "run.py", str(folder / "run"), json.dumps(case)],
         cwd=folder, capture_output=True, text=True, timeout=800, env=environment(),
@@ -76,6 +103,52 @@ def expect_near(logs: list[dict[str, float]]) -> None:
     assert all(entry["sampling/sampling_logp_difference/max"] < 2e-3 for entry in logs)
 
 
+def farthest(folder: Path) -> float:
+    """Nats between what the server drew with and a plain forward, in one process, of the weights of that version's checkpoint."""
+    apart, versions = 0.0, set()
+    for version, prompt, ids, logprobs in json.loads((folder / "drawn.json").read_text()):
+        with torch.no_grad():
+            logits = saved_model(folder / "run" / f"checkpoint-{version}")(torch.tensor([[*prompt, *ids]])).logits[0]
+        expected = logits[len(prompt) - 1 : -1].float().log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+        apart = max(apart, float((torch.tensor(logprobs) - expected).abs().max()))
+        versions.add(version)
+    assert max(versions) >= 1
+    return apart
+
+
+KEPT = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True}
+
+
+@cache
+def saved_model(checkpoint: Path):
+    """The model of a checkpoint, adapters and all; of version 0 there is none."""
+    if not checkpoint.exists():
+        assert checkpoint.name == "checkpoint-0"
+        return load_model("demo")
+    if (checkpoint / "adapter_config.json").exists():
+        return PeftModel.from_pretrained(load_model("demo"), checkpoint)
+    return load_model(str(checkpoint))
+
+
+@pytest.mark.parametrize("processes, ahead", [(1, False), (2, False), (2, True)], ids=["one", "split", "split, ahead"])
+def test_an_adapter_of_a_model_that_is_split_travels_alone(processes, ahead, running, tmp_path):  # noqa: F811
+    """Before the tests that put other whole weights beneath it."""
+    case = {"vllm_mode": "server", "vllm_server_port": running.port, "fsdp": processes > 1, "async_rollouts": ahead}
+    logs = logs_of(tmp_path, sys.executable, processes=processes, lora=True, **case, **KEPT)
+    sent = [entry["weights/mb"] for entry in logs if "weights/mb" in entry]
+    assert len(sent) >= 2
+    assert max(sent) < 0.2, "the adapter alone; the model has 4.0"
+    assert farthest(tmp_path) < FLOAT
+
+
+@pytest.mark.parametrize("transport, ahead", [("directory", False), ("ipc", True)])
+def test_the_weights_of_a_split_model_are_those_of_its_checkpoints(transport, ahead, running, tmp_path):  # noqa: F811
+    case = {"vllm_mode": "server", "vllm_server_port": running.port, "fsdp": True, "async_rollouts": ahead}
+    logs = logs_of(tmp_path, sys.executable, vllm_transport=transport, **case, **KEPT)
+    assert all(entry["vllm/exact"] == 1 for entry in logs if "vllm/exact" in entry)
+    assert farthest(tmp_path) < FLOAT
+
+
 CONTEXT = {"parallelism_config": {"cp_size": 2}}
 
 
@@ -91,8 +164,6 @@ def test_weights_that_did_not_arrive_would_be_seen(tmp_path):
 
 @pytest.mark.parametrize("sharding", [{"fsdp": True}, {}], ids=["fsdp2", "ddp"])
 def test_a_servers_weights_are_broadcast_by_gloo(sharding, running, tmp_path):  # noqa: F811
-    import sys
-
     case = {"vllm_mode": "server", "vllm_server_port": running.port, "vllm_transport": "gloo", "temperature": 2.0}
     logs = logs_of(tmp_path, sys.executable, **case, **sharding, vllm_group_port=int(free_port()))
     expect_near(logs)
@@ -102,8 +173,6 @@ def test_a_servers_weights_are_broadcast_by_gloo(sharding, running, tmp_path):  
 
 
 def test_a_server_writes_ahead_for_a_model_split_over_two_processes(running, tmp_path):  # noqa: F811
-    import sys
-
     case = {"vllm_mode": "server", "vllm_server_port": running.port, "fsdp": True, "async_rollouts": True}
     logs = logs_of(tmp_path, sys.executable, **case)
     assert max(entry["staleness/max"] for entry in logs) == 1

@@ -7,7 +7,9 @@ import signal
 import threading
 import time
 
+import peft
 import pytest
+import torch
 from fake_server import nudged
 
 from covey.demo import model_path
@@ -16,6 +18,7 @@ from covey.models import load_model, load_tokenizer
 from covey.rollout import SamplingParams
 from covey.rollout.agreement import plain_logprobs
 from covey.rollout.vllm import ServerSampler
+from covey.rollout.vllm.transports import AdapterTransport
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 PROMPTS = ["Tom has 3 apples and buys 4 more. How many apples does Tom have?", "12 + 30 ="]
@@ -55,16 +58,73 @@ def test_weights_are_sent_again_to_a_server_that_dies_between_their_arrival_and_
     assert drawn(sampler, model) < FLOAT
 
 
-def start_again(running):
+def test_groups_that_a_server_lost_amid_its_death_are_drawn_again_and_the_others_are_not(running, tmp_path):
+    model = load_model("demo")
+    sampler = sampler_of(running, model, tmp_path, timeout=600.0)
+    nudged(model, seed=9)
+    sampler.load(model, 1)
+    answers = counted(sampler, dies=lambda: start_again(running))
+    assert drawn(sampler, model, MANY, most=40) < FLOAT
+    assert len(answers) == len(MANY)
+    assert drawn(sampler, model) < FLOAT
+
+
+@pytest.mark.parametrize("is_adapter", [False, True], ids=["whole weights", "an adapter"])
+def test_a_server_that_is_started_again_between_two_samples_is_sent_the_same_weights(
+    is_adapter, running, tmp_path, caplog
+):
+    """Its base weights stand there again, and its address answers: nothing fails by itself."""
+    model = load_model("demo")
+    if is_adapter:
+        start_again(running).join()  # with the base, whatever the tests before left there
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    sampler = sampler_of(running, model, tmp_path, timeout=600.0)
+    assert isinstance(sampler.sync.transport, AdapterTransport) == is_adapter
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    draw = torch.Generator().manual_seed(3)
+    for weight in trained:
+        weight.data.add_(0.05 * torch.randn(weight.shape, generator=draw))
+    sampler.load(model, 1)
+    assert drawn(sampler, model) < FLOAT
+    start_again(running).join()
+    assert drawn(sampler, model) < FLOAT
+    assert "was started again, without the weights of this run" in caplog.text
+    assert drawn(sampler, model) < FLOAT
+
+
+MANY = [f"{i} + {i} =" for i in range(40)]
+
+
+def counted(sampler, dies):
+    """The answers that the sampler reads, one a prompt; `dies` is called at the fifth."""
+    read, answers = sampler._completions, []
+
+    def reading(*answer):
+        answers.append(answer)
+        if len(answers) == 5:
+            dies()
+        return read(*answer)
+
+    sampler._completions = reading
+    return answers
+
+
+def start_again(running, **more):
     """Kill the server and start it anew, at once and in a thread, as soon as its processes have left the port."""
 
     def begin():
         while True:
             try:
-                return running.start()
+                return running.start(**more)
             except ConfigError:  # the port is still in use
                 time.sleep(0.2)
 
+    killed(running)
+    starting = threading.Thread(target=begin, daemon=True)
+    starting.start()
+    return starting
+
+
+def killed(running):
     os.killpg(running.process.pid, signal.SIGKILL)
     running.process.wait()
-    threading.Thread(target=begin, daemon=True).start()
