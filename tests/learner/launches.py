@@ -6,7 +6,10 @@ from collections import Counter
 from typing import Any
 
 import torch
+import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from kit import tiny_model
 
 SEVERAL = {"rms_norm_backward": 3, "attention backward": 2}
 """Kernels of more than one launch: a norm's input, and its weight in two passes; FlexAttention's row sums and the rest."""
@@ -77,3 +80,28 @@ class Launches(TorchDispatchMode):
             return work()
         finally:
             self.is_inside = False
+
+
+OTHERS = {
+    "gemma3": ("Gemma3Text", {"layer_types": ["full_attention"] * 3}),
+    "phi3": ("Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    "glm4": ("Glm4", {}),
+    "olmo2": ("Olmo2", {}),
+    "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 4, "layer_types": ["full_attention"] * 3}),
+}
+"""GELU; a merged product of gate and up with heads of which half turn; partners that are neighbours; norms after attention; experts."""
+
+
+def built(arch: str, layers: int, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+    """A tiny model of a family; `more` goes to its configuration."""
+    if arch not in OTHERS:
+        return tiny_model(arch, layers=layers, hidden=64, dtype=dtype, **more)
+    prefix, options = OTHERS[arch]
+    options = {name: value[:layers] if name == "layer_types" else value for name, value in options.items()}
+    config = getattr(transformers, f"{prefix}Config")(
+        **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": layers, "num_attention_heads": 2},
+        **{"num_key_value_heads": 1, "head_dim": 32, "vocab_size": 300, "max_position_embeddings": 256},
+        **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2, "tie_word_embeddings": True, **options, **more},
+    )
+    torch.manual_seed(0)
+    return getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")(config).to(dtype)

@@ -4,13 +4,13 @@ import copy
 import io
 import pickle
 from collections import Counter
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
-from launches import Launches
+from launches import Launches, built
 from peft import LoraConfig, get_peft_model
 
 from covey.kernels import HalfWeights, add_adapters_inside_products, fuse, fused_ops, half_weights
@@ -18,7 +18,7 @@ from covey.kernels import compile as compiled
 from covey.kernels.prompt_attention import SharedPromptAttention
 from covey.learner import Policy
 from covey.learner.packing import rows_of
-from covey.learner.preparation import checkpoint_activations
+from covey.learner.preparation import checkpoint_activations, short_pass
 from covey.learner.worst_case import groups_of
 from kit import forgotten, rest_nightly, tiny_model
 
@@ -37,39 +37,15 @@ def without_cpu_kernels(monkeypatch):
         yield
 
 
-OTHERS = {
-    "gemma3": ("Gemma3Text", {"layer_types": ["full_attention"] * 3}),
-    "phi3": ("Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
-    "glm4": ("Glm4", {}),
-    "olmo2": ("Olmo2", {}),
-    "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 4, "layer_types": ["full_attention"] * 3}),
-}
-"""GELU; a merged product of gate and up with heads of which half turn; partners that are neighbours; norms after attention; experts."""
-
-
 A_LAYER = {
-    "gemma3": (333, 115),
+    "gemma3": (333, 103),
     "phi3": (178, 67),
-    "glm4": (282, 100),
+    "glm4": (282, 88),
     "olmo2": (267, 97),
     "gpt_oss": (301, 175),
-    "gemma2": (546, 363),
+    "gemma2": (546, 351),
 }
 """Launches of a layer in a later micro-batch, as written and prepared. Experts and capped scores, by operations of their own, take most of the last two."""
-
-
-def built(arch, layers, dtype=torch.float32):
-    if arch not in OTHERS:
-        return tiny_model(arch, layers=layers, hidden=64, dtype=dtype)
-    prefix, options = OTHERS[arch]
-    options = {name: value[:layers] if name == "layer_types" else value for name, value in options.items()}
-    config = getattr(transformers, f"{prefix}Config")(
-        **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": layers, "num_attention_heads": 2},
-        **{"num_key_value_heads": 1, "head_dim": 32, "vocab_size": 300, "max_position_embeddings": 256},
-        **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2, "tie_word_embeddings": True, **options},
-    )
-    torch.manual_seed(0)
-    return getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")(config).to(dtype)
 
 
 def prepared(arch, live, layers=3, dtype=torch.float32, checkpoints=True):
@@ -77,12 +53,16 @@ def prepared(arch, live, layers=3, dtype=torch.float32, checkpoints=True):
     model = built(arch, layers, dtype).train()
     if checkpoints:
         checkpoint_activations(model)
+    policy = Policy(model, pad_id=0, compute_dtype=torch.bfloat16, shared_attention="sdpa")
     if live is not None:
-        fuse(model, live.compiled)
-    half = None if live is None else HalfWeights(model, torch.bfloat16, (model.lm_head,))
-    policy = Policy(model, pad_id=0, compute_dtype=torch.bfloat16, shared_attention="sdpa", half=half)
+        prepare(policy, live)
     policy.shares_prompts()
     return policy
+
+
+def prepare(policy, live):
+    fuse(policy.model, live.compiled, partial(short_pass, policy))
+    policy.half = HalfWeights(policy.model, torch.bfloat16, (policy.output_layer(),))
 
 
 def passes(policy, count=1):
@@ -177,9 +157,8 @@ def adapted(is_inside, layers, dtype=torch.bfloat16):
     if is_inside:
         add_adapters_inside_products(model)
     live = Launches()
-    fuse(model, live.compiled)
-    half = HalfWeights(model, torch.bfloat16, (model.get_output_embeddings(),))
-    policy = Policy(model, pad_id=0, compute_dtype=torch.bfloat16, shared_attention="sdpa", half=half)
+    policy = Policy(model, pad_id=0, compute_dtype=torch.bfloat16, shared_attention="sdpa")
+    prepare(policy, live)
     policy.shares_prompts()
     return policy, live
 
@@ -252,11 +231,10 @@ def test_frozen_weights_get_no_gradient_and_adapters_compute_in_the_copy():
         torch.manual_seed(0)
         config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
         model = peft.get_peft_model(tiny_model(layers=2, hidden=64), config).train()
-        half = None
+        policy = Policy(model, pad_id=0, compute_dtype=torch.bfloat16, shared_attention="sdpa")
         if is_prepared:
-            fuse(model, Launches().compiled)
-            half = HalfWeights(model, torch.bfloat16, (model.get_output_embeddings(),))
-        return passes(Policy(model, pad_id=0, compute_dtype=torch.bfloat16, shared_attention="sdpa", half=half))
+            prepare(policy, Launches())
+        return passes(policy)
 
     plain, own = gradients(False), gradients(True)
     assert own[1].keys() == plain[1].keys()

@@ -10,7 +10,7 @@ from covey.kernels.compile import unavailable_reason
 from covey.kernels.decode import CacheTables, DecodeKernels, DecodeStep, DecodeWeights
 from covey.kernels.flex_attention import AttentionHeads
 from covey.kernels.footprint import footprint
-from covey.kernels.fused_layers import fuse, fusing_unavailable_reason
+from covey.kernels.fused_layers import fuse, sampling, triton_unavailable_reason
 from covey.kernels.fused_logits import LogitKernels
 from covey.kernels.fused_model import Recomputing, learning
 from covey.kernels.half_weights import HalfWeights
@@ -41,7 +41,7 @@ __all__ = [
     "HalfWeights", "InPlaceLinear", "IndexCache", "Layout", "LogitKernels", "Recomputing", "Routers", "SamplerLinear",
     "SharedPromptAttention", "StepKernels", "TritonDecode", "WeightMatmul", "Window", "add_adapters_inside_products",
     "attention_windows", "cache_factory", "cache_keyword", "choices", "choosing_few", "find_indexers", "find_routers",
-    "footprint", "fuse", "fusing_unavailable_reason", "has_states", "has_windows", "in_place_steps", "is_chosen",
-    "learning", "other_layers", "reason_against_choices", "state_steps", "tensors_on", "training_heap",
+    "footprint", "fuse", "has_states", "has_windows", "in_place_steps", "is_chosen",
+    "learning", "other_layers", "reason_against_choices", "sampling", "state_steps", "tensors_on", "training_heap", "triton_unavailable_reason",
     "unavailable_reason", "zeros",
 ]  # fmt: skip

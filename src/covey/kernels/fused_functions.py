@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from covey.kernels import matmul
-from covey.kernels.formula_shapes import epsilon_of
 from covey.kernels.fused_ops import LANES, LayerKernels, layer_kernels
+from covey.kernels.norms import epsilon_of
 
 Forward = Callable[..., Any]
 

@@ -8,20 +8,23 @@ A module is recognised by comparing its output with the formula on random inputs
 
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator
+import math
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from covey.kernels.adapted_layers import products_of
 from covey.kernels.compiled_cache import keep_compiled_code
-from covey.kernels.formula_shapes import OF_NO_MODEL, FormulaShapes
 from covey.kernels.gates import Gate, gated, gated_backward, gated_halves, gated_halves_backward, recognised_gate
-from covey.kernels.norms import Norm, recognised_norm, rms_norm
+from covey.kernels.norms import Norm, feeding_products, recognised_norm, rms_norm
 from covey.kernels.rotations import Rotation, as_called, heads_of, replace_rotations, rotated, rotated_backward
 from covey.models import decoder_of
 from covey.process.memory import is_out_of_memory
@@ -32,6 +35,12 @@ Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 """Children of a decoder layer in which both norms feed linear layers only (pre-norm)."""
+_ELEMENTS = 2**22
+"""Numbers of the largest tensor of a trial, about."""
+
+_here = threading.local()  # `is_sampling`: this thread's passes are a sampler's
+_agreed: dict[Hashable, bool] = {}
+"""Forms that were tried: a formula, its compiler, the types and widths of its tensors, and its other arguments."""
 
 
 # -- the formulas -----------------------------------------------------------------------------------------------------
@@ -112,38 +121,60 @@ class _Fused(torch.autograd.Function):
 def _of_any_length(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors, with the dimensions that differ between micro-batches marked."""
     for x in tensors:
-        places = {2: (0,), 3: (0, 1), 4: (0, 2)}.get(x.ndim, ())
-        for place in places:
+        for place in _lengths(x):
             torch._dynamo.maybe_mark_dynamic(x, place)
     return tensors
+
+
+def _lengths(x: Tensor) -> tuple[int, ...]:
+    """Dimensions that differ between micro-batches: rows, or batch and tokens."""
+    return {2: (0,), 3: (0, 1), 4: (0, 2)}.get(x.ndim, ())
+
+
+def computed(formula: Callable[..., Any], compiled: Compile, tensors: Sequence[Tensor], rest: tuple[Any, ...]) -> Any:
+    """The formula's outputs by its kernel; None for a form whose kernel failed or differed when it was first met, with gradients."""
+    fixed = (tuple(n for i, n in enumerate(x.shape) if i not in _lengths(x)) for x in tensors)
+    types = tuple((x.dtype, *sizes) for x, sizes in zip(tensors, fixed, strict=True))
+    form = formula, compiled, tensors[0].device, types, rest
+    if form not in _agreed and not is_in_torch_dispatch_mode():  # an estimate of memory has no numbers
+        reason = tried(formula, compiled, tensors, rest)
+        _agreed[form] = reason is None
+        if reason is not None:
+            shapes = (f"{str(dtype).removeprefix('torch.')} {sizes}" for dtype, *sizes in types)
+            name = f"{formula.__name__} of {', '.join(shapes)} {rest}"
+            logger.warning("%s is computed by PyTorch's operations: its kernel %s.", name, reason)
+    return _Fused.apply(formula, compiled, len(tensors), *tensors, *rest) if _agreed.get(form, True) else None
 
 
 # -- modules that compute them ------------------------------------------------------------------------------------------
 
 
-def fuse(model: nn.Module, compiled: Compile = compiled) -> int:
+def fuse(model: nn.Module, compiled: Compile = compiled, run: Callable[[], Tensor] | None = None) -> int:
     """Let the recognised modules of this model compute the formulas, for good. Returns the number of modules.
 
-    `compiled` makes a kernel of a formula.
+    `compiled` makes a kernel of a formula. `run`: a pass of a few tokens, as the learner makes it. It shows which norms feed products
+    alone, and is then made once more, so that all forms of this model are tried now. Without it each is tried when it is first met.
     """
-    decoder, count = decoder_of(model), 0
-    before_products = {
-        norm
-        for layer in recognisable_layers(decoder)
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm)
-    }
+    decoder, kinds = decoder_of(model), dict[nn.Module, Norm | Gate]()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for module in getattr(decoder, "layers", nn.ModuleList()).modules():
             if "forward" in module.__dict__:
                 continue
-            if (kind := recognised_norm(module)) is not None and module._parameters.get("weight") is not None:
-                module.__dict__["forward"] = partial(_norm_forward, module, compiled, module in before_products, kind)
-                count += 1
-            elif (gate := recognised_gate(module)) is not None:
-                module.__dict__["forward"] = partial(_mlp_forward, module, compiled, gate)
-                count += 1
+            norm = recognised_norm(module) if module._parameters.get("weight") is not None else None
+            if (kind := norm or recognised_gate(module)) is not None:
+                kinds[module] = kind
+        norms = [module for module, kind in kinds.items() if isinstance(kind, Norm)]
+        before_products = set() if run is None else set(feeding_products(decoder, norms, run))
+        for module, kind in kinds.items():
+            if isinstance(kind, Norm):
+                forward = partial(_norm_forward, module, compiled, module in before_products, kind)
+            else:
+                forward = partial(_mlp_forward, module, compiled, kind)
+            module.__dict__["forward"] = forward
         replace_rotations(decoder, _rotation, compiled, decoder)
-    return count
+        if run is not None:
+            run()
+    return len(kinds)
 
 
 def is_fused(forward: Any) -> bool:
@@ -151,38 +182,47 @@ def is_fused(forward: Any) -> bool:
     return forward is None or (isinstance(forward, partial) and forward.func is _norm_forward)
 
 
+@contextmanager
+def sampling() -> Iterator[None]:
+    """Context of a sampler's pass: this thread's passes compute no formula, whether they are captured in a CUDA graph or not."""
+    before, _here.is_sampling = getattr(_here, "is_sampling", False), True
+    try:
+        yield
+    finally:
+        _here.is_sampling = before
+
+
 def _product_dtype(x: Tensor) -> torch.dtype | None:
     """16-bit type of a product of `x` under autocast; None elsewhere, where the modules compute as they are.
 
-    One kernel fewer matters in passes of the learner only, and each further mode would be compiled apart. Nothing is compiled
-    while a CUDA graph is captured, which that would break.
+    One kernel fewer matters in passes of the learner only, and each further mode would be compiled apart.
     """
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if getattr(_here, "is_sampling", False) or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def _norm_forward(
     norm: Any, compiled: Compile, feeds_products: bool, kind: Norm, /, *args: Any, **others: Any
 ) -> Tensor:
-    dtype = _product_dtype(args[0]) if args else None
-    if dtype is None or any(value is not None for value in (*args[1:], *others.values())):  # a gate
-        plain: Tensor = type(norm).forward(norm, *args, **others)
-        return plain
-    x = args[0]
-    flat, made = x.reshape(-1, x.shape[-1]), dtype if feeds_products else x.dtype
-    output: Tensor = _Fused.apply(rms_norm, compiled, 2, flat, norm.weight, kind.epsilon, made, kind.offset)
-    return output.view(x.shape)
+    dtype, output = _product_dtype(args[0]) if args else None, None
+    if dtype is not None and all(value is None for value in (*args[1:], *others.values())):  # else a gate
+        x = args[0]
+        flat, made = x.reshape(-1, x.shape[-1]), dtype if feeds_products else x.dtype
+        output = computed(rms_norm, compiled, (flat, norm.weight), (kind.epsilon, made, kind.offset))
+    plain: Tensor = type(norm).forward(norm, *args, **others) if output is None else output.view(x.shape)
+    return plain
 
 
 def _mlp_forward(mlp: Any, compiled: Compile, kind: Gate, x: Tensor) -> Any:
     if _product_dtype(x) is None:
         return type(mlp).forward(mlp, x)
-    formula = gated_halves if kind.is_merged else gated
+    formula: Callable[..., Tensor] = gated_halves if kind.is_merged else gated
     products = [mlp.gate_up_proj(x)] if kind.is_merged else products_of(x, mlp.gate_proj, mlp.up_proj)
     flat = [product.reshape(-1, product.shape[-1]) for product in products]
-    out = _Fused.apply(formula, compiled, len(flat), *flat, kind.activation)
+    out = computed(formula, compiled, flat, (kind.activation,))
+    out = formula(*flat, kind.activation) if out is None else out
     return mlp.down_proj(out.view(*x.shape[:-1], out.shape[-1]))
 
 
@@ -194,9 +234,8 @@ def _rotation(
     dtype = None if xs is None else _product_dtype(xs[0])
     if xs is None or dtype is None or xs[0].device != next(of.parameters()).device:
         return original(*args, **others)
-    count = len(xs) + 2
-    turned = _Fused.apply(rotated, compiled, count, *xs, *args[-2:], dtype, kind.pairs, kind.by_pair)
-    return as_called(kind, turned, others)
+    turned = computed(rotated, compiled, (*xs, *args[-2:]), (dtype, kind.pairs, kind.by_pair))
+    return original(*args, **others) if turned is None else as_called(kind, turned, others)
 
 
 # -- recognising modules ------------------------------------------------------------------------------------------------
@@ -215,16 +254,7 @@ def is_norm(norm: Any) -> bool:
     return kind is not None and kind.offset == 0 and type(getattr(norm, "weight", None)) is nn.Parameter
 
 
-# -- is there a compiler? -----------------------------------------------------------------------------------------------
-
-
-def fusing_unavailable_reason(device: torch.device, dtype: torch.dtype, model: Any = None) -> str | None:
-    """Reason against compiled formulas on this device, for products in `dtype`; None after a trial that agreed, forward and backward.
-
-    `model`: the trial has its shapes, so that it is their compilation too.
-    """
-    layers = () if model is None else recognisable_layers(decoder_of(model))
-    return triton_unavailable_reason(device) or tried(device, dtype, shapes=FormulaShapes.of(next(iter(layers), None)))
+# -- do compiled formulas agree? -----------------------------------------------------------------------------------------
 
 
 def triton_unavailable_reason(device: torch.device) -> str | None:
@@ -239,48 +269,53 @@ def triton_unavailable_reason(device: torch.device) -> str | None:
     return None
 
 
-@lru_cache
 def tried(
-    device: torch.device,
-    dtype: torch.dtype,
-    compiled: Compile = strictly_compiled,
-    shapes: FormulaShapes = OF_NO_MODEL,
+    formula: Callable[..., Any], compiled: Compile, tensors: Sequence[Tensor], rest: tuple[Any, ...]
 ) -> str | None:
-    """Trial of the three kernels, forward and backward, against PyTorch's operations: None, or the reason of its failure."""
-    draw = torch.Generator().manual_seed(0)
-    make = lambda *shape: torch.randn(*shape, generator=draw).to(device)
-    narrow = lambda *shape: make(*shape).to(dtype)
-    heads, key_heads, width = shapes.heads
-    # as layers pass them: other strides compile again
-    of_heads = lambda count: narrow(1, 5, count, width).transpose(1, 2)
-    cases: tuple[tuple[Callable[..., Any], list[Tensor], tuple[Any, ...]], ...] = (
-        (rms_norm, [make(5, shapes.hidden), make(shapes.hidden).to(shapes.weights)], (shapes.epsilon, dtype)),
-        (gated, [narrow(5, shapes.inner), narrow(5, shapes.inner)], ()),
-        (rotated, [of_heads(heads), of_heads(key_heads), make(1, 5, width), make(1, 5, width)], (dtype, False, False)),
-    )
-    for formula, tensors, rest in cases:
-        try:
-            gap = _gap(formula, compiled, tensors, rest)
-        except Exception as error:  # a compiler fails in many ways; PyTorch's operations do the same work
-            if is_out_of_memory(error):
-                raise
-            message = (str(error).strip().splitlines() or [""])[0]
-            return f"{formula.__name__} does not compile or run here ({type(error).__name__}: {message[:200]})"
-        if not gap < 3e-2:
-            return f"{formula.__name__} differs from PyTorch's operations by {gap:.1g}"
-    return None
+    """Trial of a formula's kernels, forward and backward, on random numbers in the form of `tensors`: None, or how it failed."""
+    try:
+        with (
+            saved_tensors_hooks(lambda x: x, lambda x: x),
+            torch.inference_mode(False),
+        ):  # apart from the pass around it
+            gap = _gap(formula, strictly_compiled if compiled is _COMPILED else compiled, tensors, rest)
+    except Exception as error:  # a compiler fails in many ways; PyTorch's operations do the same work
+        if is_out_of_memory(error):
+            raise
+        message = (str(error).strip().splitlines() or [""])[0]
+        return f"does not compile or run here ({type(error).__name__}: {message[:200]})"
+    return None if gap < 5e-3 else f"differs from them by {gap:.1g}"  # the rounding of both is 1e-4
 
 
-def _gap(formula: Callable[..., Any], compiled: Compile, tensors: list[Tensor], rest: tuple[Any, ...]) -> float:
+_COMPILED = compiled
+
+
+def _gap(formula: Callable[..., Any], compiled: Compile, tensors: Sequence[Tensor], rest: tuple[Any, ...]) -> float:
     """Largest relative difference of outputs and gradients, those of the formula by autograd."""
+    most = 32_749 if tensors[0].is_cuda else 509  # as a pass has, and no multiple of a block
+    numbers = max(math.prod(max(n, 1) for i, n in enumerate(x.shape) if i not in _lengths(x)[-1:]) for x in tensors)
+    rows = min(most, max(16, _ELEMENTS // numbers))
+    draw = torch.Generator(tensors[0].device).manual_seed(0)
+    drawn = [_drawn_like(x, rows, draw) for x in tensors]
+    count = len(tensors) - 2 * (formula is rotated)  # tables have no gradient
     fused = lambda *leaves: _Fused.apply(formula, compiled, len(leaves), *leaves, *rest)
-    results = []
+    results, slopes = list[list[Tensor]](), list[Tensor]()
     with torch.enable_grad(), torch.autocast(tensors[0].device.type, enabled=False):
         for function in (lambda *leaves: formula(*leaves, *rest), fused):
-            leaves = [x.clone().requires_grad_(i < 2) for i, x in enumerate(tensors)]
+            leaves = [x.clone().requires_grad_(i < count) for i, x in enumerate(drawn)]
             out = function(*leaves)
             parts = out if isinstance(out, tuple) else (out,)
-            total = torch.stack([(x.float() * torch.arange(x.shape[-1], device=x.device)).sum() for x in parts]).sum()
-            results.append([*(part.detach() for part in parts), *torch.autograd.grad(total, leaves[:2])])
+            slopes = slopes or [_drawn_like(x, rows, draw) for x in parts]
+            results.append([*(part.detach() for part in parts), *torch.autograd.grad(parts, leaves[:count], slopes)])
     pairs = zip(*results, strict=True)
     return max(float((mine.double() - other.double()).norm() / other.double().norm()) for other, mine in pairs)
+
+
+def _drawn_like(x: Tensor, rows: int, draw: torch.Generator) -> Tensor:
+    """Random numbers with the type and the order of strides of `x`, for `rows` rows or tokens: other strides compile again."""
+    shape, lengths = [max(size, 1) for size in x.shape], _lengths(x)
+    if lengths:
+        shape[lengths[-1]] = rows
+    order = sorted(range(x.ndim), key=lambda i: (-int(x.stride(i)), x.shape[i] == 1))
+    numbers = torch.randn([shape[i] for i in order], generator=draw, device=x.device).to(x.dtype)
+    return numbers.permute([order.index(i) for i in range(x.ndim)])

@@ -18,12 +18,12 @@ from torch.nn import functional as F
 
 from covey.kernels import fused_functions as operations
 from covey.kernels.compile import is_fake, unavailable_reason
-from covey.kernels.formula_shapes import epsilon_of
 from covey.kernels.fused_functions import Forward, is_plain
 from covey.kernels.fused_layers import is_norm, recognisable_layers
 from covey.kernels.fused_ops import LANES, layer_kernels
 from covey.kernels.gates import SILU, Gate, has_projections, recognised_gate
 from covey.kernels.matmul import FasterLinears
+from covey.kernels.norms import epsilon_of
 from covey.kernels.rotations import KINDS, ROTATION, recognised
 from covey.models import decoder_of
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.errors import RAW_ERRORS
-from covey.kernels.formula_shapes import epsilon_of
+from covey.models import computing
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,47 @@ def recognised_norm(module: Any) -> Norm | None:
     except RAW_ERRORS:
         return None
     return Norm(epsilon, offsets[0]) if offsets else None
+
+
+def epsilon_of(norm: Any) -> float | None:
+    """Epsilon of an RMS norm, by the names of transformers; None for another module."""
+    for name in ("variance_epsilon", "eps"):
+        value = getattr(norm, name, None)
+        if isinstance(value, float):
+            return value
+    return None
+
+
+def product_dtype(x: Tensor) -> torch.dtype | None:
+    """Type of a product of `x`: autocast's, float32 without; None for 16-bit numbers without autocast, which the modules round."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype if x.dtype == torch.float32 else None
+
+
+def feeding_products(decoder: nn.Module, norms: Iterable[nn.Module], run: Callable[[], Tensor]) -> Iterator[nn.Module]:
+    """Norms whose every reader is a product: rounded to the type of products, they change no bit of what `run` returns.
+
+    Layers alike are tried together.
+    """
+    chosen, roles = set(norms), dict[str, list[nn.Module]]()
+    for name, module in decoder.named_modules():
+        if module in chosen:
+            roles.setdefault(re.sub(r"\.\d+\.", ".", name), []).append(module)
+    before = run()
+    for alike in roles.values():
+        with ExitStack() as stack:
+            for module in alike:
+                stack.enter_context(computing(module, partial(_rounded, module.forward)))
+            is_same = torch.equal(run(), before)
+        if is_same:
+            yield from alike
+
+
+def _rounded(plain: Callable[..., Tensor], /, *args: Any, **others: Any) -> Tensor:
+    dtype, out = product_dtype(args[0]) if args else None, plain(*args, **others)
+    return out if dtype is None else out.to(dtype).to(out.dtype)
 
 
 def agree(mine: Tensor, two: Tensor) -> bool:

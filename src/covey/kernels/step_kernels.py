@@ -7,18 +7,17 @@ by which the learner computes: float32 inside, rounded once.
 
 from __future__ import annotations
 
-import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from covey.kernels.fused_layers import is_fused
-from covey.kernels.norms import Norm, recognised_norm, weight_of
+from covey.kernels.norms import Norm, feeding_products, product_dtype, recognised_norm, weight_of
 from covey.kernels.rotations import Rotation, as_called, heads_of, replace_rotations
 from covey.kernels.triton_decode import TritonDecode
 from covey.models import computing, decoder_of
@@ -39,7 +38,7 @@ class StepKernels:
             candidates = [module for module in decoder.modules() if is_fused(module.__dict__.get("forward"))]
             kinds = {module: kind for module in candidates if (kind := recognised_norm(module)) is not None}
             self.count = len(kinds) + replace_rotations(decoder, _rotate)
-            self.feeding = set(_feeding_products(decoder, kinds, run)) if kinds else set()
+            self.feeding = set(feeding_products(decoder, kinds, run)) if kinds else set()
         self.norms = {module: partial(_norm, module, kind, module in self.feeding) for module, kind in kinds.items()}
         """Forward of each norm."""
 
@@ -57,16 +56,8 @@ class StepKernels:
                 _here.steps = before
 
 
-def _product_dtype(x: Tensor) -> torch.dtype | None:
-    """Type of a product of `x`: autocast's, float32 without; None for 16-bit numbers without autocast, which the modules round."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return x.dtype if x.dtype == torch.float32 else None
-
-
 def _norm(module: Any, kind: Norm, feeds_products: bool, /, *args: Any, **others: Any) -> Tensor:
-    dtype = _product_dtype(args[0]) if args else None
+    dtype = product_dtype(args[0]) if args else None
     if dtype is None or any(value is not None for value in (*args[1:], *others.values())):  # a gate
         plain: Tensor = type(module).forward(module, *args, **others)
         return plain
@@ -77,29 +68,8 @@ def _norm(module: Any, kind: Norm, feeds_products: bool, /, *args: Any, **others
 def _rotate(plain: Callable[..., Any], kind: Rotation, /, *args: Any, **others: Any) -> Any:
     """Rotary embedding of queries and keys, or of one of them, in the kernel where this thread's pass computes so."""
     xs = heads_of(kind, args, others) if getattr(_here, "steps", None) is not None else None
-    dtype = None if xs is None else _product_dtype(xs[0])
+    dtype = None if xs is None else product_dtype(xs[0])
     if xs is None or dtype is None:
         return plain(*args, **others)
     turned = [TritonDecode.rotate(x, args[-2], args[-1], kind.pairs, kind.by_pair, dtype) for x in xs]
     return as_called(kind, turned, others)
-
-
-def _feeding_products(decoder: nn.Module, norms: Iterable[nn.Module], run: Run) -> Iterator[nn.Module]:
-    """Norms whose every reader is a product: rounded to the type of products, they change no bit. Layers alike are tried together."""
-    chosen, roles = set(norms), dict[str, list[nn.Module]]()
-    for name, module in decoder.named_modules():
-        if module in chosen:
-            roles.setdefault(re.sub(r"\.\d+\.", ".", name), []).append(module)
-    before = run()
-    for alike in roles.values():
-        with ExitStack() as stack:
-            for module in alike:
-                stack.enter_context(computing(module, partial(_rounded, module.forward)))
-            is_same = torch.equal(run(), before)
-        if is_same:
-            yield from alike
-
-
-def _rounded(plain: Callable[..., Tensor], /, *args: Any, **others: Any) -> Tensor:
-    dtype, out = _product_dtype(args[0]) if args else None, plain(*args, **others)
-    return out if dtype is None else out.to(dtype).to(out.dtype)

@@ -3,20 +3,23 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from covey.errors import RAW_ERRORS, first_line
 from covey.kernels import (
     HalfWeights,
     Recomputing,
     add_adapters_inside_products,
     fuse,
-    fusing_unavailable_reason,
     training_heap,
+    triton_unavailable_reason,
 )
 from covey.learner.policy import Policy
-from covey.models import unwrapped
+from covey.models import decoder_of, unwrapped
+from covey.process.memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +64,28 @@ def on_accelerator(policy: Policy, *, is_split: bool) -> Policy:
     dtype = policy.compute_dtype or weight_dtype
     if dtype == torch.float32:
         return policy  # nothing to cast, and products take most of the time
-    reason = fusing_unavailable_reason(policy.device, dtype, policy.model)
+    reason = triton_unavailable_reason(policy.device)
     if reason is None:
-        fuse(policy.model)
-    else:
+        try:
+            fuse(policy.model, run=partial(short_pass, policy))
+        except RAW_ERRORS as error:
+            if is_out_of_memory(error):
+                raise
+            reason = f"a pass of eight tokens fails ({first_line(error)})"
+    if reason is not None:
         logger.warning("Norms, rotations and gated MLPs take several kernels each: %s.", reason)
     if policy.compute_dtype is None or is_split:
         return policy
     head = policy.output_layer()  # computes by blocks, from the weight itself
     return replace(policy, half=HalfWeights(policy.model, dtype, (head,)))
+
+
+@torch.no_grad()
+def short_pass(policy: Policy) -> torch.Tensor:
+    """[1, 8, D] hidden states of eight tokens, computed as in a pass of the learner; no random number is used up."""
+    device = policy.device
+    embedding = unwrapped(policy.model).get_input_embeddings()
+    ids = torch.arange(8, device=device)[None] % len(embedding.weight)
+    with policy.autocast(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        hidden: torch.Tensor = decoder_of(policy.model)(input_ids=ids, use_cache=False).last_hidden_state
+    return hidden

@@ -24,6 +24,7 @@ from covey.kernels import (
     find_routers,
     has_states,
     in_place_steps,
+    sampling,
     state_steps,
 )
 from covey.models import accepts, computing, context_limit, decoder_of, evaluating, float32_stream, unwrapped
@@ -124,7 +125,7 @@ class ModulesForward:
         return nullcontext() if self.routers is None else self.routers.watching()
 
     def _trial(self, ids: Tensor) -> Any:
-        with float32_stream(self.model):
+        with sampling(), float32_stream(self.model):
             return self.model(input_ids=ids, use_cache=False)
 
     def take_kernels(self) -> None:
@@ -173,7 +174,7 @@ class ModulesForward:
         (length,), end = batch.lengths, len(prompt.token_ids) - 1
         place = slice(end - length, end)
         inputs = {"inputs_embeds": read.embeds[None, place], "position_ids": read.positions[..., None, place]}
-        with our_attention(self.model), self._watching(), self._caching(length, batch) as caches:
+        with sampling(), our_attention(self.model), self._watching(), self._caching(length, batch) as caches:
             decoder_of(self.model)(**inputs, **caches, covey_batch=batch)
         return read.next_position - 1
 
@@ -201,6 +202,7 @@ class ModulesForward:
         if self.takes_positions:
             inputs["position_ids"] = positions
         with (
+            sampling(),
             float32_stream(self.model),
             our_attention(self.model),
             self._watching(),

@@ -25,6 +25,7 @@ from covey.kernels import (
     has_windows,
     in_place_steps,
     reason_against_choices,
+    sampling,
 )
 from covey.models import accepts, evaluating, float32_stream, unwrapped
 from covey.rollout.autocast import AutocastForward
@@ -156,7 +157,7 @@ class WholeKeysForward(ModulesForward):
     def _call(self, ids: Tensor, positions: Tensor, batch: Any, **inputs: Any) -> Any:
         if self.takes_positions:
             inputs["position_ids"] = positions
-        with float32_stream(self.model), self._watching():
+        with sampling(), float32_stream(self.model), self._watching():
             return self.model(input_ids=ids, **inputs, **self.extra)
 
 
