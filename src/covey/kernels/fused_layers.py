@@ -316,6 +316,7 @@ def _drawn_like(x: Tensor, rows: int, draw: torch.Generator) -> Tensor:
     shape, lengths = [max(size, 1) for size in x.shape], _lengths(x)
     if lengths:
         shape[lengths[-1]] = rows
-    order = sorted(range(x.ndim), key=lambda i: (-int(x.stride(i)), x.shape[i] == 1))
+    strides = x.stride()
+    order = sorted(range(x.ndim), key=lambda i: (-strides[i], x.shape[i] == 1))
     numbers = torch.randn([shape[i] for i in order], generator=draw, device=x.device).to(x.dtype)
     return numbers.permute([order.index(i) for i in range(x.ndim)])

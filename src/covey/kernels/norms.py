@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from covey.errors import RAW_ERRORS
 from covey.models import computing
+from covey.process.memory import is_out_of_memory
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,9 @@ def product_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def feeding_products(decoder: nn.Module, norms: Iterable[nn.Module], run: Callable[[], Tensor]) -> Iterator[nn.Module]:
-    """Norms whose every reader is a product: rounded to the type of products, they change no bit of what `run` returns.
+    """Norms whose every reader is a product: in the type of products, they change no bit of what `run` returns.
 
-    Layers alike are tried together.
+    Layers alike are tried together. Experts are no such readers: some add up their outputs in the type of their input.
     """
     chosen, roles = set(norms), dict[str, list[nn.Module]]()
     for name, module in decoder.named_modules():
@@ -89,14 +90,19 @@ def feeding_products(decoder: nn.Module, norms: Iterable[nn.Module], run: Callab
         with ExitStack() as stack:
             for module in alike:
                 stack.enter_context(computing(module, partial(_rounded, module.forward)))
-            is_same = torch.equal(run(), before)
+            try:
+                is_same = torch.equal(run(), before)
+            except RAW_ERRORS as error:  # of types that do not compute together
+                if is_out_of_memory(error):
+                    raise
+                is_same = False
         if is_same:
             yield from alike
 
 
 def _rounded(plain: Callable[..., Tensor], /, *args: Any, **others: Any) -> Tensor:
     dtype, out = product_dtype(args[0]) if args else None, plain(*args, **others)
-    return out if dtype is None else out.to(dtype).to(out.dtype)
+    return out if dtype is None else out.to(dtype)
 
 
 def agree(mine: Tensor, two: Tensor) -> bool:
