@@ -91,6 +91,16 @@ def test_a_compiler_that_fails_or_computes_something_else_is_not_used():
     assert LogitKernels.on(cpu, torch.bfloat16, 300) is None
 
 
+@pytest.mark.parametrize("shape", [(0.5, None, 1.0), (1.0, None, 0.7), (1.0, 3.0, 1.0)])
+def test_the_trial_has_the_heads_own_factor_cap_and_temperature(shape):
+    """Constants are compiled into a kernel, so each head's is another one."""
+    cpu = torch.device("cpu")
+    plain = (1.0, None, 1.0)
+    blind = lambda formula: lambda *args: formula(*args[:-1], plain)
+    assert LogitKernels(blind).tried(cpu, torch.bfloat16, 300, plain) is None
+    assert LogitKernels(blind).tried(cpu, torch.bfloat16, 300, shape).startswith("their kernels differ")
+
+
 @pytest.mark.nightly
 def test_the_compilers_own_kernels_agree():
     """By inductor's C++ backend, which fuses by the same scheduler as for a GPU."""

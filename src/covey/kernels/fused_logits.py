@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 Shape = tuple[float, float | None, float]
 """Factor, soft cap and temperature between the product and the softmax."""
+PLAIN: Shape = (1.0, None, 1.0)
 
 
 def _tempered(product: Tensor, shape: Shape) -> Tensor:
@@ -79,11 +80,13 @@ class LogitKernels:
 
     @staticmethod
     @lru_cache
-    def on(device: torch.device, dtype: torch.dtype, vocabulary: int) -> LogitKernels | None:
+    def on(device: torch.device, dtype: torch.dtype, vocabulary: int, shape: Shape = PLAIN) -> LogitKernels | None:
         """The kernels for products [m, vocabulary] in `dtype` on this device; None, with the reason in the log, where PyTorch computes."""
         if device.type != "cuda":
             return None
-        reason = triton_unavailable_reason(device) or LogitKernels(strictly_compiled).tried(device, dtype, vocabulary)
+        reason = triton_unavailable_reason(device) or LogitKernels(strictly_compiled).tried(
+            device, dtype, vocabulary, shape
+        )
         if reason is not None:
             logger.warning("Log-probabilities take ten passes over the logits instead of two: %s.", reason)
         return LogitKernels() if reason is None else None
@@ -106,13 +109,12 @@ class LogitKernels:
         result: Tensor = self._compile(slopes)(*_of_any_size(product, place, *saved, *of), shape)
         return result
 
-    def tried(self, device: torch.device, dtype: torch.dtype, vocabulary: int) -> str | None:
+    def tried(self, device: torch.device, dtype: torch.dtype, vocabulary: int, shape: Shape = PLAIN) -> str | None:
         """Trial of both kernels against the formulas, which is their compilation too: None, or the reason of its failure."""
         draw = torch.Generator().manual_seed(0)
         product = torch.randn(37, vocabulary, generator=draw).to(device, dtype)
         targets = torch.randint(vocabulary, (37,), generator=draw).to(device)
         other = torch.randn(2, 37, generator=draw).to(device)
-        shape = (1.0, None, 1.0)
         try:
             mine = self.statistics(product, targets, shape)
             theirs = statistics(product, targets, shape)

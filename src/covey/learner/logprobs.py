@@ -147,7 +147,9 @@ def _fused(
         temperature,
         chunk,
         by_vocabulary=hidden.device.type != "cpu",
-        kernels=LogitKernels.on(hidden.device, dtype, linear.weight.shape[0]),
+        kernels=LogitKernels.on(
+            hidden.device, dtype, linear.weight.shape[0], (head.multiply, head.softcap, temperature)
+        ),
     )
     count = hidden.shape[0]
     hidden = hidden.to(dtype).contiguous()
