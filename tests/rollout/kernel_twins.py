@@ -96,7 +96,6 @@ def _attend(
     rotation=None,
     **others,
 ):
-    assert others["suffix_bias"] is None
     assert others["softcap"] is None
     if rotation is not None:
         query, key = _turned(query, rotation, rotation.norms[0]), _turned(key, rotation, rotation.norms[1])
@@ -110,6 +109,11 @@ def _attend(
             mine = torch.cat((prompts[:, owner[row], :, : int(lengths[owner[row]])], mine), 2)
         keys, values = mine.float().repeat_interleave(repeats, 1)
         scores = torch.einsum("hd,hkd->hk", query[row].float(), keys) * scale
+        if others["suffix_bias"] is not None:
+            hidden = others["suffix_bias"][row, min(int(first[row]), now) : now + 1]
+            if row in owner:
+                hidden = torch.cat((others["prompt_bias"][row, : int(lengths[owner[row]])], hidden))
+            scores = scores + hidden.float()
         if sinks is not None:
             scores, values = torch.cat([scores, sinks[:, None].float()], -1), F.pad(values, (0, 0, 0, 1))
         weights = scores.softmax(-1)

@@ -322,30 +322,33 @@ def plain_cache(forward: Forward, context: int, kernels: DecodeKernels | None = 
     return KVCache(forward.layers, forward.device, forward.dtype, context, kernels, forward.states)
 
 
-def verify(forward: Forward, model: Any, tolerance: float | None = None, new_cache: NewCache = plain_cache) -> None:
-    """Compare the engine's logits with the model's plain forward on a few random tokens.
+def verify(
+    forward: Forward, model: Any, tolerance: float | None = None, new_cache: NewCache = plain_cache, tokens: int = 6
+) -> None:
+    """Compare the engine's logits with the model's plain forward on random tokens.
 
-    Two prompts of different lengths, two rows each, three steps. The measure is the median over the positions of
+    Two prompts of different lengths, the longer of `tokens` tokens, two rows each, three steps; the cache has columns for as many
+    as the longer prompt. The measure is the median over the positions of
     `|a - b| / |b - mean(b)|`; a wrong forward pass gives about 1. Raises Unsupported when it is above `tolerance`,
     by default 1e-3 in float32 and 0.1 in less precise types.
     """
     if tolerance is None:
         tolerance = 1e-3 if forward.dtype == torch.float32 else 0.1
-    error = float(logit_errors(forward, model, new_cache).median())
+    error = float(logit_errors(forward, model, new_cache, tokens).median())
     if not error <= tolerance:
         raise Unsupported(
             f"the engine's logits differ from {type(unwrapped(model)).__name__}'s own by {error:.2g} of their spread"
         )
 
 
-def logit_errors(forward: Forward, model: Any, new_cache: NewCache = plain_cache) -> Tensor:
+def logit_errors(forward: Forward, model: Any, new_cache: NewCache = plain_cache, tokens: int = 6) -> Tensor:
     """[positions] the measure of `verify`; 0 for a model whose logits are not finite, which sampling says."""
     inner = unwrapped(model)
     limit = context_limit(inner) or UNLIMITED
     if limit < 4:
         raise Unsupported(f"a context of {limit} tokens is too short to check the engine in")
     generator = torch.Generator().manual_seed(0)
-    lengths, steps = (min(6, limit - 3), min(3, limit - 3)), 3
+    lengths, steps = (min(tokens, limit - 3), min(3, limit - 3)), 3
     rows = [torch.randint(0, forward.vocab_size, (length + steps,), generator=generator) for length in lengths]
     with evaluating(inner), choosing_few(inner):
         mine = _engine_logits(forward, rows, lengths, new_cache(forward, limit))
@@ -372,6 +375,7 @@ def _engine_logits(forward: Forward, rows: Sequence[Tensor], lengths: Sequence[i
     cache.add_rows(2 * len(rows))
     cache.begin_rows([0, 1, 0, 1])
     cache.set_row_owners([0, 1, 0, 1])
+    cache.reserve(max(lengths))
     out = []
     for step in range(len(rows[0]) - lengths[0]):
         inputs = torch.zeros(2, cache.num_computed, dtype=torch.int64)  # padding rows too, as in every step

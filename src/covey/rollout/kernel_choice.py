@@ -3,9 +3,11 @@
 import functools
 import logging
 import os
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from covey.errors import RAW_ERRORS, ConfigError, Unsupported, first_line
 from covey.kernels import DecodeKernels, SamplerLinear, TritonDecode, unavailable_reason
@@ -13,11 +15,11 @@ from covey.models import unwrapped
 from covey.process.memory import is_out_of_memory
 from covey.rollout.autocast import AutocastForward, SamplerPrecision
 from covey.rollout.decoder import DecoderForward
-from covey.rollout.forward import Forward, ModulesForward, plain_cache, verify
+from covey.rollout.forward import UNLIMITED, Forward, ModulesForward, plain_cache, verify
 from covey.rollout.kv_cache import KVCache
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.sampling import draw, kernel_options
-from covey.rollout.static_kv_cache import Attention, StaticKVCache
+from covey.rollout.static_kv_cache import NEVER, Attention, StaticKVCache
 from covey.rollout.whole_keys import WholeKeysForward, whole_keys_forward
 from covey.types import widest_float
 
@@ -27,6 +29,8 @@ BFLOAT16_FROM = 4_000_000
 """Parameter count from which "auto" samples in bfloat16: 2.5 times as fast at 10 million; at 1 million a step is short anyway."""
 LARGE_GROUP = 64
 """Rows of a prompt that Triton's kernels are compiled for when they are verified: the most shared memory that they need."""
+LONG = 600
+"""Tokens of a prompt, and columns of own keys, that Triton's kernels split over programs."""
 SWITCH = "COVEY_CUDA_GRAPHS"
 """Environment variable that turns CUDA graphs off (0) or on (1) where the sampler's argument is None."""
 
@@ -131,6 +135,7 @@ def _why_not_verified(forward: Forward, model: Any, choice: AttentionChoice) -> 
     try:
         _verify_modules(forward, model)
         verify(forward, model, new_cache=_cache_with("triton"))
+        verify(forward, model, new_cache=_cache_with("triton", longest=UNLIMITED), tokens=LONG)
         verify_draw(forward)
     except Unsupported as error:
         if choice == "triton":
@@ -164,16 +169,54 @@ def verify_draw(forward: Forward) -> None:
     size = min(forward.vocab_size, 10_000)  # more than one block
     logits = (3 * torch.randn(4, size, generator=generator)).to(forward.device, forward.dtype)
     uniforms = torch.rand(4, generator=generator, dtype=torch.float64).to(logits.device, widest_float(logits.device))
-    for params in (SamplingParams(), SamplingParams(temperature=0.7, top_k=size // 2, top_p=0.9, min_p=1e-4)):
-        expected = draw(logits, uniforms, params)
-        tokens, logprobs, _ = TritonDecode.draw(logits, uniforms, **kernel_options(params))
-        is_same = tokens == expected.tokens  # a sum of another order may move a uniform over a token's border
-        near = torch.allclose(logprobs[is_same], expected.logprobs[is_same], atol=1e-4)
-        if int(is_same.sum()) < len(tokens) - 1 or not near:
-            raise Unsupported("the tokens that its draw takes differ from those of PyTorch's")
+    seen = (torch.rand(4, size, generator=generator) < 0.5).to(logits.device)
+    for params in (
+        SamplingParams(),
+        SamplingParams(temperature=0.7, top_k=size // 2, top_p=0.9, min_p=1e-4),
+        SamplingParams(repetition_penalty=1.3),
+    ):
+        marks = seen if params.repetition_penalty != 1 else None
+        expected = draw(logits, uniforms, params, seen=marks)
+        for tokens, logprobs in _drawn_twice(logits, uniforms, marks, params):
+            is_same = tokens == expected.tokens  # a sum of another order may move a uniform over a token's border
+            near = torch.allclose(logprobs[is_same], expected.logprobs[is_same], atol=1e-4)
+            if int(is_same.sum()) < len(tokens) - 1 or not near:
+                raise Unsupported("the tokens that its draw takes differ from those of PyTorch's")
 
 
-def _cache_with(attention: Attention) -> Any:
+def _drawn_twice(
+    logits: Tensor, uniforms: Tensor, seen: Tensor | None, params: SamplingParams
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tokens and log-probabilities of Triton's draw by row, and of that which advances a scheduler's tables."""
+    yield TritonDecode.draw(logits, uniforms, seen=seen, **kernel_options(params))[:2]
+    rows, device = len(logits), logits.device
+    numbers = torch.zeros(4, rows, dtype=torch.int64, device=device)
+    flags = torch.zeros(2, rows, dtype=torch.bool, device=device)
+    tables: dict[str, Any] = {
+        **dict(zip(("token", "position", "written", "limit"), numbers, strict=True)),
+        "output_row": torch.arange(rows, device=device),
+        "live": ~flags[0],
+        "stopped": flags[1],
+        "first": torch.zeros(rows, dtype=torch.int32, device=device),
+        "is_eos": torch.zeros(logits.shape[1], dtype=torch.bool, device=device),
+        "tokens": torch.zeros(rows + 1, 1, dtype=torch.int64, device=device),
+        "logprobs": torch.zeros(rows + 1, 1, device=device),
+        "uniforms": torch.nn.functional.pad(uniforms[:, None], (0, 0, 0, 1)),
+        "never": NEVER,
+        "ends": True,
+    }
+    marks = None if seen is None else seen.clone()
+    TritonDecode.draw_into(tables, logits, seen=marks, **kernel_options(params))
+    tokens, logprobs = (tables[name][:rows, 0] for name in ("tokens", "logprobs"))
+    is_advanced = bool((tables["token"] == tokens).all() and (tables["written"] == 1).all())
+    if not is_advanced or (marks is not None and not bool(marks.gather(1, tokens[:, None]).all())):
+        raise Unsupported("the tables that its draw advances differ from those of PyTorch's")
+    yield tokens, logprobs
+
+
+def _cache_with(attention: Attention, longest: int = 8) -> Any:
+    """Factory of caches for rows of at most `longest` tokens; with `UNLIMITED` any window hides a key, by a table of biases."""
+
     def new(forward: Forward, context: int) -> KVCache:
         return StaticKVCache(
             forward.layers,
@@ -182,7 +225,7 @@ def _cache_with(attention: Attention) -> Any:
             context,
             group_size=2 if attention == "torch" else LARGE_GROUP,
             most_rows=4,
-            longest=8,
+            longest=min(longest, context),
             attention=attention,
             states=forward.states,
         )

@@ -124,6 +124,9 @@ class KVCache:
         if self.states is not None:
             self.states.reserve(old, self.num_computed)
 
+    def reserve(self, steps: int) -> None:
+        """Nothing to do: columns are added as steps need them."""
+
     def begin_rows(self, owners: Sequence[int]) -> None:
         """The last rows begin with the states that the prompts of the slots `owners` ended with; called after their prefill."""
         if self.states is not None:
