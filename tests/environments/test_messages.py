@@ -132,3 +132,16 @@ def test_rewards_of_a_run_read_the_final_channel(tmp_path):
     GRPOTrainer(model, reward, config, train_dataset=rows, processing_class=tokenizer).train()
     assert seen
     assert all(turn["content"] == "" and turn["thinking"] for (turn,) in seen)
+
+
+def test_a_call_nested_too_deep_or_with_half_of_a_character_ends_no_run():
+    tokenizer = with_response()
+    deep = '<tool_call>{"name": "add", "arguments": ' + "[" * 5000
+    assert message(tokenizer, deep)[0]["content"].startswith("<tool_call>")
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    template = Template(tokenizer, [tokenizer.eos_token_id], {"tools": tools})
+    half = tokenizer(
+        r'<tool_call>{"name": "add", "arguments": {"a": "\ud83d"}}</tool_call><|im_end|>', add_special_tokens=False
+    )
+    _, calls = template.calls_in(half["input_ids"])
+    assert [call.arguments for call in calls] == [{"a": "\ufffd"}]

@@ -81,7 +81,7 @@ def parsed_response(
     as_input = lambda part: part if isinstance(part, str) else list(part)
     try:
         message = tokenizer.parse_response(as_input(turn), prefix=as_input(prefix), tools=tools)
-    except (ValueError, TypeError):  # a call that is no JSON, among others
+    except (ValueError, TypeError, RecursionError):  # a call that is no JSON, or nested too deep, among others
         return None
     return {**message, "content": content_text(message.get("content"))} if isinstance(message, Mapping) else None
 

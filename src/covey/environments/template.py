@@ -19,6 +19,7 @@ from covey.environments.call_forms import (
     as_mapping,
     json_form,
     name_and_json_form,
+    readable,
     reads_back,
     tagged_form,
 )
@@ -321,4 +322,6 @@ def _num_whole(parsed: tuple[str, list[WrittenCall]]) -> int:
 def _calls_of(message: Mapping[str, Any]) -> list[WrittenCall]:
     """The calls of a message that the tokenizer's response template parsed."""
     functions = [call["function"] for call in message.get("tool_calls") or [] if "function" in call]
-    return [WrittenCall(str(call.get("name", "")), as_mapping(call.get("arguments", {}))) for call in functions]
+    return [
+        WrittenCall(str(call.get("name", "")), readable(as_mapping(call.get("arguments", {})))) for call in functions
+    ]
