@@ -95,3 +95,18 @@ def test_one_reply_for_each_turn_or_a_sentence(tokenizer):
     sampler = NativeSampler(model, tokenizer, environment=lambda turns: [])
     with pytest.raises(DataError, match="0 replies to 2 turns"):
         list(sampler.sample(["a"], 2, SamplingParams(max_tokens=4)))
+
+
+def test_a_stop_string_does_not_begin_in_an_answer(tokenizer):
+    """As where every turn is a prompt of its own, of a server or of plain transformers."""
+    x, y, z = (tokenizer(letter)["input_ids"][0] for letter in "xyz")
+    sampler = NativeSampler(
+        favour(tiny_model(), [x, z]),
+        tokenizer,
+        eos_ids=[z],
+        environment=lambda turns: [None if y in turn.token_ids else [y] for turn in turns],
+    )
+    (group,) = sampler.sample(["a"], 20, SamplingParams(max_tokens=40, seed=0, stop=("yx",)))
+    assert any("yx" in completion.text for completion in group.completions)
+    for completion in group.completions:
+        assert int(completion.token_ids[-1]) == z

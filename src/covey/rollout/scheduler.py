@@ -329,7 +329,8 @@ class Scheduler:
         is_end = self.enders[tokens]
         for row in is_end.nonzero().squeeze(-1).tolist():
             output_row, written = int(self.rows[OUTPUT_ROW, row]), int(self.rows[WRITTEN, row])
-            is_end[row] = self.stop.is_reached(self.tokens[output_row, :written].tolist())
+            start = 0 if self.replies is None else _last_read(self.replies[output_row, :written])
+            is_end[row] = self.stop.is_reached(self.tokens[output_row, start:written].tolist())
         return is_end
 
     # -- completion -------------------------------------------------------------------------------------------------
@@ -391,3 +392,9 @@ class Scheduler:
             self._drop_finished_prompts()
         if self.num_rows:
             self.cache.set_row_owners(self.rows[SLOT, : self.num_rows].tolist())
+
+
+def _last_read(replies: Tensor) -> int:
+    """Tokens [T] up to the end of the last reply, which the model has read and not written."""
+    places = (replies >= 0).nonzero()
+    return int(places[-1]) + 1 if len(places) else 0
