@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from covey.monitor.view import Library
-from covey.monitor.view.curves import thin
+from covey.monitor.view.curves import smooth, thin
 from covey.monitor.view.files import FilesOnDisk
 from covey.monitor.view.groups import GroupIndex, select
 from covey.monitor.view.phases import phases_of
@@ -231,3 +231,14 @@ def test_rewards_that_are_equal_do_not_differ_whatever_the_rounding_of_their_mea
     index.refresh()
     table = index.table()
     assert table["group"][select(table, {"signal": True}, "newest")].tolist() == [1]
+
+
+@pytest.mark.parametrize("window", [2, 3, 10, 64, 200])
+def test_a_smoothed_curve_is_the_mean_of_its_window_after_any_spike(window):
+    values = np.random.default_rng(0).normal(size=100)
+    values[[5, 40]], values[[7, 50]] = 1e20, np.inf
+    smoothed = smooth(values, window)
+    for place in range(100):
+        part = values[max(0, place - window + 1) : place + 1]
+        expected = part[np.isfinite(part)].mean() if np.isfinite(values[place]) else np.inf
+        assert smoothed[place] == pytest.approx(expected, rel=1e-12)

@@ -172,8 +172,17 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
     if window <= 1:
         return values
     finite = np.isfinite(values)
-    sums = np.cumsum(np.where(finite, values, 0.0))
-    counts = np.cumsum(finite)
-    sums[window:] -= sums[:-window].copy()
-    counts[window:] -= counts[:-window].copy()
+    sums, counts = _window_sums(np.where(finite, values, 0.0), window), _window_sums(finite.astype(np.int64), window)
     return np.where(finite, sums / np.maximum(counts, 1), values)
+
+
+def _window_sums(values: np.ndarray, window: int) -> np.ndarray:
+    """Sum of the last `window` values at each place [n], by windows of powers of two: no difference of sums, which a spike would rule."""
+    sums, part, size, read = np.zeros_like(values), values, 1, 0
+    while size <= window and read < len(values):
+        if window & size:
+            sums[read:] += part[: len(values) - read]
+            read += size
+        part = np.concatenate([part[:size], part[size:] + part[:-size]]) if size < len(part) else part
+        size *= 2
+    return sums
