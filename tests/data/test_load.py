@@ -30,6 +30,16 @@ def jsonl(path, rows):
     return path
 
 
+def test_a_cache_that_cannot_be_written_is_named_not_the_file(tmp_path, monkeypatch):
+    (tmp_path / "taken").write_text("")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "taken" / "cache"))
+    said = (
+        r"a.jsonl cannot be taken into the cache of data sets, .*taken/cache \(Not a directory.*set HF_DATASETS_CACHE"
+    )
+    with pytest.raises(DataError, match=said):
+        load(jsonl(tmp_path / "a.jsonl", ROWS))
+
+
 # -- what can be named ---------------------------------------------------------------------------------------------------
 
 

@@ -177,6 +177,13 @@ def _unreadable(files: Sequence[Path], kind: str, error: BaseException) -> str:
     if "no data" in str(error) or isinstance(error, StopIteration):
         return f"{shown(files)} has no rows."
     cause = error.__cause__ or error
+    place = getattr(cause, "filename", None)
+    if isinstance(place, str) and Path(place).resolve() not in {file.resolve() for file in files}:
+        cache = datasets.config.HF_DATASETS_CACHE
+        return (
+            f"{shown(files)} cannot be taken into the cache of data sets, {cache} ({getattr(cause, 'strerror', None)}: {place}); set "
+            "HF_DATASETS_CACHE to a folder that can be written."
+        )
     reason = " ".join(str(cause).split())[:200] or type(cause).__name__
     return f"{shown(files)} cannot be read as {kind}: {reason}."
 
