@@ -106,7 +106,7 @@ def test_a_run_without_float16_goes_on_with_it_and_a_new_scale(tmp_path):
     assert again.scales == {2: 2.0**16}
 
 
-@pytest.mark.parametrize("tied", rest_nightly([(1, 2, 3, 4), (2,)], 1), ids=["all", "one"])
+@pytest.mark.parametrize("tied", rest_nightly([[1, 2, 3, 4], [2]], 1), ids=["all", "one"])
 def test_a_step_whose_rewards_tie_changes_nothing_and_the_run_goes_on(tmp_path, tied):
     calls = []
 
