@@ -165,8 +165,7 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
     refuse_second_adapter(model, peft_config)
     if peft_config is None:
         if has_adapter(model):
-            for config in model.peft_config.values():
-                _refuse_activated(config.to_dict())
+            _settle_configurations(model)
             _settle_patterns(model)
         return model
     try:
@@ -197,6 +196,7 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
                 "leave the experts out of target_parameters and target_modules."
             ) from error
         raise ConfigError(f"peft_config cannot be used with this model: {first_line(error)}") from error
+    _settle_configurations(adapted)
     used = _settle_patterns(adapted)
     for option, keys in entries.items():
         if idle := [key for key in keys if key not in used]:
@@ -207,6 +207,14 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
     if requested == "all-linear" or isinstance(requested, list | set | tuple):
         _name_left_out(model, requested, experts)  # which has the layers of PEFT in it now
     return adapted
+
+
+def _settle_configurations(adapted: Any) -> None:
+    """Name a base that is a folder by its whole path: elsewhere a relative one is no model, or another. Refuse activated LoRA."""
+    for config in adapted.peft_config.values():
+        _refuse_activated(config.to_dict())
+        if config.base_model_name_or_path:
+            config.base_model_name_or_path = _place_of(str(config.base_model_name_or_path))
 
 
 def _settle_patterns(adapted: Any) -> set[str]:
@@ -302,16 +310,14 @@ def weights_on_same_base(model: Any, folder: str | Path) -> dict[str, Any] | Non
     config = getattr(model, "peft_config", {}).get("default")
     if described is None or config is None or not _is_plain_lora(described) or not _is_plain_lora(config.to_dict()):
         return None
-    bases = {_place_of(base_of(folder, described)), _place_of(str(config.base_model_name_or_path))}
-    if len(bases) > 1 or described.get("revision") != config.revision:
+    is_same = _place_of(base_of(folder, described)) == _place_of(str(config.base_model_name_or_path))
+    rank, room = int(described["r"]), int(config.r)
+    if not is_same or rank > room or described.get("revision") != config.revision:
         return None
     from peft.utils import load_peft_weights
 
     saved = load_peft_weights(str(folder), device="cpu")
     factor = scaling(described) / scaling(config.to_dict())
-    rank, room = int(described["r"]), int(config.r)
-    if rank > room:
-        return None
     fitted = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -342,8 +348,7 @@ def by_rank(factor: Tensor, rank: int, *, is_up: bool) -> Tensor | None:
 
 
 def _is_plain_lora(config: Mapping[str, Any]) -> bool:
-    is_lora = str(config.get("peft_type")).rpartition(".")[2] == "LORA" and not changes_base(config)
-    return is_lora and not odd_options(config)
+    return config.get("peft_type") == "LORA" and not changes_base(config) and not odd_options(config)
 
 
 _PLAIN = frozenset({

@@ -172,6 +172,18 @@ def test_an_adapter_whose_base_cannot_be_told_again_is_refused():
         with_adapter(tiny_model("qwen2"), config)
 
 
+def test_an_adapter_on_a_relative_folder_keeps_its_base_in_another_working_directory(tmp_path, monkeypatch):
+    saved_adapter(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    adapted = with_adapter(load_model("base"), peft.LoraConfig(**LORA, init_lora_weights=False)).eval()
+    adapted.save_pretrained("new")
+    (tmp_path / "elsewhere").mkdir()
+    tiny_model("qwen2", seed=7).save_pretrained(tmp_path / "elsewhere" / "base")  # another model of that name
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with torch.no_grad():
+        torch.testing.assert_close(load_model("../new").eval()(IDS).logits, adapted(IDS).logits)
+
+
 def test_an_activated_adapter_which_would_change_nothing_is_refused_new_loaded_and_saved(tmp_path):
     options = {**LORA, "alora_invocation_tokens": [5, 6], "task_type": "CAUSAL_LM"}
     with pytest.raises(ConfigError, match="acts from its alora_invocation_tokens on"):
