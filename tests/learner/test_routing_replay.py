@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -275,3 +276,30 @@ def test_a_run_ahead_replays_the_experts_of_its_workers(tmp_path, monkeypatch):
     run = trainer(tmp_path, router_replay="R3", logging_steps=1, async_rollouts=True)
     run.train()
     assert any("experts/changed" in entry for entry in run.state.log_history)
+
+
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=str)
+def test_a_router_written_in_float32_is_computed_so_under_autocast(weights):
+    """DeepSeek V3's: rounded to 16 bits, saturated scores of experts tie."""
+    model, seen = expert_model("DeepseekV3", weights), []
+    router = next(module for module in model.modules() if type(module).__name__.endswith("Router"))
+    router.register_forward_hook(lambda module, args, output: seen.append((args[0], output[0])))
+    policy = Policy(model, pad_id=0, compute_dtype=torch.bfloat16)
+    sampler = NativeSampler(model, tiny_tokenizer(), dtype="bfloat16" if weights == torch.float32 else "auto")
+    with torch.no_grad(), policy.autocast():
+        copy.deepcopy(model)(input_ids=torch.tensor([[5, 6, 7]]))
+        assert torch.is_autocast_enabled("cpu")
+        assert model.lm_head(torch.ones(1, 32)).dtype == torch.bfloat16
+    list(sampler.sample(PROMPTS, 1, SamplingParams(max_tokens=2, seed=0)))
+    assert len(seen) > 3
+    for states, logits in seen:
+        assert torch.equal(logits, torch.nn.functional.linear(states.float().flatten(0, -2), router.weight.float()))
+
+
+def test_autocast_goes_on_behind_a_router_that_fails():
+    model = expert_model("DeepseekV3", torch.bfloat16)
+    router = next(module for module in model.modules() if type(module).__name__.endswith("Router"))
+    with Policy(model, pad_id=0).autocast():
+        with pytest.raises(RuntimeError):
+            router(torch.ones(2, 3))
+        assert torch.is_autocast_enabled("cpu")

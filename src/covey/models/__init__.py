@@ -1,5 +1,6 @@
 """Models: loading them, their inputs of other modalities (`modalities/`), merging them, writing them as GGUF."""
 
+from covey.models.float32_products import keep_float32_products, multiplies_in_float32
 from covey.models.loading import (
     SharedBase,
     as_model_errors,
@@ -29,7 +30,7 @@ from covey.models.passes import (
 
 __all__ = [
     "SharedBase", "accepts", "as_model_errors", "auto_class", "computing", "config_of", "context_limit", "decoder_of",
-    "disable_dropout", "dtype_of", "encoder_of", "evaluating", "first_line", "float32_stream", "load_model",
-    "load_tokenizer", "quiet_bars", "reads_media", "resolve_source", "short_name",
+    "disable_dropout", "dtype_of", "encoder_of", "evaluating", "first_line", "float32_stream", "keep_float32_products", "load_model",
+    "load_tokenizer", "multiplies_in_float32", "quiet_bars", "reads_media", "resolve_source", "short_name",
     "unwrapped", "widens_stream",
 ]  # fmt: skip

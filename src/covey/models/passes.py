@@ -10,6 +10,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from covey.models.float32_products import keep_float32_products
+
 logger = logging.getLogger(__name__)
 
 
@@ -57,9 +59,11 @@ def computing(module: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None
 def float32_stream(model: Any) -> Iterator[None]:
     """Context in which a model with bfloat16 weights computes as one with float32 weights does under autocast; a no-op for others.
 
-    Products are bfloat16, the residual stream is float32. Rounded to bfloat16 after every layer, the streams of sampler and learner
-    would drift apart, because their kernels add the same numbers in another order.
+    Products are bfloat16, but those whose operands the model's code casts to float32; the residual stream is float32. Rounded to
+    bfloat16 after every layer, the streams of sampler and learner would drift apart, because their kernels add the same numbers in
+    another order.
     """
+    keep_float32_products(unwrapped(model))
     if not widens_stream(model):
         yield
         return

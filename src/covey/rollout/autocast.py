@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.errors import ConfigError
-from covey.models import float32_stream, unwrapped
+from covey.models import float32_stream, keep_float32_products, multiplies_in_float32, unwrapped
 from covey.rollout.forward import ModulesForward
 from covey.rollout.kv_cache import LayerShape
 
@@ -34,6 +34,7 @@ def in_precision(model: Any, dtype: SamplerPrecision) -> AbstractContextManager[
     """Context in which the model's own forward computes in `dtype`."""
     if dtype == "auto" or getattr(torch, dtype) == _dtype_of(model):
         return float32_stream(model)
+    keep_float32_products(unwrapped(model))
     return torch.autocast(next(model.parameters()).device.type, getattr(torch, dtype))
 
 
@@ -53,6 +54,7 @@ class AutocastForward(ModulesForward):
         """Raises Unsupported, with the reason, before anything is copied."""
         self._expect(model)
         live = unwrapped(model)
+        keep_float32_products(live)
         self._parameters = list(live.parameters())
         self._live = live
         mine = copy.deepcopy(live, {id(x): x for x in (*self._parameters, *live.buffers())})
@@ -93,7 +95,7 @@ class AutocastForward(ModulesForward):
 def _copied(model: nn.Module, dtype: torch.dtype, head: Any = None) -> Iterator[tuple[Tensor, Tensor]]:
     """Replace the weights of matmuls but those of `head` by copies in `dtype`; yields each weight [.., N, K] with its copy."""
     for module in model.modules():
-        if isinstance(module, nn.Embedding) or module is head:
+        if isinstance(module, nn.Embedding) or module is head or multiplies_in_float32(module):
             continue
         for name, weight in module._parameters.items():
             if weight is not None and weight.is_floating_point() and weight.ndim > 1 and weight.dtype != dtype:

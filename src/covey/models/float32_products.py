@@ -1,0 +1,93 @@
+"""Modules that cast the operands of their products to float32, as DeepSeek V3's router does: float32 under autocast too.
+
+Autocast rounds such operands to 16 bits again. Saturated scores of experts then tie, and tokens go to other experts than the model's
+own code chooses.
+"""
+
+import copy
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+_PRODUCTS = (nn.functional.linear, torch.matmul, Tensor.matmul, torch.mm, Tensor.mm, Tensor.__matmul__)
+_checked: WeakSet[nn.Module] = WeakSet()
+_here = threading.local()
+
+
+def keep_float32_products(model: nn.Module) -> None:
+    """Let such modules of this model compute without autocast from now on; copies of the model do so too."""
+    if model in _checked:
+        return
+    _checked.add(model)
+    kinds: dict[type, bool] = {}
+    for module in model.modules():
+        kind = type(module)
+        if kind not in kinds:
+            kinds[kind] = _casts_to_float32(module)
+        if kinds[kind] and not multiplies_in_float32(module):
+            module.register_forward_pre_hook(_leave_autocast)
+            module.register_forward_hook(_enter_autocast, always_call=True)
+            for each in module.modules():
+                each.__dict__["multiplies_in_float32"] = True
+
+
+def multiplies_in_float32(module: nn.Module) -> bool:
+    """True if `keep_float32_products` lets this module, or the one that holds it, compute without autocast."""
+    return bool(getattr(module, "multiplies_in_float32", False))
+
+
+class _Products(TorchFunctionMode):
+    """Mode that records the dtypes of the operands of each product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[set[torch.dtype]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _PRODUCTS:
+            self.dtypes.append({x.dtype for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)})
+        return func(*args, **(kwargs or {}))
+
+
+def _casts_to_float32(module: nn.Module) -> bool:
+    """True if all products of a trial without data, of 16-bit input and weights, have float32 operands."""
+    children = [child for child in module.children() if any(True for _ in child.parameters())]
+    weights = dict(module.named_parameters())
+    widths = {weight.shape[-1] for weight in weights.values() if weight.ndim == 2}
+    if isinstance(module, nn.Linear | nn.Embedding) or len(widths) != 1:
+        return False
+    if not all(type(child) is nn.Linear for child in children):
+        return False
+    blank = lambda x, dtype: torch.empty(x.shape, dtype=dtype, device="meta")
+    tensors = {name: blank(weight, torch.bfloat16) for name, weight in weights.items()}
+    tensors |= {name: blank(buffer, buffer.dtype) for name, buffer in module.named_buffers()}
+    silent = copy.copy(module)  # its hooks are for tokens
+    silent.__dict__.update(_forward_hooks={}, _forward_pre_hooks={})
+    products = _Products()
+    with suppress(Exception), torch.no_grad(), products:
+        functional_call(silent, tensors, (torch.empty(3, widths.pop(), dtype=torch.float16, device="meta"),))
+    return bool(products.dtypes) and all(dtypes == {torch.float32} for dtypes in products.dtypes)
+
+
+def _leave_autocast(module: nn.Module, args: tuple[Any, ...]) -> None:
+    device = next(module.parameters()).device.type
+    left: AbstractContextManager[Any] | None = None
+    if torch.is_autocast_enabled(device):
+        left = torch.autocast(device, enabled=False)
+        left.__enter__()
+    _here.__dict__.setdefault("left", []).append(left)
+
+
+def _enter_autocast(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    left = _here.left.pop()
+    if left is not None:
+        left.__exit__(None, None, None)
