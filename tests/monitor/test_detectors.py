@@ -161,6 +161,12 @@ def test_routers_that_choose_other_experts_than_the_sampler_are_named():
     assert "of the learner's choices of experts are not the sampler's" in alert.said
 
 
+def test_an_expert_that_nearly_all_tokens_choose_is_named_by_its_load():
+    """With two of eight experts for each token, the entropy may still be high."""
+    alert = rules_of(to("experts/max_load", 0.88))["router_drift"]
+    assert "88% of the tokens go to one expert" in alert.said
+
+
 @pytest.mark.parametrize(("gain", "is_told"), [(0.6, False), (1.3, True)])
 def test_entropy_that_started_high_explodes_by_what_it_gains(gain, is_told):
     """Three times 0.96 nats a token may be more than the vocabulary has; one nat more is e times as many choices."""

@@ -194,13 +194,15 @@ def _rewards(seen: History) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class RouterDrift:
-    """`router_drift`: the entropy of some layer's load falls to `fall` of what it was at the start, or `changed` of the choices differ.
+    """`router_drift`: some layer's experts share the load less evenly than at the start, or `changed` of the choices differ.
 
-    The entropy is that of the layer with the lowest, over log E. Differences are measured with `router_replay='R3'`, which records
+    Less evenly: the entropy of the load falls to `fall` of its start, or the share of tokens that pass by the busiest expert to
+    `others` of its start. The entropy is that of the layer with the lowest, over log E. Differences are measured with `router_replay='R3'`, which records
     the sampler's choices.
     """
 
     fall: float = 0.7
+    others: float = 0.3
     changed: float = 0.3
     window: int = 5
 
@@ -211,11 +213,16 @@ class RouterDrift:
             return None
         start = fmean(entropy.start(self.window))
         changed = fmean(seen["experts/changed"].last(self.window) or [0.0])
-        load = fmean(seen["experts/max_load"].last(self.window))
+        load, before = (
+            fmean(part(self.window)) for part in (seen["experts/max_load"].last, seen["experts/max_load"].start)
+        )
         evidence = {"entropy": fmean(last), "entropy_at_start": start, "max_load": load, "changed": changed}
         alerts = []
-        if fmean(last) <= self.fall * start:
-            sentence = f"in some layer {load:.0%} of the tokens go to one expert; the entropy of its load fell from {start:.2f} to {fmean(last):.2f}"
+        if fmean(last) <= self.fall * start or 1 - load <= self.others * (1 - before):
+            sentence = (
+                f"in some layer {load:.0%} of the tokens go to one expert, {before:.0%} at the start; the entropy of the load went from "
+                f"{start:.2f} to {fmean(last):.2f}"
+            )
             advice = (
                 "give the load-balancing loss a weight (router_aux_loss_coef=0.001 or more)",
                 "lower learning_rate, or leave the router out of the adapter",
