@@ -214,7 +214,7 @@ def _settle_configurations(adapted: Any) -> None:
     for config in adapted.peft_config.values():
         _refuse_activated(config.to_dict())
         if config.base_model_name_or_path:
-            config.base_model_name_or_path = _place_of(str(config.base_model_name_or_path))
+            config.base_model_name_or_path = place_of(str(config.base_model_name_or_path))
 
 
 def _settle_patterns(adapted: Any) -> set[str]:
@@ -310,7 +310,7 @@ def weights_on_same_base(model: Any, folder: str | Path) -> dict[str, Any] | Non
     config = getattr(model, "peft_config", {}).get("default")
     if described is None or config is None or not _is_plain_lora(described) or not _is_plain_lora(config.to_dict()):
         return None
-    is_same = _place_of(base_of(folder, described)) == _place_of(str(config.base_model_name_or_path))
+    is_same = place_of(base_of(folder, described)) == place_of(str(config.base_model_name_or_path))
     rank, room = int(described["r"]), int(config.r)
     if not is_same or rank > room or described.get("revision") != config.revision:
         return None
@@ -396,5 +396,5 @@ def scaling(config: Mapping[str, Any]) -> float:
     return alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
 
-def _place_of(name: str) -> str:
+def place_of(name: str) -> str:
     return str(Path(name).expanduser().resolve()) if Path(name).expanduser().exists() else name

@@ -361,6 +361,16 @@ def test_adapters_of_two_revisions_of_a_base_are_refused(adapters, tmp_path):
         merge_adapters(both, tmp_path / "out")
 
 
+def test_a_base_that_is_named_by_a_relative_path_is_the_same_base(adapters, models, tmp_path, monkeypatch):
+    monkeypatch.chdir(models[0].parent)
+    both = [shutil.copytree(one, tmp_path / one.name) for one in adapters]
+    config = json.loads((both[0] / "adapter_config.json").read_text())
+    (both[0] / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": models[0].name}))
+    merge_adapters(both, tmp_path / "out")
+    named = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named == str(models[0].resolve())
+
+
 def test_numbers_that_are_not_finite_are_no_part_of_a_merge(adapters, tmp_path):
     for weights in ((float("nan"), 1.0), (float("inf"), 1.0)):
         with pytest.raises(ConfigError, match="give one for each"):

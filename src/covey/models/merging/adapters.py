@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from covey.adapters import by_rank, changes_base, odd_options, scaling
+from covey.adapters import by_rank, changes_base, odd_options, place_of, scaling
 from covey.errors import ConfigError, ModelError
 from covey.files.bounded import read_json
 from covey.models.merging.methods import is_zero
@@ -92,8 +92,7 @@ def _factors(folder: Path, tensors: dict[str, Tensor], layer: str, rank: int) ->
 
 def _experts_to_rank(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
     """`_to_rank` of each expert of A [E, r, in] and B [out, r, E]; the largest error."""
-    parts = [_to_rank(a[e], b[..., e], rank) for e in range(len(a))]
-    downs, ups, errors = zip(*parts, strict=True)
+    downs, ups, errors = zip(*(_to_rank(a[e], b[..., e], rank) for e in range(len(a))), strict=True)
     return torch.stack(downs), torch.stack(ups, -1), max(errors)
 
 
@@ -124,7 +123,7 @@ def _config(folder: Path) -> dict[str, Any]:
             f"{folder} began with init_lora_weights={config['init_lora_weights']!r}, which changes the base, so its factors do not add up "
             "with others; merge each adapter into its base first, then merge the models."
         )
-    return config
+    return config | {name: place_of(str(config[name])) for name in _SAME[:1] if config.get(name)}
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
