@@ -60,11 +60,8 @@ class Failures:
         if outcome.num_cached:
             metrics[f"rewards/{name}/cached"] = Mean(outcome.num_cached, len(outcome.scores))
         logged = [{key: Mean(value, 1)} for key, value in outcome.metrics if not isinstance(value, Total)]
-        totals = [
-            {key: RunningTotal({value.place: float(value)})}
-            for key, value in outcome.metrics
-            if isinstance(value, Total)
-        ]
+        counted = [(key, value) for key, value in outcome.metrics if isinstance(value, Total)]
+        totals = [{key: RunningTotal({value.place: float(value)})} for key, value in counted]
         self._totals = merge_metrics([self._totals, *totals])  # all of the run's: a process that counted may have ended
         self.metrics = merge_metrics([self.metrics, metrics, *logged]) | self._totals
         self.in_a_row[name] = self.in_a_row[name] + 1 if outcome.is_lost else 0

@@ -53,12 +53,8 @@ class RunningTotal:
     """Total so far by the place (a process) that counts it."""
 
     def __add__(self, other: RunningTotal) -> RunningTotal:
-        return RunningTotal(
-            {
-                place: max(part.get(place, -math.inf) for part in (self.parts, other.parts))
-                for place in {**self.parts, **other.parts}
-            }
-        )
+        both, places = (self.parts, other.parts), {**self.parts, **other.parts}
+        return RunningTotal({place: max(part.get(place, -math.inf) for part in both) for place in places})
 
     @property
     def value(self) -> float:
