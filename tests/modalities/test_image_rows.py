@@ -2,15 +2,19 @@
 
 import io
 import json
+import mmap
+import zipfile
 
 import datasets
 import numpy as np
+import pyarrow
 import pytest
 from models import KINDS, PLACEHOLDER, picture, tiny_processor
 from PIL import Image
 from transformers.image_utils import load_image
 
 from covey.data import PromptStream, load
+from covey.data.media.files import expect_files
 from covey.data.media.images import open_image
 from covey.data.media.images import preview_image as preview
 from covey.data.prompts import to_prompt
@@ -210,3 +214,26 @@ def test_a_stream_of_images_inside_of_messages_resumes(processor):
     assert again.take(1)[0].media.digests == first.take(1)[0].media.digests
     with pytest.raises(DataError, match="is not the one of the checkpoint"):
         stream(rows[::-1]).load_state_dict(first.state_dict())
+
+
+def test_files_that_something_else_opens_are_not_looked_for(tmp_path, processor):
+    picture(2).save(tmp_path / "a.png")
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.write(tmp_path / "a.png", "a.png")
+    prompts = [ask("How many?")] * 2
+    opened = lambda rows: {**rows, "image": [Image.open(tmp_path / name) for name in rows["image"]]}
+    transformed = datasets.Dataset.from_dict({"prompt": prompts, "image": ["a.png"] * 2}).with_transform(opened)
+    address = f"zip://a.png::{tmp_path / 'all.zip'}"
+    packed = datasets.Dataset.from_dict({"prompt": prompts, "image": [address] * 2})
+    for table in (transformed, packed.cast_column("image", datasets.Image())):
+        stream = PromptStream(table, processor.tokenizer, processor=processor)
+        assert [prompt.media.count for prompt in stream.take(2)] == [1, 1]
+
+
+def test_images_in_the_table_are_not_copied_to_look_for_files():
+    size = 2**30
+    offsets, empty = pyarrow.py_buffer(np.array([0, size], np.int32)), pyarrow.py_buffer(mmap.mmap(-1, size))
+    content = pyarrow.Array.from_buffers(pyarrow.binary(), 1, [None, offsets, empty])  # memory that nobody touches
+    items = pyarrow.StructArray.from_arrays([content, pyarrow.array([None], pyarrow.string())], ["bytes", "path"])
+    table = datasets.table.InMemoryTable(pyarrow.table({"image": pyarrow.chunked_array([items] * 3)}))
+    expect_files(datasets.Dataset(table, fingerprint="three"), 3, str)

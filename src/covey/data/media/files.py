@@ -58,29 +58,32 @@ def _read(text: str, kind: Kind, where: str) -> bytes:
 def expect_files(dataset: Any, num_rows: int, where: Callable[[int], str]) -> None:
     """Raise DataError for the first path in a media column that leads to no file, a folder, or a file of no or too many bytes.
 
-    Files are not read, so their content may still be damaged. `where`: name of a row in the sentence.
+    Files are not read, so their content may still be damaged. `where`: name of a row in the sentence. Rows that a function makes
+    (`Dataset.set_transform`) are not looked at: it may open what the column names.
     """
-    present = set(dataset.column_names or ())
+    present = set() if dataset.format["type"] == "custom" else set(dataset.column_names or ())
     for kind, column in ((each, name) for each in KINDS for name in each.columns if name in present):
         table = dataset.select_columns([column]).with_format("arrow")
         for start in range(0, num_rows, _BATCH):
             values = table[start : min(start + _BATCH, num_rows)][column]
-            for row, path in _paths(values.combine_chunks()):
+            for row, path in _paths(values):
                 if path is not None and not path.startswith("data:") and _is_unfit(path):
                     content_of(path, kind, f"{where(start + row)}: its {kind.noun}")
 
 
 def _paths(values: Any) -> Iterator[tuple[int, str | None]]:
-    """Row and path of each item, or None where its bytes are in the table."""
+    """Row and path of each item of a chunked array; None where its bytes are in the table, or datasets opens an address (`zip://...`)."""
     rows = pyarrow.array(range(len(values)))
     while pyarrow.types.is_list(values.type) or pyarrow.types.is_large_list(values.type):
         rows, values = rows.take(compute.list_parent_indices(values)), compute.list_flatten(values)
-    if pyarrow.types.is_struct(values.type) and {"bytes", "path"} <= {field.name for field in values.type}:
-        in_table = compute.is_valid(values.field("bytes"))
-        values = compute.if_else(in_table, None, values.field("path"))
+    is_feature = pyarrow.types.is_struct(values.type) and {"bytes", "path"} <= {field.name for field in values.type}
+    if is_feature:
+        in_table = compute.is_valid(compute.struct_field(values, "bytes"))
+        values = compute.if_else(in_table, None, compute.struct_field(values, "path"))
     if not (pyarrow.types.is_string(values.type) or pyarrow.types.is_large_string(values.type)):
         return iter(())
-    return zip(rows.to_pylist(), values.to_pylist(), strict=True)
+    paths = (None if is_feature and "://" in (path or "") else path for path in values.to_pylist())
+    return zip(rows.to_pylist(), paths, strict=True)
 
 
 def _is_unfit(path: str) -> bool:
