@@ -66,6 +66,14 @@ def test_an_answer_whose_reward_is_the_threshold_is_right(threshold):
     assert [Score(threshold=threshold)._of(score) for score in scores] == [1.0, 0.0]
 
 
+@pytest.mark.parametrize("threshold", [1e-9, 1e-6])
+def test_an_answer_without_a_reward_misses_a_threshold_just_above_none(threshold):
+    assessed = Assessment(
+        greedy=(0.0, 0.01), sampled=((0.0,), (0.01,)), texts=("",) * 2, mean_length=1.0, threshold=threshold
+    )
+    assert assessed.right() == [0.0, 1.0]
+
+
 def test_a_difference_of_shares_stays_within_one():
     found = paired_difference([0.0] * 19 + [1.0], [1.0] * 20)
     assert found.high <= 1.0

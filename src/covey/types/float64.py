@@ -15,7 +15,7 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 def reaches(score: float, threshold: float) -> bool:
     """True from the threshold on, up to the rounding of float32, in which rewards are kept: 0.9 is 0.89999998 there."""
-    return score >= threshold - _ROUNDING * max(1.0, abs(threshold))
+    return score >= threshold - _ROUNDING * abs(threshold)
 
 
 def precise(x: Tensor) -> Tensor:
