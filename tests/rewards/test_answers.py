@@ -160,6 +160,7 @@ def turns(*texts):
         ((r"\boxed{6}", "Is there more that I can do in 3 steps?"), "6"),
         ((r"<think>5?</think> \boxed{6}", "<think>all done</think> Bye."), "6"),
         ((r"\boxed{5}", "#### 6"), "6"),
+        ((r"\boxed{6}", "<answer>six, after 3 checks</answer>"), "6"),
         (("#### 6", r"<think>\boxed{5}</think> Bye."), "6"),
         (("The answer is 6.", "I used 2 tools."), "6"),
         ((r"\boxed{5}", r"now \boxed{6"), None),

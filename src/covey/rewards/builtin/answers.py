@@ -38,16 +38,16 @@ _LONGEST_STATEMENT = 2000
 # -- an answer in a text --------------------------------------------------------------------------------------------------
 
 
-def answer_text_of(completion: Any) -> str:
+def answer_text_of(completion: Any, tag: str | None = None) -> str:
     """The text in which a completion's answer stands: the last of the assistant's turns that marks one, or all of them.
 
-    Thoughts are left out of all turns, but kept in a single one, for `conclusion`.
+    A reward that reads `<tag>` counts it as a mark. Thoughts are left out of all turns, but kept in a single one, for `conclusion`.
     """
     turns = turns_of(completion)
     if len(turns) == 1:
         return turns[0]
     turns = [conclusion(turn) for turn in turns]
-    marks = (turn for turn in reversed(turns) if "####" in turn or "</answer>" in turn or _BOX.search(turn))
+    marks = (turn for turn in reversed(turns) if "####" in turn or _BOX.search(turn) or (tag and f"</{tag}>" in turn))
     return next(marks, "\n\n".join(turns))
 
 

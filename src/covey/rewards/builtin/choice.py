@@ -61,7 +61,7 @@ class ChoiceLetter:
     ) -> list[float | None]:
         cells = gold_column("choice", answer, solution)
         golds = [{self._gold(value) for value in values_in(cell)} - {None} for cell in cells]
-        chosen = [self.chosen(answer_text_of(completion)) for completion in completions]
+        chosen = [self.chosen(answer_text_of(completion, "answer")) for completion in completions]
         return [float(c in letters) if letters else None for c, letters in zip(chosen, golds, strict=True)]
 
     def chosen(self, text: str) -> str | None:

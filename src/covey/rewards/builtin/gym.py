@@ -15,7 +15,7 @@ def gym_reward(completion: Any, gym: str | None, **columns: Any) -> float | None
     The answer is in the last `<answer>`, after `####`, in `\boxed{}`, or all that follows the thinking. Needs the column `gym` of
     a data set `gym:<task>`.
     """
-    return None if gym is None else tasks.score(answer_of(answer_text_of(completion)), gym)
+    return None if gym is None else tasks.score(answer_of(answer_text_of(completion, "answer")), gym)
 
 
 def answer_of(text: str) -> str:
