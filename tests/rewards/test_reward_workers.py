@@ -66,6 +66,11 @@ def test_a_function_scores_in_another_process_and_what_it_logs_comes_along(score
     assert os.getpid() not in pids(scorer)
 
 
+def test_a_reward_there_may_have_all_the_time_it_needs(score):
+    scored, _ = score(apart(theirs.length, timeout_seconds=math.inf))
+    assert scored.rewards.tolist() == [[1.0], [2.0]]
+
+
 def test_a_worker_is_used_again_and_partials_and_files_work(score, tmp_path):
     (tmp_path / "mine.py").write_text("def twice(completions, by=2):\n    return [by * len(c) for c in completions]\n")
     from_file = resolve(f"{tmp_path / 'mine.py'}:twice")

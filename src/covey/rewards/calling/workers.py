@@ -69,9 +69,10 @@ class WorkerPool:
     def call(self, keywords: dict[str, Any], logs: tuple[str, ...], seconds: float | None) -> dict[str, Any]:
         """`{"values", "extras", "metrics", "seconds"}` of one call.
 
-        Raises WorkerError when the reward raised, WorkerDied when its process ended, DeadlineError past `seconds`, and
+        Raises WorkerError when the reward raised, WorkerDied when its process ended, DeadlineError past `seconds` (`None` or infinity: never), and
         RewardError when the worker cannot load the reward.
         """
+        seconds = None if seconds == float("inf") else seconds
         with self._room:
             worker = self._take()
             try:
@@ -131,7 +132,7 @@ class _Worker:
             self.process = start_module("covey.rewards.calling.worker", words, (words[0], words[2]), **{INSIDE: "1"})
 
     def ask(self, request: dict[str, Any], seconds: float | None) -> dict[str, Any]:
-        until = None if seconds is None or seconds == float("inf") else time.monotonic() + seconds
+        until = None if seconds is None else time.monotonic() + seconds
         try:
             body = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
             self._limit(until)
