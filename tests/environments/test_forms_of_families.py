@@ -11,6 +11,7 @@ from covey.data.prompts import to_prompt
 from covey.environments import Template, tools_of
 from covey.environments.call_forms import WrittenCall, _JsonCalls, as_mapping, typed_argument
 from covey.environments.calls import Request, ToolRunner
+from covey.environments.keyed_calls import _KeyedCalls
 from covey.errors import ModelError
 from environments.acting import CHATML, chat_tokenizer
 from environments.families import FAMILIES, MUSE
@@ -273,9 +274,20 @@ def test_a_call_that_is_nested_too_deep_is_to_be_written_again(arguments):
     _, (call, other) = form(
         f'CALL{{"name": "add", "arguments": {arguments}}}ENDCALL{{"name": "add", "arguments": {{"a": 1}}}}END'
     )
-    assert re.search(r"(nested more than 60 deep|recursion depth exceeded.*); write it again", call.problem)
+    assert re.search(r"(nested more than 60 deep|recursion depth exceeded.*)\); write it again", call.problem)
     assert (other.arguments, other.problem) == ({"a": 1}, None)
     assert as_mapping(arguments) == arguments
+    assert as_mapping('{"a": "\ud83d"}') == {"a": "\ufffd"}
+
+
+@pytest.mark.parametrize("written", ['{1: 2, "a": 3}', "{(1, 2): 3}", '{{"a": 1}}', "[" * 70 + "]" * 70])
+def test_a_literal_of_python_that_json_cannot_hold_ends_no_run(written):
+    """Metrics and records of a run write arguments as JSON, keys in order."""
+    assert typed_argument(written, {"type": "object"}) == written
+    _, (call,) = _KeyedCalls("CALL", "(", '"')(f"CALLadd(a={written})")
+    assert "write it again" in call.problem
+    assert typed_argument(r'[("\ud83d", 1)]', {"type": "array"}) == [("\ufffd", 1)]
+    assert typed_argument("{1: 2}", {"type": "object"}) == {1: 2}
 
 
 def test_half_of_a_character_in_a_call_or_an_answer_ends_no_run():

@@ -120,11 +120,9 @@ def read_json(text: str, at: int) -> tuple[Any, int, str | None]:
         at += 1
     try:
         value, stop = json.JSONDecoder().raw_decode(text, at)
+        return writable(value), stop, None
     except (ValueError, RecursionError) as error:
         return None, at, f"the call is no JSON ({error}); write it again"
-    if json_depth(text[at:stop].encode()) > MOST_DEPTH:
-        return None, at, f"the call is nested more than {MOST_DEPTH} deep; write it again"
-    return readable(value), stop, None
 
 
 def readable(value: Any) -> Any:
@@ -133,7 +131,14 @@ def readable(value: Any) -> Any:
         return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     if isinstance(value, Mapping):
         return {readable(key): readable(held) for key, held in value.items()}
-    return [readable(held) for held in value] if isinstance(value, list) else value
+    return type(value)(map(readable, value)) if type(value) in (list, tuple) else value
+
+
+def writable(value: Any) -> Any:
+    """`readable` of a value of Python that JSON can hold. Raises RecursionError for one nested too deep, TypeError for keys that are no texts."""
+    if json_depth(json.dumps(value, sort_keys=True, default=str).encode()) > MOST_DEPTH:
+        raise RecursionError(f"nested more than {MOST_DEPTH} deep")
+    return readable(value)
 
 
 @dataclass(frozen=True)
@@ -326,6 +331,6 @@ def _listed(schema: Mapping[str, Any], key: str) -> Sequence[Any]:
 def literal(text: str) -> Any:
     """The value of JSON or of a literal of Python, as some templates write `True` and `None`; any other text as it is."""
     for read in (json.loads, ast.literal_eval):
-        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            return readable(read(text))
+        with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            return writable(read(text))
     return text

@@ -216,6 +216,5 @@ def _failed(request: Request, status: Literal["error", "timeout"], sentence: str
 
 def failed(call: ToolCall, sentence: str, status: Literal["error", "timeout"] = "error") -> ToolCall:
     """The call with an error as its answer."""
-    return replace(
-        call, result=json.dumps({"error": cut(readable(sentence), 2000)}, ensure_ascii=False), status=status, parts=()
-    )
+    answer = json.dumps({"error": cut(readable(sentence), 2000)}, ensure_ascii=False)
+    return replace(call, result=answer, status=status, parts=())

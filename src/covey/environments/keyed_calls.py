@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from covey.environments.call_forms import KEYS, NAME, VALUES, WrittenCall, last_word, literal, readable
+from covey.environments.call_forms import KEYS, NAME, VALUES, WrittenCall, last_word, literal, writable
 
 _MOST_CLOSERS = 64
 """Brackets at which a list or an object of Python is looked for to end."""
@@ -49,8 +49,8 @@ class _KeyedCalls:
             at = match.end()
             try:
                 arguments, at = self._pairs(text, at, _CLOSERS[self.opens])
-                calls.append(WrittenCall(match.group(1), arguments))
-            except (ValueError, RecursionError) as error:
+                calls.append(WrittenCall(match.group(1), writable(arguments)))
+            except (ValueError, TypeError, RecursionError) as error:
                 problem = f"the call's arguments cannot be read ({error}); write it again"
                 calls.append(WrittenCall(match.group(1), text[at:][:200], problem))
             match = further.match(text, at) or (start.search(text, at) if is_marked else None)
@@ -83,13 +83,12 @@ class _KeyedCalls:
     def _whole(self, text: str, at: int) -> tuple[Any, int] | None:
         """A list or an object as JSON, or as Python writes it, and where it ends; None where it is neither."""
         with suppress(ValueError):
-            value, stop = json.JSONDecoder().raw_decode(text, at)
-            return readable(value), stop
+            return json.JSONDecoder().raw_decode(text, at)
         closer = {"{": "}", "[": "]"}[text[at]]
         ends = (match.end() for match in islice(re.finditer(re.escape(closer), text[at:]), _MOST_CLOSERS))
         for end in ends if len(self.quote) == 1 else ():
-            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-                return readable(ast.literal_eval(text[at : at + end])), at + end
+            with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+                return ast.literal_eval(text[at : at + end]), at + end
         return None
 
     def _items(self, text: str, at: int) -> tuple[list[Any], int]:

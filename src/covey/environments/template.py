@@ -321,7 +321,5 @@ def _num_whole(parsed: tuple[str, list[WrittenCall]]) -> int:
 
 def _calls_of(message: Mapping[str, Any]) -> list[WrittenCall]:
     """The calls of a message that the tokenizer's response template parsed."""
-    functions = [call["function"] for call in message.get("tool_calls") or [] if "function" in call]
-    return [
-        WrittenCall(str(call.get("name", "")), readable(as_mapping(call.get("arguments", {})))) for call in functions
-    ]
+    written = lambda call: WrittenCall(str(call.get("name", "")), readable(as_mapping(call.get("arguments", {}))))
+    return [written(call["function"]) for call in message.get("tool_calls") or [] if "function" in call]

@@ -136,7 +136,7 @@ class Choice:
         if not turn.calls:
             return {"content": turn.content, **self._thoughts(turn.thoughts)}
         self.finish = "tool_calls" if self.finish == "stop" else self.finish
-        as_json = lambda value: json.dumps(value, ensure_ascii=False)
+        as_json = lambda value: json.dumps(value, ensure_ascii=False, default=str)
         functions = [{"name": call.name, "arguments": as_json(call.arguments)} for call in turn.calls]
         shown = [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": named} for named in functions]
         return {"content": turn.content or None, **self._thoughts(turn.thoughts), "tool_calls": shown}
