@@ -41,7 +41,7 @@ __all__ = [
     "HalfWeights", "InPlaceLinear", "IndexCache", "Layout", "LogitKernels", "Recomputing", "Routers", "SamplerLinear",
     "SharedPromptAttention", "StepKernels", "TritonDecode", "WeightMatmul", "Window", "add_adapters_inside_products",
     "attention_windows", "cache_factory", "cache_keyword", "choices", "choosing_few", "find_indexers", "find_routers",
-    "footprint", "fuse", "has_states", "has_windows", "in_place_steps", "is_chosen",
-    "learning", "other_layers", "reason_against_choices", "sampling", "state_steps", "tensors_on", "training_heap", "triton_unavailable_reason",
+    "footprint", "fuse", "has_states", "has_windows", "in_place_steps", "is_chosen", "learning", "other_layers",
+    "reason_against_choices", "sampling", "state_steps", "tensors_on", "training_heap", "triton_unavailable_reason",
     "unavailable_reason", "zeros",
 ]  # fmt: skip

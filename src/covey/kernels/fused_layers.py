@@ -274,10 +274,8 @@ def tried(
 ) -> str | None:
     """Trial of a formula's kernels, forward and backward, on random numbers in the form of `tensors`: None, or how it failed."""
     try:
-        with (
-            saved_tensors_hooks(lambda x: x, lambda x: x),
-            torch.inference_mode(False),
-        ):  # apart from the pass around it
+        # apart from the pass around it
+        with saved_tensors_hooks(lambda x: x, lambda x: x), torch.inference_mode(False):
             gap = _gap(formula, strictly_compiled if compiled is _COMPILED else compiled, tensors, rest)
     except Exception as error:  # a compiler fails in many ways; PyTorch's operations do the same work
         if is_out_of_memory(error):
