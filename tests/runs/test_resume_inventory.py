@@ -22,6 +22,7 @@ ALLOWED = {
     r"\.micro_batcher\.largest": "the newest micro-batch, for a sentence about it",
     r"\.outputs\.": "what sampling leaves for the first update after it, before which no checkpoint is written",
     r"\.reference\.moves": "counts within one process, to know whether it moved between two looks",
+    r"\.session\.num_steps": "counts with the clock beside it, which begins anew: the speed is that of this process",
     r"\.session\.last_saved": "a stop before the next step writes the same checkpoint again",
     r"\.prompts\._order\._rows": "the rows of this epoch, drawn again from the seed when they are needed",
 }
