@@ -218,6 +218,7 @@ def _t_quantile(freedom: float) -> float:
 
 
 Metric = Mean | Spread | Sum | RunningTotal | Max | Min | Last | EffectiveSize | Bound
+"""A number of a step that knows how its parts of micro-batches and processes merge."""
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

@@ -23,6 +23,7 @@ Message = Mapping[str, Any]
 """One chat message: `{"role": "user", "content": "What is 2 + 2?"}`."""
 
 Finish = Literal["stop", "length", "error", "turns", "seconds"]
+"""Why a completion ended."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -225,7 +226,7 @@ class Scores:
     slices: tuple[str, ...] | None = None
     """[P], which slice each prompt is in, such as its language. None: nothing asked for slices."""
     episodes: tuple[tuple[EpisodeNotes | None, ...], ...] | None = None
-    """[P][G], turns of each completion. None: no completion has any."""
+    """P lists of G: turns of each completion. None: no completion has any."""
 
     @cached_property
     def total(self) -> Tensor:
@@ -288,7 +289,7 @@ def _weighted(rewards: Tensor, weights: Tensor) -> Tensor:
 
 
 def episodes_in(groups: Sequence[Group]) -> tuple[tuple[EpisodeNotes | None, ...], ...] | None:
-    """[P][G], what is known of the turns of each completion; None where nothing is."""
+    """P lists of G: what is known of the turns of each completion; None where nothing is."""
     episodes = tuple(tuple(completion.episode for completion in group.completions) for group in groups)
     return episodes if any(episode is not None for row in episodes for episode in row) else None
 
