@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -13,7 +14,7 @@ import torch
 from fake_server import nudged
 
 from covey.demo import model_path
-from covey.errors import ConfigError
+from covey.errors import ConfigError, ServerError
 from covey.models import load_model, load_tokenizer
 from covey.rollout import SamplingParams
 from covey.rollout.agreement import plain_logprobs
@@ -92,6 +93,25 @@ def test_a_server_that_is_started_again_between_two_samples_is_sent_the_same_wei
     assert drawn(sampler, model) < FLOAT
 
 
+def test_a_server_that_dies_amid_sampling_and_stays_away_ends_the_run_in_one_sentence(running, tmp_path):
+    model = load_model("demo")
+    sampler = sampler_of(running, model, tmp_path, timeout=4.0)
+    counted(sampler, dies=lambda: killed(running))
+    with pytest.raises(ServerError, match=r"No vLLM server answers at .* within 4 seconds .* Start one"):
+        drawn(sampler, model, MANY, most=40)
+    start_again(running).join()
+    assert drawn(sampler, model) < FLOAT
+
+
+def test_a_server_that_comes_back_without_the_endpoints_of_updates_ends_the_run_in_one_sentence(running, tmp_path):
+    model = load_model("demo")
+    sampler = sampler_of(running, model, tmp_path, timeout=600.0)
+    assert drawn(sampler, model) < FLOAT
+    start_again(running, VLLM_SERVER_DEV_MODE="0").join()
+    with pytest.raises(ServerError, match=r"lacks .*/server_info.* start it with covey serve-vllm MODEL"):
+        drawn(sampler, model)
+
+
 MANY = [f"{i} + {i} =" for i in range(40)]
 
 
@@ -126,5 +146,6 @@ def start_again(running, **more):
 
 
 def killed(running):
-    os.killpg(running.process.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # killed before
+        os.killpg(running.process.pid, signal.SIGKILL)
     running.process.wait()
