@@ -1,4 +1,4 @@
-"""Processor cores that a process may use."""
+"""Processor cores that a process may use, and the processes that share a machine."""
 
 import math
 import os
@@ -20,4 +20,9 @@ def usable_cores() -> int:
 
 def cores_of_rank() -> int:
     """This process's share of the usable cores, which the ranks of this machine divide."""
-    return max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, usable_cores() // processes_here())
+
+
+def processes_here() -> int:
+    """Processes of the run on this machine, which share its memory and cores."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +17,7 @@ from covey.config.combinations import FEATURES, expect_together, features_of, na
 from covey.data import EngineLength
 from covey.data.live import LiveDataset
 from covey.errors import ConfigError, did_you_mean
+from covey.process.cores import processes_here
 from covey.process.sharding import Shards
 from covey.process.world import World
 from covey.rollout import SamplingParams
@@ -316,7 +316,7 @@ def worker_devices(name: str | None, learner: torch.device) -> list[str]:
     if name is None:
         if learner.type != "cuda":
             return [learner.type]
-        behind = max((learner.index or 0) + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        behind = max((learner.index or 0) + 1, processes_here())
         return [f"cuda:{i}" for i in range(behind, torch.cuda.device_count())] or [str(learner)]
     try:
         torch.empty(0, device=name)

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any
 from covey.errors import StorageError
 from covey.learner.soundness import expect_sound, parameter_names, saved_weights, state_fault, weight_fault
 from covey.monitor.trackers import reads_checkpoints
+from covey.process.cores import processes_here
 from covey.process.lean import TrainerState
 from covey.process.memory import free_memory
 from covey.process.shard_files import FOLDER, shards_refused, taken_out
@@ -97,7 +97,7 @@ class Saver:
         world = parts.world
         tree, split = taken_out(tree)
         waits = (
-            self._must_wait(sum(local(value).nbytes for value in split.values()) * _processes_here())
+            self._must_wait(sum(local(value).nbytes for value in split.values()) * processes_here())
             or not world.can_post
         )
         if not world.any(waits):
@@ -265,11 +265,6 @@ class Saver:
             keep=self.args.save_total_limit,
             best=None if best is None or marked is None else str(marked),
         )
-
-
-def _processes_here() -> int:
-    """Processes of the run on this machine, which share its memory."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _write(
