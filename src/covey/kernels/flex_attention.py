@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from covey.errors import first_line
 from covey.kernels.attention_product import AttentionProduct
 from covey.kernels.compiled_cache import keep_compiled_code
 from covey.kernels.layout import Layout
@@ -199,8 +200,7 @@ def tried(heads: AttentionHeads) -> str | None:
         except Exception as error:  # a compiler fails in many ways; SDPA is the fallback
             if is_out_of_memory(error):
                 raise
-            message = (str(error).strip().splitlines() or [""])[0]
-            return f"it does not compile or run here ({type(error).__name__}: {message[:200]})"
+            return f"it does not compile or run here ({type(error).__name__}: {first_line(error)[:200]})"
         most = {torch.float64: 1e-9, torch.float32: 1e-2}.get(heads.dtype, 3e-2)  # float32 products may be TF32's
         if not gap < most:
             return f"its values differ from explicit attention's by {gap:.1g}"

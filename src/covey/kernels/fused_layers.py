@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from covey.errors import first_line
 from covey.kernels.adapted_layers import products_of
 from covey.kernels.compiled_cache import keep_compiled_code
 from covey.kernels.gates import Gate, gated, gated_backward, gated_halves, gated_halves_backward, recognised_gate
@@ -87,8 +88,9 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
             if is_out_of_memory(error):
                 raise
             is_plain = True
-            message = (str(error).strip().splitlines() or [""])[0]
-            logger.warning("%s is computed by PyTorch's operations from now on: %s", function.__name__, message[:200])
+            logger.warning(
+                "%s is computed by PyTorch's operations from now on: %s", function.__name__, first_line(error)[:200]
+            )
             return function(*args)
 
     return run
@@ -280,8 +282,7 @@ def tried(
     except Exception as error:  # a compiler fails in many ways; PyTorch's operations do the same work
         if is_out_of_memory(error):
             raise
-        message = (str(error).strip().splitlines() or [""])[0]
-        return f"does not compile or run here ({type(error).__name__}: {message[:200]})"
+        return f"does not compile or run here ({type(error).__name__}: {first_line(error)[:200]})"
     return None if gap < 5e-3 else f"differs from them by {gap:.1g}"  # the rounding of both is 1e-4
 
 

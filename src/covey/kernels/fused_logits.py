@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from covey.errors import first_line
 from covey.kernels.fused_layers import Compile, compiled, strictly_compiled, triton_unavailable_reason
 from covey.process.memory import is_out_of_memory
 
@@ -126,8 +127,7 @@ class LogitKernels:
         except Exception as error:  # a compiler fails in many ways; PyTorch's operations do the same work
             if is_out_of_memory(error):
                 raise
-            message = (str(error).strip().splitlines() or [""])[0]
-            return f"their kernels do not compile or run here ({type(error).__name__}: {message[:200]})"
+            return f"their kernels do not compile or run here ({type(error).__name__}: {first_line(error)[:200]})"
         gap = max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
         return None if gap < 1e-2 else f"their kernels differ from PyTorch's operations by {gap:.1g}"
 
