@@ -90,9 +90,10 @@ def _report(
     from covey.evaluation.intervals import bounded_mean, paired_difference, proportion
     from covey.types import reaches
 
-    right = [float(reaches(x, options["threshold"])) for x in voted]
+    rights = lambda row: [float(reaches(x, options["threshold"])) for x in row]
+    right = rights(voted)
     ensemble = proportion(int(sum(right)), len(right))
-    shares = {name: [_share(row, options["threshold"]) for row in rows] for name, rows in alone.items()}
+    shares = {name: [_share(rights(row)) for row in rows] for name, rows in alone.items()}
     members = {name: bounded_mean(values) for name, values in shares.items()}
     best = max(members, key=lambda name: members[name].value)
     difference = paired_difference(shares[best], right)
@@ -119,8 +120,6 @@ def _report(
     output.result(f"accuracy of the ensemble minus that of {best}: {difference.in_words('points', 100.0)}")
 
 
-def _share(row: Sequence[float], threshold: float) -> float:
+def _share(right: Sequence[float]) -> float:
     """Share of a member's answers to a prompt that are right; 0 where it gave none."""
-    from covey.types import reaches
-
-    return sum(reaches(x, threshold) for x in row) / len(row) if row else 0.0
+    return sum(right) / len(right) if right else 0.0
