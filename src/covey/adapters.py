@@ -165,8 +165,7 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
     refuse_second_adapter(model, peft_config)
     if peft_config is None:
         if has_adapter(model):
-            _settle_configurations(model)
-            _settle_patterns(model)
+            _settle(model)
         return model
     try:
         from peft import PeftConfig, get_peft_model
@@ -196,8 +195,7 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
                 "leave the experts out of target_parameters and target_modules."
             ) from error
         raise ConfigError(f"peft_config cannot be used with this model: {first_line(error)}") from error
-    _settle_configurations(adapted)
-    used = _settle_patterns(adapted)
+    used = _settle(adapted)
     for option, keys in entries.items():
         if idle := [key for key in keys if key not in used]:
             logger.warning(
@@ -209,12 +207,13 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
     return adapted
 
 
-def _settle_configurations(adapted: Any) -> None:
-    """Name a base that is a folder by its whole path: elsewhere a relative one is no model, or another. Refuse activated LoRA."""
+def _settle(adapted: Any) -> set[str]:
+    """Name a base folder by its whole path, since a relative one is another elsewhere; refuse activated LoRA; `_settle_patterns`."""
     for config in adapted.peft_config.values():
         _refuse_activated(config.to_dict())
         if config.base_model_name_or_path:
             config.base_model_name_or_path = place_of(str(config.base_model_name_or_path))
+    return _settle_patterns(adapted)
 
 
 def _settle_patterns(adapted: Any) -> set[str]:
@@ -397,4 +396,5 @@ def scaling(config: Mapping[str, Any]) -> float:
 
 
 def place_of(name: str) -> str:
+    """The whole path of a model that is a folder here; any other name as it is."""
     return str(Path(name).expanduser().resolve()) if Path(name).expanduser().exists() else name

@@ -123,7 +123,9 @@ def _config(folder: Path) -> dict[str, Any]:
             f"{folder} began with init_lora_weights={config['init_lora_weights']!r}, which changes the base, so its factors do not add up "
             "with others; merge each adapter into its base first, then merge the models."
         )
-    return config | {name: place_of(str(config[name])) for name in _SAME[:1] if config.get(name)}
+    if base := config.get("base_model_name_or_path"):
+        config["base_model_name_or_path"] = place_of(str(base))
+    return config
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
