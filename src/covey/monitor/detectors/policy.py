@@ -197,8 +197,8 @@ class RouterDrift:
     """`router_drift`: some layer's experts share the load less evenly than at the start, or `changed` of the choices differ.
 
     Less evenly: the entropy of the load falls to `fall` of its start, or the share of tokens that pass by the busiest expert to
-    `others` of its start. The entropy is that of the layer with the lowest, over log E. Differences are measured with `router_replay='R3'`, which records
-    the sampler's choices.
+    `others` of its start. The entropy is that of the layer with the lowest, over log E. Differences are measured with
+    `router_replay='R3'`, which records the sampler's choices.
     """
 
     fall: float = 0.7
@@ -213,9 +213,8 @@ class RouterDrift:
             return None
         start = fmean(entropy.start(self.window))
         changed = fmean(seen["experts/changed"].last(self.window) or [0.0])
-        load, before = (
-            fmean(part(self.window)) for part in (seen["experts/max_load"].last, seen["experts/max_load"].start)
-        )
+        loads = seen["experts/max_load"]
+        load, before = fmean(loads.last(self.window)), fmean(loads.start(self.window))
         evidence = {"entropy": fmean(last), "entropy_at_start": start, "max_load": load, "changed": changed}
         alerts = []
         if fmean(last) <= self.fall * start or 1 - load <= self.others * (1 - before):
