@@ -30,7 +30,7 @@ from covey.models.passes import (
 
 __all__ = [
     "SharedBase", "accepts", "as_model_errors", "auto_class", "computing", "config_of", "context_limit", "decoder_of",
-    "disable_dropout", "dtype_of", "encoder_of", "evaluating", "first_line", "float32_stream", "keep_float32_products", "load_model",
-    "load_tokenizer", "multiplies_in_float32", "quiet_bars", "reads_media", "resolve_source", "short_name",
+    "disable_dropout", "dtype_of", "encoder_of", "evaluating", "first_line", "float32_stream", "keep_float32_products",
+    "load_model", "load_tokenizer", "multiplies_in_float32", "quiet_bars", "reads_media", "resolve_source", "short_name",
     "unwrapped", "widens_stream",
 ]  # fmt: skip

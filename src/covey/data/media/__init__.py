@@ -9,7 +9,7 @@ from covey.data.media.sounds import open_sound
 from covey.data.media.videos import open_video
 
 __all__ = [
-    "KINDS", "MEDIA_COLUMNS", "MEDIA_PARTS", "SOUND", "Kind", "as_returned", "expect_files", "has_media", "items_of", "media_digest",
-    "media_prompt", "open_image", "open_sound", "open_video", "parts_of", "png", "refuse_openai_parts", "row_kinds", "row_media",
-    "sound_reader", "undecoded", "with_items", "with_paths",
+    "KINDS", "MEDIA_COLUMNS", "MEDIA_PARTS", "SOUND", "Kind", "as_returned", "expect_files", "has_media", "items_of",
+    "media_digest", "media_prompt", "open_image", "open_sound", "open_video", "parts_of", "png", "refuse_openai_parts",
+    "row_kinds", "row_media", "sound_reader", "undecoded", "with_items", "with_paths",
 ]  # fmt: skip

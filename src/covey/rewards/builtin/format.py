@@ -99,8 +99,8 @@ class JsonSchema:
     """1.0 where the text is one JSON value that satisfies a JSON schema, 0.0 elsewhere.
 
     `schema` is a mapping or a path of a JSON file; without it, the column `schema` holds each prompt's own (a mapping or
-    JSON text; `None` abstains). In a mapping of a column, a null is a field that other rows have, which the table filled in. The text may stand in one code fence when `fenced` is true, and nothing may stand around
-    it. `NaN`, `Infinity` and a key that occurs twice are no JSON. References to other files or addresses are not followed.
+    JSON text; `None` abstains). In a mapping of a column, a null is a field that other rows have, which the table filled in.
+    The text may stand in one code fence when `fenced` is true, and nothing may stand around it. `NaN`, `Infinity` and a key that occurs twice are no JSON. References to other files or addresses are not followed.
     Needs jsonschema (`pip install 'covey[rewards]'`).
     """
 
