@@ -7,7 +7,7 @@ own code chooses.
 import copy
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -80,9 +80,8 @@ def _casts_to_float32(module: nn.Module) -> bool:
 
 def _leave_autocast(module: nn.Module, args: tuple[Any, ...]) -> None:
     device = next(module.parameters()).device.type
-    left: AbstractContextManager[Any] | None = None
-    if torch.is_autocast_enabled(device):
-        left = torch.autocast(device, enabled=False)
+    left = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else None
+    if left is not None:
         left.__enter__()
     _here.__dict__.setdefault("left", []).append(left)
 
