@@ -378,9 +378,11 @@ def test_the_kernels_results_do_not_depend_on_the_number_of_threads(types):
             back, sums = kernels.norm_backward(gradient, x, weight, scales)
             gated = kernels.gate(gate, up), *kernels.gate_backward(gradient, gate, up)
             found.append(([out, scales, back, *gated, kernels.rotate(heads, angles.cos(), angles.sin())], sums))
-    for same, sums in found[1:]:
+    terms = gradient.double() * x.double() * found[0][0][1].double()[:, None]
+    rounding = 2**-22 * terms.abs().sum(0)  # of a term and of the sum; a row left out is 0.1
+    for same, sums in found:
         assert all(one.equal(two) for one, two in zip(found[0][0], same, strict=True))
-        torch.testing.assert_close(sums, found[0][1])  # each thread adds its own rows
+        assert ((sums - terms.sum(0)).abs() <= rounding).all()  # each thread adds its own rows, in an order of its own
 
 
 def test_what_is_not_finite_stays_so():
