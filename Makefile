@@ -9,8 +9,8 @@ PEER   := .venv-trl
 VLLM   := .venv-vllm
 # a package is compiled when it is imported, but for those of .venv, which every test imports
 INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
-# processes that share the tests
-WORKERS ?= 2
+# processes that share the tests: one more than two cores, since a test of a run waits for processes of its own
+WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # the files with such a mark, or with `kit.rest_nightly`: reading all of them takes ten seconds of each process
 marked = $(shell grep -rlE "mark\.$(1)|rest_$(1)" tests --include="test_*.py")
