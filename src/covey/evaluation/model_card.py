@@ -115,7 +115,7 @@ class Card:
         steps = [step for step in evaluations.steps(folder, name) if step <= self.step]
         if not steps:
             return
-        read = lambda step: evaluations.by_question(evaluations.read(folder / name / f"step-{step:06d}.parquet"))
+        read = lambda step: evaluations.by_question(evaluations.read(evaluations.path_of(folder, name, step)))
         first, last = read(steps[0]), read(steps[-1])
         both = sorted(set(first) & set(last))
         before, after = _estimated(first, steps[0]), _estimated(last, steps[-1])

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from covey.runs.manifest import number_or_json, to_json
-from covey.runs.storage import refuse_link, write_atomically
+from covey.runs.step_files import write_table
 from covey.types import Group
 
 FOLDER = "completions"
@@ -22,11 +21,7 @@ FOLDER = "completions"
 
 def write(folder: Path, step: int, groups: Sequence[Group], reward_names: Sequence[str]) -> None:
     """Write the file of this step, whole or not at all. OSError when the disk refuses."""
-    refuse_link(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    content = pa.BufferOutputStream()
-    pq.write_table(table_of(step, groups, reward_names), content)
-    write_atomically(folder / f"completions_{step:05d}.parquet", content.getvalue().to_pybytes())
+    write_table(folder / f"completions_{step:05d}.parquet", table_of(step, groups, reward_names), "snappy")
 
 
 def truncate_to(folder: Path, step: int) -> None:

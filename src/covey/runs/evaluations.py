@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,16 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.errors import RunFolderError
+from covey.runs import step_files
 from covey.runs.manifest import to_json
 from covey.runs.metrics import JsonLines, line_of
-from covey.runs.storage import refuse_link, write_atomically
+from covey.runs.storage import refuse_link
 
 if TYPE_CHECKING:  # readers should not wait for torch
     from covey.types import Group
 
 FOLDER = "evaluations"
 LOG = "evaluations.jsonl"
-_FILE = re.compile(r"step-(\d+)\.parquet")
 
 
 def rows_of(groups: Sequence[Group], names: Sequence[str], weights: Sequence[float]) -> list[dict[str, Any]]:
@@ -56,16 +55,14 @@ def rows_of(groups: Sequence[Group], names: Sequence[str], weights: Sequence[flo
 def write(folder: Path, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> Path:
     """Write the answers of one evaluation, whole or not at all, and return the path. OSError when the disk refuses."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    path = folder / name.replace("/", "_") / f"step-{step:06d}.parquet"
     refuse_link(folder)
-    refuse_link(path.parent)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), sink, compression="zstd")
-    write_atomically(path, sink.getvalue().to_pybytes())
-    return path
+    return step_files.write_table(path_of(folder, name, step), pa.Table.from_pylist([dict(row) for row in rows]))
+
+
+def path_of(folder: Path, name: str, step: int) -> Path:
+    """The file of the set `name` at a step; `folder` is the run's `evaluations`."""
+    return step_files.path_of(folder / name.replace("/", "_"), step)
 
 
 def record(run: Path, step: int, name: str, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
@@ -90,9 +87,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def steps(folder: Path, name: str = "eval") -> list[int]:
     """Steps at which the set `name` was evaluated, in order; `folder` is the run's `evaluations`."""
-    place = folder / name
-    matches = [match for path in place.iterdir() if (match := _FILE.fullmatch(path.name))] if place.is_dir() else []
-    return sorted(int(match[1]) for match in matches)
+    return step_files.steps(folder / name)
 
 
 def sets(folder: Path) -> list[str]:
@@ -120,9 +115,7 @@ def by_question(rows: Sequence[Mapping[str, Any]], column: str = "reward") -> di
 def truncate_to(folder: Path, step: int) -> None:
     """Remove the files of later steps, which a resumed run will write again."""
     for name in sets(folder):
-        for later in steps(folder, name):
-            if later > step:
-                (folder / name / f"step-{later:06d}.parquet").unlink()
+        step_files.truncate_to(folder / name, step)
 
 
 def digest(prompt: Any) -> str:

@@ -61,7 +61,7 @@ def preference_pairs(run: Path, options: PairOptions) -> Pairs:
         )
     made, num_groups, num_level = list[dict[str, Any]](), 0, 0
     for step in in_range:
-        for members in _groups(rollouts.read(folder / f"step-{step:06d}.parquet")):
+        for members in _groups(rollouts.read(rollouts.path_of(folder, step))):
             num_groups += 1
             pair = _pair(members, options)
             num_level += pair is None

@@ -11,8 +11,6 @@ of the rewards), `reward/<function>` as it gave it (null: not scored), `advantag
 
 import json
 import math
-import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +23,12 @@ from covey.errors import RunFolderError
 from covey.runs.evaluations import total_of
 from covey.runs.manifest import number_or_json, to_json
 from covey.runs.previews import FOLDERS, folder_of
-from covey.runs.storage import refuse_link, sync_folder, temporary_sibling
+from covey.runs.step_files import path_of as path_of
+from covey.runs.step_files import steps as steps
+from covey.runs.step_files import truncate_to as truncate_to
+from covey.runs.step_files import write_table
 from covey.types import Completion, Group, Prompt, TokenNumbers
 
-_FILE = re.compile(r"step-(\d+)\.parquet")
 _PER_TOKEN = ("logprobs", "old_logp", "ref_logp", "values", "mask", "observations")
 
 
@@ -47,21 +47,8 @@ def write(
     `weights` [R] of the total of groups that have no `totals`, ones by default. `render` gives the prompt as the model read it; by default its text, or
     its messages a line each. `per_token` adds columns: for each name, the numbers [T] of each completion of each group.
     """
-    refuse_link(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step-{step:06d}.parquet"
     table = table_of(step, groups, reward_names, weights=weights, render=render, per_token=per_token)
-    temporary = temporary_sibling(path)
-    try:
-        pq.write_table(table, temporary, compression="zstd")
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(folder)
-    return path
+    return write_table(path_of(folder, step), table)
 
 
 def table_of(
@@ -110,26 +97,15 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and (step == 1 or step % every == 0)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of one file, in order. RunFolderError for a file that is missing or damaged."""
+def read(path: Path, prefixes: Sequence[str] = ("",)) -> list[dict[str, Any]]:
+    """The rows of one file, in order, with the columns whose names begin so. RunFolderError for a file that is missing or damaged."""
     try:
-        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+        with pq.ParquetFile(path) as file:
+            names = [name for name in file.schema_arrow.names if name.startswith(tuple(prefixes))]
+            rows: list[dict[str, Any]] = file.read(columns=names).to_pylist()
     except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's errors are ValueErrors
         raise RunFolderError(f"{path} cannot be read as rollouts ({error}); the other steps still can.") from error
     return rows
-
-
-def steps(folder: Path) -> list[int]:
-    """Steps whose rollouts are on the disk, in order."""
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
-
-
-def truncate_to(folder: Path, step: int) -> None:
-    """Remove the files of later steps, which a resumed run will write again."""
-    for later in steps(folder):
-        if later > step:
-            (folder / f"step-{later:06d}.parquet").unlink()
 
 
 def thin(folder: Path, limit: int) -> None:
@@ -139,7 +115,7 @@ def thin(folder: Path, limit: int) -> None:
     """
     while len(present := steps(folder)) > limit:
         for step in present[1 : max(3, len(present) // 2) : 2]:
-            (folder / f"step-{step:06d}.parquet").unlink(missing_ok=True)
+            path_of(folder, step).unlink(missing_ok=True)
 
 
 def plain_prompt(prompt: Prompt) -> str:
@@ -276,14 +252,3 @@ def _texts(values: Iterable[str | None]) -> pa.Array:
 
 def _or_null(value: float) -> float | None:
     return None if math.isnan(value) else value
-
-
-def read_columns(path: Path, prefixes: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows of one file with only the columns whose names begin so. RunFolderError for a file that cannot be read."""
-    try:
-        with pq.ParquetFile(path) as file:
-            names = [name for name in file.schema_arrow.names if name.startswith(tuple(prefixes))]
-            rows: list[dict[str, Any]] = file.read(columns=names).to_pylist()
-    except (OSError, ValueError, NotImplementedError) as error:
-        raise RunFolderError(f"{path} cannot be read as rollouts ({error}); the other steps still can.") from error
-    return rows

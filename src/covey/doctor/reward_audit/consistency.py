@@ -82,7 +82,7 @@ def recorded_groups(run: Path, steps: tuple[int, int | None], sample: int) -> tu
         raise RunFolderError(f"{run} has no rollouts of these steps; a run writes them as --rollout-log-steps says.")
     groups, names = list[Group](), list[str]()
     for step in selected:
-        rows = rollouts.read(folder / f"step-{step:06d}.parquet")
+        rows = rollouts.read(rollouts.path_of(folder, step))
         names = [name.removeprefix("reward/") for name in rows[0] if name.startswith("reward/")]
         groups += groups_of(rows, names)
     count = max(1, sample // max(1, groups[0].size))

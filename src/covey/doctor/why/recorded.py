@@ -71,7 +71,7 @@ def load(run_dir: Path, step: int) -> Recorded:
     if step < 1:
         raise ConfigError(f"--step {step}: the first step of a run is 1.")
     folder = run_dir / f"checkpoint-{step - 1}"
-    path = run_dir / "rollouts" / f"step-{step:06d}.parquet"
+    path = rollouts.path_of(run_dir / "rollouts", step)
     if not folder.is_dir() or not path.is_file():
         last = max((row["step"] for row in _logged_rows(run_dir)), default=0)
         if step > last:
@@ -165,7 +165,7 @@ def _logged_rows(run_dir: Path) -> list[dict[str, Any]]:
 def _earlier(folder: Path, step: int, names: Sequence[str], room: int) -> Iterator[Group]:
     """Groups of the files before a step, newest first, of `room` completions at most; an older file of another form ends them."""
     for before in sorted((earlier for earlier in rollouts.steps(folder) if earlier < step), reverse=True):
-        rows = rollouts.read(folder / f"step-{before:06d}.parquet")
+        rows = rollouts.read(rollouts.path_of(folder, before))
         if room < len(rows) or any(name not in rows[0] for name in ("prompt_ids", "advantage", *_columns(names))):
             return
         room -= len(rows)

@@ -59,7 +59,7 @@ class Run:
 
     def answers(self, name: str, step: int) -> list[dict[str, Any]]:
         """One row an answer; empty where the run did not keep them. RunFolderError for a file that cannot be read."""
-        path = self.path / evaluations.FOLDER / name.replace("/", "_") / f"step-{step:06d}.parquet"
+        path = evaluations.path_of(self.path / evaluations.FOLDER, name, step)
         if not path.is_file():
             return []
         try:

@@ -203,7 +203,7 @@ def _samples(run: Run) -> str:
     parts = []
     for step in dict.fromkeys((steps[0], steps[-1])):
         try:
-            rows = rollouts.read(run.path / "rollouts" / f"step-{step:06d}.parquet")
+            rows = rollouts.read(rollouts.path_of(run.path / "rollouts", step))
         except RunFolderError as error:
             parts.append(f"<p>{text(error)}</p>")
             continue

@@ -77,7 +77,7 @@ class Run:
             raise RunFolderError(
                 f"{self.path} kept no completions of step {step}; it has {_brief(self.rollout_steps)}."
             )
-        return rollouts.read(self.path / "rollouts" / f"step-{step:06d}.parquet")
+        return rollouts.read(rollouts.path_of(self.path / "rollouts", step))
 
     def plot(self, *names: str) -> Picture:
         """Figures of these metrics, or the usual ones. Raises ConfigError for a metric that the run does not have."""

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import TypeAlias
 
+from covey.runs.step_files import path_of
 from covey.runs.storage import kind_of
 
 _FILE = re.compile(r"step-(\d{6,15})\.parquet")
@@ -71,7 +72,7 @@ class FilesOnDisk:
 
     def _look_again(self) -> None:
         for step in sorted(self._marks, key=lambda step: self._marks[step][1])[-_LAST:]:
-            mark = _mark_of(self.folder / f"step-{step:06d}.parquet")
+            mark = _mark_of(path_of(self.folder, step))
             if mark is None:
                 del self._marks[step]
             else:

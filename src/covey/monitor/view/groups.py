@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from covey.monitor.view.files import FilesOnDisk, Mark
+from covey.runs.step_files import path_of
 from covey.runs.storage import open_plain
 
 _SCALARS = ("group", "prompt_uid", "finish", "num_tokens", "reward", "advantage")
@@ -91,7 +92,7 @@ class GroupIndex:
 
     def path_of(self, step: int) -> Path:
         """The file of a step."""
-        return self.folder / f"step-{step:06d}.parquet"
+        return path_of(self.folder, step)
 
     def _read(self, steps: Sequence[int]) -> np.ndarray:
         """The groups of some files; those that cannot be read are named in `unreadable`."""

@@ -12,7 +12,6 @@ from covey.monitor.view.groups import read_columns
 from covey.runs import evaluations
 
 _METRIC = re.compile(r"(?P<set>eval.*?)_(?:reward|rewards/(?P<reward>.+)/mean)")
-_FILE = "step-{:06d}.parquet"
 _MOST_STEPS = 400
 
 
@@ -37,7 +36,7 @@ class HeldOut:
         return estimate.low, estimate.high
 
     def _of(self, name: str, step: int) -> Mapping[str, intervals.Estimate]:
-        path = self.folder / name.replace("/", "_") / _FILE.format(step)
+        path = evaluations.path_of(self.folder, name, step)
         try:
             facts = path.lstat()
         except OSError:
