@@ -3,12 +3,14 @@
 import math
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from covey.doctor.finding import Finding, failed, passed, warned
 from covey.doctor.trial import Trial
 from covey.evaluation.intervals import proportion
 from covey.types import Group
+from covey.types.values import weighted_total
 
 AREA = "signal"
 _FEW = 0.2
@@ -73,8 +75,8 @@ def carrying(groups: Sequence[Group], weights: Tensor) -> Finding:
     """The share of groups that would teach something at step 0, with Wilson's 95% interval over prompts."""
     alive = sum(teaches(group) for group in groups)
     share = proportion(alive, len(groups))
-    totals = [value for group in groups for value in totals_of(group, weights) if not math.isnan(value)]
-    mean = sum(totals) / len(totals) if totals else math.nan
+    rewards = [weighted_total(group.rewards, weights) for group in groups if group.rewards is not None]
+    mean = float(torch.cat(rewards).nanmean())
     facts = {"share": share.value, "low": share.low, "high": share.high, "groups": len(groups), "mean_reward": mean}
     sentence = (
         f"{alive} of {len(groups)} groups would carry signal at step 0: {100 * share.value:.0f}% "
@@ -92,14 +94,6 @@ def carrying(groups: Sequence[Group], weights: Tensor) -> Finding:
 def teaches(group: Group) -> bool:
     """True if any of its answers has an advantage other than 0."""
     return group.advantages is not None and bool((group.advantages.nan_to_num(0.0).abs() > 1e-8).any())
-
-
-def totals_of(group: Group, weights: Tensor) -> list[float]:
-    """[G], weighted rewards, NaN where none scored."""
-    assert group.rewards is not None
-    is_scored = ~group.rewards.isnan()
-    totals = (group.rewards.nan_to_num(0.0) * weights).sum(-1)
-    return [float(value) if bool(has) else math.nan for value, has in zip(totals, is_scored.any(-1), strict=True)]
 
 
 def update(trial: Trial) -> Finding:

@@ -21,6 +21,7 @@ from covey.process.counting import tell
 from covey.rewards import Scorer
 from covey.rollout import Sampler, SamplingParams
 from covey.types import Group, Prompt, reaches
+from covey.types.values import weighted_total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +144,7 @@ def scored_answers(
 def totals(group: Group, scorer: Scorer) -> tuple[float, ...]:
     """Weighted reward of each completion of a scored group; NaN where no reward scored it."""
     assert group.rewards is not None
-    scored = ~group.rewards.isnan()
-    total = (group.rewards.nan_to_num(0.0) * scorer.weights).sum(-1)
-    return tuple(total.masked_fill(~scored.any(-1), math.nan).tolist())
+    return tuple(weighted_total(group.rewards, scorer.weights).tolist())
 
 
 def _mean_reward(values: Sequence[float], seen: Sequence[float]) -> Estimate:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from covey.rewards.scales import Scale, seen_scales, verdicts
 from covey.types import Group, Mean, Metric, Spread
+from covey.types.values import weighted_total
 
 _TIED = 1e-8
 """TRL calls a group tied when `torch.isclose(std, 0)`, whose absolute tolerance this is."""
@@ -35,7 +36,7 @@ def reward_metrics(
         raise ValueError("reward_metrics needs scored groups; pass them through the scorer first.")
     weights = torch.as_tensor(weights, dtype=torch.float32)
     scores = torch.cat([group.rewards for group in groups if group.rewards is not None])  # [N, R]
-    total = _total(scores, weights)  # [N]
+    total = weighted_total(scores, weights)  # [N]
     metrics: dict[str, Metric] = {}
     for index, name in enumerate(names):
         column = scores[:, index]
@@ -48,7 +49,7 @@ def reward_metrics(
     reward_scales = seen_scales(groups, len(names)) if scales is None else scales
     return (
         metrics
-        | _tied_metric([_total(each, weights) for each in rewards])
+        | _tied_metric([weighted_total(each, weights) for each in rewards])
         | _verdict_metrics(rewards, weights, reward_scales)
     )
 
@@ -70,7 +71,7 @@ def mean_score(group: Group, weights: Tensor | Sequence[float]) -> float:
 
 
 def _scored_totals(rewards: Tensor, weights: Tensor) -> Tensor:
-    total = _total(rewards, weights)
+    total = weighted_total(rewards, weights)
     return total[~total.isnan()]  # [<= G]
 
 
@@ -92,9 +93,3 @@ def _verdict_metrics(rewards: Sequence[Tensor], weights: Tensor, scales: Sequenc
         passed += bool(right.numel() and right.all())
         failed += bool(wrong.numel() and wrong.all())
     return {"groups/all_pass": Mean(passed, len(rewards)), "groups/all_fail": Mean(failed, len(rewards))}
-
-
-def _total(scores: Tensor, weights: Tensor) -> Tensor:
-    """[N], the weighted sum with NaN counting 0, NaN where no reward scored."""
-    total = (scores.nan_to_num(0.0) * weights).sum(-1)
-    return total.masked_fill(scores.isnan().all(-1), torch.nan)

@@ -231,7 +231,7 @@ class Scores:
     @cached_property
     def total(self) -> Tensor:
         """[P, G], weighted sum over functions, NaN counting 0; NaN only where no function scored."""
-        return _weighted(self.per_function, self.weights)
+        return weighted_total(self.per_function, self.weights)
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -268,7 +268,7 @@ class Scores:
         greedy = None
         if all(group.greedy_rewards is not None for group in groups):
             stacked = torch.stack([group.greedy_rewards for group in groups if group.greedy_rewards is not None])
-            greedy = _weighted(stacked, weights)
+            greedy = weighted_total(stacked, weights)
         return Scores(
             per_function=per_function,
             weights=weights,
@@ -282,8 +282,8 @@ class Scores:
         )
 
 
-def _weighted(rewards: Tensor, weights: Tensor) -> Tensor:
-    """[...] from rewards [..., R]: the weighted sum, NaN counting 0; NaN only where no function scored."""
+def weighted_total(rewards: Tensor, weights: Tensor) -> Tensor:
+    """[...] from rewards [..., R] and weights [R]: the weighted sum, NaN counting 0; NaN only where no function scored."""
     total = (rewards.nan_to_num(0.0) * weights).sum(-1)
     return total.masked_fill(rewards.isnan().all(-1), math.nan)
 
