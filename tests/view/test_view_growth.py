@@ -180,12 +180,10 @@ def test_thinning_keeps_the_lowest_the_highest_and_every_gap() -> None:
     values = np.sin(steps / 500)
     values[[123, 7000]] = (9.0, -9.0)
     values[4321] = NOT_FINITE
-    drawn = thin(steps, values, 200)
-    assert len(drawn.steps) <= 620
-    assert {124.0, 7001.0, 4322.0} <= set(drawn.steps.tolist())
-    assert np.isnan(drawn.values[drawn.steps == 4322.0]).all()
-    assert (drawn.hidden, drawn.not_finite) == (10_000 - len(drawn.steps), 1)
-    assert np.all(np.diff(drawn.steps) > 0)
+    places = thin(steps, values, 200)
+    assert len(places) <= 620
+    assert {124.0, 7001.0, 4322.0} <= set(steps[places].tolist())
+    assert np.all(np.diff(places) > 0)
 
 
 def test_time_by_phase_adds_up_to_the_step(tmp_path: Path) -> None:

@@ -234,10 +234,11 @@ def _guard(kind: type, trackers: Trackers) -> type:
 
     def guard(event: str) -> Callable[..., Any]:
         def heard(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            arguments = {
-                key: _drop_undefined(value) if isinstance(value, dict) else value for key, value in kwargs.items()
-            }
-            arguments = {key: value for key, value in arguments.items() if key not in _OF_TRAINING}
+            # trackers warn about metrics that have no value
+            defined = lambda value: (
+                {n: v for n, v in value.items() if v is not None} if isinstance(value, dict) else value
+            )
+            arguments = {key: defined(value) for key, value in kwargs.items() if key not in _OF_TRAINING}
             now = copy.copy(state), copy.copy(control)  # training continues with its own
             call = partial(getattr(kind, event), self, args, *now, **arguments)
             what = f"{event} at step {state.global_step}"
@@ -259,11 +260,6 @@ def _guard(kind: type, trackers: Trackers) -> type:
 
     heard = [event for event in _GUARDED if getattr(kind, event) is not getattr(TrainerCallback, event)]
     return type(name, (kind,), {"on_train_begin": on_train_begin, **{event: guard(event) for event in heard}})
-
-
-def _drop_undefined(metrics: dict[str, Any]) -> dict[str, Any]:
-    """A copy without metrics that have no value, which trackers warn about."""
-    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def _same_mlflow_run() -> Callable[[], object]:

@@ -94,7 +94,8 @@ class UpdateMeter:
         if name not in self._sizes:
             weight = module.get_base_layer().weight
             sampled = _sample(weight)
-            self._sizes[name] = _square(sampled) * weight.numel() / max(sampled.numel(), 1)  # rows of others are alike
+            square = sampled.float().square().sum().item()
+            self._sizes[name] = square * weight.numel() / max(sampled.numel(), 1)  # rows of others are alike
         return self._sizes[name]
 
     def _add(self, moved: dict[str, float], size: dict[str, float], name: str, change: float, whole: float) -> None:
@@ -175,7 +176,3 @@ def _sample_size(parameter: Tensor) -> int:
 
 def _stride(count: int) -> int:
     return -(-count // _SAMPLE) | 1
-
-
-def _square(x: Tensor) -> float:
-    return x.float().square().sum().item()

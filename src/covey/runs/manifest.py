@@ -62,10 +62,14 @@ def describe(
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Differences between two manifests in fields that affect the numbers: `{"config.learning_rate": [1e-6, 1e-5]}`."""
-    before = _flat({name: old.get(name) for name in _COMPARED})
-    after = _flat({name: new.get(name) for name in _COMPARED})
+    before, after = compared(old), compared(new)
     names = sorted(set(before) | set(after))
     return {name: [before.get(name), after.get(name)] for name in names if before.get(name) != after.get(name)}
+
+
+def compared(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that affect the numbers, by dotted name."""
+    return _flat({name: manifest.get(name) for name in _COMPARED})
 
 
 def write(path: Path, manifest: Mapping[str, Any]) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import mimetypes
 from collections.abc import AsyncIterator, Callable
 from itertools import chain, islice
 from pathlib import Path
@@ -12,9 +11,10 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
 
 from covey.errors import CoveyError
 from covey.monitor.view import browsing
@@ -48,8 +48,8 @@ def make_app(library: Library, token: str | None = None, *, watch: bool = True) 
 
     ask = {name: _json(call, library) for name, call in _CALLS.items()}
     routes: list[Any] = [Route(f"/api/{name}", endpoint) for name, endpoint in ask.items()]
-    routes.append(Mount("/", _Page(_PAGE)))
-    return Guard(_Polite(Starlette(routes=routes, lifespan=lifespan), library), token)
+    routes.append(Mount("/", StaticFiles(directory=_PAGE, html=True)))
+    return Guard(Starlette(routes=routes, lifespan=lifespan), token)
 
 
 def runs(library: Library, request: Request) -> Any:
@@ -227,34 +227,6 @@ _CALLS: dict[str, Callable[[Library, Request], Any]] = {
 }  # fmt: skip
 
 
-class _Page:
-    """The files of a folder, kept in memory; nothing else can be asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        paths = [path for path in folder.rglob("*") if path.is_file()]
-        self._files = {f"/{path.relative_to(folder).as_posix()}": (path.read_bytes(), path.name) for path in paths}
-        self._files["/"] = self._files["/index.html"]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        file = self._files.get(scope["path"])
-        if file is None:
-            await PlainTextResponse("Not found.", 404)(scope, receive, send)
-            return
-        kind = mimetypes.guess_type(file[1])[0] or "text/plain"
-        await Response(file[0], media_type="text/javascript" if file[1].endswith(".js") else kind)(scope, receive, send)
-
-
-class _Polite:
-    """Notifies the library of every request, so that its indexing yields."""
-
-    def __init__(self, app: ASGIApp, library: Library) -> None:
-        self.app, self.library = app, library
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.library.touch()
-        await self.app(scope, receive, send)
-
-
 class _Json(JSONResponse):
     def render(self, content: Any) -> bytes:
         return json.dumps(_finite(content), allow_nan=False, separators=(",", ":")).encode()
@@ -275,6 +247,7 @@ def _json(call: Callable[[Library, Request], Any], library: Library) -> Callable
     """An endpoint; not a coroutine, so Starlette runs it on a thread."""
 
     def endpoint(request: Request) -> Response:
+        library.touch()  # its indexing yields
         try:
             result = call(library, request)
             return result if isinstance(result, Response) else _Json(result)

@@ -48,17 +48,16 @@ def rows(
         after = start + len(places)
     texts = prompts_of(index, table, places)
     return {
-        "rows": [_row(table[place]) | beginning for place, beginning in zip(places, texts, strict=True)],
+        "rows": [
+            {name: table[place][name].item() for name in _PLAIN} | {"uid": str(table[place]["uid"])} | beginning
+            for place, beginning in zip(places, texts, strict=True)
+        ],
         "next": after if after < len(order) else None,
         "matching": len(order),
         "groups": len(table),
         "completions": int(table["size"].sum()),
         "files_left": index.pending,
     }
-
-
-def _row(group: Any) -> dict[str, Any]:
-    return {name: group[name].item() for name in _PLAIN} | {"uid": str(group["uid"])}
 
 
 def group_of(run: Path, index: GroupIndex, step: int, group: int) -> dict[str, Any]:
@@ -108,13 +107,9 @@ def _media(row: Mapping[str, Any], messages: Any) -> tuple[list[str], list[str]]
 def _sound(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row with texts of bounded length; a list by token holds numbers, or is left out."""
     bounded = {name: cut(value, _LONGEST_TEXT) if isinstance(value, str) else value for name, value in row.items()}
-    plain = {name: value if isinstance(value, list) else shown(value) for name, value in bounded.items()}
-    plain |= {name: value for name, value in bounded.items() if isinstance(value, str)}
-    return {name: value for name, value in plain.items() if not isinstance(value, list) or all(map(_is_number, value))}
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float)
+    plain = {name: value if isinstance(value, list | str) else shown(value) for name, value in bounded.items()}
+    is_number = lambda value: value is None or isinstance(value, bool | int | float)
+    return {name: value for name, value in plain.items() if not isinstance(value, list) or all(map(is_number, value))}
 
 
 def _completion(row: Mapping[str, Any], tokenizer: Path | None) -> dict[str, Any]:

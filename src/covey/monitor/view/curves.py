@@ -13,7 +13,6 @@ from covey.monitor.view.about_run import elapsed
 
 if TYPE_CHECKING:
     from covey.monitor.view.reading import RunView
-from dataclasses import dataclass
 
 AXES = ("step", "time", "tokens")
 """Steps; hours of training since the first step; tokens of prompts and completions so far."""
@@ -64,14 +63,14 @@ def mean_of(
 def _draw(steps: np.ndarray, values: np.ndarray, points: int, low: float | None, high: float | None) -> dict[str, Any]:
     start = 0 if low is None else int(np.searchsorted(steps, low))
     end = len(steps) if high is None else int(np.searchsorted(steps, high, side="right"))
-    drawn = thin(steps[start:end], values[start:end], points)
+    places = start + thin(steps[start:end], values[start:end], points)
     return {
-        "steps": drawn.steps.tolist(),
-        "values": _plain(drawn.values),
-        "hidden": drawn.hidden,
-        "not_finite": drawn.not_finite,
+        "steps": steps[places].tolist(),
+        "values": _plain(values[places]),
+        "hidden": end - start - len(places),
+        "not_finite": int((~np.isfinite(values[start:end])).sum()),
         "total": len(steps),
-        "places": (drawn.places + start).tolist(),
+        "places": places.tolist(),
     }
 
 
@@ -114,45 +113,25 @@ def _cell(name: str) -> str:
     return f"'{name}" if name[:1] in "=+-@\t\r" else name
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Downsampled series."""
-
-    steps: np.ndarray
-    """[k]"""
-    values: np.ndarray
-    """[k], NaN where the metric was not finite: a gap."""
-    hidden: int
-    """Points of the range that are not drawn."""
-    not_finite: int
-    """Values of the range that were NaN or infinite."""
-    places: np.ndarray
-    """[k], indices into the full series."""
-
-
-def thin(steps: np.ndarray, values: np.ndarray, points: int) -> Curve:
-    """At most about `points` of `steps` [n] (in order) and `values` [n] (`inf`: not finite).
+def thin(steps: np.ndarray, values: np.ndarray, points: int) -> np.ndarray:
+    """Places [k] of at most about `points` of `steps` [n] (in order) and `values` [n] (`inf`: not finite).
 
     Buckets are powers of two of steps wide and start at multiples of it, so a reload or a shifted window draws the same points.
     """
-    bad = ~np.isfinite(values)
     if len(steps) <= points:
-        return Curve(steps, np.where(bad, np.nan, values), 0, int(bad.sum()), np.arange(len(steps)))
+        return np.arange(len(steps))
+    bad = ~np.isfinite(values)
     span = float(steps[-1] - steps[0]) + 1
     width = 1
     while span / width > points / 2:
         width *= 2
     starts = np.flatnonzero(np.diff(steps // width, prepend=-1))
-    chosen = [
-        _first_where(
-            values == _each(np.minimum, values, starts), starts
-        ),  # `inf` stands for values that are not finite
+    chosen = [  # `inf` stands for values that are not finite
+        _first_where(values == _each(np.minimum, values, starts), starts),
         _first_where(values == _each(np.maximum, np.where(bad, -np.inf, values), starts), starts),
         _first_where(bad, starts),
     ]
-    places = np.unique(np.concatenate(chosen))
-    values = np.where(bad[places], np.nan, values[places])
-    return Curve(steps[places], values, len(steps) - len(places), int(bad.sum()), places)
+    return np.unique(np.concatenate(chosen))
 
 
 def _each(of: np.ufunc, values: np.ndarray, starts: np.ndarray) -> np.ndarray:

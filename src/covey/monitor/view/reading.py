@@ -236,29 +236,9 @@ class Library:
 
 def differences(runs: Sequence[RunView]) -> list[dict[str, Any]]:
     """Differences between the manifests of the runs: `[{"name": "config.beta", "values": [0, 0.1]}]`; a source is text."""
-    manifests = [run.manifest() for run in runs]
-    if not manifests:
-        return []
-    names = sorted({name for other in manifests[1:] for name in _changed(manifests[0], other)})
-    return [{"name": name, "values": [_at(run_json, name) for run_json in manifests]} for name in names]
-
-
-def _changed(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    return list(manifest.changes(first, other))
-
-
-def _at(tree: Any, name: str) -> Any:
-    """The value under a dotted name; a key may hold dots itself."""
-    if not name:
-        return tree
-    if not isinstance(tree, Mapping):
-        return None
-    for key in tree:
-        if name == key or name.startswith(f"{key}."):
-            value = _at(tree[key], name[len(key) + 1 :])
-            if value is not None:
-                return value
-    return None
+    entries = [manifest.compared(run.manifest()) for run in runs]
+    rows = [{"name": name, "values": [of.get(name) for of in entries]} for name in sorted(set().union(*entries))]
+    return [row for row in rows if any(value != row["values"][0] for value in row["values"])]
 
 
 def _name_of(algorithm: Any) -> str | None:
