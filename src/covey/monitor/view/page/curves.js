@@ -27,7 +27,7 @@ export function curvesPage(main) {
   const panels = new Map();
   const due = new Set();
   const grid = h("div", { class: "plots" });
-  const bar = toolbar(kept, { range, smooth, log, axis, seeds, heights, filter: later(arrange, 100) });
+  const bar = toolbar(kept, { range, smooth, set, filter: later(arrange, 100) });
   const told = h("div");
   const story = h("div");
   fill(main, h("h1", {}, "Curves"), story, told, bar.element, legend(() => panels.forEach(want)), grid);
@@ -126,41 +126,21 @@ export function curvesPage(main) {
     bar.count(names.length, there.size);
   }
 
+  /** Draw all with these settings, of which the address keeps `words`. */
+  function set(settings, words) {
+    Object.assign(kept, settings);
+    amend(words);
+    panels.forEach(want);
+  }
+
   function range(low, high) {
-    [kept.low, kept.high] = [low, high];
-    amend({ from: low, to: high });
     bar.range(low, high);
-    for (const panel of panels.values()) want(panel);
+    set({ low, high }, { from: low, to: high });
   }
 
   function smooth(value) {
-    kept.smooth = value;
     bar.smooth(value);
-    amend({ smooth: value > 1 ? value : null });
-    for (const panel of panels.values()) want(panel);
-  }
-
-  function log(isLog) {
-    kept.isLog = isLog;
-    for (const panel of panels.values()) want(panel);
-  }
-
-  function axis(value) {
-    kept.axis = value;
-    amend({ x: value === "step" ? null : value });
-    for (const panel of panels.values()) want(panel);
-  }
-
-  function heights(floor, ceiling) {
-    [kept.floor, kept.ceiling] = [floor, ceiling];
-    amend({ low: floor, high: ceiling });
-    for (const panel of panels.values()) want(panel);
-  }
-
-  function seeds(isOn) {
-    kept.seeds = isOn;
-    amend({ seeds: isOn });
-    for (const panel of panels.values()) want(panel);
+    set({ smooth: value }, { smooth: value > 1 ? value : null });
   }
 
   async function alerts() {
@@ -279,13 +259,14 @@ function toolbar(kept, calls) {
     SMOOTH.map((steps) => h("option", { value: steps, selected: steps === kept.smooth }, steps === 1 ? "not smoothed" : `mean of ${steps} steps`)));
   const floor = h("input", { type: "number", step: "any", value: kept.floor ?? "", placeholder: "lowest", "aria-label": "Lowest value" });
   const ceiling = h("input", { type: "number", step: "any", value: kept.ceiling ?? "", placeholder: "highest", "aria-label": "Highest value" });
-  for (const field of [floor, ceiling]) field.addEventListener("change", () => calls.heights(numberOf(floor.value), numberOf(ceiling.value)));
+  const heights = (low, high) => calls.set({ floor: low, ceiling: high }, { low, high });
+  for (const field of [floor, ceiling]) field.addEventListener("change", () => heights(numberOf(floor.value), numberOf(ceiling.value)));
   const filter = h("input", { type: "search", placeholder: "Find a metric", "aria-label": "Find a metric", oninput: calls.filter });
   const all = h("input", { type: "checkbox" });
-  const over = h("select", { "aria-label": "Axis", onchange: () => calls.axis(over.value) },
+  const over = h("select", { "aria-label": "Axis", onchange: () => calls.set({ axis: over.value }, { x: over.value === "step" ? null : over.value }) },
     Object.entries(AXES).map(([name, text]) => h("option", { value: name, selected: name === kept.axis }, text)));
-  const seeds = h("input", { type: "checkbox", checked: kept.seeds, onchange: () => calls.seeds(seeds.checked) });
-  const log = h("input", { type: "checkbox", onchange: () => calls.log(log.checked) });
+  const seeds = h("input", { type: "checkbox", checked: kept.seeds, onchange: () => calls.set({ seeds: seeds.checked }, { seeds: seeds.checked }) });
+  const log = h("input", { type: "checkbox", onchange: () => calls.set({ isLog: log.checked }, {}) });
   const count = h("small");
   return {
     element: h("div", { class: "bar" }, filter, h("label", {}, all, "all metrics"), h("label", {}, "steps ", from, " to ", to),

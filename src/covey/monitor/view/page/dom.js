@@ -33,6 +33,24 @@ export function visible(text) {
     .replace(DIRECTION, "\ufffd");
 }
 
+/** A dot of a colour, as legends and tooltips have it. */
+export function dot(colour) {
+  const element = h("span", { class: "dot" });
+  element.style.backgroundColor = colour;
+  return element;
+}
+
+/** An entry of a legend. */
+export const entry = (name, colour) => h("span", { class: "key" }, dot(colour), name);
+
+/** Move the focus along links with j and k; false for other keys. */
+export function walk(key, links) {
+  const by = { j: 1, k: -1 }[key];
+  if (!by) return false;
+  links[Math.min(Math.max(links.indexOf(document.activeElement) + by, 0), links.length - 1)]?.focus();
+  return true;
+}
+
 /** A variable of the style sheet, in the theme there is now. */
 export const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 

@@ -1,7 +1,7 @@
 // The pictures of the page of curves: one metric of all chosen runs, or how rewards lie among the groups of one.
 
 import { ask } from "./api.js";
-import { fill, h, short } from "./dom.js";
+import { entry, fill, h, short } from "./dom.js";
 import { areas, band, line, Plot } from "./plot.js";
 import { chosenRuns, colourOf, hiddenRuns, markOf } from "./state.js";
 
@@ -129,7 +129,7 @@ export function signalShares(run) {
       const { steps, signal, all_best: best, all_same: same } = await spreadOf(run, now);
       const parts = [{ name: "differ", values: signal, colour: "#2f7fc1" }, { name: "all best", values: best, colour: "#3a9d5d" }, { name: "all alike", values: same, colour: "#9aa3ad" }];
       return {
-        note: steps.length ? parts.map((part) => h("span", { class: "key" }, dot(part.colour), part.name)) : "no rollouts yet", top: 1, series: areas(steps, parts),
+        note: steps.length ? parts.map((part) => entry(part.name, part.colour)) : "no rollouts yet", top: 1, series: areas(steps, parts),
       };
     },
   };
@@ -144,7 +144,7 @@ export function phaseSeconds(run) {
     async load(now) {
       const { steps, seconds } = await phasesOf(run, now);
       const parts = Object.entries(seconds).map(([name, values], at) => ({ name, values, colour: PHASES[name] ?? MORE[at % MORE.length] }));
-      return { note: steps.length ? parts.map((part) => h("span", { class: "key" }, dot(part.colour), part.name)) : "not recorded", series: areas(steps, parts) };
+      return { note: steps.length ? parts.map((part) => entry(part.name, part.colour)) : "not recorded", series: areas(steps, parts) };
     },
   };
 }
@@ -168,14 +168,8 @@ export function memoryUse(run) {
       const { steps, memory } = await phasesOf(run, now);
       const colours = [...Object.values(PHASES), ...MORE];
       const parts = Object.entries(memory).map(([name, values], at) => [name.replace(/_gb$/, "").replaceAll("_", " "), values, colours[at % colours.length]]);
-      return { note: parts.map(([name, , colour]) => h("span", { class: "key" }, dot(colour), name)),
+      return { note: parts.map(([name, , colour]) => entry(name, colour)),
         series: parts.map(([name, values, colour]) => line({ steps, values }, { name, colour })) };
     },
   };
-}
-
-function dot(colour) {
-  const element = h("span", { class: "dot" });
-  element.style.backgroundColor = colour;
-  return element;
 }

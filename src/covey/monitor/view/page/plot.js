@@ -1,6 +1,6 @@
 // One picture: lines, bands or stacked areas over steps, with alerts as marks. Tooltips are text nodes.
 
-import { axisTexts, fill, h, short, style } from "./dom.js";
+import { axisTexts, dot, fill, h, short, style } from "./dom.js";
 import { pictureOf } from "./picture.js";
 
 const SEVERITY = { error: "#c23b4b", warning: "#d9730d", info: "#7f8a96" };
@@ -176,11 +176,8 @@ export class Plot {
     if (!found.length) return;
     const values = found.map(([one, at]) => [one, chart.data[0][at], one.told ? one.told[one.steps.indexOf(chart.data[0][at])] : chart.data[this.lines.indexOf(one) + 1][at]]);
     const alert = this.alerts.find((one) => Math.abs(chart.valToPos(this.placeOf(one)[0], "x") - left) <= NEAR);
-    fill(this.tip, h("div", {}, AXES[this.axis](values[0][1])), values.map(([one, , value]) => {
-      const dot = h("span", { class: "dot" });
-      dot.style.backgroundColor = one.stroke;
-      return h("div", {}, dot, `${one.name}: ${short(value, 4)}${interval(one, chart, idxs[this.lines.indexOf(one) + 1])}`);
-    }), alert ? h("div", {}, `${alert.severity} of ${alert.run} at step ${alert.step}: ${alert.said}`) : null);
+    fill(this.tip, h("div", {}, AXES[this.axis](values[0][1])), values.map(([one, , value]) =>
+      h("div", {}, dot(one.stroke), `${one.name}: ${short(value, 4)}${interval(one, chart, idxs[this.lines.indexOf(one) + 1])}`)), alert ? h("div", {}, `${alert.severity} of ${alert.run} at step ${alert.step}: ${alert.said}`) : null);
     const isRight = left > chart.over.clientWidth / 2;
     Object.assign(this.tip.style, { left: isRight ? "auto" : `${left + 12}px`, right: isRight ? `${chart.over.clientWidth - left + 12}px` : "auto" });
   }

@@ -1,7 +1,7 @@
 // Every prompt with its history: solved, flaky, unsolved, forgotten; where it was seen and how it went.
 
 import { ask, isStale } from "./api.js";
-import { fill, h, later, letGo, short, visible } from "./dom.js";
+import { fill, h, later, letGo, short, visible, walk } from "./dom.js";
 import { amend, chosenRuns, link, place, shared } from "./state.js";
 
 const ROWS = 20;
@@ -99,13 +99,6 @@ export function promptsPage(main) {
     leave() { kept.isGone = true; watcher.disconnect(); },
     moved: restart,
     live: () => { if (scrollY < 200 && !body.contains(document.activeElement)) restart(); },
-    key(pressed) {
-      const links = [...body.querySelectorAll(".said a")];
-      const at = links.indexOf(document.activeElement);
-      if (pressed === "j") links[Math.min(at + 1, links.length - 1)]?.focus();
-      else if (pressed === "k") links[Math.max(at - 1, 0)]?.focus();
-      else return false;
-      return true;
-    },
+    key: (pressed) => walk(pressed, [...body.querySelectorAll(".said a")]),
   };
 }

@@ -1,6 +1,6 @@
 // The table of runs: what each is, how far it got, what is chosen for the other pages.
 
-import { fill, h, short, visible } from "./dom.js";
+import { fill, h, short, visible, walk } from "./dom.js";
 import { noteOf, saveNote } from "./notes.js";
 import { age, duration } from "./story.js";
 import { choose, chosenRuns, colourOf, link, markOf, shared } from "./state.js";
@@ -96,14 +96,7 @@ export function runsPage(main) {
   draw();
   return {
     live: draw,
-    key(key) {
-      const links = [...body.querySelectorAll("a")];
-      const at = links.indexOf(document.activeElement);
-      if (key === "j") links[Math.min(at + 1, links.length - 1)]?.focus();
-      else if (key === "k") links[Math.max(at - 1, 0)]?.focus();
-      else return false;
-      return true;
-    },
+    key: (pressed) => walk(pressed, [...body.querySelectorAll("a")]),
   };
 }
 

@@ -1,7 +1,7 @@
 // Lengths, Policy and Rewards: pages that show how numbers of single completions are spread, from a sample of steps.
 
 import { ask, isStale } from "./api.js";
-import { fill, h, later, short } from "./dom.js";
+import { entry, fill, h, later, short } from "./dom.js";
 import { begins, csvOf, heatMap, histogram, matrix, stretch } from "./heat.js";
 import { areas, line, Plot } from "./plot.js";
 import { amend, chosenRuns, place, shared } from "./state.js";
@@ -78,12 +78,6 @@ function plotOf(title, note, series, options = {}) {
   };
 }
 
-const key = (...parts) => parts.map(([name, colour]) => {
-  const dot = h("span", { class: "dot" });
-  dot.style.backgroundColor = colour;
-  return h("span", { class: "key" }, dot, name);
-});
-
 export function lengthsPage(main) {
   return samplePage(main, {
     title: "Lengths", call: "lengths", sentence: "Tokens of completions, and whether the update favours longer or shorter ones.",
@@ -95,7 +89,7 @@ export function lengthsPage(main) {
         heatMap("length by step", "tokens; each step by its own fullest row", { steps, rows, cells: told.counts, unit: "completions" }),
         told.above.some(Boolean) || told.below.some(Boolean) ? histogram("lengths by advantage", "blue: made likelier; orange: made less likely", { rows, what: "tokens",
           lists: [{ name: "advantage above 0:", counts: told.above }, { name: "below 0:", counts: told.below }] }) : null,
-        plotOf("mean length", key(["all", GREY], ["advantage above 0", BLUE], ["below 0", ORANGE]), [["all", told.mean, GREY], ["advantage above 0", told.mean_above, BLUE], ["advantage below 0", told.mean_below, ORANGE]]
+        plotOf("mean length", [entry("all", GREY), entry("advantage above 0", BLUE), entry("below 0", ORANGE)], [["all", told.mean, GREY], ["advantage above 0", told.mean_above, BLUE], ["advantage below 0", told.mean_below, ORANGE]]
           .filter(([, values]) => has(values)).map(([name, values, colour]) => line({ steps, values }, { name, colour }))),
         plotOf("cut off at the limit", "share of completions", areas(steps, [{ name: "cut off", values: told.cut, colour: ORANGE }]), { top: 1 }),
       ];
