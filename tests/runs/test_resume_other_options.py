@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,24 @@ def test_a_batch_of_other_processes_is_refused_with_the_rows_that_make_it(run: P
         ConfigError, match=r"generation_batch_size=8 .* \(per_device_train_batch_size=8 on the processes"
     ):
         again(run, tmp_path / "run", per_device_train_batch_size=4)  # as on half as many
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"optim": "sgd"}, {"num_generations": 2}, {"per_device_train_batch_size": 4}, {"loss_type": "dr_grpo"}],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_checkpoint_that_was_copied_alone_remembers_what_a_run_cannot_change(
+    changed: dict[str, Any], run: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(run / "checkpoint-2", tmp_path / "copied" / "checkpoint-2")  # without the run.json beside it
+    with pytest.raises(ConfigError, match=r"checkpoint-2 had .*cannot be gone on with") as raised:
+        again(tmp_path / "copied", tmp_path / "run", **changed)
+    assert raised.value.exit_code == 2
+    (tmp_path / "copied" / "run.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be gone on with"):
+        again(tmp_path / "copied", tmp_path / "run", **changed)
+    assert not checkpoint.checkpoints(tmp_path / "run")
 
 
 def with_algorithm(folder: Path, algorithm: Any, as_option: bool, steps: int) -> Any:

@@ -83,11 +83,7 @@ def differences(
     if before is None or not isinstance(before.get("config"), Mapping):
         return []
     now = {"config": manifest.to_json(mask(dict(config))), "dataset": {"rows": rows}, "model": dict(model or {})}
-    is_object = any(_is_object(config.get("algorithm")) for config in (before["config"], now["config"]))
-    for name, why in _DECISIVE.items():
-        if _differs(before["config"], now["config"], name) and not (name == "algorithm" and is_object):
-            how = _rows_for(before["config"], now["config"]) if name == "generation_batch_size" else ""
-            raise _refusal(run_dir, name, before["config"][name], now["config"][name], why, how)
+    _refuse_decisive(run_dir, before["config"], now["config"])
     for part, name, what in (
         ("dataset", "rows", "the number of rows of the data set"),
         ("model", "class", "the model's class"),
@@ -109,6 +105,24 @@ def differences(
     ]
     named = [f"{name} {was} -> {now_is}" for name, was, now_is in [*shown, *others]]
     return named + _other_parts(before, now, named)
+
+
+def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that a run cannot change on its way, as JSON: a checkpoint holds them, since it may be copied without its `run.json`."""
+    return dict(manifest.to_json({name: config[name] for name in _DECISIVE if name in config}))
+
+
+def expect_same_decisive(checkpoint: Path, before: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless the `decisive` options of a checkpoint are those of the run."""
+    _refuse_decisive(checkpoint, before, manifest.to_json(dict(config)))
+
+
+def _refuse_decisive(place: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    is_object = any(_is_object(config.get("algorithm")) for config in (before, now))
+    for name, why in _DECISIVE.items():
+        if _differs(before, now, name) and not (name == "algorithm" and is_object):
+            how = _rows_for(before, now) if name == "generation_batch_size" else ""
+            raise _refusal(place, name, before[name], now[name], why, how)
 
 
 def _other_parts(before: Mapping[str, Any], now: Mapping[str, Any], named: Sequence[str]) -> list[str]:

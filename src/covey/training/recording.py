@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from covey.adapters import has_adapter
-from covey.errors import CheckpointError, RewardError, SpoiledError, first_line
+from covey.errors import CheckpointError, ConfigError, RewardError, SpoiledError, first_line
 from covey.files.bounded import MOST_DEPTH, json_depth
 from covey.learner.optimizer import follow_options, schedule_of
 from covey.learner.shard_optimizer import load_saved_state, saved_state
@@ -25,6 +25,7 @@ from covey.process.sharding import are_on_host, are_split, load_whole_state, sha
 from covey.process.world import World
 from covey.rollout import NativeSampler
 from covey.runs import RunFolder, checkpoint, evaluations, rollouts
+from covey.runs.resuming import decisive, expect_same_decisive
 from covey.training.evaluator import Forgetting, best_checkpoint, restore_average
 from covey.training.parts import Parts
 from covey.training.session import Session
@@ -64,6 +65,7 @@ def checkpoint_tree(parts: Parts, state: TrainState) -> dict[str, Any]:
     learner = parts.learner
     return {
         "state": state.to_dict(),
+        "decisive": decisive(parts.session.args.to_dict()),
         "optimizer": saved_state(learner.optimizer),
         "scheduler": learner.scheduler.state_dict(),
         "options": {"groups": learner.options, "factors": schedule_of(learner.scheduler)},
@@ -93,6 +95,8 @@ def as_checkpoint_errors(folder: Path) -> Iterator[None]:
     """Turn errors of the content of a checkpoint, whose files are intact, into a CheckpointError."""
     try:
         yield
+    except (CheckpointError, ConfigError):
+        raise
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
@@ -111,6 +115,7 @@ def _restored(parts: Parts, folder: Path) -> TrainState:
         raise CheckpointError(
             f"{folder} was saved with save_only_model, so it holds no state to resume from; give it as the model instead."
         )
+    expect_same_decisive(folder, tree.get("decisive", {}), parts.session.args.to_dict())
     learner = parts.learner
     load_weights(learner.policy.model, folder)
     load_saved_state(learner.optimizer, tree["optimizer"])
