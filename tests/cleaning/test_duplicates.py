@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import closing
 from pathlib import Path
 
 import numpy
@@ -17,7 +18,7 @@ LONG = "A baker bakes 12 loaves of bread every morning and sells each of them fo
 
 def found(texts, answers=None, near=0.8, batch=7):
     words = Words()
-    with Duplicates(near) as duplicates:
+    with closing(Duplicates(near)) as duplicates:
         for start in range(0, len(texts), batch):
             part = texts[start : start + batch]
             duplicates.add(

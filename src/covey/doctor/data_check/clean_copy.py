@@ -64,15 +64,16 @@ def clean(inspection: Inspection, output: Path) -> Cleaned:
     report = report_of(output)
     count = Counter[str]()
     dropped = Counter[str]()
-    with _appearing(output, report) as (rows, lines):
+    with appearing(output, report) as (rows, lines):
         for record, faults in _with_faults(inspection):
             count["rows"] += 1
-            fatal = [kind for kind, _, _ in faults if kind.action == "drop"]
+            fatal = [kind.name for kind, _, _ in faults if kind.action == "drop"]
             if fatal:
-                dropped[fatal[0].name] += 1
-                lines.write(_line(_of_dropped(record, faults, inspection)))
+                dropped[fatal[0]] += 1
+                why = [f"is {record.fault}"] if record.row is None else _reasons(faults, "drop", inspection)
+                facts = {"row": record.number, "did": "dropped", "kinds": fatal, "why": why}
+                lines.write(_line({**facts, "begins": begins(record, inspection)}))
                 continue
-            changes = None
             if any(kind.action == "change" for kind, _, _ in faults):
                 assert record.row is not None
                 mended, _ = repaired_row(dict(record.row), inspection.settings.mended)
@@ -104,12 +105,6 @@ def _with_faults(inspection: Inspection) -> Iterator[tuple[Record, list[tuple[Ki
 
 def _reasons(faults: list[tuple[Kind, int, float]], action: str, inspection: Inspection) -> list[str]:
     return [inspection.reason(kind, other, amount) for kind, other, amount in faults if kind.action == action]
-
-
-def _of_dropped(record: Record, faults: list[tuple[Kind, int, float]], inspection: Inspection) -> dict[str, Any]:
-    why = [f"is {record.fault}"] if record.row is None else _reasons(faults, "drop", inspection)
-    kinds = [kind.name for kind, _, _ in faults if kind.action == "drop"]
-    return {"row": record.number, "did": "dropped", "kinds": kinds, "why": why, "begins": begins(record, inspection)}
 
 
 def begins(record: Record, inspection: Inspection) -> str:
@@ -153,14 +148,7 @@ def _refuse(value: Any) -> Any:
 
 
 @contextmanager
-def written(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to that has its name only once it is complete; never in the place of another."""
-    with _appearing(path) as (file,):
-        yield file
-
-
-@contextmanager
-def _appearing(*paths: Path) -> Iterator[Sequence[IO[bytes]]]:
+def appearing(*paths: Path) -> Iterator[Sequence[IO[bytes]]]:
     """Files to write to that have their names only once all are complete; never in the place of another."""
     partial = [path.with_name(f".{path.name}.{os.getpid()}.partial") for path in paths]
     try:

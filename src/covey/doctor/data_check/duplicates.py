@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy
 
@@ -52,10 +52,8 @@ class Duplicates:
         random = numpy.random.default_rng(20_240_317)
         self._factors = random.integers(1, 2**63, _BANDS * _ROWS_IN_BAND, dtype=numpy.uint64) * numpy.uint64(2) + numpy.uint64(1)  # fmt: skip
 
-    def __enter__(self) -> Duplicates:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
+    def close(self) -> None:
+        """Give its files up."""
         for store in (self._rows, self._places, self._runs, *self._bands):
             store.close()
 

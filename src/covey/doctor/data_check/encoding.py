@@ -3,7 +3,7 @@
 import importlib.util
 import re
 import unicodedata
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -90,17 +90,9 @@ def _without_mojibake(text: str) -> str:
     return ftfy.fix_encoding(text)
 
 
-def _without_controls(text: str) -> str:
-    return _CONTROLS.sub("", _ESCAPES.sub("", text))
-
-
-def _in_one_form(text: str) -> str:
-    return text if unicodedata.is_normalized("NFC", text) else unicodedata.normalize("NFC", text)
-
-
-_MENDERS = {
+_MENDERS: Mapping[str, Callable[[str], str]] = {
     "surrogates": _without_surrogates,
     "mojibake": _without_mojibake,
-    "controls": _without_controls,
-    "form": _in_one_form,
+    "controls": lambda text: _CONTROLS.sub("", _ESCAPES.sub("", text)),
+    "form": lambda text: unicodedata.normalize("NFC", text),
 }

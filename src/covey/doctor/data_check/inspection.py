@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy
@@ -68,7 +69,7 @@ def inspect(rows: Rows, settings: Settings) -> Inspection:
     sets, evaluation = _evaluation_sets(settings, words)
     looker = Looker(settings, answer_column, findings, traits)
     count, total = 0, rows.expected
-    with Duplicates(_near(first, settings, answer_column)) as duplicates:
+    with closing(Duplicates(_near(first, settings, answer_column))) as duplicates:
         for batch in itertools.chain([first], batches):
             count += len(batch)
             looked = _look(batch, looker, findings)
@@ -82,7 +83,10 @@ def inspect(rows: Rows, settings: Settings) -> Inspection:
             )
             _compare_with_evaluation(sets, evaluation, looked, of_words, settings.overlap, findings)
             tell("rows", count, total)
-        _compare(duplicates, findings)
+        for twin, is_disputed in duplicates.same():
+            findings.add("disputed" if is_disputed else "duplicate", twin.row, twin.earlier, twin.likeness)
+        for twin in duplicates.nearly():
+            findings.add("near_duplicate", twin.row, twin.earlier, twin.likeness)
     _odd_ones(traits, settings, findings)
     for kind in settings.ignore:
         findings.drop(kind)
@@ -177,13 +181,6 @@ def _compare_with_evaluation(
             best[seen.place] = max(best.get(seen.place, candidate), candidate, key=lambda match: match[:2])
     for place, (has_numbers, share, question) in sorted(best.items()):
         findings.add("contaminated" if has_numbers else "akin", looked[place].row, question, share)
-
-
-def _compare(duplicates: Duplicates, findings: Findings) -> None:
-    for twin, is_disputed in duplicates.same():
-        findings.add("disputed" if is_disputed else "duplicate", twin.row, twin.earlier, twin.likeness)
-    for twin in duplicates.nearly():
-        findings.add("near_duplicate", twin.row, twin.earlier, twin.likeness)
 
 
 def _odd_ones(traits: Traits, settings: Settings, findings: Findings) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from covey.data.layouts import messages_of, tools_for_template
 from covey.data.rendering import as_written, content_text
-from covey.doctor.data_check.clean_copy import written
+from covey.doctor.data_check.clean_copy import appearing
 from covey.doctor.data_check.rows import Rows
 from covey.errors import DataError
 
@@ -81,7 +81,7 @@ def write_pivots(rows: Rows, chosen: Chosen, output: Path) -> Counter[str]:
     Raises DataError for a row that is no trajectory, and where there are no pivots.
     """
     counts = Counter[str]()
-    with written(output) as file:
+    with appearing(output) as (file,):
         for pivot in _pivots(rows, chosen, counts):
             counts["pivots"] += 1
             file.write(json.dumps(pivot, ensure_ascii=False, default=str).encode() + b"\n")
