@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from covey.cli import output
 from covey.cli.flags import Flag
 from covey.cli.verb import CONFIG, JSON, Args, Verb
-from covey.errors import ConfigError, StorageError
+from covey.errors import ConfigError
+from covey.runs.storage import write_text
 
 if TYPE_CHECKING:
     from covey.evaluation.compare.report import Comparison
@@ -51,7 +52,7 @@ def run(args: Args) -> None:
     if options["html"]:
         from covey.evaluation.compare.tables import as_html
 
-        _write(Path(options["html"]), as_html(comparison))
+        output.say(f"wrote {write_text(Path(options['html']), as_html(comparison))}")
     if options["json"]:
         output.result_json(comparison.to_json())
     else:
@@ -77,18 +78,10 @@ def _write_markdown(comparison: Comparison, path: Path) -> None:
     pictures = []
     for i, curve in enumerate(comparison.curves, start=1):
         name = f"{path.stem}-curves/{i}.svg"
-        _write(path.parent / name, svg_of(curve, titles) + "\n")
+        drawn = svg_of(curve, titles) + "\n"
+        output.say(f"wrote {write_text(path.parent / name, drawn)}")
         pictures.append((curve.title, name))
-    _write(path, as_markdown(comparison, pictures))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror or error}.") from error
-    output.say(f"wrote {path}")
+    output.say(f"wrote {write_text(path, as_markdown(comparison, pictures))}")
 
 
 verb = Verb(

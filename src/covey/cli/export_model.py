@@ -8,7 +8,7 @@ from covey.adapters import base_of
 from covey.cli import output
 from covey.cli.flags import Flag
 from covey.cli.verb import JSON, Args, Verb
-from covey.errors import ConfigError, ModelError, StorageError, did_you_mean
+from covey.errors import ConfigError, ModelError, did_you_mean
 
 FORMATS = ("merged", "adapter", "gguf")
 
@@ -48,13 +48,15 @@ def run(args: Args) -> None:
 def _export_merged(folder: Path, out: Path, args: Args) -> None:
     from covey.cli.merge import add_adapter, processing_of
     from covey.models import load_model
+    from covey.runs.storage import storage_errors, whole_folder
     from covey.training.recording import write_model
 
     if _is_adapter(folder):
         return add_adapter(folder, out, args)
     model = load_model(str(folder), {"dtype": args.get("dtype") or "auto"}, trust_remote_code=_trusts(args))
     processing = processing_of(model, folder, None, args)
-    _whole(out, lambda unfinished: write_model(unfinished, model, processing))
+    with storage_errors(out), whole_folder(out) as unfinished:
+        write_model(unfinished, model, processing)
     back = load_model(str(out), {"dtype": "auto"}, trust_remote_code=_trusts(args)).state_dict()
     for name, weight in model.state_dict().items():
         if not bool((back[name] == weight).all()):
@@ -68,17 +70,14 @@ def _export_adapter(folder: Path, out: Path, args: Args) -> None:
         raise ConfigError(
             f"{folder} holds whole weights and no adapter (adapter_config.json); use --format merged or gguf."
         )
-    from covey.runs.storage import checksum
+    from covey.runs.storage import checksum, storage_errors, whole_folder
 
     base = base_of(folder)
     names = [path.name for path in sorted(folder.iterdir()) if path.is_file() and _is_of_adapter(path.name)]
-
-    def copy(unfinished: Path) -> None:
+    with storage_errors(out), whole_folder(out) as unfinished:
         unfinished.mkdir(parents=True)
         for name in names:
             shutil.copyfile(folder / name, unfinished / name)
-
-    _whole(out, copy)
     for name in names:
         if checksum(folder / name) != checksum(out / name):
             raise ModelError(f"{out / name} was written but reads back unlike it was. Check the disk.")
@@ -88,7 +87,7 @@ def _export_adapter(folder: Path, out: Path, args: Args) -> None:
 def _export_gguf(folder: Path, out: Path, args: Args) -> None:
     from covey.models import load_model, load_tokenizer
     from covey.models.gguf import expect_exportable, load_gguf, write_gguf
-    from covey.runs.storage import temporary_sibling
+    from covey.runs.storage import storage_errors, temporary_sibling
 
     load_gguf()
     outtype = args.get("outtype") or "f16"
@@ -103,11 +102,10 @@ def _export_gguf(folder: Path, out: Path, args: Args) -> None:
     tokenizer = load_tokenizer(model, folder, trust_remote_code=_trusts(args))
     unfinished = temporary_sibling(out)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        done = write_gguf(unfinished, model, tokenizer, name=out.stem, outtype=outtype)
-        unfinished.rename(out)
-    except OSError as error:
-        raise StorageError(f"{out} cannot be written: {error.strerror or error}.") from error
+        with storage_errors(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            done = write_gguf(unfinished, model, tokenizer, name=out.stem, outtype=outtype)
+            unfinished.rename(out)
     finally:
         unfinished.unlink(missing_ok=True)
     facts = {
@@ -119,16 +117,6 @@ def _export_gguf(folder: Path, out: Path, args: Args) -> None:
     }
     summary = f"{done.num_tensors} tensors, {done.size / 1e6:.1f} MB, read back: the largest error of a weight is {done.largest_error:.1e}"
     _report(out, args, facts, summary)
-
-
-def _whole(out: Path, write: Any) -> None:
-    from covey.runs.storage import whole_folder
-
-    try:
-        with whole_folder(out) as unfinished:
-            write(unfinished)
-    except OSError as error:
-        raise StorageError(f"{out} cannot be written: {error.strerror or error}.") from error
 
 
 def _report(out: Path, args: Args, facts: dict[str, Any], summary: str) -> None:

@@ -8,7 +8,7 @@ from string import Template
 from covey.cli import output
 from covey.cli.flags import Flag
 from covey.cli.verb import JSON, Args, Verb
-from covey.errors import ConfigError, StorageError
+from covey.errors import ConfigError
 from covey.files.places import refuse_missing
 
 _TEMPLATES = Path(__file__).with_name("project")
@@ -54,15 +54,12 @@ def _files(name: str, model: str) -> dict[str, str]:
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:
-    from covey.runs.storage import whole_folder
+    from covey.runs.storage import storage_errors, whole_folder
 
-    try:
-        with whole_folder(folder.resolve()) as unfinished:
-            for name, text in files.items():
-                (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
-                (unfinished / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{folder} cannot be written: {error.strerror or error}.") from error
+    with storage_errors(folder), whole_folder(folder.resolve()) as unfinished:
+        for name, text in files.items():
+            (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
+            (unfinished / name).write_text(text, encoding="utf-8")
 
 
 verb = Verb(

@@ -10,7 +10,7 @@ from covey.cli import output
 from covey.cli.flags import Flag
 from covey.cli.merge_models import merge, refuse_idle
 from covey.cli.verb import JSON, Args, Verb
-from covey.errors import ConfigError, CoveyError, ModelError, first_line
+from covey.errors import ConfigError, ModelError, first_line
 from covey.files.hub import hub_options
 
 MOST_APART = 1e-3
@@ -208,16 +208,13 @@ def processing_of(model: Any, folder: Path, base: str | None, args: Args) -> Any
 def _write(out: Path, merged: Merged, folder: Path, base: str, args: Args) -> None:
     """Model and tokenizer or processor, whole or not at all."""
     from covey.models.merging.models import name_dtype
-    from covey.runs.storage import whole_folder
+    from covey.runs.storage import storage_errors, whole_folder
     from covey.training.recording import write_model
 
     processing = processing_of(merged.model, folder, base, args)
-    try:
-        with whole_folder(out) as unfinished:
-            write_model(unfinished, merged.model, processing)
-            name_dtype(unfinished, merged.dtype)
-    except OSError as error:
-        raise CoveyError(f"{out} cannot be written: {error.strerror or error}") from error
+    with storage_errors(out), whole_folder(out) as unfinished:
+        write_model(unfinished, merged.model, processing)
+        name_dtype(unfinished, merged.dtype)
 
 
 verb = Verb(

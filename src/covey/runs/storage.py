@@ -166,6 +166,24 @@ def checksum(path: Path, *, flush: bool = False) -> str:
 
 
 @contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Raise StorageError, with the reason, where what a user asked for cannot be written to `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Write a user's file, and the folders that it lies in. Returns its path; StorageError when it cannot be written."""
+    path = path.expanduser()
+    with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return path
+
+
+@contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """A folder to write in that becomes `path`, new or empty until then, where nothing was raised, and else leaves nothing."""
     unfinished = temporary_sibling(path)

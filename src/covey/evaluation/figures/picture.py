@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from covey.errors import ConfigError, StorageError
+from covey.errors import ConfigError
 from covey.evaluation.compare.curves import Curve
 from covey.evaluation.compare.run_data import read_runs
 from covey.evaluation.compare.svg import COLOURS
@@ -15,6 +15,7 @@ from covey.evaluation.figures.draw import as_svg, sheet_of
 from covey.evaluation.figures.gather import Confusion, Figure, Shares, figures_of
 from covey.evaluation.html import page_of
 from covey.process.terminal import safe
+from covey.runs.storage import storage_errors, write_text
 
 KINDS = (".svg", ".html", ".png", ".pdf")
 _MATPLOTLIB = (".png", ".pdf")
@@ -35,14 +36,11 @@ class Picture:
         """
         path = Path(path).expanduser()
         check_name(path)
-        try:
+        if path.suffix.lower() not in _MATPLOTLIB:
+            return write_text(path, self.as_html() if path.suffix.lower() == ".html" else self.as_svg())
+        with storage_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.suffix.lower() in _MATPLOTLIB:
-                save(self.figures, self.titles, path)
-            else:
-                path.write_text(self.as_html() if path.suffix.lower() == ".html" else self.as_svg(), encoding="utf-8")
-        except OSError as error:
-            raise StorageError(f"{path} cannot be written: {error.strerror or error}.") from error
+            save(self.figures, self.titles, path)
         return path
 
     def as_svg(self) -> str:

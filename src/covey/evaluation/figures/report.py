@@ -5,13 +5,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from covey.errors import RunFolderError, StorageError
+from covey.errors import RunFolderError
 from covey.evaluation.compare.run_data import Run, read_runs
 from covey.evaluation.figures.draw import as_svg
 from covey.evaluation.figures.gather import figures_of, interval_at, last_values, step_of
 from covey.evaluation.html import page_of, table, text
 from covey.names import as_written
 from covey.runs import metrics, rollouts
+from covey.runs.storage import write_text
 
 _MOST_ALERTS = 40
 _LONGEST = 3000
@@ -24,14 +25,7 @@ _OPTIONS = (
 
 def write_report(folder: Path, path: Path) -> Path:
     """Write the page. RunFolderError for what is no run, StorageError when it cannot be written."""
-    page = report_of(folder)
-    path = path.expanduser()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror or error}.") from error
-    return path
+    return write_text(path, report_of(folder))
 
 
 def report_of(folder: Path) -> str:
