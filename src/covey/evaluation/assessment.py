@@ -12,6 +12,7 @@ from covey.evaluation.intervals import (
     Difference,
     Estimate,
     bounded_mean,
+    finite_mean,
     mean,
     paired_difference,
     pass_at_k,
@@ -53,7 +54,9 @@ class Assessment:
     @property
     def sampled_reward(self) -> Estimate:
         """Mean over prompts of the mean reward of the drawn answers."""
-        return _mean_reward([_mean(scores) for scores in self.sampled], [x for scores in self.sampled for x in scores])
+        return _mean_reward(
+            [finite_mean(scores) for scores in self.sampled], [x for scores in self.sampled for x in scores]
+        )
 
     def pass_at(self, k: int) -> Estimate:
         """Mean over prompts of the unbiased pass@k of the drawn answers that were scored; prompts with fewer than `k` are left out."""
@@ -150,11 +153,6 @@ def totals(group: Group, scorer: Scorer) -> tuple[float, ...]:
 def _mean_reward(values: Sequence[float], seen: Sequence[float]) -> Estimate:
     is_binary = all(math.isnan(score) or score in (0.0, 1.0) for score in seen)
     return bounded_mean(values) if is_binary and seen else mean(values)
-
-
-def _mean(values: Sequence[float]) -> float:
-    finite = [value for value in values if not math.isnan(value)]
-    return sum(finite) / len(finite) if finite else math.nan
 
 
 def summary_of(differences: Mapping[str, Difference]) -> dict[str, Any]:

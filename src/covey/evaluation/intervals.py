@@ -1,7 +1,7 @@
 """Confidence intervals for accuracies and means, pass@k, and tests of the difference between two models."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -44,6 +44,12 @@ class Difference:
             return f"no difference can be told ({scale * self.value:+.1f} {unit}, p = {self.p_value:.2g}, {self.count} prompts)"
         low, high = scale * self.low, scale * self.high
         return f"{scale * self.value:+.1f} {unit} (95% {low:.1f} to {high:.1f}, p = {self.p_value:.1g}, {self.count} prompts)"
+
+
+def finite_mean(values: Iterable[float]) -> float:
+    """Mean of the values that are not NaN; NaN without any."""
+    finite = [value for value in values if not math.isnan(value)]
+    return sum(finite) / len(finite) if finite else math.nan
 
 
 def proportion(successes: int, count: int) -> Estimate:

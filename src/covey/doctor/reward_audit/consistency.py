@@ -10,6 +10,7 @@ advantages keep `1 - p0 - p1` of their size (Natarajan et al. 2013, "Learning wi
 
 import math
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,11 +102,8 @@ def scored_again(groups: Sequence[Group], rewards: Sequence[Any], times: int, se
     """`times` scorings of all groups: each a list of [G, R] arrays, one a group, NaN where there is no score."""
     scorings = []
     for _ in range(times):
-        scorer = Scorer.of(list(rewards), timeout_seconds=seconds)
-        try:
+        with closing(Scorer.of(list(rewards), timeout_seconds=seconds)) as scorer:
             scorings.append([scores_of(group) for group in scorer.score(groups)])
-        finally:
-            scorer.close()
     return [np.concatenate([scores[g][None] for scores in scorings]) for g in range(len(groups))]  # of [times, G, R]
 
 

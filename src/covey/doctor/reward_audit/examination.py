@@ -15,6 +15,7 @@ import torch
 
 from covey.doctor.reward_audit.probes import MARK, Probe, Row, garbage, gold_probes, hedges, mark_file, programs
 from covey.errors import RewardError, TooLongError
+from covey.evaluation.intervals import finite_mean
 from covey.process.counting import counted
 from covey.rewards.contract import RewardSpec
 from covey.rewards.scorer import Scorer
@@ -49,7 +50,7 @@ class Tried:
 
     @property
     def mean(self) -> float:
-        return sum(self.finite) / len(self.finite) if self.finite else math.nan
+        return finite_mean(self.scores)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from covey.doctor.reward_audit.examination import Examination, Tried
+from covey.evaluation.intervals import finite_mean
 
 Level = Literal["FAIL", "WARN", "NOTE"]
 
@@ -110,7 +111,7 @@ def _gold(examination: Examination) -> Iterator[Verdict]:
         for t in examination.of("gold")
         if t.probe.name != examination.wording
         and t.finite
-        and t.mean <= _mean(wrong) + 0.1 * (_mean(gold) - _mean(wrong))
+        and t.mean <= finite_mean(wrong) + 0.1 * (finite_mean(gold) - finite_mean(wrong))
     ]
     if deaf:
         yield Verdict(
@@ -150,7 +151,9 @@ def _hedges(examination: Examination) -> Iterator[Verdict]:
             "WARN", "hackable", f"pays a text in full that names wrong answers too: {_join_names(bad)}", {"probes": bad}
         )
     above = [
-        t.probe.name for t in examination.of("hedge") if t.finite and t.mean > _mean(examination.scores("gold")) + 1e-6
+        t.probe.name
+        for t in examination.of("hedge")
+        if t.finite and t.mean > finite_mean(examination.scores("gold")) + 1e-6
     ]
     if above:
         yield Verdict(
@@ -232,11 +235,6 @@ def _paid(examination: Examination, tried: Tried, share: float = 0.5) -> list[in
     """Rows where a probe earns more than `share` of the way from the wrong answer's score to the right one's."""
     rows = enumerate(zip(tried.scores, examination.scores("gold"), examination.scores("wrong"), strict=True))
     return [i for i, (score, right, wrong) in rows if right > wrong and score >= wrong + share * (right - wrong)]
-
-
-def _mean(scores: list[float]) -> float:
-    finite = [score for score in scores if not math.isnan(score)]
-    return sum(finite) / len(finite) if finite else math.nan
 
 
 def _join_names(names: list[str]) -> str:

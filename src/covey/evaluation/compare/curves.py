@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from covey.evaluation.compare.results import Result, Score, logged_mean
 from covey.evaluation.compare.run_data import Run
 from covey.evaluation.compare.sides import Side
-from covey.evaluation.intervals import mean_of_few
+from covey.evaluation.intervals import finite_mean, mean_of_few
 
 Points = Sequence[tuple[float, float]]
 """Steps and values, in order."""
@@ -94,8 +94,7 @@ def _evaluations(run: Run, set_name: str, score: Score) -> Points:
     for step in sorted(run.evaluated[set_name]):
         value = logged_mean(run, set_name, step, score)
         if math.isnan(value):
-            finite = [value for value in score.of(run.answers(set_name, step))[0].values() if not math.isnan(value)]
-            value = sum(finite) / len(finite) if finite else math.nan
+            value = finite_mean(score.of(run.answers(set_name, step))[0].values())
         if not math.isnan(value):
             points.append((float(step), value))
     return points

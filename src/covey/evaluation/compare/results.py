@@ -9,7 +9,7 @@ from covey.errors import ConfigError, RunFolderError
 from covey.evaluation.compare.effects import Effect, Scored, adjusted, effect_of, mean_of
 from covey.evaluation.compare.run_data import MAIN_SET, Run
 from covey.evaluation.compare.sides import Side
-from covey.evaluation.intervals import Estimate
+from covey.evaluation.intervals import Estimate, finite_mean
 from covey.runs.evaluations import by_question
 from covey.types import reaches
 
@@ -133,7 +133,8 @@ def choose_score(sides: Sequence[Side], set_name: str, column: str | None, thres
         if qualified not in shared:
             raise ConfigError(f"--score {column}: every run has {', '.join(shared) or 'no scores in common'}.")
         return Score(column=qualified, threshold=threshold)
-    if _totals_agree(runs, columns):
+    weights = {str(run.config.get("reward_weights")) for run in runs}
+    if len(weights) == 1 and all(set(other) == set(columns[0]) for other in columns):
         return Score(threshold=threshold)
     alone = [name for name in shared if name != TOTAL]
     if len(alone) == 1:
@@ -142,12 +143,6 @@ def choose_score(sides: Sequence[Side], set_name: str, column: str | None, thres
         "the runs weigh or combine different rewards, so their totals mean different things; "
         + (f"choose what all have with --score: {', '.join(alone)}." if alone else "they share no reward function.")
     )
-
-
-def _totals_agree(runs: Sequence[Run], columns: Sequence[Sequence[str]]) -> bool:
-    """True if the weighted total uses the same reward functions and weights in all runs."""
-    weights = {str(run.config.get("reward_weights")) for run in runs}
-    return len(weights) == 1 and all(set(other) == set(columns[0]) for other in columns)
 
 
 def _columns(run: Run, set_name: str) -> list[str]:
@@ -173,9 +168,7 @@ def _score(run: Run, set_name: str, step: int, score: Score) -> tuple[Scored, bo
     if not rows:
         return Scored(seed=run.seed, mean=logged_mean(run, set_name, step, score)), False
     questions, is_share = score.of(rows)
-    finite = [value for value in questions.values() if not math.isnan(value)]
-    mean = sum(finite) / len(finite) if finite else math.nan
-    return Scored(seed=run.seed, mean=mean, questions=questions), is_share
+    return Scored(seed=run.seed, mean=finite_mean(questions.values()), questions=questions), is_share
 
 
 def logged_mean(run: Run, set_name: str, step: int, score: Score) -> float:
