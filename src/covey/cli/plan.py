@@ -33,9 +33,10 @@ def show(config: GRPOConfig, args: Args, overrides: Mapping[str, Any], dataset: 
         output.result(f"  {name}: {_plain(getattr(config, name))} ({_plain(defaults[name])})")
     rest = [f"{name}={value}" for name, value in resolved(config).items() if name not in overrides]
     output.result("all others:\n" + textwrap.fill(", ".join(rest), 110, initial_indent="  ", subsequent_indent="  "))
-    output.result("\nbatch arithmetic:\n" + _indent(counts.in_words()))
+    output.result("\nbatch arithmetic:\n" + textwrap.indent(counts.in_words(), "  "))
     output.result(
-        f"\nmemory on each device, for prompts of up to {prompt_tokens} tokens:\n" + _indent(memory.in_words())
+        f"\nmemory on each device, for prompts of up to {prompt_tokens} tokens:\n"
+        + textwrap.indent(memory.in_words(), "  ")
     )
     output.say("\nNothing was trained; leave --dry-run out to start. --print-config shows every option.")
 
@@ -90,7 +91,3 @@ def longest_prompt_tokens(dataset: Any, model: str, config: GRPOConfig) -> int:
 def _plain(value: Any) -> Any:
     value = getattr(value, "value", value)
     return value if isinstance(value, bool | int | float | str | list | dict | None) else str(value)
-
-
-def _indent(text: str) -> str:
-    return "\n".join("  " + line for line in text.splitlines())

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from covey.evaluation.intervals import Difference, Estimate, mean_reward, paired_difference
+from covey.evaluation.intervals import Estimate, mean_reward, paired_difference
 from covey.runs import evaluations, manifest
 
 _SHOWN_CHARACTERS = 60
@@ -119,17 +119,17 @@ class Card:
         first, last = read(steps[0]), read(steps[-1])
         both = sorted(set(first) & set(last))
         before, after = _estimated(first, steps[0]), _estimated(last, steps[-1])
-        gap = paired_difference([first[key] for key in both], [last[key] for key in both]) if len(steps) > 1 else None
-        yield [name, before if len(steps) > 1 else "", after, "" if gap is None else _difference(gap), str(len(last))]
+        if len(steps) == 1:
+            yield [name, "", after, "", str(len(last))]
+            return
+        gap = paired_difference([first[key] for key in both], [last[key] for key in both])
+        difference = f"{gap.value:+.4g} ({gap.low:+.4g} to {gap.high:+.4g}), p = {gap.p_value:.2g}"
+        yield [name, before, after, difference, str(len(last))]
 
 
 def _estimated(scores: Mapping[str, float], step: int) -> str:
     estimate: Estimate = mean_reward(list(scores.values()))
     return f"{estimate.value:.4g} ({estimate.low:.4g} to {estimate.high:.4g}), step {step}"
-
-
-def _difference(gap: Difference) -> str:
-    return f"{gap.value:+.4g} ({gap.low:+.4g} to {gap.high:+.4g}), p = {gap.p_value:.2g}"
 
 
 def _hardware(hardware: Mapping[str, Any]) -> str:
@@ -146,11 +146,8 @@ def _versions(record: Mapping[str, Any]) -> str:
 
 def _table(head: Sequence[str], rows: Iterator[Sequence[Any]] | Sequence[Sequence[Any]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(_cell(value) for value in line) + " |" for line in lines)
-
-
-def _cell(value: Any) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
+    cell = lambda value: str(value).replace("|", "\\|").replace("\n", " ")
+    return "\n".join(f"| {' | '.join(map(cell, line))} |" for line in lines)
 
 
 def _shown(value: Any) -> str:

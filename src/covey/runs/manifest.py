@@ -72,6 +72,15 @@ def compared(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return _flat({name: manifest.get(name) for name in _COMPARED})
 
 
+def name_of(part: Any) -> Any:
+    """The name of an algorithm or a reward as `run.json` describes it; what is no description as it is."""
+    if not isinstance(part, Mapping):
+        return part
+    fields = part.get("fields")
+    inner = fields.get("name") if isinstance(fields, Mapping) else None
+    return part.get("name") or inner or part.get("type")
+
+
 def write(path: Path, manifest: Mapping[str, Any]) -> None:
     """Replace the file at once. OSError when the disk refuses."""
     write_atomically(path, json.dumps(to_json(manifest), indent=1, allow_nan=False).encode())

@@ -2,6 +2,7 @@
 
 import math
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,6 @@ from covey.evaluation.compare.report import Comparison
 from covey.evaluation.compare.results import Result
 from covey.evaluation.compare.svg import svg_of
 from covey.evaluation.html import page_of, table, text
-from covey.evaluation.intervals import Estimate
 from covey.process.terminal import safe
 
 
@@ -26,7 +26,9 @@ def tables_of(comparison: Comparison) -> list[Table]:
     """Tables of sides, of differences (where there are any), and one a held-out set."""
     tables = [_sides(comparison)]
     if comparison.differences:
-        tables.append(_differences(comparison))
+        rows = [[f"{difference.area}: {difference.name}", *difference.values] for difference in comparison.differences]
+        letters = [side.letter for side in comparison.sides]
+        tables.append(Table(title="what differs", header=["", *letters], rows=rows))
     return [*tables, *(_result(comparison, result) for result in comparison.results)]
 
 
@@ -39,30 +41,22 @@ def _sides(comparison: Comparison) -> Table:
     return Table(title="sides", header=["side", "runs", "seeds", "folders"], rows=rows)
 
 
-def _differences(comparison: Comparison) -> Table:
-    rows = [[f"{difference.area}: {difference.name}", *difference.values] for difference in comparison.differences]
-    return Table(title="what differs", header=["", *(side.letter for side in comparison.sides)], rows=rows)
-
-
 def _result(comparison: Comparison, result: Result) -> Table:
     rows = []
     for i, side in enumerate(comparison.sides):
         effect = result.effects[i - 1] if i else None
         runs = "  ".join(_number(result, run.mean) for run in result.runs[i])
+        mean = _interval(result, result.means[i].value, result.means[i].low, result.means[i].high)
         apart, p_value, verdict = "", "", ""
         if effect is not None:
             apart = _interval(result, effect.value, effect.low, effect.high, sign="+")
             p_value = f"{effect.p_value:.2g}"
             verdict = ("better" if effect.value > 0 else "worse") if effect.is_real else "cannot be told"
-        rows.append([side.title, _estimate(result, result.means[i]), runs, apart, p_value, verdict])
+        rows.append([side.title, mean, runs, apart, p_value, verdict])
     against = f"against {comparison.sides[0].letter}"
     return Table(
         title=f"held-out {result.title}", header=["side", "mean (95%)", "by run", against, "p", "verdict"], rows=rows
     )
-
-
-def _estimate(result: Result, mean: Estimate) -> str:
-    return _interval(result, mean.value, mean.low, mean.high)
 
 
 def _interval(result: Result, value: float, low: float, high: float, sign: str = "") -> str:
@@ -84,7 +78,7 @@ def as_text(comparison: Comparison) -> str:
     """For a terminal: tables with aligned columns, source that differs, cautions, and the verdict last."""
     parts = [_align(table) for table in tables_of(comparison)]
     parts += [
-        f"{difference.area}: {difference.name}\n{_indent(difference.diff)}"
+        f"{difference.area}: {difference.name}\n{textwrap.indent(difference.diff, '  ')}"
         for difference in comparison.differences
         if difference.diff
     ]
@@ -124,20 +118,13 @@ def escape_markdown(text: str) -> str:
 
 def _align(table: Table) -> str:
     rows = [[safe(cell, keep_lines=False) for cell in row] for row in [table.header, *table.rows]]
-    rows = [[cell if i == len(row) - 1 else _cut(cell) for i, cell in enumerate(row)] for row in rows]
+    cut = lambda cell: cell if len(cell) <= _WIDEST else f"{cell[: _WIDEST - 1]}…"
+    rows = [[*map(cut, row[:-1]), row[-1]] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
     return "\n".join([table.title, *lines])
-
-
-def _cut(cell: str) -> str:
-    return cell if len(cell) <= _WIDEST else f"{cell[: _WIDEST - 1]}…"
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())
 
 
 def _pipes(table: Table) -> str:

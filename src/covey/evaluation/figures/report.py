@@ -11,7 +11,7 @@ from covey.evaluation.figures.draw import as_svg
 from covey.evaluation.figures.gather import figures_of, interval_at, last_values, step_of
 from covey.evaluation.html import page_of, table, text
 from covey.names import as_written
-from covey.runs import metrics, rollouts
+from covey.runs import manifest, metrics, rollouts
 from covey.runs.storage import write_text
 
 _MOST_ALERTS = 40
@@ -94,12 +94,7 @@ def _algorithm(run: Run, algorithm: Any) -> str:
 
 
 def _name(value: Any) -> str:
-    if isinstance(value, Mapping):
-        fields = value.get("fields")
-        inner = fields.get("name") if isinstance(fields, Mapping) else None
-        named = str(value.get("name") or inner or value.get("type") or "")
-        return as_written(named)
-    return "" if value is None else str(value)
+    return "" if value is None else as_written(str(manifest.name_of(value) or ""))
 
 
 def _brief(value: Any) -> str:

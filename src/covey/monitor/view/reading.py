@@ -140,7 +140,7 @@ class RunView:
             "state": run_json["state"],
             "created": run_json["created"][:40] if _has_text(run_json, "created") else None,
             "step": self.series.last_step() or (step if is_step(step) else 0),
-            "algorithm": _name_of(run_json.get("algorithm")),
+            "algorithm": text_of(manifest.name_of(run_json.get("algorithm")))[:_LONGEST_NAME] or None,
             "parent": text_of(parent.get("run")) or None if isinstance(parent, Mapping) else None,
             "family": self.family,
             "alerts": len(alerts),
@@ -239,15 +239,6 @@ def differences(runs: Sequence[RunView]) -> list[dict[str, Any]]:
     entries = [manifest.compared(run.manifest()) for run in runs]
     rows = [{"name": name, "values": [of.get(name) for of in entries]} for name in sorted(set().union(*entries))]
     return [row for row in rows if any(value != row["values"][0] for value in row["values"])]
-
-
-def _name_of(algorithm: Any) -> str | None:
-    if isinstance(algorithm, Mapping):
-        fields = algorithm.get("fields")
-        inner = fields.get("name") if isinstance(fields, Mapping) else None
-        name = algorithm.get("name") or inner or algorithm.get("type")
-        return text_of(name)[:_LONGEST_NAME] or None
-    return text_of(algorithm)[:_LONGEST_NAME] or None
 
 
 _MARKS = ("run.json", "metrics.jsonl", "rollouts")
