@@ -118,6 +118,11 @@ MUSE = (
     "<|message|>{{ m.content or '' }}<calls>\n" + EACH + INVOKE + "{% endfor %}</calls>{% else %} to=user<|message|>{{ m.content }}"
     "{% endif %}{% else %}<|message|>{{ m.content }}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )  # fmt: skip
+UNMARKED = CHAT.replace("{{ m.content or '' }}", "{% if m.content %}>>>all\n{{ m.content }}{% endif %}").replace(
+    "CALLS", EACH + ">>>{{ c.function.name }}\n{{ '' + c.function.arguments }}{% endfor %}"
+)
+"""Functionary's, whose prompts end with the mark of a recipient; here without it."""
+FUNCTIONARY = UNMARKED.replace("<|bot|>{% endif %}", "<|bot|>>>>{% endif %}")
 FAMILIES = {
     "Gemma 4": (GEMMA, ("<|end|>",), None),
     "LFM 2.5": (LFM, ("<|end|>",), None),
@@ -136,4 +141,5 @@ FAMILIES = {
     "Qwen 3.5": (QWEN, ("<|im_end|>",), None),
     "Mistral": (MISTRAL, ("</s>",), "abcdefghi"),
     "DeepSeek": (DEEPSEEK, ("<|end|>",), None),
+    "Functionary 3": (FUNCTIONARY, ("<|end|>",), None),
 }

@@ -14,7 +14,7 @@ from covey.environments.calls import Request, ToolRunner
 from covey.environments.keyed_calls import _KeyedCalls
 from covey.errors import ModelError
 from environments.acting import CHATML, chat_tokenizer
-from environments.families import FAMILIES, MUSE
+from environments.families import CHAT, EACH, FAMILIES, MUSE, UNMARKED
 from kit import rest_nightly
 
 
@@ -59,6 +59,25 @@ def test_a_call_is_read_with_the_identity_that_the_model_wrote(name, content):
     written = [(call.name, str(call.arguments["a"]), call.arguments["b"], call.problem, call.id) for call in calls]
     assert written == [("add", "7", "x y", None, FAMILIES[name][2])]
     assert text == ("" if name == "gpt-oss" else content)  # its words before a call are analysis
+
+
+@pytest.mark.parametrize("mark", ["", ">>>"])
+def test_what_a_turn_writes_to_all_is_its_text_and_no_call(mark, monkeypatch):
+    monkeypatch.setitem(FAMILIES, "here", (UNMARKED if mark else FAMILIES["Functionary 3"][0], ("<|end|>",), None))
+    template, tokenizer = of("here")
+    read = lambda text: template.calls_in(tokenizer(mark + text + "<|end|>")["input_ids"])
+    assert read('all\nThe answer is {"a": 4}.') == ('The answer is {"a": 4}.', [])
+    assert read("Not in this form.") == (mark + "Not in this form.", [])
+    call = WrittenCall("add", {"a": 7})
+    assert read('all\nI add.>>>add\n{"a": 7}>>>add\n{"a": 7}') == ("I add.", [call, call])
+    assert "no JSON" in read('add\n{"a": 7')[1][0].problem
+
+
+def test_a_form_in_which_any_word_would_be_a_call_is_refused(monkeypatch):
+    bare = CHAT.replace("CALLS", EACH + "{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}")
+    monkeypatch.setitem(FAMILIES, "here", (bare, ("<|end|>",), None))
+    with pytest.raises(ModelError, match="a form that is not understood"):
+        of("here")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from covey.files.bounded import MOST_DEPTH, json_depth
+from covey.files.bounded import MOST_DEPTH, json_depth, whole_characters
 
 NAME, KEYS, VALUES = "qxname", ("qxkeya", "qxkeyb"), ("qxvaluea", "qxvalueb")
 ID = "qxcall001"
@@ -54,9 +55,18 @@ def name_and_json_form(body: str) -> Callable[[str], tuple[str, list[WrittenCall
         if isinstance(value, Mapping) and set(value) == set(KEYS) and 0 <= at < start:
             between = body[at + len(NAME) : start]
             opener = last_word(body[:at])
+            if not opener:
+                return None  # any word would be a tool's name
             id_opens = last_word(between[: between.find(ID)]) if ID in between else None
             return _NameThenJson(opener, last_word(between.replace(ID, " ")), id_opens)
     return None
+
+
+def recipient_form(body: str) -> Callable[[str], tuple[str, list[WrittenCall]]] | None:
+    """`>>>NAME\n{"key": "value"}`, as Functionary's templates write it. Those whose prompts end with `>>>` write it before all but the first."""
+    mark = re.match(rf"\s*(>>>)?{NAME}\n{{", body)
+    begin = ">>>" if mark and mark[1] else r"(?:>>>|\A\s*)"
+    return partial(_read_recipients, re.compile(begin + r"([\w.\-]+)\n")) if mark else None
 
 
 def tagged_form(body: str) -> Callable[[str], tuple[str, list[WrittenCall]]] | None:
@@ -128,7 +138,7 @@ def read_json(text: str, at: int) -> tuple[Any, int, str | None]:
 def readable(value: Any) -> Any:
     """The value with U+FFFD for half of a pair of surrogates, as an escape of JSON may leave, which no tokenizer or file takes."""
     if isinstance(value, str):
-        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        return whole_characters(value)
     if isinstance(value, Mapping):
         return {readable(key): readable(held) for key, held in value.items()}
     return type(value)(map(readable, value)) if type(value) in (list, tuple) else value
@@ -216,6 +226,20 @@ class _NameThenJson:
                 call_id = identity.group(1) if identity else None
             calls.append(WrittenCall(match.group(1), value if problem is None else "", problem, call_id))
         return text[:first].strip(), calls
+
+
+def _read_recipients(begin: re.Pattern[str], text: str) -> tuple[str, list[WrittenCall]]:
+    """The part of a turn for the recipient `all` is its text, JSON for any other a call."""
+    heads = list(begin.finditer(text))
+    places = [*(head.start() for head in heads), len(text)]
+    shown, calls = text[: places[0]], list[WrittenCall]()
+    for head, stop in zip(heads, places[1:], strict=True):
+        value, _, problem = read_json(text, head.end())
+        if head[1] == "all":
+            shown += text[head.end() : stop]
+        else:
+            calls.append(WrittenCall(head[1], value if problem is None else "", problem))
+    return shown.strip(), calls
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from covey.environments.call_forms import (
     name_and_json_form,
     readable,
     reads_back,
+    recipient_form,
     tagged_form,
 )
 from covey.environments.keyed_calls import keyed_form
@@ -37,7 +38,7 @@ def channel_form(body: str) -> Callable[[str], tuple[str, list[WrittenCall]]] | 
     return read_channels if is_harmony else None
 
 
-FORMS = (channel_form, json_form, keyed_form, name_and_json_form, tagged_form)
+FORMS = (channel_form, recipient_form, json_form, keyed_form, name_and_json_form, tagged_form)
 _ASK = {"role": "user", "content": "qxquestion"}
 _ID_STYLES = (ID, "functions.{name}:{place}")
 """Identities of calls: what most templates take, and Kimi's, which hold the tool's name."""

@@ -156,6 +156,11 @@ def read_json(path: str | Path, error: type[CoveyError] = ConfigError) -> Any:
         raise error(f"{path} is not JSON: {why}.") from why
 
 
+def whole_characters(text: str) -> str:
+    """The text with the character that each pair of surrogates stands for, and U+FFFD for half of one, which no file or tokenizer takes."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
 def json_depth(content: bytes) -> int:
     """Depth of the nested brackets of a JSON text."""
     if content.count(b"[") + content.count(b"{") <= MOST_DEPTH:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from typing import Any
 
+from covey.files.bounded import whole_characters
+
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 """Colours and titles of a terminal."""
 _CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\u200b\u2060\u202d\u202e\ufeff\ufff9-\ufffb]")
 """Invisible characters: control characters but tab and line ends, zero-width spaces, bidirectional marks."""
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _ASCII_CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 FAULTS: Mapping[str, str] = {
@@ -69,13 +70,6 @@ def repaired_row(value: Any, mend: Collection[str] = FAULTS.keys()) -> tuple[Any
     return value, all_faults
 
 
-def _without_surrogates(text: str) -> str:
-    """Pairs become the character they stand for, single ones U+FFFD."""
-    if not _SURROGATE.search(text):
-        return text
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-
-
 @lru_cache
 def knows_mojibake() -> bool:
     """True if this machine can detect mojibake, which needs ftfy."""
@@ -91,7 +85,7 @@ def _without_mojibake(text: str) -> str:
 
 
 _MENDERS: Mapping[str, Callable[[str], str]] = {
-    "surrogates": _without_surrogates,
+    "surrogates": whole_characters,
     "mojibake": _without_mojibake,
     "controls": lambda text: _CONTROLS.sub("", _ESCAPES.sub("", text)),
     "form": lambda text: unicodedata.normalize("NFC", text),
