@@ -203,6 +203,9 @@ def test_failed_completions_with_a_right_sibling_are_routed_from_the_reward_to_t
     assert routed[0].tolist() == [plain[0, 0].item(), 0.0, plain[0, 2].item(), 0.0]
     assert routed[1].tolist() == plain[1].tolist()  # none is right, so there is nothing to learn from but the reward
     answers = group(["a", "b", "c", "d"], rewards=rewards[0][:, None].tolist())
+    almost = torch.tensor([[0.9, 0.0]]).nextafter(torch.zeros(1))  # a sum of rewards that is 0.9
+    assert alg.SampleRouted(threshold=0.9)(made_scores(almost[..., None]))[0, 1] == 0
+    assert hints_of(replace(group(["a", "b"]), totals=almost[0]), "best", threshold=0.9) == [None, "a"]
     for scored, told in ((rewards[0], [None, "a", None, "a"]), (rewards[1], [None] * 4)):
         assert hints_of(replace(answers, totals=scored), "best", threshold=0.5) == told
 

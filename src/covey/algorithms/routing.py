@@ -6,7 +6,7 @@ from torch import Tensor
 
 from covey.algorithms.advantages import GroupNormalized, sequence_rewards
 from covey.algorithms.wrapping import Wrapping, zeroed
-from covey.types import Advantage, Scores
+from covey.types import Advantage, Scores, lowest_passing
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,6 @@ class SampleRouted(Wrapping):
 
     def __call__(self, scores: Scores) -> Tensor:
         rewards = sequence_rewards(scores)
-        is_right = rewards >= self.threshold
-        routed = (rewards < self.threshold) & is_right.any(-1, keepdim=True)
+        lowest = lowest_passing(self.threshold)
+        routed = (rewards < lowest) & (rewards >= lowest).any(-1, keepdim=True)
         return zeroed(self.advantage(scores), routed)

@@ -5,7 +5,7 @@ from typing import Any
 
 from covey.data.prompts import encode_chat, template_of_prompt
 from covey.errors import ConfigError
-from covey.types import Completion, Group, Prompt, reaches
+from covey.types import Completion, Group, Prompt, lowest_passing, reaches
 
 OF_GROUP = ("best", "successful", "tool_result")
 """Feedback that comes from the completions, not from a column."""
@@ -71,9 +71,9 @@ def _best_of(group: Group, threshold: float | None) -> list[str | None]:
         return [None] * group.size
     totals = [float("-inf") if total != total else total for total in group.totals.tolist()]
     best = max(range(group.size), key=lambda g: totals[g])
-    limit = totals[best] if threshold is None else threshold
-    reaches = totals[best] >= limit
-    return [group.completions[best].text if reaches and totals[g] < limit else None for g in range(group.size)]
+    limit = totals[best] if threshold is None else lowest_passing(threshold)
+    is_right = totals[best] >= limit
+    return [group.completions[best].text if is_right and totals[g] < limit else None for g in range(group.size)]
 
 
 def with_hint(prompt: Prompt, hint: str, template: str, tokenizer: Any, options: Mapping[str, Any]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from covey.types.callables import (
     Weight,
 )
 from covey.types.episodes import EpisodeNotes
-from covey.types.float64 import precise, reaches, widest_float
+from covey.types.float64 import lowest_passing, precise, reaches, widest_float
 from covey.types.media import Media
 from covey.types.metrics import (
     Bound,
@@ -37,6 +37,6 @@ __all__ = [
     "Advantage", "Aggregate", "Alert", "Bound", "Completion", "EffectiveSize", "EpisodeNotes", "Estimator", "Event",
     "Finish", "Group", "Last", "Max", "Mean", "Media", "Message", "Metric", "Min", "Objective", "Position", "Prompt",
     "ReferenceRule", "Regularizer", "Reward", "RunningTotal", "Scores", "Spread", "Stage", "Stages", "StepReport",
-    "Sum", "TokenBatch", "TokenNumbers", "ToolCall", "Totals", "Weight", "merge_metrics", "of_policy", "over_spans",
-    "precise", "reaches", "stack_tokens", "widest_float",
+    "Sum", "TokenBatch", "TokenNumbers", "ToolCall", "Totals", "Weight", "lowest_passing", "merge_metrics", "of_policy",
+    "over_spans", "precise", "reaches", "stack_tokens", "widest_float",
 ]  # fmt: skip

@@ -13,9 +13,14 @@ def widest_float(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
 
 
+def lowest_passing(threshold: float) -> float:
+    """The least score that counts as `threshold`, up to the rounding of float32, in which rewards are kept: 0.9 is 0.89999998 there."""
+    return threshold - _ROUNDING * abs(threshold)
+
+
 def reaches(score: float, threshold: float) -> bool:
-    """True from the threshold on, up to the rounding of float32, in which rewards are kept: 0.9 is 0.89999998 there."""
-    return score >= threshold - _ROUNDING * abs(threshold)
+    """True from the threshold on, as `lowest_passing` has it."""
+    return score >= lowest_passing(threshold)
 
 
 def precise(x: Tensor) -> Tensor:
