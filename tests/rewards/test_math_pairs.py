@@ -17,7 +17,7 @@ from math_pairs import BOMBS, pairs
 
 from covey.errors import RewardError
 from covey.rewards import resolve
-from covey.rewards.builtin import verifier, verify
+from covey.rewards.builtin import math, verifier, verify
 from covey.rewards.builtin.formulas import readable
 from example_counts import examples
 from kit import rest_nightly
@@ -75,7 +75,7 @@ def test_a_formula_that_ends_its_own_process_is_wrong_and_one_that_is_ended_has_
 
 def test_a_comparison_that_another_process_ends_is_no_verdict():
     pytest.importorskip("math_verify")
-    shared = verify.shared()
+    shared = verify.Verifier()
     shared.is_equal("x", "y", seconds=1)
     assert shared._process is not None
     number = shared._process.pid
@@ -93,6 +93,27 @@ def test_a_comparison_that_another_process_ends_is_no_verdict():
     with pytest.raises(TimeoutError) as late:
         shared.is_equal("7", "99999999!", seconds=0.05)
     assert late.type is TimeoutError
+    shared.close()
+
+
+def test_answers_behind_one_that_is_late_are_compared_side_by_side_and_stay_in_order(monkeypatch):
+    monkeypatch.setattr(math, "cores_of_rank", lambda: 2)
+    both = threading.Barrier(2)
+
+    def late(seconds):
+        raise TimeoutError
+
+    def right(seconds):
+        both.wait(timeout=20)  # for the other, which one thread would not come to
+        return True
+
+    assert math._verdicts([lambda seconds: False, late, right, right, lambda seconds: None]) == [
+        0.0,
+        0.0,
+        1.0,
+        1.0,
+        None,
+    ]
 
 
 FORMS = [

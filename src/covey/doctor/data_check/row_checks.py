@@ -138,7 +138,7 @@ def _parses(gold: str) -> bool:
         return True
     from covey.rewards.builtin import verify
 
-    is_equal = verify.shared().is_equal
+    is_equal = verify.is_equal
     spellings = (f"\\left({gold}\\right)", f"1 \\cdot {gold}")
     return any(is_equal(f"\\boxed{{{gold}}}", f"\\boxed{{{spelling}}}") for spelling in spellings)
 

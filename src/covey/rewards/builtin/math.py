@@ -3,11 +3,13 @@
 import logging
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any
 
 from covey.data.rendering import prompt_text
 from covey.errors import RewardError
+from covey.process.cores import cores_of_rank
 from covey.rewards.builtin import verify
 from covey.rewards.builtin.answers import answer_text_of, conclusion, final_answer, is_same, marked_answer, number
 from covey.rewards.builtin.choice import golds_of
@@ -54,7 +56,7 @@ def math_reward(
     answers = [final_answer(answer_text_of(completion)) for completion in completions]
     rows = list(zip(answers, golds, nouns, strict=True))
     pairs = dict.fromkeys((final, gold, noun) for final, several, noun in rows for gold in several)  # equal ones once
-    verdicts = {pair: _verdict(partial(_judge, *pair)) for pair in pairs}
+    verdicts = dict(zip(pairs, _verdicts([partial(_judge, *pair) for pair in pairs]), strict=True))
     scores = [_best([verdicts[final, gold, noun] for gold in several]) for final, several, noun in rows]
     unjudged = sum(score is None for score in scores)
     if log_metric is not None and unjudged:
@@ -88,7 +90,7 @@ def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **colum
     if not verify.is_installed():
         raise RewardError("accuracy_reward needs math-verify: pip install 'covey[math]', or use the reward 'math'.")
     rows = zip(solution, map(answer_text_of, completions), strict=True)
-    return [_verdict(partial(verify.shared().is_equal, gold, text, anchored=True)) for gold, text in rows]
+    return _verdicts([partial(verify.is_equal, gold, text, anchored=True) for gold, text in rows])
 
 
 def _golds(answer: Sequence[Any] | None, solution: Sequence[Any] | None) -> list[list[str]]:
@@ -106,17 +108,29 @@ def _best(verdicts: Sequence[float | None]) -> float | None:
     return 1.0 if 1.0 in verdicts else None if None in verdicts or not verdicts else 0.0
 
 
-def _verdict(judge: _Judge) -> float | None:
-    """The score; 0 where the answer used its own time up, `None` where the machine did not give it that time."""
+def _verdicts(judges: Sequence[_Judge]) -> list[float | None]:
+    """The scores, in order; side by side on this rank's cores from the first answer on that used its time up."""
+    scores = list[float | None]()
+    for judge in judges:
+        score, is_late = _verdict(judge)
+        scores.append(score)
+        if is_late:
+            break
+    with ThreadPoolExecutor(cores_of_rank()) as threads:
+        return scores + [score for score, _ in threads.map(_verdict, judges[len(scores) :])]
+
+
+def _verdict(judge: _Judge) -> tuple[float | None, bool]:
+    """The score, and True for an answer that used its own time up: 0. `None` where the machine did not give it that time."""
     for _ in range(_MOST_TRIES):
         try:
             verdict = judge(seconds=_VERIFY_SECONDS)
         except verify.InterruptedComparisonError:
             continue
         except TimeoutError:
-            return 0.0
-        return None if verdict is None else float(verdict)
-    return None
+            return 0.0, True
+        return None if verdict is None else float(verdict), False
+    return None, False
 
 
 def _judge(answer: str | None, gold: str, nouns: frozenset[str], *, seconds: float) -> bool | None:
@@ -127,7 +141,7 @@ def _judge(answer: str | None, gold: str, nouns: frozenset[str], *, seconds: flo
 
 def _evaluate(gold: str, answer: str, *, seconds: float) -> bool | None:
     if verify.is_installed():
-        return verify.shared().is_equal(gold, answer, seconds=seconds)
+        return verify.is_equal(gold, answer, seconds=seconds)
     if number(gold) is None:
         raise RewardError(
             f"the gold answer {gold!r} is a formula, which math-verify compares: pip install 'covey[math]'."

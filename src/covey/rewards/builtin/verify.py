@@ -11,7 +11,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 _START_SECONDS = 60.0
 _LONGEST = 2000
@@ -116,9 +118,24 @@ def is_installed() -> bool:
     return importlib.util.find_spec("math_verify") is not None
 
 
-@lru_cache
-def shared() -> Verifier:
-    """The one verifier of this process; it ends with it."""
-    verifier = Verifier()
-    atexit.register(verifier.close)
-    return verifier
+_idle: list[Verifier] = []
+
+
+@contextlib.contextmanager
+def idle() -> Iterator[Verifier]:
+    """A verifier that no other thread of this process uses now; it ends with the process."""
+    try:
+        verifier = _idle.pop()
+    except IndexError:
+        verifier = Verifier()
+        atexit.register(verifier.close)
+    try:
+        yield verifier
+    finally:
+        _idle.append(verifier)
+
+
+def is_equal(gold: str, answer: str, **options: Any) -> bool | None:
+    """`Verifier.is_equal` of an idle one."""
+    with idle() as verifier:
+        return verifier.is_equal(gold, answer, **options)
