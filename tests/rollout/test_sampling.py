@@ -139,11 +139,13 @@ def test_a_penalty_without_the_tokens_seen_is_refused():
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"temperature": math.nan}, "temperature is nan"),
+        ({"temperature": 1e-40}, "temperature is 1e-40; give 0 for greedy decoding or a number from 0.0001 to 10000"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1.5}, "top_p is 1.5"),
         ({"top_k": -1}, "top_k is -1"),
         ({"min_p": 2.0}, "min_p is 2.0"),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+        ({"repetition_penalty": 1e39}, "repetition_penalty is 1e\\+39"),
         ({"stop": ("",)}, "empty string"),
     ],
 )

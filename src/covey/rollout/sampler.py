@@ -1,6 +1,5 @@
 """The `Sampler` interface and its sampling parameters."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from covey.types import Group, Mean, Metric
 
 DEFAULT_ROWS = 256
 """Default number of completions decoded at once."""
+_LEAST = 1e-4
+"""Temperature (0 is greedy) and penalty at least, and one over it at most: float32 does not hold logits over much less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +67,15 @@ class SamplingParams:
         return [
             (self.max_tokens >= 1, f"max_tokens is {self.max_tokens}; a completion needs at least 1 token."),
             (
-                math.isfinite(self.temperature) and self.temperature >= 0,
-                f"temperature is {self.temperature}; give 0 for greedy decoding or a positive number.",
+                _LEAST <= (self.temperature or 1.0) <= 1 / _LEAST,
+                f"temperature is {self.temperature}; give 0 for greedy decoding or a number from {_LEAST} to {1 / _LEAST:g}.",
             ),
             (0 < self.top_p <= 1, f"top_p is {self.top_p}; give a probability in (0, 1], 1 to keep everything."),
             (self.top_k >= 0, f"top_k is {self.top_k}; give a count of tokens, 0 to keep all of them."),
             (0 <= min_p <= 1, f"min_p is {self.min_p}; give a fraction in [0, 1], or None to keep everything."),
             (
-                math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
-                f"repetition_penalty is {self.repetition_penalty}; give a positive number, 1 for no penalty.",
+                _LEAST <= self.repetition_penalty <= 1 / _LEAST,
+                f"repetition_penalty is {self.repetition_penalty}; give a number from {_LEAST} to {1 / _LEAST:g}, 1 for no penalty.",
             ),
             (all(self.stop), "stop holds an empty string, which ends every completion at once; leave it out."),
         ]

@@ -31,8 +31,6 @@ COMPLETION_TOKENS = 16
 """Default `max_tokens` of /v1/completions; OpenAI's."""
 LONG_BYTES = 1 << 17
 """Bytes of a body from which a request is long: it is read on a thread and with tokenizers of its own kind."""
-_LEAST = 1e-4
-"""Temperature and penalty at least, and one over it at most; a temperature of 0 is greedy."""
 _CHARACTERS_PER_TOKEN = 32
 """Characters of a prompt for each token of the context beyond which it is refused without being tokenized."""
 
@@ -282,18 +280,14 @@ def _params(fields: Fields) -> SamplingParams:
     if not isinstance(stop, str) and not (isinstance(stop, list | tuple) and all(isinstance(x, str) for x in stop)):
         raise bad("stop must be a text or a list of texts.", "stop")
     top_k = fields.whole("top_k", 0, -1)
-    temperature, penalty = fields.number("temperature", 1.0), fields.number("repetition_penalty", 1.0)
-    for name, value in (("temperature", temperature or 1.0), ("repetition_penalty", penalty)):
-        if not _LEAST <= value <= 1 / _LEAST:  # logits over it overflow, which ends every request of the batch
-            raise bad(f"{name} is {value:g}; give a number from {_LEAST:g} to {1 / _LEAST:g}.", name)
     stops: Any = stop  # SamplingParams takes one text too
     try:
         return SamplingParams(
-            temperature=temperature,
+            temperature=fields.number("temperature", 1.0),
             top_p=fields.number("top_p", 1.0),
             top_k=max(top_k, 0),  # vLLM's -1 is no limit too
             min_p=fields.number("min_p", None),
-            repetition_penalty=penalty,
+            repetition_penalty=fields.number("repetition_penalty", 1.0),
             stop=stops,
         )
     except CoveyError as error:
