@@ -327,6 +327,27 @@ def test_calls_are_answered_with_fewer_rows_where_memory_runs_out(model, monkeyp
         assert group.completions[0].token_ids.tolist() == groups[number].completions[0].token_ids.tolist()
 
 
+def test_calls_of_several_completions_keep_room_for_them_where_memory_runs_out(model, monkeypatch) -> None:
+    tried, step = [], LiveScheduler.step
+
+    def scarce(self):
+        tried.append(self.max_rows)
+        if len(tried) == 2 or (self.max_rows == 3 and sum(size == 3 for size in tried) > 4):
+            raise torch.OutOfMemoryError
+        return step(self)
+
+    request = LiveRequest(prompts()[0], (5, 6, 7), 4, params=SamplingParams(max_tokens=1))
+    writer = Writer(
+        packed(model, tiny_tokenizer()), replace(SETUP, options={**SETUP.options, "max_rows": 5}), 0, lambda: None
+    )
+    monkeypatch.setattr(LiveScheduler, "step", scarce)
+    (answered,) = dict(writer.answer(deque([Call(0, request)]), lambda: None)).values()
+    assert len(answered.completions) == 3
+    assert set(tried) == {5, 3}
+    with pytest.raises(torch.OutOfMemoryError):
+        list(writer.answer(deque([Call(0, request)]), lambda: None))
+
+
 class Echo:
     """A worker that writes the uid of a prompt as its only completion, at once."""
 

@@ -141,9 +141,10 @@ class Writer:
                 with decoding(self.sampler):
                     finished = scheduler.step()
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error) or scheduler.max_rows == 1:
+                fewest = max((len(request.keys) for request in running.values()), default=1)
+                if not is_out_of_memory(error) or scheduler.max_rows <= fewest:
                     raise
-                scheduler = self._smaller(scheduler, running)
+                scheduler = self._smaller(scheduler, running, fewest)
                 continue
             for request, group in finished:
                 number = next(number for number, other in running.items() if other is request)
@@ -152,10 +153,10 @@ class Writer:
             poll()
             self._between_tokens()
 
-    def _smaller(self, scheduler: CallScheduler, running: Mapping[int, LiveRequest]) -> CallScheduler:
-        """Half as many rows at once, from the beginning: each completion has its own seed, so none of them changes."""
+    def _smaller(self, scheduler: CallScheduler, running: Mapping[int, LiveRequest], fewest: int) -> CallScheduler:
+        """Half as many rows at once, at least `fewest`, from the beginning: each completion has its own seed, so none of them changes."""
         sampler: Any = self.sampler
-        sampler.max_rows = max(1, scheduler.max_rows // 2)
+        sampler.max_rows = max(fewest, scheduler.max_rows // 2)
         release()
         smaller = scheduler_of(sampler)
         for request in running.values():
