@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from covey.monitor.view import Library
-from covey.runs import metrics, rollouts
+from covey.monitor.view.token_text import tokenizer_file
+from covey.runs import manifest, metrics, rollouts
 from covey.runs.metrics import JsonLines
 
 
@@ -102,6 +103,19 @@ def test_a_search_finds_every_group_that_contains_the_text(client: Any, runs: Pa
         start = part["next"]
     assert found == expected
     assert found
+
+
+def test_the_tokenizer_of_a_relative_model_is_looked_for_where_the_run_began(tmp_path: Path, monkeypatch: Any) -> None:
+    run = tmp_path / "run"
+    for folder in (run, tmp_path / "there" / "model", tmp_path / "here" / "model"):
+        folder.mkdir(parents=True)
+        (folder / "tokenizer.json").touch()
+    facts = {"format": manifest.FORMAT, "config": {"model": "model"}, "working_folder": str(tmp_path / "there")}
+    (run / "run.json").write_text(json.dumps(facts))
+    monkeypatch.chdir(tmp_path / "here")
+    assert tokenizer_file(run) == tmp_path / "there" / "model" / "tokenizer.json"
+    (run / "run.json").write_text(json.dumps({**facts, "working_folder": None}))
+    assert tokenizer_file(run) is None
 
 
 def test_a_group_shows_each_token_with_its_numbers(client: Any, runs: Path) -> None:

@@ -21,11 +21,12 @@ def tokenizer_file(run: Path) -> Path | None:
     for path in reversed(paths):
         if _is_plain(path):
             return path
-    config = (manifest.read(run / manifest.NAME) or {}).get("config")
+    facts = manifest.read(run / manifest.NAME) or {}
+    config, started_in = facts.get("config"), facts.get("working_folder")
     named = (config.get("model") or config.get("model_name_or_path")) if isinstance(config, dict) else None
     if not isinstance(named, str) or "\0" in named:
         return None
-    path = Path(named) / "tokenizer.json"
+    path = Path(started_in if isinstance(started_in, str) else "/", named, "tokenizer.json")
     return path.resolve() if path.is_file() else None  # the user's own folder; a hub's cache is made of links
 
 
