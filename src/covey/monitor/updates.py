@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ class UpdateMeter:
     round small updates away). Of a model that is split over processes each process measures its own part.
     """
 
-    def __init__(self, model: Any, is_due: Callable[[], bool] = lambda: True) -> None:
-        self.model, self.is_due = model, is_due
+    def __init__(self, model: Any) -> None:
+        self.model = model
         self._before: dict[str, Tensor] = {}
         self._sampled: Tensor | None = None
         self._sizes: dict[str, float] = {}
@@ -37,12 +37,10 @@ class UpdateMeter:
 
     @torch.no_grad()
     def before(self) -> None:
-        """Remember some of the weights, when this step is one to measure."""
-        self._before, self._sampled = {}, None
-        if self.is_due():
-            plain, inside = self._trained()
-            self._before = {name: whole(parameter.detach()).clone() for name, parameter in inside}
-            self._sampled = _samples([parameter for _, parameter in plain])
+        """Remember some of the weights."""
+        plain, inside = self._trained()
+        self._before = {name: whole(parameter.detach()).clone() for name, parameter in inside}
+        self._sampled = _samples([parameter for _, parameter in plain])
 
     @torch.no_grad()
     def after(self) -> None:
@@ -73,7 +71,7 @@ class UpdateMeter:
         self._metrics["update/changed"] = Max(changed / max(total, 1))
 
     def take(self) -> dict[str, Metric]:
-        """Update metrics of the last measured step, once; empty when it was not measured."""
+        """Update metrics of the last step, once; empty when it was left out."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
