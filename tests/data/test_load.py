@@ -164,6 +164,7 @@ def test_a_missing_file_is_named_with_its_nearest_neighbour(tmp_path):
     refused("gsm8k.jsonl", "'gsm8k.jsonl' does not exist")
     refused(str(tmp_path / "*.csv"), "does not exist")
     refused([tmp_path / "train.jsonl", tmp_path / "gone.jsonl"], "gone.jsonl' does not exist")
+    refused([tmp_path / "train.jsonl", tmp_path], f"'{tmp_path}' is a folder in a list of files; give its files")
 
 
 def test_the_missing_prompt_column_is_told_with_the_columns_there_are(tmp_path):

@@ -78,6 +78,10 @@ def _files(source: Any) -> list[Path]:
 
 def _missing(source: Any) -> Path:
     path = Path(str(source)).expanduser()
+    if path.is_dir():
+        raise DataError(
+            f"{str(source)!r} is a folder in a list of files; give its files, as {str(path / '*.jsonl')!r}."
+        )
     siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
     where = "" if path.parent.is_dir() else f" There is no folder {str(path.parent)!r} either."
     raise DataError(f"The data set {str(source)!r} does not exist.{did_you_mean(path.name, siblings)}{where}")
