@@ -81,8 +81,8 @@ def test_a_program_that_changes_python_or_reads_its_tests_fails(name: str, sandb
 def test_a_liar_that_takes_all_its_time_is_run_again_all_the_same(sandbox: Sandbox) -> None:
     code = "import time\nclass Box:\n    def get(self):\n        time.sleep(1.0)\n        return {}\n"
     liar = "type('E', (), {'__eq__': lambda s, o: True})()"
-    assert sandbox.run(code.format(48611), "assert Box().get() == 48611", timeout=1.8).passed
-    assert not sandbox.run(code.format(liar), "assert Box().get() == 48611", timeout=1.8).passed
+    assert sandbox.run(code.format(48611), "assert Box().get() == 48611", timeout=0.45).passed
+    assert not sandbox.run(code.format(liar), "assert Box().get() == 48611", timeout=0.45).passed
 
 
 @pytest.mark.slow

@@ -185,7 +185,7 @@ def test_daemons_end_with_their_program(layers: tuple[str, ...]) -> None:
         sandbox.run("pass")
         before = _jails(os.getpid())
         assert before - others
-        sandbox.run(daemon, timeout=2)
+        sandbox.run(daemon, timeout=0.5)
         assert _until(lambda: _jails(os.getpid()) == before)
     assert _until(lambda: _jails(os.getpid()) == others)
 

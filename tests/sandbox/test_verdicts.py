@@ -212,6 +212,30 @@ def test_the_reason_is_named(code: str, tests: list[str], reason: str, sandbox: 
     assert result.detail
 
 
+WAITS = "import time\ntime.sleep(0.5)\n"
+"""Longer by the clock than its limit of processor time, as on a machine that is busy."""
+BURNS = "import time\nwhile time.process_time() < 0.5: pass\n"
+
+
+BESIDE = ["import gc\nassert f() == 1 and not isinstance(f, int)"]
+
+
+@pytest.mark.parametrize("tests", [["assert f() == 1"], pytest.param(BESIDE, marks=pytest.mark.slow), None, "print"])
+def test_the_limit_is_processor_time(tests: list[str] | str | None, sandbox: Sandbox) -> None:
+    tests = [{"input": "", "output": "1"}] if tests == "print" else tests
+    ends = "def f(): return 1\nprint(f())"
+    result = sandbox.run(WAITS + ends, tests, timeout=0.3)
+    assert result.passed, result
+    assert sandbox.run(BURNS + ends, tests, timeout=0.3).reason == "timeout"
+
+
+def test_the_limit_is_that_of_all_pairs_together(sandbox: Sandbox) -> None:
+    code = BURNS.replace("0.5", "0.4") + "print(1)"
+    result = sandbox.run(code, [{"input": "", "output": "1"}] * 3, timeout=0.7)
+    assert (result.reason, result.tests[2]) == ("timeout", False)
+    assert result.tests[0]
+
+
 def test_programs_that_read_and_print_are_compared_line_by_line(sandbox: Sandbox) -> None:
     code = "a, b = map(int, input().split())\nprint(a + b, end='  \\n\\n')"
     pairs = [{"input": "1 2\n", "output": "3"}, {"input": "5 5", "output": "10\n"}, {"input": "1 1", "output": "3"}]

@@ -182,7 +182,8 @@ def _limit(limits: Limits, has_user: bool) -> None:
         hard = resource.getrlimit(number)[1]
         limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
         if name != "RLIMIT_NPROC" or has_user:  # it counts a user's processes: the run's own too
-            resource.setrlimit(number, (limit, limit))
+            above = int(name == "RLIMIT_CPU" and limit != hard)  # the first limit is a signal, the second SIGKILL
+            resource.setrlimit(number, (limit, limit + above))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # too large a file is an OSError, not the end
 
 

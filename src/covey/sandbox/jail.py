@@ -181,15 +181,17 @@ def _read_as(slot: int) -> None:
 
 def _serve(control: socket.socket, layers: tuple[str, ...]) -> None:
     children: dict[str, _Child] = {}
+    before = 0.0
     while True:
         request, descriptors = _receive(control)
         if request is None:
             _end(children)
             return
         if request["do"] == "start":
-            children = _start(request, descriptors, layers)
+            children, before = _start(request, descriptors, layers), _cpu_seconds()
         else:
-            wire.send(control, _end(children, request.get("wait", 0.0)))
+            reply = _end(children, request.get("wait", 0.0))
+            wire.send(control, {**reply, "cpu_seconds": _cpu_seconds() - before})
             children = {}
 
 
@@ -333,7 +335,13 @@ def _end(children: dict[str, _Child], seconds: float = 0.0) -> dict[str, Any]:
     while os.getpid() == 1 and _any_left():
         continue
     open_ones = [name for name, child in children.items() if not _has_locked(child) and ended[name] == CANNOT]
-    return {"ended": ended, "open": open_ones, "peak_kib": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss}
+    return {"ended": ended, "open": open_ones}
+
+
+def _cpu_seconds() -> float:
+    """Processor time of all children that have ended so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _has_locked(child: _Child) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import secrets
 import selectors
@@ -33,6 +34,8 @@ from covey.sandbox.results import Isolation, ProcessOutput, Result
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 10.0
 """Seconds for a worker to kill a program and answer, before it is killed itself."""
+WALL = 4
+"""Wall time of a program over its limit of processor time: programs that share a busy machine may wait."""
 
 
 _ENVIRONMENT = {
@@ -96,15 +99,15 @@ class Sandbox:
         defines, after `setup`; or `{"input": ..., "output": ...}` pairs, for programs that read and print: compared line by line
         without trailing blanks, numbers with a tolerance unless the pair has `"exact": true`. `None`: the code only has to come to its end.
         Statements that only call functions run in another process, others in the program's process and again on mutants of themselves;
-        with `strict` all in another process (docs/sandbox.md). `timeout` is in seconds of wall time for one run of all
-        statements, and for all pairs together; `memory_mb` is in MiB beyond the interpreter's own; more than `max_output` bytes
+        with `strict` all in another process (docs/sandbox.md). `timeout` is in seconds of processor time for one run of all
+        statements, and for all pairs together, which may take four times as long by the clock; `memory_mb` is in MiB beyond the interpreter's own; more than `max_output` bytes
         of output end the program. Only the standard library can be imported, and NumPy with `numpy`. Raises RewardError for bad
         arguments, and where this machine cannot isolate.
         """
         plan = verdicts.plan(tests, setup)
         verdicts.check_limits(code, timeout, memory_mb, max_output)
         started = time.perf_counter()
-        limits = Limits(cpu_seconds=int(timeout) + 2, memory_mb=memory_mb)
+        limits = Limits(cpu_seconds=math.ceil(timeout), memory_mb=memory_mb)
         with self._room:
             jail = self._take()
             try:
@@ -134,18 +137,20 @@ class Sandbox:
     def _judged(
         self, jail: _Jail, code: str, plan: verdicts.Plan, limits: Limits, timeout: float, max_output: int, strict: bool
     ) -> Result:
-        start = partial(jail.watch, code.encode("utf-8", errors="replace"), limits, max_output=max_output)
-        watch = partial(start, until=time.monotonic() + timeout)
+        source, until = code.encode("utf-8", errors="replace"), lambda: time.monotonic() + WALL * timeout
+        start = partial(jail.watch, source, limits, max_output=max_output, cpu_seconds=timeout)
+        watch = partial(start, until=until())
         if plan.statements is not None:
             is_apart = strict or (not self._settings["numpy"] and are_apart(plan.setup, plan.statements))
             if is_apart:
                 result, lines = verdicts.of_tests(watch(tests=plan.payload(), where="apart"), plan)
             if not is_apart or (not strict and any("beside" in line for line in lines)):
-                result = _in_one_process(lambda **words: start(until=time.monotonic() + timeout, **words), plan)
+                result = _in_one_process(lambda **words: start(until=until(), **words), plan)
             return result
-        seen = []
+        seen: list[ProcessOutput] = []
         for text, _, _ in plan.pairs or ():
-            seen.append(watch(stdin=text.encode("utf-8", errors="replace")))
+            left = timeout - sum(output.cpu_seconds for output in seen)
+            seen.append(watch(stdin=text.encode("utf-8", errors="replace"), cpu_seconds=left))
             if seen[-1].late:
                 break
         return verdicts.of_pairs(seen, plan)
@@ -261,12 +266,13 @@ class _Jail:
         limits: Limits,
         *,
         until: float,
+        cpu_seconds: float,
         max_output: int,
         stdin: bytes = b"",
         tests: bytes | None = None,
         where: str = "",
     ) -> ProcessOutput:
-        """Run one program to its verdict or its end, or until the time `until`; `where`: its tests run `apart`, or in its process."""
+        """Run one program to its verdict or its end, for `cpu_seconds`, or until the time `until`; `where`: its tests run `apart`, or in its process."""
         watched = ProcessOutput()
         pipes = {name: os.pipe() for name in ("stdout", "stderr", *(["verdict"] if tests is not None else []))}
         files = {"code": _file(source), "stdin": _file(stdin), **({"tests": _file(tests)} if tests is not None else {})}
@@ -280,6 +286,8 @@ class _Jail:
             _drain({name: ends[0] for name, ends in pipes.items()}, watched, until, max_output)
             reply = self._end(0.0 if watched.late or watched.loud else min(max(until - time.monotonic(), 0.0), 5.0))
             watched.ended, watched.is_open = dict(reply["ended"]), bool(reply["open"])
+            watched.cpu_seconds = float(reply["cpu_seconds"])
+            watched.late |= watched.cpu_seconds > cpu_seconds
         finally:
             for descriptor in (*files.values(), *(ends[0] for ends in pipes.values())):
                 os.close(descriptor)

@@ -59,6 +59,8 @@ class ProcessOutput:
     stderr: bytearray = field(default_factory=bytearray)
     verdict: bytearray = field(default_factory=bytearray)
     late: bool = False
+    """It ended at a limit of time, of the clock or the processor."""
+    cpu_seconds: float = 0.0
     loud: bool = False
     ended: dict[str, int] = field(default_factory=dict)
     is_open: bool = False

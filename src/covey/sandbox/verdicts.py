@@ -104,7 +104,7 @@ def _why(
     seen: ProcessOutput, lines: list[dict[str, Any]], outcomes: dict[int, dict[str, Any]], tests: tuple[bool, ...]
 ) -> tuple[Reason, str]:
     first = next((number for number, passed in enumerate(tests) if not passed), None)
-    if first is None and any("done" in line for line in lines):
+    if first is None and any("done" in line for line in lines) and not seen.late:
         return "passed", f"{len(tests)} of {len(tests)} tests passed"
     met = _limit_met(seen)
     if met is not None:

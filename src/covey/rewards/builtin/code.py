@@ -13,6 +13,7 @@ from covey.rewards.builtin.code_tests import COLUMNS, for_program, row_tests
 from covey.rewards.builtin.text import text_of
 from covey.rewards.decorators import CallOptions
 from covey.sandbox import Sandbox
+from covey.sandbox.pool import WALL
 
 _SETUP = ("test_imports", "setup", "test_setup_code", "test_setup")
 """Columns of code that runs before tests that are statements: a text, or a list of lines."""
@@ -29,9 +30,9 @@ class Code:
     `public_test_cases` (LiveCodeBench); `column` names another. They are statements, one text or a list; pairs of input and
     output; or, with `fn_name` or `metadata`'s `func_name`, arguments and result of a function or of a method of `Solution`. Code
     for statements stands in `test_imports`, `setup`, `test_setup_code` and `test_setup`. `None` for a row without tests.
-    `timeout` (seconds) and `memory_mb` (MiB) limit one program. Python with its standard library alone, or
-    with `numpy` NumPy too. Tests of functions run in
-    another process, others in the program's; with `strict` all in another (docs/sandbox.md).
+    `timeout` (seconds of processor time, four times as many by the clock) and `memory_mb` (MiB) limit one program. Python with
+    its standard library alone, or with `numpy` NumPy too. Tests of functions run in another process, others in the program's;
+    with `strict` all in another (docs/sandbox.md).
 
     Raises RewardError where the machine cannot isolate a program (`covey env` says why) and `allow_unisolated` is false; tests
     that cannot be run are an error of their row's completions, so they are not scored.
@@ -54,8 +55,9 @@ class Code:
             if value is not None and not value > 0:
                 raise ConfigError(f"code({name}={value!r}): use a number above 0.")
         workers = self.workers or cores_of_rank()
+        most = 2 * WALL * self.timeout + 60
         call_options = CallOptions(
-            unit="completion", is_singular=True, pure=True, concurrency=workers, timeout_seconds=2 * self.timeout + 60
+            unit="completion", is_singular=True, pure=True, concurrency=workers, timeout_seconds=most
         )
         object.__setattr__(self, "__covey_reward__", call_options)
         if self.column is not None:
