@@ -38,17 +38,7 @@ def test_the_page_lists_files_that_a_step_enters_and_about_how_many(
 
         return call
 
-    def noted_steps(function: Any) -> Any:
-        def steps(*arguments: Any) -> Any:
-            sys.setprofile(note)
-            try:
-                return (yield from function(*arguments))
-            finally:
-                sys.setprofile(None)
-
-        return steps
-
-    monkeypatch.setattr(loop, "roll_out", noted_steps(loop.roll_out))
+    monkeypatch.setattr(loop, "roll_out", noted(loop.roll_out))
     monkeypatch.setattr(Learner, "step", noted(Learner.step))
     trainer(tmp_path, max_steps=1, save_strategy="no").train()
 

@@ -245,9 +245,26 @@ def test_a_captured_step_is_of_one_scale_of_the_adapters():
     assert forward.capture_key() != key
 
 
-def test_float32_with_adapters_uses_the_modules_and_copies_nothing():
-    forward = best_forward(adapted(tiny_model()), "float32")
-    assert isinstance(forward, ModulesForward)
+def test_adapters_in_float32_are_added_to_live_weights():
+    model = adapted(tiny_model())
+    forward = best_forward(model, "float32")
+    assert isinstance(forward, DecoderForward)
+    x = torch.randn(5, model.config.hidden_size)
+    attention = model.base_model.model.model.layers[0].self_attn
+    with torch.no_grad():
+        expected = [projection(x) for projection in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    torch.testing.assert_close(list(forward.blocks[0].qkv.split(x, [])), expected)
+    pointers = {parameter.data_ptr() for parameter in model.parameters()}
+    assert {tensor.data_ptr() for tensor in forward.blocks[0].qkv.base.tensors if tensor is not None} <= pointers
+    verify(forward, model)
+
+
+def test_adapters_that_are_no_lora_are_computed_by_the_modules():
+    peft = pytest.importorskip("peft")
+    config = peft.IA3Config(
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False
+    )
+    assert isinstance(best_forward(peft.get_peft_model(tiny_model(), config), "float32"), ModulesForward)
 
 
 def test_a_model_with_hooks_is_run_by_its_modules_even_when_they_come_later(tokenizer):

@@ -16,7 +16,7 @@ import covey
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError, RewardError
 from covey.models import SharedBase
-from covey.rollout.joint import _JointForward
+from covey.rollout.decoder import DecoderForward
 from kit import tiny_model, tiny_tokenizer
 
 ROWS = Dataset.from_dict({"prompt": [f"What is {i} + {i}?" for i in range(6)]})
@@ -85,12 +85,9 @@ def run_of(name, place):
 @pytest.mark.parametrize(
     "names", [["seed", "reward"], pytest.param(["rank", "checkpointing", "kl"], marks=pytest.mark.nightly)]
 )
-def test_each_adapter_is_bit_equal_to_its_run_alone_whatever_else_differs(names, base, tmp_path, monkeypatch):
-    joined, decode = [], _JointForward.decode
-    monkeypatch.setattr(_JointForward, "decode", lambda *given: joined.append(len(given[2])) or decode(*given))
+def test_each_adapter_is_bit_equal_to_its_run_alone_whatever_else_differs(names, base, tmp_path):
     runs = [run_of(name, tmp_path / "together") for name in names]
     trainers = covey.train_together(base, runs, train_dataset=ROWS)
-    assert len(names) in joined  # their completions were drawn in one batch
     for name, trainer in zip(names, trainers, strict=True):
         alone = GRPOTrainer(str(base), train_dataset=ROWS, **run_of(name, tmp_path / "alone"))
         alone.train()
@@ -188,19 +185,25 @@ def test_a_signal_stops_all_with_a_checkpoint_and_each_goes_on_alone_or_together
 
 
 @pytest.mark.slow
-def test_a_signal_amid_a_joint_rollout_stops_all_at_their_last_step(base, tmp_path, monkeypatch):
-    decode, steps = _JointForward.decode, []
+def test_a_signal_amid_a_rollout_stops_all_at_their_last_step(base, tmp_path, monkeypatch):
+    decode, armed = DecoderForward.decode, []
+
+    class Arms(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            armed.append(1)
 
     def signalled(*given):
-        steps.append(1)
-        if len(steps) == 7:  # completions of 5 tokens: in the second rollout
+        if armed.count(1) == 2:  # both runs have made a step: the second rollout of the first
+            armed.append(0)
             os.kill(os.getpid(), signal.SIGTERM)
         return decode(*given)
 
-    monkeypatch.setattr(_JointForward, "decode", signalled)
+    monkeypatch.setattr(DecoderForward, "decode", signalled)
     runs = [{"args": config(tmp_path / f"{seed}", seed=seed, save_steps=9)} for seed in range(2)]
+    common = {"reward_funcs": digits, "train_dataset": ROWS, "peft_config": lora(), "callbacks": [Arms()]}
     with pytest.raises(SystemExit):
-        covey.train_together(base, runs, reward_funcs=digits, train_dataset=ROWS, peft_config=lora())
+        covey.train_together(base, runs, **common)
+    assert armed == [1, 1, 0]
     for name in "01":
         assert [path.name for path in (tmp_path / name).glob("checkpoint-*")] == ["checkpoint-1"]
 

@@ -223,7 +223,7 @@ def _steps(
 
 def _finish(config: Any, args: Args, steps: Generator[Any, Any, Outcome]) -> int:
     """Train one run alone, and say how it ended."""
-    from covey.rollout.joint import to_the_end
+    from covey.training.loop import to_the_end
 
     ended = to_the_end(steps)
     if ended.stopped_by:

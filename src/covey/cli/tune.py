@@ -37,7 +37,7 @@ from covey.process.counting import tell
 _FLAGS = (
     Flag(name="search", help="What to try: name=low:high, name=low:high:log, or name=a,b,c; may be repeated.", type=list[str], group="search"),
     Flag(name="trials", help="Runs in all, those that were ended early included.", type=int, default=20, group="search"),
-    Flag(name="n_jobs", help="Trials that train together on one base, their completions drawn in one batch.", type=int, default=1, group="search"),
+    Flag(name="n_jobs", help="Trials that train together on one base, a step of each in turn.", type=int, default=1, group="search"),
     Flag(name="metric", help="What to judge by: a metric of evaluations.", default="eval_reward", group="search"),
     Flag(name="minimize", help="The smaller the metric, the better.", type=bool, group="search"),
     Flag(name="pruner", help="What ends a run early: median (worse than half of those before it), halving, or none.", default="median", group="search"),

@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 from covey.process import rng
-from covey.rollout import Drawing, Drawn, JointRollouts
-from covey.rollout.joint import Steps
+from covey.training.loop import Steps
 
 T = TypeVar("T")
 
@@ -26,30 +25,22 @@ class Member(Generic[T]):
         self._within = within
         self.result: T | None = None
         self.error: Exception | None = None
-        self.drawing: Drawing | None = None
-        """Completions to draw at the start of the next `advance`."""
         self.has_ended = False
         self._random: Mapping[str, Any] | None = None
         self._streams: tuple[Any, Any] | None = None
 
-    def advance(self, drawn: Drawn | BaseException | None = None) -> None:
-        """Run until the next pause or the end. An error ends this run, and is kept in `error`.
-
-        `drawn`: result of `drawing`, or None to draw it now.
-        """
+    def advance(self) -> None:
+        """Run until the end of the next step, or the end. An error ends this run, and is kept in `error`."""
         with self._within():
-            self._advance(drawn)
+            self._advance()
 
-    def _advance(self, drawn: Drawn | BaseException | None) -> None:
+    def _advance(self) -> None:
         outer = sys.stdout, sys.stderr
         if self._random is not None:
             rng.restore(self._random)
         sys.stdout, sys.stderr = self._streams or (Labelled(outer[0], self.name), Labelled(outer[1], self.name))
         try:
-            if isinstance(drawn, BaseException):
-                self.drawing = self.steps.throw(drawn)
-            else:
-                self.drawing = self.steps.send(drawn)
+            next(self.steps)
         except StopIteration as ended:
             self.result, self.has_ended = ended.value, True
         except Exception as error:  # noqa: BLE001 - kept, and raised or reported when the others have ended
@@ -62,13 +53,11 @@ class Member(Generic[T]):
 class Rounds(Generic[T]):
     """Interleaved members: a round is an optimizer step of each. Others may join between two rounds.
 
-    Completions of all members that draw in a round are drawn in one batch, where that is exact (`JointRollouts`). On leaving, the
-    random generators of the process are restored, and members that have not ended are closed.
+    On leaving, the random generators of the process are restored, and members that have not ended are closed.
     """
 
     def __init__(self, members: Iterable[Member[T]] = ()) -> None:
         self.running = list(members)
-        self._joint = JointRollouts()
         self._before = rng.snapshot()
 
     def __enter__(self) -> Rounds[T]:
@@ -80,20 +69,12 @@ class Rounds(Generic[T]):
         rng.restore(self._before)
 
     def next(self) -> Iterator[Member[T]]:
-        """The next round; yields each member after each `advance`."""
+        """The next round; yields each member after its step."""
         for member in list(self.running):
-            if member.drawing is None:
-                yield self._turned(member)
-        waiting = {member: member.drawing for member in self.running if member.drawing is not None}
-        drawn = dict(zip(waiting, self._joint(list(waiting.values())), strict=True))
-        for member in waiting:
-            yield self._turned(member, drawn.pop(member))
-
-    def _turned(self, member: Member[T], drawn: Drawn | BaseException | None = None) -> Member[T]:
-        member.advance(drawn)
-        if member.has_ended:
-            self.running.remove(member)
-        return member
+            member.advance()
+            if member.has_ended:
+                self.running.remove(member)
+            yield member
 
 
 def interleave(members: Iterable[Member[T]], ended: Callable[[Member[T]], None] = lambda member: None) -> None:

@@ -56,7 +56,7 @@ def train_trials(
                 if member.has_ended:
                     trial = open_trials.pop(member)
                     yield trial.attempt, trial.ended(member)
-                elif member.drawing is None and open_trials[member].attempt.watch.is_hopeless():
+                elif open_trials[member].attempt.watch.is_hopeless():
                     open_trials[member].stop.adopt([["SIGTERM"]])
 
 

@@ -11,9 +11,9 @@ from covey.config import GRPOConfig
 from covey.errors import ConfigError
 from covey.experiments.interleaving import Member, interleave
 from covey.models import SharedBase
-from covey.rollout.joint import Steps
 from covey.runs import StopRequest
 from covey.runs.console import lasting_output
+from covey.training.loop import Steps
 from covey.training.trainer import GRPOTrainer
 
 logger = logging.getLogger(__name__)

@@ -29,9 +29,7 @@ class SamplerLinear(ABC):
         Raises Unsupported for other kinds of layers.
         """
         if dtype is None:
-            if any(map(_is_adapted_in_place, linears)):
-                return AdaptedLinear.of(*linears, into=into)
-            return InPlaceLinear.of(*linears)
+            return AdaptedLinear.of(*linears, into=into)
         weights, biases = _parts_of(linears)
         if dtype == torch.bfloat16 and has_bfloat16(weights[0].device):
             return OneDnnLinear.from_parts(weights, biases)
@@ -101,10 +99,6 @@ class InPlaceLinear(SamplerLinear):
     def of(*linears: Any) -> InPlaceLinear:
         """The layers, concatenated along outputs. Raises Unsupported for anything but plain linear layers."""
         for linear in linears:
-            if hasattr(linear, "get_base_layer"):
-                raise Unsupported(
-                    "adapters are computed beside the layers that they adapt, in float32 without a merged copy"
-                )
             if type(linear) is not nn.Linear:
                 raise Unsupported(f"layers of kind {type(linear).__name__} are not plain linear layers")
         return InPlaceLinear(tuple(effective(linear) for linear in linears))
@@ -162,7 +156,7 @@ class AdaptedLinear(SamplerLinear):
 
         `into` as in `make`. Raises Unsupported for anything but plain LoRA on plain layers.
         """
-        base = InPlaceLinear.of(*(getattr(linear, "base_layer", linear) for linear in linears))
+        base = InPlaceLinear.of(*(linear.base_layer if hasattr(linear, "lora_A") else linear for linear in linears))
         dtype = base.parts[0][0].dtype
         before = into if isinstance(into, AdaptedLinear) else None
         copies = iter(() if before is None else [b for part in before.adapters for _, b, _ in part])
@@ -300,14 +294,6 @@ def effective(linear: Any) -> tuple[Tensor, Tensor | None]:
     for adapter in active_adapters(linear):
         weight = weight + linear.get_delta_weight(adapter).detach()
     return weight, bias
-
-
-def _is_adapted_in_place(linear: Any) -> bool:
-    """True for LoRA on live weights, but for float32 on a CPU, where the modules decode several runs in one batch."""
-    if not hasattr(linear, "lora_A") or type(linear.get_base_layer()) is not nn.Linear:
-        return False
-    weight = linear.get_base_layer().weight
-    return not (weight.is_cpu and weight.dtype == torch.float32)
 
 
 def active_adapters(linear: Any) -> list[str]:

@@ -210,16 +210,9 @@ class Scheduler:
 
     def _step(self) -> list[Group]:
         """Decode one more token of every row. Returns the groups that it finishes."""
-        return self.end_step(self.forward.decode(*self._inputs(), DecodeBatch(self.cache)))
-
-    def begin_step(self) -> tuple[Tensor, Tensor]:
-        """Admit groups. Returns the next input token [R] of every row, padding included, and its position [R]."""
-        self.check_stop()
-        self._admit()
-        return self._inputs()
-
-    def end_step(self, logits: Tensor) -> list[Group]:
-        """Draw a token for every row from the logits [R, V] of the inputs of `begin_step`. Returns the finished groups."""
+        computed = self.rows[:, : self.cache.num_computed]
+        self.cache.begin_step()
+        logits = self.forward.decode(computed[TOKEN], computed[POSITION], DecodeBatch(self.cache))
         rows, logits = self.rows[:, : self.num_rows], logits[: self.num_rows]
         self.cache.end_step()
         if self.banned is not None:
@@ -248,11 +241,6 @@ class Scheduler:
             is_full = rows[WRITTEN] >= rows[LIMIT]
         ends = stops | is_full
         return self._retire(ends, stops) if bool(ends.any()) else []
-
-    def _inputs(self) -> tuple[Tensor, Tensor]:
-        computed = self.rows[:, : self.cache.num_computed]
-        self.cache.begin_step()
-        return computed[TOKEN], computed[POSITION]
 
     def _draw(self, logits: Tensor, uniforms: Tensor, seen: Tensor | None) -> Draw:
         """One token for each row, from `logits` [R, V], which may be overwritten."""

@@ -10,12 +10,9 @@ from covey.errors import RewardError
 from covey.process.interruption import Interruption
 from covey.process.world import World
 from covey.rewards import Scorer, Scoring
-from covey.rollout import Drawing, Drawn, Sampler, SamplingParams
+from covey.rollout import Sampler, SamplingParams
 from covey.rollout.central import CentralSampler
 from covey.types import Group, Position, Prompt, Stage
-
-WAITING = "waiting"
-"""Phase in which other runs of this process were advanced; not part of a step's time."""
 
 
 @dataclass(frozen=True)
@@ -38,37 +35,26 @@ class Draws:
     world: World
     interruption: Interruption
 
-    def request(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams) -> Drawing:
-        """The call of the sampler for this process's share of the prompts, which others may answer together with theirs."""
-        return Drawing(self.sampler, self.world.share(prompts), n, sampling)
-
     def __call__(
-        self, request: Drawing, drawn: Drawn | None = None, seconds: dict[str, float] | None = None
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seconds: dict[str, float] | None = None
     ) -> list[Group]:
-        """Scored groups in the order of the prompts. `drawn`: the sampled groups if others have drawn them."""
-        seconds = {} if seconds is None else seconds
-        if isinstance(request.sampler, CentralSampler) and request.sampler.scores_on_main:
-            return self._of_main(request, request.sampler, seconds)
+        """Scored groups of this process's share of the prompts, in their order."""
+        seconds, share = {} if seconds is None else seconds, self.world.share(prompts)
+        if isinstance(self.sampler, CentralSampler) and self.sampler.scores_on_main:
+            with timed(seconds, "rollout"), self.interruption.together():
+                scored = self.sampler.sample_for_all(share, n, sampling, self._scored)
+            self.scorer.check_first(self.world.any)
+            return scored
         scoring = self.scorer.begin()  # streaming rewards score a group while others are decoded
         groups = []
         with timed(seconds, "rollout"), self.interruption.together():
-            sampled = (
-                request.sampler.sample(request.prompts, request.n, request.params) if drawn is None else drawn.groups
-            )
-            for group in sampled:
+            for group in self.sampler.sample(share, n, sampling):
                 scoring.add(group)
                 groups.append(group)
-        place = {prompt.uid: i for i, prompt in enumerate(request.prompts) if isinstance(prompt, Prompt)}
+        place = {prompt.uid: i for i, prompt in enumerate(share)}
         with timed(seconds, "reward"):
             ordered = sorted(groups, key=lambda group: place[group.prompt.uid])
             return self._together(lambda: _finished(scoring, ordered))
-
-    def _of_main(self, request: Drawing, sampler: CentralSampler, seconds: dict[str, float]) -> list[Group]:
-        """Groups that the main process scores for all, because their completions hold objects of its own."""
-        with timed(seconds, "rollout"), self.interruption.together():
-            groups = sampler.sample_for_all(request.prompts, request.n, request.params, self._scored)
-        self.scorer.check_first(self.world.any)
-        return groups
 
     def _scored(self, groups: Sequence[Group]) -> list[Group]:
         """Scored groups, on this process alone."""
@@ -79,7 +65,7 @@ class Draws:
 
     def greedy(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Group]:
         """Scored greedy answers to the prompts, one each, of all processes."""
-        return self.world.interleave(self(self.request(prompts, 1, replace(sampling, temperature=0.0))))
+        return self.world.interleave(self(prompts, 1, replace(sampling, temperature=0.0)))
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
         """Scored groups of completions that were drawn elsewhere. Every process must call it."""

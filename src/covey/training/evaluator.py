@@ -98,7 +98,7 @@ class Evaluator:
             if not batch:
                 continue
             sampling = replace(self.sampling, seed=self.seed)
-            groups = self.world.interleave(self.draws(self.draws.request(batch, self.num_generations, sampling)))
+            groups = self.world.interleave(self.draws(batch, self.num_generations, sampling))
             if needs_greedy:
                 groups = with_greedy_rewards(groups, self.draws.greedy(batch, sampling))
             for place in range(0, len(groups), per_turn):

@@ -1,23 +1,37 @@
 """The training loop: prompts, sampler, rewards, stages, advantages, update, new weights to the sampler."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from covey.errors import NumericsError
 from covey.process.interruption import StopNow
 from covey.process.memory import collecting_new_garbage_only
-from covey.rollout.joint import Steps
 from covey.training.credit import judged_groups, num_without_signal, outcomes, rollout_metrics, with_signal_first
-from covey.training.drawing import WAITING, split, through, timed
+from covey.training.drawing import split, through, timed
 from covey.training.parts import Parts
 from covey.training.recovery import after_spoiled, after_step, expect_sound_end, rewound_on_failure, undone_when_stopped
 from covey.training.state import TrainState
 from covey.types import Group, Prompt, of_policy
 
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""Generator of a run, which yields after every optimizer step."""
+
+
+def to_the_end(steps: Steps[T]) -> T:
+    """Exhaust a generator. Returns its return value."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            value: T = ended.value
+            return value
+
 
 def run(parts: Parts, state: TrainState) -> Steps[TrainState]:
-    """Train until `parts.total_steps`, or until the session asks to stop. Yields after every step and before drawing."""
+    """Train until `parts.total_steps`, or until the session asks to stop. Yields after every step."""
     with collecting_new_garbage_only():
         return (yield from train_steps(parts, state))
 
@@ -30,28 +44,28 @@ def train_steps(parts: Parts, state: TrainState) -> Steps[TrainState]:
         try:
             if not state.pending:
                 with undone_when_stopped(parts):
-                    state = yield from roll_out(parts, state)
+                    state = roll_out(parts, state)
             state = train_step(parts, state, started)
         except StopNow:  # the session saves the state after the last complete step
             break
         except NumericsError as error:
             state = after_spoiled(parts, state, error)
-        yield None
+        yield
     return state
 
 
-def roll_out(parts: Parts, state: TrainState) -> Steps[TrainState]:
+def roll_out(parts: Parts, state: TrainState) -> TrainState:
     """Sample, score and add advantages to the completions of the next optimizer steps."""
     seconds: dict[str, float] = {}
     algorithm = parts.algorithm.resolve(state.controllers)
     scorer, stages, position = parts.scorer, parts.stages, state.position
     with rewound_on_failure(parts.prompts):
         prompts = parts.supply.next_prompts(parts.prompts_per_rollout, state.set_aside)
-        drawn = groups = yield from draw(parts, state, prompts, seconds)
+        drawn = groups = draw(parts, state, prompts, seconds)
         for _ in range(parts.dynamic_sampling):
             if dull := num_without_signal(groups, scorer.weights):
                 prompts = parts.supply.further_prompts(dull, state.set_aside)
-                more = yield from draw(parts, state, prompts, seconds)
+                more = draw(parts, state, prompts, seconds)
                 drawn = [*drawn, *more]
                 groups = with_signal_first([*groups, *more], scorer.weights)[: parts.prompts_per_rollout]
         groups = through(stages.before_advantages, groups, position, seconds)
@@ -66,15 +80,9 @@ def roll_out(parts: Parts, state: TrainState) -> Steps[TrainState]:
     return state.queued(batches * parts.num_iterations, metrics, seconds, memory)
 
 
-def draw(parts: Parts, state: TrainState, prompts: Sequence[Prompt], seconds: dict[str, float]) -> Steps[list[Group]]:
+def draw(parts: Parts, state: TrainState, prompts: Sequence[Prompt], seconds: dict[str, float]) -> list[Group]:
     """The prompts' scored groups of all processes, in the order of the prompts."""
-    request = parts.draws.request(prompts, parts.num_generations, parts.sampling_for(state.num_rollouts))
-    with timed(seconds, WAITING):
-        drawn = yield request
-    if drawn is not None:
-        seconds["rollout"] = seconds.get("rollout", 0.0) + drawn.seconds
-        seconds[WAITING] -= drawn.seconds
-    groups = parts.draws(request, drawn, seconds)
+    groups = parts.draws(prompts, parts.num_generations, parts.sampling_for(state.num_rollouts), seconds)
     groups = through(parts.stages.after_rewards, groups, state.position, seconds)
     groups = parts.world.interleave(groups)
     parts.prompts.learn(outcomes(groups, parts.scorer.weights))
@@ -94,7 +102,7 @@ def train_step(parts: Parts, state: TrainState, started: float) -> TrainState:
     with timed(seconds, "learn"):
         parts.learner.follow(algorithm, report)
     report = report.merged({**state.rollout_metrics, **parts.stages.update_metrics()})
-    seconds["step"] = time.perf_counter() - started - seconds.pop(WAITING, 0.0)
+    seconds["step"] = time.perf_counter() - started
     report = replace(report, seconds=seconds, events=(*report.events, *(e for g in batch for e in g.events)))
     state = state.advanced(report, parts.algorithm, drop_pending=algorithm.has_left(report))
     if parts.average is not None and not report.skips_update:

@@ -22,7 +22,6 @@ from covey.monitor import Progress, alert_shower, build_monitor, completions_sho
 from covey.monitor.updates import UpdateMeter
 from covey.process import lean
 from covey.process.world import World
-from covey.rollout.joint import Steps
 from covey.runs import RunFolder, StopRequest, checkpoint
 from covey.runs.console import lasting_output
 from covey.runs.disk import as_disk_errors, tell_stopped
@@ -47,6 +46,7 @@ from covey.training.evaluator import Evaluator, averaged, end_with_average
 from covey.training.hooks import handler_of, is_overridden, refuse_dead_hooks
 from covey.training.invariants import comparable_inputs, comparable_options
 from covey.training.loading import expect_engine, load_for_training
+from covey.training.loop import Steps
 from covey.training.parts import Parts
 from covey.training.recording import Recording, load_best, restore_history, restore_tree
 from covey.training.recovery import evaluation_undone_when_stopped

@@ -25,13 +25,13 @@ from covey.process.lean import accelerator_of
 from covey.process.world import World
 from covey.rewards import Scorer
 from covey.rewards.builtin.reward_model import ModelReward
-from covey.rollout.joint import Steps, to_the_end
 from covey.runs.disk import as_disk_errors, write_whole
 from covey.runs.hub import CARD, Hub, raise_refused
 from covey.runs.storage import REFUSALS
 from covey.runs.weights import note_saved
 from covey.training.agents import Agents
 from covey.training.hooks import TransformersInterface, refuse_set_hook
+from covey.training.loop import Steps, to_the_end
 from covey.training.parts import Parts
 from covey.training.recording import weights_to_write, write_model
 
