@@ -137,7 +137,7 @@ def test_options_that_save_memory_do(more, tmp_path):
 @pytest.mark.nightly
 def test_the_state_of_an_8_bit_optimizer_is_a_quarter(tmp_path):
     pytest.importorskip("bitsandbytes")
-    config = tiny_model(layers=3, hidden=64, vocab_size=5000).config
+    config = tiny_model(layers=3, hidden=128).config  # few embeddings, which keep 32 bits
     whole, small = (predicted(options(tmp_path, optim=name), config) for name in ("adamw_torch", "adamw_bnb_8bit"))
     assert small.optimizer < 0.35 * whole.optimizer
 

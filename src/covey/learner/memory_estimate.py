@@ -13,6 +13,7 @@ from covey.data import vocabulary_size
 from covey.errors import MemoryLimitError
 from covey.learner.live_memory import LiveBytes
 from covey.learner.policy import Policy
+from covey.learner.shard_optimizer import embeddings_of
 from covey.models import decoder_of, unwrapped
 from covey.process.device import free_on
 from covey.process.memory import free_memory
@@ -167,11 +168,14 @@ def offloaded_bytes(
     trained: list[torch.Tensor] = [*policy.parameters(), *critic]
     gradients, numbers = sum(p.nbytes for p in trained), sum(p.numel() for p in trained)
     stored = gradients if "torch" in optimizer or optimizer in _STATES else 4 * numbers  # bitsandbytes: float32
+    if "8bit" in optimizer:
+        embeddings = embeddings_of(policy.model)
+        stored = sum(p.numel() * (4 if id(p) in embeddings else 1) for p in trained)
     state = next((count for name, count in _STATES.items() if name in optimizer), 2)
     weights = sum(p.nbytes for p in policy.model.parameters())
     others = sum(p.nbytes for p in critic) + teachers
     others += averages * sum(4 * p.numel() for p in policy.model.parameters() if p.element_size() == 2)
-    return int(weights * (1 + copies) + others + gradients + state * (numbers if "8bit" in optimizer else stored))
+    return int(weights * (1 + copies) + others + gradients + state * stored)
 
 
 def expect_host_room(needed: int, world: World, held: int = 0) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.errors import ConfigError, MemoryLimitError, ModelError
-from covey.learner.shard_optimizer import is_bitsandbytes, on_shards
+from covey.learner.shard_optimizer import is_bitsandbytes, on_shards, widen_embeddings
 from covey.models import first_line
 from covey.process.lean import imported
 from covey.process.memory import is_out_of_memory, release
@@ -46,11 +46,13 @@ def make_optimizer(args: Any, model: Any, extra: Sequence[nn.Module] = ()) -> to
         make = on_shards(make)
     try:
         optimizer: torch.optim.Optimizer = make([group for group in groups if group["params"]], **kwargs)
-        return optimizer
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"optim={str(getattr(args.optim, 'value', args.optim))!r} cannot be made with these options: {first_line(error)}"
         ) from error
+    if is_bitsandbytes(make):
+        widen_embeddings(optimizer, model, *extra)
+    return optimizer
 
 
 def make_scheduler(args: Any, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.process.sharding import is_sharded, local, row_of_each, shard_as, shard_like, shard_size, shard_start, whole
 
@@ -24,6 +24,26 @@ _NESTED = "__bnb_optimizer_quant_state__"
 def is_bitsandbytes(kind: type) -> bool:
     """True for a class of bitsandbytes' optimizers, or one made from it."""
     return any(base.__module__.startswith("bitsandbytes.") for base in kind.__mro__)
+
+
+def embeddings_of(*modules: nn.Module) -> set[int]:
+    """Ids of the embeddings' weights."""
+    parts = (part for module in modules for part in module.modules())
+    return {id(part.weight) for part in parts if isinstance(part, nn.Embedding)}
+
+
+def widen_embeddings(optimizer: Any, *modules: nn.Module) -> None:
+    """Keep the state of embeddings in 32 bits where the rest is in 8, as transformers' trainer does.
+
+    bitsandbytes' own override holds for the process and goes by a parameter's place, so it would reach other models' optimizers.
+    """
+    embeddings, config_of = embeddings_of(*modules), optimizer.get_config
+
+    def get_config(gindex: int, pindex: int, group: Mapping[str, Any]) -> dict[str, Any]:
+        config = config_of(gindex, pindex, group)
+        return {**config, "optim_bits": 32} if id(group["params"][pindex]) in embeddings else config
+
+    optimizer.get_config = get_config
 
 
 @cache
