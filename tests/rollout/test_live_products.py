@@ -11,7 +11,6 @@ from covey.kernels import compile as compiled
 from covey.kernels import decode
 from covey.kernels import matmul_fp32 as live
 from covey.kernels.decode import DecodeKernels
-from covey.kernels.matmul_fp32 import Epilogue
 from covey.rollout import NativeSampler, SamplingParams, decoder
 from kit import forgotten, live_kernels, rest_nightly, threads, tiny_model, tiny_tokenizer
 
@@ -57,11 +56,8 @@ def test_any_number_of_rows_is_multiplied_as_pytorch_does(inside, outside, bias,
     weight, added = torch.randn(outside, inside), torch.randn(outside) if bias else None
     near = lambda found, expected: torch.testing.assert_close(found, expected, atol=3e-6 * inside, rtol=1e-5)
     for rows in (1, 7, 8, 9, 15, 16, 17, 24, 25, 32, 100):
-        x, factor = torch.randn(rows, inside), torch.randn(rows, outside)
-        expected = F.linear(x, weight, added)
-        near(kernels.multiply(x, weight, added), expected)
-        near(kernels.multiply(x, weight, added, epilogue=Epilogue.SILU), F.silu(expected))
-        near(kernels.multiply(x, weight, added, factor, Epilogue.MUL), expected * factor)
+        x = torch.randn(rows, inside)
+        near(kernels.multiply(x, weight, added), F.linear(x, weight, added))
 
 
 @needs_kernels
@@ -78,10 +74,9 @@ def test_a_rows_numbers_are_the_same_bits_whatever_is_computed_beside_it(kernels
 def test_what_is_not_a_number_stays_in_its_row(kernels):
     x, weight = torch.ones(20, 16), torch.ones(9, 16)
     x[4, 3] = float("nan")
-    for then in (Epilogue.NONE, Epilogue.SILU):
-        found = kernels.multiply(x, weight, epilogue=then)
-        assert found[4].isnan().all()
-        assert found[torch.arange(20) != 4].isfinite().all()
+    found = kernels.multiply(x, weight)
+    assert found[4].isnan().all()
+    assert found[torch.arange(20) != 4].isfinite().all()
 
 
 @needs_kernels

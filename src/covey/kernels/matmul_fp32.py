@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-from enum import IntEnum
 from pathlib import Path
 
 import torch
@@ -16,38 +15,24 @@ PANEL = 16
 """Rows per transposed panel."""
 
 
-class Epilogue(IntEnum):
-    """Operation on a matmul's result before it is written; the same numbers as in vectors.h."""
-
-    NONE, SILU, MUL = range(3)
-
-
 class Fp32Matmul:
     """Functions of `cpp/matmul_fp32.cpp`. All tensors are float32 and contiguous."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         self._multiply = library.covey_matmul_fp32
-        self._multiply.argtypes, self._multiply.restype = [pointer, *[size] * 3, *[pointer] * 5, size, size], None
+        self._multiply.argtypes, self._multiply.restype = [pointer, *[size] * 3, *[pointer] * 4, size], None
         self.function_pointer = ctypes.cast(library.covey_matmul_fp32_share, pointer).value
         self.transpose_pointer = ctypes.cast(library.covey_transpose_fp32, pointer).value
         """Addresses of the functions that one thread of a parallel region calls, for the decode kernels."""
 
-    def multiply(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        factor: Tensor | None = None,
-        epilogue: Epilogue = Epilogue.NONE,
-    ) -> Tensor:
-        """`x @ weight.T + bias` [M, N] from `x` [M, K], `weight` [N, K]; `epilogue`: SiLU, or product with `factor` [M, N]."""
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`x @ weight.T + bias` [M, N] from `x` [M, K], `weight` [N, K]."""
         (rows, in_features), out_features = x.shape, len(weight)
         out, scratch = x.new_empty(rows, out_features), x.new_empty(transposed_size(rows, in_features))
         self._multiply(
-            x.data_ptr(), rows, in_features, out_features, weight.data_ptr(),
-            None if bias is None else bias.data_ptr(), None if factor is None else factor.data_ptr(),
-            out.data_ptr(), scratch.data_ptr(), epilogue, torch.get_num_threads(),
+            x.data_ptr(), rows, in_features, out_features, weight.data_ptr(), None if bias is None else bias.data_ptr(),
+            out.data_ptr(), scratch.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return out
 
@@ -77,13 +62,7 @@ def fp32_matmul() -> Fp32Matmul | None:
 def _gap(matmul: Fp32Matmul) -> float:
     """Largest error against PyTorch, relative to the largest number, with whole and partial panels."""
     generator = torch.Generator().manual_seed(0)
-    x, weight, bias, factor = (
-        torch.randn(*size, generator=generator, dtype=torch.float32) for size in ((29, 40), (27, 40), (27,), (29, 27))
-    )
-    plain = F.linear(x, weight, bias)
-    mine = [
-        matmul.multiply(x, weight, bias, epilogue=Epilogue.SILU),
-        matmul.multiply(x, weight, bias, factor, Epilogue.MUL),
-        matmul.multiply(x[:3].contiguous(), weight, bias),
-    ]
-    return largest_gap(mine, [F.silu(plain), plain * factor, plain[:3]])
+    drawn = lambda *size: torch.randn(size, generator=generator, dtype=torch.float32)
+    x, weight, bias = drawn(29, 40), drawn(27, 40), drawn(27)
+    results = [matmul.multiply(x, weight, bias), matmul.multiply(x[:3].contiguous(), weight)]
+    return largest_gap(results, [F.linear(x, weight, bias), F.linear(x[:3], weight)])

@@ -255,7 +255,7 @@ struct CacheTable {
 // covey_matmul_fp32_share of matmul_fp32.cpp, and covey_transpose_fp32, which transposes its input.
 typedef void Transpose(const void* x, int64_t rows, int64_t in_features, void* room);
 typedef void Share(const void* x, int64_t rows, int64_t in_features, int64_t out_features, const void* weight, const float* bias,
-                   const void* factor, void* out, int64_t epilogue);
+                   void* out);
 
 // A linear layer.
 struct Linear {
@@ -414,7 +414,7 @@ void decode(const Step& step, const Decoder& decoder, const CacheTable* own, con
         return transposed;
     };
     const auto share = [&](const T* from, const Linear& by, T* to) {
-        decoder.share(from, rows, by.in_features, by.out_features, by.weight, by.bias, nullptr, to, EPILOGUE_NONE);
+        decoder.share(from, rows, by.in_features, by.out_features, by.weight, by.bias, to);
     };
     const auto product = [&](const T* from, const Linear& by, T* to) {
         share(from, by, to);

@@ -1,5 +1,5 @@
 // Matmul of a few rows of float32 activations with float32 weights in place [out_features, in_features], for processors with AVX2
-// but no AVX-512. No copy of a weight has to be refreshed, and the epilogue runs in registers.
+// but no AVX-512. No copy of a weight has to be refreshed.
 //
 // The activations are transposed first, 16 rows interleaved, so that SIMD lanes are rows. Each output is a sum along a row of the
 // weight in one lane, so its order of addition does not depend on the batch. The next weights are prefetched during a tile.
@@ -20,9 +20,7 @@ struct Call {
     int64_t rows, in_features, out_features;
     const float* weight;  // [out_features, in_features]
     const float* bias;    // [out_features] or null
-    const float* factor;  // [rows, out_features] for EPILOGUE_MUL, or null
-    float* out;           // [rows, out_features]; may be `factor`
-    int64_t epilogue;
+    float* out;           // [rows, out_features]
 };
 
 // Tile of N outputs of V vectors of rows, from `row` on. The last tile that uses these weights prefetches the next ones, so that
@@ -56,14 +54,13 @@ inline void tile(const Call& call, const float* x, int64_t row, int64_t output) 
         for (int v = 0; v < V; v++) {
             Floats y = sums[n][v];
             if (call.bias) y += call.bias[output + n];
-            if (call.epilogue == EPILOGUE_SILU) y = silu(y);
             store(found[n] + v * LANES, y);
         }
     const int64_t count = call.rows - row < V * LANES ? call.rows - row : V * LANES;
     for (int64_t m = 0; m < count; m++) {
         const int64_t place = (row + m) * call.out_features + output;
         UNROLLED
-        for (int n = 0; n < N; n++) call.out[place + n] = call.epilogue == EPILOGUE_MUL ? found[n][m] * call.factor[place + n] : found[n][m];
+        for (int n = 0; n < N; n++) call.out[place + n] = found[n][m];
     }
 }
 
@@ -102,21 +99,21 @@ void covey_transpose_fp32(const void* x, int64_t rows, int64_t in_features, void
 // Like `covey_matmul_fp32`, called by each thread of a parallel region, without a barrier at the end. For matmuls of one shape, an
 // output is always computed by the same thread.
 void covey_matmul_fp32_share(const void* x, int64_t rows, int64_t in_features, int64_t out_features, const void* weight, const float* bias,
-                      const void* factor, void* out, int64_t epilogue) {
+                      void* out) {
     if (!rows) return;
-    const Call call = {(const float*)x, rows, in_features, out_features, (const float*)weight, bias, (const float*)factor, (float*)out, epilogue};
+    const Call call = {(const float*)x, rows, in_features, out_features, (const float*)weight, bias, (float*)out};
 #pragma omp for schedule(static) nowait
     for (int64_t output = 0; output < out_features; output += DEEP)
         outputs<DEEP>(call, output, out_features - output < DEEP ? out_features - output : DEEP);
 }
 
-// out = epilogue(x @ weight.T + bias); the epilogue is SiLU, or a product with `factor`.
+// out = x @ weight.T + bias
 void covey_matmul_fp32(const void* x, int64_t rows, int64_t in_features, int64_t out_features, const void* weight, const float* bias,
-                const void* factor, void* out, void* scratch, int64_t epilogue, int64_t threads) {
+                void* out, void* scratch, int64_t threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         covey_transpose_fp32(x, rows, in_features, scratch);
-        covey_matmul_fp32_share(scratch, rows, in_features, out_features, weight, bias, factor, out, epilogue);
+        covey_matmul_fp32_share(scratch, rows, in_features, out_features, weight, bias, out);
     }
 }
 }

@@ -34,9 +34,6 @@ typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
-// Operation on a result before it is written. Mirrored in matmul_fp32.py.
-enum Epilogue { EPILOGUE_NONE, EPILOGUE_SILU, EPILOGUE_MUL };
-
 struct bf16 {
     uint16_t bits;
 };
