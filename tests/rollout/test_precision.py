@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from covey.errors import ConfigError
 from covey.kernels import add_adapters_inside_products
-from covey.kernels.sampler_linear import InPlaceLinear, OneDnnLinear, effective, has_bfloat16
+from covey.kernels.sampler_linear import InPlaceLinear, SamplerLinear, effective, has_bfloat16
 from covey.learner.preparation import checkpoint_activations
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler, Unsupported, choose_sampler
 from covey.rollout.autocast import AutocastForward
@@ -302,7 +302,7 @@ def test_auto_takes_bfloat16_for_a_larger_one():
 def test_a_packed_layer_equals_the_plain_one_to_bfloat16(bias):
     layers = [torch.nn.Linear(48, size, bias=bias) for size in (32, 80)]
     x = torch.randn(5, 48)
-    packed, live = OneDnnLinear.of(*layers), InPlaceLinear.of(*layers)
+    packed, live = SamplerLinear.make(*layers, dtype=torch.bfloat16), InPlaceLinear.of(*layers)
     half = x.bfloat16()
     close = {"atol": 0.02, "rtol": 0.02}
     torch.testing.assert_close(packed(half).float(), live(x), **close)

@@ -16,7 +16,7 @@ from covey.algorithms.reference import averages
 from covey.config import GRPOConfig
 from covey.data import vocabulary_size
 from covey.doctor.layers import continued, few_layers, shortened
-from covey.kernels import SamplerLinear, footprint
+from covey.kernels import footprint, has_bfloat16
 from covey.learner.learner import Learner
 from covey.learner.live_memory import FakeBytes, nbytes
 from covey.learner.lm_head import chunk_for
@@ -217,11 +217,7 @@ def _samples_in_16_bits(args: GRPOConfig, size: int, on_cpu: bool) -> bool:
     """True if a float32 model of this size is sampled from in a copy of its weights."""
     if args.rollout_dtype != "auto":
         return args.rollout_dtype != "float32"
-    return (
-        args.bf16
-        or (not on_cpu and args.fp16)
-        or (on_cpu and size >= BFLOAT16_FROM and SamplerLinear.has_bfloat16(CPU))
-    )
+    return args.bf16 or (not on_cpu and args.fp16) or (on_cpu and size >= BFLOAT16_FROM and has_bfloat16(CPU))
 
 
 def _on_a_cpu(measurement: Measured, activations: int) -> tuple[int, int]:

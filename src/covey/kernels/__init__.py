@@ -7,7 +7,7 @@ results differ from PyTorch's, PyTorch computes.
 from covey.kernels.adapted_layers import add_adapters_inside_products
 from covey.kernels.attention_product import AttentionProduct
 from covey.kernels.compile import unavailable_reason
-from covey.kernels.decode import CacheTables, DecodeKernels, DecodeStep, DecodeWeights
+from covey.kernels.decode import CacheTables, DecodeKernels, DecodeStep, DecodeWeights, decode_kernels
 from covey.kernels.flex_attention import AttentionHeads
 from covey.kernels.footprint import footprint
 from covey.kernels.fused_layers import fuse, sampling, triton_unavailable_reason
@@ -30,7 +30,7 @@ from covey.kernels.layout import Layout
 from covey.kernels.matmul import WeightMatmul
 from covey.kernels.prompt_attention import SharedPromptAttention
 from covey.kernels.routers import Routers, find_routers
-from covey.kernels.sampler_linear import InPlaceLinear, SamplerLinear
+from covey.kernels.sampler_linear import InPlaceLinear, SamplerLinear, has_bfloat16
 from covey.kernels.state_steps import cache_factory, cache_keyword, has_states, in_place_steps, state_steps, tensors_on
 from covey.kernels.step_kernels import StepKernels
 from covey.kernels.triton_decode import TritonDecode
@@ -40,8 +40,8 @@ __all__ = [
     "CHOICE", "AttentionHeads", "AttentionProduct", "CacheTables", "DecodeKernels", "DecodeStep", "DecodeWeights",
     "HalfWeights", "InPlaceLinear", "IndexCache", "Layout", "LogitKernels", "Recomputing", "Routers", "SamplerLinear",
     "SharedPromptAttention", "StepKernels", "TritonDecode", "WeightMatmul", "Window", "add_adapters_inside_products",
-    "attention_windows", "cache_factory", "cache_keyword", "choices", "choosing_few", "find_indexers", "find_routers",
-    "footprint", "fuse", "has_states", "has_windows", "in_place_steps", "is_chosen", "learning", "other_layers",
+    "attention_windows", "cache_factory", "cache_keyword", "choices", "choosing_few", "decode_kernels", "find_indexers", "find_routers",
+    "footprint", "fuse", "has_bfloat16", "has_states", "has_windows", "in_place_steps", "is_chosen", "learning", "other_layers",
     "reason_against_choices", "sampling", "state_steps", "tensors_on", "training_heap", "triton_unavailable_reason",
     "unavailable_reason", "zeros",
 ]  # fmt: skip

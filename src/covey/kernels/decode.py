@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,20 +66,6 @@ class CacheTables:
         self.suffix, self.prompts = kind(*map(CacheTable.of, suffix)), kind(*map(CacheTable.of, prompts))
 
 
-class Block(Protocol):
-    """One layer's weights: norms [hidden], head norms [D] or None, all float32, and linear layers."""
-
-    @property
-    def norms(self) -> Sequence[Tensor | None]:
-        """Weights of the norms before attention, before the MLP, of queries, of keys."""
-        ...
-
-    @property
-    def products(self) -> Sequence[Any]:
-        """Linear layers: queries with keys and values, output, gate, up, down."""
-        ...
-
-
 class _Linear(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
@@ -99,7 +85,8 @@ class _Layer(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, block: Block) -> _Layer:
+    def of(cls, block: Any) -> _Layer:
+        """`block.norms`: weights before attention, before the MLP, of queries, of keys; `block.products`: qkv, output, gate, up, down."""
         qkv, *others = map(_Linear.each, block.products)
         return cls(*map(_address, block.norms), *qkv, *[_Linear()] * (3 - len(qkv)), *(linear for (linear,) in others))
 
@@ -118,7 +105,7 @@ class _Decoder(ctypes.Structure):
 class DecodeWeights:
     """Addresses of all weights of a decoder, for a decode step in one call."""
 
-    def __init__(self, blocks: Sequence[Block], norm: Tensor, head: InPlaceLinear, matmul: Fp32Matmul) -> None:
+    def __init__(self, blocks: Sequence[Any], norm: Tensor, head: InPlaceLinear, matmul: Fp32Matmul) -> None:
         self.held = blocks, norm, head
         self._layers = (_Layer * len(blocks))(*map(_Layer.of, blocks))
         (last,) = _Linear.each(head)
@@ -135,7 +122,7 @@ class DecodeWeights:
         return int(rows * self._a_row) + transposed_size(rows, self._widest)
 
     @staticmethod
-    def of(blocks: Sequence[Block], norm: Tensor, head: Any) -> DecodeWeights | None:
+    def of(blocks: Sequence[Any], norm: Tensor, head: Any) -> DecodeWeights | None:
         """Addresses of these layers; None if another library multiplies, or layers differ in size."""
         used = [*(linear for block in blocks for linear in block.products), head]
         matmul = (
@@ -158,11 +145,6 @@ class DecodeKernels:
         self._add_norm.argtypes = [pointer, pointer, pointer, pointer, size, size, ctypes.c_double, size]
         self._decode.argtypes = [pointer] * 7
         self._attend.restype = self._add_norm.restype = self._decode.restype = None
-
-    @staticmethod
-    def of(device: torch.device, dtype: torch.dtype, width: int) -> DecodeKernels | None:
-        """The kernels for heads of this width; None if they cannot run."""
-        return decode_kernels(device, dtype, width)
 
     @staticmethod
     def prefill(query: Tensor, key: Tensor, value: Tensor, layouts: Sequence[Layout], scale: float) -> Tensor | None:

@@ -48,11 +48,6 @@ class SamplerLinear(ABC):
         is_live = type(linear) is nn.Linear and all(x.dtype == torch.float32 for x in linear.parameters())
         return SamplerLinear.make(linear, dtype=None if is_live else torch.float32, into=into)
 
-    @staticmethod
-    def has_bfloat16(device: torch.device) -> bool:
-        """True on an x86 CPU that multiplies bfloat16 in hardware, under a torch that has oneDNN."""
-        return has_bfloat16(device)
-
     @property
     @abstractmethod
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -213,14 +208,8 @@ class OneDnnLinear(SamplerLinear):
         return self.weight, self.bias
 
     @staticmethod
-    def of(*linears: Any) -> OneDnnLinear:
-        """These layers concatenated along outputs, active LoRA adapters merged. Raises Unsupported for other kinds."""
-        weights, biases = _parts_of(linears)
-        return OneDnnLinear.from_parts(weights, biases)
-
-    @staticmethod
     def from_parts(weights: Sequence[Tensor], biases: Sequence[Tensor] | None) -> OneDnnLinear:
-        """Of several [N, K] and [N]."""
+        """Of several [N, K] and [N], concatenated along outputs."""
         half = None if biases is None else stacked(biases, torch.bfloat16)
         return OneDnnLinear(torch.ops.mkldnn._reorder_linear_weight(stacked(weights, torch.bfloat16), None), half)
 

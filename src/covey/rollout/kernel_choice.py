@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import RAW_ERRORS, ConfigError, Unsupported, first_line
-from covey.kernels import DecodeKernels, SamplerLinear, TritonDecode, unavailable_reason
+from covey.kernels import DecodeKernels, TritonDecode, decode_kernels, has_bfloat16, unavailable_reason
 from covey.models import unwrapped
 from covey.process.memory import is_out_of_memory
 from covey.rollout.autocast import AutocastForward, SamplerPrecision
@@ -40,7 +40,7 @@ def best_forward(model: Any, dtype: SamplerPrecision, float32_head: bool = False
     live = next(unwrapped(model).parameters())
     compute_dtype = live.dtype if dtype == "auto" else getattr(torch, dtype)
     is_large = sum(parameter.numel() for parameter in unwrapped(model).parameters()) >= BFLOAT16_FROM
-    if dtype == "auto" and live.dtype == torch.float32 and SamplerLinear.has_bfloat16(live.device) and is_large:
+    if dtype == "auto" and live.dtype == torch.float32 and has_bfloat16(live.device) and is_large:
         compute_dtype = torch.bfloat16
     try:
         return DecoderForward(model, compute_dtype, float32_head)
@@ -90,7 +90,7 @@ def verified_kernels(forward: Forward, model: Any, choice: AttentionChoice) -> D
         raise ConfigError("attention='triton' is not possible here: it does not read keys that an indexer chooses.")
     shapes = {layer.width for layer in forward.layers if not layer.is_index}
     kernels = (
-        DecodeKernels.of(forward.device, forward.dtype, shapes.pop())
+        decode_kernels(forward.device, forward.dtype, shapes.pop())
         if len(shapes) == 1 and choice != "torch" and not isinstance(forward, WholeKeysForward)
         else None
     )
