@@ -1,9 +1,7 @@
-"""Layers whose norms, rotations and gates run in kernels on a CPU: transformers' own numbers and gradients, with less kept."""
+"""Layers whose norms and gates run in kernels on a CPU: transformers' own numbers and gradients, with less kept."""
 
 import copy
 import pickle
-import sys
-import threading
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -22,9 +20,9 @@ REASON = compiled.unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 WIDE = {"layers": 2, "hidden": 64}
-"""Heads of 32, whose halves the kernels rotate."""
+"""Widths that the kernels take."""
 FAMILY = ["qwen2", "llama", "mistral", "qwen3"]
-ALL = {"norm", "norm_backward", "gate", "gate_backward", "rotate"}
+ALL = {"norm", "norm_backward", "gate", "gate_backward"}
 TYPES = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
 """Of the residual stream and of the products."""
 
@@ -114,7 +112,7 @@ def test_an_adapter_gets_its_own_gradients_and_the_frozen_weights_none(dtype, un
         expected = gradients(policy, [ROWS])
     seen = computed_by_kernels(monkeypatch)
     found = gradients(policy, [ROWS])
-    assert {"norm", "gate", "rotate"} <= seen
+    assert {"norm", "gate"} <= seen
     assert found[1].keys() == expected[1].keys()
     assert all("lora" in name for name in found[1])
     if dtype is None:
@@ -123,7 +121,7 @@ def test_an_adapter_gets_its_own_gradients_and_the_frozen_weights_none(dtype, un
         assert (found[1][name] - gradient).norm() < 0.05 * gradient.norm() + 1e-4, name
 
 
-def test_it_keeps_a_third_less_for_the_backward(unfused):
+def test_it_keeps_a_quarter_less_for_the_backward(unfused):
     policy = policy_of(tiny_model(**WIDE), torch.bfloat16)
 
     def kept():
@@ -136,7 +134,7 @@ def test_it_keeps_a_third_less_for_the_backward(unfused):
 
     with unfused():
         plain = kept()
-    assert kept() < 0.67 * plain
+    assert kept() < 0.75 * plain
 
 
 @pytest.mark.parametrize("arch", rest_nightly(["gemma2", "gpt2"], ["gpt2"]))
@@ -158,7 +156,7 @@ def test_a_gate_with_another_activation_is_its_own(activation, dtype, monkeypatc
     seen = computed_by_kernels(monkeypatch)
     with fused(model), torch.no_grad():
         model(torch.arange(6)[None])
-    assert seen == {"norm", "rotate"}
+    assert seen == {"norm"}
     assert not would_fuse(model)
 
 
@@ -182,7 +180,7 @@ def test_a_gate_that_names_no_activation_is_left_alone(monkeypatch):
     seen = computed_by_kernels(monkeypatch)
     with fused(model), torch.no_grad():
         model(torch.arange(6)[None])
-    assert seen == {"norm", "rotate"}
+    assert seen == {"norm"}
 
 
 def test_what_somebody_else_hooked_in_or_put_there_is_called(monkeypatch):
@@ -231,21 +229,6 @@ def test_blocks_recomputed_by_means_that_are_not_known_are_left_unfused():
     assert isinstance(learning(model), nullcontext)
 
 
-@pytest.mark.parametrize("rows, tokens", [(1, 5), (3, 5), (3, 1)])
-def test_heads_and_angles_may_lie_in_memory_in_any_way(rows, tokens, monkeypatch):
-    model = tiny_model(**WIDE)
-    home = sys.modules[type(model).__module__]
-    query, key = torch.randn(rows, 2, tokens, 32), torch.randn(rows, tokens, 1, 32).transpose(1, 2)
-    cosines, sines = torch.randn(2, 1, tokens, 64)[..., :32]
-    expected = home.apply_rotary_pos_emb(query, key, cosines, sines)
-    seen = computed_by_kernels(monkeypatch)
-    with fused(model):
-        found = home.apply_rotary_pos_emb(query, key, cosines, sines)
-    assert seen == {"rotate"}
-    for one, two in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, two)
-
-
 def test_a_norm_or_a_gate_with_another_formula_is_not_taken_for_the_known_one(monkeypatch):
     model = tiny_model("llama", **WIDE)
     first, second = model.model.layers
@@ -260,7 +243,7 @@ def test_a_norm_or_a_gate_with_another_formula_is_not_taken_for_the_known_one(mo
         assert "forward" not in first.input_layernorm.__dict__
         assert "forward" in second.input_layernorm.__dict__
         model(torch.arange(6)[None])
-    assert seen == {"norm", "rotate"}
+    assert seen == {"norm"}
 
 
 def test_a_hook_on_a_norm_between_two_sums_is_called():
@@ -274,30 +257,15 @@ def test_a_hook_on_a_norm_between_two_sums_is_called():
 
 def test_outside_of_the_context_nothing_of_the_model_is_changed():
     model = tiny_model(**WIDE)
-    home = sys.modules[type(model).__module__]
-    original = home.apply_rotary_pos_emb
 
     def fails():
         with fused(model), fused(model):
-            assert home.apply_rotary_pos_emb is not original
+            assert any("forward" in module.__dict__ for module in model.modules())
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fails()
-    assert home.apply_rotary_pos_emb is original
     assert all("forward" not in module.__dict__ for module in model.modules())
-
-
-def test_a_model_of_another_thread_is_computed_as_written(monkeypatch):
-    learner, other = tiny_model(**WIDE), tiny_model(**WIDE)
-    seen = computed_by_kernels(monkeypatch)
-    with fused(learner), torch.no_grad():
-        thread = threading.Thread(target=other, args=(torch.arange(6)[None],))
-        thread.start()
-        thread.join()
-        assert seen == set()
-        learner(torch.arange(6)[None])
-    assert "rotate" in seen
 
 
 def test_a_copy_of_the_model_computes_by_its_own_weights():
@@ -369,15 +337,14 @@ def test_the_kernels_results_do_not_depend_on_the_number_of_threads(types):
     kernels, generator = layers.layer_kernels(stream, products), torch.Generator().manual_seed(0)
     make = lambda *shape, dtype=products: torch.randn(*shape, generator=generator).to(dtype)
     x, weight, gradient = make(700, 64, dtype=stream), make(64, dtype=torch.float32), make(700, 64)
-    gate, up, heads = make(700, 64), make(700, 64), make(2, 4, 350, 32)
-    angles = make(700, 32, dtype=torch.float32)
+    gate, up = make(700, 64), make(700, 64)
     found = []
     for count in (1, 2, 3):
         with threads(count):
             out, scales = kernels.norm(x, weight, 1e-6, products)
             back, sums = kernels.norm_backward(gradient, x, weight, scales)
             gated = kernels.gate(gate, up), *kernels.gate_backward(gradient, gate, up)
-            found.append(([out, scales, back, *gated, kernels.rotate(heads, angles.cos(), angles.sin())], sums))
+            found.append(([out, scales, back, *gated], sums))
     terms = gradient.double() * x.double() * found[0][0][1].double()[:, None]
     rounding = 2**-22 * terms.abs().sum(0)  # of a term and of the sum; a row left out is 0.1
     for same, sums in found:

@@ -1,9 +1,8 @@
-"""Autograd functions of `fused_model`: RMSNorm, gated MLP and rotary embedding by the kernels of `fused_ops`.
+"""Autograd functions of `fused_model`: RMSNorm and gated MLP by the kernels of `fused_ops`.
 
-Each entry point takes the module or function, and its original forward as a fallback for inputs that the kernels do not support.
+Each entry point takes the module, and its original forward as a fallback for inputs that the kernels do not support.
 """
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -52,40 +51,6 @@ def gated(mlp: Any, original: Forward, x: Tensor) -> Any:
     if type(down) is nn.Linear and is_plain(down.weight) and not is_watched(down):
         return _GatedDown.apply(gate, up, down.weight, down.bias, kernels)
     return down(_Gate.apply(gate, up, kernels))
-
-
-class _Here(threading.local):
-    depth = 0
-
-
-learning_here = _Here()
-"""Number of contexts of fused layers that this thread is in."""
-
-
-def rotated(
-    original: Forward, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, *more: Any, **kinds: Any
-) -> Any:
-    size = query.shape[-1]
-    angles = (torch.Size([batch, query.shape[2], size]) for batch in (1, len(query)))
-    fits = (
-        learning_here.depth > 0
-        and not more
-        and not kinds
-        and is_plain(query, key, cosines, sines)
-        and query.dtype == key.dtype
-    )
-    fits = fits and size % (2 * LANES) == 0 and cosines.shape in angles and sines.shape == cosines.shape
-    kernels = layer_kernels(query.dtype, query.dtype) if fits else None
-    if kernels is None:
-        return original(query, key, cosines, sines, *more, **kinds)
-    spread = lambda x: x.expand(len(query), -1, -1).reshape(-1, size).float().contiguous()
-    return _Rotation.apply(query, key, spread(cosines), spread(sines), kernels)
-
-
-def _heads_in_rows(x: Tensor) -> Tensor:
-    """`x` [B, H, S, D] in a layout where B and S form one dimension and D is contiguous."""
-    fits = x.stride(3) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[2] * x.stride(2))
-    return x if fits else x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 class _Norm(torch.autograd.Function):
@@ -148,20 +113,3 @@ class _GatedDown(torch.autograd.Function):
         wants_weight, wants_bias = ctx.needs_input_grad[2:4]
         of_weight = matmul.weight_gradient(flat, inner, weight).to(ctx.dtype) if wants_weight else None
         return of_gate, of_up, of_weight, flat.sum(0, dtype=ctx.bias) if wants_bias and ctx.bias else None, None
-
-
-class _Rotation(torch.autograd.Function):
-    """`(query [B, H, S, D], key [B, K, S, D], cosines [B * S, D], sines [B * S, D], kernels)` -> both, rotated."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, kernels: LayerKernels) -> Any:
-        ctx.save_for_backward(cosines, sines)
-        ctx.kernels = kernels
-        return tuple(kernels.rotate(_heads_in_rows(x), cosines, sines) for x in (query, key))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        cosines, sines = ctx.saved_tensors
-        turn = lambda x: ctx.kernels.rotate(_heads_in_rows(x), cosines, sines, back=True)
-        return *map(turn, gradients), None, None, None

@@ -1,11 +1,10 @@
-"""Faster forward and backward passes of a transformers model on a CPU: fused norms, rotations and gated MLPs, faster matmuls.
+"""Faster forward and backward passes of a transformers model on a CPU: fused norms and gated MLPs, faster matmuls.
 
 The modules stay transformers' own, adapters included. Inside `learning(model)` recognised modules run in fused kernels,
 which also save less for the backward pass: a norm its input and one number per token, a gated MLP the outputs of its two
 projections. A module is recognised by comparing its output with the formula on random inputs; others are not changed.
 """
 
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -24,50 +23,36 @@ from covey.kernels.fused_ops import LANES, layer_kernels
 from covey.kernels.gates import SILU, Gate, has_projections, recognised_gate
 from covey.kernels.matmul import FasterLinears
 from covey.kernels.norms import epsilon_of
-from covey.kernels.rotations import KINDS, ROTATION, recognised
 from covey.models import decoder_of
 
 
 class FusedLayers:
-    """A context in which one model's decoder layers run in fused kernels. Reentrant.
-
-    Rotations belong to all models of a transformers module: those of other threads go on as written.
-    """
+    """A context in which one model's decoder layers run in fused kernels. Reentrant."""
 
     def __init__(self, model: nn.Module) -> None:
         self._depth = 0
         self._forwards: list[tuple[nn.Module, Forward]] = []
-        self._rotations: list[tuple[Any, Forward]] = []
-        self._before: list[Forward] = []
         self._recognise(list(recognisable_layers(model)))
 
     def __enter__(self) -> None:
         self._depth += 1
-        operations.learning_here.depth += 1
         if self._depth > 1:
             return
         for module, forward in self._forwards:
             if "forward" not in module.__dict__:  # replaced by others since
                 module.__dict__["forward"] = forward
-        # may belong to another model, whose context is still open
-        self._before = [getattr(home, ROTATION) for home, _ in self._rotations]
-        for home, rotated in self._rotations:
-            setattr(home, ROTATION, rotated)
 
     def __exit__(self, *raised: object) -> None:
         self._depth -= 1
-        operations.learning_here.depth -= 1
         if self._depth:
             return
         for module, forward in self._forwards:
             if module.__dict__.get("forward") is forward:
                 del module.__dict__["forward"]
-        for (home, _), before in zip(self._rotations, self._before, strict=True):
-            setattr(home, ROTATION, before)
 
     @torch.no_grad()
     def _recognise(self, layers: list[Any]) -> None:
-        """Find the modules and functions that the kernels implement."""
+        """Find the modules that the kernels implement."""
         with torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
             for layer in layers:
                 attention = layer.self_attn
@@ -80,12 +65,6 @@ class FusedLayers:
                     and is_plain(next(layer.mlp.parameters()))
                 ):
                     self._forwards.append((layer.mlp, partial(operations.gated, layer.mlp, layer.mlp.forward)))
-            for home in dict.fromkeys(sys.modules[type(layer.self_attn).__module__] for layer in layers):
-                original = getattr(home, ROTATION, None)
-                if isinstance(original, partial) and original.func is operations.rotated:
-                    original = original.args[0]
-                if original is not None and recognised(original) == KINDS[0]:
-                    self._rotations.append((home, partial(operations.rotated, original)))
 
 
 def learning(model: nn.Module) -> AbstractContextManager[Any]:

@@ -1,15 +1,14 @@
-"""RMSNorm, rotary embedding and gated SiLU with their gradients (`cpp/layers.cpp`)."""
+"""RMSNorm and gated SiLU with their gradients (`cpp/layers.cpp`)."""
 
 import ctypes
 import functools
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from covey.kernels import fused_layers as formulas
-from covey.kernels import gates, rotations
+from covey.kernels import gates
 from covey.kernels.compile import NUMBERS, largest_gap, load_verified
 from covey.kernels.norms import rms_norm
 
@@ -18,15 +17,6 @@ LANES = 16
 """Elements per SIMD vector; widths must be multiples."""
 _EXACT, _ROUNDED = 1e-5, 2e-2
 """Allowed error against PyTorch relative to the largest number, in float32 and in bfloat16."""
-
-
-class _Heads(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("by_head", "by_token", "heads")))
-
-    @classmethod
-    def of(cls, x: Tensor) -> Any:
-        """`x` [B, H, S, D] whose B and S are one dimension in memory, contiguous in D."""
-        return ctypes.byref(cls(x.data_ptr(), x.stride(1), x.stride(2), x.shape[1]))
 
 
 class LayerKernels:
@@ -39,7 +29,6 @@ class LayerKernels:
             "norm_backward": [pointer] * 6 + [size] * 3,
             "gate": [pointer] * 3 + [size] * 2,
             "gate_backward": [pointer] * 5 + [size] * 3,
-            "rotate": [pointer] * 4 + [size] * 4,
         }
         self._call = {name: getattr(library, f"covey_{name}") for name in kinds}
         for name, function in self._call.items():
@@ -85,19 +74,6 @@ class LayerKernels:
         )  # fmt: skip
         return gradients
 
-    def rotate(self, x: Tensor, cosines: Tensor, sines: Tensor, *, back: bool = False) -> Tensor:
-        """`x` [B, H, S, D], laid out as for `_Heads.of`, rotated by halves; `cosines` and `sines` [B * S, D] float32.
-
-        The result has tokens outermost in memory. `back`: the inverse rotation, for the gradient.
-        """
-        batch, heads, tokens, size = x.shape
-        out = torch.empty(batch, tokens, heads, size, dtype=x.dtype).transpose(1, 2)
-        self._call["rotate"](
-            _Heads.of(x), _Heads.of(out), cosines.data_ptr(), sines.data_ptr(), batch * tokens, size, back,
-            torch.get_num_threads(),
-        )  # fmt: skip
-        return out
-
 
 def layer_kernels(stream: torch.dtype, products: torch.dtype) -> LayerKernels | None:
     """The kernels for these dtypes; None if there are none. The first call compiles and verifies them."""
@@ -122,16 +98,11 @@ def _gap(kernels: LayerKernels, stream: torch.dtype, products: torch.dtype) -> f
     drawn = lambda *shape: torch.randn(shape, generator=generator)
     x, weight = drawn(5, 32).to(stream).float(), drawn(32)
     gradient, gate, up = (drawn(5, 32).to(products).float() for _ in range(3))
-    cosines, sines = drawn(5, 32), drawn(5, 32)
-    heads = lambda y: y.view(1, 5, 1, 32).transpose(1, 2)
-    angles = cosines[None], sines[None], torch.float32, False, False
     expected = [
         rms_norm(x, weight, 1e-6, torch.float32),
         *formulas.rms_norm_backward(gradient, x, weight, 1e-6, torch.float32),
         gates.gated(gate, up),
         *gates.gated_backward(gradient, gate, up),
-        rotations.rotated(heads(gate), heads(gate), *angles)[0][0, 0],
-        rotations.rotated_backward(heads(gradient), heads(gradient), heads(gate), heads(gate), *angles)[0][0, 0],
     ]
     half = lambda y: y.to(products)
     out, taken = kernels.norm(x.to(stream), weight, 1e-6, products)
@@ -140,7 +111,5 @@ def _gap(kernels: LayerKernels, stream: torch.dtype, products: torch.dtype) -> f
         *kernels.norm_backward(half(gradient), x.to(stream), weight, taken),
         kernels.gate(half(gate), half(up)),
         *kernels.gate_backward(half(gradient), half(gate), half(up)),
-        kernels.rotate(heads(half(gate)), cosines, sines)[0, 0],
-        kernels.rotate(heads(half(gradient)), cosines, sines, back=True)[0, 0],
     ]
     return largest_gap(results, expected)

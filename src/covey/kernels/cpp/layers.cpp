@@ -1,4 +1,4 @@
-// Operations between the matmuls of a decoder layer, forward and backward on a CPU: RMSNorm, rotary embedding, gated SiLU. Each is
+// Operations between the matmuls of a decoder layer, forward and backward on a CPU: RMSNorm and gated SiLU. Each is
 // one pass over memory; sums are in float32 in every precision. Threads are those of the OpenMP runtime that torch has loaded.
 
 #include "vectors.h"
@@ -86,34 +86,6 @@ void gate_backward(T* gradient, const T* gates, const T* ups, T* gate_gradient, 
     }
 }
 
-// [tokens, heads, size]; head h of token t is at t * by_token + h * by_head.
-struct Heads {
-    void* data;
-    int64_t by_head, by_token, heads;
-};
-
-// Rotation of each head's halves (a, b) to (a cos - b sin, b cos + a sin); with `back` its gradient.
-template <class T>
-void rotate(const Heads& from, const Heads& to, const float* cosines, const float* sines, int64_t tokens, int64_t size,
-            int64_t back, int64_t threads) {
-    const int64_t half = size / 2;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && tokens * from.heads * size > FEW)
-    for (int64_t token = 0; token < tokens; token++) {
-        const float *cosine = cosines + token * size, *sine = sines + token * size;
-        for (int64_t head = 0; head < from.heads; head++) {
-            const T* x = (const T*)from.data + token * from.by_token + head * from.by_head;
-            T* out = (T*)to.data + token * to.by_token + head * to.by_head;
-            for (int64_t i = 0; i < half; i += LANES) {
-                const Floats a = load(x + i), b = load(x + half + i);
-                const Floats low = load(sine + i), high = load(sine + half + i);
-                const Floats c = load(cosine + i), d = load(cosine + half + i);
-                store(out + i, back ? a * c + b * high : a * c - b * low);
-                store(out + half + i, back ? b * d - a * low : b * d + a * high);
-            }
-        }
-    }
-}
-
 }  // namespace
 
 // STREAM: dtype of the residual stream; NUMBER: dtype of matmuls. fused_ops.py defines both.
@@ -136,10 +108,5 @@ void covey_gate(const void* gates, const void* ups, void* out, int64_t count, in
 void covey_gate_backward(void* gradient, const void* gates, const void* ups, void* gate_gradient, void* up_gradient, int64_t count,
                          int64_t repeats, int64_t threads) {
     gate_backward<NUMBER>((NUMBER*)gradient, (const NUMBER*)gates, (const NUMBER*)ups, (NUMBER*)gate_gradient, (NUMBER*)up_gradient, count, repeats, threads);
-}
-
-void covey_rotate(const Heads* from, const Heads* to, const float* cosines, const float* sines, int64_t tokens, int64_t size,
-                  int64_t back, int64_t threads) {
-    rotate<NUMBER>(*from, *to, cosines, sines, tokens, size, back, threads);
 }
 }
