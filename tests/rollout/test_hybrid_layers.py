@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import product
 
 import pytest
@@ -145,6 +146,25 @@ def test_a_gated_delta_step_in_place_equals_transformers(heads):
     torch.testing.assert_close(state, after, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind, width", [("lfm2", 4), ("qwen3_5_text", 4), ("lfm2", 3)])
+def test_a_convolution_step_in_place_equals_transformers(kind, width, dtype, monkeypatch):
+    """With a bias and SiLU, and without; where the window is longer than the kernel the reference has to compute."""
+    model = build(kind)
+    source = sys.modules[type(model).__module__]
+    (_, _, step), *_ = (one for one in state_steps(model) if one[1] == "causal_conv1d_update")
+    random = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=random).to(dtype)
+    hidden, state = draw(3, 2, 5).mT[..., :1], draw(3, 5, 4)
+    rest = (draw(5, width), draw(5), "silu") if kind == "lfm2" else (draw(5, width),)
+    after = state.clone()
+    out = source.causal_conv1d_update(hidden, after, *rest)
+    if width == 4:
+        monkeypatch.setattr(source, "causal_conv1d_update", None)  # nothing can fall back to it
+    torch.testing.assert_close(step(hidden, state, *rest), out, atol=1e-6, rtol=1e-5)
+    assert torch.equal(state, after)
+
+
 @pytest.mark.parametrize("is_plain, is_gated", [(True, False), (True, True), (False, False)])
 def test_a_mamba2_step_in_place_equals_transformers(is_plain, is_gated, monkeypatch):
     """Where heads have one step size and one decay, with the gate of Falcon-H1 too; elsewhere the reference has to compute."""
@@ -162,7 +182,7 @@ def test_a_mamba2_step_in_place_equals_transformers(is_plain, is_gated, monkeypa
     out = source.mamba2_selective_state_update(after, *given, **options)
     if is_plain:
         monkeypatch.setattr(source, "mamba2_selective_state_update", None)  # nothing can fall back to it
-    (_, _, step), *_ = state_steps(build("bamba"))
+    (_, _, step), *_ = (one for one in state_steps(build("bamba")) if one[1].startswith("mamba2"))
     torch.testing.assert_close(step(state, *given, **options), out, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(state, after, atol=1e-6, rtol=1e-5)
 
