@@ -27,7 +27,7 @@ from covey.kernels.indexers import (
     reason_against_choices,
 )
 from covey.kernels.layout import Layout
-from covey.kernels.matmul import WeightMatmul
+from covey.kernels.matmul import FasterLinears, WeightMatmul
 from covey.kernels.prompt_attention import SharedPromptAttention
 from covey.kernels.routers import Routers, find_routers
 from covey.kernels.sampler_linear import InPlaceLinear, SamplerLinear, has_bfloat16
@@ -38,8 +38,8 @@ from covey.kernels.windows import Window, attention_windows
 
 __all__ = [
     "CHOICE", "AttentionHeads", "AttentionProduct", "CacheTables", "DecodeKernels", "DecodeStep", "DecodeWeights",
-    "HalfWeights", "InPlaceLinear", "IndexCache", "Layout", "LogitKernels", "Recomputing", "Routers", "SamplerLinear",
-    "SharedPromptAttention", "StepKernels", "TritonDecode", "WeightMatmul", "Window", "add_adapters_inside_products",
+    "FasterLinears", "HalfWeights", "InPlaceLinear", "IndexCache", "Layout", "LogitKernels", "Recomputing", "Routers",
+    "SamplerLinear", "SharedPromptAttention", "StepKernels", "TritonDecode", "WeightMatmul", "Window", "add_adapters_inside_products",
     "attention_windows", "cache_factory", "cache_keyword", "choices", "choosing_few", "decode_kernels", "find_indexers", "find_routers",
     "footprint", "fuse", "has_bfloat16", "has_states", "has_windows", "in_place_steps", "is_chosen", "learning", "other_layers",
     "reason_against_choices", "sampling", "state_steps", "tensors_on", "training_heap", "triton_unavailable_reason",

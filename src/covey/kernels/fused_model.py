@@ -92,17 +92,12 @@ class _Learning:
     def __enter__(self) -> None:
         with ExitStack() as stack:
             for module in self.modules:
-                stack.enter_context(_linears(module))
+                stack.enter_context(FasterLinears(module.modules()))
                 stack.enter_context(fused(module))
             self.entered.append(stack.pop_all())
 
     def __exit__(self, *raised: Any) -> None:
         self.entered.pop().__exit__(*raised)
-
-
-def _linears(module: nn.Module) -> AbstractContextManager[Any]:
-    first = next(module.parameters(), None)
-    return FasterLinears(module.modules()) if first is not None and first.device.type == "cpu" else nullcontext()
 
 
 def fused(model: nn.Module) -> AbstractContextManager[Any]:

@@ -130,18 +130,20 @@ def faster_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     """`torch.nn.functional.linear`, with autocast and gradients, by the fastest library."""
     if torch.is_autocast_enabled("cpu") or not uses_onednn(x, weight):
         return F.linear(x, weight, bias)
-    out: Tensor = _Linear.apply(x, weight, bias)
+    multiply = _Linear.apply if torch.is_grad_enabled() else onednn_linear
+    out: Tensor = multiply(x, weight, bias)
     return out
 
 
 class FasterLinears:
-    """A context in which these modules compute `faster_linear`: those that are exactly `nn.Linear` with their own forward.
+    """A context in which these modules compute `faster_linear`: those on a CPU that are exactly `nn.Linear` with their own forward.
 
     It replaces each module's `forward` and restores it on exit; `torch.nn.functional.linear` is not changed.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.linears = [module for module in modules if type(module) is nn.Linear] if is_onednn_faster() else []
+        linears = [module for module in modules if type(module) is nn.Linear and module.weight.is_cpu]
+        self.linears = linears if is_onednn_faster() else []
         self._replaced: list[nn.Linear] = []
 
     def __enter__(self) -> None:
