@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from covey import demo
 from covey.cli import main
 from covey.rollout import NativeSampler, SamplingParams
+from covey.serving.scoring import score_prompts
 from serving.clients import QUESTIONS, chat, client, server
 
 IDS = {"return_token_ids": True}
@@ -164,6 +165,15 @@ def test_echo_scores_the_prompt_as_a_forward_pass_does(ask, model, tokenizer):
         for top, row in zip(choice.logprobs.top_logprobs[1:], expected, strict=True):
             assert max(top.values()) == pytest.approx(float(row.max()), abs=1e-4)
         assert [prompt[at:][:1] for at in choice.logprobs.text_offset] == [one[:1] for one in choice.logprobs.tokens]
+
+
+def test_echo_scores_in_the_precision_that_is_sampled_in(model, tokenizer):
+    ids = torch.tensor([tokenizer(QUESTIONS[0])["input_ids"]])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        rounded = model(ids).logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].tolist()
+    for dtype, is_rounded in (("bfloat16", True), ("float32", False)):
+        (scored,) = score_prompts(NativeSampler(model, tokenizer, dtype=dtype), ids.tolist(), 0)
+        assert ([logp for logp, _ in scored] == pytest.approx(rounded, abs=1e-6)) == is_rounded
 
 
 def test_tokens_can_be_named_by_their_ids(ask, model, tokenizer):

@@ -299,7 +299,7 @@ class Engine:
                 raise APIError(400, "The sampler of this run scores no prompts; leave echo with logprobs out.")
             if prompt_request.scores_prompt:
                 ticket.scored = score_prompts(
-                    lane.sampler.model, [prompt_request.prompt.token_ids], prompt_request.num_top or 0
+                    lane.sampler, [prompt_request.prompt.token_ids], prompt_request.num_top or 0
                 )[0]
             if prompt_request.limit:
                 lane.begin(ticket, self.mode)

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens by one forward pass, returned by `echo` with `logprobs`."""
+"""Log-probabilities of a prompt's own tokens by one forward pass in the sampler's precision, returned by `echo` with `logprobs`."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -8,6 +8,8 @@ from torch import Tensor
 
 from covey.kernels import cache_keyword
 from covey.models import evaluating, unwrapped
+from covey.rollout import NativeSampler
+from covey.rollout.autocast import expect_precision, in_precision
 from covey.rollout.live import Top
 
 BATCH_TOKENS = 1024
@@ -19,12 +21,13 @@ Scored = tuple[float, Top]
 """Log-probability of a token after those before it, and the likeliest tokens there."""
 
 
-def score_prompts(model: Any, prompts: Sequence[Sequence[int]], num_top: int) -> list[list[Scored]]:
+def score_prompts(sampler: NativeSampler, prompts: Sequence[Sequence[int]], num_top: int) -> list[list[Scored]]:
     """For each prompt, its tokens from the second on: the first has nothing before it. At temperature 1."""
     scored: list[list[Scored]] = []
-    with evaluating(model):
+    precision = expect_precision(sampler.model, str(sampler.forward.dtype).removeprefix("torch."))
+    with evaluating(sampler.model), in_precision(sampler.model, precision):
         for batch in _batches(prompts):
-            scored += _score(model, batch, num_top)
+            scored += _score(sampler.model, batch, num_top)
     return scored
 
 
