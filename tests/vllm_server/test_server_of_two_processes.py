@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from kit import tiny_model, tiny_tokenizer
 
 torch.set_num_threads(1)
 args = GRPOConfig(
-    sys.argv[2], use_vllm=True, vllm_mode="server", vllm_server_port=int(sys.argv[3]), vllm_server_timeout=200.0, max_steps=400,
+    sys.argv[2], use_vllm=True, vllm_mode="server", vllm_server_port=int(sys.argv[3]), vllm_server_timeout=200.0, max_steps=int(sys.argv[5]),
     num_generations=2, per_device_train_batch_size=2, max_completion_length=4, save_steps=1000, report_to="none", disable_tqdm=True,
     use_cpu=True, bf16=False, eval_strategy=sys.argv[4], eval_steps=1,
 )
@@ -56,7 +58,7 @@ def test_a_stop_is_heard_by_both_while_the_main_process_waits_for_a_lost_server(
     """`asked`: the process that gets the signal. With an evaluation at each step it is that which waits."""
     model, port = tiny_model("qwen2", tie_word_embeddings=False), free_port()
     with FakeServer(model, tiny_tokenizer()) as fake:
-        words = ["-c", SCRIPT, Path(__file__).parents[1], tmp_path / "run", fake.port, evaluates]
+        words = ["-c", SCRIPT, Path(__file__).parents[1], tmp_path / "run", fake.port, evaluates, 400]
         ranks = [Forked(*words, env=rank_environment(rank, port)) for rank in range(2)]
         try:
             until(lambda: fake.calls.count("/update_weight_version") >= 3 or ranks[0].poll() is not None)
@@ -75,3 +77,31 @@ def test_a_stop_is_heard_by_both_while_the_main_process_waits_for_a_lost_server(
     assert "The update failed" in ranks[0].err
     assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 1
     assert ("The evaluation was left" in ranks[0].err) == (evaluates == "steps")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [[5, 6], pytest.param([6], marks=pytest.mark.nightly)])
+def test_a_server_lost_amid_a_rollout_is_sent_the_weights_and_asked_for_what_is_missing(lost, tmp_path):
+    """Each process asks for a prompt in each of six rollouts: in the third both lose the answer by a restart, or one by its link."""
+    model, port = tiny_model("qwen2", tie_word_embeddings=False), free_port()
+    requests, restarted = itertools.count(1), threading.Event()
+
+    def restart():
+        fake.restart(model)
+        restarted.set()
+
+    def dies(body):
+        if "prompt_logprobs" in body or (number := next(requests)) not in lost:
+            return None
+        if number == lost[-1] and len(lost) == 2:
+            threading.Timer(0, restart).start()
+        return "half"
+
+    with FakeServer(model, tiny_tokenizer()) as fake:
+        fake.faults["/v1/completions"] = dies
+        words = ["-c", SCRIPT, Path(__file__).parents[1], tmp_path / "run", fake.port, "no", 6]
+        ranks = [Forked(*words, env=rank_environment(rank, port)) for rank in range(2)]
+        codes = [rank.wait(150) for rank in ranks]
+        assert codes == [0, 0], [rank.err for rank in ranks]
+        assert fake.calls.count("/update_weight_version") == 7, "once a step, and once after the loss"
+        assert restarted.is_set() == (len(lost) == 2)

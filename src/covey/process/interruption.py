@@ -61,6 +61,16 @@ class Interruption:
         elif (self.agree is None or self._is_apart) and self.is_requested():
             raise StopNow
 
+    def agrees(self, flag: bool) -> bool:
+        """Logical or of `flag` over processes, amid work that each does apart. Raises StopNow on every process if one has stopped."""
+        if self.agree is None:
+            return flag
+        is_apart = self._is_apart
+        self.settle()
+        agreed = self.agree(flag)
+        self._is_apart = is_apart
+        return agreed
+
     def while_waiting(self) -> None:
         """Like a call, but raises inside `evaluating()` too; for waits that end on all processes together, such as for a lost server."""
         if self._is_in_evaluation and self.is_requested():
@@ -92,7 +102,7 @@ class Interruption:
 
     @contextmanager
     def together(self, in_step: bool = False) -> Iterator[None]:
-        """Context for work that every process starts, without collectives before `settle` or the end.
+        """Context for work that every process starts, without collectives before `settle`, `agrees` or the end.
 
         With `in_step` the work has collectives throughout, and all processes call this interruption equally often, as a collective.
         """
@@ -112,7 +122,7 @@ class Interruption:
             self._is_apart = self._is_in_step = False
 
     def settle(self) -> None:
-        """First collective of the work: raises StopNow on every process if one has stopped; after it, none stops alone."""
+        """Before the first collective of the work: raises StopNow on every process if one has stopped; after it, none stops alone."""
         if self._is_apart and self.agree is not None:
             self._is_apart = False
             if self.agree(False):

@@ -206,7 +206,8 @@ def _sampler_here(inputs: RunInputs, policy: Policy, check_stop: Interruption, o
     gathers = options.get("backend") in ("vllm-server", "vllm")  # by itself, a block at a time
     options |= {"shards": shards} if gathers else {}
     options |= {"processor": inputs.processor} if options.get("backend") == "vllm" else {}
-    options |= {"check_wait": check_stop.while_waiting} if options.get("backend") == "vllm-server" else {}
+    waits = {"check_wait": check_stop.while_waiting, "agree": check_stop.agrees}
+    options |= waits if options.get("backend") == "vllm-server" else {}
 
     over = lambda model, **more: choose_sampler(model, inputs.tokenizer, **options, **more)
     more = agent_options(inputs.args, inputs.world.rank, inputs.processor)

@@ -40,6 +40,7 @@ class ServedWeights:
         self.tell = tell
         self.server.world = World()  # the other processes take no part in what the thread does
         self.server.check_stop = self.server.check_wait = check_open
+        self.server.agree = self.server.world.any
 
     def begin(self, order: Order) -> None:
         """Load the weights of an order, if the server has older ones."""

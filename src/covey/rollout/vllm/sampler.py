@@ -72,6 +72,7 @@ class ServerSampler:
         example: Prompt | None = None,
         check_stop: Callable[[], None] = lambda: None,
         check_wait: Callable[[], None] | None = None,
+        agree: Callable[[bool], bool] | None = None,
     ) -> None:
         """`server`: a connection to one that fits (`refuse_unfit`). None: wait up to `timeout` seconds for it and read its description.
 
@@ -81,12 +82,11 @@ class ServerSampler:
         """
         self.tokenizer, self.regex, self.timeout = tokenizer, regex, timeout
         self.model, self.max_rows, self.world, self.shards = model, None, world or World(), shards
-        self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
-        self.banned = banned_ids(model)
+        self.eos_ids, self.banned = checked_eos_ids(eos_ids, unwrapped(model), tokenizer), banned_ids(model)
         self.check_stop = check_stop
         """Callback while the server generates; its exception aborts the requests."""
-        self.check_wait = check_wait or check_stop
-        """Callback of the main process while a lost server is waited for; its StopNow is raised on all. By default `check_stop`."""
+        self.check_wait, self.agree = check_wait or check_stop, agree or self.world.any
+        """Callback of the main process while a lost server is waited for; its StopNow is raised on all. Logical or, once all have drawn."""
         if server is None:
             server = Server.connect(Client(Address.of(base_url, host, port), Deadlines.of(deadlines)), timeout)
             refuse_other_model(server, unwrapped(model).config, tokenizer)
@@ -152,18 +152,19 @@ class ServerSampler:
         }
         if settles:
             self._settle()
-        if not prompts:
-            return
+        lost = False
         try:
             yield from self._drawn(prompts, requests, n)
         except NoAnswerError as error:
             if not requests:
                 raise
+            if self.world.size > 1 and not settles:  # the other processes are at other turns
+                raise ServerError("The server was lost amid the turns of several processes; resume the run.") from error
             logger.warning("%s", error)
-            self._recover()
+            lost = True
+        if self.agree(lost) if settles else lost:
+            self._on_main(self._send_again)
             yield from self._drawn(prompts, requests, n)
-        if self.sync.label is not None:
-            self.sync.expect_current()
 
     def _settle(self) -> None:
         """Send the weights of the last `load` from the main process; wait once for a lost server."""
@@ -240,14 +241,8 @@ class ServerSampler:
         if seen is not None:
             self.seen.append(seen.metrics())
 
-    def _recover(self) -> None:
-        """Recover from a server lost during a rollout: send and verify the full weights before requests continue."""
-        if self.world.size > 1:  # the other processes still wait for completions
-            raise ServerError("The server was lost in the middle of a rollout of several processes; resume the run.")
-        self._send_again()
-
     def _send_again(self) -> None:
-        """Send the weights of the last update to a server that has lost them."""
+        """Send the weights of the last update, whole and verified, to a server that has lost them."""
         self._wait()
         self.sync.is_broken = True
         self._send()
@@ -299,7 +294,9 @@ class ServerSampler:
         return body if self.regex is None else {**body, "structured_outputs": {"regex": self.regex}}
 
     def _drawn(self, prompts: list[Prompt], requests: dict[int, dict[str, Any]], n: int) -> Iterator[Group]:
-        """Groups in the order of the answers; answered requests are removed from `requests`."""
+        """Groups in the order of the answers; answered requests are removed from `requests`. Then the server is verified."""
+        if not requests:
+            return
         answers: queue.Queue[tuple[int, Any]] = queue.Queue()
 
         def ask(i: int, body: dict[str, Any]) -> None:
@@ -323,6 +320,8 @@ class ServerSampler:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             self.client.hang_up()  # abort the requests that still run
+        if self.sync.label is not None:
+            self.sync.expect_current()
 
     def _next(self, answers: queue.Queue[tuple[int, Any]]) -> tuple[int, Any]:
         """The next answer. While none comes, the server's health is polled, which also notices a frozen server."""
