@@ -247,7 +247,8 @@ def _refuse_bad_correction(config: Any) -> None:
 
 def _refuse_bad_evaluation(config: Any) -> None:
     evaluates = getattr(config.eval_strategy, "value", config.eval_strategy) != "no"
-    for name in ("early_stopping_patience", "load_best_model_at_end"):
+    saves_best = config.save_strategy == "best"
+    for name in ("early_stopping_patience", "load_best_model_at_end", *(["save_strategy"] if saves_best else [])):
         if getattr(config, name) and not evaluates:
             raise ConfigError(
                 f"{name}={getattr(config, name)!r} needs evaluations: set eval_strategy='steps' and eval_steps."
@@ -261,7 +262,7 @@ def _refuse_bad_evaluation(config: Any) -> None:
             "load_best_model_at_end needs the averaged weights of ema_decay or soup_steps, which save_only_model leaves out of "
             "checkpoints; leave it out."
         )
-    needs_metric = config.early_stopping_patience or config.load_best_model_at_end or config.save_strategy == "best"
+    needs_metric = config.early_stopping_patience or config.load_best_model_at_end or saves_best
     if needs_metric and config.metric_for_best_model is None:
         config.metric_for_best_model = "reward"
 
