@@ -10,7 +10,7 @@ from plain_sampling import TEXTS, collect, favour, ids_of, plain_logprobs
 
 from covey.errors import ConfigError
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler, Unsupported, choose_sampler
-from covey.rollout.attention import HIDDEN, AttentionPart, RowMap, ScoreRule, by_flash, by_one_softmax, wide
+from covey.rollout.attention import HIDDEN, AttentionPart, RowMap, ScoreRule, by_one_softmax, wide
 from covey.rollout.kv_cache import KVCache
 from covey.rollout.requests import GroupRequest
 from covey.rollout.scheduler import Scheduler
@@ -199,9 +199,8 @@ def test_memory_held_follows_what_is_in_flight(tokenizer):
     assert max(widths) <= 64
 
 
-@pytest.mark.parametrize("merge", [by_one_softmax, by_flash])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_two_parts_equal_one_softmax_over_all_keys(merge, softcap):
+def test_two_parts_equal_one_softmax_over_all_keys(softcap):
     heads, repeats, width, owners = 2, 3, 8, [1, 0, 1, 1, 2]
     query = torch.randn(len(owners), heads, repeats, width)
     own_keys, own_values = torch.randn(2, len(owners), heads, 19, width)
@@ -212,10 +211,10 @@ def test_two_parts_equal_one_softmax_over_all_keys(merge, softcap):
     scores = query @ all_keys.transpose(2, 3) * 0.3
     scores = scores if softcap is None else (scores / softcap).tanh() * softcap
     expected = (scores + torch.cat((bias[owners], own_bias), 1)[:, None, None]).softmax(-1) @ all_values
-    own = AttentionPart(own_keys, own_values, own_bias[:, None], wide(own_bias[:, None], heads))
-    shared = AttentionPart(keys, values, bias[:, None], wide(bias[:, None], heads))
+    own = AttentionPart(own_keys, own_values, wide(own_bias[:, None], heads))
+    shared = AttentionPart(keys, values, wide(bias[:, None], heads))
     row_map = RowMap.of(owners, 3, torch.device("cpu"))
-    torch.testing.assert_close(merge(query, own, shared, row_map, ScoreRule(0.3, softcap)), expected)
+    torch.testing.assert_close(by_one_softmax(query, own, shared, row_map, ScoreRule(0.3, softcap)), expected)
 
 
 def test_rows_are_gathered_by_prompt_and_scattered_back():

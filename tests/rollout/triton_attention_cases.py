@@ -54,7 +54,7 @@ def both(
     own = own.cpu()
     assert torch.equal(own[:, :rows, :, step_column], torch.stack((key, value)))
     parts = [
-        AttentionPart(slab[0].float(), slab[1].float(), bias, wide(bias, heads))
+        AttentionPart(slab[0].float(), slab[1].float(), wide(bias, heads))
         for slab, bias in ((own[:, :rows], own_bias[:rows, None].float()), (shared, bias[:, None].float()))
     ]
     row_map = RowMap.of(owners, prompts, torch.device("cpu"))

@@ -4,7 +4,7 @@ The keys of a prompt are read once for all queries of its group, those of a comp
 over programs (split-K). Every split leaves its output and log-sum-exp in float32; the kernel of the own keys merges them, or
 a last one where those are split too. It also applies the norms of heads and the rotary embedding, and writes the new key. No
 kernel argument depends on the step: lengths, owners and the step column are read from tensors, so that a CUDA graph can
-replay a step. `by_one_softmax` and `by_flash` in `attention.py` compute the same with PyTorch's own operations.
+replay a step. `by_one_softmax` in `attention.py` computes the same with PyTorch's own operations.
 """
 
 from __future__ import annotations

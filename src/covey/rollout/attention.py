@@ -1,13 +1,11 @@
 """Decode attention in two parts, merged exactly: keys of a group's prompt, shared, and each completion's own keys.
 
 The queries of all completions of a group are rows of one product with the prompt's keys, which are stored and read once
-(Hydragen, Juravsky et al. 2024). Where a kernel gives the log-sum-exp `l` of each part, the parts are merged by
-`o = (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2)`; otherwise the scores of both are concatenated for one softmax.
+(Hydragen, Juravsky et al. 2024). The scores of both are concatenated for one softmax.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -221,9 +219,7 @@ class AttentionPart:
     values: Tensor
     """[B, H, K, D]"""
     bias: Tensor
-    """[B, Q or 1, K], 0 for a visible key, `HIDDEN` for a masked one."""
-    wide_bias: Tensor
-    """[B * H, Q or 1, K], `bias` repeated for each head."""
+    """[B * H, Q or 1, K], 0 for a visible key, `HIDDEN` for a masked one."""
 
 
 def wide(bias: Tensor, heads: int) -> Tensor:
@@ -231,18 +227,14 @@ def wide(bias: Tensor, heads: int) -> Tensor:
     return bias[:, None].expand(-1, heads, -1, -1).reshape(-1, *bias.shape[1:])
 
 
-Merge = Callable[[Tensor, AttentionPart, AttentionPart, RowMap, ScoreRule], Tensor]
-"""(query [R, H, repeats, D], own [R ..], shared [P ..], row map, rule of scores) -> [R, H, repeats, D]"""
-
-
 def by_one_softmax(
     query: Tensor, suffix: AttentionPart, shared: AttentionPart, row_map: RowMap, rule: ScoreRule
 ) -> Tensor:
     """Scores of both parts side by side, one softmax in float32, two products with the values."""
     rows, heads, repeats = query.shape[:3]
-    suffix_scores = _scores(_flat(query), _flat(suffix.keys).transpose(1, 2), suffix.wide_bias, rule)
+    suffix_scores = _scores(_flat(query), _flat(suffix.keys).transpose(1, 2), suffix.bias, rule)
     grouped = row_map.gather(query)  # [P, H, Gmax * repeats, D]
-    shared_scores = _scores(_flat(grouped), _flat(shared.keys).transpose(1, 2), shared.wide_bias, rule)
+    shared_scores = _scores(_flat(grouped), _flat(shared.keys).transpose(1, 2), shared.bias, rule)
     shared_scores = row_map.scatter(shared_scores.view(*grouped.shape[:3], -1), repeats)  # [R, H, repeats, K]
     scores = torch.cat((shared_scores, suffix_scores.view(rows, heads, repeats, -1)), -1)
     sinks = None if rule.sinks is None else rule.sinks.view(heads, repeats, 1).expand(rows, -1, -1, -1)
@@ -253,35 +245,3 @@ def by_one_softmax(
     from_shared = torch.bmm(_flat(to_shared), _flat(shared.values)).view(grouped.shape)
     from_suffix = torch.bmm(_flat(to_suffix), _flat(suffix.values)).view(query.shape)
     return from_suffix + row_map.scatter(from_shared, repeats)
-
-
-def by_flash(query: Tensor, suffix: AttentionPart, shared: AttentionPart, row_map: RowMap, rule: ScoreRule) -> Tensor:
-    """Each part in one call of torch's CPU kernel, merged by the log-sum-exps that it returns."""
-    if not rule.is_plain:
-        return by_one_softmax(query, suffix, shared, row_map, rule)
-    repeats = query.shape[2]
-    suffix_out, suffix_lse = _flash(query, suffix, rule.scale)
-    shared_out, shared_lse = _flash(row_map.gather(query), shared, rule.scale)
-    return merged(row_map.scatter(shared_out, repeats), row_map.scatter(shared_lse, repeats), suffix_out, suffix_lse)
-
-
-def _flash(query: Tensor, part: AttentionPart, scale: float) -> tuple[Tensor, Tensor]:
-    """[B, H, Q, D] and log-sum-exp [B, H, Q]."""
-    mask = part.bias[:, None]  # [B, 1, Q or 1, K]
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, part.keys, part.values, 0.0, False, attn_mask=mask, scale=scale
-    )
-    return out, lse
-
-
-def merged(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) -> Tensor:
-    """Attention over the keys of both parts: `[..., D]` parts with their log-sum-exps `[...]`."""
-    return torch.lerp(second, first, (first_lse - second_lse).sigmoid_()[..., None])
-
-
-def best_merge(device: torch.device, dtype: torch.dtype) -> Merge:
-    """Faster merge: flash in float32 on a CPU, with a quarter of the calls; one softmax elsewhere.
-
-    In bfloat16 the matrix products are up to 2.5 times faster than flash (128 rows of 100 keys on a Zen 5 core).
-    """
-    return by_flash if device.type == "cpu" and dtype == torch.float32 else by_one_softmax

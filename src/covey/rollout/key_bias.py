@@ -44,15 +44,13 @@ class KeyBias:
         prefix, suffix = both.split((prefix.shape[1], self.suffix.shape[1]), 1)
         return KeyBias(prefix, suffix, is_by_row=True)
 
-    def shared(self, row_map: RowMap, repeats: int, heads: int) -> tuple[Tensor, Tensor]:
-        """Biases [P, Q or 1, columns] of the prompts' keys for the queries that `row_map` gathers, and the same for each head."""
-        bias = _made(self.of_prompts, repeats, lambda: self._gathered(row_map, repeats))
-        return bias, _made(self.of_prompts, (repeats, heads), lambda: wide(bias, heads))
+    def shared(self, row_map: RowMap, repeats: int, heads: int) -> Tensor:
+        """Biases [P * H, Q or 1, columns] of the prompts' keys for the queries that `row_map` gathers."""
+        return _made(self.of_prompts, (repeats, heads), lambda: wide(self._gathered(row_map, repeats), heads))
 
-    def of_suffix(self, heads: int) -> tuple[Tensor, Tensor]:
-        """Biases [R, 1, columns] of the rows' own keys, and the same for each head."""
-        bias = self.suffix[:, None]
-        return bias, _made(self.of_rows, heads, lambda: wide(bias, heads))
+    def of_suffix(self, heads: int) -> Tensor:
+        """Biases [R * H, 1, columns] of the rows' own keys."""
+        return _made(self.of_rows, heads, lambda: wide(self.suffix[:, None], heads))
 
     def _gathered(self, row_map: RowMap, repeats: int) -> Tensor:
         if not self.is_by_row:

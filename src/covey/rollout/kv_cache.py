@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from covey.kernels import CacheTables, DecodeKernels, DecodeStep, Window, zeros
-from covey.rollout.attention import HIDDEN, AttentionPart, RowMap, ScoreRule, best_merge
+from covey.rollout.attention import HIDDEN, AttentionPart, RowMap, ScoreRule, by_one_softmax
 from covey.rollout.key_bias import KeyBias
 from covey.rollout.row_states import RowStates, StatePlaces
 
@@ -67,7 +67,6 @@ class KVCache:
         self.layers, self.device, self.dtype, self.context = tuple(layers), device, dtype, context
         self.kernels = kernels
         self.states = None if states is None else RowStates(states, device)
-        self.merge = best_merge(device, dtype)
         self.prefix = [self._zeros(layer, 0, 0) for layer in layers]  # each [2, P, Hkv, columns, D]
         self.suffix = [self._zeros(layer, 0, 0) for layer in layers]  # each [2, R, Hkv, columns, D]
         self.prefix_bias = torch.zeros(0, 0, device=device, dtype=dtype)  # [P, columns]
@@ -300,7 +299,7 @@ class KVCache:
         keys[:, :, self.step_column], values[:, :, self.step_column] = key, value
         query = query.view(rows, heads, repeats, width)
         suffix, shared = self._parts(layer, keys, values, self.row_map, repeats, rule.chosen)
-        return self.merge(query, suffix, shared, self.row_map, rule).view(rows, -1, width)
+        return by_one_softmax(query, suffix, shared, self.row_map, rule).view(rows, -1, width)
 
     def index_place(self, layer: int) -> int:
         """Index among `layers` of the keys of a layer's indexer, which stand behind all layers."""
@@ -351,8 +350,8 @@ class KVCache:
         rows, heads = keys.shape[:2]
         buffer, bias = self.prefix[layer], self.biases(layer, rows)
         bias = bias if chosen is None else bias.of_chosen(chosen[:, 0], self.padded_owners)
-        suffix = AttentionPart(keys, values, *bias.of_suffix(heads))
-        return suffix, AttentionPart(buffer[0], buffer[1], *bias.shared(row_map, repeats, heads))
+        suffix = AttentionPart(keys, values, bias.of_suffix(heads))
+        return suffix, AttentionPart(buffer[0], buffer[1], bias.shared(row_map, repeats, heads))
 
     def keys_of(self, layer: int, row: int) -> Tensor:
         """[2, Hkv, K, D] keys and values of the row's prompt, and its own before the step column."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from covey.kernels import TritonDecode, Window
-from covey.rollout.attention import HIDDEN, RowMap, ScoreRule
+from covey.rollout.attention import HIDDEN, RowMap, ScoreRule, by_one_softmax
 from covey.rollout.key_bias import KeyBias
 from covey.rollout.kv_cache import STEP, KVCache, LayerShape, rounded
 from covey.rollout.row_states import RowStates, StatePlaces
@@ -254,7 +254,7 @@ class StaticKVCache(KVCache):
         suffix[1].index_copy_(2, self.now, value[:, :, None])
         row_map = RowMap(self.members, self.back[:rows], is_regular=False)
         parts = self._parts(layer, suffix[0], suffix[1], row_map, query.shape[1] // heads)
-        out = self.merge(query.view(rows, heads, -1, width), *parts, row_map, rule)
+        out = by_one_softmax(query.view(rows, heads, -1, width), *parts, row_map, rule)
         return out.view(rows, -1, width)
 
     def attend_in_kernels(
