@@ -35,7 +35,7 @@ class Outcome:
     """True if this process is the one that reports."""
 
 
-Steps = Generator[Any, Any, Outcome]
+Steps = Generator[None, None, Outcome]
 Results = dict[str, dict[str, Any]]
 
 

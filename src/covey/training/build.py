@@ -32,6 +32,7 @@ from covey.rewards.combining import advice_on_weights
 from covey.rollout import GatheredSampler, Sampler, TokenSampler, choose_sampler
 from covey.rollout.ahead import Ahead, OnDemand, PromptSupply
 from covey.rollout.asynchronous import AsynchronousSampler
+from covey.runs import StopRequest
 from covey.training.agents import Agents
 from covey.training.build_algorithm import languages_of
 from covey.training.build_learner import RunInputs, Shard, build_learner, build_networks, learner_world, samples_here
@@ -49,7 +50,7 @@ from covey.training.drawing import Draws, RolloutSampling
 from covey.training.evaluator import Evaluator, average_of
 from covey.training.invariants import OnPolicyCheck, expect_served_policy
 from covey.training.parts import Parts
-from covey.training.session import Session, StopSignal
+from covey.training.session import Session
 from covey.types import Prompt, Stages
 
 logger = logging.getLogger(__name__)
@@ -224,7 +225,7 @@ def build_parts(
     session: Callable[[Learner, int, float], Session],
     optimizers: tuple[Any, Any],
     num_prompts: int | None,
-    stop: StopSignal,
+    stop: StopRequest,
 ) -> Parts:
     """Parts of the training loop. `session` creates the session from learner, number of steps and epoch length."""
     args = inputs.args

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from covey.errors import ConfigError, RewardError, SpoiledError
-from covey.monitor import Monitor
+from covey.monitor import Monitor, Progress
 from covey.monitor.progress import evaluation_line
 from covey.process.interruption import StopNow
+from covey.runs import StopRequest
 from covey.training.state import LOSSES, TrainState
 from covey.types import Alert, Event, Group, Metric, StepReport, merge_metrics
 
@@ -43,21 +44,6 @@ class Recorder(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-class Display(Protocol):
-    """Progress output in the terminal."""
-
-    def update(self, report: StepReport, total_steps: int) -> None: ...
-
-    def show(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class StopSignal(Protocol):
-    @property
-    def requested(self) -> bool: ...
-
-
 @dataclass(eq=False)
 class Session:
     """transformers' callback protocol around Covey's loop. Holds no state of the algorithm."""
@@ -68,8 +54,8 @@ class Session:
     trainer_state: Any
     control: Any
     recorder: Recorder
-    display: Display
-    stop: StopSignal
+    display: Progress
+    stop: StopRequest
     evaluate: Callable[[], Mapping[str, float]]
     save: Callable[[TrainState], None]
     steps_per_epoch: float
