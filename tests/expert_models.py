@@ -39,7 +39,7 @@ def expert_model(family: str, dtype: torch.dtype = torch.float32, **options: Any
     """A model whose experts and routers differ enough for a wrong choice to be seen."""
     config = getattr(transformers, f"{family}Config")(**{**SHAPE, **FAMILIES.get(family, {}), **options})
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 3 or ".gate.weight" in name or ".router." in name:

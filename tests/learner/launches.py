@@ -88,8 +88,9 @@ OTHERS = {
     "glm4": ("Glm4", {}),
     "olmo2": ("Olmo2", {}),
     "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 4, "layer_types": ["full_attention"] * 3}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
-"""GELU; a merged product of gate and up with heads of which half turn; partners that are neighbours; norms after attention; experts."""
+"""GELU; a merged product of gate and up with heads of which half turn; partners that are neighbours; norms after attention; experts, twice."""
 
 
 def built(arch: str, layers: int, dtype: torch.dtype = torch.float32, **more: Any) -> Any:

@@ -20,6 +20,7 @@ from covey.learner import Policy
 from covey.learner.packing import rows_of
 from covey.learner.preparation import checkpoint_activations, short_pass
 from covey.learner.worst_case import groups_of
+from covey.models import expert_weights
 from kit import forgotten, rest_nightly, tiny_model
 
 ROWS = rows_of(groups_of(8, 20, 16, 4, 300))
@@ -42,7 +43,8 @@ A_LAYER = {
     "phi3": (178, 67),
     "glm4": (282, 88),
     "olmo2": (267, 97),
-    "gpt_oss": (301, 173),
+    "gpt_oss": (313, 173),
+    "mixtral": (247, 142),
     "gemma2": (546, 351),
 }
 """Launches of a layer in a later micro-batch, as written and prepared. Experts and capped scores, by operations of their own, take most of the last two."""
@@ -157,12 +159,13 @@ def test_values_and_gradients_are_those_of_transformers_layers_but_for_rounding(
         assert off(own) < 1.5 * off(plain) + 1e-3 * gradient.norm(), name
 
 
-def test_experts_read_norms_in_the_type_that_autocast_gives_them():
-    """Their grouped products take the type of the weights, and some families add up outputs in the type of the input."""
-    plain, policy = (prepared("gpt_oss", live, 2, checkpoints=False) for live in (None, Launches()))
+@pytest.mark.parametrize("arch, is_product_alone", [("gpt_oss", True), ("mixtral", False)])
+def test_experts_read_norms_in_the_type_that_autocast_gives_them(arch, is_product_alone):
+    """Some families add up outputs in float32, and then in the type of the input; GPT-OSS adds up in 16 bits."""
+    plain, policy = (prepared(arch, live, 2, checkpoints=False) for live in (None, Launches()))
     before, after = (getattr(policy.model.model.layers[0], f"{at}_layernorm") for at in ("input", "post_attention"))
-    assert (before.forward.args[2], after.forward.args[2]) == (True, False)
-    wide = Policy(built("gpt_oss", 2).train(), pad_id=0).measure(ROWS).logp
+    assert (before.forward.args[2], after.forward.args[2]) == (True, is_product_alone)
+    wide = Policy(built(arch, 2).train(), pad_id=0).measure(ROWS).logp
     own, autocast = ((passed.measure(ROWS).logp - wide).abs().mean() for passed in (policy, plain))
     assert own < 1.05 * autocast
 
@@ -201,17 +204,20 @@ def test_an_adapters_products_are_added_inside_of_those_of_its_layer():
     assert sum(inside.values()) < 0.8 * sum(peft.values())
 
 
-@pytest.mark.nightly
-def test_no_pass_casts_a_weight_of_a_linear_layer():
+@pytest.mark.parametrize("arch", rest_nightly(["qwen2", "gpt_oss", "mixtral"], ["gpt_oss"]))
+def test_no_pass_casts_a_weight_of_a_linear_layer_or_of_experts(arch):
     live = Launches()
-    policy = prepared("qwen2", live)
-    weights = {linear.weight.data_ptr() for linear in policy.half.linears}
+    policy = prepared(arch, live, 1)
+    addresses = lambda layers: {x.data_ptr() for layer in layers for x in layer if x is not None}
+    weights = addresses(map(policy.half.weights_of, policy.half.names))
+    fused = addresses([[getattr(x, n) for n in expert_weights(x)] for x in policy.model.modules()])
+    assert bool(fused) == (arch != "qwen2")
+    assert fused <= weights
     with policy.weights_of_a_step(), live:
         for _ in range(2):
             policy.measure(ROWS, entropy=True).logp.sum().backward()
-    copies = {weight.data_ptr() for weight, _ in policy.half.copies.values()}
     assert live.casts
-    assert not [dtype for address, dtype in live.casts if address in weights | copies]
+    assert not [dtype for address, dtype in live.casts if address in weights | addresses(policy.half.copies.values())]
     live.casts.clear()
     with live:
         policy.measure(ROWS, entropy=True).logp.sum().backward()
@@ -270,7 +276,7 @@ def test_a_copy_of_a_prepared_model_computes_alone():
     other = copy.deepcopy(policy.model)
     assert other.model.layers[0].mlp.forward.args[0] is other.model.layers[0].mlp
     assert other.model.layers[0].mlp.up_proj.forward.args[0] is other.model.layers[0].mlp.up_proj
-    assert not other.model.layers[0].mlp.up_proj.forward.args[1].linears
+    assert not other.model.layers[0].mlp.up_proj.forward.args[1].names
     read = pickle.loads(pickle.dumps(policy.model))
     assert read.model.layers[1].input_layernorm.forward.args[0] is read.model.layers[1].input_layernorm
     torch.save(policy.model.state_dict(), io.BytesIO())

@@ -14,18 +14,21 @@ from covey.doctor.roofline.rollout import KERNELS_OF_A_LAYER, KERNELS_OF_A_STEP
 from covey.kernels import TritonDecode
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.kernel_choice import verified_attention
+from expert_models import expert_model, with_adapted_experts
 from kit import rest_nightly, tiny_model, tiny_tokenizer
 
 NO_TRITON = (subprocess.SubprocessError,)
 A_LAYER = 10
 """Most launches of a layer, with keys that are split over programs."""
+A_LAYER_OF_EXPERTS = 36
+"""Launches of a Mixtral layer on its 16-bit copy by transformers' own modules."""
 
 
-def launches_of_a_step(monkeypatch, layers, attention, way="plain", arch="qwen2", model=None):
-    """Launches of one decode step of a float32 model on its 16-bit copy, or of `model` as it is."""
+def launches_of_a_step(monkeypatch, layers, attention, way="plain", arch="qwen2", model=None, dtype=None):
+    """Launches of one decode step of a float32 model on its 16-bit copy, or of `model` in `dtype`, as it is by default."""
     launches = Launches()
     with_twins(monkeypatch, launches, attention)
-    dtype = "float16" if model is None else "auto"
+    dtype = dtype or ("float16" if model is None else "auto")
     model = model or tiny_model(arch, layers=layers, seed=3)
     sampler = NativeSampler(model, tiny_tokenizer(), dtype=dtype, attention="triton")
     assert sampler.attention == "triton"
@@ -66,6 +69,18 @@ def test_adapters_on_a_16_bit_model_add_two_launches_each_to_their_layer(monkeyp
     two, three = (launches_of_a_step(monkeypatch, 0, attention=2, model=model_of(layers)) for layers in (2, 3))
     in_one_product = 2 + 1  # query, key and value, and gate and up, lie apart in live weights
     assert three - two == KERNELS_OF_A_LAYER + in_one_product + 7 + 5
+
+
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_a_layer_of_experts_takes_the_same_launches_with_an_adapter_as_without(monkeypatch, is_adapted):
+    """The copy has the adapter in it; PEFT would merge two weights of all experts in each step."""
+
+    def model_of(layers):
+        model = expert_model("Mixtral", num_hidden_layers=layers, vocab_size=len(tiny_tokenizer()))
+        return with_adapted_experts(model) if is_adapted else model
+
+    counts = [launches_of_a_step(monkeypatch, 0, 2, model=model_of(n), dtype="bfloat16") for n in (2, 3)]
+    assert counts[1] - counts[0] == A_LAYER_OF_EXPERTS
 
 
 def test_a_truncated_distribution_is_drawn_inside_the_step(monkeypatch):

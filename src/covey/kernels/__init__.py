@@ -13,7 +13,7 @@ from covey.kernels.footprint import footprint
 from covey.kernels.fused_layers import fuse, sampling, triton_unavailable_reason
 from covey.kernels.fused_logits import LogitKernels
 from covey.kernels.fused_model import Recomputing, learning
-from covey.kernels.half_weights import HalfWeights
+from covey.kernels.half_weights import HalfWeights, share_copies
 from covey.kernels.heap import training_heap, zeros
 from covey.kernels.indexers import (
     CHOICE,
@@ -30,7 +30,7 @@ from covey.kernels.layout import Layout
 from covey.kernels.matmul import FasterLinears, WeightMatmul
 from covey.kernels.prompt_attention import SharedPromptAttention
 from covey.kernels.routers import Routers, find_routers
-from covey.kernels.sampler_linear import InPlaceLinear, SamplerLinear, has_bfloat16
+from covey.kernels.sampler_linear import InPlaceLinear, SamplerLinear, has_bfloat16, with_adapters
 from covey.kernels.state_steps import cache_factory, cache_keyword, has_states, in_place_steps, state_steps, tensors_on
 from covey.kernels.step_kernels import StepKernels
 from covey.kernels.triton_decode import TritonDecode
@@ -39,9 +39,10 @@ from covey.kernels.windows import Window, attention_windows
 __all__ = [
     "CHOICE", "AttentionHeads", "AttentionProduct", "CacheTables", "DecodeKernels", "DecodeStep", "DecodeWeights",
     "FasterLinears", "HalfWeights", "InPlaceLinear", "IndexCache", "Layout", "LogitKernels", "Recomputing", "Routers",
-    "SamplerLinear", "SharedPromptAttention", "StepKernels", "TritonDecode", "WeightMatmul", "Window", "add_adapters_inside_products",
-    "attention_windows", "cache_factory", "cache_keyword", "choices", "choosing_few", "decode_kernels", "find_indexers", "find_routers",
-    "footprint", "fuse", "has_bfloat16", "has_states", "has_windows", "in_place_steps", "is_chosen", "learning", "other_layers",
-    "reason_against_choices", "sampling", "state_steps", "tensors_on", "training_heap", "triton_unavailable_reason",
-    "unavailable_reason", "zeros",
+    "SamplerLinear", "SharedPromptAttention", "StepKernels", "TritonDecode", "WeightMatmul", "Window",
+    "add_adapters_inside_products", "attention_windows", "cache_factory", "cache_keyword", "choices", "choosing_few",
+    "decode_kernels", "find_indexers", "find_routers", "footprint", "fuse", "has_bfloat16", "has_states", "has_windows",
+    "in_place_steps", "is_chosen", "learning", "other_layers", "reason_against_choices", "sampling", "share_copies",
+    "state_steps", "tensors_on", "training_heap", "triton_unavailable_reason", "unavailable_reason", "with_adapters",
+    "zeros",
 ]  # fmt: skip

@@ -13,6 +13,7 @@ from covey.kernels.half_weights import half_of
 from covey.kernels.linear_products import Factors, multiply
 from covey.kernels.matmul import is_hooked, is_routed
 from covey.kernels.sampler_linear import active_adapters
+from covey.models import autocast_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +53,7 @@ def _forward(layer: Any, x: Tensor, *args: Any, **options: Any) -> Any:
 
 def _product_dtype(x: Tensor) -> torch.dtype | None:
     """16-bit type of a product of `x`: of autocast, or its own."""
-    device = x.device.type
-    is_cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if is_cast else x.dtype
+    dtype = autocast_dtype(x.device.type) or x.dtype
     return dtype if dtype in (torch.bfloat16, torch.float16) else None
 
 

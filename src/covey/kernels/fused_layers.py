@@ -27,7 +27,7 @@ from covey.kernels.compiled_cache import keep_compiled_code
 from covey.kernels.gates import Gate, gated, gated_backward, gated_halves, gated_halves_backward, recognised_gate
 from covey.kernels.norms import Norm, feeding_products, recognised_norm, rms_norm
 from covey.kernels.rotations import Rotation, as_called, heads_of, replace_rotations, rotated, rotated_backward
-from covey.models import decoder_of
+from covey.models import autocast_dtype, decoder_of
 from covey.process.memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -199,10 +199,7 @@ def _product_dtype(x: Tensor) -> torch.dtype | None:
 
     One kernel fewer matters in passes of the learner only, and each further mode would be compiled apart.
     """
-    device = x.device.type
-    if getattr(_here, "is_sampling", False) or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
+    return None if getattr(_here, "is_sampling", False) else autocast_dtype(x.device.type)
 
 
 def _norm_forward(

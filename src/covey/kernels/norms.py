@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.errors import RAW_ERRORS
-from covey.models import computing
+from covey.models import autocast_dtype, computing
 from covey.process.memory import is_out_of_memory
 
 
@@ -70,10 +70,7 @@ def epsilon_of(norm: Any) -> float | None:
 
 def product_dtype(x: Tensor) -> torch.dtype | None:
     """Type of a product of `x`: autocast's, float32 without; None for 16-bit numbers without autocast, which the modules round."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return x.dtype if x.dtype == torch.float32 else None
+    return autocast_dtype(x.device.type) or (x.dtype if x.dtype == torch.float32 else None)
 
 
 def feeding_products(decoder: nn.Module, norms: Iterable[nn.Module], run: Callable[[], Tensor]) -> Iterator[nn.Module]:

@@ -280,9 +280,14 @@ def effective(linear: Any) -> tuple[Tensor, Tensor | None]:
     if not hasattr(linear, "get_delta_weight") or type(linear.get_base_layer()) is not nn.Linear:
         raise Unsupported(f"layers of kind {type(linear).__name__} cannot be packed")
     weight, bias = effective(linear.get_base_layer())
-    for adapter in active_adapters(linear):
-        weight = weight + linear.get_delta_weight(adapter).detach()
-    return weight, bias
+    return with_adapters(weight, linear), bias
+
+
+def with_adapters(weight: Tensor, layer: Any) -> Tensor:
+    """A weight with the active LoRA adapters of its layer merged. Raises Unsupported for variants that are no plain product."""
+    for adapter in active_adapters(layer):
+        weight = weight + layer.get_delta_weight(adapter).detach()
+    return weight
 
 
 def active_adapters(linear: Any) -> list[str]:

@@ -1,6 +1,7 @@
 """Models: loading them, their inputs of other modalities (`modalities/`), merging them, writing them as GGUF."""
 
-from covey.models.float32_products import keep_float32_products, multiplies_in_float32
+from covey.models.expert_products import autocast_dtype, compute_with, expert_weights, experts_forward
+from covey.models.float32_products import multiplies_in_float32, settle_products
 from covey.models.loading import (
     SharedBase,
     as_model_errors,
@@ -29,8 +30,8 @@ from covey.models.passes import (
 )
 
 __all__ = [
-    "SharedBase", "accepts", "as_model_errors", "auto_class", "computing", "config_of", "context_limit", "decoder_of",
-    "disable_dropout", "dtype_of", "encoder_of", "evaluating", "first_line", "float32_stream", "keep_float32_products",
-    "load_model", "load_tokenizer", "multiplies_in_float32", "quiet_bars", "reads_media", "resolve_source", "short_name",
-    "unwrapped", "widens_stream",
+    "SharedBase", "accepts", "as_model_errors", "auto_class", "autocast_dtype", "compute_with", "computing", "config_of",
+    "context_limit", "decoder_of", "disable_dropout", "dtype_of", "encoder_of", "evaluating", "expert_weights",
+    "experts_forward", "first_line", "float32_stream", "load_model", "load_tokenizer", "multiplies_in_float32",
+    "quiet_bars", "reads_media", "resolve_source", "settle_products", "short_name", "unwrapped", "widens_stream",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Modules that cast the operands of their products to float32, as DeepSeek V3's router does: float32 under autocast too.
+"""Types of products under autocast: in modules that cast the operands to float32, as DeepSeek V3's router does, float32 too.
 
 Autocast rounds such operands to 16 bits again. Saturated scores of experts then tie, and tokens go to other experts than the model's
 own code chooses.
@@ -16,16 +16,19 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
+from covey.models.expert_products import narrow_experts
+
 _PRODUCTS = (nn.functional.linear, torch.matmul, Tensor.matmul, torch.mm, Tensor.mm, Tensor.__matmul__)
 _checked: WeakSet[nn.Module] = WeakSet()
 _here = threading.local()
 
 
-def keep_float32_products(model: nn.Module) -> None:
-    """Let such modules of this model compute without autocast from now on; copies of the model do so too."""
+def settle_products(model: nn.Module) -> None:
+    """Let such modules of this model compute without autocast from now on, and fused experts in its type; copies do so too."""
     if model in _checked:
         return
     _checked.add(model)
+    narrow_experts(model)
     kinds: dict[type, bool] = {}
     for module in model.modules():
         kind = type(module)
@@ -39,7 +42,7 @@ def keep_float32_products(model: nn.Module) -> None:
 
 
 def multiplies_in_float32(module: nn.Module) -> bool:
-    """True if `keep_float32_products` lets this module, or the one that holds it, compute without autocast."""
+    """True if `settle_products` lets this module, or the one that holds it, compute without autocast."""
     return bool(getattr(module, "multiplies_in_float32", False))
 
 

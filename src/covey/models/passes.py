@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from covey.models.float32_products import keep_float32_products
+from covey.models.float32_products import settle_products
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def float32_stream(model: Any) -> Iterator[None]:
     bfloat16 after every layer, the streams of sampler and learner would drift apart, because their kernels add the same numbers in
     another order.
     """
-    keep_float32_products(unwrapped(model))
+    settle_products(unwrapped(model))
     if not widens_stream(model):
         yield
         return
