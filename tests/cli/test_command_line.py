@@ -94,7 +94,6 @@ def test_the_version_is_the_package_version(capsys):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["faults"], "error: covey has no verb 'faults' any more: `make soak` in a checkout of Covey"),
         (["trian"], "error: covey has no verb 'trian'. Did you mean train?"),
         (["env", "chek", "games.py:Maze"], "error: covey env has no 'chek'. Did you mean check?"),
         (

@@ -14,7 +14,6 @@ from datasets import Dataset
 from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
 from covey.cli import main
-from covey.errors import ConfigError
 from kit import rest_nightly, tiny_model, tiny_tokenizer
 
 REWARD = "def digits(completions, **kwargs):\n    return [sum(c.isdigit() for c in text) / 8 for text in completions]\n"
@@ -227,23 +226,3 @@ def test_an_algorithm_that_its_options_do_not_make_is_refused(place, capsys):
     more = ["--dataset", "sums.jsonl", "--prompt-column", "question", "--output-dir", "runs/b"]
     assert main(["train", "--from-run", "runs/s", *more]) == 2
     assert "give it as --algorithm" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_options_that_no_longer_exist_are_left_out_of_an_older_run(copied, capsys):
-    recipe, facts = Path("runs/a/train.yaml"), Path("runs/a/run.json")
-    recipe.write_text(recipe.read_text() + "reuse_rollout: true\n")
-    manifest = json.loads(facts.read_text())
-    manifest["config"]["reuse_rollout"] = True
-    facts.write_text(json.dumps(manifest))
-    capsys.readouterr()
-    assert main(["train", "--from-run", "runs/a", "--output-dir", "runs/b"]) == 0
-    assert "reuse_rollout=True of runs/a is no longer an option and is left out" in capsys.readouterr().err
-    assert numbers("runs/a") == numbers("runs/b")
-    assert main(["train", "run.yaml", "--output-dir", "runs/a", "--max-steps", "4", "--resume", "auto"]) == 0
-    assert len(numbers("runs/a")) == 4
-
-
-def test_a_retired_option_is_refused_where_a_user_gives_it(place):
-    with pytest.raises(ConfigError, match="reuse_rollout is not an option of GRPOConfig"):
-        GRPOConfig(output_dir="runs/a", reuse_rollout=True)

@@ -42,8 +42,6 @@ VERBS = {
     "completion": "verbs and options for the Tab key of bash, zsh or fish",
 }
 """Each is `covey.cli.<name>` with a `verb` in it."""
-GONE = {"faults": "`make soak` in a checkout of Covey injects faults into tiny runs."}
-"""Verbs of earlier versions, and what took their place."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,8 +87,6 @@ def _run(words: list[str]) -> int:
     if name in ("--version", "version"):
         output.result(__version__)
         return 0
-    if name in GONE:
-        raise ConfigError(f"covey has no verb {name!r} any more: {GONE[name]}")
     if name not in VERBS:
         raise ConfigError(f"covey has no verb {name!r}.{did_you_mean(name, VERBS)} It has {', '.join(VERBS)}.")
     expect_docstrings()

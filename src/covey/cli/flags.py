@@ -4,7 +4,7 @@ Nothing heavy is imported before every name is known to be right, so a typo is a
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -154,10 +154,8 @@ def _near_flag(name: str, by_name: Mapping[str, Flag]) -> str:
     return " --help-all shows every option."
 
 
-def read_yaml(
-    path: str | Path, flags: Iterable[Flag], hints: Mapping[str, str] = NO_HINTS, retired: Collection[str] = ()
-) -> dict[str, Any]:
-    """Options from a YAML file, by name; `retired` names are read too. Raises ConfigError naming the file, the key and the nearest name."""
+def read_yaml(path: str | Path, flags: Iterable[Flag], hints: Mapping[str, str] = NO_HINTS) -> dict[str, Any]:
+    """Options from a YAML file, by name. Raises ConfigError naming the file, the key and the nearest name."""
     import yaml
 
     node, content = yaml_of(read_text(path), str(path))
@@ -165,7 +163,7 @@ def read_yaml(
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a {type(content).__name__}; it must hold options, one `name: value` a line.")
-    allowed = {*(flag.name for flag in flags), *retired}
+    allowed = {flag.name for flag in flags}
     assert isinstance(node, yaml.MappingNode)  # it became a dict
     written = [str(key.value).replace("-", "_") for key, _ in node.value]
     for name in written:

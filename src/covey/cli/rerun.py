@@ -57,18 +57,18 @@ def repeated(args: Args, flags: list[Flag], types: Mapping[str, Any]) -> dict[st
     agreed to it. A run that a script started stores its options only; `covey train` asks for the missing ones.
     """
     from covey.runs import manifest
+    from covey.runs.masking import MASK
 
     folder = Path(args["from_run"]).expanduser()
     run_json = manifest.read(folder / manifest.NAME)
     if run_json is None:
         raise RunFolderError(f"{folder} holds no run.json of a run; give the folder of a run, such as runs/train-1.")
     if (folder / RECIPE).is_file():
-        recorded = {
-            k: v for k, v in read_yaml(folder / RECIPE, flags, retired=options.RETIRED).items() if k not in NEVER
-        }
+        recorded = {name: value for name, value in read_yaml(folder / RECIPE, flags).items() if name not in NEVER}
     else:
         recorded = _from_script(run_json)
-    recorded, lost = _without_masks(_without_retired(recorded, folder))
+    lost = {name for name, value in recorded.items() if MASK in str(value)}
+    recorded = {name: value for name, value in recorded.items() if name not in lost}
     if missing := lost - set(args):
         output.say(
             f"warning: {', '.join(sorted(missing))} was a secret and is not in {folder}; give it again if the run needs it."
@@ -149,23 +149,6 @@ def _importable(described: Any) -> str | None:
     if not name.isidentifier():
         return None
     return f"{described['file']}:{name}" if described.get("file") else f"{module}:{name}"
-
-
-def _without_retired(recorded: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The options without those that no longer exist; a warning for each that was set."""
-    for name in options.RETIRED:
-        if recorded.get(name) is not None:
-            output.say(
-                f"warning: {name}={recorded[name]} of {folder} is no longer an option and is left out: {options.RETIRED[name]}."
-            )
-    return {name: value for name, value in recorded.items() if name not in options.RETIRED}
-
-
-def _without_masks(recorded: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    from covey.runs.masking import MASK
-
-    lost = {name for name, value in recorded.items() if MASK in str(value)}
-    return {name: value for name, value in recorded.items() if name not in lost}, lost
 
 
 def _resolve_path(value: Any, home: Path) -> Any:

@@ -35,10 +35,6 @@ REFUSED: Mapping[str, str] = {name: option.refused for name, option in DECLARED.
 
 RECIPE = "train.yaml"
 """File in a run's folder with every option of the command that started it, as `--config` reads them."""
-RETIRED: Mapping[str, str] = {
-    "reuse_rollout": "an update always computes its own forward pass",
-}
-"""Retired options that run folders of earlier versions may record, with today's rule: dropped when such a run is repeated or resumed."""
 
 RENAMED: Mapping[str, str] = {
     "vllm_guided_decoding_regex": "It is vllm_structured_outputs_regex in TRL now.",

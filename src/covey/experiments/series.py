@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from covey.config.options import RECIPE, RETIRED
+from covey.config.options import RECIPE
 from covey.errors import RunFolderError
 from covey.files.bounded import read_text, yaml_of
 
@@ -26,9 +26,7 @@ def claim(folder: Path, options: Mapping[str, Any], what: str) -> None:
     before = folder / RECIPE
     if before.is_file():
         recorded = yaml_of(read_text(before), str(before))[1] or {}
-        changed = sorted(
-            name for name in {*recorded, *masked} if recorded.get(name) != masked.get(name) and name not in RETIRED
-        )
+        changed = sorted(name for name in {*recorded, *masked} if recorded.get(name) != masked.get(name))
         if changed:
             raise RunFolderError(
                 f"{folder} holds {what} of a run with other options ({', '.join(changed[:5])}); choose another --output-dir, or "
