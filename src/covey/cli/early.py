@@ -51,8 +51,8 @@ def refuse_missing_places(args: Mapping[str, Any]) -> None:
 
 
 def default_of(name: str) -> Any:
-    """The default of an option of GRPOConfig."""
-    return next(_literal(field.default) for field in all_fields() if field.name == name)
+    """The default of an option of GRPOConfig; None where it has no such option."""
+    return next((_literal(field.default) for field in all_fields() if field.name == name), None)
 
 
 def _literal(text: str) -> Any:

@@ -35,8 +35,7 @@ def _of_run(folder: Path) -> list[str]:
         raise RunFolderError(f"{folder} holds no run.json; give the folder of a run, such as runs/train-1.")
     run = read_json(manifest, RunFolderError)
     values = run.get("config") or {}
-    defaults = {name: _default(name) for name in values}
-    options = {name: value for name, value in values.items() if is_changed(value, defaults[name])}
+    options = {name: value for name, value in values.items() if is_changed(value, default_of(name))}
     parts = {name: run.get(name) for name in ("command", "state", "step", "versions")}
     parts |= {
         name: (run.get(name) or {}).get("name") for name in ("model", "algorithm") if isinstance(run.get(name), dict)
@@ -45,22 +44,10 @@ def _of_run(folder: Path) -> list[str]:
         _section("Run", [f"{name}: {value}" for name, value in parts.items() if value is not None]),
         _section("Options that differ from the defaults", [f"{name}: {value}" for name, value in options.items()]),
     ]
-    for title, file in (
-        ("Last steps", "metrics.jsonl"),
-        ("Last alerts", "alerts.jsonl"),
-        ("Last events", "events.jsonl"),
-    ):
-        lines = _tail(folder / file)
-        if lines:
-            sections.append(_section(title, lines))
+    for what, file in (("steps", "metrics"), ("alerts", "alerts"), ("events", "events")):
+        if lines := _tail(folder / f"{file}.jsonl"):
+            sections.append(_section(f"Last {what}", lines))
     return sections
-
-
-def _default(name: str) -> Any:
-    try:
-        return default_of(name)
-    except StopIteration:  # an option of an earlier version
-        return None
 
 
 def _tail(file: Path) -> list[str]:
