@@ -5,6 +5,7 @@ import functools
 import importlib
 import typing
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 
 import covey
@@ -12,7 +13,7 @@ from covey.cli import output
 from covey.cli.early import option_types
 from covey.cli.fields import enum_values
 from covey.cli.flags import Flag
-from covey.cli.verb import Args, Verb
+from covey.cli.verb import Args, Verb, Verbs
 from covey.config.options import DECLARED
 from covey.errors import ConfigError, did_you_mean
 
@@ -20,7 +21,7 @@ _ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bash
 _FISH_VERB = "complete -c covey -n __fish_use_subcommand -a {verb} -d {sentence}\n"
 _FISH_FLAG = "complete -c covey -n '__fish_seen_subcommand_from {verb}' -l {flag}{values} -d {sentence}\n"
 _FISH_BELOW = "complete -c covey -n '__fish_seen_subcommand_from {verb}' -a '{words}'\n"
-_BELOW = {"data": ("check", "clean", "pivots"), "reward": ("test",), "doctor": ("memory", "plan", "demo"), "env": ("check",), "completion": ("bash", "zsh", "fish"), "train": ("demo",), "tune": ("demo",), "chat": ("demo",), "eval": ("demo",)}  # fmt: skip
+_BELOW = {"data": ("check", "clean", "pivots"), "reward": ("test", "train", "audit"), "doctor": ("memory", "plan", "demo"), "env": ("check",), "completion": ("bash", "zsh", "fish"), "train": ("demo",), "tune": ("demo",), "chat": ("demo",), "eval": ("demo",)}  # fmt: skip
 """Words that may stand behind a verb without a flag."""
 _SHELLS = ("bash", "zsh", "fish")
 
@@ -70,7 +71,8 @@ def script(shell: str) -> str:
 def _flags(name: str) -> dict[str, Flag]:
     """Flags of a verb, or of all verbs below it, such as those of `data check` and `data clean`."""
     module = importlib.import_module(f"covey.cli.{name.replace('-', '_')}")
-    verbs = [member for member in vars(module).values() if isinstance(member, Verb)]
+    groups = [member.verbs.values() for member in vars(module).values() if isinstance(member, Verbs)]
+    verbs = [*chain(*groups), *(member for member in vars(module).values() if isinstance(member, Verb))]
     return {flag.name.replace("_", "-"): flag for verb in verbs for flag in verb.flags()}
 
 

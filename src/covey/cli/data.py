@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.cli import output
 from covey.cli.flags import Flag
-from covey.cli.verb import CONFIG, JSON, Args, Verb
-from covey.errors import ConfigError, did_you_mean
+from covey.cli.verb import CONFIG, JSON, Args, Verb, Verbs
+from covey.errors import ConfigError
 
 if TYPE_CHECKING:
     from covey.doctor.data_check.inspection import Inspection
@@ -227,16 +226,4 @@ _pivots = Verb(
     positional=("dataset",),
     examples=("covey data pivots expert.jsonl --tool-calls-only -o pivots.jsonl",),
 )  # fmt: skip
-_VERBS = {"check": _check, "clean": _clean, "pivots": _pivots}
-
-
-def verb(arguments: Sequence[str]) -> int:
-    """`covey data check ...`, `clean ...` or `pivots ...`. Returns the exit code."""
-    name = arguments[0] if arguments else "--help"
-    if name in _VERBS:
-        return _VERBS[name](arguments[1:])
-    if name in ("--help", "-h", "--help-all"):
-        lines = [f"  covey {command.name} {command.usage}\n      {command.sentence}" for command in _VERBS.values()]
-        output.result("\n".join(["usage: covey data check|clean|pivots DATASET ...", "", *lines, "", "covey data check --help shows the options."]))  # fmt: skip
-        return 0 if arguments else 2
-    raise ConfigError(f"covey data has no {name!r}.{did_you_mean(name, _VERBS)} It has {', '.join(_VERBS)}.")
+verb = Verbs(name="data", usage="DATASET ...", verbs={"check": _check, "clean": _clean, "pivots": _pivots})

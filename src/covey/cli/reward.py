@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from covey.cli import output, reward_audit, reward_steps, reward_train
 from covey.cli.flags import Flag
-from covey.cli.verb import CONFIG, JSON, Args, Verb
-from covey.errors import ConfigError, DataError, RewardError, did_you_mean
+from covey.cli.verb import CONFIG, JSON, Args, Verb, Verbs
+from covey.errors import ConfigError, DataError, RewardError
 
 if TYPE_CHECKING:
     from covey.doctor.reward_audit.examination import Examination, Tried
@@ -222,21 +222,4 @@ _test = Verb(
         "covey reward test --reward my_rewards.py:short_and_right --reward format --dataset demo",
     ),
 )
-_VERBS = {"test": _test, "train": reward_train.verb, "audit": reward_audit.verb}
-
-
-def verb(arguments: Sequence[str]) -> int:
-    """`covey reward test ...`, `covey reward train ...` or `covey reward audit ...`. Returns the exit code."""
-    if not arguments:
-        raise ConfigError(
-            "covey reward has three things to do: covey reward test --reward math --dataset train.jsonl, covey reward train, "
-            "and covey reward audit RUN."
-        )
-    name = arguments[0]
-    if name in _VERBS:
-        return _VERBS[name](arguments[1:])
-    if name in ("--help", "-h", "--help-all"):
-        lines = [f"  covey {command.name} {command.usage}\n      {command.sentence}" for command in _VERBS.values()]
-        output.result("\n".join(["usage: covey reward test|train|audit ...", "", *lines, "", "covey reward test --help shows the options."]))  # fmt: skip
-        return 0
-    raise ConfigError(f"covey reward has no {name!r}.{did_you_mean(name, _VERBS)} It has {', '.join(_VERBS)}.")
+verb = Verbs(name="reward", usage="...", verbs={"test": _test, "train": reward_train.verb, "audit": reward_audit.verb})

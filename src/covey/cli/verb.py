@@ -78,3 +78,28 @@ class Verb:
         if near:
             raise ConfigError(f"There is no file {config}.{near}")
         return read_yaml(config, flags, self.hints)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verbs:
+    """Verbs below another, such as `covey data check`."""
+
+    name: str
+    usage: str
+    """After the verbs: `DATASET ...`."""
+    verbs: Mapping[str, Verb]
+
+    def __call__(self, arguments: Sequence[str]) -> int:
+        """Do what the first word says. Returns the exit code."""
+        name = arguments[0] if arguments else "--help"
+        if name in self.verbs:
+            return self.verbs[name](arguments[1:])
+        if name not in ("--help", "-h", "--help-all"):
+            hint = did_you_mean(name, self.verbs)
+            raise ConfigError(f"covey {self.name} has no {name!r}.{hint} It has {', '.join(self.verbs)}.")
+        lines = [f"  covey {verb.name} {verb.usage}\n      {verb.sentence}" for verb in self.verbs.values()]
+        usage = f"usage: covey {self.name} {'|'.join(self.verbs)} {self.usage}"
+        last = f"covey {self.name} {next(iter(self.verbs))} --help shows the options."
+        show, code = (output.result, 0) if arguments else (output.say, 2)
+        show("\n".join([usage, "", *lines, "", last]))
+        return code
