@@ -46,8 +46,8 @@ def test_every_recipe_is_a_valid_configuration(name, tmp_path):
 @pytest.mark.parametrize("name", recipe.recipes())
 def test_a_recipe_fits_and_its_head_says_what_its_plan_says(name):
     """If it fails after a change of the learner, `python benchmarks/recipes.py` writes the heads again."""
-    options = recipe.expanded({"recipe": name}, doctor_plan.flags())
-    types = {**{flag.name: flag.type for flag in doctor_plan.flags()}, **doctor_plan.verb.types()}
+    options = recipe.expanded({"recipe": name}, doctor_plan.verb.flags())
+    types = {**{flag.name: flag.type for flag in doctor_plan.verb.flags()}, **doctor_plan.verb.types()}
     plan = estimate(doctor_plan.setup_of(typed(options, types)))
     facts = recipe.recipes()[name].facts
     assert plan.fits

@@ -26,12 +26,6 @@ _SAMPLE = Flag(
 )  # fmt: skip
 
 
-def flags() -> tuple[Flag, ...]:
-    """Those of `covey train`, and how large the trial is."""
-    left_out = {"dry_run", "print_config", "resume", "from_run", "trust_source", "seeds"}
-    return (_SAMPLE, *(flag for flag in train.flags() if flag.name not in left_out))
-
-
 def run(args: Args) -> int:
     """Print a row for each finding. Exit code 1 when one of them is FAIL."""
     train.refuse_missing(args)
@@ -77,10 +71,8 @@ def case_of(args: Args) -> Case:
 def predicted_peak(args: Args, config: Any, dataset: Any, prompt_tokens: int) -> int:
     """Peak memory in bytes as `covey train --dry-run` estimates it, for prompts of this length."""
     from covey.cli.plan import memory_of
-    from covey.config.grpo_config import batch_arithmetic
 
-    counts = batch_arithmetic(config, num_prompts=len(dataset) if hasattr(dataset, "__len__") else None)
-    return memory_of(config, args, counts.prompts_per_generation, prompt_tokens).peak
+    return memory_of(config, args, dataset, prompt_tokens).peak
 
 
 def _verdict(counts: Mapping[str, int]) -> str:
@@ -118,7 +110,7 @@ verb = _Doctor(
         "covey doctor memory --model Qwen/Qwen2.5-0.5B-Instruct",
         "covey doctor plan --model Qwen/Qwen2.5-7B --gpus 8xH100 --fsdp true",
     ),
-    flags=flags,
+    flags=partial(train.planning_flags, _SAMPLE),
     quiet_flags=other_flags,
     types=train.config_types,
     hints={

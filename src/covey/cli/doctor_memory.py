@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from covey.cli import output, train
@@ -26,13 +27,10 @@ _PREDICT_ONLY = Flag(
     name="predict_only", help="Show only the prediction: load nothing and try nothing.", type=bool, group="run"
 )
 _ASSUMED = 512
+_ONE_PROMPT = [None]
+"""A data set of one row: its size does not count here."""
 _WORTH = 0.95
 """Share of the peak that a change must get below to be shown."""
-
-
-def flags() -> tuple[Flag, ...]:
-    left_out = {"dry_run", "print_config", "resume", "from_run", "seeds", "trust_source"}
-    return (_PROMPT_TOKENS, _PREDICT_ONLY, *(flag for flag in train.flags() if flag.name not in left_out))
 
 
 def run(args: Args) -> int:
@@ -43,27 +41,29 @@ def run(args: Args) -> int:
         )
     if args.get("prompt_tokens", 1) < 1:
         raise ConfigError("--prompt-tokens is less than 1; give the tokens of the longest prompt.")
+    from covey.cli.plan import memory_of
     from covey.config import GRPOConfig
     from covey.doctor import plan
+    from covey.doctor.longest import try_without_data
 
     verb_flags = {_PROMPT_TOKENS.name, _PREDICT_ONLY.name}
     overrides = train.config_options({name: value for name, value in args.items() if name not in verb_flags})
     config = GRPOConfig(**overrides)
     tokens = _prompt_tokens(args, config)
-    memory = _memory(config, args, tokens)
+    memory = memory_of(config, args, _ONE_PROMPT, tokens)
     available, where = plan.available_memory(config.device)
     lower = dict(_lower(overrides, args, tokens, memory.peak))
     findings = [plan.memory(memory.peak, available, where)]
     if not args.get("json"):
         _show(memory, lower, tokens, config, findings[0])
     if findings[0].status != "FAIL" and not args.get("predict_only"):
-        findings.append(_try_longest(config, args, tokens))
+        findings.append(try_without_data(model_folder(args["model"]), config, adapter(args), tokens))
         if not args.get("json"):
             output.result(_row(findings[-1]))
     fits = all(finding.status != "FAIL" for finding in findings)
     if args.get("json"):
-        memory_of = {**vars(memory), "peak": memory.peak}
-        output.result_json({"ok": fits, "prompt_tokens": tokens, "memory": memory_of, "available": available, "lower": lower,
+        parts = {**vars(memory), "peak": memory.peak}
+        output.result_json({"ok": fits, "prompt_tokens": tokens, "memory": parts, "available": available, "lower": lower,
                             "findings": [vars(finding) for finding in findings]})  # fmt: skip
     return 0 if fits else 1
 
@@ -79,15 +79,9 @@ def _prompt_tokens(args: Args, config: GRPOConfig) -> int:
     return longest_prompt_tokens(dataset, args["model"], config)
 
 
-def _memory(config: GRPOConfig, args: Args, tokens: int) -> Memory:
-    from covey.cli.plan import memory_of
-    from covey.config.grpo_config import batch_arithmetic
-
-    return memory_of(config, args, batch_arithmetic(config, num_prompts=1).prompts_per_generation, tokens)
-
-
 def _lower(overrides: Mapping[str, Any], args: Args, tokens: int, peak: int) -> Iterator[tuple[str, int]]:
     """Options that the run does not have and that would lower its peak, with the peak, lowest first."""
+    from covey.cli.plan import memory_of
     from covey.config import GRPOConfig
 
     config = GRPOConfig(**overrides)
@@ -105,7 +99,7 @@ def _lower(overrides: Mapping[str, Any], args: Args, tokens: int, peak: int) -> 
         if is_in_force or ("lora_r" in change and adapter_to_train(args)):
             continue
         changed = GRPOConfig(**{**overrides, **{name: value for name, value in change.items() if name != "lora_r"}})
-        peaks.append((spelled, _memory(changed, {**args, **change}, tokens).peak))
+        peaks.append((spelled, memory_of(changed, {**args, **change}, _ONE_PROMPT, tokens).peak))
     yield from sorted((entry for entry in peaks if entry[1] < _WORTH * peak), key=lambda entry: entry[1])
 
 
@@ -129,13 +123,6 @@ def _row(finding: Finding) -> str:
     return output.row(finding.status, finding.area, finding.said, finding.fix)
 
 
-def _try_longest(config: GRPOConfig, args: Args, tokens: int) -> Finding:
-    """The longest micro-batch forward and backward, on the model itself."""
-    from covey.doctor.longest import try_without_data
-
-    return try_without_data(model_folder(args["model"]), config, adapter(args), tokens)
-
-
 verb = replace(
     train.verb,
     name="doctor memory",
@@ -146,6 +133,6 @@ verb = replace(
         "covey doctor memory --model Qwen/Qwen2.5-0.5B-Instruct --lora-r 16 --max-completion-length 2048",
         "covey doctor memory run.yaml --predict-only --json",
     ),
-    flags=flags,
+    flags=partial(train.planning_flags, _PROMPT_TOKENS, _PREDICT_ONLY),
     run=run,
 )

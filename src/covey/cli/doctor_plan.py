@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 import warnings
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from covey.cli import doctor_cluster, output, train
@@ -25,11 +26,6 @@ _FLAGS = (
     Flag(name="prompt_tokens", help="Tokens of a prompt.", type=int, default=512, group="run"),
     Flag(name="mean_completion_tokens", help="Mean tokens of a completion; left out: all are as long as allowed.", type=float, group="run"),
 )  # fmt: skip
-_LEFT_OUT = {"dry_run", "print_config", "resume", "from_run", "seeds", "trust_source"}
-
-
-def flags() -> tuple[Flag, ...]:
-    return (*_FLAGS, *(flag for flag in train.flags() if flag.name not in _LEFT_OUT))
 
 
 def run(args: Args) -> int:
@@ -207,7 +203,7 @@ verb = replace(
         "covey doctor plan --model Qwen/Qwen2.5-32B --cluster 2x8xH100 --mean-completion-tokens 600 --max-completion-length 2048",
         "covey doctor plan run.yaml --gpus 2xA100 --mean-completion-tokens 300 --json",
     ),
-    flags=flags,
+    flags=partial(train.planning_flags, *_FLAGS),
     hints={**train.HINTS, "gpu": "Write --gpus H100."},
     run=run,
 )

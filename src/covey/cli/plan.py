@@ -9,6 +9,7 @@ from covey.cli.adapter import adapter_to_train
 from covey.cli.checkpoints import model_folder
 from covey.cli.verb import Args
 from covey.config import GRPOConfig, options
+from covey.config.batches import Arithmetic
 from covey.config.grpo_config import batch_arithmetic
 from covey.doctor.dry_run import dry_run
 from covey.learner.memory_estimate import Memory
@@ -16,9 +17,9 @@ from covey.learner.memory_estimate import Memory
 
 def show(config: GRPOConfig, args: Args, overrides: Mapping[str, Any], dataset: Any) -> None:
     """Print the plan: as JSON on stdout with `--json`, else as text."""
-    counts = batch_arithmetic(config, num_prompts=len(dataset) if hasattr(dataset, "__len__") else None)
+    counts = counts_of(config, dataset)
     prompt_tokens = longest_prompt_tokens(dataset, args["model"], config)
-    memory = memory_of(config, args, counts.prompts_per_generation, prompt_tokens)
+    memory = memory_of(config, args, dataset, prompt_tokens)
     if args.get("json"):
         plan = {
             "config": resolved(config),
@@ -59,13 +60,18 @@ def as_yaml(overrides: Mapping[str, Any], cli_args: Mapping[str, Any]) -> str:
     return yaml.safe_dump({**settings, **defaults, **overrides}, sort_keys=False, allow_unicode=True).rstrip()
 
 
-def memory_of(config: GRPOConfig, args: Args, prompts: int, prompt_tokens: int) -> Memory:
-    """The memory of each device for a model by name, by a dry run from its configuration alone."""
+def counts_of(config: GRPOConfig, dataset: Any) -> Arithmetic:
+    """The batch arithmetic of a run on a data set, which may be a stream."""
+    return batch_arithmetic(config, num_prompts=len(dataset) if hasattr(dataset, "__len__") else None)
+
+
+def memory_of(config: GRPOConfig, args: Args, dataset: Any, prompt_tokens: int) -> Memory:
+    """The memory of each device for a model by name and prompts of this length, by a dry run from its configuration alone."""
     return dry_run(
         config,
         model_config(args["model"], config.trust_remote_code),
         peft_config=adapter_to_train(args),
-        prompts=-(-prompts // config.world_size),
+        prompts=-(-counts_of(config, dataset).prompts_per_generation // config.world_size),
         prompt_tokens=prompt_tokens,
     )
 

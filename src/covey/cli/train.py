@@ -92,6 +92,12 @@ def flags() -> tuple[Flag, ...]:
     return (*_WHAT, *config_flags(_COMMON))
 
 
+def planning_flags(*more: Flag) -> tuple[Flag, ...]:
+    """`more`, and those of `covey train` but what repeats, resumes, multiplies or prints a run."""
+    left_out = {"dry_run", "print_config", "resume", "from_run", "trust_source", "seeds"}
+    return (*more, *(flag for flag in flags() if flag.name not in left_out))
+
+
 def config_types() -> Mapping[str, Any]:
     """Types of the flags that are GRPOConfig's, without importing it."""
     return early.option_types()
