@@ -215,7 +215,7 @@ def test_a_server_that_flaps_is_asked_again(serve):
     server = serve(flapping)
     reward = judge(server, retries=3)
     assert score(reward, "abc") == [0.3]
-    assert reward.spent.requests == 3
+    assert reward.judge.spent.requests == 3
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_equal_completions_are_asked_about_once_and_remembered_in_a_file(serve, 
     assert len(server.bodies) == 2
     later = judge(server, cache=path)
     assert score(later, "ab", "abc") == [0.2, 0.3]
-    assert (len(server.bodies), later.spent.remembered, later.spent.requests) == (2, 2, 0)
+    assert (len(server.bodies), later.judge.spent.remembered, later.judge.spent.requests) == (2, 2, 0)
     score(judge(server, cache=path, rubric="Another."), "abc")
     assert len(server.bodies) == 3
 

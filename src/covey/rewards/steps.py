@@ -70,7 +70,7 @@ def load_step_classifier(
     model.config.step_separator, model.config.step_aggregate = separator, aggregate
     model.config.id2label, model.config.label2id = {0: "wrong", 1: "right"}, {"wrong": 0, "right": 1}
     reward = ProcessReward(model, tokenizer=tokenizer)
-    reward.to(device)
+    reward.frozen.to(device)
     model.requires_grad_(True)
     return reward
 

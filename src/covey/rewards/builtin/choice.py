@@ -5,7 +5,7 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -52,14 +52,8 @@ class ChoiceLetter:
         if not self.letters.isalpha() or len(set(self.letters.upper())) < max(2, len(self.letters)):
             raise ConfigError(f"choice(letters={self.letters!r}): give two or more different letters, such as 'ABCD'.")
 
-    def __call__(
-        self,
-        completions: Sequence[Any],
-        answer: Sequence[Any] | None = None,
-        solution: Sequence[Any] | None = None,
-        **columns: Any,
-    ) -> list[float | None]:
-        cells = gold_column("choice", answer, solution)
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        cells = gold_column(self, columns)
         golds = [{self._gold(value) for value in values_in(cell)} - {None} for cell in cells]
         chosen = [self.chosen(answer_text_of(completion, "answer")) for completion in completions]
         return [float(c in letters) if letters else None for c, letters in zip(chosen, golds, strict=True)]
@@ -123,14 +117,8 @@ class Numeric:
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"numeric({name}={value}) must be a finite number, 0 or above.")
 
-    def __call__(
-        self,
-        completions: Sequence[Any],
-        answer: Sequence[Any] | None = None,
-        solution: Sequence[Any] | None = None,
-        **columns: Any,
-    ) -> list[float | None]:
-        golds = [[number_within(text) for text in golds_of(g)] for g in gold_column("numeric", answer, solution)]
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        golds = [[number_within(text) for text in golds_of(g)] for g in gold_column(self, columns)]
         rows = zip(map(answer_text_of, completions), golds, strict=True)
         return [max((self._score(text, g) for g in several if g is not None), default=None) for text, several in rows]
 
@@ -192,15 +180,8 @@ class TokenF1:
     needs_one_of = ("answer", "solution", "reference")
     __name__ = "f1"
 
-    def __call__(
-        self,
-        completions: Sequence[Any],
-        answer: Sequence[Any] | None = None,
-        solution: Sequence[Any] | None = None,
-        reference: Sequence[Any] | None = None,
-        **columns: Any,
-    ) -> list[float | None]:
-        golds = gold_column("f1", answer, solution, reference)
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        golds = gold_column(self, columns)
         return [best(_f1, answer_in(c), gold) for c, gold in zip(completions, golds, strict=True)]
 
 
@@ -220,25 +201,20 @@ class Fuzzy:
         if not 0 <= self.at_least <= 1:
             raise ConfigError(f"fuzzy(at_least={self.at_least}) must lie between 0 and 1.")
 
-    def __call__(
-        self,
-        completions: Sequence[Any],
-        answer: Sequence[Any] | None = None,
-        solution: Sequence[Any] | None = None,
-        reference: Sequence[Any] | None = None,
-        **columns: Any,
-    ) -> list[float | None]:
-        golds = gold_column("fuzzy", answer, solution, reference)
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        golds = gold_column(self, columns)
         scores = [best(_ratio, answer_in(c), gold) for c, gold in zip(completions, golds, strict=True)]
         return [None if score is None else score if score >= self.at_least else 0.0 for score in scores]
 
 
-def gold_column(name: str, *columns: Sequence[Any] | None) -> Sequence[Any]:
-    """The first column that is there. Raises RewardError when none is."""
-    for column in columns:
-        if column is not None:
+def gold_column(reward: Any, columns: Mapping[str, Sequence[Any] | None]) -> Sequence[Any]:
+    """The first that is there of the columns of which a reward needs one. Raises RewardError when none is."""
+    for name in reward.needs_one_of:
+        if (column := columns.get(name)) is not None:
             return column
-    raise RewardError(f"{name} needs a column 'answer' or 'solution'; rename yours, as in --columns answer=label.")
+    raise RewardError(
+        f"{reward.__name__} needs a column 'answer' or 'solution'; rename yours, as in --columns answer=label."
+    )
 
 
 def golds_of(gold: Any) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from covey.data.rendering import content_text
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.chat_endpoint import Message, ReplyError
-from covey.rewards.builtin.judge import Judge, Spent, judge_of
+from covey.rewards.builtin.judge import Judge, judge_of
 from covey.rewards.builtin.text import clean, text_of, values_in
 from covey.rewards.decorators import CallOptions
 
@@ -65,10 +65,6 @@ class JudgeReward:
         self.rubric = _rubric(rubric)
         self.judge = judge_of({"url": url, "model": model, **options})
         self.__covey_reward__ = _call_options(self.judge)
-
-    @property
-    def spent(self) -> Spent:
-        return self.judge.spent
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], log_metric: Metrics | None = None, **columns: Any
@@ -138,10 +134,6 @@ class PairwiseJudgeReward:
         self.rubric = _rubric(rubric)
         self.judge = judge_of({"url": url, "model": model, **options})
         self.__covey_reward__ = _call_options(self.judge)
-
-    @property
-    def spent(self) -> Spent:
-        return self.judge.spent
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], log_metric: Metrics | None = None, **columns: Any

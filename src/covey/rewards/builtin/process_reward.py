@@ -59,10 +59,6 @@ class ProcessReward:
         if not self._behind:
             raise ConfigError(f"process(step_separator={self.separator!r}) has no token in this model's vocabulary.")
 
-    def to(self, device: Any) -> ProcessReward:
-        self.frozen.to(device)
-        return self
-
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
         steps = [self.steps_of(text_of(completion)) for completion in completions]
         scores = self.step_scores(prompts, steps)

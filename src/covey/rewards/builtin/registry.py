@@ -104,9 +104,12 @@ def resolve(reward: Any, tokenizer: Any = None, *, device: Any = None, **model_o
 
 def _place(spec: RewardSpec, device: Any) -> RewardSpec:
     """The reward with its model, if it has one, on `device`."""
-    if device is None or not hasattr(spec.call, "to"):
-        return spec
-    return replace(spec, call=spec.call.to(device))
+    call: Any = spec.call
+    if device is not None and hasattr(call, "to"):
+        return replace(spec, call=call.to(device))
+    if device is not None and hasattr(call, "frozen"):
+        call.frozen.to(device)
+    return spec
 
 
 def _by_name(text: str) -> RewardSpec | None:

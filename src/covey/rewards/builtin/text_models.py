@@ -46,10 +46,6 @@ class ClassifierReward:
         self.label = _label(config, label)
         self.is_multi = getattr(config, "problem_type", None) == "multi_label_classification"
 
-    def to(self, device: Any) -> ClassifierReward:
-        self.frozen.to(device)
-        return self
-
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
         texts = [text_of(completion) for completion in completions]
         premises = self._premises(prompts, columns)
@@ -116,10 +112,6 @@ class SimilarityReward:
         self.target, self.pooling, self.floor, self.prefix = to, pooling or "mean", floor, prefix
         self.needs_one_of = () if to in ("prompt", "group") else (to,)
         self.frozen = load_frozen("encoder", model, tokenizer, **options)
-
-    def to(self, device: Any) -> SimilarityReward:
-        self.frozen.to(device)
-        return self
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
         texts = [text_of(completion).strip() for completion in completions]
@@ -198,10 +190,6 @@ class FluencyReward:
             )
         self.enough, self.min_tokens, self.with_prompt = enough, min_tokens, with_prompt
         self.frozen = load_frozen("causal", model, tokenizer, **options)
-
-    def to(self, device: Any) -> FluencyReward:
-        self.frozen.to(device)
-        return self
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
         parts = [
