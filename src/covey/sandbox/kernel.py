@@ -80,11 +80,9 @@ def control(option: int, *arguments: int) -> None:
     _checked("prctl", _libc.prctl(ctypes.c_int(option), *words))
 
 
-def die_with_parent(parent: int | None = None) -> None:
+def die_with_parent() -> None:
     """Be killed when the process that started this one ends, however it ends."""
     control(PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if parent is not None and os.getppid() != parent:  # it was gone before the kernel knew
-        os._exit(1)
 
 
 def drop_capabilities() -> None:

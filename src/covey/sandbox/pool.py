@@ -8,6 +8,7 @@ import math
 import os
 import secrets
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +18,8 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,7 +122,7 @@ class Sandbox:
                 raise
             else:
                 self._give_back(jail)
-        return verdicts.timed(result, time.perf_counter() - started)
+        return replace(result, seconds=time.perf_counter() - started)
 
     def close(self) -> None:
         """End every worker and its programs."""
@@ -300,7 +302,8 @@ class _Jail:
 
     def kill(self) -> None:
         """End it and everything in it."""
-        verdicts.kill_group(self._process.pid)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._control.close()
         self._trace.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import signal
 from collections.abc import Mapping, Sequence, Set
@@ -13,13 +12,10 @@ from decimal import Decimal
 from hashlib import blake2b
 from hmac import compare_digest
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from covey.errors import RewardError
-from covey.sandbox.results import Reason, Result
-
-if TYPE_CHECKING:
-    from covey.sandbox.results import ProcessOutput
+from covey.sandbox.results import ProcessOutput, Reason, Result
 
 
 @dataclass(frozen=True)
@@ -68,11 +64,6 @@ def check_limits(code: Any, timeout: float, memory_mb: int, max_output: int) -> 
         raise RewardError(f"timeout must be a number of seconds above 0, not {timeout!r}.")
     if memory_mb < 1 or max_output < 1:
         raise RewardError(f"memory_mb and max_output must be at least 1, not {memory_mb!r} and {max_output!r}.")
-
-
-def timed(result: Result, seconds: float) -> Result:
-    """`result` with its wall time."""
-    return replace(result, seconds=seconds)
 
 
 def lost(error: Exception, plan: Plan) -> Result:
@@ -264,11 +255,3 @@ def signature(body: bytes, key: bytes, number: int) -> bytes:
 def _result(seen: ProcessOutput, reason: Reason, detail: str, tests: tuple[bool, ...]) -> Result:
     stdout, stderr = (bytes(text).decode(errors="replace") for text in (seen.stdout, seen.stderr))
     return Result(reason == "passed", reason, stdout, stderr, detail=detail[:2000], tests=tests)
-
-
-def kill_group(process: int) -> None:
-    """End a process and all in its group."""
-    try:
-        os.killpg(process, signal.SIGKILL)
-    except ProcessLookupError:
-        return
