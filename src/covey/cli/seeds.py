@@ -34,34 +34,27 @@ def run(args: Args, overrides: Mapping[str, Any], cli_args: Mapping[str, Any]) -
     text = as_yaml(options, settings)
     results = begin(folder, yaml.safe_load(text))
     codes = []
-    lock = FolderLock(folder)
-    lock.take()
-    try:
-        with StopRequest() as stop, child.options_file(text) as file:
-            for number in numbers:
-                if number in results:
-                    continue
+    with FolderLock(folder), StopRequest() as stop, child.options_file(text) as file:
+        for number in numbers:
+            if number in results:
+                continue
+            output.say(f"seed {number} ({numbers.index(number) + 1} of {len(numbers)}): {folder / f'seed-{number}'}")
+            series.make_way(folder / f"seed-{number}")
+            words = ["--config", file, "--seed", str(number), "--output-dir", str(folder / f"seed-{number}")]
+            ended = child.train([*words, "--resume", "auto"], folder / f"seed-{number}.log", stop)
+            if stop.requested:
+                output.say(f"Stopped at seed {number}; go on with: {series.again(sys.argv, folder)}")
+                return stop.exit_code
+            if ended.code or not ended.result:
+                codes.append(ended.code or 1)
                 output.say(
-                    f"seed {number} ({numbers.index(number) + 1} of {len(numbers)}): {folder / f'seed-{number}'}"
+                    f"warning: seed {number} failed with exit code {codes[-1]}; the same command tries it again."
                 )
-                series.make_way(folder / f"seed-{number}")
-                words = ["--config", file, "--seed", str(number), "--output-dir", str(folder / f"seed-{number}")]
-                ended = child.train([*words, "--resume", "auto"], folder / f"seed-{number}.log", stop)
-                if stop.requested:
-                    output.say(f"Stopped at seed {number}; go on with: {series.again(sys.argv, folder)}")
-                    return stop.exit_code
-                if ended.code or not ended.result:
-                    codes.append(ended.code or 1)
-                    output.say(
-                        f"warning: seed {number} failed with exit code {codes[-1]}; the same command tries it again."
-                    )
-                    if ended.code == 2:  # wrong input is wrong for every seed
-                        break
-                    continue
-                results[number] = dict(ended.result)
-                write(folder, results)
-    finally:
-        lock.release()
+                if ended.code == 2:  # wrong input is wrong for every seed
+                    break
+                continue
+            results[number] = dict(ended.result)
+            write(folder, results)
     report(folder, {number: results[number] for number in numbers if number in results}, args)
     return codes[0] if codes else 0
 

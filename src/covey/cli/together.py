@@ -57,16 +57,12 @@ def run(
     series.claim(folder, yaml.safe_load(as_yaml(rest, settings)), "several runs")
     book = Book(folder, is_seeds=not args.get("vary"), say=output.say)
     base = SharedBase(args["model"])
-    lock = FolderLock(folder)
-    lock.take()
-    try:
+    with FolderLock(folder):
         for name in (waiting := [name for name in runs if name not in book.results]):
             series.make_way(folder / name)
         output.say(f"{len(waiting)} runs on one base, a step of each in turn: {', '.join(waiting) or 'all have ended'}")
         with StopRequest() as stop, stop.for_all():
             interleave([Member(name, member_of(runs[name], base)) for name in waiting], book.ended)
-    finally:
-        lock.release()
     if stop.requested:
         output.say(f"Stopped; every run has its checkpoint. Go on with: {series.again(sys.argv, folder)}")
         return stop.exit_code

@@ -59,14 +59,9 @@ def run(args: Args) -> int:
     from covey.runs.lock import FolderLock
     from covey.runs.signals import StopRequest
 
-    lock = FolderLock(tuning.folder)
-    lock.take()
-    try:
+    with FolderLock(tuning.folder), StopRequest() as stop:
         study = open_study(tuning)  # writes into it
-        with StopRequest() as stop:
-            code = _search(tuning, study, stop)
-    finally:
-        lock.release()
+        code = _search(tuning, study, stop)
     if stop.requested:
         output.say(f"Stopped; go on with: {series.again(sys.argv, tuning.folder)}")
         return stop.exit_code

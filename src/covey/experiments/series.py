@@ -46,13 +46,11 @@ def make_way(place: Path) -> None:
 
     if not (place / "run.json").is_file() or checkpoint.checkpoints(place):
         return
-    lock = FolderLock(place)
-    lock.take()
-    number = 1
-    while (aside := place.with_name(f"{place.name}.previous-{number}")).exists():
-        number += 1
-    place.rename(aside)
-    lock.release()
+    with FolderLock(place):
+        number = 1
+        while (aside := place.with_name(f"{place.name}.previous-{number}")).exists():
+            number += 1
+        place.rename(aside)
 
 
 def again(words: Sequence[str], folder: Path) -> str:

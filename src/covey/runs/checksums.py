@@ -75,11 +75,6 @@ def is_complete(folder: Path) -> bool:
     return all(path.is_file() and path.stat().st_size == size for path, size in paths)
 
 
-def is_as_written(folder: Path, name: str, entry: Mapping[str, Any]) -> bool:
-    """True if a file of a checkpoint has the size and the checksum of an entry of a manifest."""
-    return problem(folder, name, entry) is None
-
-
 def read(folder: Path) -> dict[str, Any]:
     """The manifest, checked against its own checksum. CheckpointError when it is missing, damaged or of another kind."""
     try:

@@ -14,7 +14,7 @@ NAME = ".lock"
 
 
 class FolderLock:
-    """Held from `take` to `release`. Another process that tries gets RunFolderError with this one's id.
+    """Held from `take` to `release`, or while entered. Another process that tries gets RunFolderError with this one's id.
 
     A POSIX record lock: children do not inherit it, so a worker that outlives its parent never keeps a folder locked, and
     the same process may take it again (a notebook cell that runs twice): the folder is free when each has released it. Where
@@ -24,6 +24,12 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
         self._file: tuple[int, int, int] | None = None
+
+    def __enter__(self) -> None:
+        self.take()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
 
     def take(self) -> None:
         try:

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from covey.errors import CheckpointError, RunFolderError
 from covey.runs import checkpoint, checksums
@@ -84,7 +83,7 @@ def prune(run_dir: Path, keep: int, *, is_dry: bool = False) -> list[Path]:
     Raises RunFolderError while a run trains in the folder, CheckpointError where no checkpoint verifies.
     """
     expect_folder(run_dir)
-    with _Alone(run_dir):
+    with FolderLock(run_dir):
         best = best_of(run_dir)
         ours = [path for path in checkpoint.checkpoints(run_dir) if checksums.is_ours(path)]
         if len(ours) > keep and all(checksums.problems(path) for path in ours):
@@ -102,7 +101,7 @@ def repair(run_dir: Path) -> Mended:
     is whole again gets its name back. Nothing is deleted but temporary folders. Raises RunFolderError while a run trains there.
     """
     expect_folder(run_dir)
-    with _Alone(run_dir):
+    with FolderLock(run_dir):
         checkpoint.clear_leftovers(run_dir)
         copied: list[str] = []
         for path in _candidates(run_dir):
@@ -118,19 +117,6 @@ def expect_folder(run_dir: Path) -> None:
     """Raise RunFolderError unless it is a folder."""
     if not run_dir.is_dir():
         raise RunFolderError(f"{run_dir} is no folder; give the folder of a run, such as runs/train-1.")
-
-
-class _Alone:
-    """The run's lock for as long as its checkpoints are changed."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._lock = FolderLock(run_dir)
-
-    def __enter__(self) -> None:
-        self._lock.take()
-
-    def __exit__(self, *error: Any) -> None:
-        self._lock.release()
 
 
 def _kind(path: Path) -> str:
@@ -161,9 +147,9 @@ def _mend(path: Path, others: list[Path]) -> list[str]:
         return []  # no manifest lists its files
     repaired = []
     for name, entry in entries.items():
-        if checksums.is_as_written(path, name, entry):
+        if not checksums.problem(path, name, entry):
             continue
-        source = next((other for other in others if checksums.is_as_written(other, name, entry)), None)
+        source = next((other for other in others if not checksums.problem(other, name, entry)), None)
         if source is not None:
             _copy(source / name, path / name)
             repaired.append(f"{path.name}/{name} from {source.name}")
