@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from covey.errors import CheckpointError, StorageError
-from covey.runs import serialization
+from covey.runs import serialization, status
 from covey.runs.checksums import is_ours, problems, seal
 from covey.runs.storage import refusal, remove_tree, sync_folder
 
@@ -189,7 +189,7 @@ def clear_leftovers(run_dir: Path) -> None:
     """Remove leftovers of killed processes, by our own temporary names only; a checkpoint caught in mid-swap is restored."""
     for path in _folders(run_dir):
         match = _LEFTOVER.fullmatch(path.name)
-        if match is None or _is_other_living_process(int(match[3])):
+        if match is None or (int(match[3]) != os.getpid() and status.is_alive(int(match[3]))):
             continue
         final = run_dir / f"checkpoint-{match[1]}"
         if match[2] == "old" and not final.exists():
@@ -252,15 +252,3 @@ def _foreign_suffix(path: Path) -> str:
     """For a folder that Covey did not write but whose name is needed: it is kept."""
     warnings.warn(f"{path} was not written by Covey; it is kept with .foreign in its name.", stacklevel=4)
     return f".foreign-{uuid.uuid4().hex[:8]}"
-
-
-def _is_other_living_process(pid: int) -> bool:
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
