@@ -172,7 +172,7 @@ class RunFolder:
         with_previews: bool = True,
         **options: Any,
     ) -> None:
-        """`rollouts/step-N.parquet`; `options` as in `rollouts.write`. `limit`: most files that stay (`rollouts.thin`).
+        """`rollouts/step-N.parquet`; `options` as in `rollouts.table_of`. `limit`: most files that stay (`rollouts.thin`).
 
         `with_previews`: small copies of prompts' images, sounds and videos too.
         """

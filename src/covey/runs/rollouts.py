@@ -32,23 +32,9 @@ from covey.types import Completion, Group, Prompt, TokenNumbers
 _PER_TOKEN = ("logprobs", "old_logp", "ref_logp", "values", "mask", "observations")
 
 
-def write(
-    folder: Path,
-    step: int,
-    groups: Sequence[Group],
-    reward_names: Sequence[str],
-    *,
-    weights: Sequence[float] | None = None,
-    render: Callable[[Prompt], str] | None = None,
-    per_token: TokenNumbers | None = None,
-) -> Path:
-    """Write the file of this step, whole or not at all, and return its path. OSError when the disk refuses.
-
-    `weights` [R] of the total of groups that have no `totals`, ones by default. `render` gives the prompt as the model read it; by default its text, or
-    its messages a line each. `per_token` adds columns: for each name, the numbers [T] of each completion of each group.
-    """
-    table = table_of(step, groups, reward_names, weights=weights, render=render, per_token=per_token)
-    return write_table(path_of(folder, step), table)
+def write(folder: Path, step: int, groups: Sequence[Group], reward_names: Sequence[str], **options: Any) -> Path:
+    """Write the file of this step, whole or not at all, and return its path. `options` as in `table_of`. OSError when the disk refuses."""
+    return write_table(path_of(folder, step), table_of(step, groups, reward_names, **options))
 
 
 def table_of(
@@ -60,7 +46,11 @@ def table_of(
     render: Callable[[Prompt], str] | None = None,
     per_token: TokenNumbers | None = None,
 ) -> pa.Table:
-    """The rows that `write` writes."""
+    """The rows that `write` writes.
+
+    `weights` [R] of the total of groups that have no `totals`, ones by default. `render` gives the prompt as the model read it; by default its text, or
+    its messages a line each. `per_token` adds columns: for each name, the numbers [T] of each completion of each group.
+    """
     render = render or plain_prompt
     members = [(p, g, group, done) for p, group in enumerate(groups) for g, done in enumerate(group.completions)]
     columns: dict[str, pa.Array] = {
