@@ -172,18 +172,6 @@ def test_an_algorithm_that_is_an_object_is_compared_part_by_part(
     assert "the source of the algorithm's parts" in said
 
 
-def test_a_part_that_is_an_object_is_the_same_in_a_folder_that_has_its_address(tmp_path: Path) -> None:
-    algorithm = alg.grpo().replace(regularizers=NoBonus())
-    with_algorithm(tmp_path / "run", algorithm, False, 1).train()
-    file = tmp_path / "run" / "run.json"
-    text = file.read_text()
-    assert "NoBonus object>" in text
-    file.write_text(
-        text.replace("NoBonus object>", "NoBonus object at 0x7fffffff0000>")
-    )  # as earlier versions wrote it
-    with_algorithm(tmp_path / "again", algorithm, False, 1).train(str(tmp_path / "run" / "checkpoint-1"))
-
-
 def test_an_algorithm_of_options_may_change_by_them_and_no_object_may_take_its_place(
     run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -174,12 +174,8 @@ def _component(value: Any, depth: int) -> Any:
 
 
 def _text(value: Any) -> str:
-    return without_addresses(repr(value)[:1000])[:200]
-
-
-def without_addresses(text: str) -> str:
-    """A `repr` without the addresses of objects, which are others in each process."""
-    return re.sub(r" at 0x[0-9a-f]+", "", text)
+    """Its `repr`, without the addresses of objects, which are others in each process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value)[:1000])[:200]
 
 
 def _code(value: Any) -> dict[str, Any]:

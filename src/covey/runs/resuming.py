@@ -179,8 +179,8 @@ def _is_composed(facts: Mapping[str, Any]) -> bool:
 
 def _parts(described: Any, where: str) -> dict[str, Any]:
     """Classes and numbers of a component by their place, without its name, its source and `target_kl`, which is an option."""
-    if not isinstance(described, Mapping | list):  # earlier folders have the addresses of objects
-        return {where: provenance.without_addresses(described) if isinstance(described, str) else described}
+    if not isinstance(described, Mapping | list):
+        return {where: described}
     inside: Mapping[Any, Any] = (
         dict(enumerate(described))
         if isinstance(described, list)
