@@ -11,7 +11,6 @@ from pyarrow import csv as write
 
 from covey.monitor.view.groups import GroupIndex
 from covey.monitor.view.search import prompts_of
-from covey.types import lowest_passing
 
 STATES = ("solved", "flaky", "unsolved")
 """By the newest group: every completion reaches the threshold, some do, none does."""
@@ -148,6 +147,8 @@ def numbers_of(groups: np.ndarray) -> dict[str, np.ndarray]:
 
 def states_of(records: Mapping[str, np.ndarray], threshold: float) -> dict[str, np.ndarray]:
     """`state` [m], places in `STATES` by the newest group, and `forgotten` [m]: unsolved now, the mean of an earlier group was not."""
+    from covey.types import lowest_passing  # with PyTorch, which the page does not wait for at its start
+
     limit = lowest_passing(threshold)
     state = np.where(records["lowest"] >= limit, 0, np.where(records["highest"] >= limit, 1, 2))
     return {"state": state, "forgotten": (records["best"] >= limit) & (state == 2)}
