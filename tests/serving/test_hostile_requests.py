@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from covey.data import chat_ids
 from covey.data.prompts import to_prompt
 from covey.errors import ConfigError
+from covey.process.addresses import is_loopback
 from covey.rollout import NativeSampler
 from covey.rollout.prompts import as_prompts
 from covey.serving import Endpoint, Limits
-from covey.serving.access import is_loopback
 from environments.acting import chat_tokenizer
 from example_counts import examples
 from kit import tiny_model, tiny_tokenizer

@@ -7,6 +7,7 @@ from covey.cli import output, serve_learn
 from covey.cli.flags import Flag
 from covey.cli.verb import CONFIG, Args, Verb
 from covey.errors import ConfigError
+from covey.process.addresses import url_of
 
 KEY = "COVEY_API_KEY"
 """Environment variable of the key, which other users of the machine do not see."""
@@ -45,7 +46,6 @@ def run(args: Args) -> None:
     try:
         from covey.serving import Endpoint, Limits
         from covey.serving.access import checked_key
-        from covey.serving.endpoint import url_of
     except ModuleNotFoundError as error:
         raise ConfigError(f"covey serve needs {error.name}; install it with pip install 'covey[serve]'.") from error
     serve_learn.refuse_alone(options)
@@ -61,7 +61,9 @@ def run(args: Args) -> None:
     try:
         listener = endpoint.listen(options["host"], options["port"])
         names = ", ".join(endpoint.samplers)
-        served.run(listener, lambda: output.result(f"{names} at {url_of(options['host'], listener)}  (Ctrl-C ends it)"))
+        served.run(
+            listener, lambda: output.result(f"{names} at {url_of(options['host'], listener)}/v1  (Ctrl-C ends it)")
+        )
     finally:
         served.close()
 

@@ -10,6 +10,7 @@ from covey.cli import output
 from covey.cli.flags import Flag
 from covey.cli.verb import Args, Verb
 from covey.errors import ConfigError
+from covey.process.addresses import is_loopback, listen, url_of
 
 _FLAGS = (
     Flag(name="runs", help="Folders of runs, or folders that hold runs; runs/ when left out.", type="list[str]", group="data"),
@@ -21,7 +22,6 @@ _FLAGS = (
 _HEADER_SECONDS = 10.0
 """Time that a browser has to send the headers of a request; the connection of a slower one is closed."""
 _SHORTEST_TOKEN = 16
-_WAITING = 2048
 
 
 def run(args: Args) -> None:
@@ -33,7 +33,6 @@ def run(args: Args) -> None:
         import uvicorn
 
         from covey.monitor.view import Library, make_app
-        from covey.monitor.view.access import is_loopback
         from covey.process.connections import impatient
     except ModuleNotFoundError as error:
         raise ConfigError(f"covey view needs {error.name}; install it with pip install 'covey[view]'.") from error
@@ -41,8 +40,8 @@ def run(args: Args) -> None:
     library = Library(folders)
     if not library.find():
         output.say(f"No run yet in {', '.join(map(str, folders))}; one that starts there will appear.")
-    listener = _listen(options["host"], options["port"])
-    address = _address(options["host"], listener.getsockname()[1], token)
+    listener = listen(options["host"], options["port"])
+    address = f"{url_of(options['host'], listener)}/" + (f"?token={token}" if token else "")
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -68,26 +67,6 @@ def _check(options: dict[str, Any], folders: list[Path]) -> None:
             raise ConfigError(
                 f"{folder} is not a folder; give a run's folder, or one that holds runs: covey view runs."
             )
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(_WAITING)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"{host} port {port} cannot be listened on ({error.strerror}); choose another with --port, or 0."
-        ) from error
-    return listener
-
-
-def _address(host: str, port: int, token: str | None) -> str:
-    name = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{name}:{port}/" + (f"?token={token}" if token else "")
 
 
 verb = Verb(

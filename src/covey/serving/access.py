@@ -1,25 +1,17 @@
 """Access rules: clients with the key; without one, this machine alone, and no web page that a browser on it shows."""
 
 import hmac
-import ipaddress
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from covey.errors import ConfigError
+from covey.process.addresses import is_loopback, names_loopback
 from covey.serving.errors import APIError
 
 SHORTEST_KEY = 16
 """Characters of an API key at least."""
-
-
-def is_loopback(host: str) -> bool:
-    """True if only this machine can reach an address of this name: `localhost`, or a loopback address in full."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
-    except ValueError:
-        return False
 
 
 def checked_key(api_key: str | None, host: str) -> str | None:
@@ -50,9 +42,7 @@ class Guard:
     def _problem(self, scope: Scope) -> APIError | None:
         headers = Headers(scope=scope)
         if self.api_key is None:
-            host = headers.get("host", "")
-            name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-            if is_loopback(name):
+            if names_loopback(headers.get("host", "")):
                 return None
             return APIError(400, "This server answers under the name of this machine only; call it as 127.0.0.1.")
         sent = headers.get("authorization", "").removeprefix("Bearer ")

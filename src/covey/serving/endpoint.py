@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 
 from covey.errors import ConfigError
+from covey.process.addresses import listen, url_of
 from covey.process.connections import impatient
 from covey.rollout import NativeSampler
 from covey.rollout.live import LogprobsMode
@@ -83,7 +84,7 @@ class Endpoint:
     def open(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Listen in a thread. Returns the base URL for clients."""
         listener = self.listen(host, port)
-        self.url = url_of(host, listener)
+        self.url = f"{url_of(host, listener)}/v1"
         self._server = _Server(self._config(), lambda: None)
         self._thread = threading.Thread(target=self._server.run, args=([listener],), name="covey-http", daemon=True)
         self.engine.start()
@@ -120,18 +121,7 @@ class Endpoint:
     def listen(self, host: str, port: int) -> socket.socket:
         """A socket to serve on. Raises ConfigError for an address that others can reach without a key, or that is taken."""
         checked_key(self.api_key, host)
-        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-            listener.listen(2048)
-        except OSError as error:
-            listener.close()
-            sentence = (
-                f"{host} port {port} cannot be listened on ({error.strerror or error}); choose another, or 0 for any."
-            )
-            raise ConfigError(sentence) from error
-        return listener
+        return listen(host, port)
 
     def _config(self) -> uvicorn.Config:
         return uvicorn.Config(
@@ -163,9 +153,3 @@ class _Server(uvicorn.Server):
         with super().capture_signals():
             yield
             self._captured_signals.clear()
-
-
-def url_of(host: str, listener: socket.socket) -> str:
-    """Base URL of a listening server for OpenAI clients."""
-    name = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{name}:{listener.getsockname()[1]}/v1"

@@ -1,12 +1,13 @@
 """Access control: the host name is always checked, the token where there is one; and security headers of responses."""
 
 import hmac
-import ipaddress
 from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from covey.process.addresses import names_loopback
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src 'self'; connect-src 'self'; "
@@ -21,15 +22,6 @@ _HEADERS = {
     "cache-control": "no-store",
 }
 _COOKIE = "covey-view"
-_LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
-
-
-def is_loopback(host: str) -> bool:
-    """True if an address of this name is a loopback address, reachable from this machine only."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class Guard:
@@ -61,9 +53,8 @@ class Guard:
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("This page is only read.", 405)
         if self.token is None:
-            host = headers.get("host", "")
-            name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-            return self.app if name in _LOOPBACK else PlainTextResponse("Not the name of this server.", 400)
+            is_ours = names_loopback(headers.get("host", ""))
+            return self.app if is_ours else PlainTextResponse("Not the name of this server.", 400)
         token = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         if self._is_right(token):
             reply = RedirectResponse("/", 303)

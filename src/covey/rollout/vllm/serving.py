@@ -14,10 +14,9 @@ from pathlib import Path
 from covey.errors import ConfigError
 from covey.models import resolve_source
 from covey.process import link
+from covey.process.addresses import is_loopback
 from covey.rollout.vllm import worker
 from covey.rollout.vllm.worker.covey_media import KEY
-
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def serve_command(
@@ -34,7 +33,7 @@ def serve_command(
 
     Raises ConfigError for a port in use, an address that the network reaches, a model that is not there, a Python without vLLM, an API key among `more`.
     """
-    if host not in _LOOPBACK and not allow_network:
+    if not is_loopback(host) and not allow_network:
         raise ConfigError(
             f"--host {host} opens a server in development mode to the network, where anyone may replace its weights and run code in "
             "it; leave it out, or add --allow-network behind a firewall."

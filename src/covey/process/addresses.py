@@ -1,0 +1,41 @@
+"""Addresses of servers: which of them this machine alone can reach, a socket that listens there, and its URL for clients."""
+
+import ipaddress
+import socket
+
+from covey.errors import ConfigError
+
+
+def is_loopback(host: str) -> bool:
+    """True if only this machine can reach an address of this name: `localhost`, or a loopback address in full."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return False
+
+
+def names_loopback(host_header: str) -> bool:
+    """True for a `Host` header, with a port or without, that names this machine as it alone can."""
+    return is_loopback(host_header if host_header.endswith("]") else host_header.rsplit(":", 1)[0])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket to serve on. Raises ConfigError for an address that is taken."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        sentence = (
+            f"{host} port {port} cannot be listened on ({error.strerror or error}); choose another port, or 0 for any."
+        )
+        raise ConfigError(sentence) from error
+    return listener
+
+
+def url_of(host: str, listener: socket.socket) -> str:
+    """`http://NAME:PORT` of a listening server."""
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"http://{name}:{listener.getsockname()[1]}"
