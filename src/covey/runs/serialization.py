@@ -294,14 +294,13 @@ def _zone(code: Any) -> datetime.tzinfo | None:
     return ZoneInfo(code) if isinstance(code, str) else datetime.timezone(datetime.timedelta(seconds=code))
 
 
-def _datetime(code: Any) -> datetime.datetime:
-    text, zone, fold = code
-    return datetime.datetime.fromisoformat(text).replace(tzinfo=_zone(zone), fold=fold)
-
-
-def _time(code: Any) -> datetime.time:
-    text, zone, fold = code
-    return datetime.time.fromisoformat(text).replace(tzinfo=_zone(zone), fold=fold)
+def _zoned(kind: Any) -> tuple[type, Callable[[Any], Any], Callable[[Any], Any]]:
+    """A kind of date with a time zone, as text, zone and fold."""
+    return (
+        kind,
+        lambda x: [x.replace(tzinfo=None).isoformat(), _zone_code(x.tzinfo), x.fold],
+        lambda code: (lambda text, zone, fold: kind.fromisoformat(text).replace(tzinfo=_zone(zone), fold=fold))(*code),
+    )
 
 
 # kind -> (exact type, value -> JSON, JSON -> value). Finite floats and ordinary text stand for themselves.
@@ -311,12 +310,8 @@ _SCALARS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "bytes": (bytes, lambda x: base64.b64encode(x).decode(), base64.b64decode),
     "decimal": (Decimal, str, Decimal),
     "date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
-    "datetime": (
-        datetime.datetime,
-        lambda x: [x.replace(tzinfo=None).isoformat(), _zone_code(x.tzinfo), x.fold],
-        _datetime,
-    ),
-    "time": (datetime.time, lambda x: [x.replace(tzinfo=None).isoformat(), _zone_code(x.tzinfo), x.fold], _time),
+    "datetime": _zoned(datetime.datetime),
+    "time": _zoned(datetime.time),
     "timedelta": (
         datetime.timedelta,
         lambda x: [x.days, x.seconds, x.microseconds],

@@ -39,7 +39,8 @@ def is_alive(process: int, mark: str | None = None) -> bool:
         return False
     except PermissionError:  # it lives, under another user
         return mark in (None, mark_of(process))
-    return not _has_ended(process) and mark in (None, mark_of(process))
+    is_over = _words(process)[:1] in (["Z"], ["X"])  # a zombie, or dead
+    return not is_over and mark in (None, mark_of(process))
 
 
 def mark_of(process: int) -> str | None:
@@ -50,11 +51,6 @@ def mark_of(process: int) -> str | None:
     except OSError:
         return None
     return f"{boot}/{words[19]}" if len(words) > 19 else None
-
-
-def _has_ended(process: int) -> bool:
-    """True for a zombie or dead process."""
-    return _words(process)[:1] in (["Z"], ["X"])
 
 
 def _words(process: int) -> list[str]:
