@@ -60,16 +60,13 @@ def _margins(result: Any) -> str:
             f"{noticed}; a smaller one can hide in rounding, unless --other names the weights that it may have instead"
         ]
     else:
-        lines = [f"chance that this is wrong: {_at_least(result.chance)}; {noticed}"]
+        chance = "below 1e-9" if result.chance < 1e-9 else f"{result.chance:.1e}"
+        lines = [f"chance that this is wrong: {chance}; {noticed}"]
     lines += [
         f"against {name}: slope {slope.value:.3f} ± {slope.error:.2g}, where 1 is --model and 0 is {name}"
         for name, slope in result.slopes.items()
     ]
     return "\n".join(lines)
-
-
-def _at_least(chance: float) -> str:
-    return "below 1e-9" if chance < 1e-9 else f"{chance:.1e}"
 
 
 def _dtype(name: str, config: Any) -> str:

@@ -77,11 +77,7 @@ def start_logging() -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # 4-bit products on a CPU, which Covey does not use
     for category in (FutureWarning, DeprecationWarning, PendingDeprecationWarning):
         warnings.simplefilter("ignore", category)
-    warnings.showwarning = _show_warning
-
-
-def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-    say(f"warning: {message}")
+    warnings.showwarning = lambda message, *where, **more: say(f"warning: {message}")
 
 
 def row(status: str, area: str, sentence: str, fix: str | None = None) -> str:

@@ -76,11 +76,8 @@ def _reasons(folder: Path, recorded: Mapping[str, Any], run_json: Mapping[str, A
         if code:  # files that parts of those are defined in
             for place, source in sources.items():
                 path = Path(place)
-                if (
-                    path.is_file()
-                    and provenance.file_digest(path) != source.get("sha256")
-                    and not _is_among(path, files)
-                ):
+                is_among = any(path.resolve() in paths for paths in files.values())
+                if path.is_file() and provenance.file_digest(path) != source.get("sha256") and not is_among:
                     yield f"{path} has changed since"
     yield from _remote_code(recorded)
 
@@ -113,10 +110,6 @@ def _is_of_this_machine(run_json: Mapping[str, Any]) -> bool:
     hardware, place = run_json.get("hardware"), run_json.get("working_folder")
     host = hardware.get("host") if isinstance(hardware, Mapping) else None
     return host == platform.node() and isinstance(place, str) and Path(place).is_dir()
-
-
-def _is_among(path: Path, files: Mapping[str, list[Path]]) -> bool:
-    return any(path.resolve() in paths for paths in files.values())
 
 
 def _as_list(value: Any) -> list[str]:

@@ -35,7 +35,8 @@ def with_prompts(dataset: Any, name: str, chosen: Mapping[str, str]) -> Any:
     has_prompt, prompt_column = "prompt" in have or "prompt" in chosen, chosen.get("prompt", "prompt")
     new: list[tuple[Change, str, str | None]] = []
     first = _first_row(dataset) if have else {}
-    if has_prompt and _is_sharegpt(first.get(prompt_column)):
+    begin = first.get(prompt_column)
+    if has_prompt and _is_chat(begin) and "from" in begin[0] and "role" not in begin[0]:
         new.append(_split_turns(first, prompt_column, name))
     elif not has_prompt:
         new += _prompt_layout(have, first, name)
@@ -164,10 +165,6 @@ def _is_chat(value: Any) -> bool:
     return is_list and all(
         isinstance(message, Mapping) and ("role" in message or "from" in message) for message in value
     )
-
-
-def _is_sharegpt(value: Any) -> bool:
-    return _is_chat(value) and "from" in value[0] and "role" not in value[0]
 
 
 def _first_row(dataset: Any) -> Mapping[str, Any]:

@@ -141,7 +141,8 @@ def attest(served: Tensor, mine: Reference, dtype: str, others: Mapping[str, Ten
     if dtype not in ROUNDING:
         raise ConfigError(f"dtype {dtype!r} is unknown; use one of {', '.join(ROUNDING)}.")
     distances, rounding = (served - mine.exact).abs(), float((mine.rounded - mine.exact).abs().mean())
-    distance, error = float(distances.mean()), _standard_error(distances)
+    distance, count = float(distances.mean()), len(distances)
+    error = float(distances.std()) / math.sqrt(count) if count > 1 else math.inf
     limits = {name: max(KERNELS, TIMES_ROUNDING * share * rounding) for name, share in ROUNDING.items()}
     nearest = next((name for name, limit in limits.items() if distance <= limit), None)
     limit = limits[dtype]
@@ -176,10 +177,6 @@ def _slope(served: Tensor, first: Tensor, second: Tensor) -> Slope:
     # a floor keeps a perfect fit from claiming certainty: float32 kernels do not agree better than this
     error = math.sqrt(float((x * x * residuals * residuals).sum()) * count / max(1, count - 1)) / total
     return Slope(value, max(error, KERNELS / 10 / math.sqrt(total)))
-
-
-def _standard_error(values: Tensor) -> float:
-    return float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.inf
 
 
 def _tail(z: float) -> float:

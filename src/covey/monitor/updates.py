@@ -77,7 +77,8 @@ class UpdateMeter:
 
     def _trained(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
         """Named parameters that are trained directly, and those that are LoRA factors."""
-        factors = {id(p) for _, module in self._adapted() for p in _factors(module)}
+        parts = [part for _, module in self._adapted() for part in (module.lora_A, module.lora_B)]
+        factors = {id(p) for part in parts for layer in part.values() for p in layer.parameters()}
         trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         return [(n, p) for n, p in trained if id(p) not in factors], [(n, p) for n, p in trained if id(p) in factors]
 
@@ -125,10 +126,6 @@ def _is_lora(module: Any) -> bool:
         return False
     weight = getattr(module.get_base_layer(), "weight", None)
     return isinstance(weight, Tensor) and weight.is_floating_point() and weight.ndim == 2
-
-
-def _factors(module: Any) -> list[Tensor]:
-    return [p for part in (module.lora_A, module.lora_B) for layer in part.values() for p in layer.parameters()]
 
 
 def _weights(module: Any) -> tuple[Tensor, Tensor]:

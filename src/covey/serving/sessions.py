@@ -92,14 +92,8 @@ def _is_answer(message: Message, call: Answered, done: Completion) -> bool:
         return False
     if (message.get("content") or "") not in (turn.content, *(() if turn.calls else (done.text,))):
         return False
-    return all(
-        _same(function, written.name, written.arguments)
-        for function, written in zip(functions, turn.calls, strict=True)
-    )
-
-
-def _same(function: Mapping[str, Any], name: str, arguments: Any) -> bool:
-    return function.get("name") == name and function.get("arguments") == arguments
+    calls = [(function.get("name"), function.get("arguments")) for function in functions]
+    return calls == [(written.name, written.arguments) for written in turn.calls]
 
 
 def _forgotten(messages: Sequence[Mapping[str, Any]], add_prompt: bool) -> list[int]:

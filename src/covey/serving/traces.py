@@ -44,10 +44,12 @@ def expect_recorded(turns: Sequence[Mapping[str, Any]], calls: Sequence[Call]) -
 
     Raises DataError for a turn that no call has: its text was rendered to tokens again, which are not the ones that were drawn.
     """
-    recorded = []
+    ids_of = lambda call, done: [list(call.group.prompt.token_ids), done.token_ids.tolist()]
+    answers = [(call, ids_of(call, done)) for call in calls for done in call.group.completions]
+    recorded: list[Call] = []
     for i, turn in enumerate(turns):
         token_ids = [list(turn.get(name) or ()) for name in ("prompt_token_ids", "completion_token_ids")]
-        match = next((call for call in calls for done in call.group.completions if _ids(call, done) == token_ids), None)
+        match = next((call for call, ids in answers if ids == token_ids), None)
         if match is None:
             raise DataError(
                 f"turn {i} of the trace has tokens that this endpoint neither read nor wrote; its text was rendered again. Hand on "
@@ -56,10 +58,6 @@ def expect_recorded(turns: Sequence[Mapping[str, Any]], calls: Sequence[Call]) -
         if match not in recorded:
             recorded.append(match)
     return recorded
-
-
-def _ids(call: Call, done: Completion) -> list[list[int]]:
-    return [list(call.group.prompt.token_ids), done.token_ids.tolist()]
 
 
 def lines_of(traces: Iterable[Trace]) -> Iterator[str]:
@@ -74,7 +72,7 @@ def read_traces(path: Path | str) -> list[Call]:
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try:
             spans = json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"]
-            pairs = [(span, _attributes(span)) for span in spans]
+            pairs = [(span, {held["key"]: _plain(held["value"]) for held in span["attributes"]}) for span in spans]
         except (ValueError, LookupError, TypeError) as error:
             raise DataError(f"{path}, line {number}, is no trace of an agent ({error}).") from error
         calls += [_call(span, has, f"{path}, line {number}") for span, has in pairs if "covey.digest" in has]
@@ -198,10 +196,6 @@ def _digest(prompt: Sequence[int], written: Sequence[int]) -> str:
 
 
 # -- reading --------------------------------------------------------------------------------------------------------
-
-
-def _attributes(span: Mapping[str, Any]) -> dict[str, Any]:
-    return {attribute["key"]: _plain(attribute["value"]) for attribute in span["attributes"]}
 
 
 def _plain(value: Mapping[str, Any]) -> Any:

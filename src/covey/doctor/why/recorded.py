@@ -29,7 +29,7 @@ from covey.training.build_algorithm import build_algorithm
 from covey.training.build_learner import RunInputs, build_learner, samples_here
 from covey.training.credit import with_advantages
 from covey.training.loading import load_for_training
-from covey.types import Completion, Group, Message, Prompt
+from covey.types import Completion, Group, Prompt
 
 _OF_THE_CALL = frozenset({"output_dir", "report_to", "resume_from_checkpoint", "model_init_kwargs", "run_name"})
 _MOST_EARLIER = 1024
@@ -166,14 +166,10 @@ def _earlier(folder: Path, step: int, names: Sequence[str], room: int) -> Iterat
     """Groups of the files before a step, newest first, of `room` completions at most; an older file of another form ends them."""
     for before in sorted((earlier for earlier in rollouts.steps(folder) if earlier < step), reverse=True):
         rows = rollouts.read(rollouts.path_of(folder, before))
-        if room < len(rows) or any(name not in rows[0] for name in ("prompt_ids", "advantage", *_columns(names))):
+        if room < len(rows) or not {"prompt_ids", "advantage", *(f"reward/{name}" for name in names)} <= rows[0].keys():
             return
         room -= len(rows)
         yield from groups_of(rows, names)
-
-
-def _columns(names: Sequence[str]) -> list[str]:
-    return [f"reward/{name}" for name in names]
 
 
 def groups_of(rows: Sequence[Mapping[str, Any]], reward_names: Sequence[str]) -> list[Group]:
@@ -192,7 +188,8 @@ def _group(rows: Sequence[Mapping[str, Any]], reward_names: Sequence[str]) -> Gr
     first = rows[0]
     number = lambda value: math.nan if value is None else value
     tensor = lambda values: None if values is None else torch.tensor(values, dtype=torch.float32)
-    prompt = Prompt(uid=first["prompt_uid"], token_ids=tuple(first["prompt_ids"]), text=first["prompt"], messages=_messages(first), columns=json.loads(first["columns"]))  # fmt: skip
+    messages = tuple(json.loads(first["messages"])) if first.get("messages") else None
+    prompt = Prompt(uid=first["prompt_uid"], token_ids=tuple(first["prompt_ids"]), text=first["prompt"], messages=messages, columns=json.loads(first["columns"]))  # fmt: skip
     completions = tuple(
         Completion(
             token_ids=torch.tensor(row["token_ids"], dtype=torch.int64),
@@ -228,10 +225,6 @@ def _advantages(rows: Sequence[Mapping[str, Any]]) -> Tensor:
         return torch.tensor([row["advantage"] or 0.0 for row in rows], dtype=torch.float32)
     by_token = [torch.tensor(row["advantages"] or [], dtype=torch.float32).nan_to_num(0.0) for row in rows]
     return torch.nn.utils.rnn.pad_sequence(by_token, batch_first=True)
-
-
-def _messages(row: Mapping[str, Any]) -> tuple[Message, ...] | None:
-    return tuple(json.loads(row["messages"])) if row.get("messages") else None
 
 
 def judged_again(groups: Sequence[Group], algorithm: Algorithm, weights: Tensor) -> list[Group]:

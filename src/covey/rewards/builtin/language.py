@@ -133,13 +133,8 @@ def detected(text: str) -> str:
 def _check(code: str) -> None:
     codes = _BY_SCRIPT if code in _BY_SCRIPT else _identifier().labels
     if code not in codes:
-        raise ConfigError(
-            f"language {code!r} is not known; use an ISO 639-1 code such as en, de, zh: {_list_languages()}."
-        )
-
-
-def _list_languages() -> str:
-    return ", ".join(sorted(_identifier().labels))
+        labels = ", ".join(sorted(_identifier().labels))
+        raise ConfigError(f"language {code!r} is not known; use an ISO 639-1 code such as en, de, zh: {labels}.")
 
 
 @lru_cache

@@ -223,12 +223,9 @@ def packed(name: str, reward: Any) -> dict[str, Any]:
 
 def light_state(trainer_state: Any) -> SimpleNamespace:
     """The plain numbers and texts of the state, and its log: a worker need not import transformers to read them."""
-    plain = {name: value for name, value in vars(trainer_state or SimpleNamespace()).items() if _is_plain(name, value)}
-    return SimpleNamespace(**plain)
-
-
-def _is_plain(name: str, value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str) or name == "log_history"
+    is_plain = lambda name, value: value is None or isinstance(value, int | float | str) or name == "log_history"
+    values = vars(trainer_state or SimpleNamespace()).items()
+    return SimpleNamespace(**{name: value for name, value in values if is_plain(name, value)})
 
 
 def _is_importable(module: str) -> bool:
