@@ -35,7 +35,7 @@ def with_prompts(dataset: Any, name: str, chosen: Mapping[str, str]) -> Any:
     has_prompt, prompt_column = "prompt" in have or "prompt" in chosen, chosen.get("prompt", "prompt")
     new: list[tuple[Change, str, str | None]] = []
     first = _first_row(dataset) if have else {}
-    begin = first.get(prompt_column)
+    begin: Any = first.get(prompt_column)
     if has_prompt and _is_chat(begin) and "from" in begin[0] and "role" not in begin[0]:
         new.append(_split_turns(first, prompt_column, name))
     elif not has_prompt:
