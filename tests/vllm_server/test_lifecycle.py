@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import sys
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from covey.rollout.vllm.client import Address, Client
 from covey.rollout.vllm.lifecycle import Sleep
 from covey.rollout.vllm.server import Server, warn_if_exposed
 from covey.rollout.vllm.serving import serve_command
+from expert_models import expert_model
 
 
 class Engine:
@@ -167,6 +170,18 @@ def test_the_command_has_what_updates_need(tmp_path, capsys):
     ):
         assert needed in said
     assert said.strip().endswith("--dtype half")
+
+
+@pytest.mark.parametrize("device", ["cuda", "other"])
+def test_adapters_of_a_model_with_experts_are_refused_where_vllm_would_end_at_the_first_prompt(device, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho serve {device}\n")
+    python.chmod(0o755)
+    expert_model("GraniteMoe").save_pretrained(tmp_path / "model")
+    serves = partial(serve_command, str(tmp_path / "model"), port=58123, python=str(python))
+    assert "--enable-lora" not in serves()[0]
+    with nullcontext() if device == "cuda" else pytest.raises(ConfigError, match="vLLM would end at the first prompt"):
+        assert "--enable-lora" in serves(lora_rank=8)[0]
 
 
 @pytest.mark.slow

@@ -11,8 +11,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
+from covey.adapters import expert_parameters
 from covey.errors import ConfigError
-from covey.models import resolve_source
+from covey.models import auto_class, config_of, resolve_source
 from covey.process import link
 from covey.process.addresses import is_loopback
 from covey.rollout.vllm import worker
@@ -49,7 +52,9 @@ def serve_command(
     interpreter = shutil.which(python or sys.executable)
     if interpreter is None:
         raise ConfigError(f"--python {python} cannot be run; give the python of the environment that has vLLM.")
-    entry, _, plain = _entry_and_device(interpreter)
+    entry, device, plain = _entry_and_device(interpreter)
+    if lora_rank is not None and device != "cuda":
+        _refuse_adapted_experts(source)
     command = [interpreter, *entry, source, "--host", host, "--port", str(port), "--generation-config", "vllm"]
     command += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", "covey_worker.CoveyWorker"]
     command += ["--middleware", "covey_media.Media", *plain]
@@ -62,6 +67,16 @@ def serve_command(
     if lora_rank is not None:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     return [*command, *more], environment
+
+
+def _refuse_adapted_experts(source: str) -> None:
+    """Raise ConfigError for a model with experts: vLLM 0.32 multiplies their adapters by Triton, so the first prompt ends a server on a CPU."""
+    with torch.device("meta"):
+        model = auto_class(source).from_config(config_of(source))
+    if expert_parameters(model):
+        raise ConfigError(
+            "--lora-rank: vLLM would end at the first prompt of this model without a GPU; leave it out, and merged weights are sent."
+        )
 
 
 def refuse_busy_port(host: str, port: int) -> None:
