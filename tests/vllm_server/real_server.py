@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -29,14 +30,15 @@ def free_port() -> int:
 class Running:
     """A server in a process group of its own."""
 
-    def __init__(self, folder: Path, model: str = "demo", lora_rank: int | None = 8) -> None:
+    def __init__(self, folder: Path, model: str = "demo", lora_rank: int | None = 8, more: Sequence[str] = ()) -> None:
         self.folder, self.port, self.model, self.lora_rank = folder, free_port(), model, lora_rank
+        self.more = (*SMALL, *more)
         self.start()
 
     def start(self, **more: str) -> None:
         """Start it, with these environment variables as well."""
         command, environment = serve_command(
-            self.model, port=self.port, python=PYTHON, lora_rank=self.lora_rank, more=SMALL
+            self.model, port=self.port, python=PYTHON, lora_rank=self.lora_rank, more=self.more
         )
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", **more}
         with (self.folder / "server.log").open("ab") as log:

@@ -28,7 +28,7 @@ _FLAGS = (
 
 def run(args: Args) -> int:
     """Ask, compare, print. Returns 0 for an attested server, 73 for one with other weights or another dtype, 1 if it cannot be decided."""
-    from covey.evaluation.attestation import Reference, attest, logprobs_of, probes, served_values
+    from covey.evaluation.attestation import PROBES, SLOPE_PROBES, Reference, attest, logprobs_of, probes, served_values
     from covey.models import config_of, context_limit, dtype_of, load_model, load_tokenizer, unwrapped
 
     for name, example in (("url", "http://127.0.0.1:8000"), ("model", "runs/first/checkpoint-100")):
@@ -37,14 +37,23 @@ def run(args: Args) -> int:
     folder = args["model"]
     dtype = _dtype(args.get("dtype", "auto"), config_of(folder))
     scorer = _scorer(args, load_tokenizer(None, folder))
-    model = load_model(folder)
+    others = args.get("other") or ()
+    model = load_model(folder).eval()
     vocabulary = min(model.get_input_embeddings().weight.shape[0], len(scorer.tokenizer))
-    answers: list[ScoredTokens] = [scorer.score(ids) for ids in probes(vocabulary, context_limit(unwrapped(model)))]
-    exact = logprobs_of(model.eval(), answers)
+    rows = probes(vocabulary, context_limit(unwrapped(model)), SLOPE_PROBES if others else PROBES)
+    answers: list[ScoredTokens] = [scorer.score(ids) for ids in rows]
+    exact = logprobs_of(model, answers)
     del model
-    mine = Reference(exact, logprobs_of(load_model(folder, {"dtype": dtype_of("bfloat16")}).eval(), answers))
-    others = {name: logprobs_of(load_model(name).eval(), answers) for name in args.get("other") or ()}
-    result = attest(served_values(answers), mine, dtype, others)
+
+    def reference(source: str, dtype: str) -> Reference:
+        model = load_model(source, {"dtype": dtype_of(dtype)}).eval()
+        computed = logprobs_of(model, answers)
+        return Reference(computed if dtype == "float32" else logprobs_of(model.float(), answers), computed)
+
+    rounded = reference(folder, "bfloat16")
+    mine = rounded if dtype == "bfloat16" or not others else reference(folder, dtype)
+    against = {name: reference(name, dtype) for name in others}
+    result = attest(served_values(answers), exact, rounded.computed, dtype, mine, against)
     if args.get("json"):
         output.result_json({"sentence": result.sentence, "form": scorer.form, **asdict(result)})
     else:
