@@ -4,8 +4,10 @@ import pytest
 import torch
 from contract import ROWS, length, options, trainer
 from datasets import Dataset
+from peft import LoraConfig
 
 from covey import GRPOConfig, GRPOTrainer
+from covey.errors import ConfigError
 from kit import tiny_model, tiny_reward_model, tiny_tokenizer
 
 
@@ -129,6 +131,24 @@ def test_optimizers_of_the_user_are_used(tmp_path):
     one.train()
     assert one.optimizer is optimizer
     assert one.lr_scheduler is schedule
+
+
+@pytest.mark.parametrize(
+    "case", ["another model", "before the adapter", "without the critic", "another schedule", "no optimizer"]
+)
+def test_an_optimizer_that_would_not_train_the_model_is_refused(case, tmp_path):
+    model = tiny_model()
+    held = tiny_model() if case == "another model" else model
+    optimizer = torch.optim.SGD(held.parameters(), lr=0.5)
+    others = torch.optim.SGD(tiny_model().parameters(), lr=0.5) if case == "another schedule" else optimizer
+    schedule = torch.optim.lr_scheduler.ConstantLR(others) if case in ("another schedule", "no optimizer") else None
+    pair = (None if case == "no optimizer" else optimizer, schedule)
+    lora = LoraConfig(r=2, target_modules=["q_proj"]) if case == "before the adapter" else None
+    options = {"algorithm": "ppo"} if case == "without the critic" else {}
+    said = {"without the critic": "does not hold the algorithm's critic", "another schedule": "of another optimizer",
+            "no optimizer": "of another optimizer"}  # fmt: skip
+    with pytest.raises(ConfigError, match=said.get(case, "holds no trained parameter of the model")):
+        trainer(tmp_path, model=model, optimizers=pair, peft_config=lora, **options).train()
 
 
 def test_the_model_may_be_its_name_with_init_kwargs(tmp_path):

@@ -29,7 +29,7 @@ from covey.learner.memory_estimate import (
     starting_rows,
     starting_tokens,
 )
-from covey.learner.optimizer import LossScaler, make_optimizer, make_scheduler
+from covey.learner.optimizer import LossScaler, expect_trained, make_optimizer, make_scheduler
 from covey.learner.preparation import checkpoint_activations, on_accelerator
 from covey.learner.reference import Reference
 from covey.learner.token_metrics import TokenEntropies
@@ -332,6 +332,8 @@ def build_learner(
     extra: list[torch.nn.Module] = [critic] if isinstance(critic, torch.nn.Module) else []
     optimizer = optimizers[0] or make_optimizer(args, inputs.model, extra)
     scheduler = optimizers[1] or make_scheduler(args, optimizer, total_steps)
+    if any(optimizers):
+        expect_trained(optimizer, scheduler, inputs.model, extra)
     template = inputs.agents.template_options(args.chat_template_kwargs)
     stop = callbacks["interruption"].when_apart if "interruption" in callbacks else lambda: None
     teach = partial(build_teacher, eos_ids=inputs.eos_ids, trust_remote_code=args.trust_remote_code, check_stop=stop)
