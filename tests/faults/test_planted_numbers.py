@@ -19,7 +19,7 @@ from covey import algorithms as alg
 from covey.errors import NumericsError
 from covey.learner.soundness import are_sound, fault_of, state_fault
 from covey.runs import checkpoint, checksums
-from kit import rest_nightly
+from kit import rest_nightly, tiny_model
 
 EARLY = ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step")
 """Events at which `global_step` still counts the steps before."""
@@ -168,7 +168,8 @@ def test_a_moment_of_the_optimizer_that_is_none_never_reaches_a_checkpoint(optim
     pytest.importorskip("bitsandbytes") if optim in ("lion_32bit", "adamw_8bit") else None
     planted = plant(event, 3, moment(value, name))
     more = {"optim_args": "momentum=0.9"} if optim == "sgd" else {}
-    planted.one = one = trainer(tmp_path / "run", callbacks=[planted], optim=optim, **more)
+    model = tiny_model("qwen2", hidden=64)  # layers that are large enough for a state in 8 bits
+    planted.one = one = trainer(tmp_path / "run", callbacks=[planted], optim=optim, model=model, **more)
     check(one, tmp_path / "run", ends=False)
 
 
@@ -192,8 +193,6 @@ def test_another_number_of_the_optimizer_that_is_none_is_refused_at_the_step(nam
 
 @pytest.mark.parametrize("factor", rest_nightly([math.nan, -1.0, math.inf, 1e30], 1))
 def test_a_schedule_that_gives_a_learning_rate_that_is_none_ends_the_run(factor: float, tmp_path: Path) -> None:
-    from kit import tiny_model
-
     model = tiny_model("qwen2")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor if step == 3 else 1.0)
@@ -232,8 +231,6 @@ class Careless(torch.optim.SGD):
 
 @pytest.mark.slow
 def test_an_optimizer_of_the_users_own_that_makes_nan_sends_the_run_back(tmp_path: Path) -> None:
-    from kit import tiny_model
-
     model = tiny_model("qwen2")
     check(with_optimizer(tmp_path / "run", model, Careless(model.parameters(), lr=1e-3)), tmp_path / "run", ends=False)
 
@@ -277,8 +274,6 @@ def test_an_adapter_that_becomes_nan_sends_the_run_back(event: str, dropout: flo
 @pytest.mark.slow
 @pytest.mark.parametrize("event", rest_nightly(["on_step_end", "on_pre_optimizer_step"], 1))
 def test_bfloat16_weights_that_become_nan_send_the_run_back(event: str, tmp_path: Path) -> None:
-    from kit import tiny_model
-
     planted = plant(event, 3, weight(math.nan))
     planted.one = one = trainer(tmp_path / "run", callbacks=[planted], model=tiny_model("qwen2").bfloat16())
     check(one, tmp_path / "run", ends=False)
