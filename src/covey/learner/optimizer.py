@@ -79,16 +79,16 @@ def expect_trained(optimizer: Any, scheduler: Any, model: nn.Module, extra: Sequ
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not any(parameter.requires_grad and id(parameter) in held for parameter in model.parameters()):
         raise ConfigError(
-            "the optimizer of optimizers=(...) holds no trained parameter of the model, so nothing would change. Make it for the model "
+            "the optimizer that was passed holds no trained parameter of the model, so nothing would change. Make it for the model "
             "object that is passed; where peft_config adds an adapter after it, pass get_peft_model(model, peft_config) as the model."
         )
     if any(id(parameter) not in held for module in extra for parameter in module.parameters()):
         raise ConfigError(
-            "the optimizer of optimizers=(...) does not hold the algorithm's critic, which the run makes; leave it out, and set optim."
+            "the optimizer that was passed does not hold the algorithm's critic, which the run makes; leave it out, and set optim."
         )
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ConfigError(
-            "the schedule of optimizers=(...) is of another optimizer than the one that trains; pass both, made together."
+            "the schedule that was passed is of another optimizer than the one that trains; pass both, made together."
         )
 
 
