@@ -145,7 +145,7 @@ def test_an_optimizer_that_would_not_train_the_model_is_refused(case, tmp_path):
     pair = (None if case == "no optimizer" else optimizer, schedule)
     lora = LoraConfig(r=2, target_modules=["q_proj"]) if case == "before the adapter" else None
     options = {"algorithm": "ppo"} if case == "without the critic" else {}
-    said = {"without the critic": "does not hold the algorithm's critic", "another schedule": "of another optimizer",
+    said = {"without the critic": "does not hold the weights of the algorithm's critic", "another schedule": "of another optimizer",
             "no optimizer": "of another optimizer"}  # fmt: skip
     with pytest.raises(ConfigError, match=said.get(case, "holds no trained parameter of the model")):
         trainer(tmp_path, model=model, optimizers=pair, peft_config=lora, **options).train()

@@ -79,12 +79,12 @@ def expect_trained(optimizer: Any, scheduler: Any, model: nn.Module, extra: Sequ
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not any(parameter.requires_grad and id(parameter) in held for parameter in model.parameters()):
         raise ConfigError(
-            "the optimizer that was passed holds no trained parameter of the model, so nothing would change. Make it for the model "
-            "object that is passed; where peft_config adds an adapter after it, pass get_peft_model(model, peft_config) as the model."
+            "the optimizer that was passed holds no trained parameter of the model, so nothing would change. Make it for the very "
+            "object that is passed as the model, once all that is trained has been added to it."
         )
     if any(id(parameter) not in held for module in extra for parameter in module.parameters()):
         raise ConfigError(
-            "the optimizer that was passed does not hold the algorithm's critic, which the run makes; leave it out, and set optim."
+            "the optimizer that was passed does not hold the weights of the algorithm's critic; leave it out."
         )
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ConfigError(
