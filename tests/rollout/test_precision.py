@@ -259,12 +259,14 @@ def test_adapters_in_float32_are_added_to_live_weights():
     verify(forward, model)
 
 
-def test_adapters_that_are_no_lora_are_computed_by_the_modules():
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["IA3", "AdaLora"])
+def test_adapters_that_are_no_lora_are_computed_by_the_modules(kind, dtype):
     peft = pytest.importorskip("peft")
-    config = peft.IA3Config(
-        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False
-    )
-    assert isinstance(best_forward(peft.get_peft_model(tiny_model(), config), "float32"), ModulesForward)
+    options = {"feedforward_modules": ["down_proj"], "init_ia3_weights": False} if kind == "IA3" else {"total_step": 10}
+    config = getattr(peft, f"{kind}Config")(target_modules=["k_proj", "down_proj"], **options)
+    model = peft.get_peft_model(tiny_model().to(getattr(torch, dtype)), config)
+    assert isinstance(best_forward(model, dtype), ModulesForward)
 
 
 def test_a_model_with_hooks_is_run_by_its_modules_even_when_they_come_later(tokenizer):

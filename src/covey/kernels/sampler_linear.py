@@ -160,6 +160,8 @@ class AdaptedLinear(SamplerLinear):
         for linear in linears:
             part = []
             for name in active_adapters(linear):
+                if not isinstance(linear.lora_A[name], nn.Linear):  # AdaLoRA's is a parameter
+                    raise Unsupported(f"adapters of kind {type(linear).__name__} are no plain product")
                 a, b = linear.lora_A[name].weight.detach(), linear.lora_B[name].weight.detach()
                 first = sum(map(len, rows))
                 rows.append(a)
