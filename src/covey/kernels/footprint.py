@@ -34,4 +34,4 @@ def footprint(model: Any, dtype: torch.dtype) -> Footprint:
     width, inner = text.hidden_size, text.intermediate_size
     if hasattr(model, "peft_config"):
         return Footprint(2 * inner if is_narrow else 4 * inner, onednn_bytes)
-    return Footprint(14 * width + 4 * inner if is_narrow else 8 * inner, onednn_bytes)
+    return Footprint(14 * width + 4 * inner if is_narrow else 8 * (width + inner), onednn_bytes)

@@ -39,22 +39,21 @@ class LiveBytes(TorchDispatchMode):
         self.peak = self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.counted(self.compute(func, args, kwargs or {}))
+        result = self.compute(func, args, kwargs or {})
+        for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage(), args)
+        self.peak = max(self.peak, self.now)
+        return result
 
     def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Result of the operation."""
         return func(*args, **kwargs)
 
-    def counted(self, result: Any) -> Any:
-        for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage())
-        self.peak = max(self.peak, self.now)
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
+    def _count(self, storage: torch.UntypedStorage, inputs: Any) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key not in self._freed_by:
+        # a view of a weight from before is no new storage
+        if key not in self._freed_by and all(x.untyped_storage()._cdata != key for x in _tensors(inputs)):
             self._freed_by[key] = weakref.finalize(storage, self._forget, key, size)
             self.now += size
             self.total += size
@@ -62,6 +61,10 @@ class LiveBytes(TorchDispatchMode):
     def _forget(self, key: int, size: int) -> None:
         del self._freed_by[key]
         self.now -= size
+
+
+def _tensors(inputs: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
 
 
 class FakeBytes(LiveBytes):
