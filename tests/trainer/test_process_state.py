@@ -2,10 +2,12 @@
 
 import gc
 import os
+import re
 import signal
 import sys
 import threading
 import warnings
+from pathlib import Path
 
 import datasets
 import pytest
@@ -74,6 +76,13 @@ def trainer(model, folder, reward, **options):
     return GRPOTrainer(
         model, reward, args=config, train_dataset=ROWS, processing_class=tiny_tokenizer(), eval_dataset=ROWS
     )
+
+
+def test_the_page_names_files_that_exist():
+    root = Path(__file__).parents[2]
+    names = re.findall(r"`([a-z_/]+\.py)`", (root / "docs/process-state.md").read_text())
+    assert len(names) > 10
+    assert not [name for name in names if not (root / "src/covey" / name).is_file()]
 
 
 needs_bfloat16 = pytest.mark.skipif(not processor_has_bfloat16(), reason="this processor does not multiply bfloat16")
