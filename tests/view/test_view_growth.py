@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,14 @@ from covey.monitor.view.files import FilesOnDisk
 from covey.monitor.view.groups import GroupIndex, select
 from covey.monitor.view.phases import phases_of
 from covey.monitor.view.series import NOT_FINITE, SeriesIndex
-from covey.runs import rollouts
+from covey.runs import RunFolder, rollouts
 from covey.runs.metrics import JsonLines
-from covey.types import Completion, Group, Prompt
+from covey.types import Alert, Completion, Group, Prompt
 
 
-def group(uid: str, rewards: list[float], text: str = "four") -> Group:
+def group(uid: str, rewards: list[float], text: str = "four", question: str = "2 + 2 =") -> Group:
     completions = [Completion(token_ids=torch.tensor([1, 2]), text=text, finish="stop") for _ in rewards]
-    prompt = Prompt(uid=uid, token_ids=(1,), text="2 + 2 =")
+    prompt = Prompt(uid=uid, token_ids=(1,), text=question)
     return Group(prompt=prompt, completions=tuple(completions), rewards=torch.tensor(rewards)[:, None])
 
 
@@ -240,3 +241,66 @@ def test_a_smoothed_curve_is_the_mean_of_its_window_after_any_spike(window):
         part = values[max(0, place - window + 1) : place + 1]
         expected = part[np.isfinite(part)].mean() if np.isfinite(values[place]) else np.inf
         assert smoothed[place] == pytest.approx(expected, rel=1e-12)
+
+
+def prompts_of(library: Library) -> list[str]:
+    rows = library.get("run").prompts.rows(state="all", sort="last seen", threshold=None, start=0, most=9)["rows"]
+    return [row["prompt"] for row in rows]
+
+
+def test_a_step_that_is_written_again_shows_its_new_prompts(tmp_path: Path) -> None:
+    """A resume with other data draws the same places of another data set."""
+    library = Library([tmp_path / "run"])
+    for question in ("2 + 2 =", "an altogether different question"):
+        write(tmp_path / "run", 1, group("0:0", [1.0, 0.0], question=question))
+        library.refresh()
+        assert prompts_of(library) == [question]
+
+
+def recorded(folder: Path, name: str, steps: int) -> None:
+    """A run with an identity of its own."""
+    run = RunFolder.create(folder)
+    run.describe(args={"seed": 1})
+    for step in range(1, steps + 1):
+        run.append_metrics(step, {name: 1.0})
+    run.write_rollouts(1, [group("0:0", [1.0, 0.0], question=name)], ["right"])
+    run.append_alert(Alert(rule=name, severity="warning", said=name, step=1))
+    run.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*held a run already")
+@pytest.mark.parametrize("is_moved", [True, False])
+def test_no_row_of_a_run_is_shown_under_the_name_of_another_in_its_place(
+    tmp_path: Path, served: Callable[..., Any], is_moved: bool
+) -> None:
+    recorded(tmp_path / "runs" / "run", "of the first", steps=4)
+    library = Library([tmp_path / "runs"])
+    library.refresh()
+    with served(library) as client:
+        assert client.get("runs")["runs"][0]["metrics"] == ["of the first"]
+        if is_moved:
+            shutil.move(tmp_path / "runs" / "run", tmp_path / "earlier")
+        recorded(tmp_path / "runs" / "run", "of the second", steps=9)  # else the first is set aside
+        told = {call: json.dumps(client.get(call, run="run", metric="of the first")) for call in
+                ("series", "rollouts", "prompts", "lengths", "spread", "alerts", "runs")}  # fmt: skip
+        assert [call for call, answer in told.items() if '"of the first"' in answer and call != "series"] == []
+        assert json.loads(told["series"])["curves"][0]["values"] == []
+        assert json.loads(told["prompts"])["prompts"] == json.loads(told["rollouts"])["groups"] == 0
+        library.refresh()
+        assert prompts_of(library) == ["of the second"]
+        assert client.get("runs")["runs"][0]["metrics"] == ["of the second"]
+
+
+def test_a_run_that_appears_and_goes_while_it_is_asked_for_is_there_or_not(tmp_path: Path) -> None:
+    """`find` of one request takes runs away between two lines of another."""
+
+    class Vanishing(dict[str, Any]):
+        def __contains__(self, name: object) -> bool:
+            found = super().__contains__(name)
+            self.pop(name, None)
+            return found
+
+    recorded(tmp_path / "run", "reward", steps=1)
+    library = Library([tmp_path])
+    library._runs = Vanishing(library._runs)
+    assert library.get("run").name == "run"

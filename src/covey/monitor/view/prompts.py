@@ -42,7 +42,7 @@ class PromptIndex:
         self._rows: dict[str, np.ndarray] = {}
         self._usual = 0.0
         self._orders: dict[str, np.ndarray] = {}
-        self._texts: dict[tuple[int, int, int], str] = {}
+        self._texts: dict[tuple[Any, ...], str] = {}
 
     def refresh(self) -> None:
         """Work the numbers out ahead of the next request, if somebody has asked for them before."""
@@ -87,7 +87,7 @@ class PromptIndex:
         if len(self._texts) > _MOST_TEXTS:
             self._texts = {}
         cached = self._texts
-        keys = groups[["uid", "step", "first_row"]][places].tolist()
+        keys = [(*key, self._index.mark_of(key[1])) for key in groups[["uid", "step", "first_row"]][places].tolist()]
         new = [at for at, key in enumerate(keys) if key not in cached]
         read = prompts_of(self._index, groups, places[new].tolist(), names={"prompt": "prompt"})
         cached |= {

@@ -54,8 +54,15 @@ class RunView:
         """The same for runs that differ in their seed alone; None while that is not known."""
         self._family_of: Any = None
         self._failed: str | None = None
+        self._id: str | None = None
         self._manifest: tuple[Any, dict[str, Any], str | None] = (None, {}, None)
         self._reading = threading.Lock()
+
+    def is_replaced(self) -> bool:
+        """True if the folder holds another run than the one that is indexed: `run.json` names another `id`."""
+        now = text_of(self._loaded()[1].get("id")) or None
+        self._id = self._id or now
+        return now not in (None, self._id)
 
     def refresh_some(self) -> bool:
         """Index a share of the new records. True if nothing is left."""
@@ -190,16 +197,21 @@ class Library:
             by_path = {run.path: run for run in self._runs.values()}
             runs = {}
             for name, path in paths.items():
-                runs[name] = by_path.get(path) or RunView(name, path)
+                before = by_path.get(path)
+                runs[name] = RunView(name, path) if before is None or before.is_replaced() else before
                 runs[name].name = name
             self._runs = runs
         return list(runs.values())
 
     def get(self, name: str) -> RunView:
         """The run of this name. RunFolderError when there is none: names never become paths."""
-        if name not in self._runs:
+        run = self._runs.get(name)
+        if run is not None and run.is_replaced():
+            self.find()
+            run = self._runs.get(name)
+        if run is None:
             raise RunFolderError(f"There is no run {name!r} here.{did_you_mean(name, self._runs)}")
-        return self._runs[name]
+        return run
 
     def touch(self) -> None:
         """A reader waits for an answer."""

@@ -8,19 +8,27 @@ import { chosenRuns, shared } from "./state.js";
 const FIRST = ["name", "state", "step", "created", "command", "working_folder", "parent", "seeds", "dataset"];
 const LATER = ["config", "algorithm", "rewards", "versions", "hardware", "git", "attempts", "sources"];
 
-/** Fill the page. */
+/** Fill the page; what comes back keeps it live. */
 export async function factsPage(main) {
-  const names = chosenRuns();
-  const told = await Promise.all(names.map(async (run) => {
-    try {
-      return { run, ...(await ask("facts", { run })) };
-    } catch (error) {
-      return { run, manifest: {}, events: [], troubles: [error.message] };
-    }
-  }));
+  let told = [];
   const search = h("input", { type: "search", placeholder: "Filter facts", "aria-label": "Filter facts", oninput: () => draw() });
   const place = h("div");
   fill(main, h("h1", {}, "Facts"), h("div", { class: "bar" }, search), place);
+
+  async function live() {
+    const now = await Promise.all(chosenRuns().map(async (run) => {
+      try {
+        return { run, ...(await ask("facts", { run })) };
+      } catch (error) {
+        return { run, manifest: {}, events: [], troubles: [error.message] };
+      }
+    }));
+    if (JSON.stringify(now) === JSON.stringify(told)) return;
+    const open = new Set([...place.querySelectorAll("details[open]")].map(keyOf));
+    told = now;
+    draw();
+    for (const one of place.querySelectorAll("details")) one.open ||= open.has(keyOf(one)); // what the reader opened stays open
+  }
 
   function draw() {
     const wanted = search.value.toLowerCase();
@@ -31,9 +39,12 @@ export async function factsPage(main) {
       part(`events (the last ${events.length})`, events.map((event) => `step ${event.step}: ${event.kind}: ${event.said}`), wanted))));
   }
 
-  draw();
-  return {};
+  await live();
+  return { live, moved: live };
 }
+
+/** The same for a part of a run that is drawn anew, however many entries it has. */
+const keyOf = (details) => `${details.parentElement.firstChild.textContent} ${details.firstChild.textContent.split(" (")[0]}`;
 
 function part(name, value, wanted, isOpen = false) {
   const rows = flat(value).filter(([key, text]) => (text !== "" || key !== "") && `${name}.${key} ${text}`.toLowerCase().includes(wanted));

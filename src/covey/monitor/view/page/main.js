@@ -40,7 +40,15 @@ const IMPATIENT = 150; // while a chosen run shows nothing yet because it is sti
 const main = document.getElementById("main");
 const status = document.getElementById("status");
 let page = null;
+const ids = new Map(); // of the last run of each name
 let isNew = false; // the runs have changed since the page was last told
+
+/** Whether another run than before has this name. */
+function isAnother({ name, id }) {
+  const before = ids.get(name) ?? id;
+  if (id) ids.set(name, id);
+  return id !== null && before !== id;
+}
 
 /** Tell the reader, in the header. */
 export function say(text, isBad = false) {
@@ -85,6 +93,11 @@ async function beat() {
     const left = told.runs.filter((run) => run.indexed.bytes < run.indexed.of || run.indexed.files_left > 0);
     say(left.length ? `reading ${left.map((run) => `${run.name} (${share(run)})`).join(", ")}` : "");
     isNew ||= JSON.stringify(shared.runs) !== before;
+    if (shared.runs.filter(isAnother).length && page) {
+      page.leave?.();
+      page = null; // nothing of the run before stays
+      await show();
+    }
     if (!isNew || isPressed()) return;
     isNew = false;
     page?.live?.();

@@ -13,12 +13,13 @@ const FILTERS = ["sort", "search", "from", "to", "min_reward", "max_reward", "tr
 
 /** Fill the page; what comes back keeps it live. */
 export function rolloutsPage(main) {
-  const kept = { rows: [], next: 0, at: -1, isBusy: false, turn: 0 };
+  const kept = { rows: [], next: 0, at: -1, isBusy: false, turn: 0, groups: 0 };
   const list = h("div", { class: "list", role: "list", "aria-label": "Groups" });
   const more = h("div", { class: "more", role: "status" });
+  const fresh = h("div", { role: "status" });
   const detail = h("section", { class: "detail", "aria-label": "Group" });
   const bar = filters(() => restart());
-  const layout = h("div", { class: "browser" }, h("div", { class: "side" }, list, more), detail);
+  const layout = h("div", { class: "browser" }, h("div", { class: "side" }, fresh, list, more), detail);
   const group = groupView(detail, { step: moveBy, close: () => open(null) });
   const run = shared.runs.find((one) => one.name === (place().words.get("run") ?? chosenRuns()[0]));
   fill(main, h("h1", {}, "Rollouts"), run ? stories([run]) : null, bar, layout);
@@ -43,6 +44,7 @@ export function rolloutsPage(main) {
     try {
       const told = await ask("rollouts", { ...query(), start: kept.next, most: ROWS }, "rollouts");
       if (turn !== kept.turn) return;
+      if (isFirst) kept.groups = told.groups;
       if (isFirst) fill(list);
       const start = kept.rows.length;
       const listed = new Set(kept.rows.map(keyOf)); // a run that goes on moves groups further down the order
@@ -59,6 +61,16 @@ export function rolloutsPage(main) {
       if (turn === kept.turn) kept.isBusy = false;
       if (!isStale(error)) fill(more, h("p", { class: "bad" }, error.message));
     }
+  }
+
+  /** A list without groups is filled as soon as there are some; one that is read stays as it is, and more groups are offered. */
+  async function live() {
+    if (kept.isBusy) return;
+    if (!kept.groups) return restart();
+    const told = await ask("rollouts", { run: query().run, most: 1 }, "count").catch((error) => error);
+    if (told instanceof Error) return isStale(told) || fill(fresh, h("p", { class: "bad" }, told.message));
+    const more = told.groups - kept.groups;
+    return fill(fresh, more ? h("button", { onclick: () => { fill(fresh); restart(); } }, more > 0 ? `show new groups (${short(more)})` : "groups were dropped: list them anew") : null);
   }
 
   /** Open the group that shows most, with rewards far apart and both kinds in it, of those listed first. */
@@ -125,6 +137,7 @@ export function rolloutsPage(main) {
 
   fromAddress();
   return {
+    live,
     moved: () => rolloutsPage(main),
     theme: () => group.recolour(),
     key(key) {
