@@ -156,7 +156,9 @@ def test_samplers_that_take_turns_measure_the_learner_each_for_itself(monkeypatc
 @pytest.mark.slow
 def test_a_captured_step_is_not_replayed_with_other_weights_parameters_or_adapters(tokenizer):
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(writer(), peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"]))
+    model = peft.get_peft_model(
+        writer("gemma2"), peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"])
+    )
     taken = []
     sampler = keeping_sampler(model, tokenizer, lambda step: taken.append(1) or record(step))
     assert isinstance(sampler.forward, ModulesForward)
