@@ -39,8 +39,9 @@ def test_the_address_that_is_printed_answers_at_once_and_without_pytorch(tmp_pat
         try:
             assert server.stdout is not None
             address = server.stdout.readline().split(" at ")[1].split()[0]
-            with urllib.request.urlopen(f"{address}api/runs", timeout=60) as reply:
-                assert reply.status == 200
+            for call in ("runs", "prompts?run=run", "rollouts?run=run", "series?run=run&metric=reward"):
+                with urllib.request.urlopen(f"{address}api/{call}", timeout=60) as reply:
+                    assert reply.status == 200
         finally:
             server.send_signal(signal.SIGINT)
 

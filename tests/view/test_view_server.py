@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import mimetypes
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from covey.monitor.view import Library
+from covey.monitor.view import Library, app
 from covey.monitor.view.token_text import tokenizer_file
 from covey.runs import manifest, metrics, rollouts
 from covey.runs.metrics import JsonLines
@@ -30,6 +31,7 @@ def test_a_curve_holds_the_values_of_the_file(client: Any, runs: Path) -> None:
     assert curve["steps"] == [row["step"] for row in rows]
     assert curve["values"] == [row["reward"] for row in rows]
     assert (curve["hidden"], curve["total"]) == (0, 4)
+    assert client.get("series", run="first", metric="reward", **{"from": 4, "to": 2})["curves"][0]["hidden"] == 0
 
 
 def test_names_beyond_what_is_shown_are_not_looked_up(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +173,21 @@ def test_a_wrong_question_is_refused(client: Any, call: str) -> None:
 def test_files_outside_the_page_are_not_served(client: Any) -> None:
     for path in ("/../app.py", "/%2e%2e/app.py", "/..%2fapp.py", "//etc/passwd"):
         assert client.ask(path)[0] in (400, 404)
+
+
+def test_scripts_are_served_as_scripts_by_any_machine_and_from_links(
+    tmp_path: Path, served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows' registry may call them plain text, and an installation may hold links to its files."""
+    (tmp_path / "page").mkdir()
+    for path in (Path(app.__file__).parent / "page").glob("*.*"):
+        (tmp_path / "page" / path.name).symlink_to(path)
+    monkeypatch.setattr(app, "_PAGE", tmp_path / "page")
+    mimetypes.add_type("text/plain", ".js")
+    with served(Library([tmp_path])) as client:
+        for path, kind in (("/main.js", "text/javascript"), ("/", "text/html")):
+            status, headers, _ = client.ask(path)
+            assert (status, headers.get_content_type()) == (200, kind)
 
 
 def test_every_answer_forbids_scripts_from_elsewhere(client: Any) -> None:

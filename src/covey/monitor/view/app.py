@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import mimetypes
 from collections.abc import AsyncIterator, Callable
 from itertools import chain, islice
 from pathlib import Path
@@ -48,7 +49,8 @@ def make_app(library: Library, token: str | None = None, *, watch: bool = True) 
 
     ask = {name: _json(call, library) for name, call in _CALLS.items()}
     routes: list[Any] = [Route(f"/api/{name}", endpoint) for name, endpoint in ask.items()]
-    routes.append(Mount("/", StaticFiles(directory=_PAGE, html=True)))
+    mimetypes.add_type("text/javascript", ".js")  # a machine's own table may say text/plain, which no browser runs
+    routes.append(Mount("/", StaticFiles(directory=_PAGE, html=True, follow_symlink=True)))  # uv can install links
     return Guard(Starlette(routes=routes, lifespan=lifespan), token)
 
 

@@ -62,7 +62,7 @@ def mean_of(
 
 def _draw(steps: np.ndarray, values: np.ndarray, points: int, low: float | None, high: float | None) -> dict[str, Any]:
     start = 0 if low is None else int(np.searchsorted(steps, low))
-    end = len(steps) if high is None else int(np.searchsorted(steps, high, side="right"))
+    end = len(steps) if high is None else max(start, int(np.searchsorted(steps, high, side="right")))
     places = start + thin(steps[start:end], values[start:end], points)
     return {
         "steps": steps[places].tolist(),

@@ -147,9 +147,7 @@ def numbers_of(groups: np.ndarray) -> dict[str, np.ndarray]:
 
 def states_of(records: Mapping[str, np.ndarray], threshold: float) -> dict[str, np.ndarray]:
     """`state` [m], places in `STATES` by the newest group, and `forgotten` [m]: unsolved now, the mean of an earlier group was not."""
-    from covey.types import lowest_passing  # with PyTorch, which the page does not wait for at its start
-
-    limit = lowest_passing(threshold)
+    limit = threshold - 1e-6 * abs(threshold)  # `lowest_passing` of covey.types, which PyTorch comes with
     state = np.where(records["lowest"] >= limit, 0, np.where(records["highest"] >= limit, 1, 2))
     return {"state": state, "forgotten": (records["best"] >= limit) & (state == 2)}
 
