@@ -226,7 +226,9 @@ def test_the_limit_is_processor_time(tests: list[str] | str | None, sandbox: San
     ends = "def f(): return 1\nprint(f())"
     result = sandbox.run(WAITS + ends, tests, timeout=0.3)
     assert result.passed, result
-    assert sandbox.run(BURNS + ends, tests, timeout=0.3).reason == "timeout"
+    late = sandbox.run(BURNS + ends, tests, timeout=0.3)
+    assert late.reason == "timeout"
+    assert not any(late.tests), "`code(partial=True)` would pay it"
 
 
 def test_the_limit_is_that_of_all_pairs_together(sandbox: Sandbox) -> None:

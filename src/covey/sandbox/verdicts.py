@@ -75,6 +75,8 @@ def of_tests(seen: ProcessOutput, plan: Plan, key: bytes = b"") -> tuple[Result,
     """The verdict of the lines of a judge, or of those that are signed with `key`; and the lines. A test without one has not passed."""
     lines = _lines(seen.verdict, key)
     outcomes = {line["test"]: line for line in lines if "test" in line}
+    if seen.late and len(outcomes) == plan.count:
+        outcomes.pop(plan.count - 1, None)  # it ended after its time
     tests = tuple(outcomes.get(number, {}).get("outcome") == "passed" for number in range(plan.count))
     changed = next((line["changed"] for line in lines if line.get("changed")), "")
     if changed and any(tests):
