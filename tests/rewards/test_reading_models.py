@@ -80,6 +80,17 @@ def test_a_classifier_is_loaded_from_a_folder_by_name(tmp_path):
     assert call(spec.call, "four") == pytest.approx([float(logits_of(classifier(), "four").softmax(-1)[2])], abs=1e-5)
 
 
+def test_a_reward_of_the_users_with_a_word_of_its_own_for_frozen_is_left_alone():
+    class Own:
+        frozen = True
+
+        def __call__(self, completions, **columns):
+            return [0.0 for _ in completions]
+
+    reward = Own()
+    assert resolve(RewardSpec(name="own", call=reward), device="cpu").call is reward
+
+
 def test_a_model_that_is_not_there_or_has_no_head_is_told(tmp_path):
     with pytest.raises(ModelError, match="cannot be loaded"):
         resolve(f"classifier(model={str(tmp_path / 'none')!r}, label=0)")

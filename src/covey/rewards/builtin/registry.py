@@ -16,6 +16,7 @@ from covey.rewards.builtin.choice import ChoiceLetter, Fuzzy, Numeric, TokenF1
 from covey.rewards.builtin.code import Code
 from covey.rewards.builtin.format import JsonSchema, Pattern, Tags
 from covey.rewards.builtin.gym import gym_reward
+from covey.rewards.builtin.inference_model import Frozen
 from covey.rewards.builtin.judge_rewards import JudgeReward, PairwiseJudgeReward
 from covey.rewards.builtin.language import Language
 from covey.rewards.builtin.length_scaled import CosineScaled, reasoning_accuracy_reward
@@ -107,7 +108,7 @@ def _place(spec: RewardSpec, device: Any) -> RewardSpec:
     call: Any = spec.call
     if device is not None and hasattr(call, "to"):
         return replace(spec, call=call.to(device))
-    if device is not None and hasattr(call, "frozen"):
+    if device is not None and isinstance(getattr(call, "frozen", None), Frozen):
         call.frozen.to(device)
     return spec
 
