@@ -9,6 +9,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 from transformers import TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 
 from covey.config import GRPOConfig, checks
 from covey.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError, RunFolderError
@@ -59,6 +60,7 @@ def make(**given):
         ({"algorithm": "gspo", "epsilon": 0.1}, "algorithm='gspo' and epsilon=0.1 both say what the loss is"),
         ({"load_best_model_at_end": True}, "load_best_model_at_end=True needs evaluations"),
         ({"save_strategy": "best"}, "save_strategy='best' needs evaluations"),  # without them it never saves
+        ({"save_strategy": SaveStrategy.BEST}, "save_strategy='best' needs evaluations"),
         ({"early_stopping_patience": 3}, "early_stopping_patience=3 needs evaluations"),
         ({"vllm_importance_sampling_clip_min": 4.0}, "must be below vllm_importance_sampling_clip_max=3.0"),
         ({"fp16": True, "bf16": True}, "contradict each other"),

@@ -249,9 +249,10 @@ def _refuse_bad_evaluation(config: Any) -> None:
     evaluates = getattr(config.eval_strategy, "value", config.eval_strategy) != "no"
     saves_best = config.save_strategy == "best"
     for name in ("early_stopping_patience", "load_best_model_at_end", *(["save_strategy"] if saves_best else [])):
-        if getattr(config, name) and not evaluates:
+        value = getattr(config, name)
+        if value and not evaluates:
             raise ConfigError(
-                f"{name}={getattr(config, name)!r} needs evaluations: set eval_strategy='steps' and eval_steps."
+                f"{name}={getattr(value, 'value', value)!r} needs evaluations: set eval_strategy='steps' and eval_steps."
             )
     if config.ema_decay is not None and config.soup_steps is not None:
         raise ConfigError("ema_decay and soup_steps are two averages of the weights; keep one of them.")
