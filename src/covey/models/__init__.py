@@ -15,6 +15,7 @@ from covey.models.loading import (
     quiet_bars,
     resolve_source,
     short_name,
+    short_rope_limit,
 )
 from covey.models.passes import (
     accepts,
@@ -33,5 +34,6 @@ __all__ = [
     "SharedBase", "accepts", "as_model_errors", "auto_class", "autocast_dtype", "compute_with", "computing", "config_of",
     "context_limit", "decoder_of", "disable_dropout", "dtype_of", "encoder_of", "evaluating", "expert_weights",
     "experts_forward", "first_line", "float32_stream", "load_model", "load_tokenizer", "multiplies_in_float32",
-    "quiet_bars", "reads_media", "resolve_source", "settle_products", "short_name", "unwrapped", "widens_stream",
+    "quiet_bars", "reads_media", "resolve_source", "settle_products", "short_name", "short_rope_limit",
+    "unwrapped", "widens_stream",
 ]  # fmt: skip

@@ -278,10 +278,28 @@ def first_line(error: BaseException) -> str:
 
 
 def context_limit(model: Any) -> int | None:
-    """The most tokens, prompt and completion together, that the model has positions for; None when it has no limit."""
+    """The most tokens, prompt and completion together, that the model has positions for; None when it has no limit.
+
+    A model with two sets of rotary frequencies has the positions of the first.
+    """
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    return int(limit) if limit is not None and math.isfinite(limit) and limit > 0 else None
+    limits = (limit, short_rope_limit(config))
+    return min((int(x) for x in limits if x is not None and math.isfinite(x) and x > 0), default=None)
+
+
+def short_rope_limit(config: Any) -> int | None:
+    """Tokens past which `longrope` rotates a whole batch by `long_factor`, keys in a cache excepted; None where nothing changes.
+
+    Ding et al. 2024, "LongRoPE". It is vLLM's default context length of such a model, too.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [part for part in (rope, *rope.values()) if isinstance(part, dict) and part.get("rope_type") == "longrope"]
+    values = lambda part, length: [part.get(f"{length}_{name}") for name in ("factor", "mscale")]
+    ends = [
+        part.get("original_max_position_embeddings") for part in kinds if values(part, "short") != values(part, "long")
+    ]
+    return min((int(end) for end in ends if end is not None), default=None)
 
 
 def short_name(model: Any) -> str:

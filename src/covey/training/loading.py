@@ -1,5 +1,6 @@
 """Loading of policy and tokenizer for training, from names, folders or objects."""
 
+import logging
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -9,14 +10,25 @@ from covey.adapters import adapter_options, has_adapter, refuse_quantized, refus
 from covey.config import GRPOConfig
 from covey.config.combinations import expect_together, features_of
 from covey.data import eos_ids, prepare_tokenizer
+from covey.errors import ConfigError
 from covey.learner.preparation import prepare_for_training
-from covey.models import config_of, disable_dropout, load_model, load_tokenizer, reads_media
+from covey.models import (
+    config_of,
+    disable_dropout,
+    load_model,
+    load_tokenizer,
+    reads_media,
+    short_rope_limit,
+    unwrapped,
+)
 from covey.models.modalities import load_processing
 from covey.process.cluster import expect_cluster
 from covey.rollout.on_ray import RAY_OPTION
 from covey.rollout.vllm import Address, Carrier, Client, Deadlines, Server, expect_vllm, refuse_unfit
 from covey.rollout.vllm.server import refuse_cold, warn_of_server
 from covey.training.build_sampler import as_dict, sampling_params
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,20 +59,22 @@ def expect_engine(
         expect_cluster(*RAY_OPTION)
     if args.rollout_backend != "vllm":
         return None
+    init_kwargs, trusts = as_dict(args.model_init_kwargs), args.trust_remote_code
+    config = config_of(model, init_kwargs, trust_remote_code=trusts)
     if args.vllm_mode == "colocate":
         size = args.vllm_tensor_parallel_size
         words: dict[str, object] = {"size": size, "processes": args.world_size}
         expect_together(*features_of(args), size > 1 and "tensor parallel", **words)
         expect_vllm()
         refuse_cold(sampling_params(args))
+        refuse_long_rope(config, args.vllm_max_model_length, "vllm_max_model_length")
         return None
     address = Address.of(args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port)
     deadlines = Deadlines.of(as_dict(args.vllm_deadlines))
     server = Server.connect(Client(address, deadlines), args.vllm_server_timeout)
     if args.process_index == 0:
         warn_of_server(server)
-    init_kwargs, trusts = as_dict(args.model_init_kwargs), args.trust_remote_code
-    config = config_of(model, init_kwargs, trust_remote_code=trusts)
+    refuse_long_rope(config, server.facts.max_model_length, "the vLLM server's --max-model-len")
     text_tokenizer = tokenizer or load_tokenizer(
         None, place_of_text(model) or config._name_or_path, init_kwargs, trust_remote_code=trusts
     )
@@ -74,6 +88,19 @@ def expect_engine(
         has_adapter=peft_config is not None or has_adapter(model) or place_of_text(model) is not None,
     )
     return server
+
+
+ONE_ROPE = "for longer ones put the values of long_factor into short_factor in the model's config.json"
+
+
+def refuse_long_rope(config: Any, tokens: int | None, option: str) -> None:
+    """Raise ConfigError if vLLM, of a context of `tokens`, would rotate by other frequencies than the learner."""
+    limit = short_rope_limit(config.get_text_config())
+    if limit is not None and tokens is not None and tokens > limit:
+        raise ConfigError(
+            f"{option} is {tokens}, and above {limit} vLLM rotates every row of this longrope model by long_factor, which the learner "
+            f"takes for none; lower it to {limit}; {ONE_ROPE}."
+        )
 
 
 def load_for_training(
@@ -96,6 +123,11 @@ def load_for_training(
     if quantization_config is not None:
         init_kwargs["quantization_config"] = quantization_config
     loaded = load_model(model, init_kwargs, trust_remote_code=args.trust_remote_code, is_trainable=True)
+    if (limit := short_rope_limit(unwrapped(loaded).config.get_text_config())) is not None:
+        logger.warning(
+            "%s has two sets of rotary frequencies (longrope), and a run takes those of rows up to %d tokens, prompt and "
+            "completion together; %s.", type(unwrapped(loaded)).__name__, limit, ONE_ROPE,
+        )  # fmt: skip
     processing = tokenizer or load_processing(
         loaded, place_of_text(model), init_kwargs, trust_remote_code=args.trust_remote_code
     )
