@@ -56,6 +56,7 @@ def test_the_rollouts_of_a_run_that_begins_appear_and_later_ones_are_offered(tmp
     record(run, 1, "the first question")
     page.locator(".row").get_by_text("the first question").first.wait_for()
     record(run, 2, "the second question")
+    page.locator(".stories", has_text="step 2").wait_for()
     page.get_by_role("button", name="show new groups (1)").click()
     page.locator(".row").get_by_text("the second question").first.wait_for()
     run.close()
@@ -95,3 +96,20 @@ def test_a_page_of_a_run_that_is_replaced_shows_the_other(name: str, tmp_path: P
         expected = shown if seed == 101_101_101 else later
         page.wait_for_function("text => document.querySelector('main').textContent.includes(text)", arg=expected)
     assert shown not in page.text_content("main")
+
+
+@pytest.mark.parametrize("name", ["rollouts", "prompts", "lengths"])
+def test_runs_that_come_and_go_can_be_chosen_and_leave_nothing(name: str, tmp_path: Path, opened: Any) -> None:
+    page = opened(name)
+    names = "() => [...document.querySelector(\"select[aria-label='Run']\").options].map((one) => one.value).join()"
+    for run_name, expected in (("b-run", "b-run"), ("a-run", "a-run,b-run")):
+        run = begin(tmp_path / "runs" / run_name, seed=1)
+        record(run, 1, f"a question of {run_name}")
+        run.close()
+        page.wait_for_function(f"expected => ({names})() === expected", arg=expected)
+    assert page.get_by_label("Run", exact=True).input_value() == "b-run"  # the one that is shown
+    shutil.move(tmp_path / "runs", tmp_path / "moved")
+    page.wait_for_function(f"() => ({names})() === ''")
+    page.wait_for_timeout(300)
+    assert "a question of" not in page.text_content("main")
+    assert page.locator("canvas, .heat").count() == 0

@@ -16,7 +16,7 @@ export async function comparePage(main) {
   async function live() {
     const names = chosenRuns();
     const rows = names.length < 2 ? [] : (await ask("diff", { run: names })).rows;
-    const now = JSON.stringify([names, rows, shared.runs.length > 1]);
+    const now = JSON.stringify([names, rows, Math.min(2, shared.runs.length)]);
     if (now !== shown) draw(place, names, rows);
     shown = now;
   }
@@ -31,7 +31,7 @@ export async function comparePage(main) {
 
 function draw(place, names, rows) {
   if (names.length < 2) {
-    const more = shared.runs.length > 1 ? "Choose two or more on the page of runs (key 1)." : "There is only one run here.";
+    const more = ["No run here yet.", "There is only one run here."][shared.runs.length] ?? "Choose two or more on the page of runs (key 1).";
     fill(place, h("p", {}, more));
     return;
   }

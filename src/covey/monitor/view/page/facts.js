@@ -23,7 +23,10 @@ export async function factsPage(main) {
         return { run, manifest: {}, events: [], troubles: [error.message] };
       }
     }));
-    if (JSON.stringify(now) === JSON.stringify(told)) return;
+    if (JSON.stringify(now) === JSON.stringify(told)) {
+      place.querySelectorAll(".stories").forEach((old, at) => old.replaceWith(storyOf(told[at].run)));
+      return;
+    }
     const open = new Set([...place.querySelectorAll("details[open]")].map(keyOf));
     told = now;
     draw();
@@ -32,7 +35,7 @@ export async function factsPage(main) {
 
   function draw() {
     const wanted = search.value.toLowerCase();
-    fill(place, told.map(({ run, manifest, changed = {}, events, troubles }) => h("section", {}, h("h2", {}, run), stories(shared.runs.filter((one) => one.name === run)),
+    fill(place, told.map(({ run, manifest, changed = {}, events, troubles }) => h("section", {}, h("h2", {}, run), storyOf(run),
       troubles.map((said) => h("p", { class: "bad" }, said)),
       part("options that differ from the defaults", changed, wanted, true),
       FIRST.concat(LATER).filter((name) => manifest[name] !== undefined && manifest[name] !== null).map((name) => part(name, manifest[name], wanted)),
@@ -42,6 +45,8 @@ export async function factsPage(main) {
   await live();
   return { live, moved: live };
 }
+
+const storyOf = (run) => stories(shared.runs.filter((one) => one.name === run));
 
 /** The same for a part of a run that is drawn anew, however many entries it has. */
 const keyOf = (details) => `${details.parentElement.firstChild.textContent} ${details.firstChild.textContent.split(" (")[0]}`;

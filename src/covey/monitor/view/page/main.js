@@ -50,6 +50,17 @@ function isAnother({ name, id }) {
   return id !== null && before !== id;
 }
 
+/** Offer the runs there are now where one is chosen. */
+function offerRuns() {
+  const names = shared.runs.map((run) => run.name);
+  for (const select of main.querySelectorAll("select[aria-label='Run']")) {
+    const now = select.value;
+    if (String([...select.options].map((option) => option.value)) === String(names)) continue;
+    fill(select, names.map((name) => h("option", { value: name }, name)));
+    select.value = now;
+  }
+}
+
 /** Tell the reader, in the header. */
 export function say(text, isBad = false) {
   status.textContent = text;
@@ -93,11 +104,13 @@ async function beat() {
     const left = told.runs.filter((run) => run.indexed.bytes < run.indexed.of || run.indexed.files_left > 0);
     say(left.length ? `reading ${left.map((run) => `${run.name} (${share(run)})`).join(", ")}` : "");
     isNew ||= JSON.stringify(shared.runs) !== before;
-    if (shared.runs.filter(isAnother).length && page) {
+    const hadRuns = before !== "[]";
+    if ((shared.runs.filter(isAnother).length || hadRuns !== shared.runs.length > 0) && page) {
       page.leave?.();
-      page = null; // nothing of the run before stays
+      page = null; // nothing of what was there before stays
       await show();
     }
+    offerRuns();
     if (!isNew || isPressed()) return;
     isNew = false;
     page?.live?.();

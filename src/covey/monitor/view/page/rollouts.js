@@ -21,8 +21,9 @@ export function rolloutsPage(main) {
   const bar = filters(() => restart());
   const layout = h("div", { class: "browser" }, h("div", { class: "side" }, fresh, list, more), detail);
   const group = groupView(detail, { step: moveBy, close: () => open(null) });
-  const run = shared.runs.find((one) => one.name === (place().words.get("run") ?? chosenRuns()[0]));
-  fill(main, h("h1", {}, "Rollouts"), run ? stories([run]) : null, bar, layout);
+  const story = h("div");
+  const tell = () => fill(story, stories(shared.runs.filter((one) => one.name === query().run)));
+  fill(main, h("h1", {}, "Rollouts"), story, bar, layout);
   new IntersectionObserver((entries) => entries.some((entry) => entry.isIntersecting) && load(), { rootMargin: "600px" }).observe(more);
 
   function query() {
@@ -31,6 +32,7 @@ export function rolloutsPage(main) {
   }
 
   async function restart() {
+    tell();
     Object.assign(kept, { rows: [], next: 0, at: -1, isBusy: false, turn: kept.turn + 1 });
     if (!place().words.has("group")) open(null);
     await load();
@@ -65,6 +67,7 @@ export function rolloutsPage(main) {
 
   /** A list without groups is filled as soon as there are some; one that is read stays as it is, and more groups are offered. */
   async function live() {
+    tell();
     if (kept.isBusy) return;
     if (!kept.groups) return restart();
     const told = await ask("rollouts", { run: query().run, most: 1 }, "count").catch((error) => error);
