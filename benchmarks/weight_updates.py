@@ -38,6 +38,8 @@ DISK, MEMORY = (
 )
 GLOO, UNPROVED = {"vllm_transport": "gloo"}, {"vllm_attestation": "off"}
 CASES: dict[str, dict[str, Any]] = {
+    # first: a server that has had whole weights gets merged ones
+    "server, adapter alone": {**SERVER, "trains": "lora"},
     "server, folder on the disk": {**SERVER, **DISK},
     "server, folder in memory": {**SERVER, **MEMORY},
     "server, gloo": {**SERVER, **GLOO},
@@ -47,7 +49,6 @@ CASES: dict[str, dict[str, Any]] = {
     "server, gloo, not attested": {**SERVER, **GLOO, **UNPROVED},
     "server, folder on the disk, a part trained": {**SERVER, **DISK, "trains": "part"},
     "server, gloo, a part trained": {**SERVER, **GLOO, "trains": "part"},
-    "server, adapter alone": {**SERVER, "trains": "lora"},
     "server, folder on the disk, two processes (FSDP2)": {**SERVER, **DISK, "fsdp": True},
     "server, gloo, two processes (FSDP2)": {**SERVER, **GLOO, "fsdp": True},
     "vLLM in the process": {"use_vllm": True},
