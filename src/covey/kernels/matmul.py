@@ -8,6 +8,7 @@ with torch and reads the weights in place. It sums in another order, so results 
 import functools
 from collections.abc import Iterable
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +143,9 @@ class FasterLinears:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        linears = [module for module in modules if type(module) is nn.Linear and module.weight.is_cpu]
-        self.linears = linears if is_onednn_faster() else []
+        linears = (module for module in modules if type(module) is nn.Linear)
+        on_cpu = takewhile(lambda linear: linear.weight.is_cpu, linears)  # lazily: this is made for every pass
+        self.linears = list(on_cpu) if is_onednn_faster() else []
         self._replaced: list[nn.Linear] = []
 
     def __enter__(self) -> None:
