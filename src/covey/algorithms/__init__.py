@@ -3,18 +3,7 @@
 `alg.dapo()` is a preset, `alg.grpo().replace(advantage=mine)` changes a part, `alg.from_name("gspo")` looks a name up.
 """
 
-from covey.algorithms.advantages import (
-    GPG,
-    OPO,
-    GroupNormalized,
-    LeaveOneOut,
-    LengthPenalty,
-    MaxRL,
-    NormalizeThenSum,
-    PassAtK,
-    Shaped,
-    SoftOverlong,
-)
+from covey.algorithms.advantages import GroupNormalized
 from covey.algorithms.aggregation import (
     Constant,
     RowMean,
@@ -25,12 +14,22 @@ from covey.algorithms.aggregation import (
     token_mean,
 )
 from covey.algorithms.algorithm import Algorithm, Needs
+from covey.algorithms.baselines import (
+    GPG,
+    OPO,
+    GroupFiltered,
+    LeaveOneOut,
+    LengthPenalty,
+    MaxRL,
+    NormalizeThenSum,
+    Shaped,
+    SoftOverlong,
+)
 from covey.algorithms.control import Controller, WarmUp
 from covey.algorithms.covariance import ClipCov, KLCov
 from covey.algorithms.critic import ClippedError, Critic
 from covey.algorithms.distillation import Distill, distill, zero
 from covey.algorithms.examples import SFT, sft
-from covey.algorithms.filtering import GroupFiltered
 from covey.algorithms.future_kl import FutureKL
 from covey.algorithms.importance import VACO, Correction, MemberWeight, OffPolicyMask, Rejection
 from covey.algorithms.kl import ESTIMATORS, KL, AdaptiveKL, BoundedK3, StraightThrough, abs_kl, full, k1, k2, k3
@@ -50,9 +49,9 @@ from covey.algorithms.newer_presets import (
     real,
     tpo,
 )
-from covey.algorithms.objectives import CISPO, DPPO, DRO, SAPO, Clipped, GSPOToken, QuadraticPenalty, policy_gradient
+from covey.algorithms.objectives import Clipped, policy_gradient
 from covey.algorithms.options import from_options
-from covey.algorithms.pass_at_k import PKPO
+from covey.algorithms.pass_at_k import PKPO, PassAtK
 from covey.algorithms.presets import (
     PRESETS,
     bnpo,
@@ -78,8 +77,8 @@ from covey.algorithms.reference import EMA, Every, FrozenAt, WhenFar, keep
 from covey.algorithms.regularizers import AdaptiveEntropy, Echo, EntropyBonus, TopEntropy, entropy_bonus
 from covey.algorithms.roles import RoleConditioned
 from covey.algorithms.routing import SampleRouted
-from covey.algorithms.sequence_objectives import GMPO, VESPO
 from covey.algorithms.slices import SliceNormalized
+from covey.algorithms.surrogates import CISPO, DPPO, DRO, GMPO, SAPO, VESPO, GSPOToken, QuadraticPenalty
 from covey.algorithms.target_policy import TargetPolicy
 from covey.algorithms.teacher_presets import iw_opd, mopd, opsd, rlsd, sdar, sdft, sdpo
 from covey.algorithms.teacher_signals import (

@@ -11,10 +11,10 @@ from typing import Any
 from covey.algorithms import (
     advantages,
     aggregation,
+    baselines,
     covariance,
     distillation,
     examples,
-    filtering,
     future_kl,
     importance,
     labels,
@@ -24,8 +24,8 @@ from covey.algorithms import (
     regularizers,
     roles,
     routing,
-    sequence_objectives,
     slices,
+    surrogates,
     target_policy,
     teacher_signals,
     teachers,
@@ -43,10 +43,8 @@ from covey.names import find
 _SLOTS = {"regularizer": "regularizers", "weight": "weights"}
 _CALL = re.compile(r"(?P<name>[^()]+)\((?P<arguments>.*)\)", re.DOTALL)
 _HOMES = {
-    "advantage": (advantages, token_advantages, turn_advantages, pass_at_k, filtering, routing, roles, slices),
-    "objective": (
-        *(objectives, sequence_objectives, covariance, target_policy, labels, distillation, teacher_signals),
-    ),
+    "advantage": (*(advantages, baselines, token_advantages, turn_advantages, pass_at_k, routing, roles, slices),),
+    "objective": (objectives, surrogates, covariance, target_policy, labels, distillation, teacher_signals),
     "aggregate": (aggregation,),
     "regularizer": (regularizers, distillation, examples, teacher_signals),
     "weight": (regularizers, importance, future_kl),

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from covey.algorithms.advantages import GroupNormalized, MaxRL, NormalizeThenSum
+from covey.algorithms.advantages import GroupNormalized
 from covey.algorithms.aggregation import Constant, SequenceMean, SequenceSum, token_mean
 from covey.algorithms.algorithm import Algorithm
-from covey.algorithms.filtering import GroupFiltered
+from covey.algorithms.baselines import GroupFiltered, MaxRL, NormalizeThenSum
 from covey.algorithms.future_kl import FutureKL
 from covey.algorithms.importance import Correction
 from covey.algorithms.labels import RewardsAsLabels
 from covey.algorithms.making import Common, KLOption, made
-from covey.algorithms.objectives import DRO, Clipped, QuadraticPenalty
+from covey.algorithms.objectives import Clipped
 from covey.algorithms.pass_at_k import PKPO
 from covey.algorithms.reference import keep
+from covey.algorithms.surrogates import DRO, QuadraticPenalty
 from covey.algorithms.target_policy import TargetPolicy
 from covey.algorithms.token_advantages import OptimalTokenBaseline
 from covey.algorithms.turn_advantages import GiGPO

@@ -1,4 +1,4 @@
-"""PKPO: advantages whose policy gradient is that of the best of k completions, for any k up to the group's size."""
+"""Advantages for the best of several completions: PKPO, the gradient of max@k for any k; the lead of the best one."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from covey.algorithms.advantages import is_tied, sequence_rewards
+from covey.algorithms.advantages import is_tied, nan_std, sequence_rewards
 from covey.errors import ConfigError
 from covey.types import Scores
 
@@ -82,3 +82,26 @@ def _leave_one_out(count: int, k: int) -> list[list[float]]:
             row.append(k * (best_without - best_with))
         rows.append(row)
     return rows
+
+
+@dataclass(frozen=True)
+class PassAtK:
+    """The best completion gets its lead over the second best, all others 0: `max R - second max R`. Rewards pass@k.
+
+    `scale` divides by `sd + epsilon` of the group, as verl's `grpo_passk`. Fewer than two scored completions: 0.
+    """
+
+    scale: bool = True
+    epsilon: float = 1e-6
+
+    def __call__(self, scores: Scores) -> Tensor:
+        rewards = sequence_rewards(scores)
+        out = torch.zeros_like(rewards)
+        if rewards.shape[-1] < 2:
+            return out
+        best = rewards.nan_to_num(-torch.inf).topk(2, dim=-1)
+        lead = best.values[:, :1] - best.values[:, 1:]
+        lead = torch.where(best.values[:, 1:].isinf() | is_tied(rewards), torch.zeros_like(lead), lead)
+        if self.scale:
+            lead = lead / (nan_std(rewards) + self.epsilon)
+        return out.scatter(-1, best.indices[:, :1], lead)

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from covey.algorithms.advantages import GPG, OPO, GroupNormalized, LeaveOneOut, Shaped, SoftOverlong
+from covey.algorithms.advantages import GroupNormalized
 from covey.algorithms.aggregation import Constant, RowMean, SequenceMean, SequenceSum, batch_token_mean, token_mean
 from covey.algorithms.algorithm import Algorithm
+from covey.algorithms.baselines import GPG, OPO, LeaveOneOut, Shaped, SoftOverlong
 from covey.algorithms.critic import ClippedError, Critic
 from covey.algorithms.importance import Correction
 from covey.algorithms.making import Common, KLOption, in_reward, level_of, made
@@ -31,9 +32,9 @@ from covey.algorithms.newer_presets import (
     real,
     tpo,
 )
-from covey.algorithms.objectives import CISPO, DPPO, SAPO, Clipped, GSPOToken, policy_gradient
+from covey.algorithms.objectives import Clipped, policy_gradient
 from covey.algorithms.reference import keep
-from covey.algorithms.sequence_objectives import GMPO, VESPO
+from covey.algorithms.surrogates import CISPO, DPPO, GMPO, SAPO, VESPO, GSPOToken
 from covey.algorithms.teacher_presets import iw_opd, mopd, opsd, rlsd, sdar, sdft, sdpo
 from covey.algorithms.token_advantages import GAE, ReinforcePlusPlus, ReMax
 from covey.types import Advantage, ReferenceRule, Weight

@@ -12,7 +12,8 @@ from covey.algorithms.control import Controller, WarmUp
 from covey.algorithms.distillation import Distill, Divergence, zero
 from covey.algorithms.importance import Correction
 from covey.algorithms.making import DEFAULT_CORRECTION, Common, KLOption, made
-from covey.algorithms.objectives import CISPO, Clipped, policy_gradient
+from covey.algorithms.objectives import Clipped, policy_gradient
+from covey.algorithms.surrogates import CISPO
 from covey.algorithms.teacher_signals import (
     GatedDistill,
     PositionWeighted,

@@ -1,21 +1,25 @@
-"""Trial of shared prompts: packed rows compared with single rows, before a policy computes them."""
+"""Trial of shared prompts: packed rows compared with single rows, before a policy computes them; choice of their attention kernel."""
 
+import logging
+from collections.abc import Set
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 from weakref import ref
 
 import torch
 
-from covey.errors import RAW_ERRORS
-from covey.kernels import attention_windows, has_windows, reason_against_choices
+from covey.errors import RAW_ERRORS, ConfigError
+from covey.kernels import AttentionHeads, SharedPromptAttention, attention_windows, has_windows, reason_against_choices
 from covey.learner import shared_prompt
 from covey.learner.heads import short_row
 from covey.learner.packing import pad_rows
-from covey.learner.shared_kernel import choose_kernel
 from covey.learner.shared_prompt import share_rows
 from covey.learner.state_layers import attention_layers, state_layers
 from covey.models import unwrapped
+from covey.process.sharding import compute_device
+
+logger = logging.getLogger(__name__)
 
 
 def try_sharing(policy: Any) -> str | None:
@@ -65,3 +69,25 @@ def _try(policy: Any, *, is_whole: bool) -> str | None:
     if reason is None:
         policy.kernel = choose_kernel(policy.model, policy.shared_attention, policy.heads)
     return reason
+
+
+def choose_kernel(model: Any, choice: str, heads: Set[AttentionHeads]) -> str:
+    """Attention kernel for layers of these shapes. Raises ConfigError if FlexAttention was requested and cannot run."""
+    if choice == "sdpa" or (choice == "auto" and compute_device(next(model.parameters())).type == "cpu"):
+        return "sdpa" if choice == "sdpa" else "own"
+    dropped = (
+        "its attention drops weights at random (disable_dropout=True ends that)" if shared_prompt.drops(model) else None
+    )
+    unseen = None if heads else "its layers cannot be looked at from here"
+    reason = dropped or unseen or next(filter(None, map(SharedPromptAttention.flex_unavailable_reason, heads)), None)
+    if reason is None:
+        return "flex"
+    if choice == "flex":
+        raise ConfigError(f"shared_attention='flex', but FlexAttention is not used: {reason}; leave it out.")
+    _tell_once(f"Shared prompts are computed through SDPA by part, not FlexAttention: {reason}.")
+    return "sdpa"
+
+
+@lru_cache
+def _tell_once(message: str) -> None:
+    logger.warning("%s", message)
