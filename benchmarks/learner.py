@@ -4,8 +4,7 @@
 
 4 prompts x 8 completions of GSM8K-like lengths, every completion with an advantage. Operations are those that the mathematics needs
 (6 a parameter and token, prompts once a group, attention apart), so whatever is computed twice counts against the learner. The
-peak is the faster of a square product and one of the model's own shape. `--kernels` compares the layers' kernels with
-transformers' own modules instead. `--cpu-time` as in `rollout.py`.
+peak is the faster of a square product and one of the model's own shape. `--cpu-time` as in `rollout.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +22,6 @@ from transformers import PreTrainedModel
 
 import rollout
 from covey import algorithms as alg
-from covey.kernels import fused_model as fused_layers
 from covey.kernels import matmul as products
 from covey.kernels import training_heap
 from covey.learner import Learner, NoReference, Policy
@@ -54,9 +51,6 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=66)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cpu-time", action="store_true")
-    parser.add_argument(
-        "--kernels", action="store_true", help="steps with and without those for layers and head, in turns"
-    )
     given = parser.parse_args()
     now = time.process_time if given.cpu_time else time.perf_counter
     model, _ = rollout.trained(given.size, 120 if given.size == "10m" else 60)
@@ -65,9 +59,6 @@ def main() -> None:
     learner = learner_of(policy, optimizer, max_completion_length=200, max_rows=32, **as_in_runs())
     groups = drawn(given.prompt, model.config.vocab_size)
     work = lambda: learner.step(groups, alg.dapo(), 1)
-    if given.kernels:
-        print(by_kernels(work, given.repeats, now))
-        return
     seconds = [timed(work, now) for _ in range(given.repeats + 1)][1:]
     needed, step = operations(model, groups), statistics.median(seconds)
     rate = needed / step
@@ -80,21 +71,6 @@ def main() -> None:
         f"{rate / 1e9:.0f} GFLOP/s of {peak / 1e9:.0f} ({rate / peak:.0%})"
     )
     print(json.dumps({"seconds": seconds, "operations": needed, "peak": peak, "options": vars(given)}))
-
-
-def by_kernels(work: Callable[[], object], repeats: int, now: Callable[[], float]) -> str:
-    """What a step takes with transformers' layers, and with layers in kernels."""
-    layers: Any = fused_layers  # its functions are replaced
-    real = layers.fused
-    sides = ["transformers' layers", "layers in kernels"]
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(repeats + 1):
-        for count, name in enumerate(sides):
-            layers.fused = real if count > 0 else lambda model: nullcontext()
-            seconds[name].append(timed(work, now))
-    middle = {name: statistics.median(found[1:]) for name, found in seconds.items()}
-    first = middle[sides[0]]
-    return ", ".join(f"{name}: {value:.2f} s ({value / first:.2f})" for name, value in middle.items())
 
 
 def drawn(prompt: int, vocabulary: int) -> list[Group]:

@@ -16,7 +16,6 @@ from covey.doctor.dry_run import dry_run
 from covey.doctor.layers import few_layers
 from covey.doctor.roofline.estimate import Setup, _exchanged
 from covey.doctor.roofline.gpus import GPUS
-from covey.kernels.footprint import footprint
 from covey.learner import memory_estimate
 from covey.learner.live_memory import LiveBytes
 from covey.learner.memory_estimate import bytes_a_token, in_gib, starting_tokens
@@ -60,11 +59,6 @@ def lora(name):
 
 def predicted(args, config, adapter=None):
     return dry_run(args, config, peft_config=adapter, prompts=2, prompt_tokens=PROMPT)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_where_no_kernels_are_written_none_are_expected_to_save_memory(dtype):
-    assert footprint(tiny_model(layers=2, hidden=256, intermediate_size=1024), dtype).saved_a_token == 0
 
 
 @pytest.mark.slow
@@ -179,28 +173,6 @@ def test_a_view_of_a_weight_from_before_is_no_new_memory():
         weight.add_(1.0)
     assert live.now == product.nbytes
     assert live.total == weight.nbytes + product.nbytes  # the transposed copy is gone
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "dtype, name", rest_nightly(product([torch.bfloat16, None], ["LoRA", "plain"]), [(torch.bfloat16, "LoRA")])
-)
-def test_kernels_save_what_they_say(name, dtype, monkeypatch):
-    """Both passes of a real model, with kernels and without, by the layers that it has more."""
-    from covey.kernels import fused_model
-
-    saved, seen = list[float](), set[int]()
-    for layers in (4, 8):
-        model = with_adapter(tiny_model(layers=layers, hidden=256, intermediate_size=1024).train(), lora(name))
-        seen.add(footprint(model, dtype or torch.float32).saved_a_token)
-        policy = Policy(model, pad_id=0, compute_dtype=dtype)
-        with_kernels = bytes_a_token(policy)
-        with monkeypatch.context() as patch:
-            patch.setattr(fused_model, "_runs_here", lambda decoder: False)
-            saved.append(bytes_a_token(policy) - with_kernels)
-    if seen == {0}:
-        pytest.skip("no kernels here")
-    assert {(saved[1] - saved[0]) / 4} == seen
 
 
 @pytest.mark.nightly

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import transformers
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from covey.kernels import LogitKernels, compiled_cache, fuse, fused_layers, fused_ops, triton_unavailable_reason
+from covey.kernels import LogitKernels, compiled_cache, fuse, fused_layers, triton_unavailable_reason
 from covey.kernels import compile as compiled
 from covey.kernels.gates import gated, gated_halves, recognised_gate
 from covey.kernels.rotations import KINDS, recognised, rotated
@@ -28,7 +28,7 @@ from kit import forgotten, tiny_model
 @pytest.fixture(autouse=True)
 def with_kernels_as_before():
     """What COVEY_CPU_KERNELS=0 says of the C++ kernels is forgotten with each test."""
-    with forgotten(fused_ops._verified, compiled.load):
+    with forgotten(compiled.load):
         yield
 
 

@@ -8,7 +8,7 @@ import torch
 from launches import built
 
 from covey.kernels import compile as compiled
-from covey.kernels import fuse, fused_layers, fused_ops
+from covey.kernels import fuse, fused_layers
 from covey.kernels.fused_layers import computed, sampling
 from covey.kernels.gates import gated, gated_halves
 from covey.kernels.norms import rms_norm
@@ -26,7 +26,7 @@ BACKWARD = fused_layers._BACKWARD
 @pytest.fixture(autouse=True)
 def without_cpu_kernels(monkeypatch):
     monkeypatch.setenv("COVEY_CPU_KERNELS", "0")
-    with forgotten(fused_ops._verified, compiled.load):
+    with forgotten(compiled.load):
         yield
     for home in [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]:
         if (function := vars(home).get(ROTATION)) is not None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from launches import Launches, built
 from peft import LoraConfig, get_peft_model
 
-from covey.kernels import HalfWeights, add_adapters_inside_products, fuse, fused_ops, half_weights
+from covey.kernels import HalfWeights, add_adapters_inside_products, fuse, half_weights
 from covey.kernels import compile as compiled
 from covey.kernels.prompt_attention import SharedPromptAttention
 from covey.learner import Policy
@@ -34,7 +34,7 @@ SUMS = 12
 def without_cpu_kernels(monkeypatch):
     """Layers as on a GPU: without the C++ kernels of a CPU."""
     monkeypatch.setenv("COVEY_CPU_KERNELS", "0")
-    with forgotten(fused_ops._verified, compiled.load):
+    with forgotten(compiled.load):
         yield
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from covey.kernels import matmul as products
-from covey.kernels.matmul import FasterLinears
+from covey.kernels.matmul import FasterLinears, learning
 from covey.learner.policy import Policy
 from covey.learner.preparation import checkpoint_activations
 from covey.learner.shared_prompt import share_rows
@@ -119,6 +119,25 @@ def test_a_policys_gradients_are_the_same_with_activations_kept_or_computed_agai
     assert (count > 0) == (again != "the user's own")
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+@has_onednn
+def test_a_graph_whose_activations_are_computed_again_may_be_gone_through_twice(always):
+    model = tiny_model(layers=2).train()
+    checkpoint_activations(model)
+    rows = [row(group, [5, 6, 7, 8], [9, 10, 11 + group]) for group in (0, 1)]
+    logp = Policy(model, tiny_tokenizer().pad_token_id).measure(rows).logp.sum()
+    weights = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    once = torch.autograd.grad(logp, weights, retain_graph=True)
+    for one, two in zip(once, torch.autograd.grad(logp, weights), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_blocks_recomputed_by_a_function_of_an_older_kind_are_left_to_torch(always):
+    model = tiny_model(layers=2).train()
+    model.model.gradient_checkpointing = True  # without the partial that holds a `context_fn`
+    with learning(model):
+        assert all("forward" not in module.__dict__ for module in model.modules())
 
 
 @has_onednn

@@ -16,7 +16,7 @@ from covey.algorithms.reference import averages
 from covey.config import GRPOConfig
 from covey.data import vocabulary_size
 from covey.doctor.layers import continued, few_layers, shortened
-from covey.kernels import footprint, has_bfloat16
+from covey.kernels import code_bytes_per_product, has_bfloat16
 from covey.learner.learner import Learner
 from covey.learner.live_memory import FakeBytes, nbytes
 from covey.learner.lm_head import chunk_for
@@ -85,9 +85,7 @@ class Measured:
     """Completions of the largest micro-batch."""
     tokens: int
     """Tokens of it."""
-    saved: float
-    """Bytes of its activations that kernels for a CPU do without."""
-    saved_products: float
+    product_code: float
     """Bytes that a CPU's libraries keep for its products."""
     widest: int
     """Parameters of the largest tensor that is trained."""
@@ -187,8 +185,7 @@ def _accelerator() -> torch.device:
 def _count_step(learner: Learner, args: GRPOConfig, live: FakeBytes, prompt_tokens: int) -> Measured:
     held, peak, (rows, tokens), seconds = _step(learner, args, live, prompt_tokens)
     policy, model = learner.policy, learner.policy.model
-    saves = footprint(model, policy.compute_dtype or _dtype_of(model))
-    layers = 1 if policy.is_checkpointing else model.config.get_text_config().num_hidden_layers
+    code_each = code_bytes_per_product(policy.compute_dtype or _dtype_of(model))
     trained = learner.trainable()
     return Measured(
         size=sum(parameter.numel() for parameter in model.parameters()),
@@ -200,8 +197,7 @@ def _count_step(learner: Learner, args: GRPOConfig, live: FakeBytes, prompt_toke
         peak=peak,
         rows=rows,
         tokens=tokens,
-        saved=float(saves.saved_a_token * layers * tokens),
-        saved_products=float(len(live.products) * saves.saved_per_product),
+        product_code=float(len(live.products) * code_each),
         widest=max(parameter.numel() for parameter in trained),
         scoring=seconds[0],
         learning=seconds[1],
@@ -221,11 +217,10 @@ def _samples_in_16_bits(args: GRPOConfig, size: int, on_cpu: bool) -> bool:
 
 
 def _on_a_cpu(measurement: Measured, activations: int) -> tuple[int, int]:
-    """Activations less the kernels' savings, and the allocator's overhead."""
-    activations = max(0, activations - int(measurement.saved))
+    """Activations, and the allocator's overhead."""
     allocator = allocator_bytes(
         activations,
-        int(measurement.saved_products),
+        int(measurement.product_code),
         is_checkpointed=measurement.is_checkpointed,
         is_adapted=measurement.is_adapted,
     )

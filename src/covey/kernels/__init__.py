@@ -9,10 +9,8 @@ from covey.kernels.attention_product import AttentionProduct
 from covey.kernels.compile import unavailable_reason
 from covey.kernels.decode import CacheTables, DecodeKernels, DecodeStep, DecodeWeights, decode_kernels
 from covey.kernels.flex_attention import AttentionHeads
-from covey.kernels.footprint import footprint
 from covey.kernels.fused_layers import fuse, sampling, triton_unavailable_reason
 from covey.kernels.fused_logits import LogitKernels
-from covey.kernels.fused_model import Recomputing, learning
 from covey.kernels.half_weights import HalfWeights, share_copies
 from covey.kernels.heap import training_heap, zeros
 from covey.kernels.indexers import (
@@ -27,7 +25,7 @@ from covey.kernels.indexers import (
     reason_against_choices,
 )
 from covey.kernels.layout import Layout
-from covey.kernels.matmul import FasterLinears, WeightMatmul
+from covey.kernels.matmul import FasterLinears, Recomputing, WeightMatmul, code_bytes_per_product, learning
 from covey.kernels.prompt_attention import SharedPromptAttention
 from covey.kernels.routers import Routers, find_routers
 from covey.kernels.sampler_linear import InPlaceLinear, SamplerLinear, has_bfloat16, with_adapters
@@ -41,8 +39,8 @@ __all__ = [
     "FasterLinears", "HalfWeights", "InPlaceLinear", "IndexCache", "Layout", "LogitKernels", "Recomputing", "Routers",
     "SamplerLinear", "SharedPromptAttention", "StepKernels", "TritonDecode", "WeightMatmul", "Window",
     "add_adapters_inside_products", "attention_windows", "cache_factory", "cache_keyword", "choices", "choosing_few",
-    "decode_kernels", "find_indexers", "find_routers", "footprint", "fuse", "has_bfloat16", "has_states", "has_windows",
-    "in_place_steps", "is_chosen", "learning", "other_layers", "reason_against_choices", "sampling", "share_copies",
-    "state_steps", "tensors_on", "training_heap", "triton_unavailable_reason", "unavailable_reason", "with_adapters",
-    "zeros",
+    "code_bytes_per_product", "decode_kernels", "find_indexers", "find_routers", "fuse", "has_bfloat16", "has_states",
+    "has_windows", "in_place_steps", "is_chosen", "learning", "other_layers", "reason_against_choices", "sampling",
+    "share_copies", "state_steps", "tensors_on", "training_heap", "triton_unavailable_reason", "unavailable_reason",
+    "with_adapters", "zeros",
 ]  # fmt: skip

@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-"""Children of a decoder layer in which both norms feed linear layers only (pre-norm)."""
 _ELEMENTS = 2**22
 """Numbers of the largest tensor of a trial, about."""
 
@@ -235,22 +233,6 @@ def _rotation(
         return original(*args, **others)
     turned = computed(rotated, compiled, (*xs, *args[-2:]), (dtype, kind.pairs, kind.by_pair))
     return original(*args, **others) if turned is None else as_called(kind, turned, others)
-
-
-# -- recognising modules ------------------------------------------------------------------------------------------------
-
-
-def recognisable_layers(decoder: nn.Module) -> Iterator[Any]:
-    """Decoder layers whose children are attention, MLP and the two norms before them."""
-    for layer in getattr(decoder, "layers", ()):
-        if {name for name, _ in layer.named_children()} == _LAYER:
-            yield layer
-
-
-def is_norm(norm: Any) -> bool:
-    """True for RMSNorm times a weight."""
-    kind = None if norm is None or "forward" in norm.__dict__ else recognised_norm(norm)
-    return kind is not None and kind.offset == 0 and type(getattr(norm, "weight", None)) is nn.Parameter
 
 
 # -- do compiled formulas agree? -----------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ with torch and reads the weights in place. It sums in another order, so results 
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from covey.kernels.compile import is_fake
+from covey.models import decoder_of
 
 ONEDNN_BYTES_PER_SHAPE = 580 * 2**10
 """Bytes of compiled code that oneDNN keeps for each matmul shape until the process ends (measured over a thousand shapes with
@@ -89,30 +91,18 @@ def onednn_weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
     return onednn_linear(x.t(), gradient.t(), None).t()
 
 
-def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`x @ weight.T + bias` [.., N] in the type of `x`; `weight` [N, K] and `bias` may have another. No gradient."""
-    return plain_linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-
-
-def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
-    """`gradient @ weight` [.., K] from `gradient` [.., N], in its type."""
-    return plain_linear(gradient, weight.to(gradient.dtype).t(), None)
-
-
-def weight_gradient(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """`gradient.T @ x` in the type of `weight`, from `gradient` [M, N] and `x` [M, K]."""
-    sums = onednn_weight_gradient(gradient, x) if uses_onednn(gradient.t(), x.t()) else gradient.t() @ x
-    return sums.to(weight.dtype)
+def code_bytes_per_product(dtype: torch.dtype) -> int:
+    """Bytes of compiled code that oneDNN keeps for each matmul shape of a learner with matmuls in `dtype`, if it is used."""
+    return ONEDNN_BYTES_PER_SHAPE if dtype in (torch.bfloat16, torch.float16) or is_onednn_faster() else 0
 
 
 class _Linear(torch.autograd.Function):
-    """`(x [.., K], weight [N, K], bias [N] or None)` -> [.., N] in the type of `x`, by the fastest library, backward too."""
+    """`(x [.., K], weight [N, K], bias [N] or None)` -> [.., N], all in float32, by the fastest library, backward too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.bias = None if bias is None else bias.dtype
-        return linear_forward(x, weight, bias)
+        return plain_linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -121,10 +111,15 @@ class _Linear(torch.autograd.Function):
         flat = gradient.reshape(-1, gradient.shape[-1])
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         return (
-            input_gradient(gradient, weight) if wants_x else None,
-            weight_gradient(flat, x.reshape(-1, x.shape[-1]), weight) if wants_weight else None,
-            flat.sum(0, dtype=ctx.bias) if wants_bias and ctx.bias else None,
+            plain_linear(gradient, weight.t(), None) if wants_x else None,
+            _weight_gradient(flat, x.reshape(-1, x.shape[-1])) if wants_weight else None,
+            flat.sum(0) if wants_bias else None,
         )
+
+
+def _weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
+    """`gradient.T @ x` [N, K] from `gradient` [M, N] and `x` [M, K], by the fastest library."""
+    return onednn_weight_gradient(gradient, x) if uses_onednn(gradient.t(), x.t()) else gradient.t() @ x
 
 
 def faster_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -139,7 +134,8 @@ def faster_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 class FasterLinears:
     """A context in which these modules compute `faster_linear`: those on a CPU that are exactly `nn.Linear` with their own forward.
 
-    It replaces each module's `forward` and restores it on exit; `torch.nn.functional.linear` is not changed.
+    It replaces each module's `forward` and restores it on exit; `torch.nn.functional.linear` is not changed. It may be entered again
+    once it was left, as a graph may be traversed twice.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -174,6 +170,39 @@ def is_hooked(module: nn.Module) -> bool:
     """True if calling the module does more than its forward."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, name) for name in hooks)
+
+
+def learning(model: nn.Module) -> AbstractContextManager[Any]:
+    """`FasterLinears` of this model, for the learner's forward and backward passes; restored on exit.
+
+    A no-op if activations are recomputed by another `context_fn` than `Recomputing`: forward and recomputation must multiply
+    by the same library.
+    """
+    is_recomputed_alike = all(isinstance(context, Recomputing) for context in _contexts_of_recomputing(model))
+    return FasterLinears(model.modules()) if is_recomputed_alike else nullcontext()
+
+
+class Recomputing:
+    """A `context_fn` for `torch.utils.checkpoint`: recomputation runs inside `FasterLinears`, like the first forward.
+
+    Autograd recomputes activations outside any context, so the checkpoint must enter one itself.
+    """
+
+    def __init__(self, *modules: nn.Module) -> None:
+        # decoders alone: copying a decoder, which holds this object, must not copy the head
+        self.modules = tuple(map(decoder_of, modules))
+
+    def __call__(self) -> tuple[FasterLinears, FasterLinears]:
+        modules = [module for inner in self.modules for module in inner.modules()]
+        return FasterLinears(modules), FasterLinears(modules)
+
+
+def _contexts_of_recomputing(model: nn.Module) -> Iterator[Any]:
+    """The `context_fn` of each block with gradient checkpointing."""
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            function = getattr(module, "_gradient_checkpointing_func", None)
+            yield getattr(function, "keywords", {}).get("context_fn")
 
 
 class WeightMatmul:

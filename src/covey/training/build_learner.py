@@ -18,7 +18,6 @@ from covey.config.combinations import expect_together
 from covey.ensembles import Ensemble
 from covey.environments.messages import with_messages
 from covey.errors import ConfigError
-from covey.kernels import learning
 from covey.learner import AdapterCopy, FrozenCopy, Learner, NoReference, Policy, ValueHead, ValueModel, no_critic
 from covey.learner.critic import Critic
 from covey.learner.expert_choices import expect_replay
@@ -89,8 +88,6 @@ def networks_of(
     expect_together("FSDP2", (len(devices) > 1 or (bool(devices) and not is_quantized)) and "device_map")
 
     def shard(module: nn.Module, keeps_whole: bool = False) -> Shards:
-        with learning(module):  # chooses its kernels, once and for all, while the weights are whole
-            pass
         blocks = text_layers(module) if sharding.blocks is None and reads_media(module) else sharding.blocks
         return Shards(module, world, replace(sharding, blocks=blocks), keeps_whole=keeps_whole)
 
