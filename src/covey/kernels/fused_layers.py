@@ -121,20 +121,18 @@ class _Fused(torch.autograd.Function):
 def _of_any_length(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors, with the dimensions that differ between micro-batches marked."""
     for x in tensors:
-        for place in _lengths(x):
+        for place in _LENGTHS[x.ndim]:
             torch._dynamo.maybe_mark_dynamic(x, place)
     return tensors
 
 
-def _lengths(x: Tensor) -> tuple[int, ...]:
-    """Dimensions that differ between micro-batches: rows, or batch and tokens."""
-    return {2: (0,), 3: (0, 1), 4: (0, 2)}.get(x.ndim, ())
+_LENGTHS: tuple[tuple[int, ...], ...] = ((), (), (0,), (0, 1), (0, 2))
+"""Dimensions that differ between micro-batches, by the number of dimensions: rows, or batch and tokens."""
 
 
 def computed(formula: Callable[..., Any], compiled: Compile, tensors: Sequence[Tensor], rest: tuple[Any, ...]) -> Any:
     """The formula's outputs by its kernel; None for a form whose kernel failed or differed when it was first met, with gradients."""
-    fixed = (tuple(n for i, n in enumerate(x.shape) if i not in _lengths(x)) for x in tensors)
-    types = tuple((x.dtype, *sizes) for x, sizes in zip(tensors, fixed, strict=True))
+    types = tuple([(x.dtype, x.shape[1], x.shape[3]) if x.ndim == 4 else (x.dtype, x.shape[-1]) for x in tensors])
     form = formula, compiled, tensors[0].device, types, rest
     if form not in _agreed and not is_in_torch_dispatch_mode():  # an estimate of memory has no numbers
         reason = tried(formula, compiled, tensors, rest)
@@ -271,7 +269,9 @@ _COMPILED = compiled
 def _gap(formula: Callable[..., Any], compiled: Compile, tensors: Sequence[Tensor], rest: tuple[Any, ...]) -> float:
     """Largest relative difference of outputs and gradients, those of the formula by autograd."""
     most = 32_749 if tensors[0].is_cuda else 509  # as a pass has, and no multiple of a block
-    numbers = max(math.prod(max(n, 1) for i, n in enumerate(x.shape) if i not in _lengths(x)[-1:]) for x in tensors)
+    numbers = max(
+        math.prod(max(n, 1) for i, n in enumerate(x.shape) if i not in _LENGTHS[x.ndim][-1:]) for x in tensors
+    )
     rows = min(most, max(16, _ELEMENTS // numbers))
     draw = torch.Generator(tensors[0].device).manual_seed(0)
     drawn = [_drawn_like(x, rows, draw) for x in tensors]
@@ -291,7 +291,7 @@ def _gap(formula: Callable[..., Any], compiled: Compile, tensors: Sequence[Tenso
 
 def _drawn_like(x: Tensor, rows: int, draw: torch.Generator) -> Tensor:
     """Random numbers with the type and the order of strides of `x`, for `rows` rows or tokens: other strides compile again."""
-    shape, lengths = [max(size, 1) for size in x.shape], _lengths(x)
+    shape, lengths = [max(size, 1) for size in x.shape], _LENGTHS[x.ndim]
     if lengths:
         shape[lengths[-1]] = rows
     strides = x.stride()
