@@ -120,6 +120,15 @@ def test_a_kernel_that_rounds_once_more_passes_and_one_that_loses_a_row_does_not
     assert "differs from them by 0.0" in caplog.text
 
 
+def test_a_kernel_whose_last_gradient_is_not_finite_is_left_to_pytorch():
+    def broken(function):
+        with_nan = lambda *args: (function(*args)[0], function(*args)[1] * torch.nan)
+        return with_nan if function is BACKWARD[rms_norm] else function
+
+    form = (torch.randn(8, 64), torch.randn(64)), (1e-6, torch.float32, 0.0)
+    assert fused_layers.tried(rms_norm, broken, *form) == "differs from them by nan"
+
+
 def test_a_compiler_that_fails_for_a_form_is_named_and_leaves_its_module():
     def failing(function):
         raise RuntimeError("no nvcc here\nmore")

@@ -18,12 +18,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from covey.errors import first_line
 from covey.kernels.attention_product import AttentionProduct
 from covey.kernels.compiled_cache import keep_compiled_code
 from covey.kernels.layout import Layout
+from covey.kernels.trials import outcome, relative_gap
 from covey.kernels.windows import Window
-from covey.process.memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -195,12 +194,9 @@ def reason_against(heads: AttentionHeads) -> str | None:
 def tried(heads: AttentionHeads) -> str | None:
     """Trial of forward and backward at two lengths against explicit attention: None, or the reason of its failure."""
     for layout in (Layout(0, 40, (150, 30)), Layout(0, 300, (1, 0, 200, 180))):
-        try:
-            gap = _gap(heads, layout)
-        except Exception as error:  # a compiler fails in many ways; SDPA is the fallback
-            if is_out_of_memory(error):
-                raise
-            return f"it does not compile or run here ({type(error).__name__}: {first_line(error)[:200]})"
+        gap = outcome(lambda layout=layout: _gap(heads, layout))
+        if isinstance(gap, str):
+            return f"it does not compile or run here {gap}"
         most = {torch.float64: 1e-9, torch.float32: 1e-2}.get(heads.dtype, 3e-2)  # float32 products may be TF32's
         if not gap < most:
             return f"its values differ from explicit attention's by {gap:.1g}"
@@ -234,7 +230,4 @@ def _gap(heads: AttentionHeads, layout: Layout) -> float:
             inputs = [leaf.detach().requires_grad_() for leaf in leaves]
             out = run(*inputs)
             results.append([out.detach(), *torch.autograd.grad((out * sign).sum(), inputs)])
-    gaps = [
-        (mine.double() - other.double()).norm() / other.double().norm() for mine, other in zip(*results, strict=True)
-    ]
-    return float(max(gap.item() for gap in gaps))
+    return relative_gap(*results)

@@ -27,6 +27,7 @@ from covey.kernels.compiled_cache import keep_compiled_code
 from covey.kernels.gates import Gate, gated, gated_backward, gated_halves, gated_halves_backward, recognised_gate
 from covey.kernels.norms import Norm, feeding_products, recognised_norm, rms_norm
 from covey.kernels.rotations import Rotation, as_called, heads_of, replace_rotations, rotated, rotated_backward
+from covey.kernels.trials import outcome, relative_gap
 from covey.models import autocast_dtype, decoder_of
 from covey.process.memory import is_out_of_memory
 
@@ -252,14 +253,12 @@ def tried(
     formula: Callable[..., Any], compiled: Compile, tensors: Sequence[Tensor], rest: tuple[Any, ...]
 ) -> str | None:
     """Trial of a formula's kernels, forward and backward, on random numbers in the form of `tensors`: None, or how it failed."""
-    try:
-        # apart from the pass around it
-        with saved_tensors_hooks(lambda x: x, lambda x: x), torch.inference_mode(False):
-            gap = _gap(formula, strictly_compiled if compiled is _COMPILED else compiled, tensors, rest)
-    except Exception as error:  # a compiler fails in many ways; PyTorch's operations do the same work
-        if is_out_of_memory(error):
-            raise
-        return f"does not compile or run here ({type(error).__name__}: {first_line(error)[:200]})"
+    # apart from the pass around it
+    with saved_tensors_hooks(lambda x: x, lambda x: x), torch.inference_mode(False):
+        strictly = strictly_compiled if compiled is _COMPILED else compiled
+        gap = outcome(lambda: _gap(formula, strictly, tensors, rest))
+    if isinstance(gap, str):
+        return f"does not compile or run here {gap}"
     return None if gap < 5e-3 else f"differs from them by {gap:.1g}"  # the rounding of both is 1e-4
 
 
@@ -285,8 +284,8 @@ def _gap(formula: Callable[..., Any], compiled: Compile, tensors: Sequence[Tenso
             parts = out if isinstance(out, tuple) else (out,)
             slopes = slopes or [_drawn_like(x, rows, draw) for x in parts]
             results.append([*(part.detach() for part in parts), *torch.autograd.grad(parts, leaves[:count], slopes)])
-    pairs = zip(*results, strict=True)
-    return max(float((mine.double() - other.double()).norm() / other.double().norm()) for other, mine in pairs)
+    theirs, mine = results
+    return relative_gap(mine, theirs)
 
 
 def _drawn_like(x: Tensor, rows: int, draw: torch.Generator) -> Tensor:
