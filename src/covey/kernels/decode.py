@@ -13,7 +13,7 @@ from torch import Tensor
 from covey.kernels.compile import NUMBERS, load
 from covey.kernels.layout import Layout
 from covey.kernels.matmul_fp32 import Fp32Matmul, fp32_matmul, transposed_size
-from covey.kernels.packed_attention import packed_attention_for
+from covey.kernels.packed_attention import Heads, packed_attention_for
 from covey.kernels.sampler_linear import InPlaceLinear
 
 SOURCE = Path(__file__).parent / "cpp" / "decode.cpp"
@@ -31,15 +31,6 @@ class DecodeStep(ctypes.Structure):
     )
     held: Tensor
     """Reference that keeps the tensor behind the address `places` alive."""
-
-
-class _Heads(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), ("by_row", ctypes.c_int64), ("by_head", ctypes.c_int64))
-
-    @classmethod
-    def of(cls, x: Tensor) -> _Heads:
-        """`x` [R, H, D], contiguous in D."""
-        return cls(x.data_ptr(), x.stride(0), x.stride(1))
 
 
 class CacheTable(ctypes.Structure):
@@ -87,8 +78,9 @@ class _Layer(ctypes.Structure):
     @classmethod
     def of(cls, block: Any) -> _Layer:
         """`block.norms`: weights before attention, before the MLP, of queries, of keys; `block.products`: qkv, output, gate, up, down."""
-        qkv, *others = map(_Linear.each, block.products)
-        return cls(*map(_address, block.norms), *qkv, *[_Linear()] * (3 - len(qkv)), *(linear for (linear,) in others))
+        return cls(
+            *map(_address, block.norms), *(linear for product in block.products for linear in _Linear.each(product))
+        )
 
 
 class _Decoder(ctypes.Structure):
@@ -173,9 +165,7 @@ class DecodeKernels:
         by = ctypes.byref
         self._attend(
             by(step),
-            by(_Heads.of(query)),
-            by(_Heads.of(key)),
-            by(_Heads.of(value)),
+            *map(Heads.of, (query, key, value)),
             None if query_norm is None else query_norm.data_ptr(),
             None if key_norm is None else key_norm.data_ptr(),
             by(CacheTable.of(suffix)),

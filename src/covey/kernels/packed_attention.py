@@ -19,12 +19,14 @@ LONG = 512
 """Number of keys from which PyTorch's operations are faster on a processor with AMX."""
 
 
-class _Heads(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), ("by_head", ctypes.c_int64), ("by_token", ctypes.c_int64))
+class Heads(ctypes.Structure):
+    """Address and strides of a tensor of three dimensions, contiguous in its last; the same layout as in the C++ sources."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("by_first", ctypes.c_int64), ("by_second", ctypes.c_int64))
 
     @classmethod
     def of(cls, x: Tensor) -> Any:
-        """`x` [H, S, D], contiguous in D."""
+        """Reference for a C function to `x` [H, S, D] or [R, H, D]."""
         return ctypes.byref(cls(x.data_ptr(), x.stride(0), x.stride(1)))
 
 
@@ -64,7 +66,7 @@ class PackedAttention:
         query, key, value = map(_in_rows, (query, key, value))
         self._forward(
             ctypes.byref(self._with_scratch(_packed(layouts, query, key, scale), False)),
-            *map(_Heads.of, (query, key, value, out)),
+            *map(Heads.of, (query, key, value, out)),
             normalizer.data_ptr(),
         )
         return out, normalizer
@@ -78,9 +80,9 @@ class PackedAttention:
         gradients = empty_like(query), empty_like(key), empty_like(value)
         self._backward(
             ctypes.byref(self._with_scratch(_packed(layouts, query, key, scale), True)),
-            *map(_Heads.of, (gradient, query, key, value, out)),
+            *map(Heads.of, (gradient, query, key, value, out)),
             normalizer.data_ptr(),
-            *map(_Heads.of, gradients),
+            *map(Heads.of, gradients),
         )
         return gradients
 

@@ -110,9 +110,11 @@ class InPlaceLinear(SamplerLinear):
 
     @property
     def is_plain(self) -> bool:
-        """True if all weights and biases are contiguous float32 CPU tensors."""
+        """True if all weights and biases are the trainer's own, contiguous float32 CPU tensors."""
         tensors = [tensor for tensor in self.tensors if tensor is not None]
-        return all(x.is_cpu and x.dtype == torch.float32 and x.is_contiguous() and type(x) in PLAIN for x in tensors)
+        return not self.is_copy and all(
+            x.is_cpu and x.dtype == torch.float32 and x.is_contiguous() and type(x) in PLAIN for x in tensors
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         out = [plain_linear(x, weight, bias) for weight, bias in self.parts]

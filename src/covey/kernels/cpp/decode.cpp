@@ -266,7 +266,7 @@ struct Linear {
 
 struct Layer {
     const float *before, *after, *query_norm, *key_norm;  // norm weights; those of heads may be null
-    Linear query, key, value, out, gate, up, down;        // with a null weight in `key`, `query` computes queries, keys and values
+    Linear query, key, value, out, gate, up, down;
 };
 
 struct Decoder {
@@ -405,7 +405,6 @@ template <class T, int VD>
 void decode(const Step& step, const Decoder& decoder, const CacheTable* own, const CacheTable* prompts, float* x, T* scratch, T* logits) {
     const Layer& first = *decoder.layers;
     const int64_t rows = step.rows, hidden = first.query.in_features, heads = step.heads * step.width, wide = first.gate.out_features;
-    const bool is_apart = first.key.weight;
     T *normed = scratch, *updates = normed + rows * hidden, *projected = updates + rows * hidden;
     T *attended = projected + rows * heads * (step.repeats + 2), *inner = attended + rows * first.out.in_features;
     T *ups = inner + rows * wide, *transposed = ups + rows * wide;
@@ -420,20 +419,14 @@ void decode(const Step& step, const Decoder& decoder, const CacheTable* own, con
         share(from, by, to);
 #pragma omp barrier
     };
-    // separate buffers of queries, keys and values, or one buffer whose rows hold them from element `before` on
-    const auto heads_at = [&](T* place, int64_t before, const Linear& by) {
-        return is_apart ? Heads{place, by.out_features, step.width} : Heads{place + before, first.query.out_features, step.width};
-    };
-    const int64_t keys = heads * step.repeats, values = keys + heads;
+    T *keys = projected + rows * heads * step.repeats, *values = keys + rows * heads;
+    const Heads query = {projected, heads * step.repeats, step.width}, key = {keys, heads, step.width}, value = {values, heads, step.width};
     const T* more = nullptr;
     for (int64_t i = 0; i < decoder.count; i++) {
         const Layer& layer = decoder.layers[i];
-        const Heads query = heads_at(projected, 0, layer.query);
-        const Heads key = heads_at(is_apart ? projected + rows * keys : projected, keys, layer.key);
-        const Heads value = heads_at(is_apart ? projected + rows * values : projected, values, layer.value);
         add_norm(x, more, layer.before, normed, rows, hidden, step.epsilon);
         const T* from = ready(normed, hidden);
-        if (is_apart) share(from, layer.key, (T*)key.data), share(from, layer.value, (T*)value.data);
+        share(from, layer.key, keys), share(from, layer.value, values);
         product(from, layer.query, projected);
         attend<T, VD>(step, query, key, value, layer.query_norm, layer.key_norm, own[i], prompts[i], attended);
         product(ready(attended, layer.out.in_features), layer.out, updates);

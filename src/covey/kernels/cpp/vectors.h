@@ -137,8 +137,7 @@ inline Floats sums(const Floats* x) {
 #endif
 }
 
-// e^x for x <= 0, and up to 87 where vectors are WIDE, to 2 units in the last place (the polynomial of Cephes' expf). NaN stays
-// NaN.
+// e^x for x <= 0, to 2 units in the last place (the polynomial of Cephes' expf). NaN stays NaN.
 inline Floats exponential(Floats x) {
 #ifdef WIDE
     x = (Floats)_mm512_max_ps(_mm512_set1_ps(-87.0f), (__m512)x);  // the second operand is returned if it is NaN
@@ -167,17 +166,6 @@ inline Floats exponential(Floats x) {
 inline Floats silu(Floats x) {
     const Floats small = exponential(x < all(0.0f) ? x : -x);
     return x * (x < all(0.0f) ? small : all(1.0f)) / (1.0f + small);
-}
-
-// Call visit(i, x) for the vectors of a row; the last one is padded with NOTHING, and NaN stays NaN.
-template <class T, class Visit>
-inline void each(const T* row, int64_t size, float scale, Visit visit) {
-    const int64_t whole = size / LANES * LANES;
-    for (int64_t i = 0; i < whole; i += LANES) visit(i, load(row + i) * scale);
-    if (whole == size) return;
-    float rest[LANES];
-    for (int64_t i = 0; i < LANES; i++) rest[i] = whole + i < size ? one(row + whole + i) * scale : NOTHING;
-    visit(whole, load(rest));
 }
 
 }  // namespace
