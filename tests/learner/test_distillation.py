@@ -12,7 +12,8 @@ from covey.algorithms.samples import made_scores
 from covey.data.hints import hints_of, with_hint
 from covey.errors import ConfigError
 from covey.learner import Policy, Teacher
-from covey.learner.logprobs import Head, Other, distances
+from covey.learner.logprobs import Head
+from covey.learner.signals import Other, compared
 from covey.training.teaching import build_teacher
 from covey.types import TokenBatch
 from kit import group, prompt, rest_nightly, tiny_model, tiny_tokenizer
@@ -108,7 +109,10 @@ def test_no_logits_larger_than_a_chunk_exist_for_either_model():
     hidden = torch.randn(64, 4, requires_grad=True)
     with Watched():
         measure = alg.Distill("x", divergence="jsd", top_k=5).distance
-        distances(hidden, Head(own), Other(torch.randn(64, 4), Head(other), measure), chunk=8).sum().backward()
+        targets = torch.zeros(64, dtype=torch.long)
+        compared(
+            hidden, Head(own), Other(torch.randn(64, 4), Head(other), measure), targets, chunk=8
+        ).distance.sum().backward()
     assert seen
     assert max(seen) <= 8
 

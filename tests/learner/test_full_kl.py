@@ -6,8 +6,9 @@ import torch
 from covey import algorithms as alg
 from covey.errors import ConfigError
 from covey.learner import AdapterCopy, FrozenCopy, Policy
-from covey.learner.logprobs import Head, Other, distances
+from covey.learner.logprobs import Head
 from covey.learner.packing import Row
+from covey.learner.signals import Other, compared
 from covey.types import Completion, Prompt
 from kit import tiny_model
 
@@ -77,7 +78,10 @@ def test_no_logits_larger_than_a_chunk_exist_for_either_model():
     own, other = torch.nn.Linear(4, 997), torch.nn.Linear(4, 997)
     hidden = torch.randn(64, 4, requires_grad=True)
     with Watched():
-        distances(hidden, Head(own), Other(torch.randn(64, 4), Head(other), alg.full), chunk=8).sum().backward()
+        targets = torch.zeros(64, dtype=torch.long)
+        compared(
+            hidden, Head(own), Other(torch.randn(64, 4), Head(other), alg.full), targets, chunk=8
+        ).distance.sum().backward()
     assert seen
     assert max(seen) <= 8
 

@@ -99,7 +99,7 @@ def score_tokens(
     def score(rows: Tensor, row_targets: Tensor) -> tuple[Tensor, Tensor]:
         return score_logits(head.logits(rows), row_targets, temperature, entropy)
 
-    pieces = _by_chunks(score, [head], hidden.split(chunk), targets.split(chunk))
+    pieces = by_chunks(score, [head], hidden.split(chunk), targets.split(chunk))
     logp, entropies = zip(*pieces, strict=True)
     return torch.cat(logp), torch.cat(entropies)
 
@@ -116,7 +116,7 @@ def squared_scores(
     return torch.cat(pieces) if pieces else hidden.new_zeros(0, dtype=torch.float32)
 
 
-def _by_chunks(function: Callable[..., R], heads: Sequence[Head], *chunks: Sequence[Tensor]) -> list[R]:
+def by_chunks(function: Callable[..., R], heads: Sequence[Head], *chunks: Sequence[Tensor]) -> list[R]:
     """Results of `function` by chunk, under activation checkpointing: only its inputs are saved for the backward."""
     if not torch.is_grad_enabled():
         return [function(*pair) for pair in zip(*chunks, strict=True)]
@@ -166,104 +166,3 @@ def _fused(
     with torch.autocast(hidden.device.type, enabled=False):
         logp, entropies = LinearLogProbability.apply(hidden, weight, bias, targets, shape, entropy)
     return logp[:count], entropies[:count]
-
-
-@dataclass(frozen=True, eq=False)
-class Other:
-    """Hidden states of another model at the same positions, for a distance between the two distributions."""
-
-    hidden: Tensor
-    """[M, D], without gradient."""
-    head: Head
-    distance: Callable[[Tensor, Tensor], Tensor]
-    """(logp [m, V], other's logp [m, V]) -> [m]"""
-    overlap_k: int | None = None
-    """Compare the k likeliest tokens of both as well."""
-
-
-@dataclass(frozen=True, eq=False)
-class Likeliest:
-    """Top-k tokens of another model at the same positions, for a distance between the two distributions."""
-
-    ids: Tensor
-    """[M, k]"""
-    logp: Tensor
-    """[M, k], their log-probabilities; -inf: no token."""
-    distance: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """(logp [m, V], ids [m, k], their logp [m, k]) -> [m]"""
-    overlap_k: int | None = None
-    """Compare the k likeliest tokens of both as well."""
-
-
-@dataclass(frozen=True, eq=False)
-class Comparison:
-    """The policy's distributions and another model's at M positions."""
-
-    distance: Tensor
-    """[M], with gradient."""
-    logp: Tensor | None = None
-    """[M], the other model's log-probability of the targets; None of one that tells few tokens."""
-    overlap: Tensor | None = None
-    """[M], share of the k likeliest tokens that both have; None unless it was to be measured."""
-
-
-@torch.no_grad()
-def overlap_of(logp: Tensor, others: Tensor, k: int) -> Tensor:
-    """[m], share of the policy's k likeliest tokens, by `logp` [m, V], among the other model's likeliest `others` [m, k]."""
-    mine = logp.topk(min(k, logp.shape[-1]), -1).indices
-    return (mine[:, :, None] == others[:, None, :]).any(-1).to(logp.dtype).mean(-1)
-
-
-def distances(
-    hidden: Tensor, head: Head, other: Other | Likeliest, *, temperature: float = 1.0, chunk: int | None = None
-) -> Tensor:
-    """Distance [M] of the tempered distribution after each of `hidden` [M, D] to the other model's, with gradient.
-
-    As in `score_tokens`, the logits of both exist for one chunk at a time. Vocabularies are cut to the smaller one.
-    """
-    targets = torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)
-    return compared(hidden, head, other, targets, temperature=temperature, chunk=chunk).distance
-
-
-def compared(
-    hidden: Tensor,
-    head: Head,
-    other: Other | Likeliest,
-    targets: Tensor,
-    *,
-    temperature: float = 1.0,
-    chunk: int | None = None,
-) -> Comparison:
-    """Distances [M] as `distances`, and what else is measured of both distributions at `targets` [M]."""
-    if chunk is None and isinstance(head.project, nn.Linear):
-        chunk = chunk_for(head.project.weight.shape[0], None, hidden.device)
-    chunk = chunk or 1024
-    empty = hidden.new_zeros(0, dtype=torch.float32)
-    if isinstance(other, Likeliest):
-        likeliest = other
-
-        def to_likeliest(rows: Tensor, ids: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
-            logp = torch.log_softmax(head.logits(rows) / temperature, -1)
-            k = likeliest.overlap_k
-            shared = logp.new_zeros(len(logp)) if k is None else overlap_of(logp, ids[:, :k], k)
-            return likeliest.distance(logp, ids, theirs.to(logp.dtype)), shared
-
-        pieces = _by_chunks(to_likeliest, [head], *(x.split(chunk) for x in (hidden, other.ids, other.logp)))
-        apart, shared = zip(*pieces, strict=True) if pieces else ((empty,), (empty,))
-        return Comparison(torch.cat(apart), None, None if other.overlap_k is None else torch.cat(shared))
-
-    def to_other(rows: Tensor, other_rows: Tensor, row_targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        mine = head.logits(rows)
-        with torch.no_grad():
-            theirs = other.head.logits(other_rows).to(mine.dtype)
-            # models of one family pad their embeddings to different sizes
-            width = min(mine.shape[-1], theirs.shape[-1])
-            theirs = torch.log_softmax(theirs[:, :width] / temperature, -1)
-            drawn = theirs.gather(-1, row_targets.clamp(max=width - 1)[:, None]).squeeze(-1)
-        logp, k = torch.log_softmax(mine[:, :width] / temperature, -1), other.overlap_k
-        shared = drawn if k is None else overlap_of(logp, theirs.topk(min(k, width), -1).indices, k)
-        return other.distance(logp, theirs), drawn, shared
-
-    triples = _by_chunks(to_other, [head, other.head], *(x.split(chunk) for x in (hidden, other.hidden, targets)))
-    apart, drawn, shared = zip(*triples, strict=True) if triples else ((empty,), (empty,), (empty,))
-    return Comparison(torch.cat(apart), torch.cat(drawn), None if other.overlap_k is None else torch.cat(shared))

@@ -17,7 +17,7 @@ from covey.kernels import AttentionHeads, HalfWeights, Window, choosing_few, lea
 from covey.learner import context_parallel, shared_prompt
 from covey.learner.expert_choices import Balance, Routing, balanced, padded_balance
 from covey.learner.heads import find_head, splits_or_warns
-from covey.learner.logprobs import Head, Other, distances, score_tokens, squared_scores
+from covey.learner.logprobs import Head, score_tokens, squared_scores
 from covey.learner.measured import Measured
 from covey.learner.offloading import offloaded
 from covey.learner.packing import PaddedRows, Row, pad_rows, pick_rows
@@ -37,24 +37,17 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False)
-class DistanceTo:
-    """Another model for a distance over the whole vocabulary; `swapped` is the context in which its weights are in place."""
-
-    policy: Policy
-    distance: Callable[[Tensor, Tensor], Tensor]
-    swapped: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-    def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Other:
-        with self.swapped(), self.policy.routing.watching(self.policy, packed, rows):
-            hidden, head = self.policy.hidden_of(packed)
-        return Other(hidden, head, self.distance)
-
-
 class Teaching(Protocol):
-    """Teachers evaluated at the policy's positions: `rows`, packed as `packed`."""
+    """Other models evaluated at the policy's positions: `rows`, packed as `packed`."""
 
     def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Signal: ...
+
+
+class OtherModel(Teaching, Protocol):
+    """A model that shares prompts where the policy does."""
+
+    @property
+    def policy(self) -> Policy: ...
 
 
 @dataclass(eq=False)
@@ -163,7 +156,7 @@ class Policy:
         rows: Sequence[Row],
         *,
         entropy: bool = False,
-        against: DistanceTo | None = None,
+        against: OtherModel | None = None,
         teacher: Teaching | None = None,
     ) -> Measured:
         """Forward `rows` once. Gradients flow when they are enabled. Rows of one group share their prompt's computation.
@@ -184,10 +177,9 @@ class Policy:
         else:
             packed = pad_rows(rows, self.pad_id, self.device)
         # before the policy's own pass, whose attention may be recomputed in the backward
-        other = None if against is None else against.at(packed, rows)
-        signal = None if teacher is None else teacher.at(packed, rows)
+        signals = [None if other is None else other.at(packed, rows) for other in (against, teacher)]
         with self.routing.watching(self, packed, rows):
-            measured = self.measure_packed(packed, entropy, other, signal)
+            measured = self.measure_packed(packed, entropy, *signals)
         return replace(measured, routing=self.routing.metrics(packed))
 
     @torch.no_grad()
@@ -195,7 +187,7 @@ class Policy:
         """[N, T], squared norm of the gradient of each token's log-probability by the logits: `1 - 2 p + sum_v p_v^2`."""
 
         def work() -> Tensor:
-            head = self._head_of() if self._splits() else self._whole_head()
+            head = self._head_of()
             with self.autocast():
                 options: dict[str, Any] = {"temperature": self.temperature, "chunk": self.logits_chunk}
                 return squared_scores(measured.hidden, measured.rows.target, head, **options)
@@ -209,7 +201,7 @@ class Policy:
         def work() -> tuple[Tensor, Head]:
             with self.autocast():
                 hidden, _ = self._hidden(rows)
-            head = self._head_of() if self._splits() else self._whole_head()
+            head = self._head_of()
             if self.shards is not None and isinstance(head.project, nn.Module):
                 head = replace(head, project=copy.deepcopy(head.project))  # outlives the gathered weights
             return pick_rows(hidden, rows.source), head
@@ -217,50 +209,43 @@ class Policy:
         return self.within(work)
 
     def measure_packed(
-        self, rows: PaddedRows | SharedRows, entropy: bool, other: Other | None = None, teacher: Signal | None = None
+        self,
+        rows: PaddedRows | SharedRows,
+        entropy: bool,
+        against: Signal | None = None,
+        teacher: Signal | None = None,
     ) -> Measured:
         """`measure` of rows that are packed."""
-        picked, logp, entropies, distance, teacher, balance = self.within(
-            lambda: self._scored(rows, entropy, other, teacher)
+        picked, logp, entropies, balance, (against, teacher) = self.within(
+            lambda: self._scored(rows, entropy, (against, teacher))
         )
         if not torch.is_grad_enabled():  # otherwise the backward may still recompute activations
             self.release()
-        spread = lambda values: None if values is None else rows.spread(values)
-        over = lambda value: None if teacher is None else spread(teacher.over(len(logp), value))
-        span = None if teacher is None else spread(teacher.spans(len(logp), logp.device))
-        informed = None if teacher is None else teacher.informed
-        informed = informed if informed is None or span is None else informed & (span > 0).any(-1)
         return Measured(
-            distance=spread(distance),
-            teacher_distance=over(lambda signal: signal.distance),
-            teacher_weight=over(lambda signal: signal.weight),
-            teacher_logp=over(lambda signal: signal.logp),
-            teacher_overlap=over(lambda signal: signal.overlap),
-            teacher_span=span,
-            teacher_mask=informed,
             logp=rows.spread(logp),
             entropy=rows.spread(entropies),
             hidden=picked,
             rows=rows,
             balance=balance,
+            distance=None if against is None else against.spread(rows)["teacher_distance"],
+            **({} if teacher is None else teacher.spread(rows)),
         )
 
     def _scored(
-        self, rows: PaddedRows | SharedRows, entropy: bool, other: Other | None, teacher: Signal | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Signal | None, Balance | None]:
-        """Hidden states [M, D]; log-probabilities, entropies and distance to `other` [M]; distances to the teachers; the experts' loads."""
+        self, rows: PaddedRows | SharedRows, entropy: bool, signals: Sequence[Signal | None]
+    ) -> tuple[Tensor, Tensor, Tensor, Balance | None, list[Signal | None]]:
+        """Hidden states [M, D]; log-probabilities and entropies [M]; the experts' loads; distances to other models."""
         with self.autocast():
             with offloaded(pins=True) if self.offloads else nullcontext():
                 hidden, balance = self._hidden(rows)
             if self.shards is not None and reads_media(self.model):
                 hidden = depending(hidden, self.parameters())
             picked = pick_rows(hidden, rows.source)  # [M, D], or [M, V] if decoder and head cannot be separated
-            head = self._head_of() if self._splits() else self._whole_head()
             options: dict[str, Any] = {"temperature": self.temperature, "chunk": self.logits_chunk}
+            head = self._head_of()
             logp, entropies = score_tokens(picked, rows.target, head, entropy=entropy, **options)
-            distance = None if other is None else distances(picked, head, other, **options)
-            measured = None if teacher is None else teacher.measured(picked, head, rows.target, **options)
-        return picked, logp, entropies, distance, measured, balance
+            measured = [signal and signal.measured(picked, head, rows.target, **options) for signal in signals]
+        return picked, logp, entropies, balance, measured
 
     def _hidden(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Balance | None]:
         """[N, S, D] hidden states, or [N, S, V] logits if decoder and head cannot be called separately."""
@@ -362,14 +347,12 @@ class Policy:
                 )
         return self._is_shared
 
-    def _whole_head(self) -> Head:
-        """Head without a projection, for models that return logits only."""
-        return Head(project=lambda logits: logits, banned=banned_ids(self.model))
-
     def _head_of(self) -> Head:
+        """The head; without a projection for a model that returns logits only."""
+        if not self._splits():
+            return Head(project=lambda logits: logits, banned=banned_ids(self.model))
         if self._head is None:
             self._head = replace(find_head(self.model), in_float32=self.float32_head)
-        assert self._head is not None
         return self._head
 
     def _splits(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -13,9 +13,27 @@ from torch import Tensor
 
 from covey.config.combinations import expect_together
 from covey.learner.measured import Measured
-from covey.learner.packing import Row
-from covey.learner.policy import DistanceTo, Policy
+from covey.learner.packing import PaddedRows, Row
+from covey.learner.policy import Policy
+from covey.learner.shared_prompt import SharedRows
+from covey.learner.signals import Other, Share, Signal
 from covey.process.sharding import Shards, copy_into, is_sharded, local
+
+
+@dataclass(frozen=True, eq=False)
+class DistanceTo:
+    """Another model for a distance over the whole vocabulary; `swapped` is the context in which its weights are in place."""
+
+    policy: Policy
+    distance: Callable[[Tensor, Tensor], Tensor]
+    swapped: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Signal:
+        with self.swapped(), self.policy.routing.watching(self.policy, packed, rows):
+            hidden, head = self.policy.hidden_of(packed)
+        everywhere = torch.arange(len(hidden), device=hidden.device)
+        share = Share(everywhere, Other(hidden, head, self.distance))
+        return Signal((share,), torch.ones(len(rows), dtype=torch.bool, device=hidden.device))
 
 
 class Reference(Protocol):

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from covey.errors import ConfigError, RewardError, ServerError
-from covey.learner.logprobs import Likeliest
 from covey.learner.packing import PaddedRows, Row
 from covey.learner.policy import Policy
 from covey.learner.shared_prompt import SharedRows
-from covey.learner.signals import Share, Signal
+from covey.learner.signals import Likeliest, Share, Signal
 from covey.learner.teacher import Hints, Teacher, Teachers, places_of, share_of_text, signal_of
 from covey.learner.text_alignment import Aligned, TextAlignment
 from covey.rewards.builtin.chat_endpoint import Endpoint, all_of

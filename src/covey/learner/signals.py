@@ -1,4 +1,4 @@
-"""Signals of teachers at the policy's positions in one micro-batch."""
+"""Other models at the policy's positions in one micro-batch: distances between the distributions, and the signals of teachers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,106 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from covey.learner.logprobs import Head, Likeliest, Other, compared
-from covey.learner.packing import pick_rows
+from covey.learner.lm_head import chunk_for
+from covey.learner.logprobs import Head, by_chunks
+from covey.learner.packing import PaddedRows, pick_rows
+from covey.learner.shared_prompt import SharedRows
+
+
+@dataclass(frozen=True, eq=False)
+class Other:
+    """Hidden states of another model at the same positions, for a distance between the two distributions."""
+
+    hidden: Tensor
+    """[M, D], without gradient."""
+    head: Head
+    distance: Callable[[Tensor, Tensor], Tensor]
+    """(logp [m, V], other's logp [m, V]) -> [m]"""
+    overlap_k: int | None = None
+    """Compare the k likeliest tokens of both as well."""
+
+
+@dataclass(frozen=True, eq=False)
+class Likeliest:
+    """Top-k tokens of another model at the same positions, for a distance between the two distributions."""
+
+    ids: Tensor
+    """[M, k]"""
+    logp: Tensor
+    """[M, k], their log-probabilities; -inf: no token."""
+    distance: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """(logp [m, V], ids [m, k], their logp [m, k]) -> [m]"""
+    overlap_k: int | None = None
+    """Compare the k likeliest tokens of both as well."""
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """The policy's distributions and another model's at M positions."""
+
+    distance: Tensor
+    """[M], with gradient."""
+    logp: Tensor | None = None
+    """[M], the other model's log-probability of the targets; None of one that tells few tokens."""
+    overlap: Tensor | None = None
+    """[M], share of the k likeliest tokens that both have; None unless it was to be measured."""
+
+
+@torch.no_grad()
+def overlap_of(logp: Tensor, others: Tensor, k: int) -> Tensor:
+    """[m], share of the policy's k likeliest tokens, by `logp` [m, V], among the other model's likeliest `others` [m, k]."""
+    mine = logp.topk(min(k, logp.shape[-1]), -1).indices
+    return (mine[:, :, None] == others[:, None, :]).any(-1).to(logp.dtype).mean(-1)
+
+
+def compared(
+    hidden: Tensor,
+    head: Head,
+    other: Other | Likeliest,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+) -> Comparison:
+    """Distance [M] of the tempered distribution after each of `hidden` [M, D] to the other model's, with gradient, and what else is
+    measured of both distributions at `targets` [M].
+
+    As in `score_tokens`, the logits of both exist for one chunk at a time. Vocabularies are cut to the smaller one.
+    """
+    if chunk is None and isinstance(head.project, nn.Linear):
+        chunk = chunk_for(head.project.weight.shape[0], None, hidden.device)
+    chunk = chunk or 1024
+    empty = hidden.new_zeros(0, dtype=torch.float32)
+    if isinstance(other, Likeliest):
+        likeliest = other
+
+        def to_likeliest(rows: Tensor, ids: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+            logp = torch.log_softmax(head.logits(rows) / temperature, -1)
+            k = likeliest.overlap_k
+            shared = logp.new_zeros(len(logp)) if k is None else overlap_of(logp, ids[:, :k], k)
+            return likeliest.distance(logp, ids, theirs.to(logp.dtype)), shared
+
+        pieces = by_chunks(to_likeliest, [head], *(x.split(chunk) for x in (hidden, other.ids, other.logp)))
+        apart, shared = zip(*pieces, strict=True) if pieces else ((empty,), (empty,))
+        return Comparison(torch.cat(apart), None, None if other.overlap_k is None else torch.cat(shared))
+
+    def to_other(rows: Tensor, other_rows: Tensor, row_targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mine = head.logits(rows)
+        with torch.no_grad():
+            theirs = other.head.logits(other_rows).to(mine.dtype)
+            # models of one family pad their embeddings to different sizes
+            width = min(mine.shape[-1], theirs.shape[-1])
+            theirs = torch.log_softmax(theirs[:, :width] / temperature, -1)
+            drawn = theirs.gather(-1, row_targets.clamp(max=width - 1)[:, None]).squeeze(-1)
+        logp, k = torch.log_softmax(mine[:, :width] / temperature, -1), other.overlap_k
+        shared = drawn if k is None else overlap_of(logp, theirs.topk(min(k, width), -1).indices, k)
+        return other.distance(logp, theirs), drawn, shared
+
+    triples = by_chunks(to_other, [head, other.head], *(x.split(chunk) for x in (hidden, other.hidden, targets)))
+    apart, drawn, shared = zip(*triples, strict=True) if triples else ((empty,), (empty,), (empty,))
+    return Comparison(torch.cat(apart), torch.cat(drawn), None if other.overlap_k is None else torch.cat(shared))
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,3 +171,17 @@ class Signal:
         for share, x in pairs:
             total = total.index_add(0, share.places, share.share * x)
         return total
+
+    def spread(self, rows: PaddedRows | SharedRows) -> dict[str, Tensor | None]:
+        """Fields of `Measured`, once the signal is `measured`: those of M positions as [N, T]."""
+        count = len(rows.target)
+        spread = lambda values: None if values is None else rows.spread(values)
+        span = spread(self.spans(count, rows.target.device))
+        return {
+            "teacher_distance": spread(self.over(count, lambda share: share.distance)),
+            "teacher_weight": spread(self.over(count, lambda share: share.weight)),
+            "teacher_logp": spread(self.over(count, lambda share: share.logp)),
+            "teacher_overlap": spread(self.over(count, lambda share: share.overlap)),
+            "teacher_span": span,
+            "teacher_mask": self.informed if span is None else self.informed & (span > 0).any(-1),
+        }

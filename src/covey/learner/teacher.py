@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from covey.learner.context_parallel import takes
-from covey.learner.logprobs import Head, Other, score_tokens
+from covey.learner.logprobs import Head, score_tokens
 from covey.learner.packing import PaddedRows, Row, pad_rows
 from covey.learner.policy import Policy
 from covey.learner.reference import AdapterCopy, FrozenCopy
 from covey.learner.shared_prompt import SharedRows
-from covey.learner.signals import Share, Signal
+from covey.learner.signals import Other, Share, Signal
 from covey.learner.text_alignment import Aligned, TextAlignment, over_policy
 from covey.types import Group, Prompt, ReferenceRule, StepReport
 
