@@ -340,3 +340,50 @@ def _arm() -> None:
         faulthandler.dump_traceback_later(left, exit=True, file=sys.__stderr__)
     except (io.UnsupportedOperation, ValueError):
         return  # standard error is no file here: faulthandler cannot write to it
+
+
+_Work = queue.SimpleQueue["tuple[Callable[[], Any], concurrent.futures.Future[Any]] | None"]
+
+
+class Lanes:
+    """A few daemon threads that take work in turn; they start with the first work and end when closed."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name, self.size = name, size
+        self._open()
+
+    def run(self, work: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+        """Future of `work()`."""
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._queue.put((work, future))
+        if len(self._threads) < self.size:
+            thread = threading.Thread(target=_take_turns, args=(self._queue,), name=f"covey-{self.name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return future
+
+    def close(self) -> None:
+        """Let the threads end; work that comes later gets new ones."""
+        self._finish()
+        self._open()
+
+    def _open(self) -> None:
+        self._queue: _Work = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._finish = weakref.finalize(self, _end_lanes, self._queue, self._threads)
+
+
+def _end_lanes(work: queue.SimpleQueue[Any], threads: list[threading.Thread]) -> None:
+    while threads:
+        threads.pop()
+        work.put(None)
+
+
+def _take_turns(work: _Work) -> None:
+    while (item := work.get()) is not None:
+        function, future = item
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - carried to the waiting thread
+            future.set_exception(error)
+        del item, function, future

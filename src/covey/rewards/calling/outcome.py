@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ _LIMITS_IN_ALL = 3
 """Time limits after which nothing of a batch is asked again."""
 _TRIES = 2
 """Calls of a single completion that raises."""
+_LOST_IN_A_ROW = 3
+"""Lost calls after which the rest of a batch is not called."""
 _TEXT_IN_EVENT = 2000
 
 
@@ -240,3 +243,39 @@ def _text(value: Any) -> str:
     except Exception:  # noqa: BLE001 - an object of the data set's own
         text = f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= _TEXT_IN_EVENT else text[:_TEXT_IN_EVENT] + f" [... {len(text)} characters]"
+
+
+class Breaker:
+    """After three lost calls in a row the rest of the batch is not called: 64 groups do not wait 64 time limits.
+
+    The next batch tries again, and one lost call is enough then; a call that comes back closes the circuit.
+    """
+
+    def __init__(self) -> None:
+        self._lost = 0
+        self._is_open = False
+        self._lock = threading.Lock()
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_open
+
+    def begin(self) -> None:
+        """A new batch: half open where the last one ended open."""
+        with self._lock:
+            self._lost = _LOST_IN_A_ROW - 1 if self._is_open else 0
+            self._is_open = False
+
+    def refuse(self, name: str) -> None:
+        """Raise CircuitOpen while the circuit is open."""
+        if self._is_open:
+            raise CircuitOpen(
+                f"not called, because reward {name!r} lost {_LOST_IN_A_ROW} calls in a row; the next batch tries it again"
+            )
+
+    def note(self, outcome: Outcome) -> None:
+        """Count a call that was wholly lost to a time limit or a connection; an answer of any kind starts again at 0."""
+        is_lost = outcome.is_lost and all(isinstance(failure.error, OSError) for failure in outcome.failures)
+        with self._lock:
+            self._lost = self._lost + 1 if is_lost else 0
+            self._is_open = self._is_open or self._lost >= _LOST_IN_A_ROW
