@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from covey.kernels import shared_attention
-from covey.kernels.layout import Layout
+from covey.kernels.attention_product import Layout
 from covey.kernels.shared_attention import SharedAttention
 
 CASES = {

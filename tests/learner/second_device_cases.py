@@ -22,7 +22,7 @@ from covey.rewards.builtin.reward_model import ModelReward
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.graph_scheduler import GraphScheduler
 from covey.types import Prompt
-from covey.types.float64 import WITHOUT_FLOAT64
+from covey.types.metrics import WITHOUT_FLOAT64
 from kit import learner_of, tiny_model, tiny_reward_model, tiny_tokenizer
 from second_device import WAITS, SecondDevice, to_second
 

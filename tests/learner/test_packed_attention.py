@@ -9,7 +9,7 @@ from shared_rows import ROWS, assert_same, checkpointing, gradients
 
 from covey.kernels import compile as compiled
 from covey.kernels import packed_attention, shared_attention
-from covey.kernels.layout import Layout
+from covey.kernels.attention_product import Layout
 from covey.kernels.packed_attention import SOURCE, PackedAttention, packed_attention_for
 from covey.kernels.shared_attention import SharedAttention
 from covey.learner import shared_prompt

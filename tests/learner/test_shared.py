@@ -4,7 +4,7 @@ import pytest
 import torch
 from shared_rows import ROWS, A, B, assert_same, biased_by_distance, checkpointing, gradients, policy_by, row
 
-from covey.kernels.layout import Layout
+from covey.kernels.attention_product import Layout
 from covey.kernels.shared_attention import SharedAttention
 from covey.learner.packing import tokens_in
 from covey.learner.policy import Policy

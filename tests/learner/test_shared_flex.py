@@ -11,8 +11,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError
 from covey.kernels import flex_attention as shared_flex
+from covey.kernels.attention_product import Layout
 from covey.kernels.flex_attention import AttentionHeads, _KeyRanges, mask_of, tried
-from covey.kernels.layout import Layout
 from covey.learner.policy import Policy
 from kit import tiny_model, tiny_tokenizer
 

@@ -8,7 +8,7 @@ import pytest
 
 from covey.config.alerts import ALERT_RULES
 from covey.monitor.detectors.text import LanguageCollapse
-from covey.monitor.languages import code_of, is_same, language_metrics
+from covey.monitor.slices import code_of, is_same, language_metrics
 from covey.monitor.watch import Watch
 from covey.types import Alert, Group, Mean, StepReport
 from kit import group, rest_nightly

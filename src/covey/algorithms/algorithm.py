@@ -11,7 +11,7 @@ from torch import Tensor
 
 from covey.algorithms.advantages import GroupNormalized
 from covey.algorithms.aggregation import token_mean
-from covey.algorithms.composing import is_apart, metrics_of, needs_whole_step, prepared
+from covey.algorithms.composing import is_apart, metrics_of, needs_whole_step, prepared, recalled, remembered, zeroed
 from covey.algorithms.control import Controller, controllers_in, settle
 from covey.algorithms.critic import Critic, with_targets
 from covey.algorithms.declared import expect_advantages, expect_callable, expect_declared, expect_per_token
@@ -22,7 +22,6 @@ from covey.algorithms.reference import keep
 from covey.algorithms.teacher_signals import Reshaped, signal_metrics
 from covey.algorithms.teachers import TeacherRole, role_of
 from covey.algorithms.token_advantages import reward_to_go, token_rewards
-from covey.algorithms.wrapping import recalled, remembered, zeroed
 from covey.errors import ConfigError, did_you_mean
 from covey.types import (
     Advantage,

@@ -15,7 +15,7 @@ from covey.algorithms.advantages import (
     nan_std,
     sequence_rewards,
 )
-from covey.algorithms.wrapping import Wrapping, zeroed
+from covey.algorithms.composing import Wrapping, zeroed
 from covey.errors import ConfigError
 from covey.types import Advantage, Scores
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from covey.algorithms.advantages import GroupNormalized, sequence_rewards
-from covey.algorithms.wrapping import Wrapping, zeroed
+from covey.algorithms.composing import Wrapping, zeroed
 from covey.types import Advantage, Scores, lowest_passing
 
 

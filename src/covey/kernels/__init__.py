@@ -5,7 +5,7 @@ results differ from PyTorch's, PyTorch computes.
 """
 
 from covey.kernels.adapted_layers import add_adapters_inside_products
-from covey.kernels.attention_product import AttentionProduct
+from covey.kernels.attention_product import AttentionProduct, Layout
 from covey.kernels.compile import unavailable_reason
 from covey.kernels.decode import CacheTables, DecodeKernels, DecodeStep, DecodeWeights, decode_kernels
 from covey.kernels.flex_attention import AttentionHeads
@@ -24,7 +24,6 @@ from covey.kernels.indexers import (
     other_layers,
     reason_against_choices,
 )
-from covey.kernels.layout import Layout
 from covey.kernels.matmul import FasterLinears, Recomputing, WeightMatmul, code_bytes_per_product, learning
 from covey.kernels.prompt_attention import SharedPromptAttention
 from covey.kernels.routers import Routers, find_routers

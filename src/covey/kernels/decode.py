@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.kernels.attention_product import Layout
 from covey.kernels.compile import NUMBERS, load
-from covey.kernels.layout import Layout
 from covey.kernels.matmul_fp32 import Fp32Matmul, fp32_matmul, transposed_size
 from covey.kernels.packed_attention import Heads, packed_attention_for
 from covey.kernels.sampler_linear import InPlaceLinear

@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from covey.kernels.attention_product import AttentionProduct
+from covey.kernels.attention_product import AttentionProduct, Layout
 from covey.kernels.compiled_cache import keep_compiled_code
-from covey.kernels.layout import Layout
 from covey.kernels.trials import outcome, relative_gap
 from covey.kernels.windows import Window
 

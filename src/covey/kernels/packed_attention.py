@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.kernels.attention_product import Layout
 from covey.kernels.compile import NUMBERS, is_fake, largest_gap, load_verified, processor_has
-from covey.kernels.layout import Layout
 
 SOURCE = Path(__file__).parent / "cpp" / "packed_attention.cpp"
 MOST_NUMBERS = 2**20

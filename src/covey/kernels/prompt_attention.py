@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from covey.kernels import flex_attention
-from covey.kernels.attention_product import AttentionProduct
+from covey.kernels.attention_product import AttentionProduct, Layout
 from covey.kernels.flex_attention import AttentionHeads
-from covey.kernels.layout import Layout
 from covey.kernels.matmul import padded_rows
 from covey.kernels.shared_attention import SharedAttention, runs_here
 from covey.kernels.windows import Window

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.kernels.layout import Layout
+from covey.kernels.attention_product import Layout
 from covey.kernels.packed_attention import empty_like, packed_attention_for
 
 

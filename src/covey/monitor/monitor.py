@@ -8,11 +8,10 @@ import psutil
 import torch
 from torch import Tensor
 
-from covey.monitor.languages import language_metrics
 from covey.monitor.measures import text_metrics
 from covey.monitor.policy_drift import Anchor
 from covey.monitor.sample_drift import PromptDrift, SampleDrift
-from covey.monitor.slices import Slices
+from covey.monitor.slices import Slices, language_metrics
 from covey.monitor.updates import UpdateMeter
 from covey.monitor.watch import Watch
 from covey.process.device import PeakBytes

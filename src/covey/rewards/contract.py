@@ -23,8 +23,8 @@ from torch import Tensor
 from covey.data.media import as_returned
 from covey.errors import DataError, RewardError, did_you_mean
 from covey.rewards.decorators import CallOptions, call_options_of
-from covey.rewards.inputs import copied_inputs
 from covey.rewards.raised import describe, is_ctrl_c
+from covey.rewards.surroundings import copied_inputs
 from covey.types import Completion, Group, Reward
 
 T = TypeVar("T")

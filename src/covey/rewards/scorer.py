@@ -20,11 +20,10 @@ from covey.rewards.calling.workers import INSIDE
 from covey.rewards.combining import Combiner, Running, is_moving, weight_of, within_float32
 from covey.rewards.contract import Batch, RewardSpec, check_signature, takes
 from covey.rewards.failures import Failures, refuse_bad_limits
-from covey.rewards.inputs import copied_state
 from covey.rewards.replaced import Calculate, Replaced
 from covey.rewards.scales import Scale, Scales
 from covey.rewards.specs import isolated, specs_of
-from covey.rewards.surroundings import Leftovers, Surroundings
+from covey.rewards.surroundings import Leftovers, Surroundings, copied_state
 from covey.types import Event, Group, Mean, Metric, Reward
 
 

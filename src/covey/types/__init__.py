@@ -14,7 +14,6 @@ from covey.types.callables import (
     Weight,
 )
 from covey.types.episodes import EpisodeNotes
-from covey.types.float64 import lowest_passing, precise, reaches, widest_float
 from covey.types.media import Media
 from covey.types.metrics import (
     Bound,
@@ -27,7 +26,11 @@ from covey.types.metrics import (
     RunningTotal,
     Spread,
     Sum,
+    lowest_passing,
     merge_metrics,
+    precise,
+    reaches,
+    widest_float,
 )
 from covey.types.reports import Alert, Event, StepReport, TokenNumbers
 from covey.types.tokens import TokenBatch, Totals, over_spans
