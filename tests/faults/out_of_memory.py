@@ -80,7 +80,7 @@ def learn(spare_mib, is_warm=True, checkpoints=False, size=300, giant=None, is_g
             if "completions/left_out" in one.metrics
         ],
         "later_events": [event.kind for event in again.events],
-        "rows": learner.micro_batcher.max_rows,
+        "rows": learner.micro_batcher.limits.max_rows,
         "checkpoints": learner.policy.is_checkpointing,
     }
 

@@ -22,7 +22,8 @@ def run(what, spare_mib):
         whole = forked.run(HERE / "out_of_memory.py", what, "0", timeout=600)
         assert whole.returncode == 0, whole.err
         return json.loads(whole.out.splitlines()[-1])
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
     command = [sys.executable, str(HERE / "out_of_memory.py"), what, str(spare_mib)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -112,7 +113,7 @@ def test_memory_that_runs_out_while_the_rollout_is_measured_costs_nothing(fails,
     short = trainer(tmp_path / "short", **options)
     short.train()
     assert not left
-    assert short._running.learner.micro_batcher.max_rows < free._running.learner.micro_batcher.max_rows
+    assert short._running.learner.micro_batcher.limits.max_rows < free._running.learner.micro_batcher.limits.max_rows
     assert [line["kind"] for line in lines(tmp_path / "short", "events.jsonl")] == ["out_of_memory"]
     norms = [[line["grad_norm"] for line in lines(tmp_path / name)] for name in ("free", "short")]
     assert norms[0][:1] == pytest.approx(norms[1][:1], rel=1e-6)

@@ -65,7 +65,7 @@ def test_it_is_tried_again_in_the_next_step_and_the_others_keep_their_micro_batc
     learner = small_learner(rows=8)
     tried = short_of_memory(learner, monkeypatch)
     learner.step(groups_of([35, 5, 5, 5, 5, 5, 5, 5], [True] * 8), alg.dapo(), 1)
-    assert learner.micro_batcher.max_rows == 4
+    assert learner.micro_batcher.limits.max_rows == 4
     tried.clear()
     again = learner.step(groups_of([35, 5, 5, 5, 5, 5, 5, 5], [True] * 8), alg.dapo(), 2)
     assert tried[0] == [35]

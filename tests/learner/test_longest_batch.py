@@ -51,7 +51,7 @@ def test_one_micro_batch_of_the_longest_completions_goes_forward_and_backward_an
 
 
 def test_what_the_tokens_of_a_micro_batch_allow_is_what_is_tried(learner, monkeypatch):
-    learner.micro_batcher.max_tokens = 30 + 3 * 20
+    learner.micro_batcher.limits.max_tokens = 30 + 3 * 20
     sizes = measured(learner, monkeypatch)
     assert tried(learner).rows == 3
     assert sizes == [(3, {20}, {30})]
@@ -62,7 +62,7 @@ def test_what_does_not_fit_is_halved_and_remembered(learner, monkeypatch):
     found = tried(learner)
     assert [rows for rows, *_ in sizes] == [6, 3, 1]
     assert [event.kind for event in found.events] == ["out_of_memory"] * 2
-    assert learner.micro_batcher.max_rows == 1
+    assert learner.micro_batcher.limits.max_rows == 1
 
 
 def test_a_single_completion_that_does_not_fit_ends_with_a_sentence(learner, monkeypatch):

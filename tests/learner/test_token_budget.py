@@ -17,6 +17,7 @@ from covey.learner.memory_estimate import (
     update_bytes,
 )
 from covey.learner.micro_batches import MicroBatcher
+from covey.learner.out_of_memory import BatchLimits
 from covey.learner.packing import rows_of, tokens_in
 from covey.learner.worst_case import groups_of
 from covey.process.world import World
@@ -58,7 +59,7 @@ def test_a_step_of_131000_tokens_takes_five_passes_whatever_the_batch_size_is():
     rows = rows_of(groups_of(256, 256, 512, 8, 1000))
     limits = {"max_tokens": 2**17, "enough_tokens": enough_tokens("auto", on_cpu=False)}
     for batch in (1, 16, 128):
-        room = MicroBatcher(starting_rows("auto", batch, 256, on_cpu=False), shares_prompts=lambda: True, **limits)
+        room = MicroBatcher(BatchLimits(starting_rows("auto", batch, 256, on_cpu=False), **limits), lambda: True)
         sizes = [tokens_in(batch, True) for batch in room.batches(rows)]
         assert len(sizes) == 5
         assert max(sizes) <= 2**15
@@ -66,7 +67,7 @@ def test_a_step_of_131000_tokens_takes_five_passes_whatever_the_batch_size_is():
 
 def test_a_group_that_is_longer_than_enough_is_one_pass_where_memory_allows():
     rows = rows_of(groups_of(16, 100, 8192, 8, 1000))
-    room = MicroBatcher(16, 2**17, shares_prompts=lambda: True, enough_tokens=enough_tokens("auto", on_cpu=False))
+    room = MicroBatcher(BatchLimits(16, 2**17, enough_tokens("auto", on_cpu=False)), lambda: True)
     assert [len(batch) for batch in room.batches(rows)] == [8, 8]
 
 
@@ -82,7 +83,7 @@ def test_memory_that_runs_out_halves_the_budget_and_changes_no_gradient(monkeypa
         learner = learner_of(
             policy, torch.optim.SGD(policy.parameters(), lr=1.0), max_completion_length=20, max_rows=32
         )
-        learner.micro_batcher.max_tokens = 1024
+        learner.micro_batcher.limits.max_tokens = 1024
         measure = policy.measure
 
         def watched(rows, **options):
@@ -93,7 +94,9 @@ def test_memory_that_runs_out_halves_the_budget_and_changes_no_gradient(monkeypa
         monkeypatch.setattr(policy, "measure", watched)
         before = torch.cat([p.detach().flatten() for p in policy.parameters()])
         learner.step(groups_of(32, 30, 20, 4, 300), alg.dapo(), 1)
-        return before - torch.cat([p.detach().flatten() for p in policy.parameters()]), learner.micro_batcher.max_tokens
+        return before - torch.cat(
+            [p.detach().flatten() for p in policy.parameters()]
+        ), learner.micro_batcher.limits.max_tokens
 
     whole, halved = gradient(10**6), gradient(500)
     assert (whole[1], halved[1]) == (1024, 424)
@@ -101,10 +104,10 @@ def test_memory_that_runs_out_halves_the_budget_and_changes_no_gradient(monkeypa
 
 
 def test_sizes_of_another_kind_of_device_are_not_restored():
-    cpu, gpu = (MicroBatcher(8, 2048), MicroBatcher(256, 2**16, device="cuda"))
+    cpu, gpu = (BatchLimits(8, 2048), BatchLimits(256, 2**16, device="cuda"))
     gpu.load_state_dict(cpu.state_dict())
     assert (gpu.max_rows, gpu.max_tokens) == (256, 2**16)
-    gpu.load_state_dict(MicroBatcher(100, 2**14, device="cuda").state_dict())
+    gpu.load_state_dict(BatchLimits(100, 2**14, device="cuda").state_dict())
     assert (gpu.max_rows, gpu.max_tokens) == (100, 2**14)
 
 

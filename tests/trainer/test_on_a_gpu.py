@@ -91,7 +91,7 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_the_run_goes_on(tmp_pat
     start = torch.cuda.memory_allocated()
     whole, _ = trained(tmp_path / "whole", model=make(), **options)
     peak = torch.cuda.max_memory_allocated()
-    rows = whole._running.learner.micro_batcher.max_rows
+    rows = whole._running.learner.micro_batcher.limits.max_rows
     del whole
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
@@ -101,7 +101,7 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_the_run_goes_on(tmp_pat
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert less.state.global_step == 1
-    assert less._running.learner.micro_batcher.max_rows < rows
+    assert less._running.learner.micro_batcher.limits.max_rows < rows
     assert not torch.equal(flat(less.model), before)
 
 

@@ -146,7 +146,7 @@ def measured(args: GRPOConfig, model_config: Any, *, peft_config: Any, prompt_to
     tokens = _tokens_of_a_pass(args, [learner for learner, _ in made], few, layers, made, target)
     results = []
     for learner, live in made:
-        learner.micro_batcher.max_tokens = tokens
+        learner.micro_batcher.limits.max_tokens = tokens
         with live:
             results.append(_count_step(learner, args, live, prompt_tokens))
     return continued(results[0], results[1], few, layers) if few else results[0]
@@ -264,7 +264,7 @@ def _learner(args: GRPOConfig, model_config: Any, peft_config: Any, live: FakeBy
         device = None if target.logits else torch.accelerator.current_accelerator()
         learner.policy.logits_chunk = chunk_for(vocabulary, args.logits_chunk_tokens, device, elements=target.logits)
     limit, batch = args.max_tokens_per_microbatch, args.per_device_train_batch_size
-    room = learner.micro_batcher
+    room = learner.micro_batcher.limits
     room.max_rows = starting_rows(limit, batch, batch * args.gradient_accumulation_steps, on_cpu=target.on_cpu)
     room.enough_tokens = enough_tokens(limit, on_cpu=target.on_cpu)
     return learner
@@ -323,7 +323,8 @@ def _step(
     sizes = count, tokens_in(batches[0], learner.policy.shares_prompts())
     if length <= _LONG:
         return held, peak_of(count, prompt_tokens, length), sizes, [*seconds, updating]
-    learner.micro_batcher.max_tokens = learner.micro_batcher.enough_tokens = None  # so many rows in one micro-batch
+    limits = learner.micro_batcher.limits
+    limits.max_tokens = limits.enough_tokens = None  # so many rows in one micro-batch
     half, whole = ((peak_of(count, prompt_tokens, answer), *seconds) for answer in (_LONG // 2, _LONG))
     times = (length - _LONG) / (_LONG - _LONG // 2)
     peak, *spent = (b + times * (b - a) for a, b in zip(half, whole, strict=True))

@@ -14,6 +14,7 @@ from covey.learner.critic import Critic, no_critic
 from covey.learner.measured import Measured
 from covey.learner.micro_batches import MicroBatcher
 from covey.learner.optimizer import check_room, clip, options_of
+from covey.learner.out_of_memory import BatchLimits
 from covey.learner.packing import Row, can_have_gradient, filler, regrouped, rows_of, unscored_row
 from covey.learner.policy import Policy
 from covey.learner.reference import Reference
@@ -90,16 +91,10 @@ class Learner:
 
     def __post_init__(self) -> None:
         self.options = options_of(self.optimizer)
-        self.micro_batcher = MicroBatcher(
-            self.max_rows,
-            self.max_tokens,
-            shares_prompts=self.policy.shares_prompts,
-            enough_tokens=self.enough_tokens,
-            enable_recomputation=self.enable_recomputation,
-            device=self.policy.device.type,
-            agree=self.world.max if self.policy.is_collective else None,
-            options=self.size_options,
-        )
+        sizes = {"device": self.policy.device.type, "options": self.size_options}
+        limits = BatchLimits(self.max_rows, self.max_tokens, self.enough_tokens, self.enable_recomputation, **sizes)
+        agree = self.world.max if self.policy.is_collective else None
+        self.micro_batcher = MicroBatcher(limits, self.policy.shares_prompts, agree)
 
     # -- before the advantages ------------------------------------------------------------------------------------
 
@@ -120,7 +115,7 @@ class Learner:
         """Groups with `old_logp`, `ref_logp`, `values` and `squared_score` of the current models, as far as `needs` names them."""
         rows = [unscored_row(group, i, drawn) for i, group in enumerate(groups) for drawn in group.completions]
         self.policy.model.eval()
-        self.micro_batcher.left_out.begin()  # no completion may be skipped: advantages need all of them
+        self.micro_batcher.limits.left_out.begin()  # no completion may be skipped: advantages need all of them
         with self._abortable(), ordered_sums.on(self.policy.device):
             notes = self.micro_batcher.attempt(lambda: self._notes(self.world.share(rows), needs))
         done = self.world.interleave(notes)
@@ -162,7 +157,7 @@ class Learner:
         mine = self.world.share(rows)
         totals = totals_of(rows, self.max_completion_length)
         examples = [] if self.supervised is None else self.supervised.rows(step)
-        self.micro_batcher.left_out.begin(completions=rows, sft=examples)
+        self.micro_batcher.limits.left_out.begin(completions=rows, sft=examples)
         self.policy.model.train(not self.disable_dropout or self.policy.is_checkpointing)
         trains = [self.policy.auxiliary_coefficient != 0 or can_have_gradient(row, algorithm) for row in mine]
         skippable = [
@@ -178,13 +173,13 @@ class Learner:
                 totals = replace(totals, expert_loads=self._expert_loads(trained))
                 parts += self.micro_batcher.attempt(lambda: self._evaluate_all(evaluated, algorithm, totals))
             parts += self._gradients(trained, algorithm, totals, examples)
-        metrics = self.world.merge(merge_metrics([*parts, self.micro_batcher.left_out.end()]))
+        metrics = self.world.merge(merge_metrics([*parts, self.micro_batcher.limits.left_out.end()]))
         if rows and all(row.completion.version == step - 1 for row in rows):
             self.before_first_update(metrics, step - 1)
         metrics.pop(FIRST_UPDATE, None)
         metrics["num_tokens"] = Sum(float(sum(row.num_tokens for row in rows)))
         report = self._update(metrics, step)
-        events = (*self.micro_batcher.take_events(), *report.events)
+        events = (*self.micro_batcher.limits.take_events(), *report.events)
         return replace(report, events=events, tokens=self.token_entropies.gathered(self.world, groups))
 
     @contextmanager
@@ -211,7 +206,7 @@ class Learner:
         rows = self.rows(groups)
         totals = totals_of(rows, self.max_completion_length)
         self.policy.model.eval()
-        self.micro_batcher.left_out.begin()
+        self.micro_batcher.limits.left_out.begin()
         mine = self.world.share(rows)
         algorithm = self.prepared(algorithm, (mine,), totals)
         parts = self.micro_batcher.attempt(lambda: self._evaluate_all(mine, algorithm, totals))

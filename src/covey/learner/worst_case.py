@@ -34,7 +34,7 @@ def try_longest(learner: Learner, algorithm: Algorithm, *, prompt_tokens: int, g
     """
     make = lambda count: groups_of(count, prompt_tokens, learner.max_completion_length, group, vocabulary)
     started = time.perf_counter()
-    first = learner.micro_batcher.batches(rows_of(make(learner.micro_batcher.max_rows)))[0]
+    first = learner.micro_batcher.batches(rows_of(make(learner.micro_batcher.limits.max_rows)))[0]
     groups = learner.annotate(make(len(first)), algorithm)
     events = rehearse(learner, groups, algorithm)
     return Longest(
@@ -57,7 +57,7 @@ def rehearse(learner: Learner, groups: Sequence[Group], algorithm: Algorithm) ->
         learner.micro_batcher.attempt(work, learner.forget)
     finally:
         learner.forget()
-    return learner.micro_batcher.take_events()
+    return learner.micro_batcher.limits.take_events()
 
 
 def groups_of(count: int, prompt_tokens: int, completion_tokens: int, size: int, vocabulary: int) -> list[Group]:

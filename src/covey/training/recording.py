@@ -163,11 +163,11 @@ def _mine(parts: Parts, saved: Sequence[Any]) -> Any:
 def _learned_sizes(parts: Parts) -> dict[str, Any]:
     """Batch sizes found to fit in this process's memory."""
     sampler = parts.sampler.state_dict() if isinstance(parts.sampler, NativeSampler) else {}
-    return {"learner": parts.learner.micro_batcher.state_dict(), "sampler": sampler}
+    return {"learner": parts.learner.micro_batcher.limits.state_dict(), "sampler": sampler}
 
 
 def _restore_sizes(parts: Parts, saved: Mapping[str, Any]) -> None:
-    parts.learner.micro_batcher.load_state_dict(saved["learner"])
+    parts.learner.micro_batcher.limits.load_state_dict(saved["learner"])
     if saved["sampler"] and isinstance(parts.sampler, NativeSampler):
         parts.sampler.load_state_dict(saved["sampler"])
 
