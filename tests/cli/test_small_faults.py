@@ -15,7 +15,7 @@ from covey.cli import main
 from covey.data import PromptStream, load, prepare_tokenizer
 from covey.errors import ConfigError, DataError
 from covey.evaluation.compare.run_data import read_runs
-from covey.learner import shared_prompt
+from covey.learner.sharing_trial import reason_against_sharing
 from covey.models import load_tokenizer
 from covey.monitor.sample_drift import SampleDrift
 from covey.process.cluster import connected
@@ -103,9 +103,9 @@ def test_a_model_without_experts_has_no_balancing_loss_whatever_its_config_names
 
 def test_a_bias_by_distance_is_named_as_the_reason():
     bloom = made(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2))
-    assert shared_prompt.reason_against(bloom) == "its attention is biased by the distance of tokens (ALiBi)"
-    assert shared_prompt.reason_against(made(FalconConfig(**SMALL, alibi=True))) is not None
-    assert shared_prompt.reason_against(made(FalconConfig(**SMALL, alibi=False))) is None
+    assert reason_against_sharing(bloom) == "its attention is biased by the distance of tokens (ALiBi)"
+    assert reason_against_sharing(made(FalconConfig(**SMALL, alibi=True))) is not None
+    assert reason_against_sharing(made(FalconConfig(**SMALL, alibi=False))) is None
 
 
 def test_the_shuffled_prompts_of_the_demo_are_no_drift():

@@ -22,8 +22,8 @@ pytestmark = [
 
 PACKING = {
     "shared_prompt.py:share_rows to the device",
-    "shared_prompt.py:_counts between the devices",
-    "shared_prompt.py:index between the devices",
+    "segments.py:_counts between the devices",
+    "segments.py:index between the devices",
     "packing.py:pad_rows to the device",
 }
 """Token ids and places of a micro-batch, copied from the host before its forward pass."""

@@ -23,7 +23,7 @@ from covey.learner.offloading import offloaded
 from covey.learner.packing import PaddedRows, Row, pad_rows, pick_rows
 from covey.learner.shared_prompt import SharedRows, share_rows
 from covey.learner.shared_states import StateLayer
-from covey.learner.sharing_trial import try_sharing
+from covey.learner.sharing_trial import reason_against_sharing, try_sharing
 from covey.learner.signals import Signal
 from covey.learner.state_layers import whole_row_layers
 from covey.models import accepts, decoder_of, encoder_of, float32_stream, reads_media, unwrapped
@@ -333,7 +333,7 @@ class Policy:
         if self._is_shared is None:
             reason = None if self._splits() else "its head cannot be called apart"
             with choosing_few(self.model):
-                reason = reason or shared_prompt.reason_against(self.model) or try_sharing(self)
+                reason = reason or reason_against_sharing(self.model) or try_sharing(self)
             self._is_shared = reason is None
             if reason is not None and self.shared_attention != "auto":
                 raise ConfigError(

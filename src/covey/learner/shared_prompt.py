@@ -7,7 +7,6 @@ not computed.
 
 import functools
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,87 +23,19 @@ from covey.kernels import (
     Layout,
     SharedPromptAttention,
     Window,
-    choices,
     is_chosen,
-    other_layers,
 )
 from covey.learner import context_parallel
 from covey.learner.packing import Row
+from covey.learner.segments import Run, Segment, numbers_of
+from covey.learner.segments import attend as attend_by_part
 from covey.learner.shared_states import Unpacked
-from covey.models import unwrapped
 from covey.models.modalities import Placed, placed_inputs
 from covey.process.context import ContextGroup
 
 logger = logging.getLogger(__name__)
 
 ATTENTION = "covey"
-
-
-@dataclass(frozen=True, eq=False)
-class Segment:
-    """One prompt and its G completions inside a packed row of S tokens."""
-
-    layout: Layout
-    """Positions of the prompt, and the number of predicting tokens (all but the last) of each completion."""
-    device: torch.device
-
-    @functools.cached_property
-    def index(self) -> Tensor:
-        """[G, T] index in the packed row of each predicting completion token; any valid index beyond a completion's end."""
-        begins = self.layout.answers.start + self._counts.cumsum(0) - self._counts
-        return torch.where(
-            self.valid, begins[:, None] + self._steps, torch.tensor(self.layout.start, device=self.device)
-        )
-
-    @functools.cached_property
-    def valid(self) -> Tensor:
-        """[G, T] bool"""
-        return self._steps < self._counts[:, None]
-
-    def mask(self, window: Window | None, seen: Tensor | None = None) -> Tensor:
-        """[T, length + T] bool: a completion token sees the prompt, and its own completion up to itself, in its window.
-
-        With `seen` [S, positions] of the packed row's tokens [G, 1, T, length + T], of these positions alone.
-        """
-        mask = self._masked(self.layout.length, len(self._steps), window)
-        return mask if seen is None else mask & seen[self.index, : mask.shape[1]][:, None]
-
-    def prompt_mask(self, window: Window | None, seen: Tensor | None = None) -> Tensor | None:
-        """[length, length] bool of the prompt's tokens, of which `seen` is read as by `mask`; None if it is plainly causal."""
-        length = self.layout.length
-        if seen is not None:
-            return self._masked(0, length, window) & seen[self.layout.prompt, :length]
-        return None if window is None or not window.hides(length) else self._masked(0, length, window)
-
-    def _masked(self, before: int, count: int, window: Window | None) -> Tensor:
-        """[count, before + count] bool of the tokens from position `before` on; cached for later layers."""
-        mask = self._masks.get((before, window))
-        if mask is None:
-            key = torch.arange(before + count, device=self.device)
-            query = key[before:, None]
-            mask = key <= query if window is None else (key <= query) & (key >= window.first(query))
-            self._masks[before, window] = mask
-        return mask
-
-    @functools.cached_property
-    def _masks(self) -> dict[tuple[int, Window | None], Tensor]:
-        return {}
-
-    @functools.cached_property
-    def written(self) -> Tensor:
-        """[sum T_i] flat indices where `valid` is true: indexing by a mask would synchronize with the device in each layer."""
-        longest = len(self._steps)
-        return _numbers([(i * longest, count) for i, count in enumerate(self.layout.counts)]).to(
-            self.device, non_blocking=True
-        )
-
-    @functools.cached_property
-    def _counts(self) -> Tensor:
-        return torch.tensor(self.layout.counts, dtype=torch.long, device=self.device)
-
-    @functools.cached_property
-    def _steps(self) -> Tensor:
-        return torch.arange(max(self.layout.counts, default=0), device=self.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +115,7 @@ def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own", *
     for i, row in enumerate(rows):
         groups.setdefault(row.sharing, []).append(i)
     ids: list[Tensor] = []
-    positions, source, place = list[_Run](), list[_Run](), list[_Run]()
+    positions, source, place = list[Run](), list[Run](), list[Run]()
     target, segments, placed = [], [], []
     spans = dict[int, tuple[int, int, int]]()
     offset = 0
@@ -219,28 +150,16 @@ def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own", *
         segments.append(Segment(Layout(offset, padding, ()), device))
     return SharedRows(
         input_ids=torch.cat(ids)[None].to(device),
-        position_ids=_numbers(positions)[None].to(device),
+        position_ids=numbers_of(positions)[None].to(device),
         segments=tuple(segments),
-        source=_numbers(source).to(device),
+        source=numbers_of(source).to(device),
         target=torch.cat(target).to(device),
-        place=_numbers(place).to(device),
+        place=numbers_of(place).to(device),
         shape=(len(rows), longest),
         kernel=kernel,
         placed=tuple(placed),
         spans=tuple(spans[i] for i in range(len(rows))),
     )
-
-
-_Run = tuple[int, int]
-"""(first number, count) of consecutive numbers."""
-
-
-def _numbers(runs: Sequence[_Run]) -> Tensor:
-    """[sum of all counts] int64, the concatenated numbers of these runs."""
-    firsts, counts = torch.tensor(runs, dtype=torch.long).T
-    before = counts.cumsum(0) - counts
-    numbers: Tensor = torch.arange(int(counts.sum())) + (firsts - before).repeat_interleave(counts)
-    return numbers
 
 
 def attention(
@@ -289,7 +208,7 @@ def attention(
             return attended, None
     parts = []
     for segment in covey_rows.segments:
-        parts += _attend(query[0], key[0], value[0], segment, window, product, seen)
+        parts += attend_by_part(query[0], key[0], value[0], segment, window, product, seen)
     return torch.cat(parts)[None], None
 
 
@@ -298,33 +217,6 @@ def _heads_of(query: Tensor, key: Tensor, value: Tensor, product: AttentionProdu
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     shape = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
     return AttentionHeads(*shape, dtype, query.device, product.sinks is not None)
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segment: Segment,
-    window: Window | None,
-    product: AttentionProduct,
-    seen: Tensor | None,
-) -> list[Tensor]:
-    """[length, H, D] of the prompt's tokens and [sum T_i, H, D] of the completions', from [H, S, D].
-
-    `seen` [S, positions] is true at the positions that a token's indexer chose.
-    """
-    prompt_of = lambda x: x[:, segment.layout.prompt][None]  # [1, H, length, D]
-    prompt_mask = segment.prompt_mask(window, seen)
-    prompt = product(prompt_of(query), prompt_of(key), prompt_of(value), prompt_mask)
-    count, longest = segment.index.shape
-    if not segment.index.numel():
-        return [prompt[0].transpose(0, 1)]
-    flat = segment.index.flatten()
-    pick = lambda x: x[:, flat].view(x.shape[0], count, longest, x.shape[2]).transpose(0, 1)  # [G, H, T, D]
-    keys = torch.cat([prompt_of(key).expand(count, -1, -1, -1), pick(key)], dim=2)
-    values = torch.cat([prompt_of(value).expand(count, -1, -1, -1), pick(value)], dim=2)
-    answers = product(pick(query), keys, values, segment.mask(window, seen))
-    return [prompt[0].transpose(0, 1), answers.transpose(1, 2).flatten(0, 1)[segment.written]]
 
 
 def install() -> None:
@@ -365,29 +257,6 @@ def as_loaded(reference: Callable[[], Any]) -> Iterator[str]:
 
 _before: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """The attention implementation that each switched model had."""
-
-
-def drops(model: Any) -> bool:
-    """True if the model has attention dropout in training mode."""
-    names = ("attention_dropout", "attn_dropout")
-    rates = [getattr(module, name, 0.0) for module in model.modules() for name in names]
-    return any((rate.p if isinstance(rate, torch.nn.Dropout) else rate) for rate in rates if rate is not None)
-
-
-def reason_against(model: Any) -> str | None:
-    """Reason in the model's configuration against sharing prompts; None if there is none.
-
-    The attention implementation of the loaded model does not matter: packed rows use `attention`, and a trial compares the two.
-    """
-    config = model.config.get_text_config()
-    if getattr(model, "active_peft_config", None) is not None and model.active_peft_config.is_prompt_learning:
-        return "prompt-learning adapters put tokens of their own before the prompt"
-    source = sys.modules[type(unwrapped(model)).__module__]
-    if getattr(config, "alibi", True) and any("alibi" in name.lower() for name in vars(source)):
-        return "its attention is biased by the distance of tokens (ALiBi)"
-    if (others := other_layers(model)) and not choices(unwrapped(model)):
-        return f"it has {', '.join(sorted(others))} layers"
-    return None
 
 
 def forward_kwargs(rows: SharedRows, model: Any) -> dict[str, Any]:

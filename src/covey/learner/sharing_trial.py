@@ -1,6 +1,7 @@
 """Trial of shared prompts: packed rows compared with single rows, before a policy computes them; choice of their attention kernel."""
 
 import logging
+import sys
 from collections.abc import Set
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -10,7 +11,15 @@ from weakref import ref
 import torch
 
 from covey.errors import RAW_ERRORS, ConfigError
-from covey.kernels import AttentionHeads, SharedPromptAttention, attention_windows, has_windows, reason_against_choices
+from covey.kernels import (
+    AttentionHeads,
+    SharedPromptAttention,
+    attention_windows,
+    choices,
+    has_windows,
+    other_layers,
+    reason_against_choices,
+)
 from covey.learner import shared_prompt
 from covey.learner.heads import short_row
 from covey.learner.packing import pad_rows
@@ -75,9 +84,7 @@ def choose_kernel(model: Any, choice: str, heads: Set[AttentionHeads]) -> str:
     """Attention kernel for layers of these shapes. Raises ConfigError if FlexAttention was requested and cannot run."""
     if choice == "sdpa" or (choice == "auto" and compute_device(next(model.parameters())).type == "cpu"):
         return "sdpa" if choice == "sdpa" else "own"
-    dropped = (
-        "its attention drops weights at random (disable_dropout=True ends that)" if shared_prompt.drops(model) else None
-    )
+    dropped = "its attention drops weights at random (disable_dropout=True ends that)" if drops(model) else None
     unseen = None if heads else "its layers cannot be looked at from here"
     reason = dropped or unseen or next(filter(None, map(SharedPromptAttention.flex_unavailable_reason, heads)), None)
     if reason is None:
@@ -91,3 +98,26 @@ def choose_kernel(model: Any, choice: str, heads: Set[AttentionHeads]) -> str:
 @lru_cache
 def _tell_once(message: str) -> None:
     logger.warning("%s", message)
+
+
+def drops(model: Any) -> bool:
+    """True if the model has attention dropout in training mode."""
+    names = ("attention_dropout", "attn_dropout")
+    rates = [getattr(module, name, 0.0) for module in model.modules() for name in names]
+    return any((rate.p if isinstance(rate, torch.nn.Dropout) else rate) for rate in rates if rate is not None)
+
+
+def reason_against_sharing(model: Any) -> str | None:
+    """Reason in the model's configuration against sharing prompts; None if there is none.
+
+    The attention implementation of the loaded model does not matter: packed rows use `shared_prompt.attention`, and a trial compares the two.
+    """
+    config = model.config.get_text_config()
+    if getattr(model, "active_peft_config", None) is not None and model.active_peft_config.is_prompt_learning:
+        return "prompt-learning adapters put tokens of their own before the prompt"
+    source = sys.modules[type(unwrapped(model)).__module__]
+    if getattr(config, "alibi", True) and any("alibi" in name.lower() for name in vars(source)):
+        return "its attention is biased by the distance of tokens (ALiBi)"
+    if (others := other_layers(model)) and not choices(unwrapped(model)):
+        return f"it has {', '.join(sorted(others))} layers"
+    return None
