@@ -11,8 +11,8 @@ from covey.errors import ConfigError
 from covey.kernels import compile as compiled
 from covey.kernels.decode import SOURCE, DecodeKernels, decode_kernels, defines
 from covey.rollout import NativeSampler, SamplingParams
-from covey.rollout.attention import ScoreRule
 from covey.rollout.kv_cache import KVCache, LayerShape
+from covey.rollout.softmax_attention import ScoreRule
 from kit import AVX2_ALONE, forgotten, rest_nightly, threads, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ from plain_sampling import TEXTS, collect, favour, ids_of, plain_logprobs
 
 from covey.errors import ConfigError
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler, Unsupported, choose_sampler
-from covey.rollout.attention import HIDDEN, AttentionPart, RowMap, ScoreRule, by_one_softmax, wide
 from covey.rollout.kv_cache import KVCache
 from covey.rollout.requests import GroupRequest
 from covey.rollout.scheduler import Scheduler
+from covey.rollout.softmax_attention import HIDDEN, AttentionPart, RowMap, ScoreRule, by_one_softmax, wide
 from covey.rollout.turns import TurnSampler
 from covey.types import Prompt
 from kit import rest_nightly, tiny_model, tiny_tokenizer

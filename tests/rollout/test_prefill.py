@@ -6,9 +6,10 @@ import torch
 from covey.kernels import compile as compiled
 from covey.kernels import packed_attention
 from covey.kernels.decode import decode_kernels
-from covey.rollout.attention import ScoreRule, causal
+from covey.rollout.attention import causal
 from covey.rollout.batches import PrefillBatch
 from covey.rollout.kv_cache import KVCache, LayerShape
+from covey.rollout.softmax_attention import ScoreRule
 
 CPU = torch.device("cpu")
 REASON = compiled.unavailable_reason()

@@ -20,10 +20,10 @@ from static_runs import (
 
 from covey.errors import ConfigError
 from covey.rollout import NativeSampler, SamplingParams
-from covey.rollout.attention import HIDDEN, ScoreRule
 from covey.rollout.cuda_graphs import Captured
 from covey.rollout.graph_scheduler import GraphScheduler, LateCount
 from covey.rollout.kv_cache import LayerShape
+from covey.rollout.softmax_attention import HIDDEN, ScoreRule
 from covey.rollout.static_kv_cache import NEVER, StaticKVCache, bucket, columns_for, rows_for
 from kit import tiny_model, tiny_tokenizer
 

@@ -9,8 +9,9 @@ from windowed_models import LOCAL, PROMPTS, build
 
 from covey.kernels import Window, attention_windows
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler, Unsupported, choose_sampler
-from covey.rollout.attention import ScoreRule, causal
+from covey.rollout.attention import causal
 from covey.rollout.decoder import DecoderForward
+from covey.rollout.softmax_attention import ScoreRule
 from covey.rollout.whole_keys import WholeKeysForward
 from kit import rest_nightly, tiny_tokenizer
 

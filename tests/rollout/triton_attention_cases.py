@@ -2,7 +2,7 @@
 
 import torch
 
-from covey.rollout.attention import HIDDEN, AttentionPart, RowMap, ScoreRule, by_one_softmax, wide
+from covey.rollout.softmax_attention import HIDDEN, AttentionPart, RowMap, ScoreRule, by_one_softmax, wide
 
 
 def both(

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from covey.kernels import Layout
-from covey.rollout.attention import ScoreRule, causal
+from covey.rollout.attention import causal
 from covey.rollout.kv_cache import KVCache, Order, rounded
+from covey.rollout.softmax_attention import ScoreRule
 
 
 def token_indices(lengths: Sequence[int], width: int) -> Tensor:

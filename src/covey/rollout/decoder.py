@@ -17,12 +17,12 @@ from torch.nn import functional as F
 from covey.errors import Unsupported
 from covey.kernels import DecodeKernels, DecodeStep, DecodeWeights, InPlaceLinear, Routers, SamplerLinear, TritonDecode
 from covey.models import unwrapped, widens_stream
-from covey.rollout.attention import ScoreRule
 from covey.rollout.batches import AnswerBatch, DecodeBatch, PrefillBatch, token_indices
 from covey.rollout.forward import ModulesForward, addresses_of
 from covey.rollout.kv_cache import KVCache, LayerShape
 from covey.rollout.row_states import StatePlaces
 from covey.rollout.sampler import decoding_threads
+from covey.rollout.softmax_attention import ScoreRule
 from covey.rollout.static_kv_cache import StaticKVCache
 
 Attend = Callable[[int, Tensor], "Tensor | None"]

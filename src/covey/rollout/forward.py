@@ -30,11 +30,12 @@ from covey.kernels import (
 )
 from covey.models import accepts, computing, context_limit, decoder_of, evaluating, float32_stream, unwrapped
 from covey.models.modalities import embed
-from covey.rollout.attention import NAME, Batch, ScoreRule, causal, register
+from covey.rollout.attention import NAME, Batch, causal, register
 from covey.rollout.batches import AnswerBatch, DecodeBatch, PrefillBatch
 from covey.rollout.kv_cache import KVCache, LayerShape
 from covey.rollout.row_states import StatePlaces, find_states
 from covey.rollout.sampler import decoding_threads
+from covey.rollout.softmax_attention import ScoreRule
 from covey.rollout.supported import expect_supported
 from covey.types import Prompt
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from covey.kernels import CacheTables, DecodeKernels, DecodeStep, Window, zeros
-from covey.rollout.attention import HIDDEN, AttentionPart, RowMap, ScoreRule, by_one_softmax
-from covey.rollout.key_bias import KeyBias
 from covey.rollout.row_states import RowStates, StatePlaces
+from covey.rollout.softmax_attention import HIDDEN, AttentionPart, KeyBias, RowMap, ScoreRule, by_one_softmax
 
 Order: TypeAlias = Literal["end", "position"]
 """Order of gathered keys: padded on the left, so that all rows end together, or each at the place of its position."""

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from covey.kernels import TritonDecode, Window
-from covey.rollout.attention import HIDDEN, RowMap, ScoreRule, by_one_softmax
-from covey.rollout.key_bias import KeyBias
 from covey.rollout.kv_cache import STEP, KVCache, LayerShape, rounded
 from covey.rollout.row_states import RowStates, StatePlaces
+from covey.rollout.softmax_attention import HIDDEN, KeyBias, RowMap, ScoreRule, by_one_softmax
 from covey.rollout.static_buffers import StaticBuffers
 
 Attention = Literal["torch", "triton"]
