@@ -12,7 +12,7 @@ from plain_sampling import collect, ids_of
 from static_runs import record, sampler_of
 
 from covey.rollout import NativeSampler, SamplingParams
-from covey.rollout import scheduler as module
+from covey.rollout import answers as module
 from covey.rollout.agreement import plain_logprobs
 from covey.rollout.answers import fewest_tokens, takes_answers
 from covey.rollout.cuda_graphs import Captured

@@ -1,6 +1,7 @@
-"""Prefill of answers: the tokens of an environment enter a running row at once, as a prompt's do, outside of its decode steps."""
+"""Answers of an environment to rows that end by themselves: they go on, and the answer's tokens enter at once, as a prompt's do."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -8,14 +9,85 @@ from torch import Tensor
 
 from covey.errors import RAW_ERRORS
 from covey.rollout.batches import AnswerBatch, DecodeBatch, PrefillBatch
+from covey.rollout.environments import Answer, Turn, replies
 from covey.rollout.forward import Forward, ModulesForward, plain_cache
 from covey.rollout.kv_cache import KVCache, rounded
+from covey.rollout.requests import LIMIT, OUTPUT_ROW, POSITION, SLOT, TOKEN, WRITTEN
 from covey.types import Prompt
 
 FEWEST, ENOUGH, BLOCK = 8, 64, 64
 
 Answers = Mapping[int, Sequence[int]]
 """By row, the tokens that enter it."""
+
+
+def answer_rows(scheduler: Any, stops: Tensor) -> Tensor:
+    """[R] bool, rows among `stops` that continue because the environment of this `Scheduler` replied; its tables hold the replies."""
+    continues = torch.zeros_like(stops)
+    ended = stops.nonzero().squeeze(-1).tolist()
+    if not ended:
+        return continues
+    columns, answers = scheduler.rows[:, ended].T.tolist(), dict[int, Sequence[int]]()
+    replied = replies(
+        scheduler.environment, [_turn(scheduler, column) for column in columns], scheduler.tokenizer, scheduler.barred
+    )
+    for row, column, reply in zip(ended, columns, replied, strict=True):
+        if reply is None:
+            continue
+        cut = reply.cut(column[LIMIT] - column[WRITTEN], scheduler.barred)
+        answer, end = cut.token_ids, column[WRITTEN] + len(cut.token_ids)
+        scheduler.replies[column[OUTPUT_ROW], column[WRITTEN] : end] = torch.tensor(answer, dtype=torch.int64)
+        continues[row] = True
+        if len(answer) < len(reply.token_ids):
+            scheduler.rows[LIMIT, row] = end
+        if cut.media is not None:
+            _enter_seen(scheduler, row, column, cut)
+        elif len(answer) >= fewest_tokens(scheduler.forward, scheduler.num_rows):
+            answers[row] = answer
+    if answers and takes_answers(scheduler.forward):
+        _enter_answers(scheduler, answers)
+    return continues
+
+
+def _enter_seen(scheduler: Any, row: int, column: list[int], answer: Answer) -> None:
+    """Prefill an answer with media: embedded in the row's whole conversation, which the model numbers by its media."""
+    output_row = column[OUTPUT_ROW]
+    whole = scheduler.group(column[SLOT]).answered(
+        output_row, scheduler.tokens[output_row, : column[WRITTEN]].tolist(), answer
+    )
+    scheduler.expect_media(whole)
+    position, experts = prefill_seen(scheduler.forward, scheduler.cache, row, whole, len(answer.token_ids))
+    _place_answer(scheduler, row, column, answer.token_ids, experts)
+    scheduler.rows[POSITION, row] = position
+
+
+def _enter_answers(scheduler: Any, answers: dict[int, Sequence[int]]) -> None:
+    """Prefill the last drawn tokens of these rows and their answers but for the last tokens, which are the next inputs."""
+    columns = {row: scheduler.rows[:, row].tolist() for row in answers}
+    read = {row: [columns[row][TOKEN], *ids[:-1]] for row, ids in answers.items()}
+    positions = {row: column[POSITION] for row, column in columns.items()}
+    for row, experts in prefill_answers(scheduler.forward, scheduler.cache, read, positions, scheduler.prefill_tokens):
+        _place_answer(scheduler, row, columns[row], answers[row], experts)
+
+
+def _place_answer(scheduler: Any, row: int, column: list[int], answer: Sequence[int], experts: Tensor | None) -> None:
+    """Enter an answer that was prefilled into the tables."""
+    ids = torch.tensor(answer, device=scheduler.rows.device)
+    place = column[OUTPUT_ROW], slice(column[WRITTEN], column[WRITTEN] + len(ids))
+    scheduler.tokens[place], scheduler.logprobs[place] = ids, 0.0
+    if scheduler.experts is not None and experts is not None:
+        scheduler.experts[place] = experts
+    if scheduler.seen is not None:
+        scheduler.seen[row, ids] = True
+    scheduler.rows[TOKEN, row] = ids[-1]
+    scheduler.rows[POSITION : WRITTEN + 1, row] += len(ids)
+
+
+def _turn(scheduler: Any, column: list[int]) -> Turn:
+    group, output_row, written = scheduler.group(column[SLOT]), column[OUTPUT_ROW], column[WRITTEN]
+    ids, sample = scheduler.tokens[output_row, :written].tolist(), group.output_rows.index(output_row)
+    is_written = (scheduler.replies[output_row, :written] < 0).tolist()
+    return Turn.of(group.request.prompt, sample, ids, is_written, scheduler.tokenizer)
 
 
 def fewest_tokens(forward: Forward, rows: int) -> int:

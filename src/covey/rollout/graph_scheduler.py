@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from covey.kernels import TritonDecode
+from covey.rollout.answers import answer_rows
 from covey.rollout.batches import DecodeBatch
-from covey.rollout.requests import GroupRequest, RunningGroup
+from covey.rollout.requests import LIMIT, OUTPUT_ROW, POSITION, TOKEN, WRITTEN, GroupRequest, RunningGroup
 from covey.rollout.sampling import Draw, draw, kernel_options
-from covey.rollout.scheduler import LIMIT, OUTPUT_ROW, POSITION, TOKEN, WRITTEN, Scheduler
+from covey.rollout.scheduler import Scheduler
 from covey.rollout.static_buffers import StaticState
 from covey.rollout.static_kv_cache import NEVER, Attention, StaticKVCache, rows_for
 from covey.types import Group
@@ -200,7 +201,7 @@ class GraphScheduler(Scheduler):
         if self.params.stop:
             stops |= self._completes_stop_string(self.rows[TOKEN, :count]) & live & ~self.is_reply[:count]
         if self.environment is not None:
-            stops &= ~self._continues(stops & ~is_full)
+            stops &= ~answer_rows(self, stops & ~is_full)
             is_full = self.rows[WRITTEN, :count] >= self.rows[LIMIT, :count]
         self.stopped[:count] = torch.where(live, stops, self.stopped[:count])
         live &= ~(stops | is_full)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from covey.models import context_limit, unwrapped
 from covey.rollout.kv_cache import rounded
-from covey.rollout.requests import GroupRequest, RunningGroup
+from covey.rollout.requests import OUTPUT_ROW, SLOT, WRITTEN, GroupRequest, RunningGroup
 from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams
 from covey.rollout.sampling import Draw, draw, processed
-from covey.rollout.scheduler import OUTPUT_ROW, SLOT, WRITTEN, Scheduler
+from covey.rollout.scheduler import Scheduler
 from covey.rollout.stopping import StopStrings
 from covey.types import Group
 

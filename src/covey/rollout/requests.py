@@ -12,6 +12,10 @@ from covey.rollout.kv_cache import rounded
 from covey.rollout.stopping import check_finite, completion
 from covey.types import Completion, Media, Prompt
 
+TOKEN, POSITION, WRITTEN, LIMIT, OUTPUT_ROW, SLOT = range(6)
+"""Columns of the row table: next input token, its position, tokens generated, token limit, output row, and the prompt's slot in
+the KV cache."""
+
 
 @dataclass(frozen=True)
 class GroupRequest:

@@ -10,12 +10,22 @@ import torch
 from torch import Tensor
 
 from covey.kernels import DecodeKernels
-from covey.rollout.answers import fewest_tokens, prefill_answers, prefill_seen, takes_answers
+from covey.rollout.answers import answer_rows
 from covey.rollout.batches import DecodeBatch, PrefillBatch
-from covey.rollout.environments import Answer, Environment, Turn, replies
+from covey.rollout.environments import Environment
 from covey.rollout.forward import UNLIMITED, Forward, ModulesForward, plain_cache
 from covey.rollout.kv_cache import KVCache, padded_rows, rounded
-from covey.rollout.requests import GroupRequest, RunningGroup, prefill_batches
+from covey.rollout.requests import (
+    LIMIT,
+    OUTPUT_ROW,
+    POSITION,
+    SLOT,
+    TOKEN,
+    WRITTEN,
+    GroupRequest,
+    RunningGroup,
+    prefill_batches,
+)
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.sampling import Draw, draw, uniforms
 from covey.rollout.stopping import StopStrings
@@ -28,10 +38,6 @@ CPU_PREFILL_TOKENS = 1024
 
 OUTPUT_ROWS_PER_ROW = 4
 """Rows of the output table per decoded row: finished completions wait there for the rest of their group."""
-
-TOKEN, POSITION, WRITTEN, LIMIT, OUTPUT_ROW, SLOT = range(6)
-"""Columns of the row table: next input token, its position, tokens generated, token limit, output row, and the prompt's slot in
-the KV cache."""
 
 
 class Scheduler:
@@ -98,6 +104,12 @@ class Scheduler:
         """A KV cache for rows of at most `longest` tokens."""
         return plain_cache(self.forward, self.context, self.kernels)
 
+    def group(self, slot: int) -> RunningGroup:
+        """The group in a slot; a running row belongs to a running group."""
+        group = self.open[slot]
+        assert group is not None
+        return group
+
     @property
     def is_busy(self) -> bool:
         return bool(self.requests or self.num_rows)
@@ -106,9 +118,7 @@ class Scheduler:
         """Continue running rows with the new weights of the forward pass; their KV cache stays."""
         self.version = version
         for slot, output_row, written in self.rows[[SLOT, OUTPUT_ROW, WRITTEN], : self.num_rows].T.tolist():
-            group = self.open[slot]
-            assert group is not None  # a running row belongs to a running group
-            group.spans.setdefault(output_row, []).append((written, version))
+            self.group(slot).spans.setdefault(output_row, []).append((written, version))
 
     def run(self) -> list[Group]:
         """Decode until at least one group is finished."""
@@ -165,10 +175,8 @@ class Scheduler:
     def _prefill(self, requests: list[GroupRequest], slots: range) -> None:
         """Prefill the prompts except their last tokens, in batches of bounded size."""
         for batch in prefill_batches(requests, self.prefill_tokens, is_padded=self.forward.states is None):
-            prompts, place = (
-                [request.prompt for request in requests[batch.start : batch.stop]],
-                slots[batch.start : batch.stop],
-            )
+            place = slots[batch.start : batch.stop]
+            prompts = [request.prompt for request in requests[batch.start : batch.stop]]
             if prompts[0].media is not None:
                 self._prefill_media(prompts[0], place)
             else:
@@ -202,9 +210,7 @@ class Scheduler:
             return
         taken = self.forward.routers.taken().cpu()
         for length, slot, experts in zip(lengths, slots, taken.chunk(len(lengths)), strict=True):
-            group = self.open[slot]
-            assert group is not None  # it was placed before its prefill
-            group.prompt_experts = experts[:length].clone()
+            self.group(slot).prompt_experts = experts[:length].clone()
 
     # -- decode step ------------------------------------------------------------------------------------------------
 
@@ -237,7 +243,7 @@ class Scheduler:
             stops &= ~is_outside
         is_full = rows[WRITTEN] >= rows[LIMIT]
         if self.environment is not None:
-            stops &= ~self._continues(stops & ~is_full)
+            stops &= ~answer_rows(self, stops & ~is_full)
             is_full = rows[WRITTEN] >= rows[LIMIT]
         ends = stops | is_full
         return self._retire(ends, stops) if bool(ends.any()) else []
@@ -250,68 +256,6 @@ class Scheduler:
         """[R] bool, rows that end by EOS or a stop string with these tokens."""
         stops = self.is_eos[tokens]
         return stops | self._completes_stop_string(tokens) if self.params.stop else stops
-
-    def _continues(self, stops: Tensor) -> Tensor:
-        """[R] bool, rows among `stops` that continue because the environment replied."""
-        continues = torch.zeros_like(stops)
-        ended = stops.nonzero().squeeze(-1).tolist()
-        if not ended or self.environment is None or self.replies is None:
-            return continues
-        columns, answers = self.rows[:, ended].T.tolist(), dict[int, Sequence[int]]()
-        answered = replies(self.environment, list(map(self._turn, columns)), self.tokenizer, self.barred)
-        for row, column, reply in zip(ended, columns, answered, strict=True):
-            if reply is None:
-                continue
-            cut = reply.cut(column[LIMIT] - column[WRITTEN], self.barred)
-            answer, end = cut.token_ids, column[WRITTEN] + len(cut.token_ids)
-            self.replies[column[OUTPUT_ROW], column[WRITTEN] : end] = torch.tensor(answer, dtype=torch.int64)
-            continues[row] = True
-            if len(answer) < len(reply.token_ids):
-                self.rows[LIMIT, row] = end
-            if cut.media is not None:
-                self._prefill_seen(row, column, cut)
-            elif len(answer) >= fewest_tokens(self.forward, self.num_rows):
-                answers[row] = answer
-        if answers and takes_answers(self.forward):
-            self._prefill_answers(answers)
-        return continues
-
-    def _prefill_seen(self, row: int, column: list[int], answer: Answer) -> None:
-        """Prefill an answer with media: embedded in the row's whole conversation, which the model numbers by its media."""
-        group, output_row = self.open[column[SLOT]], column[OUTPUT_ROW]
-        assert group is not None  # a running row belongs to a running group
-        whole = group.answered(output_row, self.tokens[output_row, : column[WRITTEN]].tolist(), answer)
-        self.expect_media(whole)
-        position, experts = prefill_seen(self.forward, self.cache, row, whole, len(answer.token_ids))
-        self._place_answer(row, column, answer.token_ids, experts)
-        self.rows[POSITION, row] = position
-
-    def _prefill_answers(self, answers: dict[int, Sequence[int]]) -> None:
-        """Prefill the last drawn tokens of these rows and their answers but for the last tokens, which are the next inputs."""
-        columns = {row: self.rows[:, row].tolist() for row in answers}
-        read = {row: [columns[row][TOKEN], *ids[:-1]] for row, ids in answers.items()}
-        positions = {row: column[POSITION] for row, column in columns.items()}
-        for row, experts in prefill_answers(self.forward, self.cache, read, positions, self.prefill_tokens):
-            self._place_answer(row, columns[row], answers[row], experts)
-
-    def _place_answer(self, row: int, column: list[int], answer: Sequence[int], experts: Tensor | None) -> None:
-        """Enter an answer that was prefilled into the tables."""
-        ids = torch.tensor(answer, device=self.rows.device)
-        place = column[OUTPUT_ROW], slice(column[WRITTEN], column[WRITTEN] + len(ids))
-        self.tokens[place], self.logprobs[place] = ids, 0.0
-        if self.experts is not None and experts is not None:
-            self.experts[place] = experts
-        if self.seen is not None:
-            self.seen[row, ids] = True
-        self.rows[TOKEN, row] = ids[-1]
-        self.rows[POSITION : WRITTEN + 1, row] += len(ids)
-
-    def _turn(self, column: list[int]) -> Turn:
-        group, output_row, written = self.open[column[SLOT]], column[OUTPUT_ROW], column[WRITTEN]
-        assert group is not None  # a running row belongs to a running group
-        assert self.replies is not None
-        ids, is_written = self.tokens[output_row, :written].tolist(), (self.replies[output_row, :written] < 0).tolist()
-        return Turn.of(group.request.prompt, group.output_rows.index(output_row), ids, is_written, self.tokenizer)
 
     def _completes_stop_string(self, tokens: Tensor) -> Tensor:
         is_end = self.enders[tokens]
@@ -329,8 +273,7 @@ class Scheduler:
         columns = self.rows[:, ended].T.tolist()
         finished = []
         for column, stopped in zip(columns, stops[ended].tolist(), strict=True):
-            group = self.open[column[SLOT]]
-            assert group is not None  # a running row belongs to a running group
+            group = self.group(column[SLOT])
             group.written[column[OUTPUT_ROW]] = (column[WRITTEN], stopped)
             if len(group.written) == len(group.request.keys):
                 finished.append(self._finish(group))
@@ -368,10 +311,9 @@ class Scheduler:
         new_slot[slots] = torch.arange(len(slots), device=self.rows.device)
         rows = self.rows[:, : self.num_rows]
         rows[SLOT] = new_slot[rows[SLOT]]
-        self.open = [group for group in self.open if group is not None]
-        for slot, group in enumerate(self.open):
-            assert group is not None
-            group.slot = slot
+        self.open = [self.group(slot) for slot in slots]
+        for slot in range(len(slots)):
+            self.group(slot).slot = slot
 
     def _set_row_owners(self) -> None:
         """Pass the prompt slot of each row to the cache; prompts without rows are dropped when they are many."""
