@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 
 from covey.kernels import HalfWeights, add_adapters_inside_products, fuse, half_weights
 from covey.kernels import compile as compiled
-from covey.kernels.prompt_attention import SharedPromptAttention
+from covey.kernels.flex_attention import SharedPromptAttention
 from covey.learner import Policy
 from covey.learner.packing import rows_of
 from covey.learner.preparation import checkpoint_activations, short_pass

@@ -150,7 +150,7 @@ def test_a_prompt_beyond_the_context_is_refused_by_its_characters(endpoint, monk
     def never(*_, **__):
         raise AssertionError("it was tokenized")
 
-    monkeypatch.setattr("covey.serving.tokenizers.Tokenizers.of", never)
+    monkeypatch.setattr("covey.serving.asking.Tokenizers.of", never)
     for path, body in (
         ("/v1/completions", {"prompt": "x" * 1_000_000}),
         ("/v1/completions", {"prompt": [["x" * 10] * 100_000]}),
@@ -164,7 +164,7 @@ def test_a_prompt_beyond_the_context_is_refused_by_its_characters(endpoint, monk
 
 
 def test_a_short_prompt_passes_a_long_one_that_is_being_tokenized(endpoint):
-    from covey.serving.tokenizers import Tokenizers
+    from covey.serving.asking import Tokenizers
 
     tokenizers, sampler = Tokenizers(), next(iter(endpoint.samplers.values()))
     with tokenizers.of(sampler, 10**6) as long:

@@ -8,7 +8,7 @@ from covey.kernels.adapted_layers import add_adapters_inside_products
 from covey.kernels.attention_product import AttentionProduct, Layout
 from covey.kernels.compile import unavailable_reason
 from covey.kernels.decode import CacheTables, DecodeKernels, DecodeStep, DecodeWeights, decode_kernels
-from covey.kernels.flex_attention import AttentionHeads
+from covey.kernels.flex_attention import AttentionHeads, SharedPromptAttention
 from covey.kernels.fused_layers import fuse, sampling, triton_unavailable_reason
 from covey.kernels.fused_logits import LogitKernels
 from covey.kernels.half_weights import HalfWeights, share_copies
@@ -25,7 +25,6 @@ from covey.kernels.indexers import (
     reason_against_choices,
 )
 from covey.kernels.matmul import FasterLinears, Recomputing, WeightMatmul, code_bytes_per_product, learning
-from covey.kernels.prompt_attention import SharedPromptAttention
 from covey.kernels.routers import Routers, find_routers
 from covey.kernels.sampler_linear import InPlaceLinear, SamplerLinear, has_bfloat16, with_adapters
 from covey.kernels.state_steps import cache_factory, cache_keyword, has_states, in_place_steps, state_steps, tensors_on

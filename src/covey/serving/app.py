@@ -23,12 +23,11 @@ from covey.rollout import NativeSampler
 from covey.rollout.calls import NotReportedError
 from covey.serving.access import Guard
 from covey.serving.asking import LONG_BYTES, APIRequest, Reader, context_of
-from covey.serving.bodies import body_of
+from covey.serving.bodies import SessionPaths, body_of
 from covey.serving.engine import Ended, Engine, Ticket, Token
 from covey.serving.errors import APIError
 from covey.serving.limits import Limits
 from covey.serving.replies import Choice, answer, new_id, usage
-from covey.serving.session_paths import SessionPaths
 
 _PATHS = frozenset(
     {"/v1/models", "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/tokenizer_info", "/metrics"}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from covey.data import num_embeddings
 from covey.environments.thoughts import thought_marks
@@ -21,9 +25,33 @@ from covey.serving.engine import PromptRequest
 from covey.serving.errors import APIError, bad
 from covey.serving.fields import Fields
 from covey.serving.limits import Limits
-from covey.serving.tokenizers import Tokenizers
 from covey.serving.turns import TurnReader
 from covey.types import Prompt
+
+_LONG = 50_000
+"""Characters from which a prompt is long: tokenizing it takes more than some hundredths of a second."""
+
+
+class Tokenizers:
+    """Fast tokenizers may not be used by two threads at once."""
+
+    def __init__(self) -> None:
+        self._short, self._long = threading.Lock(), threading.Lock()
+        self._copies: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    @contextmanager
+    def of(self, sampler: NativeSampler, size: int) -> Iterator[Any]:
+        """A sampler's tokenizer, for a prompt of `size` characters."""
+        if size < _LONG:
+            with self._short:
+                yield sampler.tokenizer
+            return
+        with self._long:
+            if sampler.tokenizer not in self._copies:
+                with self._short:
+                    self._copies[sampler.tokenizer] = copy.deepcopy(sampler.tokenizer)
+            yield self._copies[sampler.tokenizer]
+
 
 MOST_TOP = 20
 """Likeliest tokens that one may ask for; OpenAI's limit."""

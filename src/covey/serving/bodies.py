@@ -1,10 +1,34 @@
-"""JSON bodies of requests, read within bounds: text that can be written, finite numbers, brackets that are nested a little."""
+"""JSON bodies of requests, read within bounds: text that can be written, finite numbers, brackets that are nested a little; sessions by address."""
 
 import json
 from typing import Any
 
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from covey.files.bounded import MOST_DEPTH, json_depth
 from covey.serving.errors import bad
+
+PREFIX = "/sessions/"
+
+
+class SessionPaths:
+    """ASGI: `/sessions/NAME/v1/...` is `/v1/...` with the header `X-Session-Id: NAME`, for clients that can set a base URL alone."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(PREFIX):
+            name, _, rest = scope["path"].removeprefix(PREFIX).partition("/")
+            headers = [(key, value) for key, value in scope["headers"] if key.lower() != b"x-session-id"]
+            path = f"/{rest}"
+            scope = {
+                **scope,
+                "path": path,
+                "raw_path": path.encode(),
+                "headers": [*headers, (b"x-session-id", name.encode())],
+            }
+        await self.app(scope, receive, send)
 
 
 def body_of(content: bytes) -> Any:

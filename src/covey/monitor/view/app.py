@@ -20,13 +20,12 @@ from starlette.types import ASGIApp
 from covey.errors import CoveyError
 from covey.monitor.view import browsing
 from covey.monitor.view.about_run import changed_options
-from covey.monitor.view.access import Guard
+from covey.monitor.view.access import Guard, flag, number, one_of, text, whole
 from covey.monitor.view.curves import AXES, as_csv, curve_of, mean_of
 from covey.monitor.view.distributions import correlations_of, lengths_of, policy_of
 from covey.monitor.view.groups import SORTS
 from covey.monitor.view.phases import phases_of
 from covey.monitor.view.prompts import ORDERS, STATES
-from covey.monitor.view.query import flag, number, one_of, text, whole
 from covey.monitor.view.reading import Library, RunView, differences
 from covey.runs import previews
 
