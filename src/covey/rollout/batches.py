@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from covey.kernels import Layout
+from covey.rollout import row_keys
 from covey.rollout.attention import causal
-from covey.rollout.kv_cache import KVCache, Order, rounded
+from covey.rollout.kv_cache import KVCache, rounded
+from covey.rollout.row_keys import Order
 from covey.rollout.softmax_attention import ScoreRule
 
 
@@ -39,29 +41,29 @@ class DecodeBatch:
 
     def index_keys(self, layer: int, keys: Tensor) -> Tensor:
         """[R, K, D] keys from which a layer's indexer chooses, after the new `keys` [R, 1, D], which the cache keeps too."""
-        return self.cache.index_keys(layer, keys[:, 0])
+        return row_keys.index_keys(self.cache, layer, keys[:, 0])
 
     def visible_keys(self, length: int) -> Tensor:
         """[R, 1, 1, K] bool, true at those of `index_keys` that a row sees."""
-        return self.cache.visible_keys()[:, None, None]
+        return row_keys.visible_keys(self.cache)[:, None, None]
 
     def whole_keys(self, layer: int, new: Sequence[Tensor], order: Order) -> tuple[Tensor, ...]:
         """All keys, or values, of each row in `order`, after the `new` ones [R, H, 1, D], which the cache keeps too."""
-        return self.cache.whole_keys(layer, [x[:, :, 0] for x in new], order)
+        return row_keys.whole_keys(self.cache, layer, [x[:, :, 0] for x in new], order)
 
     def whole_mask(self, length: int, order: Order) -> Tensor:
         """The mask of `whole_keys`: [R, K] by "end", as transformers' `generate` has it, or [R, 1, 1, K] bool."""
-        is_key = self.cache.key_places(order) >= 0
+        is_key = row_keys.key_places(self.cache, order) >= 0
         return is_key.long() if order == "end" else is_key[:, None, None]
 
     @property
     def past(self) -> int:
         """Keys of the longest row before this step."""
-        return self.cache.key_places("end").shape[1] - 1
+        return row_keys.key_places(self.cache, "end").shape[1] - 1
 
     def past_positions(self, lead: Sequence[int]) -> Tensor | None:
         """[*lead, R, past] positions of the keys before this step, in the order "end"."""
-        places = self.cache.key_places("end")
+        places = row_keys.key_places(self.cache, "end")
         return ((places >= 0).cumsum(-1) - 1).clamp(min=0)[:, :-1].expand(*lead, -1, -1)
 
 
@@ -99,7 +101,7 @@ class PrefillBatch:
 
     def index_keys(self, layer: int, keys: Tensor) -> Tensor:
         """The `keys` [A, L, D] of an indexer, which the cache keeps."""
-        self._keep(self.cache.index_place(layer), keys[:, None], keys[:, None])
+        self._keep(row_keys.index_place(self.cache, layer), keys[:, None], keys[:, None])
         return keys
 
     def visible_keys(self, length: int) -> Tensor:
@@ -243,7 +245,7 @@ class AnswerBatch:
 
     def _attended(self, layer: int, row: int, query: Tensor, rule: ScoreRule) -> Tensor:
         """[L, Hq, D] from `query` [Hq, L, D] of the row's last tokens, whose keys are stored."""
-        keys, values = self.cache.keys_of(layer, row)
+        keys, values = row_keys.keys_of(self.cache, layer, row)
         window = self.cache.layers[layer].window_within(keys.shape[1])
         out = causal(query[None], keys[None], values[None], rule, window)
         return out[0]

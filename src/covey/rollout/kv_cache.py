@@ -6,7 +6,6 @@ Keys carry their positions, so their order in memory is free: all rows write the
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,8 +14,6 @@ from covey.kernels import CacheTables, DecodeKernels, DecodeStep, Window, zeros
 from covey.rollout.row_states import RowStates, StatePlaces
 from covey.rollout.softmax_attention import HIDDEN, AttentionPart, KeyBias, RowMap, ScoreRule, by_one_softmax
 
-Order: TypeAlias = Literal["end", "position"]
-"""Order of gathered keys: padded on the left, so that all rows end together, or each at the place of its position."""
 STEP = 32
 """Granularity of allocated columns: kernels are fastest on whole blocks, and few shapes occur."""
 
@@ -300,45 +297,6 @@ class KVCache:
         suffix, shared = self._parts(layer, keys, values, self.row_map, repeats, rule.chosen)
         return by_one_softmax(query, suffix, shared, self.row_map, rule).view(rows, -1, width)
 
-    def index_place(self, layer: int) -> int:
-        """Index among `layers` of the keys of a layer's indexer, which stand behind all layers."""
-        return len(self.layers) // 2 + layer
-
-    def index_keys(self, layer: int, keys: Tensor) -> Tensor:
-        """[R, K, D] keys of the layer's indexer: each row's prompt's and its suffix, after `keys` [R, D] of this step."""
-        place = self.index_place(layer)
-        suffix = self.suffix[place][0, : len(keys), 0]
-        suffix[:, self.step_column] = keys
-        return torch.cat((self.prefix[place][0, self.padded_owners, 0], suffix), 1).to(keys.dtype)
-
-    def visible_keys(self) -> Tensor:
-        """[R, K] bool, true at those of `index_keys` that are keys of the row."""
-        return torch.cat((self.prefix_bias[self.padded_owners], self.suffix_bias[: self.num_computed]), 1) == 0
-
-    def key_places(self, order: Order) -> Tensor:
-        """[R, K] the columns of each row's keys, its prompt's before its own, in this order; -1 where there is none."""
-        if ("places", order) not in self.of_rows:
-            padding, columns = self.num_computed - self.num_rows, self.prefix_bias.shape[1]
-            starts = torch.tensor(self.starts + [self.step_column] * padding, device=self.device)[:, None]
-            before = torch.tensor(self.prompt_lengths, device=self.device)[self.padded_owners][:, None]
-            counts = before + self.step_column + 1 - starts
-            place = torch.arange(int(counts.max()), device=self.device)
-            place = place - counts.max() + counts if order == "end" else place.expand(len(counts), -1)
-            column = torch.where(place < before, place, columns + starts + place - before)
-            self.of_rows["places", order] = column.masked_fill((place < 0) | (place >= counts), -1)
-        return self.of_rows["places", order]
-
-    def whole_keys(self, layer: int, new: Sequence[Tensor], order: Order) -> tuple[Tensor, ...]:
-        """Each [R, H, K, D]: the keys, or values, of a row's prompt and its own in `order`, after the `new` ones [R, H, D] of this step."""
-        places, gathered = self.key_places(order).clamp(min=0)[:, None, :, None], []
-        for kind, x in enumerate(new):
-            rows, heads, width = x.shape
-            suffix = self.suffix[layer][kind, :rows]
-            suffix[:, :, self.step_column, :width] = x
-            both = torch.cat((self.prefix[layer][kind, self.padded_owners, ..., :width], suffix[..., :width]), 2)
-            gathered.append(both.gather(2, places.expand(-1, heads, -1, width)).to(x.dtype))
-        return tuple(gathered)
-
     def _parts(
         self, layer: int, keys: Tensor, values: Tensor, row_map: RowMap, repeats: int, chosen: Tensor | None = None
     ) -> tuple[AttentionPart, AttentionPart]:
@@ -351,9 +309,3 @@ class KVCache:
         bias = bias if chosen is None else bias.of_chosen(chosen[:, 0], self.padded_owners)
         suffix = AttentionPart(keys, values, bias.of_suffix(heads))
         return suffix, AttentionPart(buffer[0], buffer[1], bias.shared(row_map, repeats, heads))
-
-    def keys_of(self, layer: int, row: int) -> Tensor:
-        """[2, Hkv, K, D] keys and values of the row's prompt, and its own before the step column."""
-        owner = self.owners[row]
-        prompt = self.prefix[layer][:, owner, :, : self.prompt_lengths[owner]]
-        return torch.cat((prompt, self.suffix[layer][:, row, :, self.starts[row] : self.step_column]), 2)

@@ -30,7 +30,8 @@ from covey.kernels import (
 from covey.models import accepts, evaluating, float32_stream, unwrapped
 from covey.rollout.autocast import AutocastForward
 from covey.rollout.forward import ModulesForward, logit_errors, verify
-from covey.rollout.kv_cache import LayerShape, Order
+from covey.rollout.kv_cache import LayerShape
+from covey.rollout.row_keys import Order
 from covey.rollout.row_states import PROBED_ROWS, find_states, tensors_in, write_at
 from covey.rollout.supported import expect_on_one_device
 
