@@ -5,7 +5,8 @@ import torch
 from triton_cases import IN_THE_INTERPRETER, WAYS, compare
 
 from covey.rollout.sampler import SamplingParams
-from covey.rollout.sampling import kernel_options, processed
+from covey.rollout.sampling import processed
+from covey.rollout.truncation import kernel_options
 
 pytestmark = [pytest.mark.nightly, *IN_THE_INTERPRETER]
 

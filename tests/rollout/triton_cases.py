@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from covey.rollout.sampler import SamplingParams
-from covey.rollout.sampling import draw, kernel_options
+from covey.rollout.sampling import draw
+from covey.rollout.truncation import kernel_options
 
 triton = pytest.importorskip("triton", reason="triton is not installed (286 MB, so not among the development tools)")
 IS_TOO_OLD = triton.__version__.startswith("3.6") and not numpy.__version__.startswith(

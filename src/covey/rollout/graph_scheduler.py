@@ -15,10 +15,11 @@ from covey.kernels import TritonDecode
 from covey.rollout.answers import answer_rows
 from covey.rollout.batches import DecodeBatch
 from covey.rollout.requests import LIMIT, OUTPUT_ROW, POSITION, TOKEN, WRITTEN, GroupRequest, RunningGroup
-from covey.rollout.sampling import Draw, draw, kernel_options
+from covey.rollout.sampling import Draw, draw
 from covey.rollout.scheduler import Scheduler
 from covey.rollout.static_buffers import StaticState
 from covey.rollout.static_kv_cache import NEVER, Attention, StaticKVCache, rows_for
+from covey.rollout.truncation import kernel_options
 from covey.types import Group
 
 WINDOW = 4

@@ -18,8 +18,9 @@ from covey.rollout.decoder import DecoderForward
 from covey.rollout.forward import UNLIMITED, Forward, ModulesForward, plain_cache, verify
 from covey.rollout.kv_cache import KVCache
 from covey.rollout.sampler import SamplingParams
-from covey.rollout.sampling import draw, kernel_options
+from covey.rollout.sampling import draw
 from covey.rollout.static_kv_cache import NEVER, Attention, StaticKVCache
+from covey.rollout.truncation import kernel_options
 from covey.rollout.whole_keys import WholeKeysForward, whole_keys_forward
 from covey.types import widest_float
 

@@ -1,8 +1,8 @@
-"""Notes on an episode: its turns' states and rewards, the conversation, and what its completion shares with another."""
+"""Calls of tools, and notes on an episode: its turns' states and rewards, the conversation, and what its completion shares with another."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -21,3 +21,18 @@ class EpisodeNotes:
     """Role that the model played, such as a player of a game. None: the environment names none."""
     shares: int | None = None
     """Index in the group of the completion whose advantage this one gets, without a score of its own. None: it has its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """One call of a tool and its answer."""
+
+    name: str
+    arguments: Any
+    """Arguments as the model wrote them: a mapping, or text that is no JSON."""
+    result: str
+    """Text that the model read."""
+    status: Literal["ok", "error", "timeout"] = "ok"
+    seconds: float = 0.0
+    parts: tuple[Mapping[str, Any], ...] = ()
+    """The answer in parts, where it holds images (PNG files), sounds (arrays) or videos (lists of PNG files), with their digests."""

@@ -10,12 +10,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from covey.types.episodes import EpisodeNotes
+from covey.types.episodes import EpisodeNotes, ToolCall
 from covey.types.media import Media
 from covey.types.reports import Event
 
@@ -54,21 +55,6 @@ class Prompt:
     def raw(self) -> str | list[Message]:
         """The prompt as a reward function sees it: text, or a list of messages."""
         return list(self.messages) if self.messages is not None else (self.text or "")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToolCall:
-    """One call of a tool and its answer."""
-
-    name: str
-    arguments: Any
-    """Arguments as the model wrote them: a mapping, or text that is no JSON."""
-    result: str
-    """Text that the model read."""
-    status: Literal["ok", "error", "timeout"] = "ok"
-    seconds: float = 0.0
-    parts: tuple[Mapping[str, Any], ...] = ()
-    """The answer in parts, where it holds images (PNG files), sounds (arrays) or videos (lists of PNG files), with their digests."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -260,11 +246,7 @@ class Scores:
             per_function[p, : reward.shape[0]] = reward
         weights = torch.ones(functions) if weights is None else weights
         drawn = [completion for group in groups for completion in group.completions]
-        values = squared_score = None
-        if all(completion.values is not None for completion in drawn):
-            values = stack_tokens(groups, lambda completion: completion.values)
-        if all(completion.squared_score is not None for completion in drawn):
-            squared_score = stack_tokens(groups, lambda completion: completion.squared_score)
+        measured = [name for name in ("values", "squared_score") if all(getattr(c, name) is not None for c in drawn)]
         greedy = None
         if all(group.greedy_rewards is not None for group in groups):
             stacked = torch.stack([group.greedy_rewards for group in groups if group.greedy_rewards is not None])
@@ -273,8 +255,7 @@ class Scores:
             per_function=per_function,
             weights=weights,
             mask=stack_tokens(groups, lambda completion: completion.written),
-            values=values,
-            squared_score=squared_score,
+            **{name: stack_tokens(groups, attrgetter(name)) for name in measured},
             kl=kl,
             greedy=greedy,
             slices=None if slice_column is None else tuple(str(g.prompt.columns.get(slice_column)) for g in groups),
