@@ -15,7 +15,7 @@ from two_process_work import BY_TOKEN, CASES, groups_of, policy_of, teacher_of
 
 from covey import GRPOConfig
 from covey import algorithms as alg
-from covey.learner import Policy, Teacher
+from covey.learner import Policy, Teacher, context_parallel
 from covey.learner.teacher import Member, Teachers
 from covey.process.context import ContextGroup
 from covey.process.sharding import Sharding, whole, whole_state
@@ -146,7 +146,7 @@ def media(kind, world, sharding=None):
         )
         groups.append(Group(prompt=prompt, completions=completions, advantages=judged))
     policy = shared_out(policy, world)
-    policy.expect_media(groups[0].prompt)
+    context_parallel.expect_media(policy, groups[0].prompt)
     return step_of(alg.grpo(kl=alg.KL(coefficient=0.1)), policy, groups, world, sharding)
 
 

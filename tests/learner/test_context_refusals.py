@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from covey import GRPOConfig
 from covey import algorithms as alg
 from covey.errors import ConfigError
-from covey.learner import Policy
+from covey.learner import Policy, context_parallel
 from covey.learner.context_parallel import expect_shared_out
 from covey.process.context import ContextGroup
 from covey.process.sharding import Sharding
@@ -53,7 +53,7 @@ def test_a_model_whose_rows_cannot_be_packed_is_refused():
         torch.no_grad(),
         pytest.raises(ConfigError, match="BloomForCausalLM cannot share out .* rows cannot be packed"),
     ):
-        policy.expect_context()
+        context_parallel.expect_context(policy)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_model_whose_media_are_more_than_embeddings_is_refused_by_name(kind, r
     seen = prompts(processor, kind)[0]
     policy = Policy(model, pad_id=0, packs_always=True, context=ContextGroup(World(context=2)))
     with pytest.raises(ConfigError, match=f"cp_size=2, and {type(model).__name__} cannot share out .*: .*{reason}"):
-        policy.expect_media(seen)
+        context_parallel.expect_media(policy, seen)
 
 
 def test_a_layer_with_a_state_is_refused():

@@ -17,7 +17,9 @@ from torch.nn import functional as F
 from covey.errors import ConfigError
 from covey.kernels import AttentionHeads, choices, has_states
 from covey.models import unwrapped
+from covey.models.modalities import reason_against as reason_against_media
 from covey.process.context import ContextGroup
+from covey.types import Prompt
 
 
 def split(rows: Any, group: ContextGroup) -> Any:
@@ -66,6 +68,21 @@ def attend(
     out, _ = attention(module, *whole, None, covey_rows=replace(rows, context=None), **options)  # [1, S, H / C, D]
     out = F.pad(out.transpose(1, 2), (0, 0, 0, -tokens % group.size))
     return group.by_token(out).transpose(1, 2).contiguous(), None
+
+
+def expect_context(policy: Any) -> None:
+    """Raise ConfigError, with the reason, if the processes of the policy's context cannot compute a row of its model together."""
+    if policy.context is not None:
+        expect_shared_out(policy.model, policy.context.size, policy.heads if policy.shares_texts() else None)
+
+
+def expect_media(policy: Any, prompt: Prompt) -> None:
+    """Raise ConfigError, with the reason, if they cannot compute a row with this prompt's media together."""
+    if policy.context is not None and not policy.embeds_media:
+        untried = "no prompt with media was there to try before fsdp split it"
+        reason = untried if policy.shards is not None else reason_against_media(policy.model, prompt)
+        expect_reason(policy.model, policy.context.size, reason)
+        policy.embeds_media = True
 
 
 def expect_shared_out(model: Any, size: int, heads: Collection[AttentionHeads] | None) -> None:

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from covey.errors import RAW_ERRORS, ConfigError, Unsupported
 from covey.kernels import Routers, find_routers
-from covey.learner.packing import PaddedRows, Row
+from covey.learner.micro_batches import MicroBatcher
+from covey.learner.packing import PaddedRows, Row, filler
 from covey.learner.shared_prompt import SharedRows
 from covey.models import decoder_of, evaluating, unwrapped
+from covey.process.world import World
 
 
 class Policy(Protocol):
@@ -207,3 +209,18 @@ def balance_of(model: Any, logits: Sequence[Tensor], packed: PaddedRows | Shared
         loads[-1] += weights.sum()
         probability = probability + (p.float() * weights[:, None]).sum(0)
     return Balance(loads, probability)
+
+
+@torch.no_grad()
+def loads_of_step(policy: Any, micro_batcher: MicroBatcher, world: World, rows: Sequence[Row]) -> Tensor | None:
+    """`Totals.expert_loads`, by a pass of its own: the factor of the load-balancing loss that has no gradient. None for one micro-batch."""
+    if policy.auxiliary_coefficient == 0 or (world.size == 1 and len(micro_batcher.batches(rows)) < 2):
+        return None
+
+    def count() -> list[Tensor]:
+        batches = micro_batcher.each(rows, factor=2)
+        pairs = [(batch, policy.measure(batch or [filler()]).balance) for batch in batches]
+        return [balance.loads.cpu() for batch, balance in pairs if batch and balance is not None]
+
+    parts = [loads for part in world.gather(micro_batcher.attempt(count)) for loads in part]
+    return torch.stack(parts).sum(0) if parts else None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from covey.algorithms import Algorithm, Needs
 from covey.learner.critic import Critic, no_critic
+from covey.learner.expert_choices import loads_of_step
 from covey.learner.measured import Measured
 from covey.learner.micro_batches import MicroBatcher
 from covey.learner.optimizer import check_room, clip, options_of
@@ -170,7 +171,9 @@ class Learner:
         parts = [{**algorithm.metrics(as_drawn(rows), totals), "loss": Sum(0.0)} for rows in [pick(skippable)] if rows]
         with self._abortable(), ordered_sums.on(self.policy.device):
             with torch.no_grad():  # for their metrics; their gradient is zero
-                totals = replace(totals, expert_loads=self._expert_loads(trained))
+                totals = replace(
+                    totals, expert_loads=loads_of_step(self.policy, self.micro_batcher, self.world, trained)
+                )
                 parts += self.micro_batcher.attempt(lambda: self._evaluate_all(evaluated, algorithm, totals))
             parts += self._gradients(trained, algorithm, totals, examples)
         metrics = self.world.merge(merge_metrics([*parts, self.micro_batcher.limits.left_out.end()]))
@@ -231,22 +234,6 @@ class Learner:
         everywhere = TokenBatch.concat([batch for part in self.world.gather(seen) for batch in part])
         return algorithm.prepare(moved(everywhere, self.policy.device), totals)
 
-    @torch.no_grad()
-    def _expert_loads(self, rows: Sequence[Row]) -> Tensor | None:
-        """`Totals.expert_loads`, by a pass of its own: the factor of the load-balancing loss that has no gradient. None for one micro-batch."""
-        if self.policy.auxiliary_coefficient == 0:
-            return None
-        if self.world.size == 1 and len(self.micro_batcher.batches(rows)) < 2:
-            return None
-
-        def count() -> list[Tensor]:
-            batches = self.micro_batcher.each(rows, factor=2)
-            pairs = [(batch, self.policy.measure(batch or [filler()]).balance) for batch in batches]
-            return [balance.loads.cpu() for batch, balance in pairs if batch and balance is not None]
-
-        parts = [loads for part in self.world.gather(self.micro_batcher.attempt(count)) for loads in part]
-        return torch.stack(parts).sum(0) if parts else None
-
     def _evaluate_all(self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals) -> list[dict[str, Metric]]:
         evaluate = lambda batch: self._loss(batch, algorithm, totals)[1] if batch else self._keep_pace(algorithm)
         return [self._read(sums, algorithm, totals) for sums in map(evaluate, self.micro_batcher.each(rows)) if sums]
@@ -283,7 +270,7 @@ class Learner:
         self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals, overlapping: GradientBuckets | None
     ) -> list[dict[str, Metric]]:
         if totals.expert_loads is None and self.world.size == 1:  # memory may have run out on one micro-batch
-            totals = replace(totals, expert_loads=self._expert_loads(rows))
+            totals = replace(totals, expert_loads=loads_of_step(self.policy, self.micro_batcher, self.world, rows))
         unread = []
         with self.world.passes():
             for batch in self.micro_batcher.each(rows):

@@ -136,7 +136,7 @@ class Policy:
         """This policy; of a sharded model after its trial passes, which every process makes together."""
         if self.shards is not None:
             self._splits()
-            self._shares()
+            self.shares_texts()
             self.embeds_media = bool(self.embeds_media)  # only processes with media would make that trial
         return self
 
@@ -168,8 +168,10 @@ class Policy:
         computing = (self,) if against is None else (self, against.policy)
         _ = [policy._splits() for policy in computing]  # a trial, which is not routed
         if seen is not None:
-            self.expect_media(seen)
-        if has_siblings and all(policy._shares() and (seen is None or policy.embeds(seen)) for policy in computing):
+            context_parallel.expect_media(self, seen)
+        if has_siblings and all(
+            policy.shares_texts() and (seen is None or policy.embeds(seen)) for policy in computing
+        ):
             packed: PaddedRows | SharedRows = share_rows(
                 rows, self.device, self.kernel, is_whole=self.auxiliary_coefficient != 0
             )
@@ -311,24 +313,11 @@ class Policy:
                 "load the model in float32 instead."
             )
 
-    def expect_context(self) -> None:
-        """Raise ConfigError, with the reason, if several processes cannot compute a row of this model together."""
-        if self.context is not None:
-            context_parallel.expect_shared_out(self.model, self.context.size, self.heads if self._shares() else None)
-
-    def expect_media(self, prompt: Prompt) -> None:
-        """Raise ConfigError, with the reason, if several processes cannot compute a row with this prompt's media together."""
-        if self.context is not None and not self.embeds_media:
-            untried = "no prompt with media was there to try before fsdp split it"
-            reason = untried if self.shards is not None else reason_against(self.model, prompt)
-            context_parallel.expect_reason(self.model, self.context.size, reason)
-            self.embeds_media = True
-
     def shares_prompts(self) -> bool:
         """True if the completions of a group share the computation of their prompt."""
-        return self.embeds_media is not False and self._shares()
+        return self.embeds_media is not False and self.shares_texts()
 
-    def _shares(self) -> bool:
+    def shares_texts(self) -> bool:
         """True if prompts can be shared, by the configuration and by a trial on two short completions, made once."""
         if self._is_shared is None:
             reason = None if self._splits() else "its head cannot be called apart"

@@ -19,6 +19,7 @@ from covey.ensembles import Ensemble
 from covey.environments.messages import with_messages
 from covey.errors import ConfigError
 from covey.learner import AdapterCopy, FrozenCopy, Learner, NoReference, Policy, ValueHead, ValueModel, no_critic
+from covey.learner.context_parallel import expect_context, expect_media
 from covey.learner.critic import Critic
 from covey.learner.expert_choices import expect_replay
 from covey.learner.memory_estimate import (
@@ -265,7 +266,7 @@ def build_networks(inputs: RunInputs, optimizer: Any = None, example: Prompt | N
     policy = on_accelerator(build_policy(inputs), is_split=args.sharding is not None and inputs.world.size > 1)
     if example is not None:
         expect_together("separate critic", inputs.algorithm.has_separate_critic and "media")
-        policy.expect_media(example)
+        expect_media(policy, example)
     if args.sharding is not None and args.sharding.offloads and inputs.world.size > 1:
         rules = [inputs.algorithm.reference] if inputs.algorithm.needs.reference else []
         rules += [rule for rule in [past_rule(inputs.algorithm)] if rule is not None]
@@ -289,7 +290,7 @@ def build_networks(inputs: RunInputs, optimizer: Any = None, example: Prompt | N
     networks = networks_of(
         inputs.algorithm, policy, inputs.world, args.sharding, max_tokens, inputs.frozen, keeps_whole=keeps_whole
     )
-    networks.policy.expect_context()
+    expect_context(networks.policy)
     return networks
 
 
