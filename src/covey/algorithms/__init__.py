@@ -23,6 +23,7 @@ from covey.algorithms.baselines import (
     MaxRL,
     NormalizeThenSum,
     Shaped,
+    SliceNormalized,
     SoftOverlong,
 )
 from covey.algorithms.control import Controller, WarmUp
@@ -75,9 +76,7 @@ from covey.algorithms.presets import (
 )
 from covey.algorithms.reference import EMA, Every, FrozenAt, WhenFar, keep
 from covey.algorithms.regularizers import AdaptiveEntropy, Echo, EntropyBonus, TopEntropy, entropy_bonus
-from covey.algorithms.roles import RoleConditioned
-from covey.algorithms.routing import SampleRouted
-from covey.algorithms.slices import SliceNormalized
+from covey.algorithms.roles import RoleConditioned, SampleRouted
 from covey.algorithms.surrogates import CISPO, DPPO, DRO, GMPO, SAPO, VESPO, GSPOToken, QuadraticPenalty
 from covey.algorithms.target_policy import TargetPolicy
 from covey.algorithms.teacher_presets import iw_opd, mopd, opsd, rlsd, sdar, sdft, sdpo

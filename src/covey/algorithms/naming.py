@@ -23,8 +23,6 @@ from covey.algorithms import (
     reference,
     regularizers,
     roles,
-    routing,
-    slices,
     surrogates,
     target_policy,
     teacher_signals,
@@ -43,7 +41,7 @@ from covey.names import find
 _SLOTS = {"regularizer": "regularizers", "weight": "weights"}
 _CALL = re.compile(r"(?P<name>[^()]+)\((?P<arguments>.*)\)", re.DOTALL)
 _HOMES = {
-    "advantage": (*(advantages, baselines, token_advantages, turn_advantages, pass_at_k, routing, roles, slices),),
+    "advantage": (advantages, baselines, token_advantages, turn_advantages, pass_at_k, roles),
     "objective": (objectives, surrogates, covariance, target_policy, labels, distillation, teacher_signals),
     "aggregate": (aggregation,),
     "regularizer": (regularizers, distillation, examples, teacher_signals),

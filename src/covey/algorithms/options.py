@@ -5,7 +5,7 @@ from typing import Any
 from covey.algorithms.advantages import GroupNormalized
 from covey.algorithms.aggregation import Constant, SequenceMean, SequenceSum, batch_token_mean, token_mean
 from covey.algorithms.algorithm import Algorithm
-from covey.algorithms.baselines import NormalizeThenSum
+from covey.algorithms.baselines import NormalizeThenSum, SliceNormalized
 from covey.algorithms.control import Controller
 from covey.algorithms.importance import Correction, OffPolicyMask
 from covey.algorithms.kl import KL, k3
@@ -13,7 +13,6 @@ from covey.algorithms.objectives import Clipped
 from covey.algorithms.ratios import Level
 from covey.algorithms.reference import Every, keep
 from covey.algorithms.regularizers import AdaptiveEntropy, EntropyBonus, TopEntropy
-from covey.algorithms.slices import SliceNormalized
 from covey.algorithms.surrogates import CISPO, SAPO, VESPO
 from covey.errors import ConfigError, did_you_mean
 from covey.types import Advantage, Aggregate, Objective, Weight

@@ -1,4 +1,4 @@
-"""Role-conditioned advantages (RAE) for self-play: each role is compared with its earlier returns, never with its opponent's."""
+"""Advantages by what a completion is: its role in self-play (RAE), which is never compared with its opponent's, or a failure with a right sibling (SRPO)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,34 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from covey.algorithms.advantages import sequence_rewards
+from covey.algorithms.advantages import GroupNormalized, sequence_rewards
+from covey.algorithms.composing import Wrapping, zeroed
 from covey.errors import ConfigError
-from covey.types import Scores
+from covey.types import Advantage, Scores, lowest_passing
+
+
+@dataclass(frozen=True)
+class SampleRouted(Wrapping):
+    """An advantage, 0 for the failed completions of groups in which one is right: a distillation corrects these.
+
+    A completion is right from a reward of `threshold` on. Failed ones count in the group's mean and deviation. For
+    `distill("policy", feedback="best", threshold=...)` with it. Li et al. 2026, section 3.1, <https://arxiv.org/abs/2604.02288>.
+    """
+
+    advantage: Advantage = field(default_factory=GroupNormalized)
+    threshold: float = 0.5
+
+    @property
+    def least_group(self) -> int:
+        """Completions a prompt that it takes."""
+        return int(getattr(self.advantage, "least_group", 1))
+
+    def __call__(self, scores: Scores) -> Tensor:
+        rewards = sequence_rewards(scores)
+        lowest = lowest_passing(self.threshold)
+        routed = (rewards < lowest) & (rewards >= lowest).any(-1, keepdim=True)
+        return zeroed(self.advantage(scores), routed)
+
 
 _ALL = "all"
 """Role of completions that have none."""
