@@ -15,7 +15,7 @@ from covey.cli import main
 from covey.data import PromptStream, load, prepare_tokenizer
 from covey.errors import ConfigError, DataError
 from covey.evaluation.compare.run_data import read_runs
-from covey.learner.sharing_trial import reason_against_sharing
+from covey.learner.trials import reason_against_sharing
 from covey.models import load_tokenizer
 from covey.monitor.sample_drift import SampleDrift
 from covey.process.cluster import connected

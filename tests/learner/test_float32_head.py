@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError
-from covey.learner.heads import find_head
 from covey.learner.packing import Row, pad_rows
 from covey.learner.policy import Policy
 from covey.learner.reference import FrozenCopy
+from covey.learner.trials import find_head
 from covey.models import decoder_of, float32_stream
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler
 from covey.types import Completion, Prompt

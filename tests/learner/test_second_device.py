@@ -30,10 +30,10 @@ PACKING = {
 TRANSFORMERS = {"policy.py:_hidden _local_scalar_dense"}
 """transformers looks once a forward pass of padded rows whether rows are packed."""
 TRIED_ONCE = {
-    "heads.py:splits_exactly _local_scalar_dense",
-    "heads.py:_hidden_of _local_scalar_dense",
-    "heads.py:splits_exactly allclose",
-    "sharing_trial.py:_try _local_scalar_dense",
+    "trials.py:splits_exactly _local_scalar_dense",
+    "trials.py:_hidden_of _local_scalar_dense",
+    "trials.py:splits_exactly allclose",
+    "trials.py:_try _local_scalar_dense",
     "windows.py:_window_of equal",
     "windows.py:_window_of between the devices",
     "windows.py:attention_windows _local_scalar_dense",

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from covey.monitor.view import Library
+from covey.monitor.view.app import phases_of
 from covey.monitor.view.curves import smooth, thin
 from covey.monitor.view.files import FilesOnDisk
 from covey.monitor.view.groups import GroupIndex, select
-from covey.monitor.view.phases import phases_of
 from covey.monitor.view.series import NOT_FINITE, SeriesIndex
 from covey.runs import RunFolder, rollouts
 from covey.runs.metrics import JsonLines

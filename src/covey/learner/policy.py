@@ -16,16 +16,15 @@ from covey.errors import ConfigError
 from covey.kernels import AttentionHeads, HalfWeights, Window, choosing_few, learning
 from covey.learner import context_parallel, shared_prompt
 from covey.learner.expert_choices import Balance, Routing, balanced, padded_balance
-from covey.learner.heads import find_head, splits_or_warns
 from covey.learner.logprobs import Head, score_tokens, squared_scores
 from covey.learner.measured import Measured
 from covey.learner.offloading import offloaded
 from covey.learner.packing import PaddedRows, Row, pad_rows, pick_rows
 from covey.learner.shared_prompt import SharedRows, share_rows
 from covey.learner.shared_states import StateLayer
-from covey.learner.sharing_trial import reason_against_sharing, try_sharing
 from covey.learner.signals import Signal
 from covey.learner.state_layers import whole_row_layers
+from covey.learner.trials import find_head, reason_against_sharing, splits_or_warns, try_sharing
 from covey.models import accepts, decoder_of, encoder_of, float32_stream, reads_media, unwrapped
 from covey.models.modalities import banned_ids, media_inputs, placed_inputs, reason_against
 from covey.process.context import ContextGroup
