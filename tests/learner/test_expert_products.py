@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from covey.kernels import HalfWeights
 from covey.kernels.half_weights import share_copy
-from covey.learner.offloading import offloaded
+from covey.learner.out_of_memory import offloaded
 from covey.learner.policy import Policy
 from covey.models import expert_weights, settle_products
 from covey.rollout.autocast import AutocastForward

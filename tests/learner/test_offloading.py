@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from covey.learner.offloading import offloaded
+from covey.learner.out_of_memory import offloaded
 
 
 class Saves(torch.autograd.Function):

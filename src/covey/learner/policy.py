@@ -18,7 +18,7 @@ from covey.learner import context_parallel, shared_prompt
 from covey.learner.expert_choices import Balance, Routing, balanced, padded_balance
 from covey.learner.logprobs import Head, score_tokens, squared_scores
 from covey.learner.measured import Measured
-from covey.learner.offloading import offloaded
+from covey.learner.out_of_memory import offloaded
 from covey.learner.packing import PaddedRows, Row, pad_rows, pick_rows
 from covey.learner.shared_prompt import SharedRows, share_rows
 from covey.learner.shared_states import StateLayer

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from covey.errors import RewardError
 from covey.process.cluster import connected
-from covey.rewards.calling.workers import WorkerDied, light_state
+from covey.rewards.calling.workers import LOGS, WorkerDied, light_state
 from covey.rewards.decorators import CallOptions, call_options_of, mark
 
 if TYPE_CHECKING:
     from covey.types import Reward
 
-_LOGS = ("log_extra", "log_metric")
 _DEATHS = 2
 """Actors that may end on one part before it is given up; halving then finds the completion that ends them."""
 _LOOK_SECONDS = 0.2
@@ -74,7 +73,7 @@ class OnRay:
         ray = connected("on_ray", "call the reward without on_ray")
         if "trainer_state" in keywords:
             keywords["trainer_state"] = light_state(keywords["trainer_state"])
-        logs = {name: keywords.pop(name) for name in _LOGS if name in keywords}
+        logs = {name: keywords.pop(name) for name in LOGS if name in keywords}
         bounds = [(0, 1)] if self.options.is_singular else _bounds(keywords["prompts"], self.replicas)
         if not self.takes_prompts:
             del keywords["prompts"]

@@ -49,12 +49,10 @@ class Caller:
 
     def submit(self, batch: Batch, trainer_state: Any) -> list[tuple[list[int], Future[Outcome]]]:
         """Start scoring the batch, in one call or in one for each completion: places in the batch, and the future outcome."""
+        start = lambda part: self._lanes.run(functools.partial(self.score, part, trainer_state))
         if self.call_options.unit != "completion":
-            return [(list(range(len(batch))), self._lanes.run(lambda: self.score(batch, trainer_state)))]
-        return [([i], self._one(batch.part(i, i + 1), trainer_state)) for i in range(len(batch))]
-
-    def _one(self, part: Batch, trainer_state: Any) -> Future[Outcome]:
-        return self._lanes.run(lambda: self.score(part, trainer_state))
+            return [(list(range(len(batch))), start(batch))]
+        return [([i], start(batch.part(i, i + 1))) for i in range(len(batch))]
 
     def score(self, batch: Batch, trainer_state: Any) -> Outcome:
         """Score the batch by calls within the time limit; a pure reward's known scores are not asked again."""

@@ -32,7 +32,7 @@ from covey.rewards.contract import Logged, Total
 
 INSIDE = "COVEY_REWARD_WORKER"
 """Set in a worker's environment, where no scorer may be built: a script without a guard would train a second time."""
-_LOGS = ("log_extra", "log_metric")
+LOGS = ("log_extra", "log_metric")
 _START_SECONDS = 120.0
 _LARGEST_REPLY = 256 * 2**20
 
@@ -250,10 +250,10 @@ def _file_of(name: str, module: str) -> str:
 
 def call_in_worker(pool: WorkerPool, keywords: dict[str, Any], logged: Logged, limit: float | None) -> Any:
     """Values of a call in a worker process; what it logged is added to `logged`."""
-    plain = {name: value for name, value in keywords.items() if name not in _LOGS}
+    plain = {name: value for name, value in keywords.items() if name not in LOGS}
     if "trainer_state" in plain:
         plain["trainer_state"] = light_state(plain["trainer_state"])
-    reply = pool.call(plain, tuple(name for name in _LOGS if name in keywords), limit)
+    reply = pool.call(plain, tuple(name for name in LOGS if name in keywords), limit)
     for column, values in reply["extras"].items():
         logged.extra(column, values)
     for name, value in reply["metrics"]:
