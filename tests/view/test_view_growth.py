@@ -160,20 +160,24 @@ def test_a_file_that_is_replaced_or_dropped_is_followed_with_its_search(tmp_path
         assert client.get("rollouts", run="run")["groups"] == 1
 
 
-def test_a_folder_that_did_not_change_is_not_looked_through_again(tmp_path: Path, monkeypatch: Any) -> None:
-    import os
+def test_a_folder_of_many_files_is_not_listed_at_every_look(tmp_path: Path, monkeypatch: Any) -> None:
+    first = write(tmp_path, 10, group("0:1", [1.0]))
+    write(tmp_path, 20, group("0:1", [1.0]))
+    files = FilesOnDisk(first.parent)
+    assert sorted(files.marks()) == [10, 20]
+    monkeypatch.setattr("covey.monitor.view.files._MANY", 1)
+    first.unlink()
+    assert sorted(files.marks()) == [10, 20]
+    monkeypatch.setattr("covey.monitor.view.files._SECONDS", 0.0)
+    assert sorted(files.marks()) == [20]
 
+
+def test_a_file_that_grows_in_place_is_seen_at_the_next_look(tmp_path: Path) -> None:
     path = write(tmp_path, 10, group("0:1", [1.0]))
-    os.utime(path.parent, (1e9, 1e9))  # long ago
     files = FilesOnDisk(path.parent)
-    assert list(files.marks()) == [10]
-    looked = []
-    monkeypatch.setattr(FilesOnDisk, "_all", lambda self: looked.append(1) or {})
-    assert list(files.marks()) == [10]
-    assert looked == []
-    os.utime(path.parent, (1e9 + 5, 1e9 + 5))
-    files.marks()
-    assert looked == [1]
+    before = files.marks()
+    path.write_bytes(path.read_bytes() + b"more")
+    assert files.marks()[10] != before[10]
 
 
 def test_thinning_keeps_the_lowest_the_highest_and_every_gap() -> None:
