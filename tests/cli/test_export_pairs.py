@@ -108,6 +108,7 @@ def test_a_cut_completion_is_left_out_when_asked(tmp_path):
 @pytest.mark.parametrize(
     "flags, said",
     [
+        ([], "--output is missing: name a file that ends in .jsonl or .parquet."),
         (["-o", "pairs.txt"], "must be a file that ends in .jsonl or .parquet"),
         (["-o", "new.jsonl", "--reward", "rihgt"], "Did you mean"),
         (["-o", "new.jsonl", "--steps", "7:"], "has no rollouts of these steps; --steps must meet one from 1 to 1"),

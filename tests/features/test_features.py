@@ -142,6 +142,7 @@ def test_the_rows_of_a_mixture_get_their_own_pass_rates(tmp_path: Path):
     [
         ([], "needs a data set"),
         (["demo"], "needs --features"),
+        (["demo", "--features", "length"], "--output is missing: name a file that ends in .jsonl or .parquet."),
         (["demo", "--features", "length", "--output", "x.txt"], "must be a file that ends in .jsonl or .parquet"),
         (
             ["demo", "--features", "difficulty", "--output", "x.jsonl"],

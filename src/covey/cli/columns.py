@@ -1,6 +1,7 @@
 """`--columns answer=solution`: columns of a data set under the names that rewards expect; the data set of an evaluation."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from covey.errors import ConfigError
@@ -21,6 +22,15 @@ def column_map(pairs: Sequence[str] | None) -> dict[str, str]:
             raise ConfigError(f"--columns names {new!r} twice, as {renames[new]} and as {old}; keep one.")
         renames[new] = old
     return renames
+
+
+def rows_file(named: str | None) -> Path:
+    """The file that `--output` names for rows; ConfigError where it is none of the two kinds."""
+    if not named:
+        raise ConfigError("--output is missing: name a file that ends in .jsonl or .parquet.")
+    if Path(named).suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(f"--output {named} must be a file that ends in .jsonl or .parquet.")
+    return Path(named)
 
 
 def evaluated_dataset(options: Mapping[str, Any]) -> Any:

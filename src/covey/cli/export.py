@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from covey.cli import output
+from covey.cli.columns import rows_file
 from covey.cli.export_model import model_verb
 from covey.cli.flags import Flag
 from covey.cli.verb import JSON, Args, Verb
@@ -19,7 +20,6 @@ _FLAGS = (
     Flag(name="finished_only", help="Leave out completions that were cut at the length limit.", type=bool, default=False, group="pairs"),
     JSON,
 )  # fmt: skip
-_SUFFIXES = (".jsonl", ".parquet")
 
 
 def run_pairs(args: Args) -> int:
@@ -27,9 +27,7 @@ def run_pairs(args: Args) -> int:
     options = {flag.name: flag.default for flag in _FLAGS} | dict(args)
     if not options.get("run"):
         raise ConfigError("covey export pairs needs a run: covey export pairs runs/first -o pairs.jsonl.")
-    run, path = Path(options["run"]), Path(options["output"] or "")
-    if path.suffix not in _SUFFIXES:
-        raise ConfigError(f"--output {options['output'] or ''} must be a file that ends in .jsonl or .parquet.")
+    run, path = Path(options["run"]), rows_file(options["output"])
     if path.exists():
         raise ConfigError(f"{path} is there already; give another --output.")
     if options["max_per_prompt"] is not None and options["max_per_prompt"] < 1:

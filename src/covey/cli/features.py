@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.cli import output
+from covey.cli.columns import column_map, rows_file
 from covey.cli.flags import Flag
 from covey.cli.verb import CONFIG, JSON, Args, Verb
 from covey.errors import ConfigError
@@ -33,7 +34,6 @@ _FLAGS = (
     JSON,
     CONFIG,
 )  # fmt: skip
-_SUFFIXES = (".jsonl", ".parquet")
 
 
 def run(args: Args) -> None:
@@ -41,7 +41,6 @@ def run(args: Args) -> None:
     options = {flag.name: flag.default for flag in _FLAGS} | dict(args)
     options["features"] = [name.strip() for text in options["features"] or [] for name in text.split(",")]
     _check(options)
-    from covey.cli.columns import column_map
     from covey.data import load
     from covey.data.features import add_features
     from covey.data.features.columns import Embedder
@@ -98,9 +97,7 @@ def _check(options: dict[str, Any]) -> None:
         )
     if not options["features"]:
         raise ConfigError("covey features needs --features, such as --features length,readability.")
-    if not options["output"] or Path(options["output"]).suffix not in _SUFFIXES:
-        raise ConfigError(f"--output {options['output'] or ''} must be a file that ends in .jsonl or .parquet.")
-    if Path(options["output"]).exists() and not options["overwrite"]:
+    if rows_file(options["output"]).exists() and not options["overwrite"]:
         raise ConfigError(f"{options['output']} is there already; give another --output, or --overwrite.")
     wants = set(options["features"])
     if wants & {"pass_rate", "difficulty"} and not (options["model"] and options["reward"]):
