@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -149,6 +150,44 @@ def test_when_all_are_damaged_training_never_starts_again_from_zero(tmp_path: Pa
     assert caught.value.exit_code == 4
     with pytest.raises(CheckpointError, match="Every checkpoint"):  # now that only the folders set aside are left
         checkpoint.resolve("auto", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "is_resumed, advice", [(True, "start again with resume 'never'"), (False, "name other weights")]
+)
+def test_a_damaged_only_checkpoint_is_told_by_what_its_reader_can_do(
+    is_resumed: bool, advice: str, tmp_path: Path
+) -> None:
+    truncate(saved(tmp_path, 1) / "model.safetensors")
+    with pytest.warns(UserWarning, match="is damaged") as told, pytest.raises(CheckpointError) as caught:
+        checkpoint.latest(tmp_path, is_resumed=is_resumed)
+    assert "The one before" not in str(told[0].message)  # there is none
+    assert str(caught.value).endswith(f"restore one from a copy, or {advice}.")
+
+
+def test_weights_of_another_program_are_named_as_weights_to_who_resumes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-5").mkdir()
+    write_model(tmp_path / "checkpoint-5")
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.latest(tmp_path, is_resumed=False)
+    expected = f"which Covey did not write; name the one that you mean, such as {tmp_path / 'checkpoint-5'}."
+    assert str(caught.value).endswith(expected)
+
+
+def test_a_checkpoint_that_its_run_prunes_while_it_is_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 1)
+
+    def problems(path: Path) -> list[str]:
+        if path.name == "checkpoint-1":
+            saved(tmp_path, 2, keep=1)
+        return checksums.problems(path)
+
+    monkeypatch.setattr(checkpoint, "problems", problems)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert checkpoint.latest(tmp_path) == tmp_path / "checkpoint-2"
 
 
 def test_files_added_later_and_copies_elsewhere_do_not_disturb(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import os
 import re
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,38 +114,46 @@ def resolve(resume: Resume, run_dir: Path) -> Path | None:
     return newest
 
 
-def latest(run_dir: Path, *, quarantine: bool = False) -> Path | None:
+def latest(run_dir: Path, *, quarantine: bool = False, is_resumed: bool = True) -> Path | None:
     """The newest checkpoint of which every byte is right; None when none was ever saved.
 
     A damaged one is passed over with a warning that names the file; with `quarantine`, which only the process that trains
-    asks for, it is also renamed `checkpoint-N.corrupt`. Raises CheckpointError when none is left.
+    asks for, it is also renamed `checkpoint-N.corrupt`. Raises CheckpointError when none is left; its advice is for a run that
+    resumes, or for a command that reads weights (`is_resumed=False`).
     """
-    foreign: list[str] = []
-    damaged: list[str] = []
-    for path in reversed(checkpoints(run_dir)):
-        if not is_ours(path):
-            foreign.append(path.name)
-            continue
+    paths = checkpoints(run_dir)[::-1]
+    ours = [path for path in paths if is_ours(path)]
+    foreign = [path.name for path in paths if path not in ours and path.is_dir()]
+    for at, path in enumerate(ours):
         if wrong := problems(path):
-            damaged.append(path.name)
-            fate = set_aside(path) if quarantine else ""
-            warnings.warn(f"{path} is damaged: {'; '.join(wrong)}. {fate}The one before is tried.", stacklevel=2)
+            if not path.is_dir():  # pruned since: the run goes on, and has saved a newer one
+                return latest(run_dir, quarantine=quarantine, is_resumed=is_resumed)
+            fate = [set_aside(path).rstrip()] if quarantine else []
+            fate += ["The one before is tried."] * (at + 1 < len(ours))
+            warnings.warn(" ".join([f"{path} is damaged: {'; '.join(wrong)}.", *fate]), stacklevel=2)
             continue
-        if foreign:
-            warnings.warn(
-                f"{', '.join(foreign)} in {run_dir} are not Covey's; resuming from {path.name}.", stacklevel=2
-            )
+        if newer := [name for name in foreign if paths.index(run_dir / name) < paths.index(path)]:
+            verb = "resuming from" if is_resumed else "these weights are of"
+            warnings.warn(f"{', '.join(newer)} in {run_dir} are not Covey's; {verb} {path.name}.", stacklevel=2)
         return path
+    if len(ours) + len(foreign) < len(paths):  # pruned likewise
+        return latest(run_dir, quarantine=quarantine, is_resumed=is_resumed)
     if foreign:
-        raise CheckpointError(
-            f"{run_dir} holds {', '.join(foreign[:3])}, which Covey did not write, so training cannot resume exactly; "
-            f"start from those weights with model={str(run_dir / foreign[0])!r} and resume 'never'."
-        )
-    if damaged or any(_SET_ASIDE.fullmatch(path.name) for path in _folders(run_dir)):
-        raise CheckpointError(
-            f"Every checkpoint in {run_dir} is damaged; restore one from a copy, or start again with resume 'never'."
-        )
+        raise CheckpointError(_only_foreign(run_dir, foreign, is_resumed))
+    if ours or any(_SET_ASIDE.fullmatch(path.name) for path in _folders(run_dir)):
+        otherwise = "start again with resume 'never'" if is_resumed else "name other weights"
+        raise CheckpointError(f"Every checkpoint in {run_dir} is damaged; restore one from a copy, or {otherwise}.")
     return None
+
+
+def _only_foreign(run_dir: Path, names: Sequence[str], is_resumed: bool) -> str:
+    holds = f"{run_dir} holds {', '.join(names[:3])}, which Covey did not write"
+    if not is_resumed:
+        return f"{holds}; name the one that you mean, such as {run_dir / names[0]}."
+    return (
+        f"{holds}, so training cannot resume exactly; "
+        f"start from those weights with model={str(run_dir / names[0])!r} and resume 'never'."
+    )
 
 
 def checkpoints(run_dir: Path) -> list[Path]:

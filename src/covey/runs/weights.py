@@ -34,7 +34,7 @@ def model_folder(named: str) -> str:
             return str(candidate)
     from covey.runs import checkpoint  # with torch, which a command's first lines do not wait for
 
-    newest = checkpoint.latest(folder)
+    newest = checkpoint.latest(folder, is_resumed=False)
     if newest is None:
         raise ModelError(f"{named} holds neither a model (config.json) nor a checkpoint of a run.")
     return str(newest)
