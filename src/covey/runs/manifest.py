@@ -7,11 +7,11 @@ import sys
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from covey.runs import provenance
 from covey.runs.masking import mask, mask_command
-from covey.runs.storage import read_plain, write_atomically
+from covey.runs.storage import open_plain, read_bounded, write_atomically
 
 NAME = "run.json"
 FORMAT = "covey-run"
@@ -96,8 +96,14 @@ def read(path: Path) -> dict[str, Any] | None:
 
 def load(path: Path) -> dict[str, Any]:
     """The manifest. FileNotFoundError when there is none, OSError or ValueError when it cannot be read as one."""
+    with open(open_plain(path), "rb") as file:
+        return load_opened(file)
+
+
+def load_opened(file: BinaryIO) -> dict[str, Any]:
+    """The manifest in an open file. OSError or ValueError when it cannot be read as one."""
     try:
-        manifest = json.loads(read_plain(path, _MOST_BYTES))
+        manifest = json.loads(read_bounded(file, _MOST_BYTES))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:

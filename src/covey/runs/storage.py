@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
 import xxhash
 
@@ -70,9 +70,14 @@ def open_plain(path: Path, flags: int = os.O_RDONLY, *, depth: int = 1) -> int:
 def read_plain(path: Path, most: int, *, depth: int = 1) -> bytes:
     """The content of a plain file of at most `most` bytes. NotPlainError for a larger one, else as `open_plain`."""
     with open(open_plain(path, depth=depth), "rb") as file:
-        content = file.read(most + 1)
+        return read_bounded(file, most)
+
+
+def read_bounded(file: BinaryIO, most: int) -> bytes:
+    """The content of an open file of at most `most` bytes. NotPlainError for a larger one."""
+    content = file.read(most + 1)
     if len(content) > most:
-        raise NotPlainError(errno.EFBIG, f"it is larger than {most / 1e6:.0f} MB", str(path))
+        raise NotPlainError(errno.EFBIG, f"it is larger than {most / 1e6:.0f} MB", file.name)
     return content
 
 

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -11,11 +11,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from covey.monitor.view.files import FilesOnDisk, Mark
+from covey.monitor.view.latest import reason_of
 from covey.runs.step_files import path_of
 from covey.runs.storage import open_plain
 
 _SCALARS = ("group", "prompt_uid", "finish", "num_tokens", "reward", "advantage")
-_LONGEST_REASON = 300
 _CACHED_SEARCHES = 4
 _BATCH = 50
 """Files whose numbers are worked out together."""
@@ -32,6 +32,10 @@ NUMBERS = np.dtype(
 )  # fmt: skip
 """One group: its place, then mean, lowest, highest and standard deviation of its rewards, its largest advantage by size,
 mean and largest length, how many completions were cut off, and the gain of the mean reward since this prompt was last seen."""
+
+
+Matches: TypeAlias = dict[tuple[int, Mark | None], frozenset[int]]
+"""Numbers of the groups that contain a text, by step and version of its file."""
 
 
 class GroupIndex:
@@ -52,7 +56,7 @@ class GroupIndex:
         self._table = np.zeros(0, NUMBERS)
         self._new: list[np.ndarray] = []
         self._stale: set[int] = set()
-        self._matches: dict[str, dict[int, frozenset[int]]] = {}
+        self._matches: dict[str, Matches] = {}
 
     def refresh(self, most_files: int | None = None) -> bool:
         """Read up to `most_files` files that are new or replaced (all by default). True if all are indexed now."""
@@ -71,9 +75,6 @@ class GroupIndex:
                     self._stale |= self._seen.keys() & set(batch)
                     self._seen |= {step: marks[step] for step in batch}
                     self._new.append(rows)
-                    for by_step in self._matches.values():
-                        for step in batch:
-                            by_step.pop(step, None)
                 self.pending -= len(batch)
             if not self.pending:
                 self.table()  # before a reader asks for it
@@ -106,7 +107,7 @@ class GroupIndex:
         try:
             return summary_of({step: table})
         except Exception as error:  # noqa: BLE001 -- a damaged file is skipped alone
-            self.unreadable[self.path_of(step).name] = str(error)[:_LONGEST_REASON]
+            self.unreadable[self.path_of(step).name] = reason_of(error)
             return np.zeros(0, NUMBERS)
 
     def _columns(self, step: int) -> pa.Table | None:
@@ -118,10 +119,16 @@ class GroupIndex:
             if missing:
                 raise KeyError(f"no column {', '.join(sorted(missing))}")
         except Exception as error:  # noqa: BLE001 -- Arrow's, and what a damaged schema makes of them
-            self.unreadable[path.name] = _reason(error)
+            self.unreadable[path.name] = reason_of(error)
             return None
         self.unreadable.pop(path.name, None)
         return table
+
+    def refuse(self, step: int, mark: Mark | None, error: Exception) -> None:
+        """Name a file that a reader could not read, while this version of it is the indexed one."""
+        with self._lock:
+            if mark is not None and self._seen.get(step) == mark:
+                self.unreadable[self.path_of(step).name] = reason_of(error)
 
     def table(self) -> np.ndarray:
         """All indexed groups [n] as `NUMBERS`, by step and place."""
@@ -138,8 +145,8 @@ class GroupIndex:
             self._table, self._new, self._stale = joined, [], set()
         return self._table
 
-    def matches_of(self, text: str) -> dict[int, frozenset[int]]:
-        """By step, the groups that contain the text, as far as a search has looked; kept for the last few texts."""
+    def matches_of(self, text: str) -> Matches:
+        """Groups that contain the text, as far as a search has looked; kept for the last few texts."""
         with self._lock:
             matches = self._matches.pop(text, {})
             self._matches[text] = matches
@@ -162,14 +169,18 @@ class GroupIndex:
             return sorted(self._seen)
 
 
-def read_columns(path: Path, names: Sequence[str] | None = None, *, depth: int = 2) -> pa.Table:
+def read_columns(path: Path, names: Sequence[str] | None = None) -> pa.Table:
     """Those of the columns that a Parquet file has (all by default), from a plain file of bounded size.
-
-    `depth`: how many last parts of the path must be no links.
 
     OSError, ValueError or pa.ArrowException when it is no such file.
     """
-    with open(open_plain(path, depth=depth), "rb") as opened, pq.ParquetFile(opened) as file:
+    with open(open_plain(path, depth=2), "rb") as opened:
+        return columns_of(opened, names)
+
+
+def columns_of(opened: BinaryIO, names: Sequence[str] | None = None) -> pa.Table:
+    """The same of an open file."""
+    with pq.ParquetFile(opened) as file:
         there = [name for name in file.schema_arrow.names if names is None or name in names]
         about = file.metadata
         size = sum(
@@ -181,11 +192,6 @@ def read_columns(path: Path, names: Sequence[str] | None = None, *, depth: int =
         if about.num_rows > _MOST_ROWS or size > _MOST_BYTES:
             raise ValueError(f"it is larger than {_MOST_ROWS:,} rows or {_MOST_BYTES / 1e6:.0f} MB")
         return file.read(columns=there, use_threads=False)
-
-
-def _reason(error: Exception) -> str:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return reason[:_LONGEST_REASON]
 
 
 def summary_of(tables: Mapping[int, pa.Table]) -> np.ndarray:

@@ -9,17 +9,17 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
-import pyarrow as pa
 
 from covey.errors import RunFolderError, did_you_mean
 from covey.evaluation import intervals
 from covey.evaluation.compare import run_data as comparison
 from covey.evaluation.compare import sides
 from covey.monitor.view import about_run
-from covey.monitor.view.groups import GroupIndex, read_columns
+from covey.monitor.view.groups import GroupIndex, columns_of
+from covey.monitor.view.latest import Latest
 from covey.monitor.view.prompts import PromptIndex
 from covey.monitor.view.records import Records, alert_of, event_of, is_step, text_of
 from covey.monitor.view.samples import Samples
@@ -35,9 +35,15 @@ class HeldOut:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.unreadable: dict[str, str] = {}
-        """Files that could not be read, and why."""
-        self._cache: dict[tuple[str, int], tuple[tuple[int, int], Mapping[str, intervals.Estimate]]] = {}
+        self._lock = threading.Lock()
+        self._files: dict[tuple[str, int], Latest[Mapping[str, intervals.Estimate]]] = {}
+
+    @property
+    def unreadable(self) -> dict[str, str]:
+        """Files that could not be read and still cannot, and why."""
+        with self._lock:
+            files = [file for file in self._files.values() if file.last.trouble]
+        return {f"{file.path.parent.name}/{file.path.name}": why for file in files if (why := file.read().trouble)}
 
     def interval(self, metric: str, step: int) -> tuple[float, float] | None:
         """Ends of the 95% interval of a mean reward over the questions; None where the answers are not there, or too few."""
@@ -51,34 +57,22 @@ class HeldOut:
         return estimate.low, estimate.high
 
     def _of(self, name: str, step: int) -> Mapping[str, intervals.Estimate]:
-        path = evaluations.path_of(self.folder, name, step)
-        try:
-            facts = path.lstat()
-        except OSError:
-            return {}
-        mark = (facts.st_size, facts.st_mtime_ns)
-        cached = self._cache.get((name, step))
-        if cached is None or cached[0] != mark:
-            cached = (mark, self._read(path))
-            if len(self._cache) >= _MOST_STEPS:
-                self._cache.clear()
-            self._cache[name, step] = cached
-        return cached[1]
+        with self._lock:
+            file = self._files.get((name, step))
+            if file is None:
+                if len(self._files) >= _MOST_STEPS:
+                    self._files.clear()
+                file = Latest(evaluations.path_of(self.folder, name, step), _estimates, depth=3)
+                self._files[name, step] = file
+        return file.read().content or {}
 
-    def _read(self, path: Path) -> Mapping[str, intervals.Estimate]:
-        try:
-            table = read_columns(path, depth=3)
-            rows = table.to_pylist()
-            rewards = [column for column in table.column_names if column == "reward" or column.startswith("reward/")]
-            estimates = {
-                column: intervals.mean_reward(list(evaluations.by_question(rows, column).values()))
-                for column in rewards
-            }
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, pa.ArrowException) as error:
-            self.unreadable[f"{path.parent.name}/{path.name}"] = str(error)[:300]
-            return {}
-        self.unreadable.pop(f"{path.parent.name}/{path.name}", None)
-        return estimates
+
+def _estimates(file: BinaryIO) -> Mapping[str, intervals.Estimate]:
+    """Intervals of the rewards of an evaluation's file."""
+    table = columns_of(file)
+    rows = table.to_pylist()
+    rewards = [column for column in table.column_names if column == "reward" or column.startswith("reward/")]
+    return {column: intervals.mean_reward(list(evaluations.by_question(rows, column).values())) for column in rewards}
 
 
 _SHARE = 16 << 20
@@ -113,12 +107,11 @@ class RunView:
         self._family_of: Any = None
         self._failed: str | None = None
         self._id: str | None = None
-        self._manifest: tuple[Any, dict[str, Any], str | None] = (None, {}, None)
-        self._reading = threading.Lock()
+        self._run_json = Latest(path / manifest.NAME, manifest.load_opened)
 
     def is_replaced(self) -> bool:
         """True if the folder holds another run than the one that is indexed: `run.json` names another `id`."""
-        now = text_of(self._loaded()[1].get("id")) or None
+        now = text_of((self._run_json.read().content or {}).get("id")) or None
         self._id = self._id or now
         return now not in (None, self._id)
 
@@ -139,44 +132,28 @@ class RunView:
 
     def manifest(self) -> dict[str, Any]:
         """`run.json`, with the state that the run really is in; the state alone where it cannot be read."""
-        run_json = self._loaded()[1]
+        run_json = self._run_json.read().content or {}
         return run_json | {
             "state": status.state_of(run_json, self.path)[:_LONGEST_NAME] if _has_text(run_json, "state") else "unknown"
         }
 
-    def _loaded(self) -> tuple[Any, dict[str, Any], str | None]:
-        """(version of the file, its content, the error of reading it)."""
-        path = self.path / manifest.NAME
-        with self._reading:
-            try:
-                facts = path.lstat()
-                mark = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
-                if mark != self._manifest[0]:
-                    self._manifest = (mark, {}, None)
-                    self._manifest = (mark, manifest.load(path), None)
-            except FileNotFoundError:
-                self._manifest = (None, {}, None)
-            except (OSError, ValueError) as error:
-                reason = error.strerror if isinstance(error, OSError) else str(error)[:200]
-                self._manifest = (self._manifest[0], {}, f"run.json cannot be read: {reason}.")
-            return self._manifest
-
     def _find_family(self) -> None:
-        mark, run_json, _ = self._loaded()
-        if mark == self._family_of:
+        now = self._run_json.read()
+        if now.mark == self._family_of:
             return
-        self._family_of = mark
+        self._family_of = now.mark
         try:
-            key = sides.key_of(comparison.Run(path=self.path, manifest=run_json)) if run_json else None
+            key = sides.key_of(comparison.Run(path=self.path, manifest=now.content)) if now.content else None
         except (TypeError, ValueError, AttributeError, KeyError, RecursionError):  # a foreign shape has no family
             key = None
         self.family = None if key is None else hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
     def troubles(self) -> list[str]:
         """Parts of the run that cannot be read, a sentence each."""
-        logs = (self._loaded()[2], self.series.trouble, self.evaluated.trouble, self.groups.trouble)
+        run_json = self._run_json.read().trouble
+        logs = (self.series, self.evaluated, self.groups, self.alerts, self.events)
+        sentences = [run_json and f"run.json cannot be read: {run_json}.", *(log.trouble for log in logs), self._failed]
         files = {**self.groups.unreadable, **self.held_out.unreadable}
-        sentences = [*logs, self.alerts.trouble, self.events.trouble, self._failed]
         sentences += [f"{name} cannot be read: {why.rstrip('.')}." for name, why in list(files.items())[:3]]
         if len(files) > 3:
             sentences.append(f"{len(files) - 3} more files cannot be read.")

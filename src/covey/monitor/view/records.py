@@ -3,10 +3,10 @@
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from covey.monitor.view.latest import Latest
 from covey.runs.metrics import parse
-from covey.runs.storage import open_plain
 
 _MOST_BYTES = 8 << 20
 _MOST_ROWS = 5000
@@ -20,39 +20,29 @@ class Records:
     """
 
     def __init__(self, path: Path, shape: Callable[[Mapping[str, Any]], dict[str, Any] | None]) -> None:
-        self.path = path
-        self.trouble: str | None = None
-        """Reason why records are missing; None when all are read."""
         self._shape = shape
-        self._mark: tuple[int, ...] = ()
-        self._rows: list[dict[str, Any]] = []
+        self._file = Latest(path, self._read)
 
     def rows(self) -> list[dict[str, Any]]:
         """All rows that are whole, oldest first."""
-        try:
-            descriptor = open_plain(self.path)
-        except FileNotFoundError:
-            self._mark, self._rows, self.trouble = (), [], None
-            return []
-        except OSError as error:
-            self._mark, self._rows, self.trouble = (), [], f"{self.path.name} cannot be read: {error.strerror}."
-            return []
-        with open(descriptor, "rb") as file:
-            facts = os.fstat(descriptor)
-            mark = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
-            if mark != self._mark:
-                self._rows = self._read(file, facts.st_size)
-                self._mark = mark
-        return self._rows
+        return (self._file.read().content or ([], False))[0]
 
-    def _read(self, file: Any, size: int) -> list[dict[str, Any]]:
+    @property
+    def trouble(self) -> str | None:
+        """Reason why records are missing; None when all are read."""
+        now, name = self._file.read(), self._file.path.name
+        if now.trouble:
+            return f"{name} cannot be read: {now.trouble}."
+        return f"{name} is long; only its end is shown." if now.content and now.content[1] else None
+
+    def _read(self, file: BinaryIO) -> tuple[list[dict[str, Any]], bool]:
+        """The rows, and True if earlier ones are left out."""
+        size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _MOST_BYTES))
         lines = file.read(_MOST_BYTES).splitlines(keepends=True)[size > _MOST_BYTES :]
         rows = [row for line in lines if (row := parse(line)) is not None]
         shaped = [row for row in map(self._shape, rows) if row is not None]
-        is_cut = size > _MOST_BYTES or len(shaped) > _MOST_ROWS
-        self.trouble = f"{self.path.name} is long; only its end is shown." if is_cut else None
-        return shaped[-_MOST_ROWS:]
+        return shaped[-_MOST_ROWS:], size > _MOST_BYTES or len(shaped) > _MOST_ROWS
 
 
 def alert_of(row: Mapping[str, Any]) -> dict[str, Any] | None:

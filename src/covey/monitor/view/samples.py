@@ -97,7 +97,7 @@ class Samples:
         try:
             sample = sample_of(self._index, step, has_tokens=has_tokens)
         except Exception as error:  # noqa: BLE001 -- a damaged file does not hide the others
-            self._index.unreadable[self._index.path_of(step).name] = str(error)[:300]
+            self._index.refuse(step, mark, error)
             sample = None
         with self._lock:
             self._cache[step, has_tokens] = (mark, sample)

@@ -9,7 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from covey.monitor.view.groups import GroupIndex, read_columns
+from covey.monitor.view.files import Mark
+from covey.monitor.view.groups import GroupIndex, Matches, read_columns
 
 _CHUNK = 4096
 _NAMES = {"prompt_uid": "prompt_uid", "prompt": "prompt", "completion": "first"}
@@ -45,24 +46,26 @@ def search(
     matches = index.matches_of(text)
     for first in range(start, len(order), _CHUNK):
         part = order[first : first + _CHUNK]
-        for at in _worth_a_look(table["step"][part], matches):
+        marks = {step: index.mark_of(step) for step in np.unique(table["step"][part]).tolist()}
+        for at in _worth_a_look(table["step"][part], marks, matches):
             place = int(part[at])
             step, group = int(table["step"][place]), int(table["group"][place])
+            version = (step, marks[step])
             if len(places) == most:
                 return SearchHits(places, first + at)
-            if step not in matches:
+            if version not in matches:
                 if looked and time.monotonic() > deadline:
                     return SearchHits(places, first + at)
-                matches[step] = _groups_with(index.path_of(step), text)
+                matches[version] = _groups_with(index.path_of(step), text)
                 looked += 1
-            if group in matches[step]:
+            if group in matches[version]:
                 places.append(place)
     return SearchHits(places, len(order))
 
 
-def _worth_a_look(steps: np.ndarray, matches: Mapping[int, frozenset[int]]) -> list[int]:
-    """Positions in `steps` [k] of those that were not searched yet, or have the text somewhere."""
-    worth = [step for step in np.unique(steps).tolist() if matches.get(step, True)]
+def _worth_a_look(steps: np.ndarray, marks: Mapping[int, Mark | None], matches: Matches) -> list[int]:
+    """Positions in `steps` [k] of those whose file was not searched yet, or has the text somewhere."""
+    worth = [step for step, mark in marks.items() if matches.get((step, mark), True)]
     return np.flatnonzero(np.isin(steps, worth)).tolist() if worth else []
 
 

@@ -4,11 +4,12 @@ import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from covey.errors import RunFolderError
+from covey.monitor.view.latest import Latest
 from covey.runs import manifest
-from covey.runs.storage import open_plain, read_plain
+from covey.runs.storage import open_plain, read_bounded
 
 _LOOK_BACK = 6
 _MOST_BYTES = 100 << 20
@@ -31,7 +32,10 @@ def tokenizer_file(run: Path) -> Path | None:
 
 
 def _modified_at(path: Path) -> int:
-    return path.lstat().st_mtime_ns if os.path.lexists(path) else 0
+    try:
+        return path.lstat().st_mtime_ns
+    except OSError:  # pruned since
+        return 0
 
 
 def _is_plain(path: Path) -> bool:
@@ -43,10 +47,14 @@ def _is_plain(path: Path) -> bool:
 
 
 @functools.lru_cache(maxsize=4)
-def _load(path: str, changed: int) -> Any:
+def _tokenizer(path: Path) -> Latest[Any]:
+    return Latest(path, _load)
+
+
+def _load(file: BinaryIO) -> Any:
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_str(read_plain(Path(path), _MOST_BYTES).decode())
+    return Tokenizer.from_str(read_bounded(file, _MOST_BYTES).decode())
 
 
 def pieces(path: Path, token_ids: Sequence[int]) -> list[str]:
@@ -55,7 +63,10 @@ def pieces(path: Path, token_ids: Sequence[int]) -> list[str]:
     RunFolderError for a tokenizer that cannot be read, or ids that are none of its.
     """
     try:
-        return _pieces(_load(str(path), _modified_at(path)), token_ids)
+        now = _tokenizer(path).read()
+        if now.content is None:
+            raise RunFolderError(now.trouble or "it is gone")
+        return _pieces(now.content, token_ids)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # tokenizers' panics are no Exceptions
