@@ -169,6 +169,18 @@ def test_tags_and_notes_are_kept_in_the_browser(page: Any) -> None:
     page.wait_for_function("() => document.querySelectorAll('table.runs tbody tr').length === 1")
 
 
+def test_a_note_that_is_being_written_outlives_its_page_and_reaches_another_tab(browser: Any, address: str) -> None:
+    context = browser.new_context()
+    writing, reading = context.new_page(), context.new_page()
+    for tab in (writing, reading):
+        tab.goto(f"{address}#runs")
+        tab.locator("input.note").first.wait_for()
+    writing.locator("input.note").first.press_sequentially("half a th")
+    writing.reload()  # without Enter, and no field is left
+    reading.wait_for_function("() => document.querySelector('input.note').value === 'half a th'")
+    context.close()
+
+
 def test_a_run_has_a_sentence_on_top_and_its_alerts_above_the_charts(page: Any) -> None:
     go(page, "Curves")
     page.locator(".stories p").first.wait_for()

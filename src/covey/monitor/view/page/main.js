@@ -172,6 +172,7 @@ async function start() {
   addEventListener("hashchange", show);
   addEventListener("covey-chosen", () => drawLinks(place().page));
   addEventListener("keydown", onKey);
+  addEventListener("storage", () => { isNew = true; }); // notes and columns of another tab are drawn with the next beat
   await beat();
   await show();
   again();

@@ -30,10 +30,10 @@ const GROUPS = {
   tags: (run) => noteOf(run).tags, "same but for the seed": (run) => run.family,
 };
 
-/** A field of a run's tags or notes, kept in this browser. */
+/** A field of a run's tags or notes, kept in this browser at every letter: a page that is left tells of no change. */
 function editor(run, name) {
   const field = h("input", { class: "note", value: noteOf(run)[name] ?? "", placeholder: name === "tags" ? "add" : "add a note", "aria-label": `${name} of ${run.name}`,
-    "data-run": `${run.name} ${name}`, onchange: () => saveNote(run, name, field.value), onkeydown: (event) => event.key === "Enter" && field.blur() });
+    "data-run": `${run.name} ${name}`, oninput: () => saveNote(run, name, field.value), onkeydown: (event) => event.key === "Enter" && field.blur() });
   return field;
 }
 
