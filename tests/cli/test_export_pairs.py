@@ -129,3 +129,16 @@ def test_a_mistyped_folder_is_told_as_such(tmp_path, capsys):
     assert "nowhere is no folder; give the folder of a run" in capsys.readouterr().err
     assert main(["export", "pairs", str(tmp_path), "-o", str(tmp_path / "new.jsonl")]) != 0
     assert f"{tmp_path} has no rollouts; give the folder of a run" in capsys.readouterr().err
+
+
+def test_a_file_that_its_run_removes_meanwhile_is_left_out(tmp_path, monkeypatch):
+    run_of(tmp_path, {step: [scored([str(step), "x"], [1.0, 0.0])] for step in range(1, 5)})
+    real = rollouts.steps
+
+    def thinned(folder):
+        listed = real(folder)
+        rollouts.path_of(folder, 2).unlink()
+        return listed
+
+    monkeypatch.setattr(rollouts, "steps", thinned)
+    assert [pair["step"] for pair in exported(tmp_path)] == [1, 3, 4]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from sources import FILES, SRC, nodes_of, text_of
 
-LINES = 103_390
+LINES = 103_399
 """Lines of src/covey in Python, JavaScript and C++, without what others wrote (`vendor`)."""
 
 

@@ -60,8 +60,8 @@ def preference_pairs(run: Path, options: PairOptions) -> Pairs:
             f"{run} has no rollouts of these steps; --steps must meet one from {written[0]} to {written[-1]}."
         )
     made, num_groups, num_level = list[dict[str, Any]](), 0, 0
-    for step in in_range:
-        for members in _groups(rollouts.read(rollouts.path_of(folder, step))):
+    for rows in rollouts.read_each(folder, in_range):
+        for members in _groups(rows):
             num_groups += 1
             pair = _pair(members, options)
             num_level += pair is None

@@ -11,7 +11,7 @@ of the rewards), `reward/<function>` as it gave it (null: not scored), `advantag
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,16 @@ def read(path: Path, prefixes: Sequence[str] = ("",)) -> list[dict[str, Any]]:
     except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's errors are ValueErrors
         raise RunFolderError(f"{path} cannot be read as rollouts ({error}); the other steps still can.") from error
     return rows
+
+
+def read_each(folder: Path, steps: Sequence[int]) -> Iterator[list[dict[str, Any]]]:
+    """`read` of each step, in this order; of those that the run has removed meanwhile (`thin`, a resume) none."""
+    for step in steps:
+        try:
+            yield read(path_of(folder, step))
+        except RunFolderError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
 
 
 def thin(folder: Path, limit: int) -> None:

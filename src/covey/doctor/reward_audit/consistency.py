@@ -79,13 +79,12 @@ def recorded_groups(run: Path, steps: tuple[int, int | None], sample: int) -> tu
     """
     folder = run / "rollouts"
     selected = [s for s in rollouts.steps(folder) if s >= steps[0] and (steps[1] is None or s <= steps[1])]
-    if not selected:
-        raise RunFolderError(f"{run} has no rollouts of these steps; a run writes them as --rollout-log-steps says.")
     groups, names = list[Group](), list[str]()
-    for step in selected:
-        rows = rollouts.read(rollouts.path_of(folder, step))
+    for rows in rollouts.read_each(folder, selected):
         names = [name.removeprefix("reward/") for name in rows[0] if name.startswith("reward/")]
         groups += groups_of(rows, names)
+    if not groups:
+        raise RunFolderError(f"{run} has no rollouts of these steps; a run writes them as --rollout-log-steps says.")
     count = max(1, sample // max(1, groups[0].size))
     if len(groups) > count:
         groups = [groups[i * len(groups) // count] for i in range(count)]

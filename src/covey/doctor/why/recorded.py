@@ -164,8 +164,8 @@ def _logged_rows(run_dir: Path) -> list[dict[str, Any]]:
 
 def _earlier(folder: Path, step: int, names: Sequence[str], room: int) -> Iterator[Group]:
     """Groups of the files before a step, newest first, of `room` completions at most; an older file of another form ends them."""
-    for before in sorted((earlier for earlier in rollouts.steps(folder) if earlier < step), reverse=True):
-        rows = rollouts.read(rollouts.path_of(folder, before))
+    earlier = [before for before in rollouts.steps(folder) if before < step]
+    for rows in rollouts.read_each(folder, earlier[::-1]):
         if room < len(rows) or not {"prompt_ids", "advantage", *(f"reward/{name}" for name in names)} <= rows[0].keys():
             return
         room -= len(rows)
