@@ -264,6 +264,7 @@ def test_paths_in_a_file_are_relative_to_it_and_a_broken_one_is_named(tmp_path, 
         ("nowhere.wav", "nowhere.wav cannot be read: No such file or directory."),
         ("empty.wav", " is a file of 0 bytes; mend or remove it."),
         ("folder.wav", "folder.wav is a folder, where a file is wanted."),
+        ("long.wav", "long.wav is longer than 64 MiB, the most for one sound; make it smaller."),
     ],
 )
 @pytest.mark.parametrize("form", ["path", "list", "feature", "bytes"])
@@ -272,6 +273,8 @@ def test_a_file_that_is_not_there_is_named_before_the_first_row_is_drawn(tmp_pat
     good = str(write_wav(tmp_path / "a.wav", tone(440)))
     (tmp_path / "empty.wav").touch()
     (tmp_path / "folder.wav").mkdir()
+    with (tmp_path / "long.wav").open("wb") as file:
+        file.truncate((64 << 20) + 1)
     values = [good, None, good, str(tmp_path / name)]
     column = "audios" if form == "list" else "audio"
     if form == "list":

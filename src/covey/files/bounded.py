@@ -27,8 +27,14 @@ _ODD_NUMBER = re.compile(r"[-+]?(0[0-7_]+|[1-9][0-9_]*(:[0-5]?[0-9])+|[0-9][0-9_
 _JSON_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
 
 
-def read_bytes(path: str | Path, most: int = MOST_BYTES, error: type[CoveyError] = ConfigError) -> bytes:
-    """The content of a file or a pipe. Raises `error` for one that is longer than `most`, silent, or cannot be read."""
+def read_bytes(
+    path: str | Path,
+    most: int = MOST_BYTES,
+    error: type[CoveyError] = ConfigError,
+    *,
+    advice: str = "so it is not what is wanted here",
+) -> bytes:
+    """The content of a file or a pipe. Raises `error` for one that is longer than `most` (with `advice`), silent, or cannot be read."""
     try:
         # a pipe without a writer ends at once
         descriptor = os.open(Path(path).expanduser(), os.O_RDONLY | os.O_NONBLOCK)
@@ -42,7 +48,7 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES, error: type[CoveyError]
             parts.append(part)
             size += len(part)
             if size > most:
-                raise error(f"{path} is longer than {most >> 20} MiB, so it is not what is wanted here.")
+                raise error(f"{path} is longer than {most >> 20} MiB, {advice}.")
     except TimeoutError as why:
         raise error(f"{path} says nothing for {_PATIENCE_SECONDS:.0f} seconds; give a file.") from why
     except OSError as why:

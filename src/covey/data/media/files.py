@@ -50,7 +50,7 @@ def _read(text: str, kind: Kind, where: str) -> bytes:
     if text.startswith(("http://", "https://")):
         raise DataError(f"{where} is the address {text[:80]!r}; {kind.noun}s are not downloaded, give a file's path.")
     try:
-        return read_bytes(text, _MOST_BYTES, DataError)
+        return read_bytes(text, _MOST_BYTES, DataError, advice=f"the most for one {kind.noun}; make it smaller")
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
 
