@@ -46,6 +46,7 @@ class Judge:
     """Price of a million prompt tokens."""
     price_out: float = 0.0
     max_cost: float = math.inf
+    """Most that one process may spend, since the start or resume: N processes may spend N times as much."""
     cache: ReplyCache = field(default_factory=ReplyCache)
     spent: Spent = field(default_factory=Spent)
     _id: str = field(default_factory=lambda: uuid.uuid4().hex, repr=False)
@@ -116,7 +117,7 @@ class Judge:
     def _ask(self, messages: Sequence[Message], until: float) -> Reply:
         if self.spent.cost >= self.max_cost:
             raise RewardError(
-                f"The judge has cost {self.spent.cost:.2f}, and max_cost is {self.max_cost:.2f}; raise it to go on."
+                f"The judge has cost this process {self.spent.cost:.2f}, and max_cost is {self.max_cost:.2f}; raise it to go on."
             )
         reply = self.endpoint.ask(messages, until)
         if self.max_cost < math.inf and not reply.prompt_tokens + reply.completion_tokens:

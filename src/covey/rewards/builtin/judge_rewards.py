@@ -39,7 +39,7 @@ class JudgeReward:
 
     `url` and `model` name an OpenAI-compatible endpoint; `rubric` is a text or a file of one; with a column
     `reference_column` the judge is shown the reference too, and another name than `reference` must be there. `options` are those of `Endpoint` and `Judge`: `retries`,
-    `deadline_seconds`, `concurrency`, `cache` (a file), `price_in`, `max_cost` ... An empty completion gets 0 unasked. A reply
+    `deadline_seconds`, `concurrency`, `cache` (a file), `price_in`, `max_cost` (of each process) ... An empty completion gets 0 unasked. A reply
     that is not one JSON object with a score within the scale is asked for again and then an error: never a score.
 
     Example: `JudgeReward("http://localhost:8000/v1", "my-judge", rubric="Is it polite?", low=1, high=5)`.
