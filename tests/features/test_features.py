@@ -154,3 +154,22 @@ def test_the_rows_of_a_mixture_get_their_own_pass_rates(tmp_path: Path):
 def test_the_command_says_what_is_missing(words, sentence, capsys):
     assert main(["features", *words]) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["a-file/rows.jsonl", "folder.jsonl"])
+def test_an_output_that_cannot_be_written_is_told_before_the_rows_are_read(place, tmp_path, capsys):
+    (tmp_path / "a-file").touch()
+    (tmp_path / "folder.jsonl").mkdir()
+    words = ["nowhere.jsonl", "--features", "length", "--output", str(tmp_path / place), "--overwrite"]
+    assert main(["features", *words]) == 74
+    assert f"{tmp_path / place} cannot be written" in capsys.readouterr().err
+
+
+def test_rows_that_cannot_be_described_leave_the_file_that_was_there(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("earlier")
+    assert (
+        main(["features", str(tmp_path / "no.jsonl"), "--features", "length", "--output", str(path), "--overwrite"])
+        == 2
+    )
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["earlier"]

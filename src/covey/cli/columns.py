@@ -30,7 +30,7 @@ def rows_file(named: str | None) -> Path:
         raise ConfigError("--output is missing: name a file that ends in .jsonl or .parquet.")
     if Path(named).suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"--output {named} must be a file that ends in .jsonl or .parquet.")
-    return Path(named)
+    return Path(named).expanduser()
 
 
 def evaluated_dataset(options: Mapping[str, Any]) -> Any:

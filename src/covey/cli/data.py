@@ -49,8 +49,9 @@ def run_check(args: Args) -> int:
     report = summary(_inspect(options, "check"), shown if page is None else max(shown, _ON_PAGE))
     if page is not None:
         from covey.doctor.data_check.html_report import as_html
+        from covey.runs.storage import write_text
 
-        page.write_text(as_html(report), encoding="utf-8")
+        write_text(page, as_html(report))
     if options["json"]:
         output.result_json(report.as_dict())
     else:

@@ -51,6 +51,16 @@ def run(args: Args) -> None:
 
         evaluate(options)
         return
+    if not options["answers"]:
+        _evaluate(options, None)
+        return
+    from covey.runs.storage import whole_file
+
+    with whole_file(Path(options["answers"]).expanduser()) as answers:
+        _evaluate(options, answers)
+
+
+def _evaluate(options: dict[str, Any], answers: Path | None) -> None:
     first = assess_model(options["model"], options)
     result: dict[str, Any] = {"model": options["model"], "dataset": options["dataset"], **first.summary(_ks(options))}
     second = None
@@ -61,8 +71,8 @@ def run(args: Args) -> None:
         result["compared_to"] = {"model": options["compare_to"], **second.summary(_ks(options))}
         differences = compare(first, second)
         result["difference"] = {**summary_of(differences), "of": options["compare_to"], "minus": options["model"]}
-    if options["answers"]:
-        _write_answers(Path(options["answers"]), first)
+    if answers is not None:
+        _write_answers(answers, first)
     if options["json"]:
         output.result_json(result)
         return
@@ -182,12 +192,13 @@ def _table(options: dict[str, Any], first: Assessment, second: Assessment | None
 
 
 def _write_answers(path: Path, assessment: Assessment) -> None:
+    from covey.runs.storage import write_text
+
     lines = [
         json.dumps({"answer": text, "reward": None if reward != reward else reward})
         for text, reward in zip(assessment.texts, assessment.greedy, strict=True)
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n")
+    write_text(path, "\n".join(lines) + "\n")
 
 
 verb = Verb(

@@ -34,6 +34,7 @@ def run_pairs(args: Args) -> int:
         raise ConfigError(f"--max-per-prompt {options['max_per_prompt']} keeps nothing; use at least 1.")
     first, last = steps_of(options["steps"])
     from covey.runs.pairs import PairOptions, preference_pairs
+    from covey.runs.storage import storage_errors, whole_file
 
     criteria = {name: options[name] for name in ("min_margin", "reward", "max_per_prompt", "finished_only")}
     pairs = preference_pairs(run, PairOptions(first_step=first, last_step=last, **criteria))
@@ -41,14 +42,15 @@ def run_pairs(args: Args) -> int:
         raise DataError(
             f"None of the {pairs.num_groups} groups in {run} has completions far enough apart; lower --min-margin, or choose other --steps."
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+    with whole_file(path) as unfinished, storage_errors(path):
+        if path.suffix == ".parquet":
+            import pyarrow as pa
+            import pyarrow.parquet as pq
 
-        pq.write_table(pa.Table.from_pylist([dict(row) for row in pairs.rows]), path)
-    else:
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in pairs.rows), encoding="utf-8")
+            pq.write_table(pa.Table.from_pylist([dict(row) for row in pairs.rows]), unfinished)
+        else:
+            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in pairs.rows)
+            unfinished.write_text(lines, encoding="utf-8")
     counts = {
         "pairs": len(pairs.rows),
         "groups": pairs.num_groups,

@@ -87,7 +87,7 @@ def _export_adapter(folder: Path, out: Path, args: Args) -> None:
 def _export_gguf(folder: Path, out: Path, args: Args) -> None:
     from covey.models import load_model, load_tokenizer
     from covey.models.gguf import expect_exportable, load_gguf, write_gguf
-    from covey.runs.storage import storage_errors, temporary_sibling
+    from covey.runs.storage import storage_errors, whole_file
 
     load_gguf()
     outtype = args.get("outtype") or "f16"
@@ -100,14 +100,8 @@ def _export_gguf(folder: Path, out: Path, args: Args) -> None:
         model = load_model(str(folder), {"dtype": "auto"}, trust_remote_code=_trusts(args))
     expect_exportable(model.config.get_text_config(), outtype)
     tokenizer = load_tokenizer(model, folder, trust_remote_code=_trusts(args))
-    unfinished = temporary_sibling(out)
-    try:
-        with storage_errors(out):
-            out.parent.mkdir(parents=True, exist_ok=True)
-            done = write_gguf(unfinished, model, tokenizer, name=out.stem, outtype=outtype)
-            unfinished.rename(out)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with whole_file(out) as unfinished, storage_errors(out):
+        done = write_gguf(unfinished, model, tokenizer, name=out.stem, outtype=outtype)
     facts = {
         "format": "gguf",
         "outtype": outtype,

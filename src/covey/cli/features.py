@@ -41,10 +41,28 @@ def run(args: Args) -> None:
     options = {flag.name: flag.default for flag in _FLAGS} | dict(args)
     options["features"] = [name.strip() for text in options["features"] or [] for name in text.split(",")]
     _check(options)
+    from covey.runs.storage import storage_errors, whole_file
+
+    path = rows_file(options["output"])
+    with whole_file(path) as unfinished:
+        table = _described(options, path)
+        with storage_errors(path):
+            _write(table, unfinished, path.suffix)
+    summaries = {name: _summary(table[name]) for name in options["features"]}
+    if options["json"]:
+        output.result_json({"rows": len(table), "output": str(path), "features": summaries})
+        return
+    output.result(f"{path}: {len(table)} rows")
+    for name, summary in summaries.items():
+        output.result(f"  {name:<12} {'  '.join(f'{key} {value}' for key, value in summary.items())}")
+
+
+def _described(options: dict[str, Any], path: Path) -> Any:
+    """The data set with the columns that `options` ask for, as it is written to `path`."""
     from covey.data import load
     from covey.data.features import add_features
     from covey.data.features.columns import Embedder
-    from covey.data.tables import AsWritten, with_structs
+    from covey.data.tables import with_structs
     from covey.models import resolve_source
 
     dataset = load(
@@ -53,17 +71,14 @@ def run(args: Args) -> None:
         columns=column_map(options["columns"]),
         limit=options["max_prompts"],
     )
-    wants = set(options["features"])
-    tokenizer, rates = _judge(options, bool(wants & {"pass_rate", "difficulty"}))
+    tokenizer, rates = _judge(options, bool({"pass_rate", "difficulty"} & set(options["features"])))
     embedder = Embedder.of(resolve_source(options["embedding_model"])) if options["embedding_model"] else None
-    path = Path(options["output"])
     dataset = with_structs(dataset) if path.suffix == ".parquet" else dataset
-    mixed = [name for name, feature in dataset.features.items() if isinstance(feature, AsWritten)]
-    if mixed and path.suffix == ".parquet":
+    if path.suffix == ".parquet" and (mixed := _mixed(dataset)):
         raise ConfigError(
             f"The column {mixed[0]!r} holds values of several types, which Parquet cannot; write {path.stem}.jsonl."
         )
-    table = add_features(
+    return add_features(
         dataset,
         options["features"],
         tokenizer=tokenizer,
@@ -72,22 +87,23 @@ def run(args: Args) -> None:
         answer_column=options["answer_column"],
         overwrite=options["overwrite"],
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        table.to_parquet(str(path))
-    elif mixed:
-        with path.open("w", encoding="utf-8") as lines:
-            lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in table)
-    else:
-        with _without_bar():
+
+
+def _mixed(dataset: Any) -> list[str]:
+    from covey.data.tables import AsWritten
+
+    return [name for name, feature in dataset.features.items() if isinstance(feature, AsWritten)]
+
+
+def _write(table: Any, path: Path, suffix: str) -> None:
+    with _without_bar():
+        if suffix == ".parquet":
+            table.to_parquet(str(path))
+        elif _mixed(table):
+            with path.open("w", encoding="utf-8") as lines:
+                lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in table)
+        else:
             table.to_json(str(path), force_ascii=False)
-    summaries = {name: _summary(table[name]) for name in options["features"]}
-    if options["json"]:
-        output.result_json({"rows": len(table), "output": str(path), "features": summaries})
-        return
-    output.result(f"{path}: {len(table)} rows")
-    for name, summary in summaries.items():
-        output.result(f"  {name:<12} {'  '.join(f'{key} {value}' for key, value in summary.items())}")
 
 
 def _check(options: dict[str, Any]) -> None:

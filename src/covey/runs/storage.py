@@ -29,7 +29,9 @@ REFUSALS = {
 # Rust libraries (safetensors, tokenizers) and torch's zip writer tell the number, or the fact, in words only.
 _OS_ERROR = re.compile(r"\((?:os )?error (\d+)\)|\[errno (\d+)\]", re.IGNORECASE)
 _TORN = "the disk took only a part of the file"
-_TORN_WRITER = re.compile(r"iostream error|PytorchStreamWriter|inline_container.*unexpected pos")
+_TORN_WRITER = re.compile(
+    r"iostream error|PytorchStreamWriter|inline_container.*unexpected pos|\d+ requested and \d+ written"
+)
 
 
 _CAUTIOUS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
@@ -176,7 +178,7 @@ def storage_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror or error}.") from error
+        raise StorageError(f"{path} cannot be written: {error.strerror or why_refused(error) or error}.") from error
 
 
 def write_text(path: Path, text: str) -> Path:
@@ -186,6 +188,30 @@ def write_text(path: Path, text: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     return path
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A file to write that becomes `path` where nothing was raised, and else leaves what was there.
+
+    It is made at once, and its folders: StorageError for a place that cannot be written comes before the work. A pipe or a
+    device is written itself.
+    """
+    unfinished = temporary_sibling(path)
+    with storage_errors(path):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
+        if path.exists() and not path.is_file():
+            yield path
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.touch()
+    try:
+        yield unfinished
+        with storage_errors(path):
+            os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 @contextmanager
