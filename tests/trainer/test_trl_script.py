@@ -12,6 +12,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from covey import GRPOConfig, GRPOTrainer
 from covey.config import checks
 from covey.errors import ConfigError, CoveyError, DataError, ModelError, RewardError
+from covey.models import load_model, load_tokenizer
 from kit import rest_nightly, tiny_model, tiny_reward_model, tiny_tokenizer
 
 ROWS = [{"prompt": f"Tom has {i} apples.", "answer": str(i)} for i in range(12)]
@@ -339,6 +340,18 @@ def test_a_model_folder_without_weights_says_what_is_missing(tmp_path, model_dir
     os.remove(os.path.join(model_dir, "model.safetensors"))
     with pytest.raises(ModelError, match="lacks model.safetensors"):
         trainer(tmp_path, model=model_dir)
+
+
+def test_a_folder_that_is_half_written_or_pruned_meanwhile_is_told(model_dir):
+    path = Path(model_dir) / "generation_config.json"
+    path.write_text('{"eos_token_id": [')
+    with pytest.raises(ModelError, match=r"generation_config.json is not JSON"):
+        load_model(model_dir)
+    path.unlink()
+    model = load_model(model_dir)
+    shutil.rmtree(model_dir)
+    with pytest.raises(ModelError, match=r"The model folder .* does not exist"):
+        load_tokenizer(model, model_dir)
 
 
 def test_a_data_set_without_prompts_says_which_columns_it_has(tmp_path):

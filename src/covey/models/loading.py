@@ -202,6 +202,7 @@ def load_tokenizer(
         raise ModelError(
             "The model was not loaded from a folder or id, so its tokenizer is unknown; pass processing_class=."
         )
+    refuse_missing(str(where), "model folder")
     try:
         with bounded_hub(where):
             return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code, **hub_options(init_kwargs))
@@ -250,7 +251,7 @@ def _check_folder(source: str, needs: Sequence[str], what: str) -> None:
     if missing:
         content = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise ModelError(f"The {what} folder {source!r} lacks {' and '.join(missing)}; it holds {content}.")
-    for name in ("config.json", "adapter_config.json"):
+    for name in ("config.json", "generation_config.json", "adapter_config.json"):
         if (folder / name).is_file() and not isinstance(read_json(folder / name, ModelError), dict):
             raise ModelError(f"{folder / name} holds no options of a model: it must be one JSON object.")
 
