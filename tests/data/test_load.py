@@ -253,6 +253,28 @@ def test_a_mistyped_kind_of_source_is_no_hub_id(name, told):
     refused(name, told)
 
 
+def test_a_parquet_file_without_rows_is_told_as_such(tmp_path):
+    datasets.Dataset.from_dict({"prompt": []}).cast_column("prompt", datasets.Value("string")).to_parquet(
+        str(tmp_path / "none.parquet")
+    )
+    refused(tmp_path / "none.parquet", r"none\.parquet has no rows\.")
+
+
+def test_a_broken_line_is_told_by_its_number_and_column_alone(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b",\n')
+    refused(tmp_path / "a.jsonl", r"line 2: not JSON \(Expecting property name enclosed in double quotes: column 16 ")
+
+
+def test_a_mistyped_file_name_is_no_hub_id_alone(tmp_path, monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    jsonl(tmp_path / "train.jsonl", ROWS)
+    monkeypatch.chdir(tmp_path)
+    refused("train.jsnl", r"neither a file or folder here nor .*Did you mean train\.jsonl\?")
+
+
 def test_a_hub_id_that_cannot_be_reached_is_told(monkeypatch):
     import huggingface_hub.constants
 

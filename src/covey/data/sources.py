@@ -82,9 +82,16 @@ def _missing(source: Any) -> Path:
         raise DataError(
             f"{str(source)!r} is a folder in a list of files; give its files, as {str(path / '*.jsonl')!r}."
         )
-    siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
     where = "" if path.parent.is_dir() else f" There is no folder {str(path.parent)!r} either."
-    raise DataError(f"The data set {str(source)!r} does not exist.{did_you_mean(path.name, siblings)}{where}")
+    raise DataError(f"The data set {str(source)!r} does not exist.{_near(path)}{where}")
+
+
+def _near(path: Path) -> str:
+    """A sentence with the data set in the folder of `path` whose name is nearest, or an empty string."""
+    siblings = path.parent.iterdir() if path.parent.is_dir() else ()
+    return did_you_mean(
+        path.name, [sibling.name for sibling in siblings if sibling.is_dir() or _suffix(sibling) in FORMATS]
+    )
 
 
 _MALFORMED = (ValueError, OverflowError, TypeError, LookupError, RecursionError)
@@ -178,7 +185,7 @@ def _refuse_wild(files: Sequence[Path]) -> None:
 
 def _unreadable(files: Sequence[Path], kind: str, error: BaseException) -> str:
     """Error sentence for an unreadable file."""
-    if "no data" in str(error) or isinstance(error, StopIteration):
+    if isinstance(error, StopIteration) or re.search("no data|BatchSize must be greater than 0", str(error)):
         return f"{shown(files)} has no rows."
     cause = error.__cause__ or error
     place = getattr(cause, "filename", None)
@@ -188,7 +195,7 @@ def _unreadable(files: Sequence[Path], kind: str, error: BaseException) -> str:
             f"{shown(files)} cannot be taken into the cache of data sets, {cache} ({getattr(cause, 'strerror', None)}: {place}); set "
             "HF_DATASETS_CACHE to a folder that can be written."
         )
-    reason = " ".join(str(cause).split())[:200] or type(cause).__name__
+    reason = " ".join(str(cause).split())[:200].rstrip(".") or type(cause).__name__
     return f"{shown(files)} cannot be read as {kind}: {reason}."
 
 
@@ -270,7 +277,7 @@ def _load_named(name: str, config_name: str | None, split: str | None, streaming
     except (ConnectionError, FileNotFoundError, datasets.exceptions.DatasetNotFoundError) as error:
         raise DataError(
             f"The data set {name!r} is neither a file or folder here nor on the hub ({first_line(error)}); "
-            "check the name, or log in with `hf auth login` if it is private."
+            f"check the name, or log in with `hf auth login` if it is private.{_near(Path(name))}"
         ) from error
     except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
         raise DataError(f"The data set {name!r} cannot be loaded: {first_line(error)}") from error

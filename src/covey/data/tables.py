@@ -129,11 +129,11 @@ def line_fault(line: bytes) -> str | None:
     if not line.strip():
         return None
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.decode("utf-8").rstrip())
     except UnicodeDecodeError as error:
         return f"not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8"
     except ValueError as error:
-        return f"not JSON ({error})"
+        return f"not JSON ({str(error).replace('line 1 ', '')})"
     except RecursionError:
         return "nested too deeply"
     kind = type(row).__name__
