@@ -139,15 +139,15 @@ _LONGEST_NAME = 200
 """Characters of a word that is compared with names; a longer one is no misspelling, and comparing takes their square."""
 
 
-def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """A sentence with the nearest known name, or an empty string.
+def did_you_mean(word: str, names: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """A sentence with the nearest known name, or an empty string. `cutoff`: least similarity, up to 1.
 
     >>> did_you_mean("epsilon_hihg", ["epsilon", "epsilon_high"])
     ' Did you mean epsilon_high?'
     """
     if len(word) > _LONGEST_NAME:
         return ""
-    near = difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(word, list(names), n=1, cutoff=cutoff)
     return f" Did you mean {near[0]}?" if near else ""
 
 

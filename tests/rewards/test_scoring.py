@@ -514,6 +514,10 @@ def test_a_parameter_that_the_data_does_not_have_is_named_with_its_nearest_colum
         DataError, match=r"reward 'right' needs a column answer, but the data set has anwser\. Did you mean anwser\?"
     ):
         scorer.check(["prompt", "anwser"])
+    with pytest.raises(DataError, match=r"needs a column solution, but the data set has gold\. Rename"):
+        check([lambda completions, solution: [0.0]], ["prompt", "gold"])
+    with pytest.raises(DataError, match=r"needs a column completion_id, .* Did you mean completion_ids\?"):
+        check([lambda completions, completion_id: [0.0]], ["prompt", "gold"])
     with pytest.raises(DataError, match="no other columns"):
         check([right], ["prompt"])
     with pytest.raises(DataError, match="needs a column answer"):  # columns unknown until the first row

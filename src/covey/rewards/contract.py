@@ -277,7 +277,8 @@ def check_signature(spec: RewardSpec, columns: Iterable[str] | None) -> None:
         missing.append(" or ".join(any_of))
     if missing:
         have = ", ".join(name for name in available if name not in always) or "no other columns"
-        near = did_you_mean(missing[0].partition(" ")[0], available)
+        name = missing[0].partition(" ")[0]
+        near = did_you_mean(name, columns) or did_you_mean(name, always, cutoff=0.85)
         raise DataError(
             f"reward {spec.name!r} needs a column {missing[0]}, but the data set has {have}.{near} Rename yours to it "
             "(columns=, or --columns new=old), or give the parameter a default."
