@@ -191,7 +191,7 @@ def test_every_library_s_own_error_of_the_disk_is_understood(number: int, kind: 
         raise RuntimeError("it failed") from OSError(number, os.strerror(number))
 
     with (
-        pytest.raises(StorageError, match=f"{REFUSED[number]}.*No checkpoint of this run is in"),
+        pytest.raises(StorageError, match=f"{REFUSED[number]}.*No checkpoint of this run is in .* and start again"),
         as_disk_errors("The model", tmp_path / "final", tmp_path),
     ):
         fail()

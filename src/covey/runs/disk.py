@@ -51,9 +51,10 @@ def as_disk_errors(what: str, path: Path, run_dir: Path, numbers: Collection[int
         if reason is None:
             raise
         place = getattr(error, "filename", None) or path
+        resumes = "go on with --resume auto (resume_from_checkpoint=True in a script)"
         raise StorageError(
             f"{what} could not be written to {place}: {reason}. {describe_newest(run_dir)} Free some space, or make the disk writable again, "
-            "and go on with --resume auto (resume_from_checkpoint=True in a script)."
+            f"and {resumes if checkpoint.checkpoints(run_dir) else 'start again'}."
         ) from error
 
 
