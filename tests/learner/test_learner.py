@@ -121,21 +121,14 @@ def test_truncated_completions_can_be_left_out_of_the_loss():
 
 
 def test_tokens_that_a_tool_wrote_have_no_gradient():
-    def with_tool_tokens(token):
-        completion = Completion(
-            token_ids=torch.tensor([20, token, token, 21]),
-            text="",
-            finish="stop",
-            mask=torch.tensor([True, False, False, True]),
-        )
-        own = replace(GROUPS[0], completions=(completion, *GROUPS[0].completions[1:]))
-        return rows_of([own])[0]
-
-    model = tiny_model("qwen2").eval()
-    row = with_tool_tokens(30)
-    measured = Policy(model, pad_id=0).measure([row])
-    assert row.counts.tolist() == [True, False, False, True]
-    assert measured.logp.shape == (1, 4)
+    """The step is that of the mean over the model's own tokens, which read the tool's."""
+    mask = torch.tensor([True, False, False, True])
+    drawn = Completion(token_ids=torch.tensor([20, 30, 30, 21]), text="", finish="stop", mask=mask)
+    step, _ = moved(learner(), alg.dapo(), [replace(GROUPS[0], completions=(drawn,), advantages=torch.tensor([1.0]))])
+    policy = Policy(tiny_model("qwen2"), pad_id=0)
+    logp = policy.model(torch.tensor([[5, 6, 7, 20, 30, 30, 21]])).logits[0, 2:-1].log_softmax(-1)
+    logp.gather(-1, drawn.token_ids[:, None])[mask].mean().backward()
+    torch.testing.assert_close(step, torch.cat([p.grad.flatten() for p in policy.parameters()]), rtol=1e-4, atol=1e-6)
 
 
 def test_weights_that_are_not_finite_are_named_and_no_update_is_made_of_them():

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from distilled import trainer_of
 
 from covey import algorithms as alg
 from covey.errors import MemoryLimitError
@@ -78,6 +79,29 @@ def test_more_than_one_in_eight_ends_with_the_sentence(monkeypatch):
     short_of_memory(learner, monkeypatch)
     with pytest.raises(MemoryLimitError, match=r"One completion of \d+ tokens with its prompt does not fit in memory"):
         learner.step(groups_of([35, 34, 5, 5, 5, 5, 5, 5], [True] * 8), alg.dapo(), 1)
+
+
+def test_activations_are_computed_again_once_a_single_completion_does_not_fit(tmp_path, monkeypatch):
+    def norms(folder, **options):
+        run = trainer_of(tmp_path / folder, "dapo", max_steps=2, **options)
+        run.train()
+        return run, [entry["grad_norm"] for entry in run.state.log_history if "grad_norm" in entry]
+
+    _, expected = norms("free", gradient_checkpointing=False)
+    measure, ways = Policy.measure, []
+
+    def measured(policy, rows, **options):
+        ways.append((len(rows), policy.is_checkpointing))
+        if torch.is_grad_enabled() and not policy.is_checkpointing:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return measure(policy, rows, **options)
+
+    monkeypatch.setattr(Policy, "measure", measured)
+    run, found = norms("short", checkpoint_when_needed=True)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert len(expected) == 2
+    assert run._running.learner.policy.is_checkpointing
+    assert (1, False) in ways
 
 
 def test_what_is_measured_before_the_advantages_is_needed_of_all(monkeypatch):

@@ -24,15 +24,6 @@ QUICK = (
 )
 """Cases that sum over a batch, a group, a completion or tokens, and those with a teacher; others repeat one of these."""
 
-# -- one optimizer step by hand ---------------------------------------------------------------------------------------
-
-
-# -- runs of the trainer ----------------------------------------------------------------------------------------------
-
-
-# -- the same in two processes ----------------------------------------------------------------------------------------
-
-
 SCRIPT = """
 import signal
 import sys
