@@ -74,7 +74,9 @@ def test_an_adapter_on_the_language_model_leaves_the_vision_tower_alone(tmp_path
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=r".*text_model.*\.(q_proj|v_proj)", task_type="CAUSAL_LM")
     before, _ = tiny_vlm("idefics3")
-    trainer = trained(tmp_path, peft=config, steps=2)
+    trainer = trained(tmp_path, peft=config, steps=2, rollout_log_steps=1, log_multimodal=False)
+    assert [path.name for path in (tmp_path / "rollouts").iterdir() if path.is_dir()] == [], "no images are kept"
+    assert len(list((tmp_path / "rollouts").glob("*.parquet"))) == 2
     names = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
     assert names
     assert all("text_model" in name for name in names)

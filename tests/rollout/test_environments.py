@@ -110,3 +110,21 @@ def test_a_stop_string_does_not_begin_in_an_answer(tokenizer):
     assert any("yx" in completion.text for completion in group.completions)
     for completion in group.completions:
         assert int(completion.token_ids[-1]) == z
+
+
+def test_an_environment_that_raises_ends_the_call_and_leaves_no_trace(tokenizer):
+    model, params, calls = talkative().train(), SamplingParams(max_tokens=40, seed=3), []
+
+    def environment(asked):
+        calls.append(1)
+        if len(calls) == 2:
+            raise ZeroDivisionError
+        return [" ok " if len(turn.token_ids) + turn.sample < 25 else None for turn in asked]
+
+    sampler = NativeSampler(model, tokenizer, environment=environment)
+    with pytest.raises(ZeroDivisionError):
+        list(sampler.sample(TEXTS[:2], 2, params))
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
+    again, fresh = sampler, NativeSampler(talkative(), tokenizer, environment=environment)
+    assert ids_of(collect(again, TEXTS[:2], 2, params)) == ids_of(collect(fresh, TEXTS[:2], 2, params))
