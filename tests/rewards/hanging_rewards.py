@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import covey.rewards as rewards
 from covey.rewards.contract import Total
@@ -58,8 +59,10 @@ def hang_and_ignore_signals(completions, **kwargs):
             continue
 
 
-def hang_with_a_child(completions, **kwargs):
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", "covey-test-grandchild"])
+def hang_with_a_child(completions, file, **kwargs):
+    """Writes the child's process id to `file`."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    Path(file[0]).write_text(str(child.pid))
     time.sleep(1000)
 
 

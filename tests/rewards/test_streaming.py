@@ -225,9 +225,13 @@ def test_threads_end_with_a_scorer_that_nobody_closes():
     def short_lived(completions, **columns):
         return [0.0 for _ in completions]
 
-    Scorer([short_lived]).score(groups_of("ab"))
+    lives = lambda: any(thread.name == "covey-short_lived" for thread in threading.enumerate())
+    scorer = Scorer([short_lived])
+    scorer.score(groups_of("ab"))
+    assert lives()
+    del scorer
     gc.collect()
     until = time.monotonic() + 5
-    while any(t.name == "covey-short_lived" for t in threading.enumerate()) and time.monotonic() < until:
+    while lives() and time.monotonic() < until:
         time.sleep(0.02)
-    assert not any(t.name == "covey-short_lived" for t in threading.enumerate())
+    assert not lives()

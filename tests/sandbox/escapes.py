@@ -44,12 +44,10 @@ READING = {
         "s.sendto(b'x', ('127.0.0.1', {port})); print('GOT')"
     ),
     "the network: names": "import socket; print(socket.getaddrinfo('example.com', 80), 'GOT')",
-    "the network: a listener": "import socket; s = socket.socket(); s.bind(('127.0.0.1', {port})); print('bound')",
     "a Unix socket": "import socket; s = socket.socket(socket.AF_UNIX); s.connect({socket!r}); print('GOT')",
     "a datagram to a Unix socket": (
         "import socket; a, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); a.sendto(b'x', {socket!r}); print('GOT')"
     ),
-    "netlink": "import socket; s = socket.socket(16, 3, 0); s.bind((0, 0)); print('bound')",
     "ptrace of the run": _system_call(101, 16, "{pid}", 0, 0),
     "the memory of another process": (
         f"{_CALL}buffer = ctypes.create_string_buffer(64)\n"
@@ -86,6 +84,7 @@ KERNEL = {
         f"{_CALL}header = (ctypes.c_uint32 * 2)(0x20080522, 0); all_of_them = (ctypes.c_uint32 * 6)(*[2**32 - 1] * 6)\n"
         "print('GOT' if libc.syscall(126, header, all_of_them) == 0 else 'refused')"
     ),
+    "netlink": "import socket; s = socket.socket(16, 3, 0); s.bind((0, 0)); print('GOT')",
     "a higher limit": "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1)); print('GOT')",
 }
 """System calls that only a way out needs; each prints GOT when it was granted."""
