@@ -14,7 +14,7 @@ from covey.algorithms.aggregation import token_mean
 from covey.algorithms.composing import is_apart, metrics_of, needs_whole_step, prepared, recalled, remembered, zeroed
 from covey.algorithms.control import Controller, controllers_in, settle
 from covey.algorithms.critic import Critic, with_targets
-from covey.algorithms.declared import expect_advantages, expect_callable, expect_declared, expect_per_token
+from covey.algorithms.declared import expect_advantages, expect_parts, expect_per_token
 from covey.algorithms.kl import KL, as_kl
 from covey.algorithms.objectives import Clipped
 from covey.algorithms.ratios import approximate_kl
@@ -70,6 +70,7 @@ class Needs:
 
 
 _SINGLE = ("advantage", "objective", "aggregate", "kl", "reference", "critic", "teacher")
+_CALLED = ("advantage", "objective", "aggregate", "reference")
 _MANY = ("regularizers", "weights")
 _OUTSIDE = ("mask", "observed", "observed_logp")
 """Fields of a batch that are not about the tokens that count."""
@@ -117,17 +118,7 @@ class Algorithm:
             object.__setattr__(self, "objective", Reshaped(self.objective))
         if self.teacher is not None and not isinstance(self.teacher, TeacherRole):
             object.__setattr__(self, "teacher", TeacherRole(self.teacher))
-        for slot in ("advantage", "objective", "aggregate", "reference"):
-            expect_callable(slot, getattr(self, slot))
-        for slot in _MANY:
-            for part in getattr(self, slot):
-                expect_callable(slot, part)
-        if self.critic is not None and not callable(getattr(self.critic, "loss", None)):
-            raise ConfigError(
-                f"critic={self.critic!r} has no loss(tokens, totals); use alg.Critic(error=your_function)."
-            )
-        for _, part in self._parts():
-            expect_declared(part)
+        expect_parts({slot: getattr(self, slot) for slot in _CALLED} | dict(self._parts()))
 
     @property
     def has_separate_critic(self) -> bool:

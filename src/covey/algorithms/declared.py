@@ -1,6 +1,7 @@
 """Values of an algorithm's parts against their declared types: a word that is none of a Literal's, a text in the place of a number."""
 
 import types
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from numbers import Integral
@@ -61,6 +62,19 @@ def _words(kind: Any) -> list[str]:
     if get_origin(kind) is Literal:
         return [repr(word) for word in get_args(kind)]
     return [_WORDS.get(kind, f"a {getattr(kind, '__name__', kind)}")]
+
+
+def expect_parts(parts: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a part of an algorithm, by its slot (`weights.0`), that cannot be called or has a value of another type."""
+    for place, part in parts.items():
+        slot = place.partition(".")[0]
+        if slot not in ("kl", "critic", "teacher"):
+            expect_callable(slot, part)
+    critic = parts.get("critic")
+    if critic is not None and not callable(getattr(critic, "loss", None)):
+        raise ConfigError(f"critic={critic!r} has no loss(tokens, totals); use alg.Critic(error=your_function).")
+    for part in parts.values():
+        expect_declared(part)
 
 
 def expect_callable(slot: str, part: Any) -> None:

@@ -14,7 +14,7 @@ from covey.kernels import Routers, find_routers
 from covey.learner.micro_batches import MicroBatcher
 from covey.learner.packing import PaddedRows, Row, filler
 from covey.learner.shared_prompt import SharedRows
-from covey.models import decoder_of, evaluating, unwrapped
+from covey.models import accepts, decoder_of, evaluating, unwrapped
 from covey.process.world import World
 
 
@@ -183,8 +183,18 @@ def balanced(model: Any, packed: SharedRows, inputs: Mapping[str, Any]) -> tuple
     return output.last_hidden_state, balance_of(model, output.router_logits, packed)
 
 
-def padded_balance(model: Any, output: Any, packed: PaddedRows) -> Balance:
-    """Sums of the load-balancing loss of padded rows. Raises ConfigError for a model whose loss has another form."""
+def balanced_padded(
+    model: Any, packed: PaddedRows, inputs: Mapping[str, Any], *, splits: bool
+) -> tuple[Tensor, Balance]:
+    """`balanced` of padded rows; logits in place of hidden states unless the model `splits` into decoder and head.
+
+    Raises ConfigError for a model whose loss has another form.
+    """
+    # padding would be routed too and would change the load-balancing loss
+    options: dict[str, Any] = {"attention_mask": packed.attention_mask, "output_router_logits": True}
+    if splits and accepts(model, "logits_to_keep"):
+        options["logits_to_keep"] = 1  # the model's own logits are not used; keep them small
+    output = model(**inputs, output_hidden_states=splits, use_cache=False, **options)
     balance = balance_of(model, output.router_logits, packed)
     if not torch.is_grad_enabled():  # in the trial at the start; later a device need not wait
         gap = float((balance.loss() - output.aux_loss).abs())
@@ -194,7 +204,7 @@ def padded_balance(model: Any, output: Any, packed: PaddedRows) -> Balance:
                 f"{name} has a load-balancing loss of its own ({gap:.1g} from Switch Transformers'), which Covey cannot divide into "
                 "micro-batches; set router_aux_loss_coef=0."
             )
-    return balance
+    return output.hidden_states[-1] if splits else output.logits, balance
 
 
 def balance_of(model: Any, logits: Sequence[Tensor], packed: PaddedRows | SharedRows) -> Balance:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from covey.algorithms import Algorithm
 from covey.algorithms.composing import is_apart
-from covey.models.modalities import Placed
+from covey.models.modalities import Placed, placed_rows
 from covey.types import Completion, Group, Prompt
 
 
@@ -262,27 +262,12 @@ def pad_rows(rows: Sequence[Row], pad_id: int, device: torch.device) -> PaddedRo
         target=torch.cat(target).to(device),
         place=torch.cat(place).to(device),
         shape=(len(rows), longest),
-        placed=_placed(rows, width),
+        placed=placed_rows(rows, width),
         spans=tuple(
             (i * width, i * width + len(row.prompt.token_ids), row.completion.num_tokens) for i, row in enumerate(rows)
         ),
         prompts=tuple(row.placed for row in rows) if any(row.placed.media for row in rows) else (),
     )
-
-
-def _placed(rows: Sequence[Row], width: int) -> tuple[Placed, ...]:
-    """Prompts with media among rows padded to `width`, those that are shared once."""
-    members: dict[tuple[int, int], list[int]] = {}
-    for i, row in enumerate(rows):
-        if row.placed.media is not None:
-            members.setdefault(row.sharing, []).append(i)
-    placed = []
-    for indices in members.values():
-        prompt = rows[indices[0]].placed
-        length = len(prompt.token_ids)
-        starts = tuple(i * width for i in indices)
-        placed.append(Placed(prompt, starts, tuple((start + length, width - length) for start in starts)))
-    return tuple(placed)
 
 
 def can_have_gradient(row: Row, algorithm: Algorithm) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from covey.errors import ConfigError
 from covey.kernels import AttentionHeads, HalfWeights, Window, choosing_few, learning
 from covey.learner import context_parallel, shared_prompt
-from covey.learner.expert_choices import Balance, Routing, balanced, padded_balance
+from covey.learner.expert_choices import Balance, Routing, balanced, balanced_padded
 from covey.learner.logprobs import Head, score_tokens, squared_scores
 from covey.learner.measured import Measured
 from covey.learner.out_of_memory import offloaded
@@ -25,7 +25,7 @@ from covey.learner.shared_states import StateLayer
 from covey.learner.signals import Signal
 from covey.learner.state_layers import whole_row_layers
 from covey.learner.trials import find_head, reason_against_sharing, splits_or_warns, try_sharing
-from covey.models import accepts, decoder_of, encoder_of, float32_stream, reads_media, unwrapped
+from covey.models import decoder_of, encoder_of, float32_stream, reads_media, unwrapped
 from covey.models.modalities import banned_ids, media_inputs, placed_inputs, reason_against
 from covey.process.context import ContextGroup
 from covey.process.sharding import Shards, compute_device, depending
@@ -260,19 +260,12 @@ class Policy:
                 return balanced(self.model, rows, inputs)
             return decoder_of(self.model)(use_cache=False, **inputs).last_hidden_state, None
         self.release(routers=False)
-        extra: dict[str, Any] = {"use_cache": False}
         inputs, decoder = self._inputs(rows)
         if self.auxiliary_coefficient:
-            # padding would be routed too and would change the load-balancing loss
-            extra |= {"attention_mask": rows.attention_mask, "output_router_logits": True}
-            if self._splits() and accepts(self.model, "logits_to_keep"):
-                extra["logits_to_keep"] = 1  # the model's own logits are not used; keep them small
-            output = self.model(**inputs, output_hidden_states=self._splits(), **extra)
-            hidden = output.hidden_states[-1] if self._splits() else output.logits
-            return hidden, padded_balance(self.model, output, rows)
+            return balanced_padded(self.model, rows, inputs, splits=self._splits())
         if self._splits():
-            return decoder(**inputs, **extra).last_hidden_state, None
-        return self.model(**inputs, **extra).logits, None
+            return decoder(use_cache=False, **inputs).last_hidden_state, None
+        return self.model(use_cache=False, **inputs).logits, None
 
     def _inputs(self, rows: PaddedRows) -> tuple[dict[str, Any], Any]:
         """Model inputs for padded rows, and the submodule that computes hidden states from them."""

@@ -15,7 +15,7 @@ from covey.errors import RewardError
 from covey.rewards.builtin.registry import resolve
 from covey.rewards.calling.caller import Caller
 from covey.rewards.calling.deadline import EventLoop
-from covey.rewards.calling.outcome import Outcome
+from covey.rewards.calling.outcome import Outcome, logged_columns
 from covey.rewards.calling.workers import INSIDE
 from covey.rewards.combining import Combiner, Running, is_moving, weight_of, within_float32
 from covey.rewards.contract import Batch, RewardSpec, check_signature, takes
@@ -160,14 +160,7 @@ class Scorer:
         scores = torch.stack([outcome.scores for outcome in outcomes], dim=-1)  # [N, R]
         events = [event for outcome in outcomes for event in outcome.events(batch)]
         scores, more = within_float32(scores, self.weights, self.names, batch)
-        extras = dict[str, list[Any]]()
-        for outcome in outcomes:
-            for column, values in outcome.extras.items():
-                before = extras.get(column, values)
-                extras[column] = [new if old is None else old for old, new in zip(before, values, strict=True)]
-                if before is not values:  # another reward has a column of this name
-                    extras[f"{column} ({outcome.name})"] = values
-        return _attach(groups, scores, [*events, *more], extras)
+        return _attach(groups, scores, [*events, *more], logged_columns(outcomes))
 
     def tidy(self, before: Surroundings) -> list[Event]:
         """Restore state that calls on other threads changed and cancel their tasks. Returns the events to report."""

@@ -6,6 +6,7 @@ from covey.models.modalities.embedding import (
     embed,
     forget_positions,
     placed_inputs,
+    placed_rows,
     reason_against,
     watched_positions,
     whole_inputs,
@@ -15,6 +16,6 @@ from covey.models.modalities.processors import load_processing, without_video
 
 __all__ = [
     "Embedded", "Placed", "banned_ids", "computes_positions", "embed", "forget_positions", "load_processing",
-    "media_inputs", "placed_inputs", "reason_against", "refuse_loose_places", "watched_positions",
+    "media_inputs", "placed_inputs", "placed_rows", "reason_against", "refuse_loose_places", "watched_positions",
     "whole_inputs", "without_video",
 ]  # fmt: skip

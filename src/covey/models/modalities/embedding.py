@@ -49,6 +49,21 @@ class Placed:
     """(begin, count) of tokens that follow a copy."""
 
 
+def placed_rows(rows: Sequence[Any], width: int) -> tuple[Placed, ...]:
+    """Prompts with media among the learner's rows, padded to `width`, those that are shared once."""
+    members: dict[tuple[int, int], list[int]] = {}
+    for i, row in enumerate(rows):
+        if row.placed.media is not None:
+            members.setdefault(row.sharing, []).append(i)
+    placed = []
+    for indices in members.values():
+        prompt = rows[indices[0]].placed
+        length = len(prompt.token_ids)
+        starts = tuple(i * width for i in indices)
+        placed.append(Placed(prompt, starts, tuple((start + length, width - length) for start in starts)))
+    return tuple(placed)
+
+
 class _CaughtError(Exception):
     """Carries the arguments of the language model out of the forward around it."""
 

@@ -125,6 +125,18 @@ class Outcome:
         return shown
 
 
+def logged_columns(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
+    """Columns from `log_extra` of several rewards; one that two of them have is there by both names."""
+    extras = dict[str, list[Any]]()
+    for outcome in outcomes:
+        for column, values in outcome.extras.items():
+            before = extras.get(column, values)
+            extras[column] = [new if old is None else old for old, new in zip(before, values, strict=True)]
+            if before is not values:
+                extras[f"{column} ({outcome.name})"] = values
+    return extras
+
+
 def evaluate(
     name: str, attempt: Attempt, batch: Batch, *, seconds: float | None, isolate: bool, asks_again: bool = True
 ) -> Outcome:
