@@ -24,6 +24,7 @@ from learner_cuda import measured
 from torch import Tensor
 
 from covey.learner.lm_head import LinearLogProbability, LogitTransform, chunk_for
+from covey.learner.vocabulary_blocks import by_vocabulary as blocks
 
 Side = Callable[[Tensor, Tensor, Tensor], Tensor]
 CHECKED = 2048
@@ -50,7 +51,7 @@ def sides(vocabulary: int, device: torch.device) -> dict[str, Side]:
     """Those that are installed: hidden states [M, D], weight [V, D] and targets [M] -> log-probabilities [M]."""
 
     def own(with_entropy: bool, by_vocabulary: bool) -> Side:
-        shape = LogitTransform(1.0, None, 1.0, chunk_for(vocabulary, None, device), by_vocabulary)
+        shape = LogitTransform(1.0, None, 1.0, chunk_for(vocabulary, None, device), blocks if by_vocabulary else None)
         return lambda hidden, weight, targets: LinearLogProbability.apply(
             hidden, weight, None, targets, shape, with_entropy
         )[0]

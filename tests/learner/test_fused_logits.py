@@ -7,6 +7,7 @@ from covey.kernels import LogitKernels
 from covey.kernels.fused_layers import strictly_compiled
 from covey.kernels.fused_logits import slopes, statistics
 from covey.learner.lm_head import LinearLogProbability, LogitTransform
+from covey.learner.vocabulary_blocks import by_vocabulary
 
 HEADS = {
     "plain": {},
@@ -26,7 +27,7 @@ def by(kernels, dtype, *, multiply=1.0, softcap=None, temperature=1.0, bias=Fals
         offset[banned] = -1e4
     targets = torch.randint(10, 700, (37,))
     leaves = [x.requires_grad_() for x in (hidden, weight, offset) if x is not None]
-    shape = LogitTransform(multiply, softcap, temperature, 10, by_vocabulary=True, kernels=kernels)
+    shape = LogitTransform(multiply, softcap, temperature, 10, by_vocabulary=by_vocabulary, kernels=kernels)
     logp, entropy = LinearLogProbability.apply(hidden, weight, offset, targets, shape, True)
     loss = (logp * torch.linspace(-1, 1, 37)).sum() + 0.3 * (entropy * torch.linspace(1, 2, 37)).sum()
     return [logp.detach(), entropy.detach(), *torch.autograd.grad(loss, leaves)]
@@ -47,7 +48,7 @@ def test_without_a_gradient_of_entropy_and_where_only_it_has_one():
     targets = torch.arange(9)
 
     def gradient(kernels, pick):
-        shape = LogitTransform(1.0, None, 1.0, 4, by_vocabulary=True, kernels=kernels)
+        shape = LogitTransform(1.0, None, 1.0, 4, by_vocabulary=by_vocabulary, kernels=kernels)
         return torch.autograd.grad(
             LinearLogProbability.apply(hidden, weight, None, targets, shape, True)[pick].sum(), hidden
         )[0]

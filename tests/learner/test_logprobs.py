@@ -6,9 +6,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from covey.learner import lm_head, logprobs
-from covey.learner.lm_head import LogitTransform, Workspace, block_of, chunk_for
+from covey.learner import lm_head, logprobs, vocabulary_blocks
+from covey.learner.lm_head import LogitTransform, Workspace, chunk_for
 from covey.learner.logprobs import Head, score_logits, score_tokens
+from covey.learner.vocabulary_blocks import block_of
 
 
 def dense(hidden, targets, head, temperature):
@@ -127,7 +128,9 @@ def test_no_tokens_give_no_values():
 def by_vocabulary(monkeypatch):
     """The backward pass of an accelerator, on a CPU."""
     monkeypatch.setattr(
-        logprobs, "LogitTransform", lambda *given, **named: LogitTransform(*given, **{**named, "by_vocabulary": True})
+        logprobs,
+        "LogitTransform",
+        lambda *given, **named: LogitTransform(*given, **{**named, "by_vocabulary": vocabulary_blocks.by_vocabulary}),
     )
 
 

@@ -7,7 +7,7 @@ are known, so each block of the weight's gradient is computed once per micro-bat
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -39,8 +39,8 @@ class LogitTransform:
     temperature: float
     chunk: int
     """Tokens per chunk of logits."""
-    by_vocabulary: bool = False
-    """Chunk the backward by blocks of the vocabulary over all tokens, with as many logits as `chunk` tokens have."""
+    by_vocabulary: Callable[..., tuple[Tensor | None, ...]] | None = None
+    """Backward by blocks of the vocabulary over all tokens (`vocabulary_blocks`); None: by chunks of tokens."""
     kernels: LogitKernels | None = None
     """Compiled formulas over the product's own type, on a GPU."""
 
@@ -117,11 +117,11 @@ class Workspace:
 
         `slopes` are the gradients of log-probability and entropy, each [m] or None.
         """
-        result = _gradient(shape.logits_(self.product(rows)), self.other[: rows.shape[0]], shape, saved, slopes)
+        result = logit_gradient(shape.logits_(self.product(rows)), self.other[: rows.shape[0]], shape, saved, slopes)
         return result if self.narrow is None else self.narrow[: rows.shape[0]].copy_(result)
 
 
-def _gradient(
+def logit_gradient(
     logits: Tensor,
     gradient: Tensor,
     shape: LogitTransform,
@@ -225,15 +225,11 @@ class LinearLogProbability(torch.autograd.Function):
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
         shape: LogitTransform = ctx.shape
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        if shape.by_vocabulary:
+        if shape.by_vocabulary is not None:
             saved = targets, normalizer, entropy
             slopes = _slopes(logp_gradient, entropy_gradient if ctx.with_entropy else None, slice(None))
-            return (
-                *by_vocabulary(hidden, weight, bias, shape, saved, slopes, ctx.needs_input_grad[:3]),
-                None,
-                None,
-                None,
-            )
+            needed = ctx.needs_input_grad[:3]
+            return *shape.by_vocabulary(hidden, weight, bias, shape, saved, slopes, needed), None, None, None
         wide = torch.promote_types(weight.dtype, torch.float32)
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
         weight_gradient = torch.zeros_like(weight, dtype=wide) if wants_weight else None
@@ -260,53 +256,3 @@ class LinearLogProbability(torch.autograd.Function):
 def _slopes(of_logp: Tensor | None, of_entropy: Tensor | None, part: slice) -> tuple[Tensor | None, Tensor | None]:
     cut = lambda x: None if x is None else x[part].contiguous()
     return cut(of_logp), cut(of_entropy)
-
-
-def by_vocabulary(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    shape: LogitTransform,
-    saved: tuple[Tensor, Tensor, Tensor],
-    slopes: tuple[Tensor | None, Tensor | None],
-    wants: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Requested gradients of hidden [M, D], weight [V, D] and bias [V], a block of the vocabulary at a time.
-
-    `saved`: targets, normalizers and entropies of all tokens, each [M]. Only `hidden`'s gradient [M, D] is summed over blocks, in
-    float32 or wider; the weight's gradient is one matmul per block, rounded once. So a micro-batch moves `blocks x M x D`
-    numbers through memory where chunks of tokens move `chunks x V x D`, at the same number of parts.
-    """
-    (targets, normalizer, entropy), (tokens, vocabulary) = saved, (hidden.shape[0], weight.shape[0])
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    total = torch.zeros_like(hidden, dtype=wide) if wants[0] else None
-    of_weight = torch.empty_like(weight) if wants[1] else None
-    of_bias = torch.empty_like(bias) if wants[2] and bias is not None else None
-    size = block_of(shape.chunk, tokens, vocabulary)
-    for start in range(0, vocabulary, size):
-        part = slice(start, min(start + size, vocabulary))
-        rows = weight[part]
-        product = hidden @ rows.t() if bias is None else torch.addmm(bias[part], hidden, rows.t())
-        if shape.kernels is not None and slopes[0] is not None:
-            of = slopes[0], slopes[1]
-            narrow = shape.kernels.slopes(product, targets - start, (normalizer, entropy), of, shape.constants)
-        else:
-            logits = shape.logits_(product.to(wide))
-            inside = (targets >= start) & (targets < part.stop)
-            place = (targets - start).clamp(0, rows.shape[0] - 1)
-            gradient = _gradient(logits, torch.empty_like(logits), shape, (place, normalizer, entropy), slopes, inside)
-            narrow = gradient.to(hidden.dtype)
-            del logits, gradient
-        if total is not None:
-            total += narrow @ rows
-        if of_weight is not None:
-            torch.mm(narrow.t(), hidden, out=of_weight[part])
-        if of_bias is not None:
-            of_bias[part] = narrow.sum(0, dtype=wide)
-        del product, narrow  # freed before the next block's
-    return None if total is None else total.to(hidden.dtype), of_weight, of_bias
-
-
-def block_of(chunk: int, tokens: int, vocabulary: int) -> int:
-    """Vocabulary entries per block for all `tokens`, with as many logits as `chunk` tokens of the whole vocabulary; at least 128."""
-    return min(vocabulary, max(128, chunk * vocabulary // max(1, tokens) // 128 * 128))

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from covey.kernels import LogitKernels, Recomputing, WeightMatmul
 from covey.learner.lm_head import LinearLogProbability, LogitTransform, chunk_for
+from covey.learner.vocabulary_blocks import by_vocabulary
 
 R = TypeVar("R")
 NEVER = -1e4
@@ -146,7 +147,7 @@ def _fused(
         head.softcap,
         temperature,
         chunk,
-        by_vocabulary=hidden.device.type != "cpu",
+        by_vocabulary=None if hidden.device.type == "cpu" else by_vocabulary,
         kernels=LogitKernels.on(
             hidden.device, dtype, linear.weight.shape[0], (head.multiply, head.softcap, temperature)
         ),
