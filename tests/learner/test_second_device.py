@@ -27,7 +27,7 @@ PACKING = {
     "packing.py:pad_rows to the device",
 }
 """Token ids and places of a micro-batch, copied from the host before its forward pass."""
-TRANSFORMERS = {"policy.py:_hidden _local_scalar_dense"}
+TRANSFORMERS = {"policy.py:hidden _local_scalar_dense"}
 """transformers looks once a forward pass of padded rows whether rows are packed."""
 TRIED_ONCE = {
     "trials.py:splits_exactly _local_scalar_dense",

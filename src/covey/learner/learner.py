@@ -20,6 +20,7 @@ from covey.learner.packing import Row, can_have_gradient, filler, regrouped, row
 from covey.learner.policy import Policy
 from covey.learner.reference import Reference
 from covey.learner.served_teacher import AnyTeacher
+from covey.learner.signals import squared_scores
 from covey.learner.soundness import expect_rates, expect_sound_training
 from covey.learner.supervised import Supervised
 from covey.learner.token_batches import Draws, as_drawn, batch_of, moved, totals_of
@@ -137,7 +138,7 @@ class Learner:
                 old.logp if old is not None and needs.old_logp else None,
                 None if ref is None else ref.logp,
                 values,
-                self.policy.squared_scores(old) if needs.squared_score and old is not None else None,
+                squared_scores(self.policy, old.hidden, old.rows) if needs.squared_score and old is not None else None,
             )
             on_host = [None if x is None else x.float().cpu() for x in values_by_note]  # [N, T], one transfer each
             for r, row in enumerate(micro_batch):

@@ -105,18 +105,6 @@ def score_tokens(
     return torch.cat(logp), torch.cat(entropies)
 
 
-def squared_scores(
-    hidden: Tensor, targets: Tensor, head: Head, *, temperature: float = 1.0, chunk: int | None = None
-) -> Tensor:
-    """[M], `1 - 2 p + sum_v p_v^2` of the targets' probability `p`: the squared norm of the gradient of `log p` by the logits."""
-    pieces = []
-    for rows, tokens in zip(hidden.split(chunk or 1024), targets.split(chunk or 1024), strict=True):
-        logp = torch.log_softmax(head.logits(rows) / temperature, -1)
-        drawn = logp.gather(-1, tokens[:, None]).squeeze(-1)
-        pieces.append(1.0 - 2.0 * drawn.exp() + (2.0 * logp).exp().sum(-1))
-    return torch.cat(pieces) if pieces else hidden.new_zeros(0, dtype=torch.float32)
-
-
 def by_chunks(function: Callable[..., R], heads: Sequence[Head], *chunks: Sequence[Tensor]) -> list[R]:
     """Results of `function` by chunk, under activation checkpointing: only its inputs are saved for the backward."""
     if not torch.is_grad_enabled():

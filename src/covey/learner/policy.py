@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +15,7 @@ from covey.errors import ConfigError
 from covey.kernels import AttentionHeads, HalfWeights, Window, choosing_few, learning
 from covey.learner import context_parallel, shared_prompt
 from covey.learner.expert_choices import Balance, Routing, balanced, balanced_padded
-from covey.learner.logprobs import Head, score_tokens, squared_scores
+from covey.learner.logprobs import Head, score_tokens
 from covey.learner.measured import Measured
 from covey.learner.out_of_memory import offloaded
 from covey.learner.packing import PaddedRows, Row, pad_rows, pick_rows
@@ -183,32 +182,6 @@ class Policy:
             measured = self.measure_packed(packed, entropy, *signals)
         return replace(measured, routing=self.routing.metrics(packed))
 
-    @torch.no_grad()
-    def squared_scores(self, measured: Measured) -> Tensor:
-        """[N, T], squared norm of the gradient of each token's log-probability by the logits: `1 - 2 p + sum_v p_v^2`."""
-
-        def work() -> Tensor:
-            head = self._head_of()
-            with self.autocast():
-                options: dict[str, Any] = {"temperature": self.temperature, "chunk": self.logits_chunk}
-                return squared_scores(measured.hidden, measured.rows.target, head, **options)
-
-        return measured.rows.spread(self.within(work))
-
-    @torch.no_grad()
-    def hidden_of(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Head]:
-        """[M, D] hidden states that predict the completion tokens, and the head that reads them."""
-
-        def work() -> tuple[Tensor, Head]:
-            with self.autocast():
-                hidden, _ = self._hidden(rows)
-            head = self._head_of()
-            if self.shards is not None and isinstance(head.project, nn.Module):
-                head = replace(head, project=copy.deepcopy(head.project))  # outlives the gathered weights
-            return pick_rows(hidden, rows.source), head
-
-        return self.within(work)
-
     def measure_packed(
         self,
         rows: PaddedRows | SharedRows,
@@ -238,17 +211,17 @@ class Policy:
         """Hidden states [M, D]; log-probabilities and entropies [M]; the experts' loads; distances to other models."""
         with self.autocast():
             with offloaded(pins=True) if self.offloads else nullcontext():
-                hidden, balance = self._hidden(rows)
+                hidden, balance = self.hidden(rows)
             if self.shards is not None and reads_media(self.model):
                 hidden = depending(hidden, self.parameters())
             picked = pick_rows(hidden, rows.source)  # [M, D], or [M, V] if decoder and head cannot be separated
             options: dict[str, Any] = {"temperature": self.temperature, "chunk": self.logits_chunk}
-            head = self._head_of()
+            head = self.head()
             logp, entropies = score_tokens(picked, rows.target, head, entropy=entropy, **options)
             measured = [signal and signal.measured(picked, head, rows.target, **options) for signal in signals]
         return picked, logp, entropies, balance, measured
 
-    def _hidden(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Balance | None]:
+    def hidden(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Balance | None]:
         """[N, S, D] hidden states, or [N, S, V] logits if decoder and head cannot be called separately."""
         if isinstance(rows, SharedRows):
             rows = replace(rows, windows=self.windows)
@@ -328,7 +301,7 @@ class Policy:
                 )
         return self._is_shared
 
-    def _head_of(self) -> Head:
+    def head(self) -> Head:
         """The head; without a projection for a model that returns logits only."""
         if not self._splits():
             return Head(project=lambda logits: logits, banned=banned_ids(self.model))

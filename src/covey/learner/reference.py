@@ -16,7 +16,7 @@ from covey.learner.measured import Measured
 from covey.learner.packing import PaddedRows, Row
 from covey.learner.policy import Policy
 from covey.learner.shared_prompt import SharedRows
-from covey.learner.signals import Other, Share, Signal
+from covey.learner.signals import Other, Share, Signal, hidden_of
 from covey.process.sharding import Shards, copy_into, is_sharded, local
 
 
@@ -30,7 +30,7 @@ class DistanceTo:
 
     def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Signal:
         with self.swapped(), self.policy.routing.watching(self.policy, packed, rows):
-            hidden, head = self.policy.hidden_of(packed)
+            hidden, head = hidden_of(self.policy, packed)
         everywhere = torch.arange(len(hidden), device=hidden.device)
         share = Share(everywhere, Other(hidden, head, self.distance))
         return Signal((share,), torch.ones(len(rows), dtype=torch.bool, device=hidden.device))

@@ -1,13 +1,14 @@
 """Attention of packed rows by PyTorch's operations: of each prompt by itself, and of its completions padded to one length."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from covey.kernels import AttentionProduct, Layout, Window
+from covey.kernels import CHOICE, AttentionProduct, Layout, Window, is_chosen
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,3 +115,28 @@ def attend(
     values = torch.cat([prompt_of(value).expand(count, -1, -1, -1), pick(value)], dim=2)
     answers = product(pick(query), keys, values, segment.mask(window, seen))
     return [prompt[0].transpose(0, 1), answers.transpose(1, 2).flatten(0, 1)[segment.written]]
+
+
+def attend_unpacked(
+    module: Any,
+    projected: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    product: AttentionProduct,
+    options: Mapping[str, Any],
+) -> tuple[Tensor, None]:
+    """Attention without packed rows: SDPA with SDPA's mask, or explicit softmax attention if scores are capped or have sinks.
+
+    `projected`: query, key and value; `options`: keywords of transformers' interface.
+    """
+    query, key, value = projected
+    chosen = options.get(CHOICE)
+    if chosen is not None and mask is not None:
+        mask = mask & is_chosen(chosen, key.shape[2])[:, None]
+    if not product.is_plain:
+        return product(query, key, value, mask).transpose(1, 2).contiguous(), None
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    out, _ = sdpa_attention_forward(
+        module, query, key, value, mask, dropout=product.dropout, scaling=product.scale, **options
+    )
+    return out, None

@@ -27,7 +27,7 @@ from covey.kernels import (
 )
 from covey.learner import context_parallel
 from covey.learner.packing import Row
-from covey.learner.segments import Run, Segment, numbers_of
+from covey.learner.segments import Run, Segment, attend_unpacked, numbers_of
 from covey.learner.segments import attend as attend_by_part
 from covey.learner.shared_states import Unpacked
 from covey.models.modalities import Placed, placed_inputs
@@ -175,22 +175,12 @@ def attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: `query` [1, H, S, D] -> [1, S, H, D].
 
-    Without packed rows it is SDPA with SDPA's mask, or explicit softmax attention if scores are capped or have sinks: the
-    model may be used in another way between a forward pass and its backward.
+    The model may be used without packed rows between a forward pass and its backward.
     """
     product = AttentionProduct(scaling, dropout, kwargs.get("softcap"), kwargs.get("s_aux"))
     chosen = kwargs.get(CHOICE)  # [1, S, k], places in the token's own row
-    if chosen is not None and covey_rows is None and attention_mask is not None:
-        attention_mask = attention_mask & is_chosen(chosen, key.shape[2])[:, None]
-    if covey_rows is None and not product.is_plain:
-        return product(query, key, value, attention_mask).transpose(1, 2).contiguous(), None
     if covey_rows is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        out, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-        return out, None
+        return attend_unpacked(module, (query, key, value), attention_mask, product, kwargs)
     if covey_rows.context is not None:
         return context_parallel.attend(attention, module, (query, key, value), covey_rows, product)
     if covey_rows.heads is not None:

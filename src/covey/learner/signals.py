@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -185,3 +186,38 @@ class Signal:
             "teacher_span": span,
             "teacher_mask": self.informed if span is None else self.informed & (span > 0).any(-1),
         }
+
+
+@torch.no_grad()
+def hidden_of(policy: Any, rows: PaddedRows | SharedRows) -> tuple[Tensor, Head]:
+    """[M, D] hidden states of a policy that predict the completion tokens, and the head that reads them."""
+
+    def work() -> tuple[Tensor, Head]:
+        with policy.autocast():
+            hidden, _ = policy.hidden(rows)
+        head = policy.head()
+        if policy.shards is not None and isinstance(head.project, nn.Module):
+            head = replace(head, project=copy.deepcopy(head.project))  # outlives the gathered weights
+        return pick_rows(hidden, rows.source), head
+
+    states: tuple[Tensor, Head] = policy.within(work)
+    return states
+
+
+@torch.no_grad()
+def squared_scores(policy: Any, hidden: Tensor, rows: PaddedRows | SharedRows) -> Tensor:
+    """[N, T], `1 - 2 p + sum_v p_v^2` of the tokens' probability `p` after `hidden` [M, D]: the squared norm of the gradient of `log p`
+    by the logits.
+    """
+
+    def work() -> Tensor:
+        pieces, chunk, head = [], policy.logits_chunk or 1024, policy.head()
+        with policy.autocast():
+            for part, tokens in zip(hidden.split(chunk), rows.target.split(chunk), strict=True):
+                logp = torch.log_softmax(head.logits(part) / policy.temperature, -1)
+                drawn = logp.gather(-1, tokens[:, None]).squeeze(-1)
+                pieces.append(1.0 - 2.0 * drawn.exp() + (2.0 * logp).exp().sum(-1))
+        return torch.cat(pieces) if pieces else hidden.new_zeros(0, dtype=torch.float32)
+
+    squared: Tensor = policy.within(work)
+    return rows.spread(squared)

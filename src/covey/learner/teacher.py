@@ -14,7 +14,7 @@ from covey.learner.packing import PaddedRows, Row, pad_rows
 from covey.learner.policy import Policy
 from covey.learner.reference import AdapterCopy, FrozenCopy
 from covey.learner.shared_prompt import SharedRows
-from covey.learner.signals import Other, Share, Signal
+from covey.learner.signals import Other, Share, Signal, hidden_of
 from covey.learner.text_alignment import Aligned, TextAlignment, over_policy
 from covey.types import Group, Prompt, ReferenceRule, StepReport
 
@@ -81,7 +81,7 @@ class Teacher:
         is_same = is_same and takes(self.policy, packed)
         mine = packed if is_same else pad_rows(hinted, self.policy.pad_id, self.policy.device)
         with self._still():
-            hidden, head = self.policy.hidden_of(mine)
+            hidden, head = hidden_of(self.policy, mine)
             self.policy.release()
             places = torch.arange(len(packed.place), device=packed.place.device)
             if mine is not packed:
@@ -101,7 +101,7 @@ class Teacher:
             [text.row(rows[i]) for text, i in zip(aligned, chosen, strict=True)], self.policy.pad_id, self.policy.device
         )
         with self._still():
-            hidden, head = self.policy.hidden_of(theirs)
+            hidden, head = hidden_of(self.policy, theirs)
             self.policy.release()
             logp = theirs.spread(self._logp(hidden, head, theirs.target))
         return share_of_text(
