@@ -21,6 +21,22 @@ def is_own(file: Path) -> bool:
     return "vendor" not in file.parts and not file.name.startswith("uPlot")
 
 
+PATH = (
+    *("types/values.py", "training/loop.py", "training/credit.py", "rewards/scorer.py", "rewards/calling/caller.py"),
+    *(f"rollout/{name}.py" for name in ("engine", "scheduler", "sampling", "kv_cache", "decoder", "attention")),
+    *(f"algorithms/{name}.py" for name in ("algorithm", "advantages", "objectives")),
+    *(f"learner/{name}.py" for name in ("learner", "micro_batches", "packing", "shared_prompt")),
+    *(f"learner/{name}.py" for name in ("policy", "logprobs", "lm_head")),
+)
+"""The files from a prompt to its gradient in a plain run: what a reader of one step reads."""
+PATH_LINES = 4_708
+
+
+def test_the_path_from_a_prompt_to_its_gradient_stays_within_its_budget():
+    lines = sum(len(text_of(SRC / file).splitlines()) for file in PATH)
+    assert lines <= PATH_LINES, f"the path has {lines} lines; a feature's code has its place in the feature's file."
+
+
 def test_the_loop_stays_on_one_screen_and_names_no_feature():
     loop = SRC / "training" / "loop.py"
     modules = {
