@@ -10,7 +10,7 @@ from static_runs import PROMPTS, Recording, keeping_sampler, logprobs_of, record
 
 from covey.process.device import PeakBytes
 from covey.process.memory import release
-from covey.rollout import SamplingParams, cuda_graphs, engine, kept_memory
+from covey.rollout import SamplingParams, cuda_graphs, engine, static_buffers
 from covey.rollout.cuda_graphs import Captured
 from covey.rollout.forward import ModulesForward
 from kit import tiny_tokenizer
@@ -36,7 +36,7 @@ def test_what_a_call_has_captured_goes_when_its_memory_is_needed(tokenizer, reas
     monkeypatch.setattr(Noted, "held", [])
     sampler = keeping_sampler(writer(), tokenizer, lambda step: Noted().of(step))
     if reason == "too large to keep":
-        monkeypatch.setattr(kept_memory, "device_memory", lambda device: 16 * 1024)
+        monkeypatch.setattr(static_buffers, "device_memory", lambda device: 16 * 1024)
     collect(sampler, PROMPTS[:2], 2, SamplingParams(max_tokens=20, seed=7))
     if reason == "memory ran out":
         assert all(reference() is not None for reference in Noted.held)
@@ -89,10 +89,10 @@ def test_large_buffers_are_kept_where_the_learner_has_shown_that_it_fits_beside(
     model, taken = writer(), []
     model.lm_head.bias.data[2] = -1e4  # no completion ends early, so the sizes come back
     sampler = keeping_sampler(model, tokenizer, lambda step: taken.append(1) or record(step))
-    monkeypatch.setattr(kept_memory, "device_memory", lambda device: 1_000_000)
-    monkeypatch.setattr(kept_memory, "IDLE_SHARE", 0.001)
-    monkeypatch.setattr(kept_memory, "free_on", lambda device: 600_000 + free_after_learning)
-    monkeypatch.setattr(kept_memory.PeakBytes, "read", lambda peak: 600_000)
+    monkeypatch.setattr(static_buffers, "device_memory", lambda device: 1_000_000)
+    monkeypatch.setattr(static_buffers, "IDLE_SHARE", 0.001)
+    monkeypatch.setattr(static_buffers, "free_on", lambda device: 600_000 + free_after_learning)
+    monkeypatch.setattr(static_buffers.PeakBytes, "read", lambda peak: 600_000)
     counts, places = [], []
     for version in range(4):
         sampler.load(model, version)
@@ -119,7 +119,7 @@ class Counter:
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda index: self.highest)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda index: setattr(self, "highest", self.held))
-        monkeypatch.setattr(kept_memory, "held_by_this_process", lambda device: self.held)
+        monkeypatch.setattr(static_buffers, "held_by_this_process", lambda device: self.held)
 
     def use(self, size):
         """Allocate so many bytes, and free them."""
@@ -141,7 +141,7 @@ def test_each_reader_of_the_peak_has_its_own_since_its_own_moment(monkeypatch):
 def test_samplers_that_take_turns_measure_the_learner_each_for_itself(monkeypatch):
     """Two adapters on one GPU: the second one's call ends between the first one's update and its next call."""
     counter = Counter(monkeypatch)
-    first, second = (kept_memory.MemoryBetweenCalls(torch.device("cuda")) for _ in range(2))
+    first, second = (static_buffers.MemoryBetweenCalls(torch.device("cuda")) for _ in range(2))
     counter.held = 100
     first.end_call(0)
     counter.use(600)  # the first one's update

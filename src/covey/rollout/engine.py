@@ -23,14 +23,13 @@ from covey.rollout.cuda_graphs import Capture, Captured, CudaCapture, Eager
 from covey.rollout.environments import Environment
 from covey.rollout.forward import ModulesForward
 from covey.rollout.graph_scheduler import GraphScheduler
-from covey.rollout.kept_memory import MemoryBetweenCalls
 from covey.rollout.kernel_choice import AttentionChoice, best_forward, captures, verified_attention, verified_kernels
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.requests import GroupRequest
 from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams, update_metrics
 from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.scheduler import Scheduler
-from covey.rollout.static_buffers import StaticBuffers, StaticState
+from covey.rollout.static_buffers import MemoryBetweenCalls, StaticBuffers, StaticState
 from covey.rollout.static_kv_cache import Attention, bucket_below
 from covey.rollout.stopping import checked_eos_ids
 from covey.rollout.whole_keys import WholeKeysForward

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from covey.environments import Agent, AgentResult
-from covey.errors import DataError
+from covey.errors import CoveyError, DataError
 from covey.models.modalities import banned_ids
 from covey.rollout import NativeSampler, SamplingParams, TokenSampler
 from covey.rollout.joining import behind, shared_part
@@ -24,10 +24,31 @@ from covey.serving.endpoint import Endpoint
 from covey.serving.engine import Call
 from covey.serving.episodes import Episode, Recorded, episodes_of, tool_calls_in
 from covey.serving.limits import Limits
-from covey.serving.sampled import Watch
 from covey.serving.sessions import Session, Sessions
 from covey.serving.traces import Trace, expect_recorded
 from covey.types import Completion, EpisodeNotes, Event, Group, Max, Mean, Message, Metric, Prompt, merge_metrics
+
+
+class Watch:
+    """Stops of a rollout whose calls are answered on the engine's thread: the run's own are looked for by the thread that waits alone."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler, self.check_stop, self.is_left = sampler, sampler.check_stop, False
+        if not isinstance(sampler, NativeSampler):
+            sampler.check_stop = self._expect_listeners
+
+    def leave(self) -> None:
+        """End the answers that nobody waits for."""
+        self.is_left = True
+
+    def end(self) -> None:
+        if not isinstance(self.sampler, NativeSampler):
+            self.sampler.check_stop = self.check_stop
+
+    def _expect_listeners(self) -> None:
+        if self.is_left:
+            raise CoveyError("the rollout of this agent is over.")
+
 
 MODEL = "policy"
 _POLL_SECONDS = 0.1

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from covey.monitor.detectors.ensemble import MemberDominates, MemberIdle
 from covey.monitor.detectors.pace import DataDrift, Forgetting, RewardDrift, ThroughputDrop
 from covey.monitor.detectors.policy import (
     DeadGroups,
@@ -15,7 +14,7 @@ from covey.monitor.detectors.policy import (
 )
 from covey.monitor.detectors.rewards import Hacking, Plateau, RewardCollapse, RewardErrors, SlowConvergence
 from covey.monitor.detectors.swings import Conflict, Swings
-from covey.monitor.detectors.teachers import TeacherCollapse, TeacherLeak, TeacherWorse
+from covey.monitor.detectors.teachers import MemberDominates, MemberIdle, TeacherCollapse, TeacherLeak, TeacherWorse
 from covey.monitor.detectors.text import (
     FormatLoss,
     LanguageCollapse,
