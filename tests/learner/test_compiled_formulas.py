@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import transformers
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from covey.kernels import LogitKernels, compiled_cache, fuse, fused_layers, triton_unavailable_reason
+from covey.kernels import LogitKernels, fuse, fused_layers, triton_unavailable_reason
 from covey.kernels import compile as compiled
 from covey.kernels.gates import gated, gated_halves, recognised_gate
 from covey.kernels.rotations import KINDS, recognised, rotated
@@ -183,10 +183,10 @@ def test_nothing_is_compiled_for_a_cpu():
 
 def test_compiled_code_is_kept_where_the_next_process_looks(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(compiled_cache.VARIABLE, raising=False)
-    find = compiled_cache.keep_compiled_code.__wrapped__
-    assert find() == tmp_path / "covey" / "compiled" == Path(os.environ[compiled_cache.VARIABLE])
-    monkeypatch.setenv(compiled_cache.VARIABLE, "/elsewhere")
+    monkeypatch.delenv(compiled.VARIABLE, raising=False)
+    find = compiled.keep_compiled_code.__wrapped__
+    assert find() == tmp_path / "covey" / "compiled" == Path(os.environ[compiled.VARIABLE])
+    monkeypatch.setenv(compiled.VARIABLE, "/elsewhere")
     assert find() == Path("/elsewhere")
 
 
@@ -194,10 +194,10 @@ def test_a_cache_folder_that_others_may_write_is_not_used(monkeypatch, tmp_path,
     (tmp_path / "covey").mkdir()
     (tmp_path / "covey").chmod(0o777)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(compiled_cache.VARIABLE, raising=False)
-    assert compiled_cache.keep_compiled_code.__wrapped__() is None
+    monkeypatch.delenv(compiled.VARIABLE, raising=False)
+    assert compiled.keep_compiled_code.__wrapped__() is None
     assert "compiled again by every process" in caplog.text
-    assert compiled_cache.VARIABLE not in os.environ
+    assert compiled.VARIABLE not in os.environ
 
 
 @pytest.mark.gpu

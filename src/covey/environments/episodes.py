@@ -5,6 +5,8 @@ side, and their answers go back as token ids that the completion goes on from: t
 model wrote are never rendered again. Tokens of answers have `mask` False and no gradient.
 """
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +16,6 @@ from covey.environments.call_forms import WrittenCall, typed_call
 from covey.environments.calls import Request, ToolRunner, failed
 from covey.environments.contents import shown_parts
 from covey.environments.factory import Encode, EnvironmentPool, Reset
-from covey.environments.states import states_of
 from covey.environments.template import Template
 from covey.environments.tools import Tool
 from covey.errors import DataError
@@ -22,6 +23,34 @@ from covey.rollout import Sampler, SamplingParams
 from covey.rollout.environments import Answer, Turn
 from covey.rollout.prompts import PromptLike
 from covey.types import Completion, EpisodeNotes, Finish, Group, Message, Prompt, ToolCall
+
+
+def states_of(messages: Sequence[Message], first: Any = ()) -> tuple[str, ...]:
+    """[K] state keys: for each of the assistant's messages, a hash of the messages since the one before; `first` precedes all."""
+    keys, seen = [], [first]
+    for message in messages:
+        if message["role"] != "assistant":
+            seen.append(_role_and_content(message))
+            continue
+        keys.append(digest(seen))
+        seen = []
+    return tuple(keys)
+
+
+def state_before(messages: Sequence[Message]) -> str:
+    """State key: a hash of the messages after the assistant's last one."""
+    is_answer = [message["role"] == "assistant" for message in messages]
+    new = messages[len(is_answer) - is_answer[::-1].index(True) :] if any(is_answer) else messages
+    return digest([_role_and_content(message) for message in new])
+
+
+def digest(value: Any) -> str:
+    """A short key of a value that JSON can write."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+
+
+def _role_and_content(message: Message) -> list[Any]:
+    return [message.get("role"), message.get("content")]
 
 
 @dataclass(frozen=True, kw_only=True)

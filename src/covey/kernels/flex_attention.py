@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from covey.kernels.attention_product import AttentionProduct, Layout
-from covey.kernels.compiled_cache import keep_compiled_code
+from covey.kernels.compile import keep_compiled_code
 from covey.kernels.matmul import padded_rows
 from covey.kernels.shared_attention import SharedAttention, runs_here
 from covey.kernels.trials import outcome, relative_gap

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from covey.errors import first_line
 from covey.kernels.adapted_layers import products_of
-from covey.kernels.compiled_cache import keep_compiled_code
+from covey.kernels.compile import keep_compiled_code
 from covey.kernels.gates import Gate, gated, gated_backward, gated_halves, gated_halves_backward, recognised_gate
 from covey.kernels.norms import Norm, feeding_products, recognised_norm, rms_norm
 from covey.kernels.rotations import Rotation, as_called, heads_of, replace_rotations, rotated, rotated_backward

@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 
 from covey.data.rendering import content_text
-from covey.environments.states import digest, state_before
+from covey.environments.episodes import digest, state_before
 from covey.serving.engine import Call
 from covey.types import Completion, Message, Prompt, ToolCall
 
