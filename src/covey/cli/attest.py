@@ -29,7 +29,7 @@ _FLAGS = (
 def run(args: Args) -> int:
     """Ask, compare, print. Returns 0 for an attested server, 73 for one with other weights or another dtype, 1 if it cannot be decided."""
     from covey.evaluation.attestation import PROBES, SLOPE_PROBES, Reference, attest, logprobs_of, probes, served_values
-    from covey.models import config_of, context_limit, dtype_of, load_model, load_tokenizer, unwrapped
+    from covey.models import config_of, context_limit, load_tokenizer, unwrapped
 
     for name, example in (("url", "http://127.0.0.1:8000"), ("model", "runs/first/checkpoint-100")):
         if not args.get(name):
@@ -38,7 +38,8 @@ def run(args: Args) -> int:
     dtype = _dtype(args.get("dtype", "auto"), config_of(folder))
     scorer = _scorer(args, load_tokenizer(None, folder))
     others = args.get("other") or ()
-    model = load_model(folder).eval()
+    context = _context(scorer)
+    model = _loaded(folder, "float32", context)
     vocabulary = min(model.get_input_embeddings().weight.shape[0], len(scorer.tokenizer))
     rows = probes(vocabulary, context_limit(unwrapped(model)), SLOPE_PROBES if others else PROBES)
     answers: list[ScoredTokens] = [scorer.score(ids) for ids in rows]
@@ -46,7 +47,7 @@ def run(args: Args) -> int:
     del model
 
     def reference(source: str, dtype: str) -> Reference:
-        model = load_model(source, {"dtype": dtype_of(dtype)}).eval()
+        model = _loaded(source, dtype, context)
         computed = logprobs_of(model, answers)
         is_rounded = bool(others) and dtype != "float32"  # slopes alone read what is stored
         return Reference(logprobs_of(model.float(), answers) if is_rounded else computed, computed)
@@ -61,6 +62,28 @@ def run(args: Args) -> int:
         output.result(result.sentence)
         output.say(_margins(result))
     return {"attested": 0, "not decidable": 1}.get(result.verdict, AttestationError.exit_code)
+
+
+def _loaded(source: str, dtype: str, context: int | None) -> Any:
+    """The model, rotated by the set of `longrope` factors that a server of this context length takes for every row."""
+    from covey.models import dtype_of, load_model, short_rope_limit, take_factors, unwrapped
+
+    model = load_model(source, {"dtype": dtype_of(dtype)}).eval()
+    limit = short_rope_limit(unwrapped(model).config.get_text_config())
+    if limit is not None and context is not None:
+        take_factors(model, "long" if context > limit else "short")
+    return model
+
+
+def _context(scorer: TokenScorer) -> int | None:
+    """Tokens of the server's context, None where it does not tell them."""
+    try:
+        listed = scorer.client.call("GET", "/v1/models", seconds=scorer.client.deadlines.read)
+        lengths = {str(entry["id"]): entry.get("max_model_len") for entry in listed["data"]}
+    except (ServerError, LookupError, TypeError, AttributeError):
+        return None
+    length = lengths.get(scorer.model)
+    return length if isinstance(length, int) else None
 
 
 def _margins(result: Any) -> str:

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from covey.data.mixing import mix
     from covey.data.order import Outcome
     from covey.data.rendering import chat_ids
-    from covey.data.stream import EngineLength, PromptStream
+    from covey.data.stream import EngineLength, PromptStream, longer_prompt
     from covey.data.tokenizer import eos_ids, expect_ids_below, num_embeddings, prepare_tokenizer, vocabulary_size
 
 __all__ = [
     "EngineLength", "Outcome", "PromptStream", "chat_ids", "check_dataset", "eos_ids", "expect_ids_below", "follow",
-    "load", "mix", "num_embeddings", "prepare_tokenizer", "vocabulary_size",
+    "load", "longer_prompt", "mix", "num_embeddings", "prepare_tokenizer", "vocabulary_size",
 ]  # fmt: skip
 _WHERE = {
     "checks": "check_dataset",
@@ -25,7 +25,7 @@ _WHERE = {
     "mixing": "mix",
     "order": "Outcome",
     "rendering": "chat_ids",
-    "stream": "EngineLength PromptStream",
+    "stream": "EngineLength PromptStream longer_prompt",
     "tokenizer": "eos_ids expect_ids_below num_embeddings prepare_tokenizer vocabulary_size",
 }
 __getattr__ = lazy(__name__, _WHERE)

@@ -283,6 +283,28 @@ class PromptStream:
         return _digest("\0".join(texts)), _digest(others)
 
 
+def longer_prompt(
+    dataset: Any, tokenizer: Any, tokens: int, template: Mapping[str, Any] | None = None, processor: Any = None
+) -> int | None:
+    """Length of the first prompt of more than `tokens`, of the first 100,000 rows; None without one, and for a streamed data set.
+
+    Of rows with images, sounds or videos the first and those of long texts are measured.
+    """
+    if not hasattr(dataset, "__len__"):
+        return None
+    options, name, features = dict(template or {}), "the data set", getattr(dataset, "features", None)
+    shown = str(options)
+    has_files = bool(set(MEDIA_COLUMNS) & set(getattr(dataset, "column_names", None) or ()))
+    rows = first_prompts(dataset, min(len(dataset), _FIRST_CHECK_ROWS), name)
+    for index, (prompt, more) in enumerate(rows):
+        if _most_tokens(prompt, f"{shown}{more}") > tokens or (has_files and not index):
+            row = row_at(dataset, index, name)
+            encoded = to_prompt(row, f"0:{index}", row_of(index, name), tokenizer, options, processor, features)
+            if len(encoded.token_ids) > tokens:
+                return len(encoded.token_ids)
+    return None
+
+
 def _without_addresses(value: Any) -> Any:
     """The messages with the images and decoders in their parts by content: each process has another `repr` of these."""
     if isinstance(value, Mapping):

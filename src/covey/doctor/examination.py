@@ -20,11 +20,12 @@ from covey.process.counting import counted
 from covey.process.lean import set_seed
 from covey.process.memory import is_out_of_memory
 from covey.process.world import World
+from covey.training.agents import Agents
 from covey.training.build import advice_for, build_scorer, checked_dataset
 from covey.training.build_algorithm import build_algorithm
 from covey.training.build_learner import RunInputs
 from covey.training.build_sampler import engine_length
-from covey.training.loading import expect_engine, load_for_training
+from covey.training.loading import choose_factors, expect_engine, load_for_training
 
 AREAS = ("environment", "options", "data", "model", "rewards", "batches", "memory", "disk", "signal", "time")
 
@@ -142,6 +143,7 @@ def _model(case: Case, so_far: _Loaded) -> Iterator[Finding]:
 def _load(case: Case, so_far: _Loaded) -> None:
     args = so_far.args
     loaded = load_for_training(case.model, args, args.device, peft_config=so_far.peft_config)
+    choose_factors(loaded, args, (so_far.dataset, so_far.held_out), Agents(), so_far.server)
     so_far.model, so_far.tokenizer, so_far.eos = loaded.model, loaded.tokenizer, loaded.eos_ids
     so_far.processor = loaded.processor
 

@@ -7,7 +7,7 @@ from covey.data import vocabulary_size
 from covey.doctor import plan
 from covey.doctor.finding import Finding, attempt, failed
 from covey.learner.worst_case import Longest, try_longest
-from covey.models import context_limit
+from covey.models import context_limit, rope_factors, take_factors
 from covey.process.world import World
 from covey.training.build_algorithm import build_algorithm
 from covey.training.build_learner import RunInputs, build_learner
@@ -23,6 +23,9 @@ def try_without_data(model: str, args: GRPOConfig, peft_config: Any, prompt_toke
 def _try_longest(model: str, args: GRPOConfig, peft_config: Any, prompt_tokens: int) -> Longest:
     loaded = load_for_training(model, args, args.device, peft_config=peft_config)
     limit = context_limit(loaded.model)
+    if limit is not None and prompt_tokens + args.max_completion_length > limit and rope_factors(loaded.model):
+        take_factors(loaded.model, "long")
+        limit = context_limit(loaded.model)
     algorithm, nothing = build_algorithm(args), cast(Any, None)  # one forward pass needs no rewards and no data
     inputs = RunInputs(
         args, loaded.model, loaded.tokenizer, loaded.eos_ids, algorithm, nothing, nothing, World.of(args)

@@ -7,7 +7,6 @@ from covey.models.loading import (
     as_model_errors,
     auto_class,
     config_of,
-    context_limit,
     dtype_of,
     first_line,
     load_model,
@@ -15,8 +14,8 @@ from covey.models.loading import (
     quiet_bars,
     resolve_source,
     short_name,
-    short_rope_limit,
 )
+from covey.models.longrope import can_take_long, context_limit, rope_factors, short_rope_limit, take_factors
 from covey.models.passes import (
     accepts,
     computing,
@@ -31,9 +30,9 @@ from covey.models.passes import (
 )
 
 __all__ = [
-    "SharedBase", "accepts", "as_model_errors", "auto_class", "autocast_dtype", "compute_with", "computing", "config_of",
-    "context_limit", "decoder_of", "disable_dropout", "dtype_of", "encoder_of", "evaluating", "expert_weights",
+    "SharedBase", "accepts", "as_model_errors", "auto_class", "autocast_dtype", "can_take_long", "compute_with",
+    "computing", "config_of", "context_limit", "decoder_of", "disable_dropout", "dtype_of", "encoder_of", "evaluating", "expert_weights",
     "experts_forward", "first_line", "float32_stream", "load_model", "load_tokenizer", "multiplies_in_float32",
-    "quiet_bars", "reads_media", "resolve_source", "settle_products", "short_name", "short_rope_limit",
-    "unwrapped", "widens_stream",
+    "quiet_bars", "reads_media", "resolve_source", "rope_factors", "settle_products", "short_name", "short_rope_limit",
+    "take_factors", "unwrapped", "widens_stream",
 ]  # fmt: skip

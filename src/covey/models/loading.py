@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from covey.errors import ConfigError, CoveyError, ModelError, did_you_mean
 from covey.files.bounded import read_json
 from covey.files.hub import bounded_hub, hub_options
 from covey.files.places import refuse_missing
+from covey.models.longrope import follow_run
 from covey.models.passes import reads_media, unwrapped
 from covey.process.memory import is_out_of_memory
 
@@ -55,6 +55,7 @@ def load_model(
         base = load_model(base_of(source, described), init_kwargs, trust_remote_code=trust_remote_code)
         with quiet_bars(), as_model_errors(source):
             adapted = with_saved_adapter(base, source, is_trainable=is_trainable)
+        follow_run(adapted, source)
         return _finite(adapted, source)
     with quiet_bars(), as_model_errors(model, kwargs):
         auto = auto_class(source, trust_remote_code, init_kwargs)
@@ -65,6 +66,7 @@ def load_model(
             f"The model {str(model)!r} has no weights for {missing[0]}{more}, which would be random numbers; its files are "
             "not whole, or of another kind of model."
         )
+    follow_run(loaded, source)
     return _finite(loaded, model)
 
 
@@ -276,31 +278,6 @@ def first_line(error: BaseException) -> str:
     if lines and lines[0].endswith(":"):  # such as a missing package, and the command that installs it
         return " ".join(lines[:2])
     return lines[0] if lines else type(error).__name__
-
-
-def context_limit(model: Any) -> int | None:
-    """The most tokens, prompt and completion together, that the model has positions for; None when it has no limit.
-
-    A model with two sets of rotary frequencies has the positions of the first.
-    """
-    config = model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    limits = (limit, short_rope_limit(config))
-    return min((int(x) for x in limits if x is not None and math.isfinite(x) and x > 0), default=None)
-
-
-def short_rope_limit(config: Any) -> int | None:
-    """Tokens past which `longrope` rotates a whole batch by `long_factor`, keys in a cache excepted; None where nothing changes.
-
-    Ding et al. 2024, "LongRoPE". It is vLLM's default context length of such a model, too.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [part for part in (rope, *rope.values()) if isinstance(part, dict) and part.get("rope_type") == "longrope"]
-    values = lambda part, length: [part.get(f"{length}_{name}") for name in ("factor", "mscale")]
-    ends = [
-        part.get("original_max_position_embeddings") for part in kinds if values(part, "short") != values(part, "long")
-    ]
-    return min((int(end) for end in ends if end is not None), default=None)
 
 
 def short_name(model: Any) -> str:

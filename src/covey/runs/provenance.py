@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.data.rendering import content_text
+from covey.models import rope_factors
 
 _NOT_THE_USERS = ("covey", "torch", "transformers", "builtins", "functools")
 _VERSIONS = (
@@ -131,18 +132,25 @@ def adapter_facts(model: Any) -> dict[str, Any] | None:
 
 
 def model_facts(model: Any) -> dict[str, Any] | None:
-    """Path of a model, its class, its dtype, and the number of its parameters, in all and trained."""
+    """Path of a model, its class, its dtype, the number of its parameters, in all and trained, and which of two sets rotates it."""
     if model is None:
         return None
     weights = list(model.parameters())
     return {
         "name": str(getattr(getattr(model, "config", None), "_name_or_path", "") or "") or None,
-        "class": type(model).__name__,
+        "class": type(model).__name__.removeprefix("FSDP"),
         "dtype": str(weights[0].dtype).removeprefix("torch.") if weights else None,
         "parameters": sum(weight.numel() for weight in weights),
         "trained": sum(weight.numel() for weight in weights if weight.requires_grad),
         "adapter": adapter_facts(model),
+        **({"rope_factors": factors} if (factors := rope_factors(model)) is not None else {}),
     }
+
+
+def weight_facts(model: Any) -> dict[str, Any]:
+    """Facts of the model that its checkpoint fits: without its path, which may be another on another machine."""
+    facts = model_facts(model) or {}
+    return {name: value for name, value in facts.items() if name not in ("name", "adapter")}
 
 
 def _component(value: Any, depth: int) -> Any:

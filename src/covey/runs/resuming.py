@@ -29,6 +29,13 @@ _DECISIVE: Mapping[str, str] = {
     "loss_type": "the run would be another experiment half-way",
 }
 """Options that a run cannot change on its way, and why."""
+_OF_THE_MODEL: Mapping[str, str] = {
+    "class": "the model's class",
+    "parameters": "the number of the model's parameters",
+    "trained": "the number of parameters that are trained",
+    "rope_factors": "the set of rotary factors (longrope)",
+}
+_HOLDS = "the checkpoint holds the state of the former"
 _OF_CODE = frozenset({"fields", "file", "line", "source", "sha256"})
 """Entries of a component that say where its code is, and its fields."""
 _OF_THE_CALL = frozenset(
@@ -84,15 +91,13 @@ def differences(
         return []
     now = {"config": manifest.to_json(mask(dict(config))), "dataset": {"rows": rows}, "model": dict(model or {})}
     _refuse_decisive(run_dir, before["config"], now["config"])
-    for part, name, what in (
-        ("dataset", "rows", "the number of rows of the data set"),
-        ("model", "class", "the model's class"),
-        ("model", "parameters", "the number of the model's parameters"),
-        ("model", "trained", "the number of parameters that are trained"),
-    ):
-        was = before[part] if isinstance(before.get(part), Mapping) else {}
-        if was.get(name) is not None and now[part].get(name) is not None and was[name] != now[part][name]:
-            raise _refusal(run_dir, what, was[name], now[part][name], "the checkpoint holds the state of the former")
+    was, rows = (
+        before["dataset"].get("rows") if isinstance(before.get("dataset"), Mapping) else None,
+        now["dataset"]["rows"],
+    )
+    if was is not None and rows is not None and was != rows:
+        raise _refusal(run_dir, "the number of rows of the data set", was, rows, _HOLDS)
+    expect_same_model(run_dir, before.get("model"), now["model"])
     inputs = {"rewards": rewards, "reward_weights": reward_weights, "dataset": dataset, "model": model}
     now |= manifest.to_json(mask({**inputs, "algorithm": algorithm}))
     others = [] if algorithm is None else _changed_parts(before, now)
@@ -105,6 +110,17 @@ def differences(
     ]
     named = [f"{name} {was} -> {now_is}" for name, was, now_is in [*shown, *others]]
     return named + _other_parts(before, now, named)
+
+
+def expect_same_model(place: Path, before: Any, now: Mapping[str, Any]) -> None:
+    """Raise ConfigError where `provenance.model_facts` of a checkpoint and of the model tell two kinds of model.
+
+    Facts of an earlier version name no set of rotary factors: every run took the short one.
+    """
+    facts = {"rope_factors": "short", **(before if isinstance(before, Mapping) else {})}
+    for name, what in _OF_THE_MODEL.items():
+        if facts.get(name) is not None and now.get(name) is not None and facts[name] != now[name]:
+            raise _refusal(place, what, facts[name], now[name], _HOLDS)
 
 
 def decisive(config: Mapping[str, Any]) -> dict[str, Any]:

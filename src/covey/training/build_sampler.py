@@ -164,13 +164,19 @@ def vllm_backend(args: GRPOConfig) -> str:
 
 def engine_length(args: GRPOConfig, server: Server | None, context: int | None) -> EngineLength | None:
     """Context length of vLLM where it is less than the model's, `context`; None for other samplers."""
+    length = vllm_length(args, server)
+    if length is None or (context is not None and length[0] >= context):
+        return None
+    return EngineLength(length[0], args.max_completion_length, length[1])
+
+
+def vllm_length(args: GRPOConfig, server: Server | None) -> tuple[int, str] | None:
+    """Context length of vLLM and the option that sets it; None for other samplers, and where vLLM takes the model's."""
     if args.rollout_backend != "vllm":
         return None
     option = "vllm_max_model_length" if server is None else "the vLLM server's --max-model-len"
     tokens = args.vllm_max_model_length if server is None else server.facts.max_model_length
-    if tokens is None or (context is not None and tokens >= context):
-        return None
-    return EngineLength(tokens, args.max_completion_length, option)
+    return None if tokens is None else (tokens, option)
 
 
 def vllm_options(args: GRPOConfig, world: World, server: Any = None, example: Prompt | None = None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Loading of policy and tokenizer for training, from names, folders or objects."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -9,16 +10,19 @@ import torch
 from covey.adapters import adapter_options, has_adapter, refuse_quantized, refuse_second_adapter, with_adapter
 from covey.config import GRPOConfig
 from covey.config.combinations import expect_together, features_of
-from covey.data import eos_ids, prepare_tokenizer
+from covey.data import eos_ids, longer_prompt, prepare_tokenizer
 from covey.errors import ConfigError
 from covey.learner.preparation import prepare_for_training
 from covey.models import (
+    can_take_long,
     config_of,
     disable_dropout,
     load_model,
     load_tokenizer,
     reads_media,
+    rope_factors,
     short_rope_limit,
+    take_factors,
     unwrapped,
 )
 from covey.models.modalities import load_processing
@@ -26,7 +30,8 @@ from covey.process.cluster import expect_cluster
 from covey.rollout.on_ray import RAY_OPTION
 from covey.rollout.vllm import Address, Carrier, Client, Deadlines, Server, expect_vllm, refuse_unfit
 from covey.rollout.vllm.server import refuse_cold, warn_of_server
-from covey.training.build_sampler import as_dict, sampling_params
+from covey.training.agents import Agents
+from covey.training.build_sampler import as_dict, sampling_params, vllm_length
 
 logger = logging.getLogger(__name__)
 
@@ -59,22 +64,20 @@ def expect_engine(
         expect_cluster(*RAY_OPTION)
     if args.rollout_backend != "vllm":
         return None
-    init_kwargs, trusts = as_dict(args.model_init_kwargs), args.trust_remote_code
-    config = config_of(model, init_kwargs, trust_remote_code=trusts)
     if args.vllm_mode == "colocate":
         size = args.vllm_tensor_parallel_size
         words: dict[str, object] = {"size": size, "processes": args.world_size}
         expect_together(*features_of(args), size > 1 and "tensor parallel", **words)
         expect_vllm()
         refuse_cold(sampling_params(args))
-        refuse_long_rope(config, args.vllm_max_model_length, "vllm_max_model_length")
         return None
     address = Address.of(args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port)
     deadlines = Deadlines.of(as_dict(args.vllm_deadlines))
     server = Server.connect(Client(address, deadlines), args.vllm_server_timeout)
     if args.process_index == 0:
         warn_of_server(server)
-    refuse_long_rope(config, server.facts.max_model_length, "the vLLM server's --max-model-len")
+    init_kwargs, trusts = as_dict(args.model_init_kwargs), args.trust_remote_code
+    config = config_of(model, init_kwargs, trust_remote_code=trusts)
     text_tokenizer = tokenizer or load_tokenizer(
         None, place_of_text(model) or config._name_or_path, init_kwargs, trust_remote_code=trusts
     )
@@ -88,19 +91,6 @@ def expect_engine(
         has_adapter=peft_config is not None or has_adapter(model) or place_of_text(model) is not None,
     )
     return server
-
-
-ONE_ROPE = "for longer ones put the values of long_factor into short_factor in the model's config.json"
-
-
-def refuse_long_rope(config: Any, tokens: int | None, option: str) -> None:
-    """Raise ConfigError if vLLM, of a context of `tokens`, would rotate by other frequencies than the learner."""
-    limit = short_rope_limit(config.get_text_config())
-    if limit is not None and tokens is not None and tokens > limit:
-        raise ConfigError(
-            f"{option} is {tokens}, and above {limit} vLLM rotates every row of this longrope model by long_factor, which the learner "
-            f"takes for none; lower it to {limit}; {ONE_ROPE}."
-        )
 
 
 def load_for_training(
@@ -123,11 +113,6 @@ def load_for_training(
     if quantization_config is not None:
         init_kwargs["quantization_config"] = quantization_config
     loaded = load_model(model, init_kwargs, trust_remote_code=args.trust_remote_code, is_trainable=True)
-    if (limit := short_rope_limit(unwrapped(loaded).config.get_text_config())) is not None:
-        logger.warning(
-            "%s has two sets of rotary frequencies (longrope), and a run takes those of rows up to %d tokens, prompt and "
-            "completion together; %s.", type(unwrapped(loaded)).__name__, limit, ONE_ROPE,
-        )  # fmt: skip
     processing = tokenizer or load_processing(
         loaded, place_of_text(model), init_kwargs, trust_remote_code=args.trust_remote_code
     )
@@ -143,3 +128,60 @@ def load_for_training(
     if not hasattr(loaded, "hf_device_map"):
         loaded = loaded.to(device)
     return LoadedPolicy(prepare_for_training(loaded, args), prepared, ends, processor)
+
+
+def choose_factors(
+    loaded: LoadedPolicy,
+    args: GRPOConfig,
+    datasets: Sequence[Any],
+    agents: Agents,
+    server: Server | None = None,
+) -> None:
+    """Take one set of `longrope` factors for the whole run, and say which: the long one where a row can exceed the short one's tokens.
+
+    Where vLLM writes, its context length decides, by which it chooses for every row. `datasets`: those whose prompts are
+    measured, or dicts of them. Raises ConfigError where vLLM takes the long set and the model cannot.
+    """
+    model = unwrapped(loaded.model)
+    limit, name = short_rope_limit(model.config.get_text_config()), type(model).__name__
+    if limit is None:
+        return
+    if (engine := vllm_length(args, server)) is not None:
+        tokens, option = engine
+        why = f"{option} is {tokens}" if tokens > limit else None
+    elif rope_factors(model) == "long":
+        why = "the model was trained so"
+    else:
+        why = _longer_row(loaded, args, datasets, agents, limit)
+    if why is not None and not can_take_long(model):
+        shorter = f"{name} has two sets of rotary factors (longrope) and takes short_factor here, since its code has no place for the other"
+        if engine is not None:
+            raise ConfigError(f"{shorter}, and vLLM takes long_factor where {why}; lower it to {limit}.")
+        logger.warning("%s: rows end at %d tokens.", shorter, limit)
+    elif why is None:
+        take_factors(model, "short")
+        logger.warning(
+            "%s has two sets of rotary factors (longrope), and this run takes short_factor for every row: %d tokens, prompt and "
+            "completion together, are its context.", name, limit,
+        )  # fmt: skip
+    else:
+        take_factors(model, "long")
+        logger.warning(
+            "%s has two sets of rotary factors (longrope), and this run takes long_factor for every row, short ones too, since %s: more than "
+            "%d tokens. Let vLLM serve the result with --max-model-len above %d.", name, why, limit, limit,
+        )  # fmt: skip
+
+
+def _longer_row(
+    loaded: LoadedPolicy, args: GRPOConfig, datasets: Sequence[Any], agents: Agents, limit: int
+) -> str | None:
+    """The reason why a row can have more tokens than `limit`; None if none can."""
+    completion, processor = args.max_completion_length, loaded.processor
+    template = agents.template_options(args.chat_template_kwargs)
+    if completion >= limit:
+        return f"max_completion_length is {completion}"
+    room = limit - completion
+    several = [dataset for part in datasets for dataset in (part.values() if isinstance(part, dict) else [part])]
+    lengths = (longer_prompt(dataset, loaded.tokenizer, room, template, processor) for dataset in several)
+    longer = next((length for length in lengths if length is not None), None)
+    return None if longer is None else f"a prompt has {longer} tokens and max_completion_length is {completion}"

@@ -25,7 +25,8 @@ from covey.process.sharding import are_on_host, are_split, load_whole_state, sha
 from covey.process.world import World
 from covey.rollout import NativeSampler
 from covey.runs import RunFolder, checkpoint, evaluations, rollouts
-from covey.runs.resuming import decisive, expect_same_decisive
+from covey.runs.provenance import weight_facts
+from covey.runs.resuming import decisive, expect_same_decisive, expect_same_model
 from covey.training.evaluator import Forgetting, best_checkpoint, restore_average
 from covey.training.parts import Parts
 from covey.training.session import Session
@@ -66,6 +67,7 @@ def checkpoint_tree(parts: Parts, state: TrainState) -> dict[str, Any]:
     return {
         "state": state.to_dict(),
         "decisive": decisive(parts.session.args.to_dict()),
+        "model": weight_facts(learner.policy.model),
         "optimizer": saved_state(learner.optimizer),
         "scheduler": learner.scheduler.state_dict(),
         "options": {"groups": learner.options, "factors": schedule_of(learner.scheduler)},
@@ -117,6 +119,12 @@ def _restored(parts: Parts, folder: Path) -> TrainState:
         )
     expect_same_decisive(folder, tree.get("decisive", {}), parts.session.args.to_dict())
     learner = parts.learner
+    was, now = tree.get("model", {}), weight_facts(model)
+    expect_same_model(folder, was, now)
+    if was.get("dtype", now["dtype"]) != now["dtype"] and parts.world.is_main:
+        logger.warning(
+            "%s is of weights in %s and goes on in %s: numbers differ from here on.", folder, was["dtype"], now["dtype"]
+        )
     load_weights(learner.policy.model, folder)
     load_saved_state(learner.optimizer, tree["optimizer"])
     _expect_shapes(learner.optimizer)

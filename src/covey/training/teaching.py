@@ -23,7 +23,7 @@ from covey.learner.served_teacher import AnyTeacher
 from covey.learner.supervised import supervised_policy
 from covey.learner.teacher import Following, Member, Teachers
 from covey.learner.teacher_tokenizers import Tokenizers, alignment_of_model, alignment_of_server, expect_same_tokens
-from covey.models import load_model, reads_media
+from covey.models import load_model, reads_media, rope_factors, take_factors
 from covey.process.sharding import Shards, shard_like
 from covey.rewards.builtin.chat_endpoint import Endpoint
 from covey.types import Completion, Prompt
@@ -145,6 +145,8 @@ class Maker:
             raise ConfigError(
                 "The teacher is the very model that is trained; give another one, or 'policy' with feedback."
             )
+        if rope_factors(model) and rope_factors(policy.model) == "long":  # it reads the policy's rows
+            take_factors(model, "long")
         alignment = alignment_of_model(model, policy, self.tokenizers)
         if not hasattr(model, "hf_device_map"):
             model = model.to(policy.device)

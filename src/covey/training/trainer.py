@@ -45,7 +45,7 @@ from covey.training.datasets import finite, loader_for_callbacks, refuse_no_data
 from covey.training.evaluator import Evaluator, averaged, end_with_average
 from covey.training.hooks import handler_of, is_overridden, refuse_dead_hooks
 from covey.training.invariants import comparable_inputs, comparable_options
-from covey.training.loading import expect_engine, load_for_training
+from covey.training.loading import choose_factors, expect_engine, load_for_training
 from covey.training.loop import Steps
 from covey.training.parts import Parts
 from covey.training.recording import Recording, load_best, restore_history, restore_tree
@@ -215,11 +215,11 @@ class GRPOTrainer(TRLInterface):
 
     def _load(self, model: Any, processing_class: Any, quantization_config: Any, peft_config: Any) -> None:
         refuse_absent_trackers(self.args.report_to)
+        args, device = self.args, self.world.device
         options: dict[str, Any] = {"tokenizer": processing_class, "peft_config": peft_config}
-        self._server = expect_engine(self.args, self.world.device, model, **options)
-        loaded = load_for_training(
-            model, self.args, self.world.device, quantization_config=quantization_config, **options
-        )
+        self._server = expect_engine(args, device, model, **options)
+        loaded = load_for_training(model, args, device, quantization_config=quantization_config, **options)
+        choose_factors(loaded, args, (self.train_dataset, self.eval_dataset), self.agents, self._server)
         self.model, self.eos_ids, self._loaded = loaded.model, loaded.eos_ids, loaded
         self.processing_class = loaded.tokenizer if loaded.processor is None else loaded.processor
 
