@@ -13,6 +13,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from covey.config import GRPOConfig, checks
 from covey.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError, RunFolderError
+from covey.rollout import SamplingParams
 from covey.training.build_sampler import sampling_params
 
 
@@ -39,7 +40,7 @@ def make(**given):
         ({"attention": "flash"}, "attention='flash' is not known. It is one of auto, torch, triton, compiled"),
         ({"rollout_max_rows": 0}, "rollout_max_rows=0 must be at least 1"),
         ({"rollout_cache_fraction": 1.5}, "rollout_cache_fraction=1.5 must be above 0 and at most 1"),
-        ({"temperature": 0}, "temperature=0 must be above 0. GRPO compares different completions"),
+        ({"temperature": 0}, "temperature=0 must be at least 0.0001 and at most 10000. GRPO compares different completions"),
         ({"temperature": float("nan")}, "temperature=nan must be a number"),
         ({"num_generations": "8"}, "num_generations='8' must be a number"),
         ({"bf16": "no"}, "bf16='no' must be True or False, not text"),
@@ -72,6 +73,21 @@ def test_a_wrong_option_is_refused_in_one_sentence(given, said):
         make(**given)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [-1, 0, 1e-9, 9e-5, 1e-4, 0.5, 1, 1.5, 1e4, 1.1e4, 1e9, float("inf")])
+@pytest.mark.parametrize("name", ["temperature", "repetition_penalty", "top_p", "min_p"])
+def test_a_sampling_option_is_refused_when_it_is_set_where_the_sampler_would_refuse_it_later(name, value):
+    """But greedy decoding, which a sampler has and GRPO cannot learn from."""
+
+    def is_taken(of):
+        try:
+            of(**{name: value})
+        except ConfigError:
+            return False
+        return True
+
+    assert is_taken(make) == (is_taken(SamplingParams) and (name, value) != ("temperature", 0))
 
 
 def test_an_option_that_does_not_exist_is_a_type_error_as_in_trl():

@@ -137,7 +137,7 @@ def test_an_option_of_sampling_may_be_set_until_training(tmp_path):
     late.train()
     same = [torch.equal(a, b) for a, b in zip(told.model.parameters(), late.model.parameters(), strict=True)]
     assert all(same)
-    with pytest.raises(ConfigError, match="temperature=-1 must be above 0"):
+    with pytest.raises(ConfigError, match="temperature=-1 must be at least 0.0001"):
         trainer(tmp_path / "wrong").temperature = -1
     with pytest.raises(ConfigError, match="set it in GRPOConfig, before the trainer is made, or on the trainer before"):
         late.temperature = 1.0

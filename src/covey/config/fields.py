@@ -76,14 +76,15 @@ class Options:
         group="sampling", at_least=0)
     max_completion_length: int = option(512, "Most tokens of a completion.", group="sampling", at_least=1)
     temperature: float = option(1.0, "Sampling temperature; log-probabilities are taken at the same temperature.",
-        group="sampling", above=0, why="GRPO compares different completions of a prompt; greedy ones are all the same.")
+        group="sampling", at_least=1e-4, at_most=1e4,
+        why="GRPO compares different completions of a prompt; greedy ones are all the same.")
     top_p: float = option(1.0, "Sample from the fewest tokens whose probabilities reach this sum.", group="sampling",
         above=0, at_most=1, why="0 keeps no token; 1 keeps all.")
     top_k: int = option(0, "Sample from the k likeliest tokens; 0: from all.", group="sampling", at_least=0)
     min_p: float | None = option(None, "Sample from tokens at least this likely relative to the likeliest one.",
         group="sampling", at_least=0, at_most=1)
     repetition_penalty: float = option(1.0, "Above 1 makes tokens that occurred before less likely.", group="sampling",
-        above=0)
+        at_least=1e-4, at_most=1e4)
     generation_kwargs: dict[str, Any] | str | None = option(None,
         "More sampling options by name; they win over the options above.", group="sampling")
     max_tool_calling_iterations: int | None = option(None,
