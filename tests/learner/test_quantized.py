@@ -82,6 +82,33 @@ def test_an_8_bit_optimizer_takes_the_steps_of_transformers_trainer(optim, tmp_p
         assert torch.equal(weight, ends[1][name]), name
 
 
+def test_overrides_of_an_earlier_trainers_model_do_not_reach_this_one(tmp_path):
+    """bitsandbytes keeps them for the process, by a parameter's place: that of the embeddings, which are frozen here."""
+    manager = pytest.importorskip("bitsandbytes").optim.GlobalOptimManager.get_instance()
+    options = {"output_dir": str(tmp_path), "optim": "adamw_8bit", "use_cpu": True, "report_to": []}
+
+    def step(make, **frozen):
+        model = tiny_model(hidden=64)
+        model.get_input_embeddings().requires_grad_(not frozen)
+        optimizer = make(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return [
+            optimizer.state[weight]["state1"].dtype for group in optimizer.param_groups for weight in group["params"]
+        ]
+
+    mine = lambda model: make_optimizer(GRPOConfig(**options, bf16=False), model)
+    before = step(mine, frozen=True)
+    theirs = step(lambda model: Trainer(model, TrainingArguments(**options)).create_optimizer())
+    after, overrides = step(mine, frozen=True), dict(manager.index2config)
+    manager.initialize()
+    assert (0, 0) in overrides
+    assert theirs[0] == torch.float32
+    assert before[0] == torch.uint8
+    assert after == before
+
+
 @pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_torch_4bit"])
 def test_an_optimizer_that_no_checkpoint_can_hold_is_refused_with_one_that_it_can(optim, tmp_path):
     with pytest.raises(ConfigError, match="adamw_bnb_8bit"):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.errors import ConfigError, MemoryLimitError, ModelError
-from covey.learner.shard_optimizer import is_bitsandbytes, on_shards, widen_embeddings
+from covey.learner.shard_optimizer import is_bitsandbytes, on_shards, select_overrides, widen_embeddings
 from covey.models import first_line
 from covey.process.lean import imported
 from covey.process.memory import is_out_of_memory, release
@@ -51,6 +51,7 @@ def make_optimizer(args: Any, model: Any, extra: Sequence[nn.Module] = ()) -> to
             f"optim={str(getattr(args.optim, 'value', args.optim))!r} cannot be made with these options: {first_line(error)}"
         ) from error
     if is_bitsandbytes(make):
+        select_overrides(optimizer, model, *extra)
         widen_embeddings(optimizer, model, *extra)
     return optimizer
 

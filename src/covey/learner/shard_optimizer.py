@@ -32,6 +32,23 @@ def embeddings_of(*modules: nn.Module) -> set[int]:
     return {id(part.weight) for part in parts if isinstance(part, nn.Embedding)}
 
 
+def select_overrides(optimizer: Any, *modules: nn.Module) -> None:
+    """Take the overrides of these modules alone, out of those that bitsandbytes keeps for the process.
+
+    It keeps them by a parameter's place, so that those of an earlier trainer's model would reach this optimizer.
+    """
+    shared, parts = optimizer.mng, {id(part) for module in modules for part in module.modules()}
+    weights = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    manager = object.__new__(type(shared))
+    manager.initialize()
+    manager.uses_config_override = shared.uses_config_override
+    manager.module_weight_config_triple = [
+        entry for entry in shared.module_weight_config_triple if id(entry[0]) in parts
+    ]
+    manager.pid2config = {key: dict(config) for key, config in shared.pid2config.items() if key in weights}
+    optimizer.mng = manager
+
+
 def widen_embeddings(optimizer: Any, *modules: nn.Module) -> None:
     """Keep the state of embeddings in 32 bits where the rest is in 8, as transformers' trainer does.
 
