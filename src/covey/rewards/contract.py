@@ -267,6 +267,12 @@ def check_signature(spec: RewardSpec, columns: Iterable[str] | None) -> None:
     named, _ = _parameters(spec.call)
     if columns is None:
         return
+    columns = list(columns)
+    if taken := [column for column in columns if column in ALWAYS and column not in NOT_PASSED]:
+        raise DataError(
+            f"The data set has a column {taken[0]}, and rewards get what the run itself has by this name, so the column would be lost; "
+            "rename it (columns=, or --columns new=old), or remove it."
+        )
     always = [*ALWAYS, "prompt", "completion"] if call_options_of(spec.call).is_singular else [*ALWAYS]
     available = [*always, *(column for column in columns if column not in NOT_PASSED)]
     missing = [
