@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from covey.data import chat_ids
 from covey.data.prompts import to_prompt
 from covey.errors import ConfigError
-from covey.process.addresses import is_loopback
+from covey.process.addresses import is_loopback, listen
 from covey.rollout import NativeSampler
 from covey.rollout.prompts import as_prompts
 from covey.serving import Endpoint, Limits
@@ -67,6 +67,12 @@ def test_only_a_name_of_this_machine_in_full_is_answered(endpoint, host):
 )
 def test_this_machines_names_are_answered(endpoint, host):
     assert send(endpoint, "/tokenize", {"prompt": "hi"}, Host=host)[0] == 200
+
+
+@pytest.mark.parametrize("port", [99999, 65536, -1, 8000.5, "8000", None])
+def test_a_port_that_is_none_is_refused_in_a_sentence(port):
+    with pytest.raises(ConfigError, match="is none; give a whole number from 0"):
+        listen("127.0.0.1", port)
 
 
 # -- every field ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,9 @@ def names_loopback(host_header: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket to serve on. Raises ConfigError for an address that is taken."""
+    """A socket to serve on. Raises ConfigError for an address that is taken, and for no port."""
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65536:
+        raise ConfigError(f"port {port!r} is none; give a whole number from 0 (any free one) to 65535.")
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
