@@ -71,6 +71,11 @@ def test_what_a_turn_writes_to_all_is_its_text_and_no_call(mark, monkeypatch):
     call = WrittenCall("add", {"a": 7})
     assert read('all\nI add.>>>add\n{"a": 7}>>>add\n{"a": 7}') == ("I add.", [call, call])
     assert "no JSON" in read('add\n{"a": 7')[1][0].problem
+    answer, calls = read("Yes\nIt is 4.")
+    if mark:  # the model wrote the mark itself
+        assert "no JSON" in calls[0].problem
+    else:  # of a prompt that ends with it, the first line may be an answer's
+        assert (answer, calls) == ("Yes\nIt is 4.", [])
 
 
 def test_a_form_in_which_any_word_would_be_a_call_is_refused(monkeypatch):

@@ -229,8 +229,12 @@ class _NameThenJson:
 
 
 def _read_recipients(begin: re.Pattern[str], text: str) -> tuple[str, list[WrittenCall]]:
-    """The part of a turn for the recipient `all` is its text, JSON for any other a call."""
-    heads = list(begin.finditer(text))
+    """The part of a turn for the recipient `all` is its text, JSON for any other a call.
+
+    A first line without `>>>` names a recipient where `all` or an opening brace shows that it does: it may be an answer's.
+    """
+    marked = lambda head: text[head.start()] == ">" or head[1] == "all" or text[head.end() :].lstrip().startswith("{")
+    heads = [head for head in begin.finditer(text) if marked(head)]
     places = [*(head.start() for head in heads), len(text)]
     shown, calls = text[: places[0]], list[WrittenCall]()
     for head, stop in zip(heads, places[1:], strict=True):
