@@ -12,7 +12,7 @@ from causal_classes import build
 from plain_sampling import collect, ids_of
 from static_runs import expect_states_of_replayed_steps, record, sampler_of
 
-from covey.kernels import matmul, state_steps
+from covey.kernels import in_place_steps, matmul, state_steps
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.agreement import plain_logprobs, reason_against
 from covey.rollout.cuda_graphs import Captured
@@ -199,6 +199,36 @@ def test_a_mamba2_step_in_place_equals_transformers(is_plain, is_gated, monkeypa
     (_, _, step), *_ = (one for one in state_steps(build("bamba")) if one[1].startswith("mamba2"))
     torch.testing.assert_close(step(state, *given, **options), out, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(state, after, atol=1e-6, rtol=1e-5)
+
+
+def test_contexts_of_several_engines_overlap_and_the_last_puts_transformers_functions_back():
+    """As of engines in threads: the one that began first may end first."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as source
+
+    before = source.causal_conv1d_update
+    one, other = (in_place_steps(state_steps(build("qwen3_5_text"))) for _ in range(2))
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert source.causal_conv1d_update is not before
+    other.__exit__(None, None, None)
+    assert source.causal_conv1d_update is before
+
+
+def test_a_step_with_gradients_keeps_the_state_that_they_need():
+    """A learner may compute in one thread while an engine of the same code decodes in another."""
+    (_, _, step), *_ = (entry for entry in state_steps(build("qwen3_5_text")) if entry[1].endswith("delta_rule"))
+    random = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=random)
+    state, value = draw(2, 4, 8, 6), draw(2, 1, 4, 6).requires_grad_()
+    held = state.clone()
+    _, after = step(
+        draw(2, 1, 4, 8), draw(2, 1, 4, 8), value, g=-draw(2, 1, 4).abs(), beta=draw(2, 1, 4).sigmoid(), initial_state=state,
+        output_final_state=True,
+    )  # fmt: skip
+    after.sum().backward()
+    assert torch.equal(state, held)
+    assert value.grad.abs().sum() > 0
 
 
 def test_the_steps_of_transformers_come_back_after_sampling():

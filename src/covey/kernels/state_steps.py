@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -31,17 +32,39 @@ def state_steps(model: nn.Module) -> list[StateStep]:
     ]
 
 
+_replaced: dict[tuple[str, str], tuple[int, Callable[..., Any]]] = {}
+"""By module and name: the contexts that replace the function now, and the function."""
+_lock = threading.Lock()
+
+
 @contextmanager
 def in_place_steps(steps: list[StateStep]) -> Iterator[None]:
-    """Context in which transformers' layers call these functions. Without gradients only: states are overwritten."""
-    before = [getattr(source, name) for source, name, _ in steps]
-    try:
+    """Context in which transformers' layers call these functions. Without gradients states are overwritten.
+
+    Contexts may overlap, as those of engines in several threads: the last one that ends puts transformers' functions back.
+    """
+    with _lock:
         for source, name, replacement in steps:
-            setattr(source, name, replacement)
+            count, function = _replaced.get((source.__name__, name), (0, getattr(source, name)))
+            _replaced[source.__name__, name] = (count + 1, function)
+            if not count:
+                setattr(source, name, replacement)
+    try:
         yield
     finally:
-        for (source, name, _), function in zip(steps, before, strict=True):
-            setattr(source, name, function)
+        with _lock:
+            for source, name, _ in steps:
+                count, function = _replaced.pop((source.__name__, name))
+                if count > 1:
+                    _replaced[source.__name__, name] = (count - 1, function)
+                else:
+                    setattr(source, name, function)
+
+
+def _must_keep(state: Tensor, inputs: Tensor) -> bool:
+    """True for a state that gradients need as it was, and for one of which there are no such views."""
+    has_gradients = torch.is_grad_enabled() and (state.requires_grad or inputs.requires_grad)
+    return has_gradients or not state.is_contiguous()
 
 
 def gated_delta_step(reference: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,7 +82,7 @@ def gated_delta_step(reference: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         """([R, 1, H, V], state [R, H, K, V]) from `query`, `key` [R, 1, Hk, K], `value` [R, 1, H, V] and `g`, `beta` [R, 1, H]."""
         state = initial_state
-        if state is None or query.shape[1] > 1 or state.dtype != torch.float32 or not state.is_contiguous():
+        if state is None or query.shape[1] > 1 or state.dtype != torch.float32 or _must_keep(state, value):
             return reference(
                 query,
                 key,
@@ -107,7 +130,7 @@ def mamba2_step(reference: Callable[..., Any]) -> Callable[..., Any]:
         """[R, H, P] from `state` [R, H, P, N], `hidden` [R, H, P], `B`, `C` [R, G, N]; a head has one `dt` and one `A`."""
         one_a_head = all(x.stride(i) == 0 for x, axes in ((dt, (-1,)), (A, (-1, -2))) for i in axes)
         one_a_head &= dt_bias is not None and dt_bias.stride(-1) == 0
-        if not one_a_head or state.dtype != torch.float32 or not state.is_contiguous():
+        if not one_a_head or state.dtype != torch.float32 or _must_keep(state, hidden):
             options |= {"z": z, "dt_bias": dt_bias, "dt_softplus": dt_softplus}
             y: Tensor = reference(state, hidden, dt, A, B, C, D, **options)
             return y
@@ -134,7 +157,7 @@ def convolution_step(reference: Callable[..., Any]) -> Callable[..., Any]:
         hidden: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
     ) -> Tensor:
         """[R, C, 1] from `hidden` [R, C, 1], `state` [R, C, W], `weight` [C, W] and `bias` [C]."""
-        if hidden.shape[-1] > 1 or state.shape[1:] != weight.shape or not state.is_contiguous():
+        if hidden.shape[-1] > 1 or state.shape[1:] != weight.shape or _must_keep(state, hidden):
             out: Tensor = reference(hidden, state, weight, bias, activation)
             return out
         flat = state.view(-1)
