@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from datasets import Dataset
 from shared_rows import ROWS, assert_same, checkpointing, gradients
 
@@ -198,6 +199,24 @@ def test_a_weight_of_the_balancing_loss_is_refused_for_a_dense_variant(family, o
         auxiliary_coefficient(arguments, expert_model(family, **options))
     arguments.router_aux_loss_coef = None
     assert auxiliary_coefficient(arguments, expert_model(family, **options)) == 0.0
+
+
+def test_a_model_that_declares_a_coefficient_and_computes_no_balancing_loss_has_none():
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "intermediate_size_mlp": 64,
+        "num_hidden_layers": 1,
+        "head_dim": 16,
+    }
+    config = transformers.Llama4TextConfig(
+        vocab_size=64, num_attention_heads=2, num_local_experts=2, pad_token_id=0, **sizes
+    )
+    model = transformers.Llama4ForCausalLM(config)
+    assert config.router_aux_loss_coef > 0
+    assert auxiliary_coefficient(SimpleNamespace(router_aux_loss_coef=None), model) == 0.0
+    with pytest.raises(ConfigError, match="Llama4ForCausalLM computes no load-balancing loss; leave it out"):
+        auxiliary_coefficient(SimpleNamespace(router_aux_loss_coef=0.1), model)
 
 
 def test_log_probabilities_do_not_depend_on_the_balancing_loss():

@@ -1,5 +1,6 @@
 """Construction of the networks and the learner of a run, from its options: a part of `build.py`."""
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
@@ -224,11 +225,19 @@ def _routes(model: Any) -> bool:
     return not kinds or any(isinstance(module, tuple(kinds)) for module in model.modules())
 
 
+def _balances(model: Any) -> bool:
+    """True if the model's forward computes a load-balancing loss; Llama 4's does not, with a coefficient in its configuration."""
+    kinds = type(unwrapped(getattr(model, "_orig_mod", model))).__mro__  # torch.compile's wrapper has that name
+    forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in kinds if "forward" in vars(kind)]
+    return any("aux_loss" in forward.__code__.co_varnames for forward in forwards if inspect.isfunction(forward))
+
+
 def auxiliary_coefficient(args: GRPOConfig, model: Any) -> float:
     """Weight of a mixture-of-experts model's load-balancing loss; 0 for other models."""
     config = model.config.get_text_config()
     declared = getattr(config, "router_aux_loss_coef", None)
-    has_router = declared is not None and getattr(config, "output_router_logits", None) is not None and _routes(model)
+    is_declared = declared is not None and getattr(config, "output_router_logits", None) is not None
+    has_router = is_declared and _routes(model) and _balances(model)
     if args.router_aux_loss_coef and not has_router:
         raise ConfigError(
             f"router_aux_loss_coef={args.router_aux_loss_coef}, but {type(unwrapped(model)).__name__} computes no load-balancing loss; "
