@@ -40,6 +40,7 @@ def launches_of_a_step(monkeypatch, name, repeats):
     launches, (model, layers) = Launches(), built(name, repeats)
     with_twins(monkeypatch, launches)
     sampler = NativeSampler(model.to(torch.bfloat16), tiny_tokenizer(), attention="triton")
+    sampler.forward.steps = []  # of a CPU, in place
     scheduler = sampler.begin(PROMPTS[:2], 4, SamplingParams(max_tokens=9, seed=1))
     with sampler.forward.evaluating():
         scheduler._admit()
