@@ -202,6 +202,17 @@ def test_an_adapter_that_trains_rows_of_the_embeddings_is_loaded_with_its_base(a
     expect(policy.measure(ROWS, teacher=teacher).teacher_logp, ROWS, [logp_of(other, one) for one in ROWS])
 
 
+def test_a_teacher_is_loaded_as_it_is_stored_or_in_the_type_that_is_named(tmp_path, caplog):
+    tiny_model("llama", seed=3, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    policy, dtypes = Policy(tiny_model("qwen2"), pad_id=0), []
+    for source, dtype in ((str(tmp_path), "auto"), (str(tmp_path), "float32"), (tmp_path, "float32")):
+        algorithm = alg.dapo().replace(regularizers=alg.distill(source, dtype=dtype))
+        dtypes.append(build_teacher(algorithm, policy, tiny_tokenizer(), {}).policy.model.dtype)
+    assert dtypes == [torch.bfloat16, torch.float32, torch.float32]
+    assert caplog.text.count("The teacher computes in bfloat16, as it is stored, and the policy in float32") == 1
+
+
 def test_feedback_of_a_success_of_a_tool_and_of_values_that_are_no_text():
     answers = group(
         ["4", "5", "6", "four"], rewards=[[1.0], [0.0], [1.0], [0.5]], columns={"steps": ["a"], "none": " "}

@@ -139,7 +139,7 @@ class Maker:
                 "The teacher %s is an adapter of another base, form or larger rank than the policy's: its base is loaded once more.",
                 source,
             )
-        kwargs = {"dtype": self.role.dtype} if isinstance(source, str) else {}
+        kwargs = {"dtype": self.role.dtype} if isinstance(source, (str, Path)) else {}
         model = load_model(source, kwargs, trust_remote_code=self.tokenizers.trust_remote_code)
         if model is policy.model:
             raise ConfigError(
