@@ -84,7 +84,10 @@ FAMILIES = {
     ),
     "Gemma 2": Family("Gemma2", 256000, 8192, "gemma-2-2b", 4096, {"query_pre_attn_scalar": 16}),
     "Gemma 3": Family("Gemma3Text", 262144, 32768, "gemma-3-1b", 512, {"num_hidden_layers": 6}),
-    "Gemma 4": Family("Gemma4Text", 262144, 131072, "gemma-4-e2b", 512, {"num_hidden_layers": 6, "global_head_dim": 16}),
+    "Gemma 4": Family(
+        "Gemma4Text", 262144, 131072, "gemma-4-e2b", 512,
+        {"num_hidden_layers": 6, "global_head_dim": 16, "hidden_size_per_layer_input": 8},
+    ),
     "Mistral 0.1": Family("Mistral", 32000, 32768, "Mistral-7B-v0.1", 4096),
     "Mistral 0.3": Family("Mistral", 32768, 32768, "Mistral-7B-v0.3", options={"sliding_window": None}),
     "Mixtral": Family("Mixtral", 32000, 32768, "Mixtral-8x7B", options={**EXPERTS, "sliding_window": None}),
