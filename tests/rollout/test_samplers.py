@@ -265,6 +265,13 @@ def test_an_adapter_is_active_while_sampling_and_stays_unmerged(new_sampler, tok
     assert not any(module.merged for module in model.modules() if hasattr(module, "merged"))
 
 
+def test_an_adapter_of_virtual_tokens_is_refused(new_sampler, tokenizer):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny_model(), peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    with pytest.raises(ModelError, match="rompt-learning adapters put virtual tokens before the prompt; use LoRA"):
+        new_sampler(model, tokenizer)
+
+
 def test_a_prompt_without_room_or_without_tokens_is_refused_before_any_work(new_sampler, tokenizer):
     sampler = new_sampler(tiny_model(max_position_embeddings=8), tokenizer)
     with pytest.raises(DataError, match="prompt 1 has 8 tokens and the model's context 8"):

@@ -38,6 +38,8 @@ SWITCH = "COVEY_CUDA_GRAPHS"
 
 def best_forward(model: Any, dtype: SamplerPrecision, float32_head: bool = False) -> Forward:
     """The fastest way to compute this model in this precision; see `NativeSampler`. Raises Unsupported with the reason."""
+    if getattr(model, "active_peft_config", None) is not None and model.active_peft_config.is_prompt_learning:
+        raise Unsupported("prompt-learning adapters put virtual tokens before the prompt; use LoRA or another kind")
     live = next(unwrapped(model).parameters())
     compute_dtype = live.dtype if dtype == "auto" else getattr(torch, dtype)
     is_large = sum(parameter.numel() for parameter in unwrapped(model).parameters()) >= BFLOAT16_FROM
