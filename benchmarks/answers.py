@@ -55,7 +55,7 @@ def _episodes(model: Any, prompts: list[Prompt], length: int, by_token: bool) ->
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
     ends = list(range(8192 // MEAN))
-    way = mock.patch("covey.rollout.scheduler.fewest_tokens", return_value=NEVER) if by_token else nullcontext()
+    way = mock.patch("covey.rollout.answers.fewest_tokens", return_value=NEVER) if by_token else nullcontext()
     with way:
         sampler = NativeSampler(model, tokenizer, dtype="float32", eos_ids=ends, environment=environment)
         start = time.process_time()

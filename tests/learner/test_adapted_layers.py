@@ -8,7 +8,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from covey.kernels import HalfWeights, adapted_layers, add_adapters_inside_products
-from covey.learner import offloading
+from covey.learner import out_of_memory
 from kit import forgotten
 
 HALF = torch.bfloat16
@@ -86,15 +86,15 @@ def test_a_batch_of_no_rows_has_gradients_of_its_shape(options):
 def test_frozen_weights_stay_on_the_device_when_activations_are_offloaded(monkeypatch):
     moved = []
 
-    class Waiting(offloading._Waiting):
+    class Waiting(out_of_memory._Waiting):
         def __init__(self, host, size, device):
             moved.append(host.numel())
             super().__init__(host, size, device)
 
-    monkeypatch.setattr(offloading, "_Waiting", Waiting)
+    monkeypatch.setattr(out_of_memory, "_Waiting", Waiting)
     layer, _ = layer_of(dtype=HALF, bias=False)
     x = torch.randn(40, 96, requires_grad=True)
-    with torch.autocast("cpu", HALF), offloading.offloaded(pins=False):
+    with torch.autocast("cpu", HALF), out_of_memory.offloaded(pins=False):
         layer(x).float().sum().backward()
     assert layer.base_layer.weight.numel() not in moved
     assert moved, "the input, and its product with A, are moved"

@@ -100,7 +100,7 @@ def test_tokens_drawn_without_float64_are_the_same_but_for_ties_and_never_imposs
     uniforms[:4] = 1 - 1e-16
     uniforms[4:8] = 0
     wide = draw(logits.clone(), uniforms, SamplingParams()).tokens
-    monkeypatch.setattr("covey.types.float64.WITHOUT_FLOAT64", {"cpu"})
+    monkeypatch.setattr("covey.types.metrics.WITHOUT_FLOAT64", {"cpu"})
     narrow = draw(logits.clone(), uniforms.float(), SamplingParams()).tokens
     assert (wide == narrow).float().mean() > 0.998
     assert logits.gather(1, narrow[:, None]).isfinite().all()
