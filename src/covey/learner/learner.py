@@ -93,7 +93,7 @@ class Learner:
 
     def __post_init__(self) -> None:
         self.options = options_of(self.optimizer)
-        sizes = {"device": self.policy.device.type, "options": self.size_options}
+        sizes: dict[str, Any] = {"device": self.policy.device.type, "options": self.size_options}
         limits = BatchLimits(self.max_rows, self.max_tokens, self.enough_tokens, self.enable_recomputation, **sizes)
         agree = self.world.max if self.policy.is_collective else None
         self.micro_batcher = MicroBatcher(limits, self.policy.shares_prompts, agree)

@@ -31,8 +31,7 @@ class DistanceTo:
     def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Signal:
         with self.swapped(), self.policy.routing.watching(self.policy, packed, rows):
             hidden, head = hidden_of(self.policy, packed)
-        everywhere = torch.arange(len(hidden), device=hidden.device)
-        share = Share(everywhere, Other(hidden, head, self.distance))
+        share = Share(torch.arange(len(hidden), device=hidden.device), Other(hidden, head, self.distance))
         return Signal((share,), torch.ones(len(rows), dtype=torch.bool, device=hidden.device))
 
 

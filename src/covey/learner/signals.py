@@ -173,7 +173,7 @@ class Signal:
             total = total.index_add(0, share.places, share.share * x)
         return total
 
-    def spread(self, rows: PaddedRows | SharedRows) -> dict[str, Tensor | None]:
+    def spread(self, rows: PaddedRows | SharedRows) -> dict[str, Any]:
         """Fields of `Measured`, once the signal is `measured`: those of M positions as [N, T]."""
         count = len(rows.target)
         spread = lambda values: None if values is None else rows.spread(values)
@@ -211,7 +211,8 @@ def squared_scores(policy: Any, hidden: Tensor, rows: PaddedRows | SharedRows) -
     """
 
     def work() -> Tensor:
-        pieces, chunk, head = [], policy.logits_chunk or 1024, policy.head()
+        pieces = []
+        chunk, head = policy.logits_chunk or 1024, policy.head()
         with policy.autocast():
             for part, tokens in zip(hidden.split(chunk), rows.target.split(chunk), strict=True):
                 logp = torch.log_softmax(head.logits(part) / policy.temperature, -1)

@@ -13,7 +13,7 @@ from covey.types.callables import (
     Stages,
     Weight,
 )
-from covey.types.episodes import EpisodeNotes
+from covey.types.episodes import EpisodeNotes, ToolCall
 from covey.types.media import Media
 from covey.types.metrics import (
     Bound,
@@ -34,7 +34,7 @@ from covey.types.metrics import (
 )
 from covey.types.reports import Alert, Event, StepReport, TokenNumbers
 from covey.types.tokens import TokenBatch, Totals, over_spans
-from covey.types.values import Completion, Finish, Group, Message, Prompt, Scores, ToolCall, of_policy, stack_tokens
+from covey.types.values import Completion, Finish, Group, Message, Prompt, Scores, of_policy, stack_tokens
 
 __all__ = [
     "Advantage", "Aggregate", "Alert", "Bound", "Completion", "EffectiveSize", "EpisodeNotes", "Estimator", "Event",
