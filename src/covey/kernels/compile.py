@@ -149,9 +149,9 @@ def is_fake(x: Tensor) -> bool:
     return isinstance(x, FakeTensor)
 
 
-def processor_has(what: str) -> bool:
-    """True if torch reports this feature: "amx_tile" or "avx512_bf16"."""
-    return bool(getattr(torch.cpu, f"_is_{what}_supported", lambda: False)())
+def has_amx() -> bool:
+    """True on a processor with Advanced Matrix Extensions."""
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
 
 
 def _compiler() -> list[str] | None:

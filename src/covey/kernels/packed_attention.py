@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from covey.kernels.attention_product import Layout
-from covey.kernels.compile import NUMBERS, is_fake, largest_gap, load_verified, processor_has
+from covey.kernels.compile import NUMBERS, has_amx, is_fake, largest_gap, load_verified
 
 SOURCE = Path(__file__).parent / "cpp" / "packed_attention.cpp"
 MOST_NUMBERS = 2**20
@@ -146,7 +146,7 @@ def packed_attention_for(query: Tensor, key: Tensor, layouts: Sequence[Layout]) 
         return None
     if len(layouts) * key.shape[0] < torch.get_num_threads():
         return None
-    if query.dtype == torch.bfloat16 and most >= LONG and processor_has("amx_tile"):
+    if query.dtype == torch.bfloat16 and most >= LONG and has_amx():
         return None
     return _verified(query.dtype)
 

@@ -59,11 +59,18 @@ class SamplerLinear(ABC):
         return ()
 
     @abstractmethod
-    def __call__(self, x: Tensor) -> Tensor: ...
+    def outputs(self, x: Tensor) -> Sequence[Tensor]:
+        """Outputs [.., N] of the concatenated layers, one by one, or one of them all."""
 
-    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor:
+        out = self.outputs(x)
+        return out[0] if len(out) == 1 else torch.cat(tuple(out), -1)
+
     def split(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
         """The output split into those of the concatenated layers, by their widths."""
+        out = self.outputs(x)
+        parts: Sequence[Tensor] = out if len(out) > 1 else out[0].split(widths, -1)
+        return parts
 
     def silu(self, x: Tensor) -> Tensor:
         """SiLU of the output."""
@@ -116,14 +123,7 @@ class InPlaceLinear(SamplerLinear):
             x.is_cpu and x.dtype == torch.float32 and x.is_contiguous() and type(x) in PLAIN for x in tensors
         )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        out = [plain_linear(x, weight, bias) for weight, bias in self.parts]
-        return out[0] if len(out) == 1 else torch.cat(out, -1)
-
-    def split(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
-        if len(self.parts) == 1:
-            parts: Sequence[Tensor] = self(x).split(widths, -1)
-            return parts
+    def outputs(self, x: Tensor) -> list[Tensor]:
         return [plain_linear(x, weight, bias) for weight, bias in self.parts]
 
     def split_by(self, outputs: int) -> tuple[InPlaceLinear, InPlaceLinear]:
@@ -183,16 +183,8 @@ class AdaptedLinear(SamplerLinear):
     def scales(self) -> tuple[float, ...]:
         return tuple(scale for part in self.adapters for _, _, scale in part)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        out = self._parts(x)
-        return out[0] if len(out) == 1 else torch.cat(out, -1)
-
-    def split(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
-        return self._parts(x)
-
-    def _parts(self, x: Tensor) -> list[Tensor]:
-        """[.., N] of each part."""
-        out = [plain_linear(x, weight, bias) for weight, bias in self.base.parts]
+    def outputs(self, x: Tensor) -> list[Tensor]:
+        out = self.base.outputs(x)
         inner = x.flatten(0, -2) @ self.a.t()
         for y, adapters in zip(out, self.adapters, strict=True):
             for rows, b, scale in adapters:
@@ -217,13 +209,8 @@ class OneDnnLinear(SamplerLinear):
         half = None if biases is None else stacked(biases, torch.bfloat16)
         return OneDnnLinear(torch.ops.mkldnn._reorder_linear_weight(stacked(weights, torch.bfloat16), None), half)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return out
-
-    def split(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
-        parts: Sequence[Tensor] = self(x).split(widths, -1)
-        return parts
+    def outputs(self, x: Tensor) -> tuple[Tensor]:
+        return (torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], ""),)
 
     def silu(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "swish", [], "")
