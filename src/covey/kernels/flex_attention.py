@@ -10,7 +10,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -242,7 +242,7 @@ def reason_against(heads: AttentionHeads) -> str | None:
 def tried(heads: AttentionHeads) -> str | None:
     """Trial of forward and backward at two lengths against explicit attention: None, or the reason of its failure."""
     for layout in (Layout(0, 40, (150, 30)), Layout(0, 300, (1, 0, 200, 180))):
-        gap = outcome(lambda layout=layout: _gap(heads, layout))
+        gap = outcome(partial(_gap, heads, layout))
         if isinstance(gap, str):
             return f"it does not compile or run here {gap}"
         most = {torch.float64: 1e-9, torch.float32: 1e-2}.get(heads.dtype, 3e-2)  # float32 products may be TF32's

@@ -122,7 +122,7 @@ class LogitKernels:
             saved = theirs[1], theirs[2]
             for of in ((other[0], None), (other[0], other[1])):
                 mine.append(self.slopes(product, targets, saved, of, shape))
-                theirs.append(slopes(product, targets, *saved, *of, shape))
+                theirs.append(slopes(product, targets, saved[0], saved[1], of[0], of[1], shape))
             return relative_gap(mine, theirs)
 
         gap = outcome(trial)
