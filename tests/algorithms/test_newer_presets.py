@@ -13,7 +13,10 @@ from covey.algorithms.check import step_gradients
 from covey.algorithms.future_kl import discounted_future
 from covey.algorithms.samples import made_tokens
 from covey.errors import ConfigError
-from covey.types import Scores, Totals
+from covey.learner import Policy
+from covey.training.credit import with_advantages
+from covey.types import Group, Scores, Totals
+from kit import completion, learner_of, prompt, tiny_model
 
 LOGITS = torch.tensor([0.3, -0.4, 0.1], dtype=torch.float64)
 NAN = math.nan
@@ -158,8 +161,8 @@ def cross_entropy(tokens, temperature, level):
     """The paper's loss by autograd: mean over groups of the cross-entropy to the target."""
     found = []
     for one in tokens.group.unique():
-        rows = tokens.group == one
-        lengths = tokens.mask[rows].sum(-1).clamp(min=1) if level == "sequence" else 1
+        rows = (tokens.group == one) & tokens.mask.any(-1)
+        lengths = tokens.mask[rows].sum(-1) if level == "sequence" else 1
         now, old = ((logp * tokens.mask)[rows].sum(-1) / lengths for logp in (tokens.logp, tokens.old_logp))
         target = torch.softmax(old + tokens.advantages[rows, 0] / temperature, 0)
         found.append(-(target * torch.log_softmax(now, 0)).sum())
@@ -230,12 +233,40 @@ def test_fipo_is_dapo_in_the_first_update_on_a_rollout():
     torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("preset", [alg.tpo, alg.real])
+@pytest.mark.parametrize("lost", ["unscored", "truncated"])
+def test_a_completion_that_nobody_scored_or_that_is_masked_moves_no_sibling(preset, lost):
+    """The step on three completions of a group, of which one is lost, is that on the two others."""
+    finish = ("stop", "stop", "length" if lost == "truncated" else "stop")
+    ids = ([40, 41, 42, 43], [50, 51, 52], [60, 61])
+    drawn = tuple(
+        completion(ids=each, finish=end, old_logp=torch.full((len(each),), -5.9))
+        for each, end in zip(ids, finish, strict=True)
+    )
+    rewards = torch.tensor([[1.0], [0.0], [NAN if lost == "unscored" else 0.5]])
+    algorithm = preset().replace(advantage=alg.GroupNormalized("none"))  # 0.5 and -0.5 with the third and without
+    moved = []
+    for kept in ([0, 1, 2], [0, 1]):
+        part = Group(prompt=prompt(), completions=drawn, rewards=rewards).take(kept)
+        (judged,) = with_advantages([part], algorithm, torch.ones(1))
+        model = tiny_model()
+        policy = Policy(model=model, pad_id=0, temperature=1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        learner = learner_of(policy, optimizer, max_completion_length=4, mask_truncated=True, max_grad_norm=0.0)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        learner.step([judged], algorithm, 1)
+        moved.append([after.detach() - start for after, start in zip(model.parameters(), before, strict=True)])
+    assert max(float(change.abs().max()) for change in moved[1]) > 1e-3
+    for whole, alone in zip(*moved, strict=True):
+        torch.testing.assert_close(whole, alone, atol=1e-6, rtol=1e-4)
+
+
 def labels_loss(tokens, tau):
     """The paper's loss by autograd: the mean over groups of both logarithms, 0 for a group of one kind."""
     found = []
     for one in tokens.group.unique():
-        rows = tokens.group == one
-        score = (tokens.log_ratio[rows].sum(-1) / tokens.mask[rows].sum(-1).clamp(min=1)) / tau
+        rows = (tokens.group == one) & tokens.mask.any(-1)
+        score = (tokens.log_ratio[rows].sum(-1) / tokens.mask[rows].sum(-1)) / tau
         right = tokens.advantages[rows, 0] > 0
         if right.all() or not right.any():
             found.append(0.0 * score.sum())

@@ -68,6 +68,12 @@ NO_TOTALS = Totals(tokens=0, sequences=0, nonempty_sequences=0, prompts=0, max_l
 """For a `prepare` that reads no denominators, called on a batch that is the whole step."""
 
 
+def compared(tokens: TokenBatch) -> Tensor:
+    """[N] bool, completions that objectives over a whole group compare: those with a token that counts and a score."""
+    counts = tokens.mask.any(-1)
+    return counts if tokens.scored is None else counts & tokens.scored
+
+
 def prepared(part: P, tokens: TokenBatch, totals: Totals) -> P:
     """The part fitted to the whole step, or itself where it has no `prepare`."""
     prepare = getattr(part, "prepare", None)

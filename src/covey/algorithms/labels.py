@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from covey.algorithms.composing import NO_TOTALS
+from covey.algorithms.composing import NO_TOTALS, compared
 from covey.errors import ConfigError
 from covey.types import TokenBatch, Totals
 
@@ -31,7 +31,8 @@ class RewardsAsLabels:
 
     A completion's gradient is at most `1 / tau`, whatever its log-ratio, and no advantage scales it. The value is the gradient's
     factor times `s`, times the group's size, so that it is a mean over prompts under `SequenceMean`. Completions of a group may lie
-    in several micro-batches: `prepare` takes the sums from the whole optimizer step. "Rewards as Labels: Revisiting RLVR
+    in several micro-batches: `prepare` takes the sums from the whole optimizer step. A completion without a token that counts, or
+    that nobody scored, is in no sum. "Rewards as Labels: Revisiting RLVR
     from a Classification Perspective", 2026, <https://arxiv.org/abs/2602.05630>; `temperature` is its tau.
     """
 
@@ -50,10 +51,11 @@ class RewardsAsLabels:
     def prepare(self, tokens: TokenBatch, totals: Totals) -> RewardsAsLabels:
         """The objective with the sums of every group of the whole step."""
         score, is_positive = self._scores(tokens)
+        takes_part = compared(tokens)
         groups = {}
         for group in tokens.group.unique().tolist():
             rows = tokens.group == group
-            high, low = -score[rows & is_positive], score[rows & ~is_positive]
+            high, low = -score[rows & takes_part & is_positive], score[rows & takes_part & ~is_positive]
             zero = score.new_zeros(1)
             sums = [torch.cat([zero, part]).logsumexp(0).item() for part in (high, low)]
             groups[group] = Margins(sums[0], sums[1], int(rows.sum()), len(high) > 0 and len(low) > 0)
@@ -68,7 +70,7 @@ class RewardsAsLabels:
         sums = score.new_tensor([[group.positive, group.negative, group.size * group.is_mixed] for group in mine])
         sums = sums.reshape(-1, 3)
         factor = torch.where(is_positive, -(-score - sums[:, 0]).exp(), (score - sums[:, 1]).exp())
-        return (sums[:, 2] * factor / self.temperature)[:, None]
+        return torch.where(compared(tokens), sums[:, 2] * factor / self.temperature, 0.0)[:, None]
 
     def _scores(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
         """[N] each: `s / tau` of a completion, and True where its advantage is above 0."""

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from covey.algorithms.composing import NO_TOTALS
+from covey.algorithms.composing import NO_TOTALS, compared
 from covey.errors import ConfigError
 from covey.types import TokenBatch, Totals
 
@@ -36,7 +36,8 @@ class TargetPolicy:
     over tokens (`level="product"`, the paper's), or their means (`"sequence"`), which does not favour short completions. The
     gradient is `p_i - q_i` on each, so it ends where the policy is the target. The value is `(p_i - q_i) logp_i` times the
     group's size, of the same gradient as a mean over prompts under `SequenceSum`. Completions of a group may lie in several
-    micro-batches: `prepare` takes the sums from the whole optimizer step; unprepared, the batch at hand is the step.
+    micro-batches: `prepare` takes the sums from the whole optimizer step; unprepared, the batch at hand is the step. A completion
+    without a token that counts (truncated and masked), or that nobody scored, is in no sum.
     """
 
     temperature: float = 1.0
@@ -72,10 +73,11 @@ class TargetPolicy:
         now, target = self._scores(tokens)
         mine = [groups[group] for group in tokens.group.tolist()]
         sums = now.new_tensor([[item.now, item.target, item.size] for item in mine]).reshape(-1, 3)
-        return (sums[:, 2] * ((now - sums[:, 0]).exp() - (target - sums[:, 1]).exp()))[:, None]
+        pull = sums[:, 2] * ((now - sums[:, 0]).exp() - (target - sums[:, 1]).exp())
+        return torch.where(compared(tokens), pull, 0.0)[:, None]
 
     def _scores(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
-        """[N] each: the completions' log-probability now, and of the target, both before the softmax."""
+        """[N] each: the completions' log-probability now, and of the target, both before the softmax; -inf of those in no sum."""
         now, old = (
             torch.where(tokens.mask, logp.detach(), 0.0).sum(-1)
             / (1 if self.level == "product" else tokens.lengths[:, 0])
@@ -83,4 +85,5 @@ class TargetPolicy:
         )
         advantage = tokens.advantages
         advantage = advantage if advantage.shape[-1] == 1 else tokens.per_sequence(advantage)
-        return now, old + advantage[:, 0] / self.temperature
+        absent, target = ~compared(tokens), old + advantage[:, 0] / self.temperature
+        return now.masked_fill(absent, -torch.inf), target.masked_fill(absent, -torch.inf)

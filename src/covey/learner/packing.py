@@ -32,6 +32,8 @@ class Row:
     """Index of the completion in the step."""
     hint: str | None = None
     """Feedback added to the teacher's prompt."""
+    is_scored: bool = True
+    """False if no reward scored it."""
 
     @cached_property
     def placed(self) -> Prompt:
@@ -90,6 +92,7 @@ def rows_of(
                     observed=observed,
                     index=len(rows),
                     hint=None if feedback is None else feedback[g],
+                    is_scored=group.totals is None or not bool(group.totals[g].isnan()),
                 )
             )
     return rows

@@ -79,6 +79,7 @@ def batch_of(rows: Sequence[Row], measured: Measured, values: Tensor | None, dra
         mask=counts,
         group=onto(device, torch.tensor([row.group for row in rows])),
         row=onto(device, torch.tensor([row.index for row in rows])),
+        scored=onto(device, torch.tensor([row.is_scored for row in rows])),
         same_weights=same_weights(rows, device) if draws.samples_here else None,
         sampler_logp=None if drawn is None else padded(drawn),
         ref_logp=None if any(x is None for x in ref) else padded(ref),

@@ -64,6 +64,8 @@ class TokenBatch:
     """[N, T], targets of the critic; NaN of a completion that nobody scored."""
     weight: Tensor | None = None
     """[N, T], factor on the objective of completions that another model wrote, 1 for the policy's own. None: 1 everywhere."""
+    scored: Tensor | None = None
+    """[N] bool, rows that a reward scored. None: all."""
     row: Tensor | None = None
     """[N] int64, index of the completion within the optimizer step, in any micro-batch; seeds per-row randomness."""
 
