@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -228,7 +229,7 @@ def test_log_probabilities_do_not_depend_on_the_balancing_loss():
 # -- a run ------------------------------------------------------------------------------------------------------------
 
 
-def trainer(place: Any, **options: Any) -> GRPOTrainer:
+def trainer(place: Any, eval_dataset: Any = None, **options: Any) -> GRPOTrainer:
     tokenizer = tiny_tokenizer()
     arguments: dict[str, Any] = {
         **{"output_dir": str(place), "max_steps": 2, "learning_rate": 1e-2, "beta": 0.0, "bf16": False},
@@ -241,6 +242,7 @@ def trainer(place: Any, **options: Any) -> GRPOTrainer:
         reward_funcs=lambda completions, **_: [float(len(text) % 7) for text in completions],
         args=GRPOConfig(**arguments),
         train_dataset=Dataset.from_dict({"prompt": ["Tom has 3 apples", "What is 12"]}),
+        eval_dataset=eval_dataset,
     )
 
 
@@ -255,6 +257,17 @@ def test_a_run_replays_and_reports_the_routers(tmp_path):
     assert logged
     assert all(entry["experts/changed"] == 0.0 and entry["experts/entropy"] > 0.3 for entry in logged)
     assert all(0.25 <= entry["experts/max_load"] <= 1.0 and entry["aux_loss"] > 0 for entry in logged)
+
+
+def test_the_logged_balance_loss_is_a_mean_over_steps_and_over_batches_of_an_evaluation(tmp_path):
+    batches = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+    run = trainer(tmp_path, logging_steps=2, eval_dataset=Dataset.from_dict({"prompt": ["Tom has", "12 +"]}), **batches)
+    run.train()
+    each = [json.loads(line)["aux_loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (logged,) = [entry["aux_loss"] for entry in run.state.log_history if "aux_loss" in entry and "loss" in entry]
+    (evaluated,) = [entry["eval_aux_loss"] for entry in run.state.log_history if "eval_aux_loss" in entry]
+    assert logged == pytest.approx(sum(each) / 2)
+    assert evaluated == pytest.approx(logged, rel=0.4)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 from covey.algorithms import Algorithm
 from covey.types import Group, Mean, Metric, Position, StepReport, merge_metrics
 
-LOSSES = ("loss", "policy_loss", "value_loss")
+LOSSES = ("loss", "policy_loss", "value_loss", "aux_loss")
 """Metrics that add up over the micro-batches of a step; over several steps or batches they are a mean of those sums."""
 
 
