@@ -197,3 +197,19 @@ def test_a_due_checkpoint_is_written_before_the_evaluation(tmp_path: Path) -> No
     resumed = trainer(tmp_path / "other", eval_dataset=Dataset.from_list([{"prompt": "1"}]), **EVALUATED)
     resumed.train(resume_from_checkpoint=str(tmp_path / "during"))
     assert evaluations(resumed) == evaluations(whole)
+
+
+def test_a_failed_call_of_an_abandoned_rollout_is_not_counted(tmp_path: Path) -> None:
+    """It is made again after a resume; counted twice, such calls would end a run early."""
+
+    def judge(prompts: list[str], completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
+        if trainer_state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)  # heard once the reference measures
+            raise ConnectionError("nobody there")
+        return reward_len(prompts, completions)
+
+    run = trainer(tmp_path / "run", reward_funcs=judge, **OPTIONS)
+    stopped(run)
+    (saved,) = checkpoint.checkpoints(tmp_path / "run")
+    assert checkpoint.step_of(saved) == 1
+    assert checkpoint.load_state(saved)["scorer"]["in_a_row"] == {"judge": 0}

@@ -37,28 +37,28 @@ def rewound_on_failure(prompts: PromptStream) -> Iterator[None]:
 
 @contextmanager
 def undone_when_stopped(parts: Parts) -> Iterator[None]:
-    """Context that a stop signal may abort at any token or micro-batch; its effects are then undone."""
-    before = rng.snapshot()
+    """Context that a stop signal may abort at any token or micro-batch; its effects are then undone, in rewards too."""
+    before, of_rewards = rng.snapshot(), copy.deepcopy(parts.scorer.state_dict())
     try:
         with parts.interruption.armed():
             yield
     except StopNow:
         parts.learner.forget()
         rng.restore(before)
+        parts.scorer.load_state_dict(of_rewards)
         raise
 
 
 @contextmanager
 def evaluation_undone_when_stopped(parts: Parts) -> Iterator[None]:
-    """Context of an evaluation that a stop signal may abort; what it changed in rewards and records is then undone."""
+    """Context of an evaluation that a stop signal may abort; what it changed in records is then undone too."""
     recorder = parts.session.recorder
-    before = copy.deepcopy({"scorer": parts.scorer.state_dict(), "recorder": recorder.state_dict()})
+    before = copy.deepcopy(recorder.state_dict())
     try:
         with undone_when_stopped(parts), parts.interruption.evaluating():
             yield
     except StopNow:
-        parts.scorer.load_state_dict(before["scorer"])
-        recorder.load_state_dict(before["recorder"])
+        recorder.load_state_dict(before)
         raise
 
 
