@@ -147,7 +147,8 @@ def did_you_mean(word: str, names: Iterable[str], *, cutoff: float = 0.6) -> str
     """
     if len(word) > _LONGEST_NAME:
         return ""
-    near = difflib.get_close_matches(word, list(names), n=1, cutoff=cutoff)
+    near = difflib.get_close_matches(word, list(names), n=3, cutoff=cutoff)
+    near.sort(key=lambda name: sorted(name) != sorted(word))  # letters that changed places
     return f" Did you mean {near[0]}?" if near else ""
 
 

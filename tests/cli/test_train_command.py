@@ -83,6 +83,29 @@ def test_a_dry_run_shows_options_arithmetic_and_memory_and_writes_nothing(place,
     assert not (place / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "more, sentence",
+    [
+        (["--curriculum", "frontir"], "curriculum='frontir' is neither none, nor frontier, nor a column"),
+        (["--reward-weights", "1", "--reward-weights", "2"], "weights"),
+        (["--eval-strategy", "steps"], "there is no eval_dataset"),
+        (["--eval-dataset", "nowhere.jsonl"], "'nowhere.jsonl' does not exist"),
+        (["stray"], "'stray' is neither an option nor a configuration file."),
+        (["--algorithm", "gpro"], "Did you mean grpo?"),
+        (["--reward", "math(tolerence=1)"], "reward 'math' is a function, which takes no parameters"),
+    ],
+)
+def test_a_dry_run_refuses_whatever_the_run_would(more, sentence, place, capsys):
+    assert main(words(place, *more, "--dry-run")) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_dry_run_names_the_column_that_a_reward_needs(place, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("def right(completions, gold): return [0.0] * len(completions)")
+    assert main(words(place, "--reward", f"{tmp_path}/mine.py:right", "--dry-run")) == 2
+    assert "needs a column gold" in capsys.readouterr().err
+
+
 def test_a_run_stands_for_the_model_that_it_ended_with(place, tmp_path, capsys):
     shutil.copytree(place / "model", tmp_path / "earlier" / "model")
     given = words(place, "--dry-run")

@@ -90,12 +90,13 @@ def _sorted(changes: list[str], preset: Any) -> tuple[dict[str, Any], list[tuple
     is_maker = callable(preset) and not isinstance(preset, Algorithm)
     preset_options = _options_of(preset) if is_maker else []
     slots = [*_HOMES, "kl", "critic"]
+    taken = list(dict.fromkeys([*preset_options, *slots]))
     options: dict[str, Any] = {}
     parts: list[tuple[str, str]] = []
     for change in changes:
         key, is_pair, value = (piece.strip() for piece in change.partition("="))
-        if not is_pair or key not in (*preset_options, *slots):
-            hint = did_you_mean(key, [*preset_options, *slots]) or f" It takes {', '.join([*preset_options, *slots])}."
+        if not is_pair or key not in taken:
+            hint = did_you_mean(key, taken) or f" It takes {', '.join(taken)}."
             raise ConfigError(f"{change!r} is no option=value of this algorithm.{hint}")
         if key in slots and not (key in preset_options and (key in _TEXTS or _is_literal(value))):
             parts.append((key, value))

@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
 from covey.cli import output
@@ -40,6 +41,22 @@ def show(config: GRPOConfig, args: Args, overrides: Mapping[str, Any], dataset: 
         + textwrap.indent(memory.in_words(), "  ")
     )
     output.say("\nNothing was trained; leave --dry-run out to start. --print-config shows every option.")
+
+
+def expect_runnable(config: GRPOConfig, args: Args, dataset: Any, held_out: Any) -> None:
+    """Raise what the run would before its model is loaded, for rewards, their weights and columns, the curriculum and the evaluation set."""
+    from covey.data.curriculum import order_of
+    from covey.rewards import Scorer
+    from covey.training.build import checked_eval
+
+    # environments and agents bring rewards and columns of their own
+    is_agentic = any(args.get(name) for name in ("environment_factory", "agent", "rollout_func"))
+    if args.get("reward"):
+        with closing(Scorer.of(args["reward"], None if is_agentic else config.reward_weights)) as scorer:
+            scorer.check(None if is_agentic or config.group_languages else dataset.column_names)
+    if config.curriculum != "none":
+        order_of(dataset, curriculum=config.curriculum, seed=config.seed, shuffle=True, block_size=1)
+    checked_eval(held_out, config)
 
 
 def resolved(config: GRPOConfig) -> dict[str, Any]:

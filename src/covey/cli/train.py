@@ -140,11 +140,9 @@ def run(args: Args) -> int:
     if dataset is None:
         dataset = load_prompts(args["dataset"], args, limit=args.get("max_prompts"), live=True)
     if args.get("dry_run"):
-        from covey.cli.plan import show
-        from covey.rewards import resolve
+        from covey.cli.plan import expect_runnable, show
 
-        for reward in args.get("reward") or ():
-            resolve(reward)
+        expect_runnable(config, args, dataset, load_held_out(args))
         show(config, args, overrides, dataset)
         return 0
     if chosen.get("from_run"):

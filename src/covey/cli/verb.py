@@ -77,6 +77,11 @@ class Verb:
         near = "" if Path(config).exists() else did_you_mean(config, self.presets)
         if near:
             raise ConfigError(f"There is no file {config}.{near}")
+        if not Path(config).exists() and Path(config).suffix.lower() not in (".yaml", ".yml", ".json"):
+            raise ConfigError(
+                f"{config!r} is neither an option nor a configuration file. Options are written --name value; one that is "
+                "True or False stands alone: --name, or --no-name."
+            )
         return read_yaml(config, flags, self.hints)
 
 

@@ -165,6 +165,10 @@ def _make(target: Any, arguments: dict[str, Any] | None, name: str) -> Any:
     try:
         signature.bind(**(arguments or {}))
     except TypeError as error:
+        if "completions" in signature.parameters and not isinstance(target, type):
+            raise ConfigError(
+                f"reward {name!r} is a function, which takes no parameters; write {name} alone."
+            ) from error
         takes = [p for p in signature.parameters if not p.startswith("_")]
         hint = f"its parameters are {', '.join(takes)}, as in {name}({takes[0]}=...)" if takes else "it takes none"
         raise ConfigError(f"reward {name!r}: {error}; {hint}.") from error
