@@ -60,7 +60,6 @@ def with_twins(monkeypatch, launches=None, attention=2):
         "norm": twin(1, _norm),
         "rotate": twin(1, _rotate),
         "gated": twin(1, lambda gate, up: F.silu(gate) * up),
-        "draw": twin(2, _draw),
         "draw_into": twin(2, _draw_into),
     }
     for name, patch in patches.items():

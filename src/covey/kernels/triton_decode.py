@@ -107,15 +107,11 @@ class TritonDecode:
         return triton_layer.gated(gate, up)
 
     @staticmethod
-    def draw(logits: Tensor, uniforms: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Tokens, log-probabilities and entropies; two launches, three with top-k, top-p or min-p. See `triton_sampling`."""
-        from covey.kernels import triton_sampling
-
-        return triton_sampling.draw(logits, uniforms, **options)
-
-    @staticmethod
     def draw_into(tables: dict[str, Any], logits: Tensor, **options: Any) -> None:
-        """`draw`, which also advances the tables of rows: the fields of `triton_sampling.RowState`."""
+        """Draw a token a row and advance the tables of rows, the fields of `triton_sampling.RowState`.
+
+        Two launches, three with top-k, top-p or min-p.
+        """
         from covey.kernels import triton_sampling
 
         triton_sampling.draw_into(triton_sampling.RowState(**tables), logits, **options)

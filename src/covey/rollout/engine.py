@@ -304,8 +304,9 @@ class NativeSampler:
         if not self.is_static:
             return Scheduler(self.forward, requests, params, **options, kernels=self.kernels)
         return GraphScheduler(
-            self.forward, requests, params, **options, static=self._static_state(), attention=self.attention
-        )
+            self.forward, requests, params, **options,
+            static=self._static_state(), attention=self.attention, choice=self.attention_option,
+        )  # fmt: skip
 
     def _static_state(self) -> StaticState:
         """Buffers and captured steps left by the last call, else new ones: a call that begins while another one runs has its own."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from covey.kernels import TritonDecode
 from covey.rollout.answers import answer_rows
 from covey.rollout.batches import DecodeBatch
+from covey.rollout.kernel_choice import AttentionChoice, draws_in_kernels
 from covey.rollout.requests import LIMIT, OUTPUT_ROW, POSITION, TOKEN, WRITTEN, GroupRequest, RunningGroup
 from covey.rollout.sampling import Draw, draw
 from covey.rollout.scheduler import Scheduler
@@ -38,12 +39,22 @@ TABLES = (
 class GraphScheduler(Scheduler):
     """`Scheduler` whose decode steps run eagerly, or captured as CUDA graphs, on the buffers of `static`."""
 
-    def __init__(self, *args: Any, static: StaticState, attention: Attention = "torch", **options: Any) -> None:
-        """Arguments of `Scheduler`, buffers and runner of the decode steps, and the attention kernels."""
+    def __init__(
+        self,
+        *args: Any,
+        static: StaticState,
+        attention: Attention = "torch",
+        choice: AttentionChoice = "auto",
+        **options: Any,
+    ) -> None:
+        """Arguments of `Scheduler`, buffers and runner of the decode steps, the attention kernels, and which of them were requested."""
         self.attention: Attention = attention
         self.cache: StaticKVCache
         self.static = static
         super().__init__(*args, **options)
+        self.draws = (
+            attention == "triton" and self.replies is None and draws_in_kernels(self.forward, self.params, choice)
+        )
         self.window = 1 if self.environment is not None or self.params.stop else WINDOW
         self.looks, self.steps = 0, 0
         self.due: list[
@@ -130,7 +141,7 @@ class GraphScheduler(Scheduler):
         PyTorch's operations for top-p need values on the host, so with it only the forward pass is captured.
         """
         key, epoch = (rows, self.cache.layout, self.fixed), (self.weights, self.static.buffers.moves)
-        if self.attention == "torch" and self.params.top_p < 1 and not self.params.is_greedy:
+        if not self.draws and self.params.top_p < 1 and not self.params.is_greedy:
             self._write(self.static.steps.run(key, epoch, lambda: self._forward(rows)), rows)
         else:
             self.static.steps.run(key, epoch, lambda: self._write(self._forward(rows), rows))
@@ -151,7 +162,7 @@ class GraphScheduler(Scheduler):
         seen = None if self.seen is None else self.seen[:rows]
         if self.banned is not None:
             logits = logits.index_fill_(1, self.banned, -torch.inf)
-        if self.attention == "triton" and self.replies is None:
+        if self.draws:
             TritonDecode.draw_into(self._row_state(rows), logits, seen=seen, **kernel_options(self.params))
             return
         row, live = self.rows[:, :rows], self.live[:rows]

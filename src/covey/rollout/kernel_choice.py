@@ -3,11 +3,10 @@
 import functools
 import logging
 import os
-from collections.abc import Iterator
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
 from covey.errors import RAW_ERRORS, ConfigError, Unsupported, first_line
 from covey.kernels import DecodeKernels, TritonDecode, decode_kernels, has_bfloat16, unavailable_reason
@@ -139,7 +138,6 @@ def _why_not_verified(forward: Forward, model: Any, choice: AttentionChoice) -> 
         _verify_modules(forward, model)
         verify(forward, model, new_cache=_cache_with("triton"))
         verify(forward, model, new_cache=_cache_with("triton", longest=UNLIMITED), tokens=LONG)
-        verify_draw(forward)
     except Unsupported as error:
         if choice == "triton":
             raise
@@ -166,33 +164,48 @@ def _verify_modules(forward: Forward, model: Any) -> None:
         logger.warning("Norms and rotations are computed by the model's own modules: %s.", first_line(error))
 
 
-def verify_draw(forward: Forward) -> None:
-    """Compare tokens and log-probabilities of Triton's draw with PyTorch's on random logits. Raises Unsupported if they differ."""
-    generator = torch.Generator().manual_seed(0)
-    size = min(forward.vocab_size, 10_000)  # more than one block
-    logits = (3 * torch.randn(4, size, generator=generator)).to(forward.device, forward.dtype)
-    uniforms = torch.rand(4, generator=generator, dtype=torch.float64).to(logits.device, widest_float(logits.device))
-    seen = (torch.rand(4, size, generator=generator) < 0.5).to(logits.device)
-    for params in (
-        SamplingParams(),
-        SamplingParams(temperature=0.7, top_k=size // 2, top_p=0.9, min_p=1e-4),
-        SamplingParams(repetition_penalty=1.3),
-    ):
-        marks = seen if params.repetition_penalty != 1 else None
-        expected = draw(logits, uniforms, params, seen=marks)
-        for tokens, logprobs in _drawn_twice(logits, uniforms, marks, params):
-            is_same = tokens == expected.tokens  # a sum of another order may move a uniform over a token's border
-            near = torch.allclose(logprobs[is_same], expected.logprobs[is_same], atol=1e-4)
-            if int(is_same.sum()) < len(tokens) - 1 or not near:
-                raise Unsupported("the tokens that its draw takes differ from those of PyTorch's")
+_draws: WeakKeyDictionary[Forward, dict[SamplingParams, bool]] = WeakKeyDictionary()
+"""Forms of the draw that were tried for a forward pass."""
 
 
-def _drawn_twice(
-    logits: Tensor, uniforms: Tensor, seen: Tensor | None, params: SamplingParams
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and log-probabilities of Triton's draw by row, and of that which advances a scheduler's tables."""
-    yield TritonDecode.draw(logits, uniforms, seen=seen, **kernel_options(params))[:2]
-    rows, device = len(logits), logits.device
+def draws_in_kernels(forward: Forward, params: SamplingParams, choice: AttentionChoice) -> bool:
+    """True if Triton's draw reproduces PyTorch's with such parameters, False with a warning; where Triton is requested, an error.
+
+    Tried, and compiled, when a form is first asked for: each of top-k, top-p, min-p, a penalty and greedy decoding is another.
+    """
+    form = SamplingParams(
+        temperature=0.0 if params.is_greedy else 0.7,
+        top_k=50 if params.top_k else 0,
+        top_p=0.9 if params.top_p < 1 else 1.0,
+        min_p=1e-4 if params.min_p else None,
+        repetition_penalty=1.3 if params.repetition_penalty != 1 else 1.0,
+    )
+    tried = _draws.setdefault(forward, {})
+    if form not in tried:
+        errors: tuple[type[Exception], ...] = (Unsupported, *TritonDecode.errors())
+        try:
+            verify_draw(forward, form)
+            tried[form] = True
+        except errors as error:
+            if choice == "triton" or is_out_of_memory(error):
+                raise
+            logger.warning("Tokens are drawn by PyTorch's operations, not by Triton's kernels: %s.", first_line(error))
+            tried[form] = False
+    return tried[form]
+
+
+def verify_draw(forward: Forward, form: SamplingParams) -> None:
+    """Compare tokens and log-probabilities of Triton's draw with PyTorch's on random logits. Raises Unsupported if they differ.
+
+    The draw advances a scheduler's tables, of as many blocks of the vocabulary as in a decode step: so nothing else is compiled for it.
+    """
+    generator, rows = torch.Generator().manual_seed(0), 4
+    size, device = forward.vocab_size, forward.device
+    logits = (3 * torch.randn(rows, size, generator=generator)).to(device, forward.dtype)
+    uniforms = torch.rand(rows, generator=generator, dtype=torch.float64).to(device, widest_float(device))
+    has_seen = form.repetition_penalty != 1
+    seen = (torch.rand(rows, size, generator=generator) < 0.5).to(device) if has_seen else None
+    expected = draw(logits, uniforms, form, seen=seen)
     numbers = torch.zeros(4, rows, dtype=torch.int64, device=device)
     flags = torch.zeros(2, rows, dtype=torch.bool, device=device)
     tables: dict[str, Any] = {
@@ -201,20 +214,22 @@ def _drawn_twice(
         "live": ~flags[0],
         "stopped": flags[1],
         "first": torch.zeros(rows, dtype=torch.int32, device=device),
-        "is_eos": torch.zeros(logits.shape[1], dtype=torch.bool, device=device),
+        "is_eos": torch.zeros(size, dtype=torch.bool, device=device),
         "tokens": torch.zeros(rows + 1, 1, dtype=torch.int64, device=device),
         "logprobs": torch.zeros(rows + 1, 1, device=device),
         "uniforms": torch.nn.functional.pad(uniforms[:, None], (0, 0, 0, 1)),
         "never": NEVER,
         "ends": True,
     }
-    marks = None if seen is None else seen.clone()
-    TritonDecode.draw_into(tables, logits, seen=marks, **kernel_options(params))
+    TritonDecode.draw_into(tables, logits, seen=seen, **kernel_options(form))
     tokens, logprobs = (tables[name][:rows, 0] for name in ("tokens", "logprobs"))
     is_advanced = bool((tables["token"] == tokens).all() and (tables["written"] == 1).all())
-    if not is_advanced or (marks is not None and not bool(marks.gather(1, tokens[:, None]).all())):
+    if not is_advanced or (seen is not None and not bool(seen.gather(1, tokens[:, None]).all())):
         raise Unsupported("the tables that its draw advances differ from those of PyTorch's")
-    yield tokens, logprobs
+    is_same = tokens == expected.tokens  # a sum of another order may move a uniform over a token's border
+    near = torch.allclose(logprobs[is_same], expected.logprobs[is_same], atol=1e-4)
+    if int(is_same.sum()) < rows - 1 or not near:
+        raise Unsupported("the tokens that its draw takes differ from those of PyTorch's")
 
 
 def _cache_with(attention: Attention, longest: int = 8) -> Any:

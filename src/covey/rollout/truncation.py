@@ -48,7 +48,7 @@ def _nucleus_bounds(best: Tensor, log_total: Tensor, top_p: float) -> tuple[Tens
 
 
 def kernel_options(params: SamplingParams) -> dict[str, float]:
-    """`params` as `TritonDecode.draw` takes them."""
+    """`params` as `TritonDecode.draw_into` takes them."""
     return {
         "temperature": params.temperature,
         "top_k": params.top_k,
