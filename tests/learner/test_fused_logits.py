@@ -1,7 +1,11 @@
 """The output layer's compiled formulas over 16-bit logits: the values and gradients of float32 operations, by blocks."""
 
+import functools
+
 import pytest
 import torch
+import torch._dynamo
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from covey.kernels import LogitKernels
 from covey.kernels.fused_layers import strictly_compiled
@@ -16,6 +20,27 @@ HEADS = {
     "bias": {"bias": True},
     "banned": {"bias": True, "banned": 5},
 }
+
+
+@pytest.mark.slow
+def test_the_trial_compiles_the_two_kernels_that_all_passes_use():
+    """As the learner calls them: the trial under autocast, passes with and without gradients, entropy in the loss or not."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    kernels = LogitKernels(functools.lru_cache(lambda formula: torch.compile(formula, backend=counter)))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kernels.tried(torch.device("cpu"), torch.bfloat16, 700) is None
+    assert counter.frame_count == 2
+    shape = LogitTransform(1.0, None, 1.0, 10, by_vocabulary=by_vocabulary, kernels=kernels)
+    for count, takes_entropy in ((37, True), (23, False)):
+        hidden, weight = torch.randn(count, 32).bfloat16().requires_grad_(), torch.randn(700, 32).bfloat16()
+        run = lambda: LinearLogProbability.apply(hidden, weight, None, torch.arange(count), shape, True)  # noqa: B023
+        with torch.no_grad():
+            run()
+        logp, entropy = run()
+        (logp.sum() + entropy.sum() if takes_entropy else logp.sum()).backward()
+    torch._dynamo.reset()
+    assert counter.frame_count == 2
 
 
 def by(kernels, dtype, *, multiply=1.0, softcap=None, temperature=1.0, bias=False, banned=None):

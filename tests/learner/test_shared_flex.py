@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch._dynamo
 from datasets import Dataset
 from shared_rows import ROWS, assert_same, biased_by_distance, gradients
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from covey import GRPOConfig, GRPOTrainer
@@ -133,13 +135,37 @@ def test_the_option_is_refused_on_a_cpu_before_any_work(tmp_path):
 @pytest.mark.slow
 def test_a_compiled_kernel_serves_every_length(flex_on_a_cpu, monkeypatch):
     """By torch's own tracing, all but the code of the kernel: rows of seven lengths are compiled at most twice, and are right."""
-    from torch._dynamo.testing import CompileCounterWithBackend
-
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(shared_flex, "flex_attention", torch.compile(flex_attention, dynamic=True, backend=counter))
     for answers in (100, 200, 300, 400, 500, 700, 900):
         assert shared_flex._gap(heads(torch.float64), Layout(0, 30, (answers, 40))) < 1e-9
     assert counter.frame_count <= 2
+
+
+@pytest.mark.slow
+def test_the_trial_compiles_the_attention_of_all_passes_once(flex_on_a_cpu, monkeypatch):
+    """Heads as many as blocks, the scale that a model names, passes without gradients: all are served by one forward and backward."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(shared_flex, "_compiles_on", lambda device: True)
+    monkeypatch.setattr(shared_flex, "_compiled", lambda: whole)
+    whole = torch.compile(shared_flex._attention, dynamic=True, backend=counter)
+    assert tried(heads(torch.bfloat16)) is None
+    for answers in (200, 500):
+        tokens = 56 + answers
+        size = shared_flex.padded(tokens)
+        layouts = Layout(0, 30, (answers, 26)), Layout(tokens, size - tokens, ())
+        inputs = [torch.randn(1, size, n, 16).bfloat16().transpose(1, 2).requires_grad_() for n in (4, 2, 2)]
+        with torch.autocast("cpu", torch.bfloat16):
+            mask = mask_of(layouts, torch.device("cpu"))
+            out = shared_flex.attend(*inputs, mask, 16**-0.5)
+            with torch.no_grad():
+                scored = shared_flex.attend(*inputs, mask, 16**-0.5)
+        out.sum().backward()
+        assert not scored.requires_grad
+        torch.testing.assert_close(scored, out)
+    torch._dynamo.reset()
+    assert counter.frame_count == 1
 
 
 @pytest.mark.gpu

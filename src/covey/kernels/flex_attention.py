@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -24,6 +25,8 @@ from covey.kernels.matmul import padded_rows
 from covey.kernels.shared_attention import SharedAttention, runs_here
 from covey.kernels.trials import outcome, relative_gap
 from covey.kernels.windows import Window
+from covey.models import autocast_dtype
+from covey.process.device import onto
 
 MIN_PADDED = 128
 """Length from which a row on a CPU is padded to one of few lengths, by at most an eighth."""
@@ -92,6 +95,14 @@ class AttentionHeads:
     dtype: torch.dtype
     device: torch.device
     has_sinks: bool = False
+    scale: float | None = None
+
+    @staticmethod
+    def of(query: Tensor, key: Tensor, value: Tensor, scale: float | None, has_sinks: bool) -> AttentionHeads:
+        """Of the arguments of `attend`."""
+        shape = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
+        dtype = autocast_dtype(query.device.type) or query.dtype
+        return AttentionHeads(*shape, dtype, query.device, has_sinks, _unless_usual(scale, query.shape[3]))
 
 
 def padded(tokens: int) -> int:
@@ -132,7 +143,7 @@ class _KeyRanges:
         return _KeyRanges(part_start, torch.minimum(self.first + earliest.clamp(min=0), self.last), self.last)
 
     def to(self, device: torch.device) -> _KeyRanges:
-        move = lambda x: x.to(device, torch.int32)
+        move = lambda x: onto(device, x.int())
         return _KeyRanges(move(self.part_start), move(self.first), move(self.last))
 
     def allows(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -182,7 +193,7 @@ def _blocks(place: Tensor, spans: Sequence[tuple[Tensor, Tensor]], is_whole: boo
 def _ordered(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """[1, 1, n] counts and [1, 1, n, n] block indices, selected blocks first, in FlexAttention's format."""
     order = torch.argsort(blocks.int(), dim=1, descending=True, stable=True)
-    return blocks.sum(1).to(device, torch.int32)[None, None], order.to(device, torch.int32)[None, None]
+    return onto(device, blocks.sum(1).int())[None, None], onto(device, order.int())[None, None]
 
 
 def attend(
@@ -190,17 +201,29 @@ def attend(
 ) -> Tensor:
     """[1, H, S, D], [1, K, S, D], [1, K, S, E] -> [1, S, H, E]; K divides H; `sinks` are [H]. Compiled on CUDA."""
     device = query.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
-    is_compiled = device == "cuda" and not is_in_torch_dispatch_mode(include_infra_modes=False)  # see `compiled`
+    dtype = autocast_dtype(device) or query.dtype
+    is_compiled = _compiles_on(device)
     run: Any = _compiled() if is_compiled else _attention
-    with torch.autocast(device, enabled=False):
-        inputs = [x.to(dtype) for x in (query, key, value)]
-        options = _options(dtype, query.shape[-1])
+    inputs = [x.to(dtype) for x in (query, key, value)]
+    is_scored = is_compiled and not torch.is_grad_enabled()
+    if is_scored:  # by the kernel that training compiles: one without gradients would be compiled apart
+        inputs, sinks = [x.detach().requires_grad_() for x in inputs], None if sinks is None else sinks.detach()
+    with torch.autocast(device, enabled=False), torch.set_grad_enabled(is_scored or torch.is_grad_enabled()):
         out: Tensor = run(
-            *inputs, sinks, block_mask=mask, scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1], kernel_options=options,
+            *inputs, sinks, block_mask=mask, scale=_unless_usual(scale, query.shape[-1]),
+            enable_gqa=query.shape[1] != key.shape[1], kernel_options=_options(dtype, query.shape[-1]),
         )  # fmt: skip
-    return out.transpose(1, 2)
+    return (out.detach() if is_scored else out).transpose(1, 2)
+
+
+def _compiles_on(device: str) -> bool:
+    """True on CUDA, but in a dispatch mode: see `compiled` of `fused_layers.py`."""
+    return device == "cuda" and not is_in_torch_dispatch_mode(include_infra_modes=False)
+
+
+def _unless_usual(scale: float | None, width: int) -> float | None:
+    """None for the scale that FlexAttention takes without one, up to rounding: each number is compiled apart."""
+    return None if scale is not None and math.isclose(scale, width**-0.5, rel_tol=1e-12) else scale
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, **options: Any) -> Any:
@@ -241,7 +264,8 @@ def reason_against(heads: AttentionHeads) -> str | None:
 @lru_cache
 def tried(heads: AttentionHeads) -> str | None:
     """Trial of forward and backward at two lengths against explicit attention: None, or the reason of its failure."""
-    for layout in (Layout(0, 40, (150, 30)), Layout(0, 300, (1, 0, 200, 180))):
+    # seven blocks first: two equal sizes, such as blocks and heads, are compiled as one
+    for layout in (Layout(0, 300, (1, 0, 200, 290)), Layout(0, 40, (150, 30))):
         gap = outcome(partial(_gap, heads, layout))
         if isinstance(gap, str):
             return f"it does not compile or run here {gap}"
@@ -267,10 +291,10 @@ def _gap(heads: AttentionHeads, layout: Layout) -> float:
     seen = _KeyRanges.of(layouts).to(heads.device).allows()(place, place, place[:, None], place[None])
 
     def by_flex(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-        return attend(query, key, value, mask_of(layouts, heads.device), None, sinks)
+        return attend(query, key, value, mask_of(layouts, heads.device), heads.scale, sinks)
 
     def by_product(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-        return AttentionProduct(None, 0.0, None, sinks)(query, key, value, seen).transpose(1, 2)
+        return AttentionProduct(heads.scale, 0.0, None, sinks)(query, key, value, seen).transpose(1, 2)
 
     results = []
     with torch.enable_grad(), torch.autocast(heads.device.type, enabled=False):

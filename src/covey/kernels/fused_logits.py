@@ -50,7 +50,7 @@ def statistics(product: Tensor, targets: Tensor, shape: Shape) -> tuple[Tensor, 
 
 
 def slopes(
-    product: Tensor, place: Tensor, normalizer: Tensor, entropy: Tensor, of_logp: Tensor, of_entropy: Tensor | None,
+    product: Tensor, place: Tensor, normalizer: Tensor, entropy: Tensor, of_logp: Tensor, of_entropy: Tensor,
     shape: Shape,
 ) -> Tensor:  # fmt: skip
     """Gradient [m, v] of a block `product` of the vocabulary, in its type.
@@ -61,9 +61,7 @@ def slopes(
     multiply, softcap, temperature = shape
     logits = _tempered(product, shape)
     probabilities = (logits - normalizer[:, None]).exp()
-    slope = of_logp[:, None]
-    if of_entropy is not None:
-        slope = slope + (logits - (normalizer - entropy)[:, None]) * of_entropy[:, None]
+    slope = of_logp[:, None] + (logits - (normalizer - entropy)[:, None]) * of_entropy[:, None]
     columns = torch.arange(product.shape[1], device=product.device)
     at_target = torch.where(columns == place[:, None], of_logp[:, None], 0.0)
     gradient = at_target - torch.where(probabilities == 0, 0.0, probabilities * slope)
@@ -105,22 +103,29 @@ class LogitKernels:
         of: tuple[Tensor, Tensor | None],
         shape: Shape,
     ) -> Tensor:
-        """As the formula; `saved` are normalizer and entropy, `of` the gradients of log-probability and entropy."""
-        result: Tensor = self._compile(slopes)(*_of_any_size(product, place, *saved, *of), shape)
+        """As the formula; `saved` are normalizer and entropy, `of` the gradients of log-probability and entropy: none is 0, in one kernel."""
+        of_logp, of_entropy = of
+        of_entropy = torch.zeros_like(of_logp) if of_entropy is None else of_entropy
+        saved = saved[0].detach(), saved[1].detach()  # an output of an autograd function is another form
+        tensors = product, place, *saved, of_logp, of_entropy
+        result: Tensor = self._compile(slopes)(*_of_any_size(*tensors), shape)
         return result
 
     def tried(self, device: torch.device, dtype: torch.dtype, vocabulary: int, shape: Shape = PLAIN) -> str | None:
-        """Trial of both kernels against the formulas, which is their compilation too: None, or the reason of its failure."""
+        """Trial of both kernels against the formulas, which is their compilation too: None, or the reason of its failure.
+
+        In the state of an autograd function, as they are used: another one compiles again.
+        """
         draw = torch.Generator().manual_seed(0)
         product = torch.randn(37, vocabulary, generator=draw).to(device, dtype)
         targets = torch.randint(vocabulary, (37,), generator=draw).to(device)
-        other = torch.randn(2, 37, generator=draw).to(device)
+        of = torch.randn(37, generator=draw).to(device), torch.randn(37, generator=draw).to(device)
 
         def trial() -> float:
-            mine = list(self.statistics(product, targets, shape))
-            theirs = list(statistics(product, targets, shape))
-            saved = theirs[1], theirs[2]
-            for of in ((other[0], None), (other[0], other[1])):
+            with torch.no_grad(), torch.autocast(device.type, enabled=False):
+                mine = list(self.statistics(product, targets, shape))
+                theirs = list(statistics(product, targets, shape))
+                saved = theirs[1], theirs[2]
                 mine.append(self.slopes(product, targets, saved, of, shape))
                 theirs.append(slopes(product, targets, saved[0], saved[1], of[0], of[1], shape))
             return relative_gap(mine, theirs)
@@ -131,8 +136,8 @@ class LogitKernels:
         return None if gap < 1e-2 else f"their kernels differ from PyTorch's operations by {gap:.1g}"
 
 
-def _of_any_size(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def _of_any_size(*tensors: Tensor) -> tuple[Tensor, ...]:
     for x in tensors:
-        for dimension in range(0 if x is None else x.ndim):
+        for dimension in range(x.ndim):
             torch._dynamo.maybe_mark_dynamic(x, dimension)
     return tensors

@@ -10,6 +10,7 @@ from torch import Tensor
 from covey.algorithms import Algorithm
 from covey.algorithms.composing import is_apart
 from covey.models.modalities import Placed, placed_rows
+from covey.process.device import onto
 from covey.types import Completion, Group, Prompt
 
 
@@ -259,11 +260,11 @@ def pad_rows(rows: Sequence[Row], pad_id: int, device: torch.device) -> PaddedRo
         target.append(row.completion.token_ids)
         place.append(i * longest + steps)
     return PaddedRows(
-        input_ids=input_ids.to(device),
-        attention_mask=attention_mask.to(device),
-        source=torch.cat(source).to(device),
-        target=torch.cat(target).to(device),
-        place=torch.cat(place).to(device),
+        input_ids=onto(device, input_ids),
+        attention_mask=onto(device, attention_mask),
+        source=onto(device, torch.cat(source)),
+        target=onto(device, torch.cat(target)),
+        place=onto(device, torch.cat(place)),
         shape=(len(rows), longest),
         placed=placed_rows(rows, width),
         spans=tuple(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from covey.kernels import CHOICE, AttentionProduct, Layout, Window, is_chosen
+from covey.process.device import onto
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,9 +24,8 @@ class Segment:
     def index(self) -> Tensor:
         """[G, T] index in the packed row of each predicting completion token; any valid index beyond a completion's end."""
         begins = self.layout.answers.start + self._counts.cumsum(0) - self._counts
-        return torch.where(
-            self.valid, begins[:, None] + self._steps, torch.tensor(self.layout.start, device=self.device)
-        )
+        index: Tensor = begins[:, None] + self._steps
+        return index.masked_fill(~self.valid, self.layout.start)
 
     @functools.cached_property
     def valid(self) -> Tensor:
@@ -65,13 +65,11 @@ class Segment:
     def written(self) -> Tensor:
         """[sum T_i] flat indices where `valid` is true: indexing by a mask would synchronize with the device in each layer."""
         longest = len(self._steps)
-        return numbers_of([(i * longest, count) for i, count in enumerate(self.layout.counts)]).to(
-            self.device, non_blocking=True
-        )
+        return onto(self.device, numbers_of([(i * longest, count) for i, count in enumerate(self.layout.counts)]))
 
     @functools.cached_property
     def _counts(self) -> Tensor:
-        return torch.tensor(self.layout.counts, dtype=torch.long, device=self.device)
+        return onto(self.device, torch.tensor(self.layout.counts, dtype=torch.long))
 
     @functools.cached_property
     def _steps(self) -> Tensor:

@@ -32,6 +32,7 @@ from covey.learner.segments import attend as attend_by_part
 from covey.learner.shared_states import Unpacked
 from covey.models.modalities import Placed, placed_inputs
 from covey.process.context import ContextGroup
+from covey.process.device import onto
 
 logger = logging.getLogger(__name__)
 
@@ -149,12 +150,12 @@ def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own", *
         positions += [(0, 1)] * padding
         segments.append(Segment(Layout(offset, padding, ()), device))
     return SharedRows(
-        input_ids=torch.cat(ids)[None].to(device),
-        position_ids=numbers_of(positions)[None].to(device),
+        input_ids=onto(device, torch.cat(ids)[None]),
+        position_ids=onto(device, numbers_of(positions)[None]),
         segments=tuple(segments),
-        source=numbers_of(source).to(device),
-        target=torch.cat(target).to(device),
-        place=numbers_of(place).to(device),
+        source=onto(device, numbers_of(source)),
+        target=onto(device, torch.cat(target)),
+        place=onto(device, numbers_of(place)),
         shape=(len(rows), longest),
         kernel=kernel,
         placed=tuple(placed),
@@ -184,7 +185,7 @@ def attention(
     if covey_rows.context is not None:
         return context_parallel.attend(attention, module, (query, key, value), covey_rows, product)
     if covey_rows.heads is not None:
-        covey_rows.heads.add(_heads_of(query, key, value, product))
+        covey_rows.heads.add(AttentionHeads.of(query, key, value, product.scale, product.sinks is not None))
     window = covey_rows.window_of(getattr(module, "layer_idx", None))
     kernel = covey_rows.kernel
     seen = None
@@ -200,13 +201,6 @@ def attention(
     for segment in covey_rows.segments:
         parts += attend_by_part(query[0], key[0], value[0], segment, window, product, seen)
     return torch.cat(parts)[None], None
-
-
-def _heads_of(query: Tensor, key: Tensor, value: Tensor, product: AttentionProduct) -> AttentionHeads:
-    device = query.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
-    shape = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
-    return AttentionHeads(*shape, dtype, query.device, product.sinks is not None)
 
 
 def install() -> None:

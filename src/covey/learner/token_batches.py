@@ -9,6 +9,7 @@ from torch import Tensor
 
 from covey.learner.measured import Measured
 from covey.learner.packing import Row
+from covey.process.device import onto
 from covey.types import Completion, TokenBatch, Totals, over_spans
 
 CPU = torch.device("cpu")
@@ -166,8 +167,3 @@ def same_weights(batch: Sequence[Row], device: torch.device) -> Tensor:
 def moved(tokens: TokenBatch, device: torch.device | str) -> TokenBatch:
     """The batch on another device."""
     return TokenBatch(**{name: onto(torch.device(device), value) for name, value in tokens.tensors().items()})
-
-
-def onto(device: torch.device, x: Tensor) -> Tensor:
-    """`x` on `device`. The copy to an accelerator is non-blocking: the host does not wait for queued kernels."""
-    return x.to(device, non_blocking=device.type != "cpu")

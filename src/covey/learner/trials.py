@@ -21,6 +21,7 @@ from covey.kernels import (
     has_windows,
     other_layers,
     reason_against_choices,
+    sampling,
 )
 from covey.learner import shared_prompt
 from covey.learner.logprobs import Head
@@ -154,9 +155,10 @@ def _try(policy: Any, *, is_whole: bool) -> str | None:
             whole = policy.within(lambda: attention_layers(policy.model, as_loaded))
             inside = {part for layer in whole for part in layer.module.modules()}
             policy.state_layers = [layer for layer in policy.state_layers if layer.module not in inside] + whole
-        apart = policy.measure_packed(pad_rows(rows, policy.pad_id, policy.device), True)
         packed = share_rows(rows, policy.device, is_whole=policy.auxiliary_coefficient != 0)
-        together = policy.measure_packed(replace(packed, heads=policy.heads), True)
+        with sampling():  # by the modules: formulas would be compiled for two rows, which no later pass has
+            apart = policy.measure_packed(pad_rows(rows, policy.pad_id, policy.device), True)
+            together = policy.measure_packed(replace(packed, heads=policy.heads), True)
         gap = (apart.logp - together.logp).abs().max().item()
         if apart.balance is not None and together.balance is not None:
             gap = max(gap, (apart.balance.loss() - together.balance.loss()).abs().item())

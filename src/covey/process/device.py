@@ -66,6 +66,16 @@ def dtype_to_read_in(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "xpu" else torch.float32
 
 
+def onto(device: torch.device, x: torch.Tensor) -> torch.Tensor:
+    """`x` on `device`. A copy to an accelerator is queued behind its kernels, and the host waits for none of them.
+
+    On CUDA that takes pinned memory: from other memory the driver copies when all kernels before have ended.
+    """
+    if device.type == "cuda" and x.device.type == "cpu" and type(x) is torch.Tensor:  # not a fake one
+        x = x.pin_memory()
+    return x.to(device, non_blocking=device.type != "cpu")
+
+
 def held_by_this_process(device: torch.device) -> int:
     """Bytes of live tensors on an accelerator; 0 for a CPU and for devices that torch does not count."""
     counts = {"cuda": lambda: torch.cuda.memory_allocated(device), "mps": torch.mps.current_allocated_memory}
