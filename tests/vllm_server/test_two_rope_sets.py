@@ -38,7 +38,7 @@ length = int(sys.argv[1])
 sampler = VLLMSampler(model, tiny_tokenizer(), eos_ids=[319], dtype="float32", gpu_memory_utilization=0.3, max_model_length=length)
 params = SamplingParams(max_tokens=6, seed=3)
 prompts = [Prompt(uid=f"0:{n}", token_ids=tuple(3 + i * 7 % 200 for i in range(n))) for n in (5, length - 8)]
-groups = list(sampler.sample(prompts, 2, params))
+groups = sorted(sampler.sample(prompts, 2, params), key=lambda group: len(group.prompt.token_ids))
 gaps = {}
 for factors in ("short", "long"):
     take_factors(model, factors)
@@ -63,4 +63,4 @@ def test_vllm_takes_for_every_row_the_set_of_the_run_at_its_context_length(lengt
     gaps = json.loads(results[0])
     assert len(gaps[same]) == 4
     assert max(gaps[same]) < 1e-4
-    assert min(gaps[other]) > 1e-2
+    assert min(gaps[other][:2]) > 1e-2  # of the short prompt; transformers takes the long set for a long row alone
