@@ -1,4 +1,4 @@
-"""Records of rows lie on disk; however few rows are compared at a time, the findings are the same."""
+"""What is remembered of rows lies on disk and comes back a part at a time; however small the parts, the findings are the same."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections import Counter
 import numpy
 import pytest
 
-from covey.doctor.data_check import Rows, Settings, duplicates, inspect, spill
-from covey.doctor.data_check import findings as findings_file
+from covey.doctor.data_check import Rows, Settings, inspect, spill
 from covey.doctor.data_check.findings import Findings
 from covey.doctor.data_check.spill import Spill, median, percentile
 from covey.doctor.data_check.summary import summary
@@ -34,23 +33,37 @@ WORDS = (
 )
 
 
+@pytest.fixture(params=[1, 3, 50])
+def few_at_once(request, monkeypatch):
+    monkeypatch.setattr(spill, "AT_ONCE", request.param)
+
+
 def numbers(count, most, seed=0):
     return numpy.random.default_rng(seed).integers(0, most, count, dtype=numpy.uint64)
 
 
 def test_records_come_back_as_they_were_added_one_by_one_or_many_at_a_time():
     kept = Spill([("row", "<i8"), ("amount", "<f8")])
-    assert kept.all().tolist() == []
     for row in range(5000):
         kept.add((row, row / 2))
     kept.extend(numpy.array([(5000, 2500.0)], kept.kind))
     assert len(kept) == 5001
-    assert kept.all().tolist() == [(row, row / 2) for row in range(5001)]
-    kept.add((5001, 0.0))
-    assert kept.all()["row"][-1] == 5001
-    assert isinstance(kept.all().base, numpy.memmap)
+    assert kept.read(4990, 6000).tolist() == [(row, row / 2) for row in range(4990, 5001)]
+    assert kept.read(7, 7).tolist() == []
 
 
+@pytest.mark.usefixtures("few_at_once")
+def test_equal_hashes_come_together_and_every_place_once():
+    kept, hashes = Spill("<u8"), numbers(40, 20) * numpy.uint64(2**64 // 20)
+    kept.extend(hashes)
+    parts = list(kept.by_hash())
+    assert sorted(place for places, _ in parts for place in places.tolist()) == list(range(40))
+    seen = Counter(number for _, part in parts for number in set(part.tolist()))
+    assert set(seen.values()) == {1}
+    assert all((hashes[places] == part).all() for places, part in parts)
+
+
+@pytest.mark.usefixtures("few_at_once")
 def test_findings_come_by_row_and_those_of_one_row_in_the_order_in_which_they_were_made():
     findings, rows = Findings(), numbers(60, 30).tolist()
     for amount, row in enumerate(rows):
@@ -91,8 +104,7 @@ def test_however_small_the_parts_an_inspection_finds_the_same(tmp_path, monkeypa
     assert {"duplicate", "disputed", "near_duplicate", "length", "language", "no_answer"} <= {
         found["kind"] for found in whole["findings"]
     }
-    monkeypatch.setattr(duplicates, "_ROWS_AT_ONCE", 7)
-    monkeypatch.setattr(findings_file, "_AS_OBJECTS", 3)
+    monkeypatch.setattr(spill, "AT_ONCE", 60)
     assert look() == whole
 
 

@@ -1,12 +1,14 @@
-"""Duplicate rows, exact or near. The index is on disk."""
+"""Duplicate rows, exact or near. The index is on disk, except for two bytes a row."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy
 
+from covey.doctor.data_check import spill
 from covey.doctor.data_check.ngrams import Hashes, common_runs, grams, mixed
 from covey.doctor.data_check.spill import Spill
 
@@ -20,8 +22,8 @@ _COMMON, _ENOUGH = 0.1, 200
 """Runs of words in a tenth of the first rows that come together, if they are so many, are instructions, and do not count."""
 _FEW = 64
 """Up to so many rows with the same band each meets each; of more, each meets the first so many."""
-_ROWS_AT_ONCE = 1000
-"""Rows whose pairs are in memory together."""
+_BLOCKS = 4096
+"""Parts of the rows by which pairs are counted, so that those of some rows can be taken at a time."""
 
 
 class Twin(NamedTuple):
@@ -90,48 +92,60 @@ class Duplicates:
 
         Of a disputed text all rows are given, each with one that answers otherwise.
         """
-        records = self._rows.all()
-        rows, answers = records["row"], records["answer"]
-        for group in _groups(records["text"]):
-            is_disputed = bool((answers[group] != answers[group[0]]).any())
-            for index in group[0 if is_disputed else 1 :]:
-                other = group[answers[group] != answers[index]][0] if is_disputed else group[0]
-                yield Twin(int(rows[index]), int(rows[other]), 1.0), is_disputed
+        for _, part in self._rows.by_hash("text"):
+            rows, answers = part["row"], part["answer"]
+            for group in _groups(part["text"], numpy.arange(len(part))):
+                is_disputed = bool((answers[group] != answers[group[0]]).any())
+                for index in group[0 if is_disputed else 1 :]:
+                    other = group[answers[group] != answers[index]][0] if is_disputed else group[0]
+                    yield Twin(int(rows[index]), int(rows[other]), 1.0), is_disputed
 
     def nearly(self) -> Iterator[Twin]:
         """Rows that share at least `near` of their runs of words with an earlier row which is itself none of these."""
         if self.near is None or not len(self._rows):
             return
-        records, runs = self._rows.all(), self._runs.all()
-        places = numpy.append(self._places.all(), len(runs))
-        first = numpy.sort(numpy.unique(records["text"], return_index=True)[1])
-        runs_of = lambda place: runs[places[place] : places[place + 1]]
-        is_dropped = numpy.zeros(len(first), dtype=bool)
-        for later, earlier in self._met(first):
+        size = len(self._rows)
+        if len(self._places) == size:
+            self._places.add(len(self._runs))
+        is_dropped = numpy.zeros(size, dtype=bool)
+        for pair in self._met(size):
+            later, earlier = divmod(pair, size)
             if is_dropped[later] or is_dropped[earlier]:
                 continue
-            mine, theirs = runs_of(first[later]), runs_of(first[earlier])
+            mine, theirs = self._runs_of(later), self._runs_of(earlier)
             likeness = jaccard(mine, theirs)
             if likeness >= (self.near if min(len(mine), len(theirs)) > _SHORT - SHINGLE else 1.0):
                 is_dropped[later] = True
-                row, other = records["row"][first[[later, earlier]]].tolist()
-                yield Twin(row, other, likeness)
+                yield Twin(self._row(later), self._row(earlier), likeness)
 
-    def _met(self, first: numpy.ndarray) -> Iterator[tuple[int, int]]:
-        """Pairs (later, earlier) of places in `first` [F] that share a band, ascending, each once."""
-        size = len(first)
-        meetings = [_meetings(band.all()[first]) for band in self._bands]
-        for low in range(0, size, _ROWS_AT_ONCE):
-            pairs = []
-            for meeting in meetings:
-                table = meeting.all()
-                part = table[["start", "count"]][low : low + _ROWS_AT_ONCE]
-                start, counts = part["start"].astype(numpy.int64), part["count"].astype(numpy.int64)
-                places = numpy.arange(counts.sum()) + numpy.repeat(start - numpy.cumsum(counts) + counts, counts)
-                later = numpy.repeat(numpy.arange(low, low + len(counts)), counts)
-                pairs.append(later * size + table["order"][places])
-            for pair in numpy.unique(numpy.concatenate(pairs)).tolist():
-                yield divmod(pair, size)
+    def _met(self, size: int) -> Iterator[int]:
+        """Pairs that share a band, as `later * size + earlier`, ascending, each once; of rows whose text comes first."""
+        is_first = numpy.zeros(size, dtype=bool)
+        for places, part in self._rows.by_hash("text"):
+            is_first[places[numpy.unique(part["text"], return_index=True)[1]]] = True
+        met, block = Spill("<u8"), -(-size // _BLOCKS)
+        counts = numpy.zeros(_BLOCKS + 1, dtype=numpy.int64)
+        for band in self._bands:
+            for places, keys in band.by_hash():
+                mask = is_first[places]
+                pairs = (later * size + earlier for earlier, later in _pairs(keys[mask], places[mask]))
+                while len(part := numpy.fromiter(itertools.islice(pairs, spill.AT_ONCE), numpy.uint64)):
+                    met.extend(part)
+                    counts += numpy.bincount(part // numpy.uint64(size * block), minlength=len(counts))
+        low = 0
+        while low < _BLOCKS:  # as many blocks as have pairs for one part, at least one
+            high = low + 1
+            while high < _BLOCKS and counts[low : high + 1].sum() <= spill.AT_ONCE:
+                high += 1
+            if counts[low:high].any():
+                yield from numpy.unique(met.within(low * block * size, high * block * size)[1]).tolist()
+            low = high
+
+    def _runs_of(self, place: int) -> numpy.ndarray:
+        return self._runs.read(*self._places.read(place, place + 2).tolist())
+
+    def _row(self, place: int) -> int:
+        return int(self._rows.read(place, place + 1)["row"][0])
 
     def _without_instructions(self, runs: Hashes, places: numpy.ndarray) -> tuple[Hashes, numpy.ndarray]:
         """The runs but those that very many rows share; a row that has no others keeps them."""
@@ -158,27 +172,22 @@ def jaccard(first: numpy.ndarray, second: numpy.ndarray) -> float:
     return common / every if every else 0.0
 
 
-def _sorted(keys: Hashes) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Places [N] in the order of their keys, equal ones in their own, and where in it each key begins, with the end."""
+def _groups(keys: Hashes, indices: numpy.ndarray) -> Iterator[numpy.ndarray]:
+    """The indices that share a key, in their order, for every key that more than one has."""
     order = numpy.argsort(keys, kind="stable")
     ordered = keys[order]
-    return order, numpy.concatenate([[0], numpy.flatnonzero(ordered[1:] != ordered[:-1]) + 1, [len(ordered)]])
-
-
-def _groups(keys: Hashes) -> Iterator[numpy.ndarray]:
-    """The places that share a key, in their order, for every key that more than one has."""
-    order, starts = _sorted(keys)
+    starts = numpy.concatenate([[0], numpy.flatnonzero(ordered[1:] != ordered[:-1]) + 1, [len(ordered)]])
     for place in numpy.flatnonzero(numpy.diff(starts) > 1):
-        yield order[starts[place] : starts[place + 1]]
+        yield indices[order[starts[place] : starts[place + 1]]]
 
 
-def _meetings(keys: Hashes) -> Spill:
-    """The places by their keys (`order`), and for each place where in it the earlier ones of its key are that it meets."""
-    order, starts = _sorted(keys)
-    table = numpy.zeros(len(keys), [("order", "<u4"), ("start", "<u4"), ("count", "<u4")])
-    start = numpy.repeat(starts[:-1], numpy.diff(starts))
-    table["order"], table["start"][order] = order, start
-    table["count"][order] = numpy.minimum(numpy.arange(len(keys)) - start, _FEW)
-    spilled = Spill(table.dtype)
-    spilled.extend(table)
-    return spilled
+def _pairs(keys: Hashes, indices: numpy.ndarray) -> Iterator[tuple[int, int]]:
+    """Pairs of indices that share a key, the earlier first."""
+    for group in _groups(keys, indices):
+        members = group.tolist()
+        if len(members) <= _FEW:
+            yield from itertools.combinations(members, 2)
+        else:
+            leaders = members[:_FEW]
+            yield from itertools.combinations(leaders, 2)
+            yield from itertools.product(leaders, members[_FEW:])

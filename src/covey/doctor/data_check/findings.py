@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy
-
 from covey.doctor.data_check.spill import Spill
 
 _AS_OBJECTS = 10_000
@@ -100,12 +98,14 @@ class Findings:
 
     def __init__(self) -> None:
         self._by_kind: dict[str, Spill] = {}
+        self._most = -1
 
     def add(self, kind: str, row: int, other: int = -1, amount: float = math.nan) -> None:
         """Add a finding for row `row`; `other` and `amount` fill in the kind's sentence."""
         if kind not in self._by_kind:
             self._by_kind[KINDS[kind].name] = Spill([("row", "<i8"), ("other", "<i8"), ("amount", "<f8")])
         self._by_kind[kind].add((row, other, amount))
+        self._most = max(self._most, row)
 
     def drop(self, kind: str) -> None:
         """Forget a kind."""
@@ -126,10 +126,9 @@ class Findings:
     def of(self, kind: str) -> Iterator[tuple[int, int, float]]:
         """Row, other row and amount of each finding of a kind, by row."""
         if kind in self._by_kind:
-            records = self._by_kind[kind].all()
-            order = numpy.argsort(records["row"], kind="stable")
-            for start in range(0, len(order), _AS_OBJECTS):
-                yield from records[order[start : start + _AS_OBJECTS]].tolist()
+            for part in self._by_kind[kind].by_number("row", self._most):
+                for start in range(0, len(part), _AS_OBJECTS):
+                    yield from part[start : start + _AS_OBJECTS].tolist()
 
     def by_row(self) -> Iterator[tuple[int, list[tuple[Kind, int, float]]]]:
         """Each row that has findings, in ascending order, with the kind, other row and amount of each."""

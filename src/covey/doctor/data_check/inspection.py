@@ -58,7 +58,7 @@ class Inspection:
 def inspect(rows: Rows, settings: Settings) -> Inspection:
     """Read all rows and find their faults.
 
-    The index of rows lies on disk; while near duplicates are looked for, memory holds some fifty bytes a row. Raises DataError when there are no rows, or no row has the
+    The index of rows lies on disk; memory holds two bytes a row and grows no further. Raises DataError when there are no rows, or no row has the
     prompt's column, or none the answer's column that `settings` names.
     """
     settings.check_evaluation_sets(rows.source)
@@ -192,20 +192,23 @@ def _odd_ones(traits: Traits, settings: Settings, findings: Findings) -> None:
         [usual[1] >= _MOSTLY * languages.total() and code not in (None, usual[0]) for code in traits.codes]
     )
     far = _far(traits.characters)
-    rows = traits.rows.all()
-    for row in rows["row"][rows["answer"] == 0].tolist() if wants_numbers else ():
-        findings.add("odd_answer", row)
-    for row in rows["row"][codes[rows["language"]]].tolist() if codes.any() else ():
-        findings.add("language", row)
-    for row, characters in rows[["row", "characters"]][numpy.isin(rows["characters"], far)].tolist():
-        findings.add("length", row, amount=characters)
+    for _, part in traits.rows.chunks():
+        odd = part["answer"] == 0 if wants_numbers else numpy.zeros(len(part), bool)
+        for row in part["row"][odd].tolist():
+            findings.add("odd_answer", row)
+        for row in part["row"][codes[part["language"]]].tolist():
+            findings.add("language", row)
+        for row, characters in part[["row", "characters"]][numpy.isin(part["characters"], far)].tolist():
+            findings.add("length", row, amount=characters)
 
 
 def _are_numbers(traits: Traits) -> bool:
     """True if nearly all answers are numbers."""
-    answers = traits.rows.all()["answer"]
-    others, numbers = int((answers == 0).sum()), int((answers == 1).sum())
-    return others + numbers >= _FEWEST and numbers >= _MOSTLY * (others + numbers)
+    count = Counter[int]()
+    for _, part in traits.rows.chunks():
+        count.update(Counter(part["answer"].tolist()))
+    has_answer = count[0] + count[1]
+    return has_answer >= _FEWEST and count[1] >= _MOSTLY * has_answer
 
 
 def _far(characters: Counter[int]) -> list[int]:

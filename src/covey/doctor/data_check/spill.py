@@ -1,15 +1,19 @@
-"""Records of numbers in an anonymous temporary file, mapped into memory, so that those at hand alone take room there."""
+"""Records of numbers in an anonymous temporary file, read back a part at a time, so that memory stays flat."""
 
 import contextlib
+import itertools
+import os
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 import numpy
 
 from covey.errors import StorageError
 
+AT_ONCE = 200_000
+"""Records that are held in memory at a time where some order is asked for."""
 _BUFFERED = 4096
 """Single records that wait in memory to be written together."""
 
@@ -46,16 +50,53 @@ class Spill:
             raise _full(error) from error
         self._written += len(records)
 
-    def all(self) -> Records:
-        """All records so far, in their order, in the file. Raises StorageError when the disk is full."""
+    def read(self, start: int, stop: int) -> Records:
+        """Records `start` to `stop`; nothing else of the file is in memory."""
         self._write_out()
-        if self._file is None or not self._written:
+        if self._file is None or stop <= start:
             return numpy.zeros(0, self.kind)
         try:
             self._file.flush()
         except OSError as error:
             raise _full(error) from error
-        return numpy.asarray(numpy.memmap(self._file, self.kind, "r", shape=(self._written,)))
+        size, place = self.kind.itemsize, start * self.kind.itemsize
+        parts, left = [], (min(stop, self._written) - start) * size
+        while left > 0 and (part := os.pread(self._file.fileno(), left, place)):
+            parts.append(part)
+            place, left = place + len(part), left - len(part)
+        return numpy.frombuffer(b"".join(parts), self.kind)
+
+    def chunks(self) -> Iterator[tuple[int, Records]]:
+        """All records in their order, some at a time, each time with the place of the first."""
+        size = max(AT_ONCE // 8, 1)
+        for start in range(0, len(self), size):
+            yield start, self.read(start, start + size)
+
+    def within(self, low: int, high: int, field: str | None = None) -> tuple[Records, Records]:
+        """Places and records whose number (or `field`) is in [low, high), in order."""
+        places, records = [numpy.zeros(0, numpy.int64)], [numpy.zeros(0, self.kind)]
+        for start, chunk in self.chunks():
+            numbers = chunk if field is None else chunk[field]
+            is_in = numbers >= numbers.dtype.type(low)
+            if high <= numpy.iinfo(numbers.dtype).max:
+                is_in &= numbers < numbers.dtype.type(high)
+            places.append(start + numpy.flatnonzero(is_in))
+            records.append(chunk[is_in])
+        return numpy.concatenate(places), numpy.concatenate(records)
+
+    def by_hash(self, field: str | None = None) -> Iterator[tuple[Records, Records]]:
+        """All records with their places, those with equal hashes (64 bits) together: a part of all hashes at a time, ascending."""
+        parts = -(-len(self) // AT_ONCE)
+        edges = [part * 2**64 // parts for part in range(parts)] + [2**64]
+        for low, high in itertools.pairwise(edges) if parts else ():
+            yield self.within(low, high, field)
+
+    def by_number(self, field: str, most: int) -> Iterator[Records]:
+        """All records by a number from 0 to `most`, ascending, of which few are equal; equal ones in their order."""
+        span = AT_ONCE if len(self) > AT_ONCE else most + 1
+        for low in range(0, most + 1, span):
+            _, records = self.within(low, low + span, field)
+            yield records[numpy.argsort(records[field], kind="stable")]
 
     def close(self) -> None:
         """Give the file up."""
@@ -76,7 +117,7 @@ def _close(file: IO[bytes]) -> None:
 def _full(error: OSError) -> StorageError:
     return StorageError(
         f"The temporary folder {tempfile.gettempdir()} cannot be written ({error.strerror or error}); "
-        "point TMPDIR to a disk with room, some 900 bytes a row."
+        "point TMPDIR to a disk with room, some 600 bytes a row."
     )
 
 
