@@ -29,11 +29,12 @@ def covey(*words):
             ["chat", "--help"],
             ["eval", "--help"],
             ["demo", "--help"],
+            ["env"],
         ],
-        [["--help"], ["train", "--help-all"]],
+        [["--help"], ["train", "--help-all"], ["env"]],
     ),
 )
-def test_help_imports_neither_torch_nor_transformers(words):
+def test_help_and_versions_import_neither_torch_nor_transformers(words):
     code = f"import sys; from covey.cli import main; main({words!r}); assert not {{'torch', 'transformers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 

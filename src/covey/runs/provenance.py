@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from covey.data.rendering import content_text
-from covey.models import rope_factors
 
 _NOT_THE_USERS = ("covey", "torch", "transformers", "builtins", "functools")
 _VERSIONS = (
@@ -135,6 +134,8 @@ def model_facts(model: Any) -> dict[str, Any] | None:
     """Path of a model, its class, its dtype, the number of its parameters, in all and trained, and which of two sets rotates it."""
     if model is None:
         return None
+    from covey.models import rope_factors  # with torch, which `covey env` and `covey view` do not wait for
+
     weights = list(model.parameters())
     return {
         "name": str(getattr(getattr(model, "config", None), "_name_or_path", "") or "") or None,
