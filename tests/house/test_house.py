@@ -169,6 +169,21 @@ def test_importing_covey_does_not_import_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_neither_commands_nor_the_view_nor_an_actor_on_ray_begin_with_torch():
+    """A second of a command's time and 200 MB of each actor; `covey plan` computes with it."""
+    names = [f"covey.cli.{file.stem}" for file in FILES if place_of(file).startswith("cli/") and file.stem != "plan"]
+    names += ["covey.monitor.view.app", "covey.rewards.ray_actors", "covey.rewards.calling.worker"]
+    code = f"""
+import importlib, sys
+for name in {[name.removesuffix(".__init__") for name in names]}:
+    importlib.import_module(name)
+    if "torch" in sys.modules:
+        sys.exit(name + " imports torch")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_one_function_finds_the_model_inside_adapters():
     """`models.unwrapped`; a critic copies the model before it takes the adapter off."""
     files = [file for file in FILES if ".get_base_model()" in text_of(file)]

@@ -23,12 +23,14 @@ import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from covey.errors import RewardError
 from covey.process.spawner import spawner, start_module
 from covey.rewards.calling.deadline import DeadlineError
-from covey.rewards.contract import Logged, Total
+
+if TYPE_CHECKING:
+    from covey.rewards.contract import Logged
 
 INSIDE = "COVEY_REWARD_WORKER"
 """Set in a worker's environment, where no scorer may be built: a script without a guard would train a second time."""
@@ -250,6 +252,8 @@ def _file_of(name: str, module: str) -> str:
 
 def call_in_worker(pool: WorkerPool, keywords: dict[str, Any], logged: Logged, limit: float | None) -> Any:
     """Values of a call in a worker process; what it logged is added to `logged`."""
+    from covey.rewards.contract import Total  # with torch, which an actor on Ray does without
+
     plain = {name: value for name, value in keywords.items() if name not in LOGS}
     if "trainer_state" in plain:
         plain["trainer_state"] = light_state(plain["trainer_state"])
