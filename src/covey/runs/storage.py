@@ -192,24 +192,34 @@ def write_text(path: Path, text: str) -> Path:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A file to write that becomes `path` where nothing was raised, and else leaves what was there.
+    """A file to write that becomes `path`, or what a link there names, where nothing was raised, and else leaves what was there.
 
     It is made at once, and its folders: StorageError for a place that cannot be written comes before the work. A pipe or a
-    device is written itself.
+    device is written itself, and a file in a folder that takes no other.
     """
-    unfinished = temporary_sibling(path)
+    place = Path(os.path.realpath(path))
+    unfinished = temporary_sibling(place)
     with storage_errors(path):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
-        if path.exists() and not path.is_file():
-            yield path
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.touch()
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        is_written_itself = path.exists() and not path.is_file()
+        if not is_written_itself:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                unfinished.touch()
+            except OSError:
+                is_written_itself = path.exists()
+                if not is_written_itself:
+                    raise
+    if is_written_itself:
+        yield path
+        return
     try:
         yield unfinished
         with storage_errors(path):
-            os.replace(unfinished, path)
+            os.replace(unfinished, place)
     finally:
         unfinished.unlink(missing_ok=True)
 
