@@ -1,7 +1,7 @@
 """Answers of an environment to rows that end by themselves: they go on, and the answer's tokens enter at once, as a prompt's do."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -9,10 +9,10 @@ from torch import Tensor
 
 from covey.errors import RAW_ERRORS
 from covey.rollout.batches import AnswerBatch, DecodeBatch, PrefillBatch
-from covey.rollout.environments import Answer, Turn, replies
+from covey.rollout.environments import Answer, Environment, Turn, replies
 from covey.rollout.forward import Forward, ModulesForward, plain_cache
 from covey.rollout.kv_cache import KVCache, rounded
-from covey.rollout.requests import LIMIT, OUTPUT_ROW, POSITION, SLOT, TOKEN, WRITTEN
+from covey.rollout.requests import LIMIT, OUTPUT_ROW, POSITION, SLOT, TOKEN, WRITTEN, RunningGroup
 from covey.types import Prompt
 
 FEWEST, ENOUGH, BLOCK = 8, 64, 64
@@ -21,22 +21,45 @@ Answers = Mapping[int, Sequence[int]]
 """By row, the tokens that enter it."""
 
 
-def answer_rows(scheduler: Any, stops: Tensor) -> Tensor:
+class Rows(Protocol):
+    """The rows of a `Scheduler`, as far as answers enter them: its tables, which are written to, and what computes them."""
+
+    environment: "Environment | None"
+    tokenizer: Any
+    barred: frozenset[int]
+    forward: Forward
+    prefill_tokens: int
+    num_rows: int
+    rows: Tensor
+    tokens: Tensor
+    logprobs: Tensor
+    replies: Tensor | None
+    experts: Tensor | None
+    seen: Tensor | None
+    expect_media: Callable[[Prompt], None]
+
+    @property
+    def cache(self) -> KVCache: ...
+
+    def group(self, slot: int) -> RunningGroup: ...
+
+
+def answer_rows(scheduler: Rows, stops: Tensor) -> Tensor:
     """[R] bool, rows among `stops` that continue because the environment of this `Scheduler` replied; its tables hold the replies."""
     continues = torch.zeros_like(stops)
     ended = stops.nonzero().squeeze(-1).tolist()
-    if not ended:
+    environment, table = scheduler.environment, scheduler.replies
+    if not ended or environment is None or table is None:
         return continues
     columns, answers = scheduler.rows[:, ended].T.tolist(), dict[int, Sequence[int]]()
-    replied = replies(
-        scheduler.environment, [_turn(scheduler, column) for column in columns], scheduler.tokenizer, scheduler.barred
-    )
+    turns = [_turn(scheduler, column, table) for column in columns]
+    replied = replies(environment, turns, scheduler.tokenizer, scheduler.barred)
     for row, column, reply in zip(ended, columns, replied, strict=True):
         if reply is None:
             continue
         cut = reply.cut(column[LIMIT] - column[WRITTEN], scheduler.barred)
         answer, end = cut.token_ids, column[WRITTEN] + len(cut.token_ids)
-        scheduler.replies[column[OUTPUT_ROW], column[WRITTEN] : end] = torch.tensor(answer, dtype=torch.int64)
+        table[column[OUTPUT_ROW], column[WRITTEN] : end] = torch.tensor(answer, dtype=torch.int64)
         continues[row] = True
         if len(answer) < len(reply.token_ids):
             scheduler.rows[LIMIT, row] = end
@@ -49,7 +72,7 @@ def answer_rows(scheduler: Any, stops: Tensor) -> Tensor:
     return continues
 
 
-def _enter_seen(scheduler: Any, row: int, column: list[int], answer: Answer) -> None:
+def _enter_seen(scheduler: Rows, row: int, column: list[int], answer: Answer) -> None:
     """Prefill an answer with media: embedded in the row's whole conversation, which the model numbers by its media."""
     output_row = column[OUTPUT_ROW]
     whole = scheduler.group(column[SLOT]).answered(
@@ -61,7 +84,7 @@ def _enter_seen(scheduler: Any, row: int, column: list[int], answer: Answer) -> 
     scheduler.rows[POSITION, row] = position
 
 
-def _enter_answers(scheduler: Any, answers: dict[int, Sequence[int]]) -> None:
+def _enter_answers(scheduler: Rows, answers: dict[int, Sequence[int]]) -> None:
     """Prefill the last drawn tokens of these rows and their answers but for the last tokens, which are the next inputs."""
     columns = {row: scheduler.rows[:, row].tolist() for row in answers}
     read = {row: [columns[row][TOKEN], *ids[:-1]] for row, ids in answers.items()}
@@ -70,7 +93,7 @@ def _enter_answers(scheduler: Any, answers: dict[int, Sequence[int]]) -> None:
         _place_answer(scheduler, row, columns[row], answers[row], experts)
 
 
-def _place_answer(scheduler: Any, row: int, column: list[int], answer: Sequence[int], experts: Tensor | None) -> None:
+def _place_answer(scheduler: Rows, row: int, column: list[int], answer: Sequence[int], experts: Tensor | None) -> None:
     """Enter an answer that was prefilled into the tables."""
     ids = torch.tensor(answer, device=scheduler.rows.device)
     place = column[OUTPUT_ROW], slice(column[WRITTEN], column[WRITTEN] + len(ids))
@@ -83,10 +106,10 @@ def _place_answer(scheduler: Any, row: int, column: list[int], answer: Sequence[
     scheduler.rows[POSITION : WRITTEN + 1, row] += len(ids)
 
 
-def _turn(scheduler: Any, column: list[int]) -> Turn:
+def _turn(scheduler: Rows, column: list[int], table: Tensor) -> Turn:
     group, output_row, written = scheduler.group(column[SLOT]), column[OUTPUT_ROW], column[WRITTEN]
     ids, sample = scheduler.tokens[output_row, :written].tolist(), group.output_rows.index(output_row)
-    is_written = (scheduler.replies[output_row, :written] < 0).tolist()
+    is_written = (table[output_row, :written] < 0).tolist()
     return Turn.of(group.request.prompt, sample, ids, is_written, scheduler.tokenizer)
 
 
