@@ -108,6 +108,7 @@ CHOICES = {
         "long",
         "since a prompt has 19 tokens and max_completion_length is 6: more than 16",
     ),
+    "a long prompt that is dropped": ({"words": "long", "on_long_prompt": "drop"}, "short", "takes short_factor"),
     "held-out prompts": ({"held_out": "long"}, "long", "since a prompt has"),
     "long completions": ({"max_completion_length": 40}, "long", "since max_completion_length is 40: more than 16"),
     "vLLM, long": ({"use_vllm": True, "vllm_max_model_length": 40}, "long", "since vllm_max_model_length is 40"),

@@ -180,6 +180,8 @@ def _longer_row(
     template = agents.template_options(args.chat_template_kwargs)
     if completion >= limit:
         return f"max_completion_length is {completion}"
+    if args.on_long_prompt == "drop":  # those that exceed it are left out
+        return None
     room = limit - completion
     several = [dataset for part in datasets for dataset in (part.values() if isinstance(part, dict) else [part])]
     lengths = (longer_prompt(dataset, loaded.tokenizer, room, template, processor) for dataset in several)
