@@ -12,10 +12,11 @@ from covey import algorithms as alg
 from covey.algorithms.check import step_gradients
 from covey.algorithms.future_kl import discounted_future
 from covey.algorithms.samples import made_tokens
+from covey.environments.branches import share_advantages
 from covey.errors import ConfigError
 from covey.learner import Policy
 from covey.training.credit import with_advantages
-from covey.types import Group, Scores, Totals
+from covey.types import EpisodeNotes, Group, Scores, Totals
 from kit import completion, learner_of, prompt, tiny_model
 
 LOGITS = torch.tensor([0.3, -0.4, 0.1], dtype=torch.float64)
@@ -259,6 +260,26 @@ def test_a_completion_that_nobody_scored_or_that_is_masked_moves_no_sibling(pres
     assert max(float(change.abs().max()) for change in moved[1]) > 1e-3
     for whole, alone in zip(*moved, strict=True):
         torch.testing.assert_close(whole, alone, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("preset", [alg.tpo, alg.real])
+def test_a_branch_is_trained_with_the_advantage_of_its_episode(preset):
+    """A reward scores the episode alone, and the steps with and without its branch differ."""
+    branch = replace(completion(ids=[60, 61]), episode=EpisodeNotes(shares=1))
+    drawn = [completion(ids=ids) for ids in ([40, 41, 42, 43], [50, 51, 52], [70, 71])] + [branch]
+    drawn = tuple(replace(each, old_logp=torch.full((each.num_tokens,), -5.9)) for each in drawn)
+    algorithm = preset().replace(advantage=alg.GroupNormalized("none"))
+
+    def weights_after(kept):
+        group = Group(prompt=prompt(), completions=drawn, rewards=torch.tensor([[1.0], [0.0], [0.2], [NAN]])).take(kept)
+        (judged,) = with_advantages([group], algorithm, torch.ones(1))
+        model = tiny_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        learner = learner_of(Policy(model=model, pad_id=0, temperature=1.0), optimizer, max_completion_length=4)
+        learner.step([share_advantages(judged)], algorithm, 1)
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    assert (weights_after(range(4)) - weights_after(range(3))).abs().max() > 1e-3
 
 
 def labels_loss(tokens, tau):

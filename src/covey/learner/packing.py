@@ -34,7 +34,7 @@ class Row:
     hint: str | None = None
     """Feedback added to the teacher's prompt."""
     is_scored: bool = True
-    """False if no reward scored it."""
+    """False if no reward scored it; a branch has the score of its episode."""
 
     @cached_property
     def placed(self) -> Prompt:
@@ -81,6 +81,7 @@ def rows_of(
             if mask_truncated and completion.is_truncated:
                 counts, observed = torch.zeros_like(counts), None
             advantage = group.advantages[g]
+            is_branch = completion.episode is not None and completion.episode.shares is not None
             returns = None if group.returns is None else group.returns[g][: completion.num_tokens]
             rows.append(
                 Row(
@@ -93,7 +94,7 @@ def rows_of(
                     observed=observed,
                     index=len(rows),
                     hint=None if feedback is None else feedback[g],
-                    is_scored=group.totals is None or not bool(group.totals[g].isnan()),
+                    is_scored=is_branch or group.totals is None or not bool(group.totals[g].isnan()),
                 )
             )
     return rows
