@@ -56,16 +56,16 @@ def test_columns_of_one_name_by_two_rewards_are_both_kept():
 
 
 @pytest.mark.parametrize("name", ["prompts", "completions", "trainer_state", "log_extra", "log_metric"])
-def test_a_column_that_the_runs_own_would_replace_is_refused(name):
+def test_a_column_that_the_runs_own_replaces_is_named_and_scores_are_as_without_it(name):
     """TRL ends in a TypeError for `prompts` and `completions`, and leaves `prompt`, `completion` and `completion_ids` out."""
     scorer = Scorer([right])
-    with pytest.raises(
-        DataError, match=f"a column {name}, and rewards get what the run itself has by this name.*rename it"
-    ):
+    sentence = f"a column {name}, and rewards get what the run itself has by this name.*rename it"
+    with pytest.warns(UserWarning, match=sentence):
         scorer.check(["prompt", "answer", name])
     scorer.check(["prompt", "answer", "completion", "completion_ids"])
-    with pytest.raises(DataError, match=f"a column {name}"):
-        scorer.score([group(["4", "5"], columns={"answer": "4", name: "x"})])
+    with pytest.warns(UserWarning, match=sentence):
+        (scored,) = scorer.score([group(["4", "5"], columns={"answer": "4", name: "x"})])
+    assert scored.rewards.tolist() == scorer.score([group(["4", "5"], columns={"answer": "4"})])[0].rewards.tolist()
     scorer.close()
 
 

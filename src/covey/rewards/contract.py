@@ -11,6 +11,7 @@ import inspect
 import itertools
 import math
 import numbers
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -249,7 +250,7 @@ def _singular(offered: Mapping[str, Any], batch: Batch) -> dict[str, Any]:
 def check_signature(spec: RewardSpec, columns: Iterable[str] | None) -> None:
     """Raise when `spec` cannot be called: not callable, or a parameter that neither the contract nor a column fills.
 
-    `columns` are the data set's; `None` when they are not known before the first row.
+    `columns` are the data set's; `None` when they are not known before the first row. Warns of one that no reward can read.
     """
     made = spec.call
     while isinstance(made, functools.partial):
@@ -269,9 +270,10 @@ def check_signature(spec: RewardSpec, columns: Iterable[str] | None) -> None:
         return
     columns = list(columns)
     if taken := [column for column in columns if column in ALWAYS and column not in NOT_PASSED]:
-        raise DataError(
-            f"The data set has a column {taken[0]}, and rewards get what the run itself has by this name, so the column would be lost; "
-            "rename it (columns=, or --columns new=old), or remove it."
+        warnings.warn(
+            f"The data set has a column {taken[0]}, and rewards get what the run itself has by this name: no reward reads the column. "
+            "Where one should, rename it (columns=, or --columns new=old).",
+            stacklevel=2,
         )
     always = [*ALWAYS, "prompt", "completion"] if call_options_of(spec.call).is_singular else [*ALWAYS]
     available = [*always, *(column for column in columns if column not in NOT_PASSED)]
