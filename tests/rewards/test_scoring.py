@@ -15,9 +15,12 @@ from decimal import Decimal
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 
+from covey import GRPOConfig
 from covey.errors import ConfigError, DataError, RewardError
 from covey.rewards import RewardSpec, Scorer, check
+from covey.training.datasets import refuse_no_data
 from covey.types import Group, Mean, Sum
 from kit import completion, group, prompt
 
@@ -56,17 +59,18 @@ def test_columns_of_one_name_by_two_rewards_are_both_kept():
 
 
 @pytest.mark.parametrize("name", ["prompts", "completions", "trainer_state", "log_extra", "log_metric"])
-def test_a_column_that_the_runs_own_replaces_is_named_and_scores_are_as_without_it(name):
+def test_a_column_that_the_runs_own_replaces_is_named_and_scores_are_as_without_it(name, tmp_path, caplog):
     """TRL ends in a TypeError for `prompts` and `completions`, and leaves `prompt`, `completion` and `completion_ids` out."""
-    scorer = Scorer([right])
-    sentence = f"a column {name}, and rewards get what the run itself has by this name.*rename it"
-    with pytest.warns(UserWarning, match=sentence):
-        scorer.check(["prompt", "answer", name])
-    scorer.check(["prompt", "answer", "completion", "completion_ids"])
-    with pytest.warns(UserWarning, match=sentence):
-        (scored,) = scorer.score([group(["4", "5"], columns={"answer": "4", name: "x"})])
-    assert scored.rewards.tolist() == scorer.score([group(["4", "5"], columns={"answer": "4"})])[0].rewards.tolist()
-    scorer.close()
+    row, args = {"prompt": "2 + 2 =", "answer": "4", "completion_ids": [1]}, GRPOConfig(str(tmp_path), use_cpu=True)
+    refuse_no_data(Dataset.from_list([row]), None, args)
+    assert "has a column" not in caplog.text
+    refuse_no_data(Dataset.from_list([{**row, name: "x"}]), None, args)
+    assert f"a column {name}, and rewards get what the run itself has by this name" in caplog.text
+    columns = ({"answer": "4", name: "x"}, {"answer": "4"})
+    replaced, plain = (
+        score(right, groups=[group(["4", "5"], columns=each)])[0][0].rewards.tolist() for each in columns
+    )
+    assert replaced == plain
 
 
 # -- what a function receives --------------------------------------------------------------------------------------------

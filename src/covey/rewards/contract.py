@@ -11,7 +11,6 @@ import inspect
 import itertools
 import math
 import numbers
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -250,7 +249,7 @@ def _singular(offered: Mapping[str, Any], batch: Batch) -> dict[str, Any]:
 def check_signature(spec: RewardSpec, columns: Iterable[str] | None) -> None:
     """Raise when `spec` cannot be called: not callable, or a parameter that neither the contract nor a column fills.
 
-    `columns` are the data set's; `None` when they are not known before the first row. Warns of one that no reward can read.
+    `columns` are the data set's; `None` when they are not known before the first row.
     """
     made = spec.call
     while isinstance(made, functools.partial):
@@ -268,13 +267,6 @@ def check_signature(spec: RewardSpec, columns: Iterable[str] | None) -> None:
     named, _ = _parameters(spec.call)
     if columns is None:
         return
-    columns = list(columns)
-    if taken := [column for column in columns if column in ALWAYS and column not in NOT_PASSED]:
-        warnings.warn(
-            f"The data set has a column {taken[0]}, and rewards get what the run itself has by this name: no reward reads the column. "
-            "Where one should, rename it (columns=, or --columns new=old).",
-            stacklevel=2,
-        )
     always = [*ALWAYS, "prompt", "completion"] if call_options_of(spec.call).is_singular else [*ALWAYS]
     available = [*always, *(column for column in columns if column not in NOT_PASSED)]
     missing = [

@@ -1,6 +1,7 @@
 """Data sets of a run: finite ones and streams, live ones connected to the run, and the loaders that callbacks read."""
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +15,19 @@ from covey.data.live import LiveDataset
 from covey.data.live.order import HeldOut
 from covey.data.order import permutation
 from covey.errors import ConfigError, DataError
+from covey.rewards.contract import ALWAYS, NOT_PASSED
+
+logger = logging.getLogger(__name__)
 
 _MOST_ROWS = 100_000
 """Most rows of a streamed evaluation set; a longer or infinite one is refused."""
 
 
 def refuse_no_data(train_dataset: Any, eval_dataset: Any, args: GRPOConfig) -> None:
-    """Raise ConfigError or DataError without data to train on or evaluate, or for options that do not work with a stream."""
+    """Raise ConfigError or DataError without data to train on or evaluate, or for options that do not work with a stream.
+
+    Warns of a column that no reward can read.
+    """
     if train_dataset is None and eval_dataset is None:
         raise DataError("train_dataset is missing; give a data set with a column 'prompt', or an environment_factory.")
     if isinstance(train_dataset, IterableDataset) and not hasattr(train_dataset, "__len__") and args.max_steps <= 0:
@@ -32,6 +39,12 @@ def refuse_no_data(train_dataset: Any, eval_dataset: Any, args: GRPOConfig) -> N
             "accelerator_config has dispatch_batches=True, where one process reads for all; of a stream every process reads its own "
             "share: leave it out."
         )
+    columns = () if args.remove_unused_columns else getattr(train_dataset, "column_names", None) or ()
+    if replaced := [name for name in columns if name in ALWAYS and name not in NOT_PASSED]:
+        logger.warning(
+            "train_dataset has a column %s, and rewards get what the run itself has by this name: none reads the column. Where one "
+            "should, rename it (columns=, or --columns new=old).", replaced[0],
+        )  # fmt: skip
 
 
 def finite(dataset: Any) -> Any:
