@@ -29,16 +29,17 @@ _FLAGS = (
 def run(args: Args) -> int:
     """Ask, compare, print. Returns 0 for an attested server, 73 for one with other weights or another dtype, 1 if it cannot be decided."""
     from covey.evaluation.attestation import PROBES, SLOPE_PROBES, Reference, attest, logprobs_of, probes, served_values
-    from covey.models import config_of, context_limit, load_tokenizer, unwrapped
+    from covey.models import config_of, context_limit, load_tokenizer, short_rope_limit, unwrapped
 
     for name, example in (("url", "http://127.0.0.1:8000"), ("model", "runs/first/checkpoint-100")):
         if not args.get(name):
             raise ConfigError(f"covey attest needs {name}: covey attest http://127.0.0.1:8000 --model {example}.")
     folder = args["model"]
-    dtype = _dtype(args.get("dtype", "auto"), config_of(folder))
+    config = config_of(folder)
+    dtype = _dtype(args.get("dtype", "auto"), config)
     scorer = _scorer(args, load_tokenizer(None, folder))
     others = args.get("other") or ()
-    context = _context(scorer)
+    context = None if short_rope_limit(config.get_text_config()) is None else _context(scorer)
     model = _loaded(folder, "float32", context)
     vocabulary = min(model.get_input_embeddings().weight.shape[0], len(scorer.tokenizer))
     rows = probes(vocabulary, context_limit(unwrapped(model)), SLOPE_PROBES if others else PROBES)
@@ -78,12 +79,21 @@ def _loaded(source: str, dtype: str, context: int | None) -> Any:
 def _context(scorer: TokenScorer) -> int | None:
     """Tokens of the server's context, None where it does not tell them."""
     try:
-        listed = scorer.client.call("GET", "/v1/models", seconds=scorer.client.deadlines.read)
-        lengths = {str(entry["id"]): entry.get("max_model_len") for entry in listed["data"]}
-    except (ServerError, LookupError, TypeError, AttributeError):
+        length = _lengths(scorer.client).get(scorer.model)
+    except ServerError:
         return None
-    length = lengths.get(scorer.model)
     return length if isinstance(length, int) else None
+
+
+def _lengths(client: Any) -> dict[str, Any]:
+    """Context length by name of the server's models, None where it tells none. Raises ServerError without a list of models."""
+    try:
+        listed = client.call("GET", "/v1/models", seconds=client.deadlines.read)
+        return {str(entry["id"]): entry.get("max_model_len") for entry in listed["data"]}
+    except (ServerError, LookupError, TypeError, AttributeError) as error:
+        raise ServerError(
+            f"{client.address} does not list its models at /v1/models ({error}); give an OpenAI-compatible server, or --served-name."
+        ) from error
 
 
 def _margins(result: Any) -> str:
@@ -128,13 +138,7 @@ def _scorer(args: Args, tokenizer: Any) -> TokenScorer:
 
 def _only_model(client: Any) -> str:
     """Name of the server's only model. Raises ConfigError if it has several."""
-    try:
-        listed = client.call("GET", "/v1/models", seconds=client.deadlines.read)
-        names = [str(entry["id"]) for entry in listed["data"]]
-    except (ServerError, LookupError, TypeError) as error:
-        raise ServerError(
-            f"{client.address} does not list its models at /v1/models ({error}); give an OpenAI-compatible server, or --served-name."
-        ) from error
+    names = [*_lengths(client)]
     if len(names) != 1:
         raise ConfigError(f"{client.address} serves {', '.join(names) or 'nothing'}; say which with --served-name.")
     return names[0]
