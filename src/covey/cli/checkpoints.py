@@ -69,7 +69,7 @@ def _verify(folder: Path, args: Args) -> int:
                 if problems is None
                 else "; ".join(problems) or "every byte is as it was written"
             )
-            output.result(output.row("FAIL" if problems else "OK  ", path.name, state))
+            output.row("FAIL" if problems else "OK  ", path.name, state)
         if is_bad:
             output.say("covey checkpoints repair mends what can be mended and sets the rest aside.")
     return CheckpointError.exit_code if is_bad else 0
@@ -103,7 +103,7 @@ def _repair(folder: Path, args: Args) -> int:
         for line in (*(f"mended {path}" for path in done.copied), *done.renamed):
             output.result(line)
         for problem in done.damaged:
-            output.result(output.row("WARN" if resumes else "FAIL", "damaged", problem))
+            output.row("WARN" if resumes else "FAIL", "damaged", problem)
         if not (done.copied or done.renamed or done.damaged):
             output.result("nothing to repair: every checkpoint is as it was written")
         output.result(f"a run resumes from {resumes}" if resumes else "no whole checkpoint to resume from")

@@ -37,7 +37,7 @@ def run(args: Args) -> int:
     for finding in examine(case_of(args)):
         findings.append(finding)
         if not args.get("json"):
-            output.result(output.row(finding.status, finding.area, finding.said, finding.fix))
+            output.row(finding.status, finding.area, finding.said, finding.fix)
     counts: Counter[str] = Counter(finding.status for finding in findings)
     if args.get("json"):
         output.result_json(

@@ -59,7 +59,7 @@ def run(args: Args) -> int:
     if findings[0].status != "FAIL" and not args.get("predict_only"):
         findings.append(try_without_data(model_folder(args["model"]), config, adapter(args), tokens))
         if not args.get("json"):
-            output.result(_row(findings[-1]))
+            _row(findings[-1])
     fits = all(finding.status != "FAIL" for finding in findings)
     if args.get("json"):
         parts = {**vars(memory), "peak": memory.peak}
@@ -116,11 +116,11 @@ def _show(memory: Memory, lower: Mapping[str, int], tokens: int, config: GRPOCon
         width = max(map(len, lower)) + 2
         for spelled, peak in lower.items():
             output.result(f"  {spelled:<{width}}{in_gib(peak):>10}")
-    output.result(_row(finding))
+    _row(finding)
 
 
-def _row(finding: Finding) -> str:
-    return output.row(finding.status, finding.area, finding.said, finding.fix)
+def _row(finding: Finding) -> None:
+    output.row(finding.status, finding.area, finding.said, finding.fix)
 
 
 verb = replace(

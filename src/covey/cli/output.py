@@ -80,14 +80,14 @@ def start_logging() -> None:
     warnings.showwarning = lambda message, *where, **more: say(f"warning: {message}")
 
 
-def row(status: str, area: str, sentence: str, fix: str | None = None) -> str:
-    """`WARN  model        the sentence`, with the fix below it."""
+def row(status: str, area: str, sentence: str, fix: str | None = None) -> None:
+    """Print `WARN  model        the sentence` as a result, with the fix below it."""
     start = f"{status}  {area:<12} "
     lines = textwrap.wrap(sentence, width(), initial_indent=start, subsequent_indent=" " * len(start))
     if fix:
         indent = " " * len(start) + "-> "
         lines += textwrap.wrap(fix, width(), initial_indent=indent, subsequent_indent=" " * len(indent))
-    return "\n".join(lines)
+    result("\n".join(lines))
 
 
 def width() -> int:

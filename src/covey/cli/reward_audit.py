@@ -93,13 +93,9 @@ def _percent(estimate: Any) -> str:
 def _show_repeats(repeats: Repeats) -> None:
     is_noisy = repeats.differ.value > 0
     sentence = f"{_percent(repeats.differ)} of the completions get another score when they are scored again"
-    output.result(
-        output.row("WARN" if is_noisy else "OK  ", repeats.name, sentence if is_noisy else "the same scores again")
-    )
+    output.row("WARN" if is_noisy else "OK  ", repeats.name, sentence if is_noisy else "the same scores again")
     if repeats.unscored:
-        output.result(
-            output.row("    ", "", f"{repeats.unscored} completions had no score in some scoring and are left out")
-        )
+        _more(f"{repeats.unscored} completions had no score in some scoring and are left out")
     if not is_noisy:
         return
     if repeats.reliability.value == repeats.reliability.value:
@@ -108,36 +104,32 @@ def _show_repeats(repeats: Repeats) -> None:
             if repeats.reliability.value == 0
             else f"the same signal needs {repeats.cost:.2f} times the completions"
         )
-        output.result(output.row("    ", "", f"reliability within groups {_percent(repeats.reliability)}: {cost}"))
-    output.result(
-        output.row(
-            "    ",
-            "",
-            f"{_percent(repeats.woken)} of the groups are tied in one scoring and not in another: their advantages are noise",
-        )
+        _more(f"reliability within groups {_percent(repeats.reliability)}: {cost}")
+    _more(
+        f"{_percent(repeats.woken)} of the groups are tied in one scoring and not in another: their advantages are noise"
     )
     _show_examples(repeats.examples)
 
 
 def _show_comparison(comparison: Comparison) -> None:
     sentence = f"{_percent(comparison.differ)} of the verdicts differ from {comparison.other}'s"
-    output.result(output.row("WARN" if comparison.differ.value > 0 else "OK  ", comparison.name, sentence))
-    output.result(
-        output.row(
-            "    ",
-            "",
-            f"pays {_percent(comparison.paid_wrong)} of what {comparison.other} rejects, rejects {_percent(comparison.missed)} of what it pays",
-        )
+    output.row("WARN" if comparison.differ.value > 0 else "OK  ", comparison.name, sentence)
+    _more(
+        f"pays {_percent(comparison.paid_wrong)} of what {comparison.other} rejects, rejects {_percent(comparison.missed)} of what it pays"
     )
     effect = f"if {comparison.other} is right, the advantages keep {100 * comparison.retained:.0f}% of their size"
-    output.result(output.row("    ", "", f"{effect}; their cosine within groups is {comparison.agreement:.2f}"))
+    _more(f"{effect}; their cosine within groups is {comparison.agreement:.2f}")
     _show_examples(comparison.examples)
 
 
 def _show_examples(examples: Any) -> None:
     for prompt, completion, scores in examples:
         shown = " / ".join(f"{score:g}" for score in scores)
-        output.result(output.row("    ", "", f"{shown}: {_short(prompt)} -> {_short(completion)}"))
+        _more(f"{shown}: {_short(prompt)} -> {_short(completion)}")
+
+
+def _more(sentence: str) -> None:
+    output.row("    ", "", sentence)
 
 
 def _short(text: str) -> str:

@@ -52,7 +52,7 @@ def run(args: Args) -> None:
     has_one = len(diagnosis.troubles) == 1
     for place, (trouble, value, limit) in enumerate(diagnosis.troubles, 1):
         name = "trouble" if has_one else f"trouble {place}"
-        output.result(output.row("WARN", name, f"{trouble}: {value:.3g}, at most {limit:.3g} is usual"))
+        output.row("WARN", name, f"{trouble}: {value:.3g}, at most {limit:.3g} is usual")
     for remedy in diagnosis.remedies:
         mark, which = ("OK  ", _which(remedy.removes)) if is_named(remedy) else ("-   ", "")
         output.result(
