@@ -1,7 +1,7 @@
 """Preference pairs from a run's rollouts: of each group the best completion against the worst."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -61,20 +61,13 @@ def preference_pairs(run: Path, options: PairOptions) -> Pairs:
         )
     made, num_groups, num_level = list[dict[str, Any]](), 0, 0
     for rows in rollouts.read_each(folder, in_range):
-        for members in _groups(rows):
+        for members in rollouts.by_group(rows):
             num_groups += 1
             pair = _pair(members, options)
             num_level += pair is None
             made += [] if pair is None else [pair]
     unique = _once(made, options.max_per_prompt)
     return Pairs(unique, num_groups, num_level, len(made) - len(unique))
-
-
-def _groups(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    members: dict[int, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        members.setdefault(row["group"], []).append(row)
-    yield from members.values()
 
 
 def _pair(members: Sequence[Mapping[str, Any]], options: PairOptions) -> dict[str, Any] | None:

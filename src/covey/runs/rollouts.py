@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,6 +29,7 @@ from covey.runs.step_files import truncate_to as truncate_to
 from covey.runs.step_files import write_table
 from covey.types import Completion, Group, Prompt, TokenNumbers
 
+Row = TypeVar("Row", bound=Mapping[str, Any])
 _PER_TOKEN = ("logprobs", "old_logp", "ref_logp", "values", "mask", "observations")
 
 
@@ -106,6 +107,14 @@ def read_each(folder: Path, steps: Sequence[int]) -> Iterator[list[dict[str, Any
         except RunFolderError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
+
+
+def by_group(rows: Iterable[Row]) -> list[list[Row]]:
+    """The rows of each group of one file, in order."""
+    members: dict[int, list[Row]] = {}
+    for row in rows:
+        members.setdefault(row["group"], []).append(row)
+    return list(members.values())
 
 
 def thin(folder: Path, limit: int) -> None:

@@ -118,7 +118,7 @@ def load(run_dir: Path, step: int) -> Recorded:
         teacher=signal_of(rows, folder / "tokenizer.json"),
         state=tree,
         can_judge=can_judge,
-        metrics=next((row for row in logged if row["step"] == step), {}),
+        metrics=taken,
         earlier={"grad_norm": [row["grad_norm"] for row in before if isinstance(row.get("grad_norm"), float)]},
         earlier_groups=tuple(_earlier(run_dir / "rollouts", step, names, _MOST_EARLIER - len(rows))),
     )
@@ -178,10 +178,7 @@ def groups_of(rows: Sequence[Mapping[str, Any]], reward_names: Sequence[str]) ->
         raise RunFolderError(
             "These rollouts hold no tokens of prompts or no advantages: an earlier version of Covey wrote them."
         )
-    members: dict[int, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        members.setdefault(row["group"], []).append(row)
-    return [_group(group, reward_names) for group in members.values()]
+    return [_group(group, reward_names) for group in rollouts.by_group(rows)]
 
 
 def _group(rows: Sequence[Mapping[str, Any]], reward_names: Sequence[str]) -> Group:

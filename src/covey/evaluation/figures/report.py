@@ -196,11 +196,7 @@ def _samples(run: Run) -> str:
         except RunFolderError as error:
             parts.append(f"<p>{text(error)}</p>")
             continue
-        groups: dict[int, list[dict[str, Any]]] = {}
-        for row in rows:
-            groups.setdefault(row["group"], []).append(row)
-        chosen = list(groups.values())[:3]
-        parts.append(f"<h3>Step {step}</h3>{''.join(map(_sample, chosen))}")
+        parts.append(f"<h3>Step {step}</h3>{''.join(map(_sample, rollouts.by_group(rows)[:3]))}")
     return f'<h2>Samples</h2><p class="soft">The first three groups; of each the best and the worst completion.</p>{"".join(parts)}'
 
 
