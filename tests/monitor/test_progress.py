@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from covey.monitor import Progress
-from covey.monitor.progress import Pace, duration, fitted, line_of, number
+from covey.monitor.progress import Pace, fitted, line_of, number
+from covey.process.counting import duration
 from covey.types import Event, Last, Mean, StepReport, Sum
 
 

@@ -1,7 +1,6 @@
 """One live line that says how training goes; plain lines where there is no terminal. Everything goes to stderr."""
 
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from covey.process.counting import duration, is_terminal
 from covey.process.terminal import safe
 from covey.types import StepReport
 
@@ -159,7 +159,10 @@ def line_of(report: StepReport, total_steps: int, pace: Pace, events: int = 0, *
     for label, name, rank in (first, ("KL", "kl", 4), ("entropy", "entropy", 6)):
         if name in report.metrics:
             parts.append((label, number(report[name]), rank))
-    accuracy = next((name for name in sorted(report.metrics) if _is_accuracy(name)), None)
+    of_rewards = (
+        n for n in sorted(report.metrics) if n.startswith("rewards/") and n.endswith("/mean") and "accuracy" in n
+    )
+    accuracy = "accuracy" if "accuracy" in report.metrics else next(of_rewards, None)
     if accuracy is not None:
         parts.insert(2, ("accuracy", f"{report[accuracy]:.0%}" if math.isfinite(report[accuracy]) else "nan", 2))
     if pace.tokens:
@@ -200,27 +203,6 @@ def fitted(parts: Sequence[Part], width: int) -> Text:
 def number(value: float) -> str:
     """Three digits that count: `0.712`, `-12.3`, `3.1e-05`, `2,310`, `nan`."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """`0:42`, `12:05`, `3:07:00`, `2 d 03:00`."""
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours:02d}:{minutes:02d}"
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def is_terminal(stream: TextIO) -> bool:
-    """True if a line can be redrawn there."""
-    return not stream.closed and stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
-
-
-def _is_accuracy(name: str) -> bool:
-    return name == "accuracy" or (name.startswith("rewards/") and "accuracy" in name and name.endswith("/mean"))
 
 
 def _join(parts: Sequence[Part]) -> Text:

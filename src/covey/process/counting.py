@@ -1,5 +1,6 @@
 """Progress of long work, reported to a listener: none in a script, the counter on a terminal on the command line."""
 
+import math
 import os
 import sys
 import time
@@ -66,7 +67,7 @@ class Counter:
             self._what, self._begun, self._first, self._tenth, self._drawn = what, now, done, 0, now
             self._is_new = True
         text = self._line(what, done, total, now - self._begun)
-        if self._redraws():
+        if is_terminal(self._stream or sys.stderr):
             self._redraw(text, now, is_last=done == total)
         elif total and 10 * done // total > self._tenth and now - self._drawn >= _LINE_SECONDS:
             self._tenth, self._drawn = 10 * done // total, now
@@ -82,7 +83,7 @@ class Counter:
         if total is None:
             return f"{what}: {done:,}"
         new = done - self._first
-        left = f", {_duration(seconds / new * (total - done))} left" if new > 0 and done < total else ""
+        left = f", {duration(seconds / new * (total - done))} left" if new > 0 and done < total else ""
         return f"{what}: {done:,} of {total:,}{left}"
 
     def _redraw(self, text: str, now: float, *, is_last: bool) -> None:
@@ -92,10 +93,6 @@ class Counter:
             self._drawn, self._is_drawn, self._is_new = now, True, False
             width = _columns(self._stream or sys.stderr)
             self._write("\r\x1b[K" + text[: width - 1])
-
-    def _redraws(self) -> bool:
-        stream = self._stream or sys.stderr
-        return not stream.closed and stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
     def _write(self, text: str) -> None:
         stream = self._stream or sys.stderr
@@ -111,7 +108,18 @@ def _columns(stream: TextIO) -> int:
         return 80
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """`0:42`, `12:05`, `3:07:00`, `2 d 03:00`."""
+    if not math.isfinite(seconds):
+        return "?"
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours:02d}:{minutes:02d}"
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """True if a line can be redrawn there."""
+    return not stream.closed and stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
