@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import shutil
 import sys
 import textwrap
@@ -10,6 +9,7 @@ import warnings
 from typing import Any
 
 from covey.errors import StorageError
+from covey.files.bounded import finite
 from covey.process.counting import Counter
 from covey.process.terminal import safe
 from covey.runs.console import Lasting, to_nowhere
@@ -40,15 +40,7 @@ def drop_stdout() -> None:
 
 def result_json(value: Any) -> None:
     """Print the result of a command as one JSON object on one line; a number that is not finite is null."""
-    result(json.dumps(_finite(value), default=str, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(name): _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    result(json.dumps(finite(value), default=str, allow_nan=False))
 
 
 def say(text: str) -> None:

@@ -1,6 +1,7 @@
 """Untrusted text, YAML and JSON, read within bounds: of bytes, of nesting, of aliases, and of time."""
 
 import json
+import math
 import os
 import re
 import select
@@ -160,6 +161,15 @@ def read_json(path: str | Path, error: type[CoveyError] = ConfigError) -> Any:
         return json.loads(content)
     except ValueError as why:
         raise error(f"{path} is not JSON: {why}.") from why
+
+
+def finite(value: Any) -> Any:
+    """A JSON value whose NaN and infinities, for which JSON has no word, are null."""
+    if isinstance(value, dict):
+        return {str(name): finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def whole_characters(text: str) -> str:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import mimetypes
 from collections.abc import AsyncIterator, Callable
 from itertools import chain, islice
@@ -19,6 +18,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from covey.errors import CoveyError
+from covey.files.bounded import finite
 from covey.monitor.view import browsing
 from covey.monitor.view.about_run import changed_options
 from covey.monitor.view.access import Guard, flag, number, one_of, text, whole
@@ -281,18 +281,7 @@ _CALLS: dict[str, Callable[[Library, Request], Any]] = {
 
 class _Json(JSONResponse):
     def render(self, content: Any) -> bytes:
-        return json.dumps(_finite(content), allow_nan=False, separators=(",", ":")).encode()
-
-
-def _finite(value: Any) -> Any:
-    """NaN and infinities as null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
+        return json.dumps(finite(content), allow_nan=False, separators=(",", ":")).encode()
 
 
 def _json(call: Callable[[Library, Request], Any], library: Library) -> Callable[[Request], Response]:
