@@ -47,20 +47,15 @@ def run(args: Args) -> int:
         check_signature(spec, columns)
     logging.getLogger("covey.rewards.scorer").setLevel(logging.ERROR)  # completions without a score are counted below
     examined = [_examine(spec, data, gold, options) for spec in specs]
-    stepwise = [_stepwise(spec.call, options) for spec in specs]
-    for (_, verdicts), steps in zip(examined, stepwise, strict=True):
-        verdicts += _of_steps(steps)
+    is_ok = all(_is_ok(verdicts, options) for _, verdicts, _ in examined)
     if options["json"]:
-        output.result_json({"ok": all(_is_ok(v, options) for _, v in examined), "gold_column": gold,
-                            "rewards": [_as_json(examination, verdicts) | _steps_json(steps) for (examination, verdicts), steps in zip(examined, stepwise, strict=True)]})  # fmt: skip
+        output.result_json({"ok": is_ok, "gold_column": gold, "rewards": [_as_json(*parts) for parts in examined]})
     else:
-        for spec, (examination, verdicts), steps in zip(specs, examined, stepwise, strict=True):
-            for line in (
-                [] if steps is None else [f"{spec.name}: {reward_steps.in_words(steps)}", *reward_steps.table(steps)]
-            ):
-                output.result(line)
+        for spec, (examination, verdicts, steps) in zip(specs, examined, strict=True):
+            if steps is not None:
+                output.result("\n".join([f"{spec.name}: {reward_steps.in_words(steps)}", *reward_steps.table(steps)]))
             _show(spec.name, examination, verdicts, len(data))
-    return 0 if all(_is_ok(verdicts, options) for _, verdicts in examined) else RewardError.exit_code
+    return 0 if is_ok else RewardError.exit_code
 
 
 def _check(options: dict[str, Any]) -> None:
@@ -73,9 +68,10 @@ def _check(options: dict[str, Any]) -> None:
 
 
 def _data(options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows from all over the data set, at equal distances."""
+    """Rows from all over the data set, at equal distances; sums of two numbers without one."""
     if options["dataset"] is None:
-        return _sums(options["rows"])
+        pairs = [(7 * i % 53 + 3, 11 * i % 61 + 5) for i in range(options["rows"])]
+        return [{"prompt": f"What is {a} + {b}?", "answer": str(a + b), "solution": str(a + b)} for a, b in pairs]
     from covey.cli.columns import column_map
     from covey.data import load
 
@@ -83,11 +79,6 @@ def _data(options: dict[str, Any]) -> list[dict[str, Any]]:
     dataset = load(options["dataset"], prompt_column=options["prompt_column"], columns=columns)
     count = min(options["rows"], len(dataset))
     return [dict(dataset[i * len(dataset) // count]) for i in range(count)]
-
-
-def _sums(count: int) -> list[dict[str, Any]]:
-    pairs = [(7 * i % 53 + 3, 11 * i % 61 + 5) for i in range(count)]
-    return [{"prompt": f"What is {a} + {b}?", "answer": str(a + b), "solution": str(a + b)} for a, b in pairs]
 
 
 def _gold_column(column: str | None, columns: list[str]) -> str | None:
@@ -98,7 +89,11 @@ def _gold_column(column: str | None, columns: list[str]) -> str | None:
     return column or next((name for name in GOLD_COLUMNS if name in columns), None)
 
 
-def _examine(spec: Any, data: list[dict[str, Any]], gold: str | None, options: dict[str, Any]) -> Any:
+def _examine(
+    spec: Any, data: list[dict[str, Any]], gold: str | None, options: dict[str, Any]
+) -> tuple[Examination | None, list[Verdict], Calibration | None]:
+    """The reward on its probes, the verdicts, and a process reward on all scored steps of the data set; None where there are none."""
+    from covey.cli.columns import column_map
     from covey.doctor.reward_audit.examination import examine
     from covey.doctor.reward_audit.probes import rows_of
     from covey.doctor.reward_audit.verdicts import Verdict, judge
@@ -109,31 +104,16 @@ def _examine(spec: Any, data: list[dict[str, Any]], gold: str | None, options: d
         raise DataError(f"--completion-column {column}: the data set has {', '.join(data[0])}.")
     try:
         examination = examine(spec, rows_of(data, gold, column), timeout_seconds=options["timeout"])
+        verdicts = judge(examination)
     except RewardError as error:
-        return None, [Verdict("FAIL", "contract", str(error))]
-    return examination, judge(examination)
-
-
-def _stepwise(call: Any, options: dict[str, Any]) -> Calibration | None:
-    """A process reward against the scored steps of the data set, all of them; None where there are none."""
-    from covey.cli.columns import column_map
-
-    name = options["dataset"]
-    return None if name is None else reward_steps.of_dataset(call, name, column_map(options["columns"]))
-
-
-def _of_steps(calibration: Calibration | None) -> list[Verdict]:
-    from covey.doctor.reward_audit.verdicts import Verdict
-
-    if calibration is None or calibration.auc.low > 0.5:
-        return []
-    return [
-        Verdict("WARN", "steps", "does not tell right steps from wrong ones better than a coin, as far as can be seen")
-    ]
-
-
-def _steps_json(calibration: Calibration | None) -> dict[str, Any]:
-    return {} if calibration is None else {"steps": reward_steps.as_json(calibration)}
+        examination, verdicts = None, [Verdict("FAIL", "contract", str(error))]
+    name, steps = options["dataset"], None
+    if name is not None:
+        steps = reward_steps.of_dataset(spec.call, name, column_map(options["columns"]))
+    if steps is not None and steps.auc.low <= 0.5:
+        sentence = "does not tell right steps from wrong ones better than a coin, as far as can be seen"
+        verdicts.append(Verdict("WARN", "steps", sentence))
+    return examination, verdicts, steps
 
 
 _LEVELS = {"FAIL": "failure", "WARN": "warning", "NOTE": "note"}
@@ -187,10 +167,13 @@ def _line(several: Sequence[Tried], *, is_main: bool) -> str:
     return f"  {label:<42}{''.join(f'{score:>9}' for score in scores)}{size - len(all_scores):>6}{each:>9.2f}"
 
 
-def _as_json(examination: Examination | None, verdicts: list[Verdict]) -> dict[str, Any]:
+def _as_json(
+    examination: Examination | None, verdicts: list[Verdict], calibration: Calibration | None
+) -> dict[str, Any]:
     rows = [{"level": v.level, "check": v.check, "said": v.said, **v.facts} for v in verdicts]
+    steps = {} if calibration is None else {"steps": reward_steps.as_json(calibration)}
     if examination is None:
-        return {"verdicts": rows}
+        return {"verdicts": rows, **steps}
     return {
         "name": examination.name,
         "reads_gold": examination.reads_gold,
@@ -208,6 +191,7 @@ def _as_json(examination: Examination | None, verdicts: list[Verdict]) -> dict[s
             }
             for tried in examination.tried
         ],
+        **steps,
     }
 
 
