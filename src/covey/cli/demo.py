@@ -13,6 +13,7 @@ from covey.cli import output
 from covey.cli.flags import Flag, spelled
 from covey.cli.verb import JSON, Args, Verb
 from covey.errors import ConfigError, RunFolderError
+from covey.files.places import next_folder
 
 if TYPE_CHECKING:
     from covey.evaluation.assessment import Assessment
@@ -82,10 +83,7 @@ def _folder(options: dict[str, Any]) -> Path:
                 f"{folder} is not empty; give a new --output-dir, or --resume {folder} to go on with it."
             )
         return folder
-    number = 1
-    while (Path("runs") / f"demo-{number}").exists():
-        number += 1
-    return Path("runs") / f"demo-{number}"
+    return Path(next_folder("demo"))
 
 
 def _trainer(folder: Path, options: dict[str, Any]) -> GRPOTrainer:
