@@ -3,7 +3,7 @@
 import pytest
 
 from covey.cli import main
-from covey.cli.serve_learn import FLAGS, settings_of
+from covey.cli.serve import FLAGS, settings_of
 
 
 @pytest.mark.parametrize(

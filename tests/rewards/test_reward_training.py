@@ -171,7 +171,7 @@ def test_the_command_writes_a_reward_and_tells_its_accuracy_with_an_interval(tmp
 def test_training_options_have_the_names_of_transformers_and_trl():
     """Scored steps have two options of their own."""
     from covey.cli.reward_train import verb
-    from covey.cli.serve_learn import FLAGS
+    from covey.cli.serve import FLAGS
 
     theirs = {field.name for field in fields(TrainingArguments)} | {"center_rewards_coefficient"}
     training = {flag.name for flag in verb.flags() if flag.group == "training"}
