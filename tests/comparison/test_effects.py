@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from covey.evaluation.compare.effects import Scored, adjusted, effect_of, mean_of
-from covey.evaluation.intervals import mean_of_few
-from covey.evaluation.student_t import quantile, two_sided
+from covey.evaluation.intervals import mean_of_few, quantile, two_sided
 from kit import rest_nightly
 
 

@@ -133,7 +133,7 @@ def _judge(options: dict[str, Any], is_sampled: bool) -> tuple[Any, Any]:
     from covey.cli.checkpoints import model_folder
     from covey.data import eos_ids, prepare_tokenizer
     from covey.environments.messages import with_messages
-    from covey.evaluation.difficulty import pass_rates
+    from covey.evaluation.assessment import pass_rates
     from covey.models import context_limit, load_model, load_tokenizer
     from covey.process.device import choose_device, dtype_to_read_in, in_words
     from covey.rewards import Scorer

@@ -44,7 +44,7 @@ def add_features(
 ) -> datasets.Dataset:
     """`dataset` with a column for each of `names`; see `FEATURES`. Rows and their order stay as they are.
 
-    `embedding` and `relevance` need `embedder`, `pass_rate` and `difficulty` need `pass_rates` (see `covey.evaluation.difficulty`).
+    `embedding` and `relevance` need `embedder`, `pass_rate` and `difficulty` need `pass_rates` (see `covey.evaluation.assessment`).
     Raises DataError for an unknown name, for a column that is there already (unless `overwrite`), and for what is missing.
     """
     _check(dataset, names, embedder, pass_rates, answer_column, overwrite)

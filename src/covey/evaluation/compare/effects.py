@@ -14,8 +14,16 @@ from typing import Literal
 
 import numpy as np
 
-from covey.evaluation.intervals import Z95, Estimate, bounded_mean, mean_of_few, mean_of_seeds, paired_difference
-from covey.evaluation.student_t import quantile, two_sided
+from covey.evaluation.intervals import (
+    Z95,
+    Estimate,
+    bounded_mean,
+    mean_of_few,
+    mean_of_seeds,
+    paired_difference,
+    quantile,
+    two_sided,
+)
 
 Basis = Literal["seeds and questions", "questions", "seeds", "nothing"]
 
