@@ -16,8 +16,7 @@ import torch
 from covey.monitor.view import Library
 from covey.monitor.view.app import phases_of
 from covey.monitor.view.curves import smooth, thin
-from covey.monitor.view.files import FilesOnDisk
-from covey.monitor.view.groups import GroupIndex, select
+from covey.monitor.view.groups import FilesOnDisk, GroupIndex, select
 from covey.monitor.view.series import NOT_FINITE, SeriesIndex
 from covey.runs import RunFolder, rollouts
 from covey.runs.metrics import JsonLines
@@ -165,10 +164,10 @@ def test_a_folder_of_many_files_is_not_listed_at_every_look(tmp_path: Path, monk
     write(tmp_path, 20, group("0:1", [1.0]))
     files = FilesOnDisk(first.parent)
     assert sorted(files.marks()) == [10, 20]
-    monkeypatch.setattr("covey.monitor.view.files._MANY", 1)
+    monkeypatch.setattr("covey.monitor.view.groups._MANY", 1)
     first.unlink()
     assert sorted(files.marks()) == [10, 20]
-    monkeypatch.setattr("covey.monitor.view.files._SECONDS", 0.0)
+    monkeypatch.setattr("covey.monitor.view.groups._SECONDS", 0.0)
     assert sorted(files.marks()) == [20]
 
 

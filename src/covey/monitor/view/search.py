@@ -9,8 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from covey.monitor.view.files import Mark
-from covey.monitor.view.groups import GroupIndex, Matches, read_columns
+from covey.monitor.view.groups import GroupIndex, Mark, Matches, read_columns
 
 _CHUNK = 4096
 _NAMES = {"prompt_uid": "prompt_uid", "prompt": "prompt", "completion": "first"}
