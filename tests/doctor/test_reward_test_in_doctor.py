@@ -2,7 +2,7 @@
 
 import pytest
 
-from covey.doctor import reward_test
+from covey.doctor import rewards
 from covey.rewards import JudgeReward
 from covey.rewards.builtin.registry import resolve
 from covey.rewards.contract import RewardSpec
@@ -11,9 +11,7 @@ ROWS = [{"prompt": f"{i} + {i + 1} =", "answer": str(2 * i + 1)} for i in range(
 
 
 def said(spec, status, *, seconds=1e-4, rows=ROWS):
-    return "\n".join(
-        f"{one.said} {one.fix}" for one in reward_test.tested([spec], rows, seconds) if one.status == status
-    )
+    return "\n".join(f"{one.said} {one.fix}" for one in rewards.tested([spec], rows, seconds) if one.status == status)
 
 
 def pays_digits(completions, answer, **columns):
@@ -55,4 +53,4 @@ def test_what_would_cost_time_or_money_is_left_out_and_said():
 def test_a_reward_that_counts_for_nothing_is_not_tested():
     import dataclasses
 
-    assert list(reward_test.tested([dataclasses.replace(resolve(pays_digits), weight=0.0)], ROWS, 1e-4)) == []
+    assert list(rewards.tested([dataclasses.replace(resolve(pays_digits), weight=0.0)], ROWS, 1e-4)) == []

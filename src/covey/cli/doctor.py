@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from covey.cli import output, train
 from covey.cli.adapter import adapter
@@ -52,6 +52,7 @@ def run(args: Args) -> int:
 
 def case_of(args: Args) -> Case:
     """The run that the flags describe, nothing of it loaded yet."""
+    from covey.cli.plan import memory_of
     from covey.config import GRPOConfig
     from covey.doctor import Case
 
@@ -63,16 +64,9 @@ def case_of(args: Args) -> Case:
         load_dataset=partial(train.load_prompts, args["dataset"], args, args.get("max_prompts")),
         load_held_out=partial(train.load_held_out, args),
         adapter=partial(adapter, args),
-        predict_memory=partial(predicted_peak, args),
+        predict_memory=lambda config, *sizes: memory_of(config, args, *sizes).peak,
         prompts=args.get("sample_prompts", _SAMPLE.default),
     )
-
-
-def predicted_peak(args: Args, config: Any, dataset: Any, prompt_tokens: int) -> int:
-    """Peak memory in bytes as `covey train --dry-run` estimates it, for prompts of this length."""
-    from covey.cli.plan import memory_of
-
-    return memory_of(config, args, dataset, prompt_tokens).peak
 
 
 def _verdict(counts: Mapping[str, int]) -> str:

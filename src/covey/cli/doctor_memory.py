@@ -44,7 +44,7 @@ def run(args: Args) -> int:
     from covey.cli.plan import memory_of
     from covey.config import GRPOConfig
     from covey.doctor import plan
-    from covey.doctor.longest import try_without_data
+    from covey.doctor.plan import try_without_data
 
     verb_flags = {_PROMPT_TOKENS.name, _PREDICT_ONLY.name}
     overrides = train.config_options({name: value for name, value in args.items() if name not in verb_flags})

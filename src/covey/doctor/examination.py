@@ -11,7 +11,7 @@ from covey.algorithms.advice import SMALL_MODEL
 from covey.config import GRPOConfig
 from covey.config.grpo_config import batch_arithmetic
 from covey.data import vocabulary_size
-from covey.doctor import data, model, plan, reward_test, rewards, signal, trial
+from covey.doctor import data, model, plan, rewards, signal, trial
 from covey.doctor.environment import environment
 from covey.doctor.finding import Finding, attempt, failed, passed
 from covey.learner.worst_case import try_longest
@@ -218,7 +218,7 @@ def _trial(case: Case, so_far: _Loaded) -> Iterator[Finding]:
     yield from rewards.reward_findings(outcome, so_far.scorer.names, weights.tolist())
     if "rewards" not in so_far.has_failed:
         each = outcome.seconds["reward"] / max(1, outcome.num_completions)
-        yield from reward_test.tested(so_far.scorer.rewards, data.first_rows(so_far.dataset), each)
+        yield from rewards.tested(so_far.scorer.rewards, data.first_rows(so_far.dataset), each)
     args = so_far.args
     limit, masks = args.max_completion_length, bool(args.mask_truncated_completions)
     yield from signal.signal_findings(outcome, weights, max_tokens=limit, masks_truncated=masks)

@@ -3,16 +3,23 @@
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
 
+from covey.config import GRPOConfig
 from covey.config.batches import Arithmetic
-from covey.doctor.finding import Finding, failed, passed, warned
+from covey.data import vocabulary_size
+from covey.doctor.finding import Finding, attempt, failed, passed, warned
 from covey.doctor.trial import Trial
-from covey.learner.worst_case import Longest
+from covey.learner.worst_case import Longest, try_longest
+from covey.models import context_limit, rope_factors, take_factors
 from covey.process.device import free_on, held_by_this_process
+from covey.process.world import World
+from covey.training.build_algorithm import build_algorithm
+from covey.training.build_learner import RunInputs, build_learner
+from covey.training.loading import load_for_training
 
 
 def batches(counts: Arithmetic, num_prompts: int | None) -> Iterator[Finding]:
@@ -136,3 +143,29 @@ def learning_rate(args: Any, remarks: Sequence[str], *, is_adapter: bool, is_sma
             "no experience is on record for a model as small as this" if is_small else "within what is known to work"
         )
         yield passed("options", f"{shown}: {verdict}", rate=args.learning_rate)
+
+
+def try_without_data(model: str, args: GRPOConfig, peft_config: Any, prompt_tokens: int) -> Finding:
+    """Load the model and take the longest micro-batch forward and backward; FAIL where one completion does not fit."""
+    outcome, wrong = attempt("memory", lambda: _try_longest(model, args, peft_config, prompt_tokens))
+    return longest_batch(outcome) if outcome is not None else wrong or failed("memory", "not tried.")
+
+
+def _try_longest(model: str, args: GRPOConfig, peft_config: Any, prompt_tokens: int) -> Longest:
+    loaded = load_for_training(model, args, args.device, peft_config=peft_config)
+    limit = context_limit(loaded.model)
+    if limit is not None and prompt_tokens + args.max_completion_length > limit and rope_factors(loaded.model):
+        take_factors(loaded.model, "long")
+        limit = context_limit(loaded.model)
+    algorithm, nothing = build_algorithm(args), cast(Any, None)  # one forward pass needs no rewards and no data
+    inputs = RunInputs(
+        args, loaded.model, loaded.tokenizer, loaded.eos_ids, algorithm, nothing, nothing, World.of(args)
+    )
+    learner = build_learner(inputs, 1, (None, None), is_off_policy=False)
+    return try_longest(
+        learner,
+        algorithm.resolve(algorithm.initial_controllers()),
+        prompt_tokens=prompt_tokens if limit is None else min(prompt_tokens, limit - args.max_completion_length),
+        group=args.num_generations,
+        vocabulary=vocabulary_size(loaded.model),
+    )
