@@ -219,7 +219,8 @@ def _steps(
         return Outcome(trained.global_step, {}, trainer.stopped_by, trainer.exit_code)
     trainer.save_model(str(Path(config.output_dir) / FINAL))
     metrics = {**_last(trainer.state.log_history), **trained.metrics, **_of_best(config, trainer.state)}
-    if eval_dataset is not None and _last_evaluation(trainer.state.log_history) < trained.global_step:
+    evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_reward" in entry]
+    if eval_dataset is not None and max(evaluated, default=-1) < trained.global_step:
         metrics |= trainer.evaluate()
     has_trained, tells = trained.global_step > trainer.started_at, trainer.is_world_process_zero()
     return Outcome(trained.global_step, metrics, has_trained=has_trained, tells=tells)
@@ -282,11 +283,6 @@ def _of_best(config: Any, state: Any) -> dict[str, Any]:
         output.say(f"The run ends with the weights of step {best}, its best evaluation.")
     metrics = _last([entry for entry in state.log_history if entry["step"] == best])
     return {name: value for name, value in metrics.items() if name.startswith("eval_")}
-
-
-def _last_evaluation(history: Sequence[Mapping[str, Any]]) -> int:
-    """The step of the newest evaluation, -1 for none."""
-    return max((int(entry["step"]) for entry in history if "eval_reward" in entry), default=-1)
 
 
 def _last(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

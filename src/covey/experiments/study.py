@@ -139,7 +139,10 @@ class Search:
 
 
 def in_a_process(tuning: Tuning, attempt: Attempt, stop: Any) -> child.Ended:
-    with child.options_file(_yaml(tuning, attempt.params)) as file:
+    import yaml
+
+    text = yaml.safe_dump({**tuning.options, **attempt.params}, sort_keys=False, allow_unicode=True)
+    with child.options_file(text) as file:
         words = ["--config", file, "--output-dir", str(attempt.place), "--resume", "auto"]
         return child.train(words, attempt.log, stop, is_quiet=True, is_over=attempt.watch.is_hopeless)
 
@@ -164,12 +167,6 @@ def state_of(name: str) -> Any:
     import optuna
 
     return optuna.trial.TrialState[name]
-
-
-def _yaml(tuning: Tuning, params: Mapping[str, Any]) -> str:
-    import yaml
-
-    return str(yaml.safe_dump({**tuning.options, **params}, sort_keys=False, allow_unicode=True))
 
 
 def forget_weights(tuning: Tuning, study: Any) -> None:
