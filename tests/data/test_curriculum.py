@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
 import pyarrow
 import pytest
+import torch
 
 from covey.data import Outcome, PromptStream, load, mix
 from covey.data.mixing import terms
 from covey.errors import DataError
-from kit import rest_nightly, tiny_tokenizer
+from covey.training.credit import outcomes
+from kit import group, rest_nightly, tiny_tokenizer
 
 
 def table(n: int = 20, **columns) -> datasets.Dataset:
@@ -67,6 +70,17 @@ def learn_round(prompts: PromptStream, n: int, solved, unsolved) -> list[int]:
         }
     )
     return rows(drawn)
+
+
+def test_a_row_whose_judge_was_out_counts_as_not_asked():
+    prompts = stream(table(4), "frontier")
+    out = replace(group(["a", "b"]), rewards=torch.full((2, 1), torch.nan), has_lost=True)
+    drawn = prompts.take(4)
+    prompts.learn(outcomes([replace(out, prompt=prompt) for prompt in drawn], torch.ones(1)))
+    assert prompts._order.weights().tolist() == [0.5] * 4
+    mixed = replace(out, rewards=torch.tensor([[0.0], [1.0]]), prompt=drawn[0])  # what is left differs
+    prompts.learn(outcomes([mixed], torch.ones(1)))
+    assert prompts._order.weights()[rows(drawn)[0]] == 1.0
 
 
 @pytest.mark.slow

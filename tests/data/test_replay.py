@@ -85,6 +85,17 @@ def test_a_row_that_is_solved_leaves_at_once_and_one_without_signal_after_three_
     assert counts == {solved: 1, hopeless: 3}
 
 
+def test_a_replay_whose_judge_was_out_waits_again():
+    prompts = stream(400)
+    (hard,), _ = round_of(prompts, 1, lambda row: RARELY)
+    out = Outcome(score=0.0, has_signal=False, is_judged=False)
+    counts = Counter()
+    for _ in range(30):
+        counts.update(round_of(prompts, 8, lambda row: out)[1])
+    assert set(counts) == {hard}
+    assert counts[hard] > 3  # an unsolved one leaves after three
+
+
 def test_every_draw_has_a_name_of_its_own():
     prompts, seen = stream(6), []
     for _ in range(20):

@@ -10,6 +10,7 @@ import re
 import signal
 import threading
 import time
+from dataclasses import replace
 from decimal import Decimal
 
 import numpy as np
@@ -19,7 +20,7 @@ from datasets import Dataset
 
 from covey import GRPOConfig
 from covey.errors import ConfigError, DataError, RewardError
-from covey.rewards import RewardSpec, Scorer, check
+from covey.rewards import RewardSpec, Scorer, check, has_signal, mean_score
 from covey.training.datasets import refuse_no_data
 from covey.types import Group, Mean, Sum
 from kit import completion, group, prompt
@@ -307,6 +308,34 @@ def test_one_reward_that_fails_leaves_the_others_scores_alone():
     scored, _ = score(right, broken, groups=[group(["4", "5"], columns={"answer": "4"})])
     assert column(scored, 0) == [1.0, 0.0]
     assert all(math.isnan(value) for value in column(scored, 1))
+
+
+def test_a_completion_that_lost_its_judge_is_not_compared_by_what_is_left_of_its_sum():
+    def judge(completions):
+        if "lost" in completions:
+            raise ConnectionError("judge is down")
+        return [1.0] * len(completions)
+
+    def style(completions):
+        return [1.0] * len(completions)
+
+    scorer = Scorer([judge, style])
+    scored = scorer.score([group(["a", "lost", "b"]), group(["lost", "lost"]), group(["c", "d"])])
+    assert not any(has_signal(each, scorer.weights) for each in scored)
+    assert [each.has_lost for each in scored] == [True, True, False]
+    assert [mean_score(each, scorer.weights) for each in scored] == [1.0, 0.5, 1.0]
+    (logged,) = Scorer([judge, style], weights=[0.0, 1.0]).score([group(["a", "lost"])])
+    assert column([logged], 1) == [1.0, 1.0]
+    assert not logged.has_lost
+
+
+def test_a_completion_whose_sampler_failed_is_not_scored():
+    lost = replace(completion(""), finish="error")
+    (scored,) = Scorer([lambda completions: [0.0] * len(completions)]).score(
+        [replace(group(["a"]), completions=(lost,))]
+    )
+    assert scored.rewards.isnan().all()
+    assert scored.has_lost
 
 
 def test_a_function_that_exits_the_process_is_an_error_and_ctrl_c_is_not():

@@ -118,6 +118,8 @@ class Frontier:
     def learn(self, outcomes: Mapping[int, Outcome]) -> None:
         """Record the outcomes of rows; the next draw depends on them."""
         for row, outcome in outcomes.items():
+            if not outcome.is_judged:
+                continue
             new = float(outcome.has_signal)
             before = float(self._signal[row])
             self._signal[row] = new if before != before else before + _LEARN_RATE * (new - before)
@@ -318,7 +320,9 @@ class Replay:
         """Record the outcomes of rows, and pass them on to an order that adapts to them."""
         for row, outcome in outcomes.items():
             dull = self._unjudged.pop(row, self._waiting.pop(row, (None, 0))[0])
-            if outcome.score >= _RARELY:
+            if not outcome.is_judged and dull is not None:
+                self._waiting[row] = (dull, self._drawn)
+            if not outcome.is_judged or outcome.score >= _RARELY:
                 continue
             if outcome.has_signal:
                 self._waiting[row] = (0, self._drawn)

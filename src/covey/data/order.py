@@ -26,12 +26,15 @@ class Outcome:
 
     score: float
     has_signal: bool
+    is_judged: bool = True
+    """False where the rewards or the sampler failed, so that the prompt counts as not asked."""
 
     @staticmethod
     def mean(outcomes: Sequence[Outcome]) -> Outcome:
         """Mean outcome of the prompts of one question."""
         score = sum(outcome.score for outcome in outcomes) / len(outcomes)
-        return Outcome(score, any(outcome.has_signal for outcome in outcomes))
+        signal = any(outcome.has_signal for outcome in outcomes)
+        return Outcome(score, signal, signal or all(outcome.is_judged for outcome in outcomes))
 
 
 class Order(Protocol):

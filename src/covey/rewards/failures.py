@@ -4,13 +4,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from covey.errors import ConfigError, RewardError
 from covey.rewards.calling.deadline import DeadlineError
 from covey.rewards.calling.outcome import Outcome
 from covey.rewards.contract import Batch, Total
 from covey.rewards.raised import with_place
-from covey.types import Mean, Metric, RunningTotal, Sum, merge_metrics
+from covey.types import Group, Mean, Metric, RunningTotal, Sum, merge_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +22,24 @@ def refuse_bad_limits(limit: int, on_error: str) -> None:
         raise ConfigError(f"on_reward_error is {on_error!r}; use 'record' or 'raise'.")
     if limit < 1:
         raise ConfigError(f"reward_error_limit is {limit}; use at least 1.")
+
+
+def without_lost(
+    scores: Tensor, groups: Sequence[Group], outcomes: Sequence[Outcome], weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The scores [N, R], and [N] bool, completions on which the sampler failed, or a reward whose weight is not 0.
+
+    NaN, not scored, is a completion whose sampler failed, and one whose reward failed on it and not on its whole group: a sum
+    without that reward is no worse result. Where it failed on the whole group, the other rewards compare.
+    """
+    no_answer = torch.tensor([drawn.finish == "error" for group in groups for drawn in group.completions])
+    failed = torch.zeros_like(scores, dtype=torch.bool)
+    for r, (outcome, weight) in enumerate(zip(outcomes, weights.tolist(), strict=True)):
+        for failure in outcome.failures if weight else ():
+            failed[failure.start : failure.stop, r] = scores[failure.start : failure.stop, r].isnan()
+    parts = failed.split([group.size for group in groups])
+    alone = torch.cat([(part & ~part.all(0)).any(-1) for part in parts])
+    return scores.masked_fill((alone | no_answer)[:, None], torch.nan), failed.any(-1) | no_answer
 
 
 class Failures:

@@ -19,7 +19,7 @@ from covey.rewards.calling.outcome import Outcome, logged_columns
 from covey.rewards.calling.workers import INSIDE
 from covey.rewards.combining import Combiner, Running, is_moving, weight_of, within_float32
 from covey.rewards.contract import Batch, RewardSpec, check_signature, takes
-from covey.rewards.failures import Failures, refuse_bad_limits
+from covey.rewards.failures import Failures, refuse_bad_limits, without_lost
 from covey.rewards.replaced import Calculate, Replaced
 from covey.rewards.scales import Scale, Scales
 from covey.rewards.specs import isolated, specs_of
@@ -160,7 +160,8 @@ class Scorer:
         scores = torch.stack([outcome.scores for outcome in outcomes], dim=-1)  # [N, R]
         events = [event for outcome in outcomes for event in outcome.events(batch)]
         scores, more = within_float32(scores, self.weights, self.names, batch)
-        return _attach(groups, scores, [*events, *more], logged_columns(outcomes))
+        scores, lost = without_lost(scores, groups, outcomes, self.weights)
+        return _attach(groups, scores, lost, [*events, *more], logged_columns(outcomes))
 
     def tidy(self, before: Surroundings) -> list[Event]:
         """Restore state that calls on other threads changed and cancel their tasks. Returns the events to report."""
@@ -277,9 +278,13 @@ class Scoring:
 
 
 def _attach(
-    groups: Sequence[Group], scores: Tensor, events: Sequence[tuple[int, Event]], extras: Mapping[str, list[Any]]
+    groups: Sequence[Group],
+    scores: Tensor,
+    lost: Tensor,
+    events: Sequence[tuple[int, Event]],
+    extras: Mapping[str, Any],
 ) -> list[Group]:
-    """Each group with its rows of the scores [N, R], the events that concern it by their row, and its logged columns."""
+    """Each group with its rows of the scores [N, R] and of those that were lost [N], the events that concern it by their row, and its logged columns."""
     scored, start = [], 0
     for group in groups:
         stop = start + group.size
@@ -287,6 +292,7 @@ def _attach(
             replace(
                 group,
                 rewards=scores[start:stop],
+                has_lost=bool(lost[start:stop].any()),
                 events=(*group.events, *(event for index, event in events if start <= index < stop)),
                 extras={**group.extras, **{column: values[start:stop] for column, values in extras.items()}},
             )

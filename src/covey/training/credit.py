@@ -78,9 +78,8 @@ def completion_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
 
 def outcomes(groups: Sequence[Group], weights: Tensor) -> dict[str, Outcome]:
     """Outcome of each prompt by uid, for a curriculum; completions of the policy only."""
-    return {
-        group.prompt.uid: Outcome(mean_score(group, weights), has_signal(group, weights)) for group in of_policy(groups)
-    }
+    outcome = lambda group, signal: Outcome(mean_score(group, weights), signal, signal or not group.has_lost)
+    return {group.prompt.uid: outcome(group, has_signal(group, weights)) for group in of_policy(groups)}
 
 
 def num_without_signal(groups: Sequence[Group], weights: Tensor) -> int:

@@ -156,6 +156,8 @@ class Group:
     """[G] float32, the weighted sum of the rewards that advantages were made of, NaN: not scored. None: not computed yet."""
     returns: Tensor | None = None
     """[G, T] float32, targets of the critic, NaN of a completion that nobody scored. None: no critic."""
+    has_lost: bool = False
+    """True if the sampler or a reward failed on one of its completions."""
     greedy_rewards: Tensor | None = None
     """[R] float32, rewards of the greedy answer, for estimators that use it as baseline (ReMax)."""
     events: tuple[Event, ...] = ()
