@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from covey.algorithms.advantages import GroupNormalized
 from covey.algorithms.aggregation import token_mean
-from covey.algorithms.composing import is_apart, metrics_of, needs_whole_step, prepared, recalled, remembered, zeroed
-from covey.algorithms.control import Controller, controllers_in, settle
+from covey.algorithms.composing import is_apart, metrics_of, needs_whole_step, prepared_in, recalled, remembered, zeroed
+from covey.algorithms.control import Controller, controllers_in, settled
 from covey.algorithms.critic import Critic, with_targets
 from covey.algorithms.declared import expect_advantages, expect_parts, expect_per_token
 from covey.algorithms.kl import KL, as_kl
@@ -70,7 +70,6 @@ class Needs:
 
 
 _SINGLE = ("advantage", "objective", "aggregate", "kl", "reference", "critic", "teacher")
-_CALLED = ("advantage", "objective", "aggregate", "reference")
 _MANY = ("regularizers", "weights")
 _OUTSIDE = ("mask", "observed", "observed_logp")
 """Fields of a batch that are not about the tokens that count."""
@@ -118,7 +117,7 @@ class Algorithm:
             object.__setattr__(self, "objective", Reshaped(self.objective))
         if self.teacher is not None and not isinstance(self.teacher, TeacherRole):
             object.__setattr__(self, "teacher", TeacherRole(self.teacher))
-        expect_parts({slot: getattr(self, slot) for slot in _CALLED} | dict(self._parts()))
+        expect_parts(self._parts())
 
     @property
     def has_separate_critic(self) -> bool:
@@ -184,13 +183,12 @@ class Algorithm:
 
     def prepare(self, whole: TokenBatch, totals: Totals) -> Algorithm:
         """The algorithm with each part that needs statistics of the whole optimizer step fitted to it; `whole` carries no gradient."""
-        whole = _clean(whole)
-        return self._mapped(lambda _, part: prepared(part, whole, totals))
+        return prepared_in(self, _SINGLE + _MANY, _clean(whole), totals)
 
     @property
     def needs(self) -> Needs:
         """Inputs that the parts read: those they list in `needs`, and those that follow from their type."""
-        parts = [part for _, part in self._parts()]
+        parts = self._parts().values()
         listed = {name for part in parts for name in getattr(part, "needs", ())}
         inputs = {item.name for item in fields(Needs)}
         for name in listed - inputs:
@@ -206,7 +204,7 @@ class Algorithm:
     @property
     def role(self) -> TeacherRole | None:
         """The teacher of all parts; None without one. Raises ConfigError for two, and for parts that lack one."""
-        role = role_of([part for _, part in self._parts()])
+        role = role_of(list(self._parts().values()))
         if role is None and self.needs.teacher_logp:
             raise ConfigError(
                 "A part learns from a teacher's log-probabilities, and the algorithm has no teacher; add one, such as "
@@ -218,9 +216,7 @@ class Algorithm:
 
     def controllers(self) -> dict[str, Controller]:
         """Every coefficient that adapts, by where it is, such as `kl.coefficient`."""
-        return {
-            path: controller for name, part in self._parts() for path, controller in controllers_in(name, part).items()
-        }
+        return controllers_in(self)
 
     def initial_controllers(self) -> dict[str, float]:
         """Initial state of each adaptive coefficient."""
@@ -230,11 +226,8 @@ class Algorithm:
         """The algorithm with each adaptive coefficient replaced by its current value, from its state in `values` (its start, where
         absent), and the advantage with its memory.
         """
-        if memory := {key.removeprefix(_MEMORY): value for key, value in values.items() if key.startswith(_MEMORY)}:
-            others = {key: value for key, value in values.items() if not key.startswith(_MEMORY)}
-            return replace(self, advantage=recalled(self.advantage, memory)).resolve(others)
-        controllers = self.controllers()
-        return self._mapped(lambda name, part: settle(name, part, controllers, values)) if controllers else self
+        memory = {key.removeprefix(_MEMORY): value for key, value in values.items() if key.startswith(_MEMORY)}
+        return settled(replace(self, advantage=recalled(self.advantage, memory)) if memory else self, values)
 
     def advance(self, values: Mapping[str, float], report: StepReport) -> dict[str, float]:
         """State of each adaptive coefficient after the step of `report`; an advantage's memory stays."""
@@ -272,20 +265,10 @@ class Algorithm:
         """[N, T]; a loss of one number a sequence stays so for an aggregate that takes it (`takes_rows`)."""
         return per_token if getattr(self.aggregate, "takes_rows", False) else per_token.expand_as(tokens.mask)
 
-    def _parts(self) -> Iterator[tuple[str, Any]]:
-        for slot in _SINGLE:
-            if getattr(self, slot) is not None:
-                yield slot, getattr(self, slot)
-        for slot in _MANY:
-            for index, part in enumerate(getattr(self, slot)):
-                yield f"{slot}.{index}", part
-
-    def _mapped(self, change: Callable[[str, Any], Any]) -> Algorithm:
-        parts = {name: change(name, part) for name, part in self._parts()}
-        slots: dict[str, Any] = {slot: parts[slot] for slot in _SINGLE if slot in parts}
-        for slot in _MANY:
-            slots[slot] = tuple(parts[f"{slot}.{index}"] for index in range(len(getattr(self, slot))))
-        return replace(self, **slots)
+    def _parts(self) -> dict[str, Any]:
+        """Parts by slot, such as `weights.0`; None in a slot without one."""
+        several = {f"{slot}.{index}": part for slot in _MANY for index, part in enumerate(getattr(self, slot))}
+        return {slot: getattr(self, slot) for slot in _SINGLE} | several
 
 
 def _clean(tokens: TokenBatch) -> TokenBatch:

@@ -75,12 +75,14 @@ def compared(tokens: TokenBatch) -> Tensor:
 
 
 def prepared(part: P, tokens: TokenBatch, totals: Totals) -> P:
-    """The part fitted to the whole step, or itself where it has no `prepare`."""
+    """The part fitted to the whole step, or itself where it has no `prepare`; each of a tuple of parts."""
+    if isinstance(part, tuple):
+        return tuple(prepared(each, tokens, totals) for each in part)  # type: ignore[return-value]
     prepare = getattr(part, "prepare", None)
     return prepare(tokens, totals) if callable(prepare) else part
 
 
-def prepared_fields(part: P, names: Sequence[str], tokens: TokenBatch, totals: Totals) -> P:
+def prepared_in(part: P, names: Sequence[str], tokens: TokenBatch, totals: Totals) -> P:
     """The dataclass `part` with the parts inside the named fields prepared."""
     changes = {name: prepared(getattr(part, name), tokens, totals) for name in names}
     return replace(part, **changes)  # type: ignore[type-var]

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from covey.errors import ConfigError
 from covey.types import StepReport
+
+P = TypeVar("P")
 
 
 @runtime_checkable
@@ -66,21 +68,31 @@ def current(coefficient: float | Controller) -> float:
     return applied(coefficient, coefficient.init()) if isinstance(coefficient, Controller) else float(coefficient)
 
 
-def controllers_in(path: str, part: Any) -> dict[str, Controller]:
+def _inside(part: Any) -> dict[str, Any]:
+    """Values inside a part by name: the fields of a dataclass, the places of a tuple."""
+    if type(part) is tuple:
+        return {str(place): value for place, value in enumerate(part)}
+    is_record = is_dataclass(part) and not isinstance(part, type)
+    return {item.name: getattr(part, item.name) for item in fields(part)} if is_record else {}
+
+
+def controllers_in(part: Any, path: str = "") -> dict[str, Controller]:
     """Adaptive coefficients of a part and of the parts within it, such as the shape of an objective, by path."""
-    if not is_dataclass(part) or isinstance(part, type):
-        return {}
     adaptive: dict[str, Controller] = {}
-    for item in fields(part):
-        value, inner = getattr(part, item.name), f"{path}.{item.name}"
-        adaptive.update({inner: value} if is_controller(value) else controllers_in(inner, value))
+    for name, value in _inside(part).items():
+        place = f"{path}{name}"
+        adaptive |= {place: value} if is_controller(value) else controllers_in(value, f"{place}.")
     return adaptive
 
 
-def settle(path: str, part: Any, controllers: Mapping[str, Controller], values: Mapping[str, float]) -> Any:
-    """The part at `path` with each of `controllers` replaced by its current value, from its state in `values`."""
-    if path in controllers:
-        return applied(controllers[path], values.get(path, controllers[path].init()))
-    inside = {key.removeprefix(f"{path}.").partition(".")[0] for key in controllers if key.startswith(f"{path}.")}
-    changes = {item: settle(f"{path}.{item}", getattr(part, item), controllers, values) for item in inside}
-    return replace(part, **changes) if changes else part
+def settled(part: P, values: Mapping[str, float], path: str = "") -> P:
+    """The part with each controller in it replaced by its coefficient, from its state in `values` (its start, where absent)."""
+    inside, changes = _inside(part), dict[str, Any]()
+    for name, value in inside.items():
+        place = f"{path}{name}"
+        is_adaptive = is_controller(value)
+        new = applied(value, values.get(place, value.init())) if is_adaptive else settled(value, values, f"{place}.")
+        changes |= {} if new is value else {name: new}
+    if not changes:
+        return part
+    return tuple((inside | changes).values()) if isinstance(part, tuple) else replace(part, **changes)  # type: ignore

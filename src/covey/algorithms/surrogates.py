@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from covey.algorithms.composing import clip_metrics, metrics_of, needs_whole_step, prepared_fields
+from covey.algorithms.composing import clip_metrics, metrics_of, needs_whole_step, prepared_in
 from covey.algorithms.ratios import Level, log_ratio_of, ratio_of
 from covey.errors import ConfigError
 from covey.types import Metric, TokenBatch, Totals, Weight
@@ -245,7 +245,7 @@ class GMPO:
 
     def prepare(self, tokens: TokenBatch, totals: Totals) -> GMPO:
         """The objective with `only` and `correction` fitted to the whole step."""
-        return prepared_fields(self, ("only", "correction"), tokens, totals)
+        return prepared_in(self, ("only", "correction"), tokens, totals)
 
     def metrics(self, tokens: TokenBatch) -> dict[str, Tensor | Metric]:
         """`clip_ratio/*`: tokens that are clipped; and, by the advantage's sign, tokens outside of `[-low, high]` at all."""
@@ -314,7 +314,7 @@ class VESPO:
 
     def prepare(self, tokens: TokenBatch, totals: Totals) -> VESPO:
         """The objective with `correction` fitted to the whole step."""
-        return prepared_fields(self, ("correction",), tokens, totals)
+        return prepared_in(self, ("correction",), tokens, totals)
 
     def metrics(self, tokens: TokenBatch) -> dict[str, Tensor | Metric]:
         """`vespo/phi_seq_mean`: mean phi over sequences; and the metrics of the correction."""
