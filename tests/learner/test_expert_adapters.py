@@ -56,7 +56,7 @@ def test_the_sampler_draws_with_the_adapter_on_the_experts(family, dtype, larges
     assert policy.shares_prompts()
     for group in groups:
         with torch.no_grad():
-            mine = policy.measure([unscored_row(group, 0, drawn) for drawn in group.completions]).logp
+            mine = policy.measure([unscored_row(group.prompt, drawn) for drawn in group.completions]).logp
         for row, drawn in zip(mine, group.completions, strict=True):
             assert drawn.logprobs is not None
             assert (row[: drawn.num_tokens] - drawn.logprobs).abs().max() < largest

@@ -40,7 +40,7 @@ def drawn(model: Any, tokens: int = 16, **options: Any) -> list[Group]:
 
 
 def rows_in(groups: list[Group]) -> list[Row]:
-    return [unscored_row(group, i, one) for i, group in enumerate(groups) for one in group.completions]
+    return [unscored_row(group.prompt, one, i) for i, group in enumerate(groups) for one in group.completions]
 
 
 @torch.no_grad()

@@ -34,9 +34,6 @@ from covey.process.sharding import is_sharded, total_norm
 from covey.process.world import World
 from covey.types import Completion, Group, Last, Metric, StepReport, Sum, TokenBatch, Totals, merge_metrics
 
-NOTES = ("old_logp", "ref_logp", "values", "squared_score")
-"""Fields of a completion that the learner measures at the rollout."""
-
 
 @dataclass(eq=False)
 class Learner:
@@ -115,7 +112,7 @@ class Learner:
     @torch.no_grad()
     def measured(self, groups: Sequence[Group], needs: Needs) -> list[Group]:
         """Groups with `old_logp`, `ref_logp`, `values` and `squared_score` of the current models, as far as `needs` names them."""
-        rows = [unscored_row(group, i, drawn) for i, group in enumerate(groups) for drawn in group.completions]
+        rows = [unscored_row(group.prompt, drawn, i) for i, group in enumerate(groups) for drawn in group.completions]
         self.policy.model.eval()
         self.micro_batcher.limits.left_out.begin()  # no completion may be skipped: advantages need all of them
         with self._abortable(), ordered_sums.on(self.policy.device):
@@ -134,16 +131,17 @@ class Learner:
             old = self.policy.measure(batch) if reads_policy else None
             ref = self.reference.measure(batch) if needs.ref_logp else None
             values = self.critic.values(old, batch) if needs.values and old is not None else None
-            values_by_note = (
-                old.logp if old is not None and needs.old_logp else None,
-                None if ref is None else ref.logp,
-                values,
-                squared_scores(self.policy, old.hidden, old.rows) if needs.squared_score and old is not None else None,
+            scores = (
+                None if old is None or not needs.squared_score else squared_scores(self.policy, old.hidden, old.rows)
             )
-            on_host = [None if x is None else x.float().cpu() for x in values_by_note]  # [N, T], one transfer each
+            logp = old.logp if old is not None and needs.old_logp else None
+            ref_logp = None if ref is None else ref.logp
+            fields = {"old_logp": logp, "ref_logp": ref_logp, "values": values, "squared_score": scores}
+            on_host = {name: None if x is None else x.float().cpu() for name, x in fields.items()}  # [N, T]
             for r, row in enumerate(micro_batch):
-                fields = [None if x is None else x[r, : row.completion.num_tokens].clone() for x in on_host]
-                notes[id(row)] = replace(row.completion, **dict[str, Any](zip(NOTES, fields, strict=True)))
+                count = row.completion.num_tokens
+                cut: dict[str, Any] = {n: None if x is None else x[r, :count].clone() for n, x in on_host.items()}
+                notes[id(row)] = replace(row.completion, **cut)
         return [notes[id(row)] for row in rows]
 
     # -- the update -------------------------------------------------------------------------------------------------

@@ -100,11 +100,9 @@ def rows_of(
     return rows
 
 
-def unscored_row(group: Group, index: int, completion: Completion) -> Row:
-    """A row without advantage, for a forward pass only."""
-    return Row(
-        prompt=group.prompt, completion=completion, group=index, advantage=torch.zeros(()), counts=completion.written
-    )
+def unscored_row(prompt: Prompt, completion: Completion, group: int = 0, index: int = 0) -> Row:
+    """A row without advantage."""
+    return Row(prompt, completion, group, torch.zeros(()), completion.written, index=index)
 
 
 def regrouped(groups: Sequence[Group], completions: Sequence[Completion]) -> list[Group]:
@@ -116,10 +114,7 @@ def regrouped(groups: Sequence[Group], completions: Sequence[Completion]) -> lis
 def filler() -> Row:
     """A row of two tokens with zero loss, for a pass that only matches the collectives of other processes."""
     drawn = Completion(token_ids=torch.tensor([1, 2]), text="", finish="stop")
-    counts = torch.ones(2, dtype=torch.bool)
-    return Row(
-        prompt=Prompt(uid="pace", token_ids=(1, 2)), completion=drawn, group=0, advantage=torch.zeros(()), counts=counts
-    )
+    return unscored_row(Prompt(uid="pace", token_ids=(1, 2)), drawn)
 
 
 def microbatches(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from covey.learner.packing import Row, filler
+from covey.learner.packing import Row, filler, unscored_row
 from covey.learner.policy import Policy
 from covey.learner.token_batches import spread
 from covey.types import Completion, Mean, Metric, Prompt, Sum
@@ -29,17 +29,7 @@ class Supervised:
         """The examples of this step, counted from 1, as rows without advantage."""
         places = range((step - 1) * self.batch_size, step * self.batch_size)
         examples = [self.example(self._order(place // self.count)[place % self.count]) for place in places]
-        return [
-            Row(
-                prompt=prompt,
-                completion=completion,
-                group=i,
-                advantage=torch.zeros(()),
-                counts=completion.written,
-                index=i,
-            )
-            for i, (prompt, completion) in enumerate(examples)
-        ]
+        return [unscored_row(prompt, completion, i, i) for i, (prompt, completion) in enumerate(examples)]
 
     def loss(self, batch: Sequence[Row], num_tokens: int) -> tuple[Tensor, dict[str, Metric]]:
         """This micro-batch's share of the weighted mean over the step's `num_tokens`, and its metrics."""

@@ -25,7 +25,7 @@ from covey.kernels import (
 )
 from covey.learner import shared_prompt
 from covey.learner.logprobs import Head
-from covey.learner.packing import Row, pad_rows
+from covey.learner.packing import Row, pad_rows, unscored_row
 from covey.learner.shared_prompt import share_rows
 from covey.learner.state_layers import attention_layers, state_layers
 from covey.models import decoder_of, unwrapped
@@ -42,13 +42,8 @@ def short_row(model: Any, count: int) -> Row:
     """A test row of five prompt tokens and `count` completion tokens, with the same prompt for every count."""
     vocabulary = vocabulary_size(unwrapped(model))
     ids = (torch.arange(5 + count) * 7919 + 11 * count * (torch.arange(5 + count) >= 5)) % vocabulary
-    return Row(
-        prompt=Prompt(uid="try", token_ids=tuple(ids[:5].tolist())),
-        completion=Completion(token_ids=ids[5:], text="", finish="stop"),
-        group=0,
-        advantage=torch.zeros(()),
-        counts=torch.ones(count, dtype=torch.bool),
-    )
+    prompt = Prompt(uid="try", token_ids=tuple(ids[:5].tolist()))
+    return unscored_row(prompt, Completion(token_ids=ids[5:], text="", finish="stop"))
 
 
 def find_head(model: Any) -> Head:
