@@ -64,9 +64,9 @@ ROWS_CHANGE = {
 }
 """Prompts are prefilled, rows begin and end."""
 STOP_STRINGS = {
-    "scheduler.py:_completes_stop_string to the CPU",
-    "scheduler.py:_completes_stop_string _local_scalar_dense",
-    "scheduler.py:_completes_stop_string nonzero",
+    "scheduler.py:_written to the CPU",
+    "stopping.py:completed to the CPU",
+    "stopping.py:completed nonzero",
 }
 """Text is compared on the host."""
 

@@ -211,7 +211,7 @@ class GraphScheduler(Scheduler):
         live, is_full = self.live[:count], self.rows[WRITTEN, :count] >= self.rows[LIMIT, :count]
         stops = self.stopped[:count] & live
         if self.params.stop:
-            stops |= self._completes_stop_string(self.rows[TOKEN, :count]) & live & ~self.is_reply[:count]
+            stops |= self.stop.completed(self.rows[TOKEN, :count], self._written) & live & ~self.is_reply[:count]
         if self.environment is not None:
             stops &= ~answer_rows(self, stops & ~is_full)
             is_full = self.rows[WRITTEN, :count] >= self.rows[LIMIT, :count]

@@ -150,7 +150,7 @@ class _Batch:
         vocab_size = config.get_text_config().vocab_size
         self.is_eos = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self.is_eos[list(sampler.eos_ids)] = True
-        self.stop = StopStrings.of(params.stop, sampler.tokenizer, vocab_size)
+        self.stop = StopStrings.of(params.stop, sampler.tokenizer, vocab_size, device)
         self.alive = torch.arange(len(rows), device=device)  # [B now]
         self.seen: Tensor | None = None  # [B now, V], tokens of the prompt and the completion so far
 
@@ -184,16 +184,10 @@ class _Batch:
         is_writing = self.ended[self.alive] == 0
         stops = self.is_eos[tokens]
         if self.params.stop:
-            stops = stops | self._completes_stop_string(tokens, t)
+            stops = stops | self.stop.completed(tokens, lambda b: self.tokens[self.alive[b], : t + 1])
         ends = is_writing & (stops | (t + 1 >= self.limits[self.alive]))
         self.ended[self.alive[ends]] = t + 1
         self.stopped[self.alive[ends & stops]] = True
-
-    def _completes_stop_string(self, tokens: Tensor, t: int) -> Tensor:
-        is_end = self.stop.enders.to(self.device)[tokens]
-        for b in is_end.nonzero().squeeze(-1).tolist():
-            is_end[b] = self.stop.is_reached(self.tokens[self.alive[b], : t + 1].tolist())
-        return is_end
 
     def _completions(self) -> list[Completion]:
         tokens, logprobs = self.tokens.cpu(), self.logprobs.cpu()

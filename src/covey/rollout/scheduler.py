@@ -89,8 +89,7 @@ class Scheduler:
         self.is_eos[list(eos_ids)] = True
         self.banned = torch.tensor(banned, dtype=torch.int64, device=device) if banned else None  # never drawn
         self.replies = torch.full_like(self.tokens, -1) if environment is not None else None  # an environment's reply
-        self.stop = StopStrings.of(params.stop, tokenizer, self.forward.vocab_size)
-        self.enders = self.stop.enders.to(device)
+        self.stop = StopStrings.of(params.stop, tokenizer, self.forward.vocab_size, device)
         self.seen: Tensor | None = None
         if params.repetition_penalty != 1.0:
             self.seen = torch.zeros(self.max_rows, self.forward.vocab_size, dtype=torch.bool, device=device)
@@ -255,15 +254,13 @@ class Scheduler:
     def _stops(self, tokens: Tensor) -> Tensor:
         """[R] bool, rows that end by EOS or a stop string with these tokens."""
         stops = self.is_eos[tokens]
-        return stops | self._completes_stop_string(tokens) if self.params.stop else stops
+        return stops | self.stop.completed(tokens, self._written) if self.params.stop else stops
 
-    def _completes_stop_string(self, tokens: Tensor) -> Tensor:
-        is_end = self.enders[tokens]
-        for row in is_end.nonzero().squeeze(-1).tolist():
-            output_row, written = int(self.rows[OUTPUT_ROW, row]), int(self.rows[WRITTEN, row])
-            start = 0 if self.replies is None else _last_read(self.replies[output_row, :written])
-            is_end[row] = self.stop.is_reached(self.tokens[output_row, start:written].tolist())
-        return is_end
+    def _written(self, row: int) -> Tensor:
+        """[T] tokens that the model has written in the row since the last reply, or since its begin."""
+        output_row, count = self.rows[[OUTPUT_ROW, WRITTEN], row].tolist()
+        read = [] if self.replies is None else (self.replies[output_row, :count] >= 0).nonzero().flatten().tolist()
+        return self.tokens[output_row, read[-1] + 1 if read else 0 : count]
 
     # -- completion -------------------------------------------------------------------------------------------------
 
@@ -322,9 +319,3 @@ class Scheduler:
             self._drop_finished_prompts()
         if self.num_rows:
             self.cache.set_row_owners(self.rows[SLOT, : self.num_rows].tolist())
-
-
-def _last_read(replies: Tensor) -> int:
-    """Tokens [T] up to the end of the last reply, which the model has read and not written."""
-    places = (replies >= 0).nonzero()
-    return int(places[-1]) + 1 if len(places) else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class StopStrings:
     """[V] bool, tokens whose text contains the last character of a stop string."""
 
     @staticmethod
-    def of(stop: Sequence[str], tokenizer: Any, vocab_size: int) -> StopStrings:
+    def of(stop: Sequence[str], tokenizer: Any, vocab_size: int, device: torch.device | None = None) -> StopStrings:
         """Stop strings with their table. All tokens may complete a last character beyond ASCII, which several spell, or a space, which
         decoders strip from one token alone or put between two."""
         last = {text[-1] for text in stop}
@@ -44,7 +44,14 @@ class StopStrings:
             texts = _texts_of(tokenizer, min(len(tokenizer), vocab_size))
             flags = [any(character in text for character in last) for text in texts]
             enders = torch.tensor(flags + [False] * (vocab_size - len(flags)))
-        return StopStrings(tuple(stop), tokenizer, enders)
+        return StopStrings(tuple(stop), tokenizer, enders.to(device))
+
+    def completed(self, tokens: Tensor, written: Callable[[int], Tensor]) -> Tensor:
+        """[R] bool, rows whose last `tokens` [R] complete a stop string; `written(row)` [T] are all of the row."""
+        is_end = self.enders[tokens]
+        for row in is_end.nonzero().squeeze(-1).tolist():
+            is_end[row] = self.is_reached(written(row).tolist())
+        return is_end
 
     def is_reached(self, token_ids: Sequence[int]) -> bool:
         """True if the last of these tokens completes a stop string."""
