@@ -130,7 +130,7 @@ def prefill_answers(
     `positions` are those of the rows' first tokens. Answers are padded to the longest of their batch; layers with a state get
     answers of one length, since a state would remember padding.
     """
-    cache.extend_rows(list(answers), [len(ids) for ids in answers.values()])
+    extend_rows(cache, list(answers), [len(ids) for ids in answers.values()])
     for rows in _batches(answers, most, is_padded=forward.states is None):
         lengths = [len(answers[row]) for row in rows]
         ids = torch.zeros(len(rows), _width(forward, cache, max(lengths)), dtype=torch.int64)  # [A, L]
@@ -150,9 +150,27 @@ def prefill_seen(forward: Forward, cache: KVCache, row: int, whole: Prompt, coun
     Returns the position of that last token, which the media leave, and the experts [L, L_r, k] of the tokens.
     """
     assert isinstance(forward, ModulesForward)  # `DecoderForward` takes text only
-    cache.extend_rows([row], [count])
+    extend_rows(cache, [row], [count])
     position = forward.prefill_media(whole, AnswerBatch(cache, [row], [count]))
     return position, None if forward.routers is None else forward.routers.taken()
+
+
+def extend_rows(cache: KVCache, rows: Sequence[int], counts: Sequence[int]) -> None:
+    """Give each of `rows` columns for so many more keys, the last ones before the step column.
+
+    A row's keys stay in one run of columns: its earlier keys move to the left, and all rows to the right where that takes room.
+    """
+    missing = max(count - cache.starts[row] for row, count in zip(rows, counts, strict=True))
+    if missing > 0:
+        cache.resize(cache.num_rows, missing + min(cache.starts))
+    starts, now = list(cache.starts), cache.step_column
+    for row, count in zip(rows, counts, strict=True):
+        start = starts[row]
+        for buffer in cache.suffix:
+            buffer[:, row, :, start - count : now - count] = buffer[:, row, :, start:now].clone()
+        starts[row] -= count
+        cache.suffix_bias[row, start - count : now] = 0.0
+    cache.set_starts(starts)
 
 
 def _batches(answers: Answers, most: int, is_padded: bool) -> Iterator[list[int]]:

@@ -198,7 +198,7 @@ class PrefillBatch:
 class AnswerBatch:
     """Batch of a prefill of answers: further tokens of running rows, padded on the right, or concatenated.
 
-    `KVCache.extend_rows` has made room for them.
+    `extend_rows` has made room for them.
     """
 
     cache: KVCache

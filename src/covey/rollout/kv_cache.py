@@ -76,7 +76,7 @@ class KVCache:
         self.owners: list[int] = []  # the prompt slot of each row
         self._row_map: RowMap | None = None
         self._padded_owners: Tensor | None = None
-        # starts, owners and prompt lengths for the kernels; invalid after `set_row_owners` and `_resize`
+        # starts, owners and prompt lengths for the kernels; invalid after `set_row_owners` and `resize`
         self._tables: tuple[Tensor, Tensor, Tensor] | None = None
         self._cache_tables: CacheTables | None = None  # invalid once `prefix` or `suffix` are reallocated
 
@@ -115,7 +115,7 @@ class KVCache:
         if not old:
             self.step_column = 0
         self.starts += [self.step_column] * count
-        self._resize(old)
+        self.resize(old)
         if self.states is not None:
             self.states.reserve(old, self.num_computed)
 
@@ -127,28 +127,11 @@ class KVCache:
         if self.states is not None:
             self.states.begin(self.num_rows - len(owners), owners)
 
-    def extend_rows(self, rows: Sequence[int], counts: Sequence[int]) -> None:
-        """Give each of `rows` columns for so many more keys, the last ones before the step column.
+    def set_starts(self, starts: list[int]) -> None:
+        """Set the first column of each row, after keys were moved within it."""
+        self.starts, self._tables = starts, None
 
-        A row's keys stay in one run of columns: its earlier keys move to the left, and all rows to the right where that takes room.
-        """
-        missing = max(count - self.starts[row] for row, count in zip(rows, counts, strict=True))
-        if missing > 0:
-            self._make_room(missing + min(self.starts))
-        now = self.step_column
-        for row, count in zip(rows, counts, strict=True):
-            start = self.starts[row]
-            for buffer in self.suffix:
-                buffer[:, row, :, start - count : now - count] = buffer[:, row, :, start:now].clone()
-            self.starts[row] -= count
-            self.suffix_bias[row, start - count : now] = 0.0
-        self._tables = None
-
-    def _make_room(self, ahead: int) -> None:
-        """Drop the columns that no row reads, and put `ahead` new ones before the others."""
-        self._resize(self.num_rows, ahead)
-
-    def _resize(self, old: int, ahead: int = 0) -> None:
+    def resize(self, old: int, ahead: int = 0) -> None:
         """Reallocate the suffixes: columns that none of the first `old` rows reads are dropped, and new columns added.
 
         `ahead` of these stand before the columns in use.
@@ -242,7 +225,7 @@ class KVCache:
     def begin_step(self) -> None:
         """Open the column for the keys of this decode step."""
         if self.step_column >= self.suffix_bias.shape[1]:
-            self._resize(self.num_rows)
+            self.resize(self.num_rows)
         self.suffix_bias[:, self.step_column] = 0.0
         self.of_rows, self.in_window = {}, {}
         if self.windows:
@@ -268,12 +251,8 @@ class KVCache:
     def _in_window(self, window: Window, bias: KeyBias) -> KeyBias:
         """`bias` for the rows of this step, without the keys before the window of each."""
         padding = [0] * (self.num_computed - self.num_rows)
-        of_prompts = [window.first(position) for position in self._positions()]
-        of_rows = [
-            first - position + self.step_column for first, position in zip(of_prompts, self._positions(), strict=True)
-        ]
-        firsts = (torch.tensor(x + padding, device=self.device) for x in (self.owners, of_prompts, of_rows))
-        return bias.in_window(*firsts)
+        position = torch.tensor(self._positions() + padding, device=self.device)
+        return bias.in_window(window, self.padded_owners, position, self.step_column)
 
     def biases(self, layer: int, rows: int) -> KeyBias:
         """Biases of the prompts' keys and of the own keys of `rows` rows, computed once a step for layers with the same window."""

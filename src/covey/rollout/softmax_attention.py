@@ -193,14 +193,16 @@ class KeyBias:
     """Biases of the rows' own keys by head, filled on first use."""
     is_by_row: bool = False
 
-    def in_window(self, owners: Tensor, first_of_prompts: Tensor, first_of_rows: Tensor) -> KeyBias:
-        """A copy by row, with the columns before `first_of_prompts` and `first_of_rows` [R or more] hidden too.
+    def in_window(self, window: Window, owners: Tensor, position: Tensor, now: Tensor | int) -> KeyBias:
+        """A copy by row, with the keys before the window of each row's `position` hidden too, which is its own column `now`.
 
-        `owners` [R or more] are the prompts of the rows.
+        `owners` and `position` [R or more] are the prompts and positions of the rows.
         """
         rows = len(self.suffix)
-        prefix = _hidden_before(self.prefix[owners[:rows]], first_of_prompts[:rows])
-        return KeyBias(prefix, _hidden_before(self.suffix, first_of_rows[:rows]), is_by_row=True)
+        owners, position = owners[:rows], position[:rows]
+        first = window.first(position)
+        prefix = _hidden_before(self.prefix[owners], first)
+        return KeyBias(prefix, _hidden_before(self.suffix, first - position + now), is_by_row=True)
 
     def of_chosen(self, places: Tensor, owners: Tensor) -> KeyBias:
         """A copy by row, with all keys hidden but those at `places` [R, k] among the prompt's and the row's own. `owners` as above."""

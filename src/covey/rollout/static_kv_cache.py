@@ -193,11 +193,11 @@ class StaticKVCache(KVCache):
         self.step_column = step_column
         self.now.fill_(step_column)
 
-    def extend_rows(self, rows: Sequence[int], counts: Sequence[int]) -> None:
-        super().extend_rows(rows, counts)
-        self.first[: self.num_rows] = torch.tensor(self.starts, dtype=torch.int32)
+    def set_starts(self, starts: list[int]) -> None:
+        super().set_starts(starts)
+        self.first[: self.num_rows] = torch.tensor(starts, dtype=torch.int32)
 
-    def _make_room(self, ahead: int) -> None:
+    def resize(self, old: int, ahead: int = 0) -> None:
         self._forget(min(self.starts))
         used, columns = self.step_column, self.suffix_bias.shape[1]
         if used + ahead > columns:
@@ -232,9 +232,7 @@ class StaticKVCache(KVCache):
     def _in_window(self, window: Window, bias: KeyBias) -> KeyBias:
         """`KVCache._in_window` from tensors, for every row; arbitrary for unused ones."""
         owners = self.back // self.group_size
-        position = self.lengths[owners] + self.now - self.first
-        of_prompts = window.first(position)
-        return bias.in_window(owners, of_prompts, of_prompts - position + self.now)
+        return bias.in_window(window, owners, self.lengths[owners] + self.now - self.first, self.now)
 
     def end_step(self) -> None:
         """Increment the step column on the device; the host's copy follows in `advance`."""
