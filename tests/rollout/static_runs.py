@@ -74,14 +74,14 @@ def sampler_of(model, tokenizer, steps=None, **options):
     sampler = NativeSampler(model, tokenizer, dtype="float32", **options)
     sampler.is_static = True
     if steps is not None:
-        sampler._new_steps = lambda: steps
+        sampler.static.new_steps = lambda: steps
     return sampler
 
 
 def keeping_sampler(model, tokenizer, recorder=lambda step: record(step), **options):
     """A sampler as on a GPU, which keeps what it has captured."""
     sampler = sampler_of(model, tokenizer, **options)
-    sampler.cuda_graphs, sampler.new_capture = True, lambda: recorder
+    sampler.static.captures, sampler.static.new_capture = True, lambda: recorder
     return sampler
 
 

@@ -102,8 +102,8 @@ def test_steps_on_static_buffers_hand_on_the_states(kind):
     """Recorded as a CUDA graph is captured, with the operations of a GPU, where no step is in place."""
     model, tokenizer, made = build(kind), tiny_tokenizer(), []
     sampler, eager = (sampler_of(model, tokenizer, max_rows=8, eos_ids=ENDS) for _ in range(2))
-    sampler.cuda_graphs, sampler.new_capture = True, lambda: record
-    sampler._new_steps = lambda: made.append(Captured(record)) or made[-1]
+    sampler.static.captures, sampler.static.new_capture = True, lambda: record
+    sampler.static.new_steps = lambda: made.append(Captured(record)) or made[-1]
     sampler.forward.steps = eager.forward.steps = []
     expect_states_of_replayed_steps(sampler, made, eager, 1e-5)
 

@@ -98,7 +98,7 @@ def test_large_buffers_are_kept_where_the_learner_has_shown_that_it_fits_beside(
         sampler.load(model, version)
         collect(sampler, PROMPTS[:3], 2, SamplingParams(max_tokens=40, seed=version, temperature=0))
         counts.append(len(taken))
-        kept = sampler._idle_state
+        kept = sampler.static.idle
         places.append(kept and {name: slab.data_ptr() for name, slab in kept.buffers._slabs.items()})
     assert places[0] is None, "nothing has been learned yet"
     if is_kept:
@@ -202,7 +202,7 @@ def test_the_cache_budget_counts_kept_buffers_as_free_but_not_the_pool_of_captur
     monkeypatch.setattr(engine, "free_on", lambda device: 1_000_000)
     assert sampler.budget() == 500_000
     collect(sampler, PROMPTS[:2], 2, SamplingParams(max_tokens=8, seed=7))
-    held = sampler._idle_state.buffers.nbytes
+    held = sampler.static.idle.buffers.nbytes
     assert sampler.budget() == (1_000_000 + held) // 2
     monkeypatch.setattr(Captured, "nbytes", 300_000)
     assert sampler.budget() == (1_000_000 + held - 300_000) // 2

@@ -43,10 +43,10 @@ def counted(sampler):
     made = []
 
     def new():
-        made.append(Captured(CudaCapture(sampler.forward.device), sampler._refuse_graphs))
+        made.append(Captured(CudaCapture(sampler.forward.device), sampler.static.refuse))
         return made[-1]
 
-    sampler._new_steps = new
+    sampler.static.new_steps = new
     return sampler, made
 
 
@@ -175,9 +175,9 @@ def test_a_step_that_asks_the_host_is_not_captured_and_the_device_still_works(to
     forward = model.transformer.ln_f.forward
     model.transformer.ln_f.forward = lambda x: forward(x) * float(x.abs().max() > -1)
     sampler = NativeSampler(model, tokenizer, dtype="float32")
-    assert sampler.cuda_graphs
+    assert sampler.static.captures
     assert ids_of(collect(sampler, PROMPTS, 2, params)) == ids_of(expected)
-    assert not sampler.cuda_graphs
+    assert not sampler.static.captures
     assert ids_of(collect(sampler, PROMPTS, 2, params)) == ids_of(expected)
 
 

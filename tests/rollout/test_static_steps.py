@@ -103,7 +103,7 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is_written_and_is_not_tried_a
     sampler = keeping_sampler(model, tokenizer)
     groups = collect(sampler, PROMPTS, 2, params)
     assert ids_of(groups) == ids_of(expected)
-    assert not sampler.cuda_graphs
+    assert not sampler.static.captures
     assert ids_of(collect(sampler, PROMPTS, 2, params)) == ids_of(expected)
     (said,) = [record.message for record in caplog.records if record.name == "covey.rollout.cuda_graphs"]
     assert said == (
@@ -274,7 +274,7 @@ def test_cuda_graphs_are_refused_without_cuda_by_their_name(tokenizer, monkeypat
     with pytest.raises(ConfigError, match="give 1 to decode with CUDA graphs, 0 to decode without"):
         NativeSampler(model, tokenizer)
     monkeypatch.setenv("COVEY_CUDA_GRAPHS", "0")
-    assert not NativeSampler(model, tokenizer).cuda_graphs
+    assert not NativeSampler(model, tokenizer).static.captures
 
 
 def test_other_kernels_are_refused_by_name(tokenizer):

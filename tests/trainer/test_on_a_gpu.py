@@ -122,7 +122,7 @@ def test_evaluation_draws_and_scores_on_the_gpu(tmp_path):
 
 def test_decode_steps_are_replayed_as_cuda_graphs(tmp_path):
     one, _ = trained(tmp_path)
-    assert one._running.sampler.cuda_graphs, "a run's steps are captured, and nothing refused it"
+    assert one._running.sampler.static.captures, "a run's steps are captured, and nothing refused it"
 
 
 def test_fp16_scales_its_loss_and_a_resumed_run_keeps_the_scale(tmp_path):

@@ -70,6 +70,11 @@ class _Layer:
 class DecoderForward:
     """Forward pass of the decoders in `WRITTEN_OUT`, in the model's own precision or on a 16-bit copy."""
 
+    states: StatePlaces | None = None
+    routers: Routers | None = None
+    is_indexed = False
+    text_only: str | None = "its decoder is written out for text"
+
     def __init__(self, model: Any, dtype: torch.dtype, float32_head: bool = False) -> None:
         """Raises Unsupported, with the reason, for a model outside the family."""
         self.float32_head = float32_head and dtype != torch.float32
@@ -82,9 +87,6 @@ class DecoderForward:
             raise Unsupported(f"the rotary frequencies of this {name} depend on the length of the text")
         probe = ModulesForward(model)  # raises Unsupported where the engine cannot run the model
         self.layers: tuple[LayerShape, ...] = probe.layers
-        self.states: StatePlaces | None = None
-        self.routers: Routers | None = None
-        self.is_indexed = False
         self.device, self.dtype = probe.device, dtype
         self.copied = dtype if dtype != probe.dtype else None
         self.vocab_size = int(config.vocab_size)
@@ -117,9 +119,13 @@ class DecoderForward:
         """Bytes of the packed copy; 0 where the live weights are read."""
         if self.copied is None:
             return 0
-        products = [*(product for block in self.blocks for product in block.products), self.head]
-        tensors = (tensor for product in products if product is not None for tensor in product.tensors)
+        tensors = (tensor for product in self._products for tensor in product.tensors)
         return sum(tensor.numel() * tensor.itemsize for tensor in tensors if tensor is not None)
+
+    @property
+    def _products(self) -> list[SamplerLinear]:
+        every = [*(product for block in self.blocks for product in block.products), self.head]
+        return [product for product in every if product is not None]
 
     def _take(self) -> None:
         decoder = self.model.model
@@ -177,11 +183,9 @@ class DecoderForward:
         return cached.copy_(weight)
 
     def capture_key(self) -> Hashable:
-        every = [*(product for block in self.blocks for product in block.products), self.head]
-        products = [product for product in every if product is not None]
-        linears = (tensor for product in products for tensor in product.tensors)
+        linears = (tensor for product in self._products for tensor in product.tensors)
         norms = (norm for block in self.blocks for norm in block.norms)
-        scales = tuple(scale for product in products for scale in product.scales)
+        scales = tuple(scale for product in self._products for scale in product.scales)
         return addresses_of((self.embedding, self.rotation, self.norm, *norms, *linears)), scales
 
     @contextmanager

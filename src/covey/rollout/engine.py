@@ -9,30 +9,26 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from covey.data import num_embeddings
-from covey.errors import ConfigError, DataError, MediaUnsupported, MemoryLimitError, Unsupported
+from covey.errors import ConfigError, MediaUnsupported, MemoryLimitError, Unsupported
 from covey.kernels import DecodeKernels
 from covey.models import context_limit, unwrapped
-from covey.models.modalities import banned_ids, reason_against, refuse_loose_places
+from covey.models.modalities import banned_ids, reason_against
 from covey.process.device import free_on
-from covey.process.memory import is_out_of_memory, release, release_under_pressure
+from covey.process.memory import is_out_of_memory, release
 from covey.rollout.autocast import SamplerPrecision, expect_precision
-from covey.rollout.cuda_graphs import Capture, Captured, CudaCapture, Eager
 from covey.rollout.environments import Environment
 from covey.rollout.forward import ModulesForward
 from covey.rollout.graph_scheduler import GraphScheduler
 from covey.rollout.kernel_choice import AttentionChoice, best_forward, captures, verified_attention, verified_kernels
-from covey.rollout.prompts import PromptLike, as_prompts, occurrences
+from covey.rollout.prompts import PromptLike, as_prompts, expect_readable, occurrences
 from covey.rollout.requests import GroupRequest
 from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams, update_metrics
 from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.scheduler import Scheduler
-from covey.rollout.static_buffers import MemoryBetweenCalls, StaticBuffers, StaticState
+from covey.rollout.static_buffers import StaticStates
 from covey.rollout.static_kv_cache import Attention, bucket_below
 from covey.rollout.stopping import checked_eos_ids
-from covey.rollout.whole_keys import WholeKeysForward
 from covey.types import Group, Metric, Prompt, merge_metrics
 
 logger = logging.getLogger(__name__)
@@ -105,13 +101,11 @@ class NativeSampler:
         """Callback between tokens; its exception ends the sampling."""
         self.graphs_option, self.attention_option, self.float32_head = cuda_graphs, attention, float32_head
         self.records_experts = records_experts
-        self._may_keep = True
         self._measured: dict[str, Metric] = {}
+        self.static = StaticStates(next(unwrapped(model).parameters()).device)
         self._take(model)
-        self._between = MemoryBetweenCalls(self.forward.device)
         self.version = 0
         self._running: Callable[[], Scheduler | None] = lambda: None
-        release_under_pressure(self)
 
     def _take(self, model: Any) -> None:
         """Choose the fastest forward pass and kernels that reproduce this model's logits."""
@@ -121,8 +115,7 @@ class NativeSampler:
                 raise Unsupported(f"{type(unwrapped(model)).__name__} has no experts to choose from")
             self.forward.record_experts()
         device = self.forward.device
-        self.cuda_graphs = captures(self.graphs_option, device)
-        """True if decode steps are captured as CUDA graphs. False after a failed capture."""
+        self.static.restart(captures(self.graphs_option, device))
         self.attention: Attention = "torch"
         """Decode attention: Triton's kernels or PyTorch's operations."""
         self.is_static = (device.type == "cuda" or self.attention_option == "triton") and not self.forward.is_indexed
@@ -133,9 +126,6 @@ class NativeSampler:
             self.attention = verified_attention(self.forward, model, self.attention_option)
         else:
             self.kernels = verified_kernels(self.forward, model, self.attention_option)
-        self._idle_state: StaticState | None = None
-        """Buffers and captured steps of the last call, for the next one."""
-        self.new_capture: Callable[[], Capture] = lambda: CudaCapture(device)
         self.model = model
         self.banned = banned_ids(model)
         self._media_reason: tuple[str | None] | None = None
@@ -185,7 +175,7 @@ class NativeSampler:
     def _requests(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> deque[GroupRequest]:
         context = context_limit(unwrapped(self.model))
         encoded = as_prompts(prompts, self.tokenizer, context, num_embeddings(self.model), n)
-        self._expect_readable(encoded)
+        expect_readable(encoded, self.banned, self._expect_media)
         seed = fresh_seed(params)
         requests: deque[GroupRequest] = deque()
         for prompt, occurrence in zip(encoded, occurrences(encoded), strict=True):
@@ -193,18 +183,6 @@ class NativeSampler:
             keys = tuple(sequence_key(seed, prompt.uid, occurrence, sample) for sample in range(n))
             requests.append(GroupRequest(prompt, keys, room))
         return requests
-
-    def _expect_readable(self, prompts: Sequence[Prompt]) -> None:
-        """Raise Unsupported for media that the engine cannot prefill, DataError for a prompt that ends with a placeholder."""
-        refuse_loose_places(prompts, self.banned)
-        seen = [prompt for prompt in prompts if prompt.media is not None]
-        if seen:
-            self._expect_media(seen[0])
-        for prompt in seen:
-            if prompt.token_ids[-1] in self.banned:
-                raise DataError(
-                    f"prompt {prompt.uid} ends with an image, a sound or a video; put the question, or a line break, behind it."
-                )
 
     def _expect_media(self, prompt: Prompt) -> None:
         """Raise MediaUnsupported for media that the engine cannot prefill."""
@@ -214,13 +192,8 @@ class NativeSampler:
     def reason_against_media(self, prompt: Prompt) -> str | None:
         """Reason why prompts with media cannot be computed by this engine, told by one of them, once; None if they can."""
         if self._media_reason is None:
-            reason = reason_against(self.model, prompt)
-            if reason is None and not isinstance(self.forward, ModulesForward):
-                reason = "its decoder is written out for text"
-            if reason is None and isinstance(self.forward, WholeKeysForward):
-                reason = "its own attention reads the keys of texts alone"
-            is_indexed = self.forward.is_indexed and self.environment is not None  # its answers may be media
-            if reason is None and is_indexed:
+            reason = reason_against(self.model, prompt) or self.forward.text_only
+            if reason is None and self.forward.is_indexed and self.environment is not None:  # its answers may be media
                 reason = "its layers keep more than keys and values"
             self._media_reason = (reason,)
         return self._media_reason[0]
@@ -241,31 +214,16 @@ class NativeSampler:
                 else:
                     yield from groups
             if failed is None:
-                self._idle_state = self._worth_keeping(scheduler)
+                if isinstance(scheduler, GraphScheduler):
+                    self.static.keep(scheduler.static)
                 del scheduler
-                self._give_back()
                 if self.is_static:
-                    self._between.end_call(self.version)
+                    self.static.end_call(self.version)
                 return
             requests, rows, held = deque(scheduler.unfinished), scheduler.max_rows, scheduler.budget
             del scheduler
             release()
             self._halve(n, rows, held, failed)
-
-    def _give_back(self) -> None:
-        """Release cached memory: that of freed CUDA graphs is reusable only after `empty_cache()`."""
-        if self._idle_state is None and self.cuda_graphs and self.forward.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def _worth_keeping(self, scheduler: Scheduler) -> StaticState | None:
-        """Buffers and captured steps of an ended call that the next one may use; None if they take too much memory."""
-        if not self._may_keep or not self.cuda_graphs or not isinstance(scheduler, GraphScheduler):
-            return None
-        return scheduler.static if self._between.has_room_for(scheduler.static) else None
-
-    def release_memory(self) -> None:
-        """Free the buffers and captured steps of the last call, and keep none from now on: memory has run out."""
-        self._idle_state, self._may_keep = None, False
 
     def _halve(self, n: int, rows: int, held: int, reason: str) -> None:
         """Halve the number of rows decoded at once. Each completion has its own seed, so none of them changes."""
@@ -305,20 +263,8 @@ class NativeSampler:
             return Scheduler(self.forward, requests, params, **options, kernels=self.kernels)
         return GraphScheduler(
             self.forward, requests, params, **options,
-            static=self._static_state(), attention=self.attention, choice=self.attention_option,
+            static=self.static.begin_call(self.version), attention=self.attention, choice=self.attention_option,
         )  # fmt: skip
-
-    def _static_state(self) -> StaticState:
-        """Buffers and captured steps left by the last call, else new ones: a call that begins while another one runs has its own."""
-        self._between.begin_call(self.version)
-        state, self._idle_state = self._idle_state, None
-        return state or StaticState(StaticBuffers(self.forward.device), self._new_steps())
-
-    def _new_steps(self) -> Eager | Captured:
-        return Captured(self.new_capture(), self._refuse_graphs) if self.cuda_graphs else Eager()
-
-    def _refuse_graphs(self) -> None:
-        self.cuda_graphs = False
 
     def rows_at_once(self, requests: Sequence[GroupRequest], budget: int) -> int:
         """Completions decoded at once: `max_rows`, or on an accelerator as many as `budget` holds with their logits.
@@ -338,5 +284,4 @@ class NativeSampler:
         """Upper bound of the KV cache in bytes. Kept buffers count as free; the memory pool of captured steps does not."""
         if self.cache_bytes is not None:
             return self.cache_bytes
-        reusable = 0 if self._idle_state is None else self._idle_state.buffers.nbytes - self._idle_state.steps.nbytes
-        return int(self.cache_fraction * max(0, free_on(self.forward.device) + reusable))
+        return int(self.cache_fraction * max(0, free_on(self.forward.device) + self.static.reusable))

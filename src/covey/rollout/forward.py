@@ -56,6 +56,8 @@ class Forward(Protocol):
     """Routers whose choices every pass records; None: it records none."""
     is_indexed: bool
     """True if layers read keys of the KV cache themselves: an indexer's, which it keeps too, or all."""
+    text_only: str | None
+    """Reason why it computes no prompts with media, whatever the model; None if it can."""
 
     def refresh(self) -> bool:
         """Read the live weights after an update. False when the model's structure changed, so that a new Forward is needed."""
@@ -82,6 +84,8 @@ class Forward(Protocol):
 
 class ModulesForward:
     """The model's own forward with the engine's attention: any architecture, adapters included, weights read in place."""
+
+    text_only: str | None = None
 
     def __init__(self, model: Any, float32_head: bool = False, dtype: torch.dtype | None = None) -> None:
         """`dtype` is that of keys and values, the weights' own by default.

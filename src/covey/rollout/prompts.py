@@ -1,6 +1,6 @@
 """Prompts as samplers take them (text, chat messages, token ids or `Prompt`s), encoded once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -8,6 +8,7 @@ import torch
 
 from covey.data import chat_ids, expect_ids_below
 from covey.errors import ConfigError, DataError
+from covey.models.modalities import refuse_loose_places
 from covey.types import Message, Prompt
 
 PromptLike: TypeAlias = Prompt | str | Sequence[Message] | Sequence[int]
@@ -72,3 +73,16 @@ def occurrences(prompts: Sequence[Prompt]) -> list[int]:
         out.append(seen.get(prompt.uid, 0))
         seen[prompt.uid] = out[-1] + 1
     return out
+
+
+def expect_readable(prompts: Sequence[Prompt], banned: Sequence[int], expect_media: Callable[[Prompt], None]) -> None:
+    """Raise DataError for loose placeholders of media, and for a prompt that ends with one; `expect_media` raises for other media."""
+    refuse_loose_places(prompts, banned)
+    seen = [prompt for prompt in prompts if prompt.media is not None]
+    for prompt in seen:
+        expect_media(prompt)
+    for prompt in seen:
+        if prompt.token_ids[-1] in banned:
+            raise DataError(
+                f"prompt {prompt.uid} ends with an image, a sound or a video; put the question, or a line break, behind it."
+            )

@@ -1,15 +1,15 @@
 """Buffers at fixed addresses that outlive a call of `sample`, and with them the decode steps captured on them."""
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from covey.process.device import PeakBytes, free_on, held_by_this_process
-from covey.process.memory import device_memory
-from covey.rollout.cuda_graphs import Captured, Eager
+from covey.process.memory import device_memory, release_under_pressure
+from covey.rollout.cuda_graphs import Capture, Captured, CudaCapture, Eager
 
 IDLE_SHARE = 1 / 16
 """Share of a device's memory up to which buffers and captured steps are always kept."""
@@ -69,6 +69,52 @@ class StaticState:
     def nbytes(self) -> int:
         """Bytes of the buffers and of the memory pool of the captured steps."""
         return self.buffers.nbytes + self.steps.nbytes
+
+
+class StaticStates:
+    """States of a sampler's calls: that of the last call is kept for the next one, where it leaves the learner enough memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.between, self.may_keep = device, MemoryBetweenCalls(device), True
+        self.new_capture: Callable[[], Capture] = lambda: CudaCapture(device)
+        release_under_pressure(self)
+
+    def restart(self, captures: bool) -> None:
+        """Begin with a new model; `captures`: decode steps are captured as CUDA graphs, until that fails."""
+        self.captures = captures
+        self.idle: StaticState | None = None
+
+    def begin_call(self, version: int) -> StaticState:
+        """The state that was kept, else a new one: a call that begins while another one runs has its own."""
+        self.between.begin_call(version)
+        state, self.idle = self.idle, None
+        return state or StaticState(StaticBuffers(self.device), self.new_steps())
+
+    def new_steps(self) -> Eager | Captured:
+        return Captured(self.new_capture(), self.refuse) if self.captures else Eager()
+
+    def refuse(self) -> None:
+        """Capture no further steps."""
+        self.captures = False
+
+    def keep(self, state: StaticState) -> None:
+        """Keep the state of an ended call, unless it takes too much memory."""
+        self.idle = state if self.may_keep and self.captures and self.between.has_room_for(state) else None
+
+    def end_call(self, version: int) -> None:
+        """End a call, all of whose memory but the kept state was freed: that of CUDA graphs is reusable only after `empty_cache()`."""
+        if self.idle is None and self.captures and self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.between.end_call(version)
+
+    @property
+    def reusable(self) -> int:
+        """Bytes of the kept buffers, without the memory pool of captured steps."""
+        return 0 if self.idle is None else self.idle.buffers.nbytes - self.idle.steps.nbytes
+
+    def release_memory(self) -> None:
+        """Free the kept state, and keep none from now on: memory has run out."""
+        self.idle, self.may_keep = None, False
 
 
 class MemoryBetweenCalls:

@@ -66,6 +66,7 @@ class WholeKeysForward(ModulesForward):
     """The model's own forward and attention, over the keys that the engine's cache gathers."""
 
     order: Order = "end"
+    text_only: str | None = "its own attention reads the keys of texts alone"
 
     def _expect(self, model: Any) -> None:
         inner = unwrapped(model)
