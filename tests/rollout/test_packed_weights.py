@@ -16,6 +16,7 @@ from kit import tiny_model
 def logits_of(forward):
     """[2, V] after a prompt of three tokens and one token more in two rows."""
     cache = plain_cache(forward, 64)
+    forward.reserve(4)
     with forward.evaluating(), torch.no_grad():
         slots = cache.add_prompts([3])
         forward.prefill(torch.tensor([[5, 6, 7]]), torch.arange(3)[None], PrefillBatch(cache, slots))

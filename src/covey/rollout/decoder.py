@@ -5,7 +5,7 @@ same memory by every `load`. The residual stream has the learner's type: float32
 Elsewhere a model of 16-bit weights rounds norms and rotary embeddings as its modules do. On a CPU, C++ kernels keep all of that in float32.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,8 @@ from covey.rollout.static_kv_cache import StaticKVCache
 
 Attend = Callable[[int, Tensor], "Tensor | None"]
 """(layer, normed [M, hidden]) -> [M, Hq, D], or None in the last layer of a prefill, which needs only keys and values."""
+Kernels = DecodeKernels | type[TritonDecode] | None
+"""Kernels of norms and gates: C++, Triton's, or None for PyTorch's operations."""
 
 _GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 """Hooks that transformers and PEFT put on embeddings for gradient checkpointing; they only call `requires_grad_`."""
@@ -60,11 +62,13 @@ class _Layer:
     def products(self) -> tuple[SamplerLinear, ...]:
         return self.qkv, self.out, self.gate, self.up, self.down
 
-    def gate_and_up(self, x: Tensor) -> Sequence[Tensor]:
-        """[M, I] each, in one product where the weights lie together."""
-        if self.gate_up is None:
-            return self.gate(x), self.up(x)
-        return self.gate_up(x).chunk(2, -1)
+    def gated(self, x: Tensor, kernels: Kernels) -> Tensor:
+        """[M, I], the gated hidden layer of the MLP."""
+        if kernels is not TritonDecode:
+            return self.gate.gated(self.up, x)
+        return TritonDecode.gated(
+            *((self.gate(x), self.up(x)) if self.gate_up is None else self.gate_up(x).chunk(2, -1))
+        )
 
 
 class DecoderForward:
@@ -98,9 +102,7 @@ class DecoderForward:
         self.width = self.layers[0].width
         self.key_heads = self.layers[0].heads
         self.query_heads = self.key_heads * int(attention.num_key_value_groups)
-        self._heads_of_qkv = (self.query_heads, self.key_heads, self.key_heads)
         self.rotation = torch.zeros(2, 0, self.width)
-        self.is_reserved = False
         self.blocks: list[_Layer] = []
         self.head: SamplerLinear | None = None
         self._norms: dict[nn.Module, Tensor] = {}
@@ -195,8 +197,12 @@ class DecoderForward:
             yield
 
     def reserve(self, positions: int) -> None:
-        self._rotate_up_to(positions)
-        self.is_reserved = True
+        if positions <= self.rotation.shape[1]:
+            return
+        every = torch.arange(max(positions, 2 * self.rotation.shape[1], 512), device=self.device)
+        cos, sin = self.model.model.rotary_emb(self.embedding.float(), every[None])
+        sin = torch.cat((-sin[..., : self.width // 2], sin[..., self.width // 2 :]), -1)
+        self.rotation = torch.cat((cos, sin)).float()
 
     def prefill(self, ids: Tensor, positions: Tensor, batch: PrefillBatch | AnswerBatch) -> None:
         """Compute the batch's tokens concatenated, without padding; attention alone may pad them."""
@@ -217,7 +223,7 @@ class DecoderForward:
     def decode(self, ids: Tensor, positions: Tensor, batch: DecodeBatch) -> Tensor:
         cache = batch.cache
         if isinstance(cache, StaticKVCache) and cache.attention == "triton":
-            return self._decode_in_kernels(ids, positions, cache)
+            return self._logits(self._run(ids, self._by_triton(cache, positions), TritonDecode))
         if cache.kernels and self.weights and not cache.is_windowed:
             step = self._step(cache, positions)
             return cache.kernels.decode(step, self.weights, cache.cache_tables, self.embedding[ids].float())
@@ -229,23 +235,17 @@ class DecoderForward:
         assert self.head is not None  # `_take` made it
         return self.head(hidden.float() if self.float32_head else hidden)
 
-    def _decode_in_kernels(self, ids: Tensor, positions: Tensor, cache: StaticKVCache) -> Tensor:
-        """[R, V]: between two matrix products of a layer stands one of Triton's kernels; attention takes two or three."""
-        if not self.is_reserved:
-            self._rotate_up_to(int(positions.max()) + 1)
-        cosines, sines = self.rotation
-        rounding = {"epsilon": self.eps, "rounds": self.stream != torch.float32}
-        x, update = self.embedding[ids].to(self.stream), None
-        for layer, block in enumerate(self.blocks):
-            h = TritonDecode.add_norm(x, update, block.before, self.eps, self.dtype)
-            query, key, value = (product.unflatten(-1, (-1, self.width)) for product in self._projected(block, h))
+    def _by_triton(self, cache: StaticKVCache, positions: Tensor) -> Attend:
+        """Attention by Triton's kernels, two or three a layer: one stands between two matrix products elsewhere."""
+        (cosines, sines), rounds = self.rotation, self.stream != torch.float32
+
+        def attend(layer: int, h: Tensor) -> Tensor:
+            block = self.blocks[layer]
             norms = block.query_norm, block.key_norm
-            rotation = TritonDecode.rotation(cosines, sines, positions, norms, **rounding)
-            attended = cache.attend_in_kernels(layer, query, key, value, ScoreRule(self.scale), rotation)
-            update = block.out(attended.flatten(1))
-            h = TritonDecode.add_norm(x, update, block.after, self.eps, self.dtype)
-            update = block.down(TritonDecode.gated(*block.gate_and_up(h)))
-        return self._logits(TritonDecode.add_norm(x, update, self.norm, self.eps, self.dtype))
+            rotation = TritonDecode.rotation(cosines, sines, positions, norms, epsilon=self.eps, rounds=rounds)
+            return cache.attend_in_kernels(layer, *self._projected(block, h), ScoreRule(self.scale), rotation)
+
+        return attend
 
     def _by_operations(self, cache: KVCache, positions: Tensor) -> Attend:
         cos, sin = self._rotation_at(positions)
@@ -264,7 +264,7 @@ class DecoderForward:
 
         def attend(layer: int, h: Tensor) -> Tensor:
             block = self.blocks[layer]
-            query, key, value = (x.unflatten(-1, (-1, self.width)) for x in self._projected(block, h))
+            query, key, value = self._projected(block, h)
             suffix, prompts = cache.suffix[layer], cache.prefix[layer]
             return kernels.attend(step, query, key, value, suffix, prompts, block.query_norm, block.key_norm)
 
@@ -272,17 +272,16 @@ class DecoderForward:
 
     def _step(self, cache: KVCache, positions: Tensor) -> DecodeStep:
         """Arguments of the kernels for this step, rotary tables included."""
-        if not self.is_reserved:
-            self._rotate_up_to(int(positions.max()) + 1)
         step = cache.step(self.key_heads, self.query_heads // self.key_heads, self.width, self.scale)
         step.held = positions.contiguous()
         step.places, step.epsilon = step.held.data_ptr(), self.eps
         step.cosines, step.sines = self.rotation[0].data_ptr(), self.rotation[1].data_ptr()
         return step
 
-    def _run(self, ids: Tensor, attend: Attend, kernels: DecodeKernels | None) -> Tensor:
+    def _run(self, ids: Tensor, attend: Attend, kernels: Kernels) -> Tensor:
         """Normed hidden states [M, hidden] of M tokens; meaningless where `attend` returned None in the last layer."""
-        x = self.embedding[ids].to(self.stream if kernels is None else torch.float32)  # C++ kernels add in float32
+        adds_in_float32 = isinstance(kernels, DecodeKernels)
+        x = self.embedding[ids].to(torch.float32 if adds_in_float32 else self.stream)
         update: Tensor | None = None
         for layer, block in enumerate(self.blocks):
             h = self._added_and_normed(x, update, block.before, kernels)
@@ -291,15 +290,15 @@ class DecoderForward:
                 return h
             update = block.out(attended.reshape(len(x), -1))
             h = self._added_and_normed(x, update, block.after, kernels)
-            update = block.down(block.gate.gated(block.up, h))
+            update = block.down(block.gated(h, kernels))
         return self._added_and_normed(x, update, self.norm, kernels)
 
-    def _added_and_normed(
-        self, x: Tensor, update: Tensor | None, weight: Tensor, kernels: DecodeKernels | None
-    ) -> Tensor:
+    def _added_and_normed(self, x: Tensor, update: Tensor | None, weight: Tensor, kernels: Kernels) -> Tensor:
         """RMS norm of `x + update`; `x` is updated in place."""
-        if kernels is not None:
+        if isinstance(kernels, DecodeKernels):
             return kernels.add_norm(x, update, weight, self.eps)
+        if kernels is not None:
+            return kernels.add_norm(x, update, weight, self.eps, self.dtype)
         if update is not None:
             x += update
         return self._normed(x, weight).to(self.dtype)
@@ -311,8 +310,9 @@ class DecoderForward:
         return F.rms_norm(x.float(), weight.shape, None, self.eps).to(x.dtype) * weight
 
     def _projected(self, block: _Layer, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[M, Hq * D], [M, Hkv * D], [M, Hkv * D]."""
-        query, key, value = block.qkv.split(h, [heads * self.width for heads in self._heads_of_qkv])
+        """[M, Hq, D], [M, Hkv, D], [M, Hkv, D]."""
+        parts = block.qkv.split(h, [heads * self.width for heads in (self.query_heads, self.key_heads, self.key_heads)])
+        query, key, value = (x.unflatten(-1, (-1, self.width)) for x in parts)
         return query, key, value
 
     def _rotated(self, block: _Layer, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -334,18 +334,8 @@ class DecoderForward:
 
     def _rotation_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines [M, 1, D] of `rotate_half`, from a table by position."""
-        if not self.is_reserved:
-            self._rotate_up_to(int(positions.max()) + 1)
         cos, sin = self.rotation[:, positions][:, :, None]
         return cos, sin
-
-    def _rotate_up_to(self, positions: int) -> None:
-        if positions <= self.rotation.shape[1]:
-            return
-        every = torch.arange(max(positions, 2 * self.rotation.shape[1], 512), device=self.device)
-        cos, sin = self.model.model.rotary_emb(self.embedding.float(), every[None])
-        sin = torch.cat((-sin[..., : self.width // 2], sin[..., self.width // 2 :]), -1)
-        self.rotation = torch.cat((cos, sin)).float()
 
 
 def is_hooked(module: nn.Module) -> bool:
