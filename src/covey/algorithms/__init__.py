@@ -13,7 +13,7 @@ from covey.algorithms.aggregation import (
     prompt_mean,
     token_mean,
 )
-from covey.algorithms.algorithm import Algorithm, Needs
+from covey.algorithms.algorithm import Algorithm
 from covey.algorithms.baselines import (
     GPG,
     OPO,
@@ -36,6 +36,7 @@ from covey.algorithms.importance import VACO, Correction, MemberWeight, OffPolic
 from covey.algorithms.kl import ESTIMATORS, KL, AdaptiveKL, BoundedK3, StraightThrough, abs_kl, full, k1, k2, k3
 from covey.algorithms.labels import RewardsAsLabels
 from covey.algorithms.naming import from_name
+from covey.algorithms.needs import Needs
 from covey.algorithms.newer_presets import (
     cfpo,
     decoupled_ppo,

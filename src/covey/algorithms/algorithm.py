@@ -11,11 +11,12 @@ from torch import Tensor
 
 from covey.algorithms.advantages import GroupNormalized
 from covey.algorithms.aggregation import token_mean
-from covey.algorithms.composing import is_apart, metrics_of, needs_whole_step, prepared_in, recalled, remembered, zeroed
+from covey.algorithms.composing import is_apart, metrics_of, prepared_in, recalled, remembered, zeroed
 from covey.algorithms.control import Controller, controllers_in, settled
 from covey.algorithms.critic import Critic, with_targets
 from covey.algorithms.declared import expect_advantages, expect_parts, expect_per_token
 from covey.algorithms.kl import KL, as_kl
+from covey.algorithms.needs import Needs, needs_of
 from covey.algorithms.objectives import Clipped
 from covey.algorithms.ratios import approximate_kl
 from covey.algorithms.reference import keep
@@ -38,36 +39,6 @@ from covey.types import (
     Totals,
     Weight,
 )
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Inputs that an algorithm reads; the learner computes no others."""
-
-    entropy: bool = False
-    ref_logp: bool = False
-    old_logp: bool = False
-    """The learner's own log-probabilities at rollout time, even when nothing is off-policy."""
-    sampler_logp: bool = False
-    values: bool = False
-    squared_score: bool = False
-    """The squared norm of the gradient of each token's log-probability by the logits."""
-    observed: bool = False
-    """The tokens with which tools and environments answered."""
-    greedy: bool = False
-    """The reward of each prompt's greedy answer."""
-    teacher_logp: bool = False
-    """A teacher's log-probabilities of the policy's tokens."""
-    distribution: bool = False
-    """The reference's distribution over the whole vocabulary at every position (`alg.full`)."""
-    whole_step: bool = False
-    """A gradient-free pass over the step before the first micro-batch, for `Algorithm.prepare`."""
-
-    @property
-    def reference(self) -> bool:
-        """A reference model."""
-        return self.ref_logp or self.distribution
-
 
 _SINGLE = ("advantage", "objective", "aggregate", "kl", "reference", "critic", "teacher")
 _MANY = ("regularizers", "weights")
@@ -188,18 +159,7 @@ class Algorithm:
     @property
     def needs(self) -> Needs:
         """Inputs that the parts read: those they list in `needs`, and those that follow from their type."""
-        parts = self._parts().values()
-        listed = {name for part in parts for name in getattr(part, "needs", ())}
-        inputs = {item.name for item in fields(Needs)}
-        for name in listed - inputs:
-            raise ConfigError(f"A part says it needs {name!r}, which nobody provides.{did_you_mean(name, inputs)}")
-        flags = {name: name in listed for name in inputs}
-        if self.kl is not None:
-            flags["distribution" if self.kl.takes_distribution else "ref_logp"] = True
-        flags["old_logp"] |= self.kl is not None and self.kl.where == "reward"
-        flags["values"] |= self.critic is not None
-        flags["whole_step"] |= any(needs_whole_step(part) for part in parts)
-        return Needs(**flags)
+        return needs_of(self._parts())
 
     @property
     def role(self) -> TeacherRole | None:
