@@ -38,7 +38,7 @@ def test_completions_choose_from_their_prompt_and_themselves(kind):
 
 def test_a_warning_says_that_they_choose_keys_of_whole_rows(caplog):
     policy = Policy(build("deepseek_v32"), pad_id=0)
-    with caplog.at_level(logging.WARNING, logger="covey.learner.policy"):
+    with caplog.at_level(logging.WARNING, logger="covey.learner.trials"):
         assert policy.shares_prompts()
     (line,) = [line for line in caplog.messages if "once a completion" in line]
     assert line.endswith("in its layers DeepseekV32Indexer alone, which choose keys of whole rows.")

@@ -68,7 +68,7 @@ def test_completions_begin_with_their_prompts_state(kind):
 @pytest.mark.parametrize("kind", rest_nightly(FROM_ROWS, 1))
 def test_a_layer_that_begins_with_no_state_reads_whole_rows_and_says_so_once(kind, caplog):
     policy = Policy(build(kind).train(), pad_id=0)
-    with caplog.at_level(logging.WARNING, logger="covey.learner.policy"):
+    with caplog.at_level(logging.WARNING, logger="covey.learner.trials"):
         expect_same(policy)
     assert {layer.way for layer in policy.state_layers} == {"rows"}
     assert sum("alone, which begin with no state" in line for line in caplog.messages) == 1

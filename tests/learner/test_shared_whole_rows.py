@@ -85,7 +85,7 @@ def test_recomputed_activations_and_eager_attention_change_no_gradient():
 
 def test_a_warning_says_that_they_read_whole_rows(caplog):
     policy = Policy(build("minimax_m3_vl_text"), pad_id=0)
-    with caplog.at_level(logging.WARNING, logger="covey.learner.policy"):
+    with caplog.at_level(logging.WARNING, logger="covey.learner.trials"):
         assert policy.shares_prompts()
     (line,) = [line for line in caplog.messages if "once a completion" in line]
     assert line.endswith("in its layers MiniMaxM3VLAttention alone, whose own attention reads whole rows.")

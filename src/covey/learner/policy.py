@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.errors import ConfigError
-from covey.kernels import AttentionHeads, HalfWeights, Window, choosing_few, learning
+from covey.kernels import AttentionHeads, HalfWeights, Window, learning
 from covey.learner import context_parallel, shared_prompt
 from covey.learner.expert_choices import Balance, Routing, balanced, balanced_padded
 from covey.learner.logprobs import Head, score_tokens
@@ -22,16 +21,14 @@ from covey.learner.packing import PaddedRows, Row, pad_rows, pick_rows
 from covey.learner.shared_prompt import SharedRows, share_rows
 from covey.learner.shared_states import StateLayer
 from covey.learner.signals import Signal
-from covey.learner.state_layers import whole_row_layers
-from covey.learner.trials import find_head, reason_against_sharing, splits_or_warns, try_sharing
+from covey.learner.trials import embeds_or_warns, find_head, shares_or_warns, splits_or_warns
 from covey.models import decoder_of, encoder_of, float32_stream, reads_media, unwrapped
-from covey.models.modalities import banned_ids, media_inputs, placed_inputs, reason_against
+from covey.models.modalities import banned_ids, media_inputs, placed_inputs
 from covey.process.context import ContextGroup
 from covey.process.sharding import Shards, compute_device, depending
 from covey.process.world import autocast
 from covey.types import Prompt
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -254,12 +251,7 @@ class Policy:
     def embeds(self, prompt: Prompt) -> bool:
         """True if the language model takes prompts with media as embeddings alone; tried once, on this prompt."""
         if self.embeds_media is None:
-            reason = reason_against(self.model, prompt)
-            self.embeds_media = reason is None
-            if reason is not None:
-                logger.warning(
-                    "%s computes media and prompts once a completion: %s.", type(unwrapped(self.model)).__name__, reason
-                )
+            self.embeds_media = embeds_or_warns(self.model, prompt)
         return self.embeds_media
 
     def release(self, *, routers: bool = True) -> None:
@@ -285,20 +277,7 @@ class Policy:
     def shares_texts(self) -> bool:
         """True if prompts can be shared, by the configuration and by a trial on two short completions, made once."""
         if self._is_shared is None:
-            reason = None if self._splits() else "its head cannot be called apart"
-            with choosing_few(self.model):
-                reason = reason or reason_against_sharing(self.model) or try_sharing(self)
-            self._is_shared = reason is None
-            if reason is not None and self.shared_attention != "auto":
-                raise ConfigError(
-                    f"shared_attention={self.shared_attention!r}, but {type(unwrapped(self.model)).__name__} computes each prompt "
-                    f"once a completion: {reason}; leave it out."
-                )
-            reason = reason or whole_row_layers(self.state_layers)
-            if reason is not None:
-                logger.warning(
-                    "%s computes each prompt once a completion: %s.", type(unwrapped(self.model)).__name__, reason
-                )
+            self._is_shared = shares_or_warns(self, splits=self._splits())
         return self._is_shared
 
     def head(self) -> Head:

@@ -18,6 +18,7 @@ from covey.kernels import (
     SharedPromptAttention,
     attention_windows,
     choices,
+    choosing_few,
     has_windows,
     other_layers,
     reason_against_choices,
@@ -27,9 +28,9 @@ from covey.learner import shared_prompt
 from covey.learner.logprobs import Head
 from covey.learner.packing import Row, pad_rows, unscored_row
 from covey.learner.shared_prompt import share_rows
-from covey.learner.state_layers import attention_layers, state_layers
+from covey.learner.state_layers import attention_layers, state_layers, whole_row_layers
 from covey.models import decoder_of, unwrapped
-from covey.models.modalities import banned_ids
+from covey.models.modalities import banned_ids, reason_against
 from covey.process.memory import is_out_of_memory
 from covey.process.sharding import compute_device
 from covey.process.world import autocast
@@ -118,6 +119,31 @@ def splits_or_warns(model: Any, device: torch.device, compute_dtype: torch.dtype
             type(model).__name__,
         )
     return is_split
+
+
+def shares_or_warns(policy: Any, *, splits: bool) -> bool:
+    """True if prompts can be shared, by the configuration and by a trial on two short completions; with a warning where layers read whole
+    rows. Raises ConfigError where a kernel for shared prompts was requested; `splits`: decoder and head can be called apart.
+    """
+    with choosing_few(policy.model):
+        against = reason_against_sharing(policy.model) if splits else "its head cannot be called apart"
+        against = against or try_sharing(policy)
+    if against is not None and policy.shared_attention != "auto":
+        raise ConfigError(
+            f"shared_attention={policy.shared_attention!r}, but {type(unwrapped(policy.model)).__name__} computes each prompt "
+            f"once a completion: {against}; leave it out."
+        )
+    if (reason := against or whole_row_layers(policy.state_layers)) is not None:
+        logger.warning("%s computes each prompt once a completion: %s.", type(unwrapped(policy.model)).__name__, reason)
+    return against is None
+
+
+def embeds_or_warns(model: Any, prompt: Prompt) -> bool:
+    """True if the language model takes prompts with media as embeddings alone, tried on this prompt; with a warning where it does not."""
+    reason = reason_against(model, prompt)
+    if reason is not None:
+        logger.warning("%s computes media and prompts once a completion: %s.", type(unwrapped(model)).__name__, reason)
+    return reason is None
 
 
 def try_sharing(policy: Any) -> str | None:
