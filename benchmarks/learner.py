@@ -26,16 +26,25 @@ from covey.kernels import matmul as products
 from covey.kernels import training_heap
 from covey.learner import Learner, NoReference, Policy
 from covey.learner.memory_estimate import CPU_ENOUGH, CPU_TOKENS
+from covey.learner.out_of_memory import BatchLimits
 from covey.process.world import World
 from covey.types import Completion, Group, Prompt
 
 
-def learner_of(policy: Policy, optimizer: torch.optim.Optimizer, **options: Any) -> Learner:
-    """A learner of one process without reference, at a constant rate, on a heap as runs have it."""
+def learner_of(
+    policy: Policy, optimizer: torch.optim.Optimizer, *, max_completion_length: int, **sizes: Any
+) -> Learner:
+    """A learner of one process without reference, at a constant rate, on a heap as runs have it; `sizes` as of `BatchLimits`."""
     training_heap(returns_blocks=False)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     return Learner(
-        policy=policy, reference=NoReference(), optimizer=optimizer, scheduler=scheduler, world=World(), **options
+        policy=policy,
+        reference=NoReference(),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        world=World(),
+        max_completion_length=max_completion_length,
+        limits=BatchLimits(**sizes),
     )
 
 

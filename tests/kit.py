@@ -10,6 +10,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -41,6 +42,7 @@ from transformers import (
 from covey.kernels import compile as compiled
 from covey.kernels import matmul_fp32 as live
 from covey.learner import Learner, NoReference, Policy
+from covey.learner.out_of_memory import BatchLimits
 from covey.process.world import World
 from covey.types import Completion, Finish, Group, Message, Prompt
 
@@ -173,7 +175,8 @@ def tiny_reward_model(*, seed: int = 0, hidden: int = 16, **config: Any) -> Qwen
 def learner_of(policy: Policy, optimizer: torch.optim.Optimizer, **given: Any) -> Learner:
     """A learner at a constant rate, of one process and without a reference unless `given` says otherwise."""
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    common = {"reference": NoReference(), "scheduler": scheduler, "world": World()}
+    sizes = {item.name: given.pop(item.name) for item in fields(BatchLimits) if item.name in given}
+    common = {"reference": NoReference(), "scheduler": scheduler, "world": World(), "limits": BatchLimits(**sizes)}
     return Learner(policy=policy, optimizer=optimizer, **{**common, **given})
 
 

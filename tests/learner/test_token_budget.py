@@ -9,10 +9,9 @@ from covey.errors import MemoryLimitError
 from covey.learner import Policy
 from covey.learner.memory_estimate import (
     cache_bytes,
-    enough_tokens,
     expect_host_room,
     offloaded_bytes,
-    starting_rows,
+    starting_limits,
     starting_tokens,
     update_bytes,
 )
@@ -57,9 +56,8 @@ def test_gradients_and_the_moments_of_adam_are_set_apart():
 
 def test_a_step_of_131000_tokens_takes_five_passes_whatever_the_batch_size_is():
     rows = rows_of(groups_of(256, 256, 512, 8, 1000))
-    limits = {"max_tokens": 2**17, "enough_tokens": enough_tokens("auto", on_cpu=False)}
     for batch in (1, 16, 128):
-        room = MicroBatcher(BatchLimits(starting_rows("auto", batch, 256, on_cpu=False), **limits), lambda: True)
+        room = MicroBatcher(starting_limits("auto", batch, 256, on_cpu=False, max_tokens=2**17), lambda: True)
         sizes = [tokens_in(batch, True) for batch in room.batches(rows)]
         assert len(sizes) == 5
         assert max(sizes) <= 2**15
@@ -67,14 +65,14 @@ def test_a_step_of_131000_tokens_takes_five_passes_whatever_the_batch_size_is():
 
 def test_a_group_that_is_longer_than_enough_is_one_pass_where_memory_allows():
     rows = rows_of(groups_of(16, 100, 8192, 8, 1000))
-    room = MicroBatcher(BatchLimits(16, 2**17, enough_tokens("auto", on_cpu=False)), lambda: True)
+    room = MicroBatcher(starting_limits("auto", 16, 16, on_cpu=False, max_tokens=2**17), lambda: True)
     assert [len(batch) for batch in room.batches(rows)] == [8, 8]
 
 
 def test_rows_are_bounded_by_the_batch_size_on_a_cpu_and_where_tokens_are_not():
-    assert starting_rows("auto", 16, 256, on_cpu=True) == 16
-    assert starting_rows(None, 16, 256, on_cpu=False) == 16
-    assert starting_rows("auto", 16, 256, on_cpu=False) == starting_rows(4096, 16, 256, on_cpu=False) == 256
+    assert starting_limits("auto", 16, 256, on_cpu=True).max_rows == 16
+    assert starting_limits(None, 16, 256, on_cpu=False).max_rows == 16
+    assert [starting_limits(option, 16, 256, on_cpu=False).max_rows for option in ("auto", 4096)] == [256, 256]
 
 
 def test_memory_that_runs_out_halves_the_budget_and_changes_no_gradient(monkeypatch):

@@ -25,8 +25,7 @@ from covey.learner.memory_estimate import (
     allocator_bytes,
     bytes_a_token,
     cache_bytes,
-    enough_tokens,
-    starting_rows,
+    starting_limits,
     starting_tokens,
     update_bytes,
 )
@@ -264,9 +263,8 @@ def _learner(args: GRPOConfig, model_config: Any, peft_config: Any, live: FakeBy
         device = None if target.logits else torch.accelerator.current_accelerator()
         learner.policy.logits_chunk = chunk_for(vocabulary, args.logits_chunk_tokens, device, elements=target.logits)
     limit, batch = args.max_tokens_per_microbatch, args.per_device_train_batch_size
-    room = learner.micro_batcher.limits
-    room.max_rows = starting_rows(limit, batch, batch * args.gradient_accumulation_steps, on_cpu=target.on_cpu)
-    room.enough_tokens = enough_tokens(limit, on_cpu=target.on_cpu)
+    room = starting_limits(limit, batch, batch * args.gradient_accumulation_steps, on_cpu=target.on_cpu)
+    learner.limits.max_rows, learner.limits.enough_tokens = room.max_rows, room.enough_tokens
     return learner
 
 

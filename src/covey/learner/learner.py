@@ -45,12 +45,8 @@ class Learner:
     scheduler: Any
     world: World
     max_completion_length: int
-    max_rows: int = 8
-    """Most rows of a micro-batch; affects memory only."""
-    max_tokens: int | None = None
-    """Most tokens of a micro-batch, a shared prompt counted once; affects memory only."""
-    enough_tokens: int | None = None
-    """Tokens up to which groups are joined in one micro-batch."""
+    limits: BatchLimits = field(default_factory=BatchLimits)
+    """Sizes of micro-batches."""
     max_grad_norm: float = 1.0
     """Gradient clipping threshold; 0: no clipping."""
     mask_truncated: bool = False
@@ -76,24 +72,19 @@ class Learner:
     """Checks loss and gradient norm before each update."""
     before_update: Callable[[], None] = lambda: None
     after_update: Callable[[], None] = lambda: None
-    enable_recomputation: Callable[[], bool] = lambda: False
-    """Turns on activation checkpointing when a single completion does not fit; False if it is on already or not possible."""
     interruption: Interruption = field(default_factory=Interruption)
     """Callback before each micro-batch; its exception ends the step, whose gradients `forget` drops."""
     before_first_update: Callable[[Mapping[str, Metric], int], None] = lambda metrics, version: None
     """Callback before a rollout's first update, with its metrics and the version of the weights; may refuse it by raising."""
     token_entropies: TokenEntropies = field(default_factory=TokenEntropies)
-    size_options: Sequence[Any] = ()  # that the sizes of micro-batches come from
     micro_batcher: MicroBatcher = field(init=False)
     options: list[dict[str, Any]] = field(init=False)
     """Options of the optimizer's groups as it was made (`options_of`)."""
 
     def __post_init__(self) -> None:
         self.options = options_of(self.optimizer)
-        sizes: dict[str, Any] = {"device": self.policy.device.type, "options": self.size_options}
-        limits = BatchLimits(self.max_rows, self.max_tokens, self.enough_tokens, self.enable_recomputation, **sizes)
         agree = self.world.max if self.policy.is_collective else None
-        self.micro_batcher = MicroBatcher(limits, self.policy.shares_prompts, agree)
+        self.micro_batcher = MicroBatcher(self.limits, self.policy.shares_prompts, agree)
 
     # -- before the advantages ------------------------------------------------------------------------------------
 
@@ -114,7 +105,7 @@ class Learner:
         """Groups with `old_logp`, `ref_logp`, `values` and `squared_score` of the current models, as far as `needs` names them."""
         rows = [unscored_row(group.prompt, drawn, i) for i, group in enumerate(groups) for drawn in group.completions]
         self.policy.model.eval()
-        self.micro_batcher.limits.left_out.begin()  # no completion may be skipped: advantages need all of them
+        self.limits.left_out.begin()  # no completion may be skipped: advantages need all of them
         with self._abortable(), ordered_sums.on(self.policy.device):
             notes = self.micro_batcher.attempt(lambda: self._notes(self.world.share(rows), needs))
         done = self.world.interleave(notes)
@@ -157,7 +148,7 @@ class Learner:
         mine = self.world.share(rows)
         totals = totals_of(rows, self.max_completion_length)
         examples = [] if self.supervised is None else self.supervised.rows(step)
-        self.micro_batcher.limits.left_out.begin(completions=rows, sft=examples)
+        self.limits.left_out.begin(completions=rows, sft=examples)
         self.policy.model.train(not self.disable_dropout or self.policy.is_checkpointing)
         trains = [self.policy.auxiliary_coefficient != 0 or can_have_gradient(row, algorithm) for row in mine]
         skippable = [
@@ -175,13 +166,13 @@ class Learner:
                 )
                 parts += self.micro_batcher.attempt(lambda: self._evaluate_all(evaluated, algorithm, totals))
             parts += self._gradients(trained, algorithm, totals, examples)
-        metrics = self.world.merge(merge_metrics([*parts, self.micro_batcher.limits.left_out.end()]))
+        metrics = self.world.merge(merge_metrics([*parts, self.limits.left_out.end()]))
         if rows and all(row.completion.version == step - 1 for row in rows):
             self.before_first_update(metrics, step - 1)
         metrics.pop(FIRST_UPDATE, None)
         metrics["num_tokens"] = Sum(float(sum(row.num_tokens for row in rows)))
         report = self._update(metrics, step)
-        events = (*self.micro_batcher.limits.take_events(), *report.events)
+        events = (*self.limits.take_events(), *report.events)
         return replace(report, events=events, tokens=self.token_entropies.gathered(self.world, groups))
 
     @contextmanager
@@ -208,7 +199,7 @@ class Learner:
         rows = self.rows(groups)
         totals = totals_of(rows, self.max_completion_length)
         self.policy.model.eval()
-        self.micro_batcher.limits.left_out.begin()
+        self.limits.left_out.begin()
         mine = self.world.share(rows)
         algorithm = self.prepared(algorithm, (mine,), totals)
         parts = self.micro_batcher.attempt(lambda: self._evaluate_all(mine, algorithm, totals))

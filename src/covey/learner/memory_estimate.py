@@ -12,6 +12,7 @@ import torch
 from covey.data import vocabulary_size
 from covey.errors import MemoryLimitError
 from covey.learner.live_memory import LiveBytes
+from covey.learner.out_of_memory import BatchLimits
 from covey.learner.policy import Policy
 from covey.learner.shard_optimizer import embeddings_of
 from covey.models import decoder_of, unwrapped
@@ -194,17 +195,15 @@ def expect_host_room(needed: int, world: World, held: int = 0) -> None:
         )
 
 
-def enough_tokens(max_tokens: int | str | None, *, on_cpu: bool) -> int | None:
-    """Tokens of a micro-batch beyond which "auto" joins no more groups; None: no limit."""
-    return (CPU_ENOUGH if on_cpu else GPU_ENOUGH) if max_tokens == "auto" else None
+def starting_limits(option: int | str | None, batch: int, step: int, *, on_cpu: bool, **more: Any) -> BatchLimits:
+    """Limits of the first micro-batches, from `max_tokens_per_microbatch` and the completions of a batch and of a step of this process.
 
-
-def starting_rows(max_tokens: int | str | None, batch: int, step: int, *, on_cpu: bool) -> int:
-    """Initial row limit of a micro-batch, from the completions of a batch and of a step of this process.
-
-    On an accelerator tokens alone limit a micro-batch, so the row limit is the whole step, unless tokens have no limit (`max_tokens` is None).
+    On an accelerator tokens alone limit a micro-batch, so the row limit is the whole step, unless tokens have no limit (None). With
+    "auto", groups are joined up to a number of tokens that keeps the processor busy. `more`: other fields of `BatchLimits`.
     """
-    return batch if on_cpu or max_tokens is None else max(batch, step)
+    rows = batch if on_cpu or option is None else max(batch, step)
+    enough = (CPU_ENOUGH if on_cpu else GPU_ENOUGH) if option == "auto" else None
+    return BatchLimits(rows, enough_tokens=enough, options=(option, batch), **more)
 
 
 _TRIED = (32, 32, 96)

@@ -104,7 +104,7 @@ def _sentence(row: Row) -> str:
 class BatchLimits:
     """Largest micro-batch; a smaller one never changes a gradient."""
 
-    max_rows: int
+    max_rows: int = 8
     max_tokens: int | None = None
     """Tokens of one forward pass, a shared prompt counted once, padding included."""
     enough_tokens: int | None = None

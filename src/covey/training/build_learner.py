@@ -23,13 +23,7 @@ from covey.learner import AdapterCopy, FrozenCopy, Learner, NoReference, Policy,
 from covey.learner.context_parallel import expect_context, expect_media
 from covey.learner.critic import Critic
 from covey.learner.expert_choices import expect_replay
-from covey.learner.memory_estimate import (
-    enough_tokens,
-    expect_host_room,
-    offloaded_bytes,
-    starting_rows,
-    starting_tokens,
-)
+from covey.learner.memory_estimate import expect_host_room, offloaded_bytes, starting_limits, starting_tokens
 from covey.learner.optimizer import LossScaler, expect_trained, make_optimizer, make_scheduler
 from covey.learner.preparation import checkpoint_activations, on_accelerator
 from covey.learner.reference import Reference
@@ -333,7 +327,6 @@ def build_learner(
     `callbacks`: `interruption`, `before_first_update` and `samples_here` of `Learner`.
     """
     args, algorithm = inputs.args, inputs.algorithm
-    on_cpu = inputs.world.device.type == "cpu"
     networks = build_networks(inputs, optimizers[0]) if networks is None else networks
     policy, critic = networks.policy, networks.critic
     extra: list[torch.nn.Module] = [critic] if isinstance(critic, torch.nn.Module) else []
@@ -354,18 +347,20 @@ def build_learner(
         scheduler=scheduler,
         world=learner_world(inputs),
         max_completion_length=args.max_completion_length,
-        max_rows=starting_rows(
-            args.max_tokens_per_microbatch, batch, batch * args.gradient_accumulation_steps, on_cpu=on_cpu
+        limits=starting_limits(
+            args.max_tokens_per_microbatch,
+            batch,
+            batch * args.gradient_accumulation_steps,
+            on_cpu=inputs.world.device.type == "cpu",
+            max_tokens=networks.max_tokens,
+            enable_recomputation=partial(checkpoint_once, policy) if args.checkpoint_when_needed else lambda: False,
+            device=policy.device.type,
         ),
-        max_tokens=networks.max_tokens,
-        size_options=(args.max_tokens_per_microbatch, batch),
-        enough_tokens=enough_tokens(args.max_tokens_per_microbatch, on_cpu=on_cpu),
         max_grad_norm=args.max_grad_norm,
         guard=UpdateGuard(build_guard_policy(args)),
         mask_truncated=args.mask_truncated_completions,
         is_off_policy=is_off_policy,
         disable_dropout=args.disable_dropout,
-        enable_recomputation=partial(checkpoint_once, policy) if args.checkpoint_when_needed else lambda: False,
         critic=critic,
         teacher=teach(algorithm, policy, inputs.tokenizer, template, **copies),
         supervised=build_supervised(algorithm, policy, inputs.tokenizer, inputs.eos_ids, template, seed),
