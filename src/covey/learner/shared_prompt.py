@@ -7,8 +7,7 @@ not computed.
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -216,31 +215,18 @@ def switch(model: Any) -> None:
     """Make this model attend through `attention` until `release`, which must follow the backward pass: checkpointing recomputes there."""
     config = model.config.get_text_config()
     if config._attn_implementation != ATTENTION:
-        _before[model] = config._attn_implementation
+        loaded_with[model] = config._attn_implementation
         config._attn_implementation = ATTENTION
 
 
 def release(model: Any) -> None:
     """Undo `switch`."""
-    if model in _before:
-        model.config.get_text_config()._attn_implementation = _before.pop(model)
+    if model in loaded_with:
+        model.config.get_text_config()._attn_implementation = loaded_with.pop(model)
 
 
-@contextmanager
-def as_loaded(reference: Callable[[], Any]) -> Iterator[str]:
-    """Context in which the switched model behind a weak reference attends as it was loaded; yields that implementation's name."""
-    model = reference()
-    config = model.config.get_text_config()
-    now = config._attn_implementation
-    config._attn_implementation = _before.get(model, now)
-    try:
-        yield config._attn_implementation
-    finally:
-        config._attn_implementation = now
-
-
-_before: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""The attention implementation that each switched model had."""
+loaded_with: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""The attention implementation with which each switched model was loaded."""
 
 
 def forward_kwargs(rows: SharedRows, model: Any) -> dict[str, Any]:

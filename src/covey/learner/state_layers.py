@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 
 from covey.kernels import cache_factory, cache_keyword, choices, find_indexers, has_states, tensors_on
+from covey.learner.shared_prompt import loaded_with
 from covey.learner.shared_states import AttentionLayer, IndexLayer, StateLayer
 from covey.models import decoder_of, unwrapped
 from covey.process.sharding import compute_device
@@ -37,13 +39,27 @@ def state_layers(model: Any) -> list[StateLayer]:
     return _layers[inner]
 
 
-def attention_layers(model: Any, attending: Callable[[], AbstractContextManager[Any]]) -> list[StateLayer]:
-    """The attention layers that choose keys, or all where none does, as they read whole rows in the context `attending`."""
+@contextmanager
+def as_loaded(reference: Callable[[], Any]) -> Iterator[str]:
+    """Context in which the switched model behind a weak reference attends as it was loaded; yields that implementation's name."""
+    model = reference()
+    config = model.config.get_text_config()
+    now = config._attn_implementation
+    config._attn_implementation = loaded_with.get(model, now)
+    try:
+        yield config._attn_implementation
+    finally:
+        config._attn_implementation = now
+
+
+def attention_layers(model: Any) -> list[StateLayer]:
+    """The attention layers that choose keys, or all where none does, as they read whole rows under the model's own attention."""
     inner = unwrapped(model)
     if inner not in _attention_layers:
         block, choosing = _parents(inner), [module for module, _ in choices(inner)]
         modules, _ = _noted(inner, _KEYS_CALL)
         some = [module for module in modules if any(part in choosing for part in module.modules())]
+        attending = partial(as_loaded, ref(inner))
         make = lambda module: AttentionLayer(
             module, decoder_of(inner), block[module], None, "rows", attending=attending
         )

@@ -4,9 +4,8 @@ import logging
 import sys
 from collections.abc import Set
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -172,8 +171,7 @@ def _try(policy: Any, *, is_whole: bool) -> str | None:
         policy.windows = {} if is_whole else attention_windows(unwrapped(policy.model))
         policy.state_layers = policy.within(lambda: state_layers(policy.model))
         if is_whole:
-            as_loaded = partial(shared_prompt.as_loaded, ref(unwrapped(policy.model)))
-            whole = policy.within(lambda: attention_layers(policy.model, as_loaded))
+            whole = policy.within(lambda: attention_layers(policy.model))
             inside = {part for layer in whole for part in layer.module.modules()}
             policy.state_layers = [layer for layer in policy.state_layers if layer.module not in inside] + whole
         packed = share_rows(rows, policy.device, is_whole=policy.auxiliary_coefficient != 0)
