@@ -6,6 +6,7 @@ Keys carry their positions, so their order in memory is free: all rows write the
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -74,11 +75,11 @@ class KVCache:
         self.windows = {layer.window for layer in layers if layer.window is not None}
         self.reach, self.in_window = 0, dict[Window, KeyBias]()  # of this step: longest text's positions, biases
         self.owners: list[int] = []  # the prompt slot of each row
-        self._row_map: RowMap | None = None
-        self._padded_owners: Tensor | None = None
-        # starts, owners and prompt lengths for the kernels; invalid after `set_row_owners` and `resize`
-        self._tables: tuple[Tensor, Tensor, Tensor] | None = None
-        self._cache_tables: CacheTables | None = None  # invalid once `prefix` or `suffix` are reallocated
+
+    def _changed(self) -> None:
+        """Drop the tables made from rows, prompts and buffers, one of which has changed."""
+        for table in ("padded_owners", "row_map", "cache_tables", "_tables"):
+            vars(self).pop(table, None)
 
     def _zeros(self, layer: LayerShape, rows: int, columns: int) -> Tensor:
         shape = (2, rows, layer.heads, columns, layer.width)
@@ -97,7 +98,8 @@ class KVCache:
 
     def add_prompts(self, lengths: Sequence[int]) -> range:
         """Allocate slots for prompts of these lengths; returns the slots."""
-        old, self._cache_tables = len(self.prompt_lengths), None
+        old = len(self.prompt_lengths)
+        self._changed()
         self.prompt_lengths += lengths
         columns, rows = rounded(max(self.prompt_lengths)), len(self.prompt_lengths)
         for i, layer in enumerate(self.layers):
@@ -129,7 +131,8 @@ class KVCache:
 
     def set_starts(self, starts: list[int]) -> None:
         """Set the first column of each row, after keys were moved within it."""
-        self.starts, self._tables = starts, None
+        self.starts = starts
+        self._changed()
 
     def resize(self, old: int, ahead: int = 0) -> None:
         """Reallocate the suffixes: columns that none of the first `old` rows reads are dropped, and new columns added.
@@ -150,7 +153,7 @@ class KVCache:
         self.suffix_bias = bias
         self.starts = [start - first + ahead for start in self.starts]
         self.step_column = ahead + used
-        self._tables = self._cache_tables = None
+        self._changed()
 
     def drop_rows(self, freed: list[int], moved: list[int], left: int) -> None:
         """Keep `left` rows: the rows `moved`, from the end, replace the rows `freed`."""
@@ -167,7 +170,8 @@ class KVCache:
 
     def drop_prompts(self, slots: list[int]) -> None:
         """Keep these prompts, in this order."""
-        self.prompt_lengths, self._cache_tables = [self.prompt_lengths[p] for p in slots], None
+        self.prompt_lengths = [self.prompt_lengths[p] for p in slots]
+        self._changed()
         columns = rounded(max(self.prompt_lengths, default=0))
         index = torch.tensor(slots, dtype=torch.int64, device=self.device)
         for i, buffer in enumerate(self.prefix):  # one layer at a time, to bound the memory of copies
@@ -178,36 +182,31 @@ class KVCache:
 
     def set_row_owners(self, owners: list[int]) -> None:
         """Set the prompt slot of each row; called after every change of rows or prompts."""
-        self.owners, self._row_map, self._tables, self._padded_owners = owners, None, None, None
-        self.of_prompts = {}
+        self.owners, self.of_prompts = owners, {}
+        self._changed()
 
-    @property
+    @cached_property
     def padded_owners(self) -> Tensor:
         """[R] int64, the prompt slot of each row of a decode step, 0 for padding."""
-        if self._padded_owners is None:
-            padding = [0] * (self.num_computed - self.num_rows)
-            self._padded_owners = torch.tensor(self.owners + padding, device=self.device)
-        return self._padded_owners
+        return torch.tensor(self.owners + [0] * (self.num_computed - self.num_rows), device=self.device)
 
-    @property
+    @cached_property
     def row_map(self) -> RowMap:
         """Index tables between rows and prompts, for PyTorch's operations."""
-        if self._row_map is None:
-            self._row_map = RowMap.of(self.owners, len(self.prompt_lengths), self.device, self.num_computed)
-        return self._row_map
+        return RowMap.of(self.owners, len(self.prompt_lengths), self.device, self.num_computed)
 
-    @property
+    @cached_property
     def cache_tables(self) -> CacheTables:
         """Addresses of all layers' keys and values, for the kernels."""
-        if self._cache_tables is None:
-            self._cache_tables = CacheTables(self.suffix, self.prefix)
-        return self._cache_tables
+        return CacheTables(self.suffix, self.prefix)
+
+    @cached_property
+    def _tables(self) -> list[Tensor]:
+        """First columns and prompt slots of the rows, and lengths of the prompts, for the kernels."""
+        return [torch.tensor(numbers) for numbers in (self.starts, self.owners, self.prompt_lengths)]
 
     def step(self, heads: int, repeats: int, width: int, scale: float) -> DecodeStep:
         """Arguments of the kernels for this decode step, without rotary tables and norms."""
-        if self._tables is None:
-            starts, owners, lengths = map(torch.tensor, (self.starts, self.owners, self.prompt_lengths))
-            self._tables = starts, owners, lengths
         starts, owners, lengths = self._tables
         return DecodeStep(
             rows=self.num_rows,
