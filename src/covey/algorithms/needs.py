@@ -31,6 +31,11 @@ class Needs:
     whole_step: bool = False
     """A gradient-free pass over the step before the first micro-batch, for `Algorithm.prepare`."""
 
+    def at_rollout(self, *, is_off_policy: bool) -> "Needs":
+        """Those of them that are measured at the rollout, before the advantages."""
+        old_logp = self.old_logp or is_off_policy
+        return Needs(old_logp=old_logp, ref_logp=self.ref_logp, values=self.values, squared_score=self.squared_score)
+
     @property
     def reference(self) -> bool:
         """A reference model."""

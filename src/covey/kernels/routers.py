@@ -52,6 +52,10 @@ class Routers:
         """Type of stored ids."""
         return torch.uint8 if self.num_experts <= 256 else torch.int16
 
+    def table(self, rows: int, longest: int, device: torch.device) -> Tensor:
+        """[rows, longest, L, k] zeros, for the choices of as many texts."""
+        return torch.zeros(rows, longest, len(self.modules), self.top_k, dtype=self.dtype, device=device)
+
     def switch(self, replayed: Tensor | None = None) -> None:
         """Record the choices of the passes that follow, and replay `replayed` [M, L, k] in them; until `release`."""
         if replayed is not None and tuple(replayed.shape[1:]) != (len(self.modules), self.top_k):

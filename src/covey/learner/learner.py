@@ -91,14 +91,8 @@ class Learner:
     @torch.no_grad()
     def annotate(self, groups: Sequence[Group], algorithm: Algorithm) -> list[Group]:
         """Groups with the fields that the algorithm needs from the policy at rollout time: `old_logp`, `ref_logp`, `values`."""
-        needs = algorithm.needs
-        unmet = Needs(
-            old_logp=self.is_off_policy or needs.old_logp,
-            ref_logp=needs.ref_logp,
-            values=needs.values,
-            squared_score=needs.squared_score,
-        )
-        return self.measured(groups, unmet) if unmet != Needs() else list(groups)
+        needs = algorithm.needs.at_rollout(is_off_policy=self.is_off_policy)
+        return self.measured(groups, needs) if needs != Needs() else list(groups)
 
     @torch.no_grad()
     def measured(self, groups: Sequence[Group], needs: Needs) -> list[Group]:

@@ -81,10 +81,7 @@ class Scheduler:
         self.tokens = torch.zeros(output_rows, longest, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(output_rows, longest, device=device)
         self.uniforms = torch.zeros(output_rows, longest, dtype=widest_float(device), device=device)
-        self.experts: Tensor | None = None  # [output rows, longest, L, k]
-        if (routers := forward.routers) is not None:
-            shape = (output_rows, longest, len(routers.modules), routers.top_k)
-            self.experts = torch.zeros(shape, dtype=routers.dtype, device=device)
+        self.experts = None if forward.routers is None else forward.routers.table(output_rows, longest, device)
         self.is_eos = torch.zeros(self.forward.vocab_size, dtype=torch.bool, device=device)
         self.is_eos[list(eos_ids)] = True
         self.banned = torch.tensor(banned, dtype=torch.int64, device=device) if banned else None  # never drawn
