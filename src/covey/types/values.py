@@ -249,19 +249,17 @@ class Scores:
         weights = torch.ones(functions) if weights is None else weights
         drawn = [completion for group in groups for completion in group.completions]
         measured = [name for name in ("values", "squared_score") if all(getattr(c, name) is not None for c in drawn)]
-        greedy = None
-        if all(group.greedy_rewards is not None for group in groups):
-            stacked = torch.stack([group.greedy_rewards for group in groups if group.greedy_rewards is not None])
-            greedy = weighted_total(stacked, weights)
+        greedy = [group.greedy_rewards for group in groups if group.greedy_rewards is not None]  # P of [R], or fewer
+        episodes = tuple(tuple(completion.episode for completion in group.completions) for group in groups)
         return Scores(
             per_function=per_function,
             weights=weights,
             mask=stack_tokens(groups, lambda completion: completion.written),
             **{name: stack_tokens(groups, attrgetter(name)) for name in measured},
             kl=kl,
-            greedy=greedy,
+            greedy=weighted_total(torch.stack(greedy), weights) if len(greedy) == len(groups) else None,
             slices=None if slice_column is None else tuple(str(g.prompt.columns.get(slice_column)) for g in groups),
-            episodes=episodes_in(groups),
+            episodes=episodes if any(completion.episode is not None for completion in drawn) else None,
         )
 
 
@@ -269,12 +267,6 @@ def weighted_total(rewards: Tensor, weights: Tensor) -> Tensor:
     """[...] from rewards [..., R] and weights [R]: the weighted sum, NaN counting 0; NaN only where no function scored."""
     total = (rewards.nan_to_num(0.0) * weights).sum(-1)
     return total.masked_fill(rewards.isnan().all(-1), math.nan)
-
-
-def episodes_in(groups: Sequence[Group]) -> tuple[tuple[EpisodeNotes | None, ...], ...] | None:
-    """P lists of G: what is known of the turns of each completion; None where nothing is."""
-    episodes = tuple(tuple(completion.episode for completion in group.completions) for group in groups)
-    return episodes if any(episode is not None for row in episodes for episode in row) else None
 
 
 def of_policy(groups: Sequence[Group]) -> list[Group]:
