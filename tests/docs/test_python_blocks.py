@@ -10,15 +10,17 @@ import dataclasses
 import inspect
 import json
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from covey import GRPOConfig, GRPOTrainer, demo
+from covey import GRPOConfig, GRPOTrainer, cli, demo
 
 ROOT = Path(__file__).parents[2]
+TUTORIALS = ROOT / "docs" / "tutorials"
 BLOCK = re.compile(
     r"^(?P<not_run><!-- not run: [^\n]+ -->\n)?(?P<fence> *```python)\n(?P<code>.*?)^ *```", re.DOTALL | re.MULTILINE
 )
@@ -54,12 +56,25 @@ def solutions_on_disk(folder):
     (folder / "solutions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def questions_on_disk(folder):
+    """train.jsonl, as the first block of the tutorial before writes it."""
+    exec(BLOCK.search((TUTORIALS / "your-data.md").read_text())["code"], {})
+
+
+def ideas_on_disk(folder):
+    """ideas.py, with the first two blocks of the page."""
+    blocks = [found["code"] for found in BLOCK.finditer((TUTORIALS / "your-algorithm.md").read_text())]
+    (folder / "ideas.py").write_text("\n".join(blocks[:2]))
+
+
 GIVEN = {
     "docs/sft.md": solutions_on_disk,
     "docs/tutorials/reading-a-run.md": the_demo,
     "docs/merging.md": three_models,
     "docs/data-check.md": rows_on_disk,
 }
+BEFORE = {"your-data.md": lambda folder: None, "your-reward.md": questions_on_disk, "your-algorithm.md": ideas_on_disk}
+"""Tutorials whose commands run one after another, and what the reader has by then."""
 
 
 def names_of(page):
@@ -139,6 +154,31 @@ def test_the_python_of_a_page_runs(page, folder):
     names = run_blocks(page, names_of(place))
     if isinstance(names.get("trainer"), GRPOTrainer) and re.search(r"max_steps=\d", page.read_text()):
         assert names["trainer"].state.global_step == 1
+
+
+def short(line):
+    """A command that takes seconds, as words."""
+    words = shlex.split(re.sub(r"Qwen/[\w.-]+", str(demo.model_path()), line).replace("--seeds 5", ""))[1:]
+    if words[0] == "train" and "--dry-run" not in words:
+        sizes = "--per-device-train-batch-size 8 --num-generations 4" if "demo" in words else ""
+        words += f"--max-steps 1 --max-completion-length 4 {sizes}".split()
+        words += (
+            ["--per-device-eval-batch-size", "64", "--num-generations-eval", "1"] if "--eval-dataset" in words else []
+        )
+    return [*words, "--max-tokens", "4", "--num-samples", "2"] if words[0] == "features" else words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", BEFORE)
+def test_the_commands_of_a_tutorial_run_in_their_order(page, folder, capsys):
+    BEFORE[page](folder)
+    names = {}
+    for language, code in re.findall(r"^```(\w+)\n(.*?)^```", (TUTORIALS / page).read_text(), re.DOTALL | re.MULTILINE):
+        if language == "python":
+            exec(small(code), names)
+        for line in code.splitlines() if language == "bash" else ():
+            status = cli.main(short(line))
+            assert status == 0, (line, capsys.readouterr().err)
 
 
 def test_a_wrong_option_is_noticed_in_a_block_that_is_not_run():
