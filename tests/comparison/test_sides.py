@@ -1,5 +1,7 @@
 """Runs that differ in nothing but their seed are one side; everything else that was recorded and differs is shown."""
 
+import json
+
 import pytest
 from run_folders import write_run
 
@@ -69,6 +71,15 @@ def test_another_source_text_of_a_reward_is_another_side_and_is_shown_as_a_diff(
         "the constant it uses changed"
     )
     assert {"-SCALE = 1.0", "+SCALE = 2.0"} <= set(found[0].diff.splitlines())
+
+
+def test_a_run_without_code_of_its_own_adds_no_file_to_what_differs(tmp_path):
+    for name, sources in (("one", {}), ("two", {"mine.py": {"text": "x = 1\n", "sha256": "0"}})):
+        write_run(tmp_path / name)
+        manifest = json.loads((tmp_path / name / "run.json").read_text())
+        (tmp_path / name / "run.json").write_text(json.dumps({**manifest, "sources": sources}))
+    differing = differences(grouped(read(tmp_path / "one", tmp_path / "two")))
+    assert [item.name for item in differing if item.area == "sources"] == ["mine.py.source"]
 
 
 def test_another_reward_is_another_side(tmp_path):

@@ -141,7 +141,7 @@ def _leaves(run: Run, area: str) -> dict[str, Any]:
         value = {
             Path(path).name: {"source": file.get("text"), "sha256": file.get("sha256")} for path, file in files.items()
         }
-    leaves = {} if value is None else dict(flat(value))
+    leaves = dict(flat(value)) if value else {}
     for name, item in list(leaves.items()):
         part, _, last = name.rpartition(".")
         is_shown_whole = last == "file" and item in files
