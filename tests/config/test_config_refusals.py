@@ -141,6 +141,12 @@ def test_numbers_of_numpy_are_numbers():
     assert [type(value) for value in values] == [float, int, bool]
 
 
+def test_a_whole_number_with_a_decimal_point_is_that_number():
+    options = make(num_generations=4.0, gradient_accumulation_steps=2.0, seed=1.0, learning_rate=1.0)
+    values = options.num_generations, options.gradient_accumulation_steps, options.seed, options.learning_rate
+    assert [repr(value) for value in values] == ["4", "2", "1", "1.0"]
+
+
 def test_the_best_checkpoint_is_picked_by_reward_unless_told():
     config = make(eval_strategy="steps", eval_steps=500, load_best_model_at_end=True)
     assert config.metric_for_best_model == "reward"

@@ -58,10 +58,12 @@ def warn_inert(changed: Mapping[str, Any]) -> None:
 
 
 def normalize(config: Any) -> None:
-    """Spellings that mean the same become one, in place; numbers of NumPy become Python's, which can be stored."""
+    """Spellings that mean the same become one, in place: 4.0 is 4 where a whole number is meant, NumPy's numbers are Python's."""
     for name, value in vars(config).items():
         if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
-            setattr(config, name, value.item())
+            setattr(config, name, value := value.item())
+        if isinstance(value, float) and value.is_integer() and name in DECLARED and DECLARED[name].is_whole:
+            setattr(config, name, int(value))
     if isinstance(config.scale_rewards, bool):
         config.scale_rewards = "group" if config.scale_rewards else "none"
     if config.max_completion_length is None:
