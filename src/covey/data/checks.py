@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -70,13 +71,20 @@ def check_dataset(dataset: Any, name: str = "train_dataset", *, prompt_only: boo
 def _check_type(dataset: Any, name: str) -> None:
     if isinstance(dataset, datasets.Dataset | datasets.IterableDataset | LiveDataset):
         return
-    if isinstance(dataset, Mapping):
+    if isinstance(dataset, Mapping) and not all(isinstance(column, list) for column in dataset.values()):
         splits = ", ".join(map(str, dataset))
         raise DataTypeError(
             f"{name} holds several splits ({splits}); pass one of them, such as dataset[{next(iter(dataset), '')!r}]."
         )
-    hint = "; wrap it with datasets.Dataset.from_list(rows)" if isinstance(dataset, list | tuple) else ""
-    raise DataTypeError(f"{name} is a {type(dataset).__name__}, not a datasets.Dataset or IterableDataset{hint}.")
+    kind = type(dataset).__name__
+    raise DataTypeError(f"{name} is a {kind}, not a datasets.Dataset or IterableDataset; {_remedy(dataset, kind)}.")
+
+
+def _remedy(dataset: Any, kind: str) -> str:
+    if isinstance(dataset, str | Path):
+        return f"load it with covey.data.load({str(dataset)!r})"
+    maker = {"dict": "from_dict(columns)", "DataFrame": "from_pandas(frame)", "generator": "from_list(list(rows))"}
+    return f"wrap it with datasets.Dataset.{maker.get(kind, 'from_list(rows)')}"
 
 
 def _check_columns(columns: list[str], name: str) -> None:
