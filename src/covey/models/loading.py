@@ -38,6 +38,11 @@ def load_model(
     if not isinstance(model, (str, Path, SharedBase)):
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model is of type {type(model).__name__}; give a folder, a hub id or a loaded model.")
+        if getattr(model, "get_output_embeddings", lambda: None)() is None:
+            raise ModelError(
+                f"The model is a {type(model).__name__}, which has no output layer over a vocabulary; load it with "
+                "AutoModelForCausalLM, and give it without a wrapper such as DataParallel."
+            )
         if init_kwargs:
             logger.warning(
                 "model_init_kwargs changes nothing here: the model is already loaded; give its name instead."
