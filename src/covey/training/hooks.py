@@ -154,6 +154,14 @@ def callbacks_of(callbacks: Any) -> list[Any]:
     return listed
 
 
+def optimizers_of(optimizers: Any) -> tuple[Any, Any]:
+    """The `optimizers` argument as (optimizer, schedule), each None for the run's own. Raises ArgumentTypeError for anything else."""
+    if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
+        kind = type(optimizers).__name__
+        raise ArgumentTypeError(f"optimizers is a {kind}; give (optimizer, scheduler), where each may be None.")
+    return optimizers[0], optimizers[1]
+
+
 def is_overridden(instance: object, name: str, trainer: type) -> bool:
     """True if the class of `instance`, or the instance itself, replaces the method `name` of `trainer`."""
     return name in vars(instance) or getattr(type(instance), name) is not getattr(trainer, name)

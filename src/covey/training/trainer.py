@@ -43,7 +43,7 @@ from covey.training.build_algorithm import check_columns, check_teacher, choose_
 from covey.training.build_learner import RunInputs
 from covey.training.datasets import finite, loader_for_callbacks, refuse_no_data
 from covey.training.evaluator import Evaluator, averaged, end_with_average
-from covey.training.hooks import handler_of, is_overridden, refuse_dead_hooks
+from covey.training.hooks import handler_of, is_overridden, optimizers_of, refuse_dead_hooks
 from covey.training.invariants import comparable_inputs, comparable_options
 from covey.training.loading import choose_factors, expect_engine, load_for_training
 from covey.training.loop import Steps
@@ -128,7 +128,7 @@ class GRPOTrainer(TRLInterface):
         if self.args.push_to_hub and self.world.is_main:
             self.hub.open_early()
         self._load(model, processing_class, quantization_config, peft_config)
-        self.optimizers = (self.optimizer, self.lr_scheduler) = optimizers
+        self.optimizers = (self.optimizer, self.lr_scheduler) = optimizers_of(optimizers)
         self.is_strict, self._restarts = False, False
         """True: refuse an output folder with another run, as on the command line, instead of moving that run aside."""
         self.raises_when_stopped = True

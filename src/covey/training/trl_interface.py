@@ -1,6 +1,7 @@
 """Interface of TRL's trainer besides `train` and `evaluate`: attributes, metrics files, loaders, the hub."""
 
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import Future
@@ -17,7 +18,7 @@ from covey.algorithms.control import current
 from covey.algorithms.regularizers import EntropyBonus
 from covey.config import GRPOConfig
 from covey.config.options import DECLARED, GROUPS
-from covey.errors import ConfigError, NotOfferedError
+from covey.errors import ArgumentTypeError, ConfigError, NotOfferedError, did_you_mean
 from covey.evaluation.model_card import Card
 from covey.learner import FrozenCopy, frozen_copy
 from covey.process import lean
@@ -40,6 +41,11 @@ _SHOWN_OPTIONS = frozenset(
 ) - {"algorithm", "model_init_kwargs"}
 """Options shown in a model card: those that affect the model, without any that may hold an address or a token."""
 _OF_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length"}
+
+_FORMER_ARGUMENTS = {
+    "tokenizer": " Use processing_class.",
+    "ref_model": " The reference is a copy of the model: set beta above 0 in GRPOConfig.",
+}
 
 
 class _Option:
@@ -65,6 +71,15 @@ class TRLInterface(TransformersInterface):
 
     steps: Callable[..., Steps[lean.TrainOutput]]
 
+    def __new__(cls, *_: Any, **named: Any) -> Any:
+        """Refuse arguments that `__init__` does not have, with the name to use. Raises ArgumentTypeError."""
+        taken = inspect.signature(cls.__init__).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+        for name in () if takes_any else named.keys() - taken:
+            hint = f" It is an option: GRPOConfig({name}=...)." if name in DECLARED else did_you_mean(name, taken)
+            raise ArgumentTypeError(f"{name} is no argument of {cls.__name__}.{_FORMER_ARGUMENTS.get(name, hint)}")
+        return super().__new__(cls)
+
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
@@ -82,6 +97,8 @@ class TRLInterface(TransformersInterface):
             raise NotOfferedError(
                 "train(trial=...) is not offered; `covey tune CONFIG.yaml` searches options (docs/tune.md)."
             )
+        if self.is_in_train:
+            raise ConfigError("train() is running on this trainer already; call it again when it has returned.")
         return to_the_end(self.steps(resume_from_checkpoint))
 
     args: GRPOConfig
