@@ -3,6 +3,9 @@
 import functools
 import importlib
 import os
+import shutil
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import torch._dynamo
 import torch.nn.functional as F
 import transformers
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from covey.kernels import LogitKernels, fuse, fused_layers, triton_unavailable_reason
 from covey.kernels import compile as compiled
@@ -186,8 +190,37 @@ def test_compiled_code_is_kept_where_the_next_process_looks(monkeypatch, tmp_pat
     monkeypatch.delenv(compiled.VARIABLE, raising=False)
     find = compiled.keep_compiled_code.__wrapped__
     assert find() == tmp_path / "covey" / "compiled" == Path(os.environ[compiled.VARIABLE])
+    monkeypatch.setenv(compiled.VARIABLE, default_cache_dir())
+    assert find() == tmp_path / "covey" / "compiled" == Path(os.environ[compiled.VARIABLE]), "torch's own default"
     monkeypatch.setenv(compiled.VARIABLE, "/elsewhere")
     assert find() == Path("/elsewhere")
+
+
+COMPILING = """
+import torch
+import transformers.models.qwen2.modeling_qwen2  # imports torch._dynamo, which names a folder in /tmp
+from torch._dynamo.utils import counters
+from covey.kernels.fused_layers import strictly_compiled
+from covey.kernels.gates import gated
+
+x = torch.randn(4, 6)
+strictly_compiled(gated)(x, x, "silu")
+print(counters["aot_autograd"]["autograd_cache_miss"], counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_second_process_compiles_nothing(tmp_path):
+    """Both start with an empty /tmp, as after a reboot or in two containers."""
+    met = []
+    for number in ("first", "second"):
+        (tmp_path / number).mkdir()
+        folders = {"XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path / number)}
+        environment = {name: value for name, value in os.environ.items() if name != compiled.VARIABLE} | folders
+        command = [sys.executable, "-c", COMPILING]
+        met.append(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.split())
+    assert met == [["1", "0"], ["0", "1"]]
 
 
 def test_a_cache_folder_that_others_may_write_is_not_used(monkeypatch, tmp_path, caplog):

@@ -34,10 +34,13 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 def keep_compiled_code() -> Path | None:
     """Let torch.compile keep its code in the user's cache folder, where a later process finds it; torch's default is `/tmp`.
 
-    Returns the folder; None if it cannot be written, or may be written by others. A folder from the environment stays.
+    Returns the folder; None if it cannot be written, or may be written by others. A folder that the user names stays.
     """
-    if os.environ.get(VARIABLE):
-        return Path(os.environ[VARIABLE])
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    named = os.environ.get(VARIABLE)
+    if named and named != default_cache_dir():  # which torch writes there where it is imported
+        return Path(named)
     try:
         folder = cache_folder() / "compiled"
         folder.mkdir(mode=0o700, exist_ok=True)
