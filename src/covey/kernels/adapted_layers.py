@@ -44,7 +44,7 @@ def products_of(x: Tensor, *linears: nn.Module) -> list[Tensor]:
     return list(multiply(x.to(dtype), *layers))
 
 
-def _forward(layer: Any, x: Tensor, *args: Any, **options: Any) -> Any:
+def _forward(layer: nn.Module, x: Tensor, *args: Any, **options: Any) -> Any:
     dtype = _product_dtype(x)
     factors = None if args or options else _factors(layer, x, dtype)
     if dtype is None or factors is None:
@@ -83,7 +83,7 @@ def _computes_here(linear: nn.Module) -> bool:
     return isinstance(forward, partial) and forward.func is _forward
 
 
-def _adapter_of(layer: Any) -> str | None:
+def _adapter_of(layer: nn.Module) -> str | None:
     """The one adapter that acts on a LoRA layer as plain products; None if there is another number, or another kind."""
     try:
         names = active_adapters(layer)

@@ -58,7 +58,7 @@ def _activated(x: Tensor, activation: str) -> Tensor:
     return F.silu(x) if activation == SILU else F.gelu(x, approximate=activation)
 
 
-def has_projections(mlp: Any, names: tuple[str, ...] = _PROJECTIONS) -> bool:
+def has_projections(mlp: nn.Module, names: tuple[str, ...] = _PROJECTIONS) -> bool:
     return all(isinstance(getattr(mlp, name, None), nn.Module) for name in names)
 
 
@@ -89,7 +89,7 @@ def recognised_gate(mlp: Any) -> Gate | None:
             module.training = mode
 
 
-def _activation_of(mlp: Any) -> str | None:
+def _activation_of(mlp: nn.Module) -> str | None:
     """The activation by its own numbers, which tell GELU from its approximation; SiLU for a module that does not show it."""
     functions = (getattr(mlp, name, None) for name in ("act_fn", "activation_fn"))
     function: Any = next(filter(callable, functions), F.silu)

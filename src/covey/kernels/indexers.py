@@ -40,7 +40,7 @@ def find_indexers(model: nn.Module) -> list[nn.Module]:
     return [module for module in modules if inputs_of(module) & {"cache", "past_key_values"}]
 
 
-def other_layers(model: Any) -> set[str]:
+def other_layers(model: nn.Module) -> set[str]:
     """The kinds of layers that are neither attention, with a window or an indexer or without, nor layers with a state."""
     inner = unwrapped(model)
     kinds = set(getattr(inner.config.get_text_config(), "layer_types", None) or ())
@@ -57,7 +57,7 @@ def choices(model: nn.Module) -> list[tuple[nn.Module, tuple[str, ...]]]:
 
 
 @contextmanager
-def choosing_few(model: Any, most: int = 2) -> Iterator[None]:
+def choosing_few(model: nn.Module, most: int = 2) -> Iterator[None]:
     """Context in which at most so many keys, or blocks of two, are chosen, for a trial of fewer tokens than are chosen otherwise."""
     modules = choices(unwrapped(model))
     before = [{name: getattr(module, name) for name in names} for module, names in modules]
@@ -73,7 +73,7 @@ def choosing_few(model: Any, most: int = 2) -> Iterator[None]:
                 setattr(module, name, value)
 
 
-def has_windows(model: Any) -> bool:
+def has_windows(model: nn.Module) -> bool:
     """True if the configuration gives layers a window."""
     config = unwrapped(model).config.get_text_config()
     is_local = {*LOCAL_LAYERS} & {*(getattr(config, "layer_types", None) or ())}
@@ -81,7 +81,7 @@ def has_windows(model: Any) -> bool:
 
 
 @torch.no_grad()
-def reason_against_choices(model: Any) -> str | None:
+def reason_against_choices(model: nn.Module) -> str | None:
     """Reason why no short trial shows the keys that the layers choose; None if one does, or none chooses."""
     inner = unwrapped(model)
     name = type(inner).__name__

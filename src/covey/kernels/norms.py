@@ -36,13 +36,13 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, dtype: torch.dtyp
     return (normed if weight is None else normed * (weight.float() + offset)).to(dtype)
 
 
-def weight_of(module: Any) -> Tensor | None:
+def weight_of(module: nn.Module) -> Tensor | None:
     """The live weight of a norm, without gradient; None for one without."""
     weight: Tensor | None = getattr(module, "weight", None)
     return None if weight is None else weight.detach()
 
 
-def recognised_norm(module: Any) -> Norm | None:
+def recognised_norm(module: nn.Module) -> Norm | None:
     """RMSNorm with or without a weight; None for another module, by its class's `forward`."""
     if (epsilon := epsilon_of(module)) is None:
         return None

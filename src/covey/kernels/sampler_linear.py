@@ -40,7 +40,7 @@ class SamplerLinear(ABC):
         return InPlaceLinear(((weight, bias),), is_copy=True)
 
     @staticmethod
-    def in_float32(linear: Any, into: SamplerLinear | None = None) -> SamplerLinear:
+    def in_float32(linear: nn.Module, into: SamplerLinear | None = None) -> SamplerLinear:
         """This layer with active LoRA adapters merged, for float32 inputs; a copy unless it is a plain float32 layer.
 
         `into` as in `make`. Raises Unsupported for other kinds of layers.

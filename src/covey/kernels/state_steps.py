@@ -177,7 +177,7 @@ _STEPS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 """Names in transformers' modeling files, and what replaces them."""
 
 
-def has_states(model: Any) -> bool:
+def has_states(model: nn.Module) -> bool:
     """True if transformers gives some layer of the model a cache that is not of keys and values alone."""
     from transformers import DynamicCache
 
@@ -190,13 +190,13 @@ def has_states(model: Any) -> bool:
     return any(hasattr(layer, "conv_states") for layer in layers)
 
 
-def cache_keyword(module: Any) -> str | None:
+def cache_keyword(module: nn.Module) -> str | None:
     """Keyword of the forward that takes transformers' cache: `cache` since 5.24; None if there is none."""
     return next((name for name in ("cache", "past_key_values", "cache_params") if accepts(module, name)), None)
 
 
 @torch.no_grad()
-def cache_factory(model: Any) -> Callable[[], Any]:
+def cache_factory(model: nn.Module) -> Callable[[], Any]:
     """Maker of empty caches of the class that the model makes for itself, found by a forward pass of two tokens."""
     from transformers import DynamicCache
 

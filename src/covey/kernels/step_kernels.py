@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.kernels.fused_layers import is_fused
 from covey.kernels.norms import Norm, feeding_products, product_dtype, recognised_norm, weight_of
@@ -31,7 +31,7 @@ _here = threading.local()  # `steps`: the `StepKernels` whose pass this thread c
 class StepKernels:
     """The recognised norms and rotations of one model, which compute in kernels inside of `computing()`."""
 
-    def __init__(self, model: Any, run: Run) -> None:
+    def __init__(self, model: nn.Module, run: Run) -> None:
         """`run` shows which norms feed products alone: rounding what they return changes no bit of its logits."""
         decoder = decoder_of(model)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -56,7 +56,7 @@ class StepKernels:
                 _here.steps = before
 
 
-def _norm(module: Any, kind: Norm, feeds_products: bool, /, *args: Any, **others: Any) -> Tensor:
+def _norm(module: nn.Module, kind: Norm, feeds_products: bool, /, *args: Any, **others: Any) -> Tensor:
     dtype = product_dtype(args[0]) if args else None
     if dtype is None or any(value is not None for value in (*args[1:], *others.values())):  # a gate
         plain: Tensor = type(module).forward(module, *args, **others)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.errors import Unsupported
 from covey.kernels.indexers import CHOICE, LOCAL_LAYERS, find_indexers
@@ -53,7 +53,7 @@ def attention_windows(model: Any) -> dict[int, Window | None]:
     understood = (*UNDERSTOOD, *([CHOICE] if find_indexers(model) else []))
 
     def attend(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
         index = getattr(module, "layer_idx", None)
         if unknown := [name for name, x in options.items() if isinstance(x, Tensor) and name not in understood]:
