@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from covey.errors import ConfigError
@@ -47,7 +47,7 @@ def split(rows: Any, group: ContextGroup) -> Any:
 
 def attend(
     attention: Callable[..., tuple[Tensor, None]],
-    module: Any,
+    module: nn.Module,
     projected: tuple[Tensor, Tensor, Tensor],
     rows: Any,
     product: Any,
@@ -85,12 +85,12 @@ def expect_media(policy: Any, prompt: Prompt) -> None:
         policy.embeds_media = True
 
 
-def expect_shared_out(model: Any, size: int, heads: Collection[AttentionHeads] | None) -> None:
+def expect_shared_out(model: nn.Module, size: int, heads: Collection[AttentionHeads] | None) -> None:
     """Raise ConfigError, with the reason, if `size` processes cannot compute a row of the model together."""
     expect_reason(model, size, reason_against(model, size, heads))
 
 
-def expect_reason(model: Any, size: int, reason: str | None) -> None:
+def expect_reason(model: nn.Module, size: int, reason: str | None) -> None:
     """Raise ConfigError with the reason against sharing out the tokens of a row; None: there is none."""
     if reason is not None:
         raise ConfigError(
@@ -98,7 +98,7 @@ def expect_reason(model: Any, size: int, reason: str | None) -> None:
         )
 
 
-def reason_against(model: Any, size: int, heads: Collection[AttentionHeads] | None) -> str | None:
+def reason_against(model: nn.Module, size: int, heads: Collection[AttentionHeads] | None) -> str | None:
     """Why `size` processes cannot compute a row of the model together; None: they can.
 
     `heads`: shapes of its attention layers; None: its rows cannot be packed.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.errors import RAW_ERRORS, ConfigError, Unsupported
 from covey.kernels import Routers, find_routers
@@ -177,14 +177,14 @@ class Balance:
         return len(self.probability) * (loads[:-1] / loads[-1] * self.probability / loads[-1]).sum()
 
 
-def balanced(model: Any, packed: SharedRows, inputs: Mapping[str, Any]) -> tuple[Tensor, Balance]:
+def balanced(model: nn.Module, packed: SharedRows, inputs: Mapping[str, Any]) -> tuple[Tensor, Balance]:
     """Hidden states of packed rows, and the sums of the load-balancing loss of the rows that they stand for."""
     output = decoder_of(model)(use_cache=False, output_router_logits=True, **inputs)
     return output.last_hidden_state, balance_of(model, output.router_logits, packed)
 
 
 def balanced_padded(
-    model: Any, packed: PaddedRows, inputs: Mapping[str, Any], *, splits: bool
+    model: nn.Module, packed: PaddedRows, inputs: Mapping[str, Any], *, splits: bool
 ) -> tuple[Tensor, Balance]:
     """`balanced` of padded rows; logits in place of hidden states unless the model `splits` into decoder and head.
 
@@ -207,7 +207,7 @@ def balanced_padded(
     return output.hidden_states[-1] if splits else output.logits, balance
 
 
-def balance_of(model: Any, logits: Sequence[Tensor], packed: PaddedRows | SharedRows) -> Balance:
+def balance_of(model: nn.Module, logits: Sequence[Tensor], packed: PaddedRows | SharedRows) -> Balance:
     """Sums over the routers' logits [M, E] by layer, each token counted as often as it stands in the rows."""
     top_k, weights = unwrapped(model).config.get_text_config().num_experts_per_tok, repeats_in(packed)
     experts = logits[0].shape[-1]

@@ -18,7 +18,7 @@ _STATES = {torch.optim.Adam: 2, torch.optim.AdamW: 2, torch.optim.Adagrad: 1, to
 """State tensors per parameter, by optimizer class; the check skips others."""
 
 
-def make_optimizer(args: Any, model: Any, extra: Sequence[nn.Module] = ()) -> torch.optim.Optimizer:
+def make_optimizer(args: Any, model: nn.Module, extra: Sequence[nn.Module] = ()) -> torch.optim.Optimizer:
     """The optimizer that `args.optim` names, over the trainable parameters of `model` and of `extra` modules (a critic).
 
     Weight decay leaves out biases and norms, as in transformers.

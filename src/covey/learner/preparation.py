@@ -24,7 +24,7 @@ from covey.process.memory import is_out_of_memory
 logger = logging.getLogger(__name__)
 
 
-def prepare_for_training(model: Any, args: Any) -> Any:
+def prepare_for_training(model: torch.nn.Module, args: Any) -> Any:
     """Set gradient checkpointing as configured, and training mode."""
     inner = unwrapped(model)
     add_adapters_inside_products(model)
@@ -39,7 +39,7 @@ def prepare_for_training(model: Any, args: Any) -> Any:
     return model.train()
 
 
-def checkpoint_activations(model: Any, kwargs: Mapping[str, Any] | None = None) -> None:
+def checkpoint_activations(model: torch.nn.Module, kwargs: Mapping[str, Any] | None = None) -> None:
     """Enable activation checkpointing: each block saves its input only and recomputes the rest in the backward pass."""
     inner = unwrapped(model)
     word = "activation" if hasattr(inner, "activation_checkpointing_enable") else "gradient"

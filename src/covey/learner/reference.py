@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.config.combinations import expect_together
 from covey.learner.measured import Measured
@@ -83,7 +83,7 @@ class NoReference:
         return None
 
 
-def frozen_copy(model: Any) -> Any:
+def frozen_copy(model: nn.Module) -> Any:
     """A copy of the model, in evaluation mode and without gradients."""
     return copy.deepcopy(model).eval().requires_grad_(False)
 
@@ -206,7 +206,7 @@ class AdapterCopy:
         self.exact = _load(self.adapter, state)
 
 
-def _trainable(model: Any) -> dict[str, torch.nn.Parameter]:
+def _trainable(model: nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 

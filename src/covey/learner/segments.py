@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.kernels import CHOICE, AttentionProduct, Layout, Window, is_chosen
 from covey.process.device import onto
@@ -116,7 +116,7 @@ def attend(
 
 
 def attend_unpacked(
-    module: Any,
+    module: nn.Module,
     projected: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,
     product: AttentionProduct,

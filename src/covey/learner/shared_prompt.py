@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.kernels import (
     CHOICE,
@@ -163,7 +163,7 @@ def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own", *
 
 
 def attention(
-    module: Any,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -229,7 +229,7 @@ loaded_with: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """The attention implementation with which each switched model was loaded."""
 
 
-def forward_kwargs(rows: SharedRows, model: Any) -> dict[str, Any]:
+def forward_kwargs(rows: SharedRows, model: nn.Module) -> dict[str, Any]:
     """Keywords of the decoder's forward. The four-dimensional mask is never read; it keeps transformers from building one."""
     unread = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=rows.input_ids.device)
     kwargs: dict[str, Any] = {"input_ids": rows.input_ids, "position_ids": rows.position_ids}

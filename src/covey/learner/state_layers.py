@@ -27,7 +27,7 @@ _attention_layers: WeakKeyDictionary[nn.Module, list[StateLayer]] = WeakKeyDicti
 """The attention layers of each model that read whole rows, likewise."""
 
 
-def state_layers(model: Any) -> list[StateLayer]:
+def state_layers(model: nn.Module) -> list[StateLayer]:
     """The layers that read a state from transformers' cache, or leave one on themselves, and indexers; [] for a model without."""
     inner = unwrapped(model)
     if inner not in _layers:
@@ -52,7 +52,7 @@ def as_loaded(reference: Callable[[], Any]) -> Iterator[str]:
         config._attn_implementation = now
 
 
-def attention_layers(model: Any) -> list[StateLayer]:
+def attention_layers(model: nn.Module) -> list[StateLayer]:
     """The attention layers that choose keys, or all where none does, as they read whole rows under the model's own attention."""
     inner = unwrapped(model)
     if inner not in _attention_layers:
@@ -71,7 +71,7 @@ def _parents(inner: nn.Module) -> dict[nn.Module, nn.Module]:
     return {child: module for module in inner.modules() for child in module.children()}
 
 
-def _note_layers(inner: Any) -> list[StateLayer]:
+def _note_layers(inner: nn.Module) -> list[StateLayer]:
     """The layers that read or write a state."""
     seen, held = _noted(inner, _STATE_CALL)
     block = _parents(inner)
@@ -80,7 +80,7 @@ def _note_layers(inner: Any) -> list[StateLayer]:
     return layers + [make(module, None) for module in _outermost(held)]
 
 
-def _noted(inner: Any, calls: re.Pattern[str]) -> tuple[list[nn.Module], list[nn.Module]]:
+def _noted(inner: nn.Module, calls: re.Pattern[str]) -> tuple[list[nn.Module], list[nn.Module]]:
     """The innermost modules that call these methods of the cache in a forward pass, and those on which it leaves a tensor."""
     seen: dict[nn.Module, None] = {}
     stack: list[nn.Module] = []

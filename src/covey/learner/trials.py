@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.data import vocabulary_size
 from covey.errors import RAW_ERRORS, ConfigError, ModelError, first_line
@@ -38,7 +38,7 @@ from covey.types import Completion, Prompt
 logger = logging.getLogger(__name__)
 
 
-def short_row(model: Any, count: int) -> Row:
+def short_row(model: nn.Module, count: int) -> Row:
     """A test row of five prompt tokens and `count` completion tokens, with the same prompt for every count."""
     vocabulary = vocabulary_size(unwrapped(model))
     ids = (torch.arange(5 + count) * 7919 + 11 * count * (torch.arange(5 + count) >= 5)) % vocabulary
@@ -46,7 +46,7 @@ def short_row(model: Any, count: int) -> Row:
     return unscored_row(prompt, Completion(token_ids=ids[5:], text="", finish="stop"))
 
 
-def find_head(model: Any) -> Head:
+def find_head(model: nn.Module) -> Head:
     """The head of a transformers causal LM, with the scaling in its configuration."""
     inner = unwrapped(model)
     config = inner.config.get_text_config()
@@ -60,7 +60,7 @@ def find_head(model: Any) -> Head:
     )
 
 
-def _hidden_of(decoder: Any, ids: Tensor) -> Tensor | None:
+def _hidden_of(decoder: nn.Module, ids: Tensor) -> Tensor | None:
     """[1, T, D] hidden states; None where the module is no decoder of token ids."""
     try:
         hidden = getattr(decoder(input_ids=ids, use_cache=False), "last_hidden_state", None)
@@ -98,7 +98,7 @@ def splits_exactly(model: Any, device: torch.device) -> bool:
     return apart.shape == whole[0].shape and torch.allclose(apart, whole[0], atol=slack, rtol=slack)
 
 
-def splits_or_warns(model: Any, device: torch.device, compute_dtype: torch.dtype | None) -> bool:
+def splits_or_warns(model: nn.Module, device: torch.device, compute_dtype: torch.dtype | None) -> bool:
     """`splits_exactly`, with a warning where it is False. Raises ModelError for weights of types that do not compute together.
 
     Weights of several types are tried under autocast to `compute_dtype`, as the learner computes with them.
@@ -137,7 +137,7 @@ def shares_or_warns(policy: Any, *, splits: bool) -> bool:
     return against is None
 
 
-def embeds_or_warns(model: Any, prompt: Prompt) -> bool:
+def embeds_or_warns(model: nn.Module, prompt: Prompt) -> bool:
     """True if the language model takes prompts with media as embeddings alone, tried on this prompt; with a warning where it does not."""
     reason = reason_against(model, prompt)
     if reason is not None:
@@ -194,7 +194,7 @@ def _try(policy: Any, *, is_whole: bool) -> str | None:
     return reason
 
 
-def choose_kernel(model: Any, choice: str, heads: Set[AttentionHeads]) -> str:
+def choose_kernel(model: nn.Module, choice: str, heads: Set[AttentionHeads]) -> str:
     """Attention kernel for layers of these shapes. Raises ConfigError if FlexAttention was requested and cannot run."""
     if choice == "sdpa" or (choice == "auto" and compute_device(next(model.parameters())).type == "cpu"):
         return "sdpa" if choice == "sdpa" else "own"
@@ -214,7 +214,7 @@ def _tell_once(message: str) -> None:
     logger.warning("%s", message)
 
 
-def drops(model: Any) -> bool:
+def drops(model: nn.Module) -> bool:
     """True if the model has attention dropout in training mode."""
     names = ("attention_dropout", "attn_dropout")
     rates = [getattr(module, name, 0.0) for module in model.modules() for name in names]
