@@ -96,7 +96,7 @@ def build_scorer(
     )
 
 
-def advice_for(args: GRPOConfig, model: Any, algorithm: Algorithm | None) -> list[str]:
+def advice_for(args: GRPOConfig, model: torch.nn.Module, algorithm: Algorithm | None) -> list[str]:
     """Warnings about values far from published ones, each with its source. Loss options without effect are skipped."""
     acts = args.algorithm is None
     ignores_rewards = getattr(getattr(algorithm, "objective", None), "ignores_rewards", False)
@@ -353,7 +353,7 @@ def build_stages(
 def _member_episodes(
     inputs: RunInputs,
     over: Callable[..., TokenSampler],
-    model: Any,
+    model: torch.nn.Module,
     shards: Shards | None,
     tokenizer: Any,
     eos_ids: Sequence[int],

@@ -96,7 +96,7 @@ def networks_of(
     return Networks(policy, reference or build_reference(algorithm, policy), critic, max_tokens, past, shard)
 
 
-def text_layers(model: Any) -> tuple[str, ...]:
+def text_layers(model: nn.Module) -> tuple[str, ...]:
     """Classes of the layers of the language model inside one that reads media.
 
     The rest, which a pass of text does not run, is gathered with the root in every pass.
@@ -209,7 +209,7 @@ def compute_dtype(args: GRPOConfig) -> torch.dtype | None:
     return torch.float16 if args.fp16 else None
 
 
-def _routes(model: Any) -> bool:
+def _routes(model: nn.Module) -> bool:
     """True if a layer of the model chooses between experts; a model of a family of experts may have none."""
     recorded = getattr(unwrapped(model), "_can_record_outputs", None) or {}
     routers = recorded.get("router_logits") or ()
@@ -219,7 +219,7 @@ def _routes(model: Any) -> bool:
     return not kinds or any(isinstance(module, tuple(kinds)) for module in model.modules())
 
 
-def _balances(model: Any) -> bool:
+def _balances(model: nn.Module) -> bool:
     """True if the model's forward computes a load-balancing loss; Llama 4's does not, with a coefficient in its configuration."""
     kinds = type(unwrapped(getattr(model, "_orig_mod", model))).__mro__  # torch.compile's wrapper has that name
     forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in kinds if "forward" in vars(kind)]

@@ -210,7 +210,7 @@ def vllm_options(args: GRPOConfig, world: World, server: Any = None, example: Pr
 
 def sampler_ahead(
     args: GRPOConfig,
-    model: Any,
+    model: torch.nn.Module,
     tokenizer: Any,
     eos_ids: Sequence[int],
     world: World,
@@ -245,13 +245,13 @@ def sampler_ahead(
     devices = worker_devices(args.rollout_device, world.device)
     setup = _setup(args, options, agents, devices[0], world.device)
 
-    def far(model: Any, content: bytes, version: int, place: int = 0) -> RemoteSampler:
+    def far(model: torch.nn.Module, content: bytes, version: int, place: int = 0) -> RemoteSampler:
         is_ray = args.rollout_placement == "ray"  # which chooses the devices of its actors
         mine = setup if is_ray else replace(setup, device=devices[place % len(devices)])
         begin = lambda tell: _worker(is_ray, model, content, version, mine, tell)
         return RemoteSampler(model, tokenizer, eos_ids, version, begin)
 
-    def start(model: Any, content: bytes, version: int, tell: Tell, place: int) -> Worker:
+    def start(model: torch.nn.Module, content: bytes, version: int, tell: Tell, place: int) -> Worker:
         remote = far(model, content, version, place)
         return ThreadWorker(drives(remote.over), remote, tell) if agents.are_used else remote.start(tell)
 

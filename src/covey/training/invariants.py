@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.adapters import has_adapter
 from covey.algorithms import Algorithm
@@ -267,7 +267,7 @@ def comparable_inputs(dataset: Any, model: Any, algorithm: Algorithm, rewards: S
     return comparable_parts(algorithm, rewards) | comparable_data(dataset, model)
 
 
-def comparable_data(dataset: Any, model: Any) -> dict[str, str]:
+def comparable_data(dataset: Any, model: nn.Module) -> dict[str, str]:
     """Number of rows of the data set, a digest of some of its prompts, and the model's name; for a stream the name only."""
     facts = {"as model": str(model)} if isinstance(model, str) else {}
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):

@@ -47,7 +47,7 @@ class LoadedPolicy:
     """Processor of a model that reads media."""
 
 
-def place_of_text(model: Any) -> str | None:
+def place_of_text(model: torch.nn.Module) -> str | None:
     """The folder of an adapter, whose tokenizer may be another than its base's; None for any other model."""
     return str(model) if adapter_options(model) is not None else None
 

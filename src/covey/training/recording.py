@@ -50,7 +50,7 @@ def write_model(folder: Path, model: Any, tokenizer: Any, weights: dict[str, Any
         tokenizer.save_pretrained(folder)
 
 
-def weights_to_write(model: Any, world: World) -> dict[str, Any] | None:
+def weights_to_write(model: torch.nn.Module, world: World) -> dict[str, Any] | None:
     """Weights for `write_model`: full weights of a sharded model on the main process; else None, the model's own.
 
     Every process must call it.
@@ -230,7 +230,7 @@ def _expect_shapes(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def load_best(model: Any, args: Any, state: TrainerState, world: World) -> None:
+def load_best(model: torch.nn.Module, args: Any, state: TrainerState, world: World) -> None:
     """With `load_best_model_at_end`, load the weights of the best evaluation's checkpoint. Every process must call it.
 
     Raises SpoiledError if the final weights are not finite.
@@ -239,7 +239,7 @@ def load_best(model: Any, args: Any, state: TrainerState, world: World) -> None:
     expect_finite_end(model, world)
 
 
-def _load_best(model: Any, args: Any, state: TrainerState, world: World) -> None:
+def _load_best(model: torch.nn.Module, args: Any, state: TrainerState, world: World) -> None:
     if not args.load_best_model_at_end:
         return
     best = best_checkpoint(state, world)
@@ -256,7 +256,7 @@ def _load_best(model: Any, args: Any, state: TrainerState, world: World) -> None
         )
 
 
-def expect_finite_end(model: Any, world: World | None = None) -> None:
+def expect_finite_end(model: torch.nn.Module, world: World | None = None) -> None:
     """Raise SpoiledError unless the weights to be saved are finite; with `world`, on every process together."""
     fault = weight_fault(saved_weights(model))
     if fault is not None or (world is not None and world.any(fault is not None)):
