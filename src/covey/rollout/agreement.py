@@ -2,10 +2,9 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.data import vocabulary_size
 from covey.errors import RAW_ERRORS, CoveyError, ModelError
@@ -32,17 +31,17 @@ TRIAL_ROWS = 4
 """Completions of a trial: two of each of two prompts."""
 
 
-def expect_agreement(sampler: Sampler, model: Any, media: Prompt | None = None) -> None:
+def expect_agreement(sampler: Sampler, model: nn.Module, media: Prompt | None = None) -> None:
     """Raise ModelError, with the model's class, if there is a `reason_against` the sampler."""
     if reason := reason_against(sampler, model, media):
         raise ModelError(refusal(model, reason))
 
 
-def refusal(model: Any, reason: str) -> str:
+def refusal(model: nn.Module, reason: str) -> str:
     return f"{type(unwrapped(model)).__name__} cannot be sampled here: {reason}; choose another model."
 
 
-def reason_against(sampler: Sampler, model: Any, media: Prompt | None = None) -> str | None:
+def reason_against(sampler: Sampler, model: nn.Module, media: Prompt | None = None) -> str | None:
     """The reason if `sampler` does not give the model's own log-probabilities for what it draws; None if it does.
 
     Draws two short completions of each of two short prompts, then of `media`, a prompt with images or sounds. No random generator changes. A sampler without log-probabilities
@@ -95,7 +94,7 @@ def gap_of(theirs: Tensor, mine: Tensor, *, is_sharp: bool) -> tuple[float, floa
     return (float(gaps.max()), FLOAT_ERROR) if is_sharp else (float(gaps.mean()), ROUNDED_ERROR)
 
 
-def price(sampler: Sampler, model: Any) -> str:
+def price(sampler: Sampler, model: nn.Module) -> str:
     """A sentence with the seconds of 1,000 tokens, the prompts' share included, by the fastest of two trials."""
     seconds = []
     for _ in range(2):
@@ -117,7 +116,7 @@ def raw_reason(error: Exception) -> str:
     return f"its forward fails ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
 
 
-def short_prompts(model: Any) -> list[Prompt]:
+def short_prompts(model: nn.Module) -> list[Prompt]:
     """Two prompts of made-up tokens, without placeholders of media."""
     barred = {*banned_ids(model), *range(3)}  # the first ids are often special
     allowed = [i for i in range(min(2000, vocabulary_size(model))) if i not in barred]
@@ -126,7 +125,7 @@ def short_prompts(model: Any) -> list[Prompt]:
 
 
 @torch.no_grad()
-def plain_logprobs(model: Any, groups: Sequence[Group], precision: SamplerPrecision = "auto") -> list[Tensor]:
+def plain_logprobs(model: nn.Module, groups: Sequence[Group], precision: SamplerPrecision = "auto") -> list[Tensor]:
     """Log-probabilities [T_i] of each completion, on the host, by a forward pass of its own, without cache and padding."""
     device, logprobs = next(model.parameters()).device, list[Tensor]()
     barred = torch.tensor(banned_ids(model), dtype=torch.int64, device=device)
@@ -142,7 +141,7 @@ def plain_logprobs(model: Any, groups: Sequence[Group], precision: SamplerPrecis
     return logprobs
 
 
-def is_exact(model: Any) -> bool:
+def is_exact(model: nn.Module) -> bool:
     """True if the model computes in float32 throughout."""
     weights = list(model.parameters())
     is_plain = all(weight.dtype == torch.float32 for weight in weights)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.errors import Unsupported
 from covey.kernels import CHOICE, Window
@@ -33,7 +33,7 @@ def register() -> None:
 
 
 def attention_forward(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """Attention function of transformers' interface; the batch is the keyword `covey_batch` of the model's forward.
 

@@ -18,7 +18,7 @@ SamplerPrecision = Literal["auto", "float32", "bfloat16", "float16"]
 """Compute dtype of a sampler; "auto": the weights' own dtype."""
 
 
-def expect_precision(model: Any, dtype: str) -> SamplerPrecision:
+def expect_precision(model: nn.Module, dtype: str) -> SamplerPrecision:
     """`dtype`, checked. Raises ConfigError if this model cannot be sampled in it."""
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype {dtype!r} is not known to the sampler; take auto, float32, bfloat16 or float16.")
@@ -31,7 +31,7 @@ def expect_precision(model: Any, dtype: str) -> SamplerPrecision:
     return cast(SamplerPrecision, dtype)
 
 
-def in_precision(model: Any, dtype: SamplerPrecision) -> AbstractContextManager[Any]:
+def in_precision(model: nn.Module, dtype: SamplerPrecision) -> AbstractContextManager[Any]:
     """Context in which the model's own forward computes in `dtype`."""
     if dtype == "auto" or getattr(torch, dtype) == _dtype_of(model):
         return float32_stream(model)
@@ -39,7 +39,7 @@ def in_precision(model: Any, dtype: SamplerPrecision) -> AbstractContextManager[
     return torch.autocast(next(model.parameters()).device.type, getattr(torch, dtype))
 
 
-def _dtype_of(model: Any) -> torch.dtype:
+def _dtype_of(model: nn.Module) -> torch.dtype:
     dtype: torch.dtype = next(unwrapped(model).parameters()).dtype
     return dtype
 
@@ -52,7 +52,7 @@ class AutocastForward(ModulesForward):
     since PEFT would merge them in each step.
     """
 
-    def __init__(self, model: Any, dtype: torch.dtype, float32_head: bool = False) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, float32_head: bool = False) -> None:
         """Raises Unsupported, with the reason, before anything is copied."""
         self._expect(model)
         live = unwrapped(model)

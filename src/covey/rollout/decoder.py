@@ -79,7 +79,7 @@ class DecoderForward:
     is_indexed = False
     text_only: str | None = "its decoder is written out for text"
 
-    def __init__(self, model: Any, dtype: torch.dtype, float32_head: bool = False) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, float32_head: bool = False) -> None:
         """Raises Unsupported, with the reason, for a model outside the family."""
         self.float32_head = float32_head and dtype != torch.float32
         self.model = unwrapped(model)

@@ -87,7 +87,7 @@ class ModulesForward:
 
     text_only: str | None = None
 
-    def __init__(self, model: Any, float32_head: bool = False, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, model: nn.Module, float32_head: bool = False, dtype: torch.dtype | None = None) -> None:
         """`dtype` is that of keys and values, the weights' own by default.
 
         Raises Unsupported, with the reason, for a model that it cannot run exactly.
@@ -117,7 +117,7 @@ class ModulesForward:
         self.steps: list[Any] = [] if self.states is None else state_steps(self.model)
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
 
-    def _expect(self, model: Any) -> None:
+    def _expect(self, model: nn.Module) -> None:
         """Raise Unsupported for a model whose configuration or class rules this forward pass out."""
         expect_supported(model)
 
@@ -271,7 +271,7 @@ def _state_of(module: nn.Module) -> Hashable:
 
 
 @contextmanager
-def head_in_float32(model: Any, into: SamplerLinear | None = None) -> Iterator[SamplerLinear]:
+def head_in_float32(model: nn.Module, into: SamplerLinear | None = None) -> Iterator[SamplerLinear]:
     """Context in which the output layer computes in float32, without gradient; as a layer, its copy in the memory of `into`.
 
     Raises Unsupported if it is not a linear layer.
@@ -351,7 +351,7 @@ def verify(
         )
 
 
-def logit_errors(forward: Forward, model: Any, new_cache: NewCache = plain_cache, tokens: int = 6) -> Tensor:
+def logit_errors(forward: Forward, model: nn.Module, new_cache: NewCache = plain_cache, tokens: int = 6) -> Tensor:
     """[positions] the measure of `verify`; 0 for a model whose logits are not finite, which sampling says."""
     inner = unwrapped(model)
     limit = context_limit(inner) or UNLIMITED

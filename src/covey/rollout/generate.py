@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.config.combinations import expect_together
 from covey.data import num_embeddings
@@ -36,7 +36,7 @@ class GenerateSampler:
 
     def __init__(
         self,
-        model: Any,
+        model: nn.Module,
         tokenizer: Any,
         *,
         generate: Mapping[str, Any],

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.data import num_embeddings
 from covey.errors import ConfigError, ModelError
@@ -48,7 +48,7 @@ class TransformersSampler:
 
     def __init__(
         self,
-        model: Any,
+        model: nn.Module,
         tokenizer: Any,
         *,
         eos_ids: Sequence[int] | None = None,
@@ -124,7 +124,7 @@ class TransformersSampler:
             return [written[i] for i in range(len(rows))]
 
 
-def keeps_usual_cache(model: Any) -> bool:
+def keeps_usual_cache(model: nn.Module) -> bool:
     """True if the model's forward takes a `DynamicCache`, by its signature and by transformers."""
     return cache_keyword(model) is not None and bool(unwrapped(model)._supports_default_dynamic_cache())
 

@@ -83,7 +83,7 @@ def captures(requested: bool | None, device: torch.device) -> bool:
     return False
 
 
-def verified_kernels(forward: Forward, model: Any, choice: AttentionChoice) -> DecodeKernels | None:
+def verified_kernels(forward: Forward, model: torch.nn.Module, choice: AttentionChoice) -> DecodeKernels | None:
     """C++ decode kernels for a model on a CPU, if they reproduce its logits; None where PyTorch's operations decode.
 
     Raises ConfigError when they are requested and cannot run, Unsupported when PyTorch's operations differ from the model too.
@@ -114,7 +114,7 @@ def verified_kernels(forward: Forward, model: Any, choice: AttentionChoice) -> D
     return None
 
 
-def verified_attention(forward: Forward, model: Any, choice: AttentionChoice) -> Attention:
+def verified_attention(forward: Forward, model: torch.nn.Module, choice: AttentionChoice) -> Attention:
     """Fastest attention that reproduces the model's logits on static buffers: Triton's, or PyTorch's with a warning.
 
     Raises ConfigError when Triton's kernels are requested and cannot run, Unsupported when PyTorch's differ from the model too.
@@ -132,7 +132,7 @@ def verified_attention(forward: Forward, model: Any, choice: AttentionChoice) ->
     return "torch"
 
 
-def _why_not_verified(forward: Forward, model: Any, choice: AttentionChoice) -> str | None:
+def _why_not_verified(forward: Forward, model: torch.nn.Module, choice: AttentionChoice) -> str | None:
     """Reason against Triton's kernels; None if they compile, run and agree with the model."""
     try:
         _verify_modules(forward, model)
@@ -149,7 +149,7 @@ def _why_not_verified(forward: Forward, model: Any, choice: AttentionChoice) -> 
     return None
 
 
-def _verify_modules(forward: Forward, model: Any) -> None:
+def _verify_modules(forward: Forward, model: torch.nn.Module) -> None:
     """Let the modules' norms and rotations compute in kernels, unless they differ from the model then."""
     if not isinstance(forward, ModulesForward):
         return

@@ -7,7 +7,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.errors import ModelError
 
@@ -36,7 +36,7 @@ _PICKLE = SimpleNamespace(Pickler=_Pickler, __name__=__name__)
 _OF_LIBRARIES = ("transformers", "peft", "torch", "accelerate", "covey")
 
 
-def _refuse_local_hooks(model: Any) -> None:
+def _refuse_local_hooks(model: nn.Module) -> None:
     """Raises ModelError for a forward hook that is a local function of the user's, without which the copy would compute otherwise."""
     for name, module in model.named_modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
@@ -47,7 +47,7 @@ def _refuse_local_hooks(model: Any) -> None:
                 )
 
 
-def packed(model: Any, tokenizer: Any) -> bytes:
+def packed(model: nn.Module, tokenizer: Any) -> bytes:
     """Current model and tokenizer, serialized. Raises ModelError for a model that cannot be pickled."""
     _refuse_local_hooks(model)
     file = io.BytesIO()

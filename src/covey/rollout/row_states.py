@@ -87,7 +87,7 @@ class StatePlaces:
 
 
 def find_states(
-    model: Any, run: Callable[[Any, Tensor], Any], prepare: Callable[[Any], Any] | None = None
+    model: nn.Module, run: Callable[[Any, Tensor], Any], prepare: Callable[[Any], Any] | None = None
 ) -> StatePlaces:
     """The states that a forward pass leaves behind. `run(cache, ids)` makes one of `ids` [R, L] with this cache.
 

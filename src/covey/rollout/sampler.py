@@ -97,7 +97,7 @@ class Sampler(Protocol):
     def check_stop(self) -> Callable[[], None]:
         """Callback between tokens; its exception ends the sampling."""
 
-    def load(self, policy: Any, version: int) -> None:
+    def load(self, policy: nn.Module, version: int) -> None:
         """Sample with these weights from now on; completions carry `version`."""
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:

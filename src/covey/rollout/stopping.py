@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.errors import ModelError, NumericsError
 from covey.types import Completion, Finish
 
 
-def eos_ids_of(model: Any, tokenizer: Any) -> tuple[int, ...]:
+def eos_ids_of(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     """EOS ids of the generation config and of the tokenizer; () where neither has one."""
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = [named] if isinstance(named, int) else list(named or [])

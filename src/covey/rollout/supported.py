@@ -1,7 +1,5 @@
 """Models that the engine rules out by their configuration or class."""
 
-from typing import Any
-
 from torch import nn
 
 from covey.errors import Unsupported
@@ -9,7 +7,7 @@ from covey.kernels import has_states, other_layers
 from covey.models import accepts, decoder_of, unwrapped
 
 
-def expect_supported(model: Any) -> None:
+def expect_supported(model: nn.Module) -> None:
     """Raise Unsupported for a model whose configuration or class rules the engine out."""
     inner = unwrapped(model)
     name = type(inner).__name__

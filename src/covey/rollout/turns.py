@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.errors import DataError
 from covey.rollout.environments import Answer, Environment, Turn, replies
@@ -118,7 +118,7 @@ class TurnSampler:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["sampler"], name)
 
-    def load(self, policy: Any, version: int) -> None:
+    def load(self, policy: nn.Module, version: int) -> None:
         """From now on sample with these weights; completions carry `version`."""
         self.sampler.load(policy, version)
 

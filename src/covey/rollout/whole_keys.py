@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.errors import Unsupported
 from covey.kernels import (
@@ -68,7 +68,7 @@ class WholeKeysForward(ModulesForward):
     order: Order = "end"
     text_only: str | None = "its own attention reads the keys of texts alone"
 
-    def _expect(self, model: Any) -> None:
+    def _expect(self, model: nn.Module) -> None:
         inner = unwrapped(model)
         expect_on_one_device(inner)
         if not accepts(inner, "attention_mask") or cache_keyword(inner) is None:
@@ -167,7 +167,7 @@ class WholeKeysAutocast(AutocastForward, WholeKeysForward):
     """`WholeKeysForward` in another precision than the weights'."""
 
 
-def whole_keys_forward(model: Any, dtype: torch.dtype | None, float32_head: bool) -> WholeKeysForward:
+def whole_keys_forward(model: nn.Module, dtype: torch.dtype | None, float32_head: bool) -> WholeKeysForward:
     """The forward pass over whole keys, in the order that gives the model's own logits. Raises Unsupported if none does.
 
     `dtype` is that of a computation under autocast; None: the weights' own.

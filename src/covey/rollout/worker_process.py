@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.errors import CoveyError, first_line
 from covey.process.spawner import start_module
@@ -54,7 +54,7 @@ class AskingWorker(Worker, Protocol):
         """Queue an order or a call, or reply to the order that asked."""
 
 
-def trained(model: Any) -> dict[str, Tensor]:
+def trained(model: nn.Module) -> dict[str, Tensor]:
     """Trainable weights by name; with an adapter, only the adapter's."""
     return {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
 
@@ -62,7 +62,7 @@ def trained(model: Any) -> dict[str, Tensor]:
 class ProcessWorker:
     """A worker process on this machine. New weights go through shared memory."""
 
-    def __init__(self, model: Any, content: bytes, version: int, setup: Setup, tell: Tell) -> None:
+    def __init__(self, model: nn.Module, content: bytes, version: int, setup: Setup, tell: Tell) -> None:
         """Start the process with `content` (the current model, `packed`), without waiting until it is ready."""
         self.model, self.tell = model, tell
         weights = trained(model)

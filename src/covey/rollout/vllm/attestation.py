@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.errors import AttestationError
 from covey.models import evaluating
@@ -292,7 +292,7 @@ def probe_ids(vocabulary: int, length: int = PROBE_TOKENS) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def trainer_logprobs(policy: Any, prompt: Prompt, dtype: torch.dtype | None = None) -> Tensor:
+def trainer_logprobs(policy: nn.Module, prompt: Prompt, dtype: torch.dtype | None = None) -> Tensor:
     """[L - 1, V] float32 on the CPU: the policy's log-probabilities after each token but the last, under autocast to `dtype`."""
     device = compute_device(next(policy.parameters()))
     with evaluating(policy), autocast(device, dtype):

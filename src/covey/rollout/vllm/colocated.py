@@ -50,7 +50,7 @@ class VLLMSampler:
 
     def __init__(
         self,
-        model: Any,
+        model: torch.nn.Module,
         tokenizer: Any,
         *,
         eos_ids: Sequence[int] | None = None,
@@ -102,7 +102,7 @@ class VLLMSampler:
         self.measured: dict[str, Metric] = {}
         self.load(model, version=0)
 
-    def load(self, policy: Any, version: int) -> None:
+    def load(self, policy: torch.nn.Module, version: int) -> None:
         """Copy these weights into the engine, adapters merged, and clear the prefix cache.
 
         A sleeping engine gets them when the next rollout wakes it.
@@ -125,7 +125,7 @@ class VLLMSampler:
         measured, self.measured = self.measured, {}
         return measured
 
-    def _send(self, policy: Any) -> None:
+    def _send(self, policy: torch.nn.Module) -> None:
         started, sent = time.perf_counter(), 0
 
         def counted() -> Iterator[tuple[str, torch.Tensor]]:

@@ -110,7 +110,7 @@ def _is_of_peft(module: nn.Module) -> bool:
     return type(module).__module__.startswith("peft.") and hasattr(module, "active_adapters") and merges
 
 
-def _is_quantized(module: Any) -> bool:
+def _is_quantized(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
     is_packed = weight is not None and not weight.is_floating_point() and hasattr(module, "quant_state")
     return type(weight).__name__ in _QUANTIZED or is_packed
@@ -133,7 +133,7 @@ def _dequantized(layer: Any) -> nn.Module:
     return plain
 
 
-def plain_config(model: Any) -> Any:
+def plain_config(model: nn.Module) -> Any:
     """The configuration of a policy's base with weights in floating point."""
     config = copy.deepcopy(unwrapped(model).config)
     if getattr(config, "quantization_config", None) is not None:

@@ -51,7 +51,7 @@ class ServerSampler:
 
     def __init__(
         self,
-        model: Any,
+        model: torch.nn.Module,
         tokenizer: Any,
         *,
         eos_ids: Sequence[int] | None = None,
@@ -108,11 +108,11 @@ class ServerSampler:
         self.is_sent = False
         self.load(model, version=0)
 
-    def load(self, policy: Any, version: int) -> None:
+    def load(self, policy: torch.nn.Module, version: int) -> None:
         """Sample with these weights from the next call of `sample` on, whose completions carry `version`."""
         self.pending, self.version = (policy, version), version
 
-    def prepare(self, policy: Any, version: int) -> Update:
+    def prepare(self, policy: torch.nn.Module, version: int) -> Update:
         """These weights ready to be sent, which do not change with the policy. Of a split model all processes take part."""
         return self.sync.prepare(Source(policy, self.shards, writes=self.world.is_main), version)
 
@@ -187,7 +187,7 @@ class ServerSampler:
             logger.warning("%s", error)
             self._send_again()
 
-    def _prepared(self, policy: Any, version: int) -> Callable[[], None]:
+    def _prepared(self, policy: torch.nn.Module, version: int) -> Callable[[], None]:
         """Sending of these weights. Of a split model all processes prepare it, and gather weights now or, for a broadcast, when they are sent."""
 
         is_on_device = self.shards is None and getattr(self.sync.transport, "device", "cpu") != "cpu"

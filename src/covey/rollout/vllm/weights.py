@@ -75,12 +75,12 @@ class Source:
         return all(weight.dtype == torch.float32 for weight in weights)
 
 
-def plain_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
+def plain_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Weights under the names of a checkpoint, adapters merged into a copy; the policy is not changed."""
     return as_saved(unwrapped(policy), _merged(policy, unwrapped(policy).state_dict(keep_vars=True)))
 
 
-def as_saved(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def as_saved(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Weights as `save_pretrained` writes them, a layer at a time: transformers fuses experts, servers read them one by one."""
     from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion
@@ -92,7 +92,7 @@ def as_saved(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tupl
         yield from revert_weight_conversion(model, dict(layer)).items()
 
 
-def _merged(policy: Any, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _merged(policy: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Tensors of the base model's `state` without those of adapters, which are merged into copies; quantized ones in floating point."""
     layers, done = changed_layers(unwrapped(policy)), set[str]()
     for name, weight in state.items():
@@ -104,7 +104,7 @@ def _merged(policy: Any, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Ten
 
 
 @torch.no_grad()
-def _gathered_weights(policy: Any, shards: Shards) -> Iterator[tuple[str, Tensor]]:
+def _gathered_weights(policy: nn.Module, shards: Shards) -> Iterator[tuple[str, Tensor]]:
     """`plain_weights` of a model split over processes, a block at a time: no process holds more than one."""
     for ready in _blocks(unwrapped(policy), shards):
         for name, weight in _merged(policy, ready):
@@ -132,13 +132,13 @@ def _first_names(module: nn.Module) -> dict[str, str]:
     }
 
 
-def distinct_weights(policy: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def distinct_weights(policy: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """`plain_weights` as in a checkpoint: tied tensors once, floating-point ones in `dtype`."""
     base = unwrapped(policy)
     return as_saved(base, _once(base, _merged(policy, base.state_dict(keep_vars=True)), dtype))
 
 
-def _once(model: Any, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _once(model: nn.Module, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Weights in `dtype`, those of a tied parameter under its first name alone."""
     first = _first_names(model)  # not by address: that of a merged copy may be used again
     return (
@@ -275,7 +275,7 @@ def why_not_alone(policy: Any, max_rank: int, data_parallel: int) -> str | None:
 
 
 @torch.no_grad()
-def base_sums(policy: Any, shards: Shards | None, dtype: torch.dtype) -> dict[str, int]:
+def base_sums(policy: nn.Module, shards: Shards | None, dtype: torch.dtype) -> dict[str, int]:
     """Sums of the digest of the weights that a LoRA adapter stands on, by block. Of a split model all processes take part."""
     base, sums = unwrapped(policy), dict[str, int]()
     blocks = [base.state_dict(keep_vars=True)] if shards is None else _blocks(base, shards)
@@ -287,7 +287,7 @@ def base_sums(policy: Any, shards: Shards | None, dtype: torch.dtype) -> dict[st
     return sums
 
 
-def _of_decoder(policy: Any) -> set[str]:
+def _of_decoder(policy: nn.Module) -> set[str]:
     """Names of the modules of the language model, in which alone servers apply adapters."""
     inner = set(map(id, decoder_of(policy).modules()))
     return {name for name, module in policy.named_modules() if id(module) in inner or name.endswith("lm_head")}
