@@ -11,8 +11,9 @@ import torch
 from covey.algorithms import from_name
 from covey.errors import ConfigError
 from covey.rewards import Combiner, Scorer, advantage_shares
-from covey.rewards.combining import Running, Schedule, weight_of
+from covey.rewards.combining import Schedule, weight_of
 from covey.training.credit import with_advantages
+from covey.types import Spread
 from kit import group
 
 NAN = math.nan
@@ -88,7 +89,7 @@ def test_running_statistics_are_those_of_all_rollouts_so_far_and_survive_a_check
     after = Combiner("running")
     after.load_state_dict(combiner.state_dict())
     scaled = after(second)
-    assert after.running == [Running(3.0, 4.0, 32.0)]  # 0, 4, 8
+    assert after.running == [Spread(3.0, 4.0, 32.0)]  # 0, 4, 8
     assert scaled[0].rewards[1, 0] == pytest.approx((8 - 4) / (4 + 1e-4))
     assert scaled[0].rewards[0, 0].isnan()
     assert rewards_of(combiner(second)) == rewards_of(scaled)

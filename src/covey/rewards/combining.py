@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import ConfigError
-from covey.types import Event, Group, Mean, Metric
+from covey.types import Event, Group, Mean, Metric, Spread
 
 Normalization = Literal["none", "group", "batch", "running"]
 
@@ -134,32 +134,6 @@ def within_float32(
     return scores, events
 
 
-@dataclass(frozen=True)
-class Running:
-    """Count, mean and sum of squared deviations of one reward over all rollouts so far (Welford 1962, merged by Chan 1979)."""
-
-    count: float = 0.0
-    mean: float = 0.0
-    squares: float = 0.0
-
-    def seen(self, scores: Tensor) -> Running:
-        """With the scores [N] that are not NaN added."""
-        scored = scores[~scores.isnan()].double()
-        if not scored.numel():
-            return self
-        count, mean = float(scored.numel()), float(scored.mean())
-        squares = float((scored - mean).square().sum())
-        total, apart = self.count + count, mean - self.mean
-        return Running(
-            total, self.mean + apart * count / total, self.squares + squares + apart**2 * self.count * count / total
-        )
-
-    @property
-    def deviation(self) -> float:
-        """Standard deviation with Bessel's correction; 0 of fewer than two scores."""
-        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
-
-
 class Combiner:
     """Normalizes the rewards of a rollout, each separately, before weights and advantages see them.
 
@@ -180,7 +154,8 @@ class Combiner:
                 f"reward_clip={clip!r} is no range; give the lowest and the highest value, such as [-5, 5]."
             )
         self.normalization, self.clip = normalization, clip
-        self.running = [Running()] * num_rewards
+        self.running = [Spread(0.0, 0.0, 0.0)] * num_rewards
+        """Of each reward, over all rollouts so far."""
 
     @property
     def changes(self) -> bool:
@@ -193,7 +168,7 @@ class Combiner:
             return list(groups)
         scores = torch.cat([group.rewards for group in groups if group.rewards is not None])  # [N, R]
         if self.normalization == "running" and (learn or not self.running[0].count):
-            seen = [running.seen(scores[:, r]) for r, running in enumerate(self.running)]
+            seen = [running + Spread.of(scores[:, r]) for r, running in enumerate(self.running)]
             used, self.running = seen, seen if learn else self.running
         else:
             used = self.running
@@ -204,10 +179,11 @@ class Combiner:
             start += group.size
         return out
 
-    def _scaled(self, rows: Tensor, batch: Tensor, used: Sequence[Running]) -> Tensor:
+    def _scaled(self, rows: Tensor, batch: Tensor, used: Sequence[Spread]) -> Tensor:
         if self.normalization == "running":
             means = rows.new_tensor([running.mean for running in used])
-            rows = _divide(rows - means, rows.new_tensor([running.deviation for running in used]))
+            deviations = [running.value if running.count > 1 else 0.0 for running in used]
+            rows = _divide(rows - means, rows.new_tensor(deviations))
         elif self.normalization != "none":
             mean, deviation = _moments(rows if self.normalization == "group" else batch)
             rows = _divide(rows - mean, deviation)
@@ -217,7 +193,7 @@ class Combiner:
         return {"running": [[state.count, state.mean, state.squares] for state in self.running]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        saved = [Running(*numbers) for numbers in state["running"]]
+        saved = [Spread(*numbers) for numbers in state["running"]]
         if len(saved) == len(self.running):
             self.running = saved
 

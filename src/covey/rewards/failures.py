@@ -16,14 +16,6 @@ from covey.types import Group, Mean, Metric, RunningTotal, Sum, merge_metrics
 logger = logging.getLogger(__name__)
 
 
-def refuse_bad_limits(limit: int, on_error: str) -> None:
-    """Raise ConfigError for options that `Failures` cannot take."""
-    if on_error not in ("record", "raise"):
-        raise ConfigError(f"on_reward_error is {on_error!r}; use 'record' or 'raise'.")
-    if limit < 1:
-        raise ConfigError(f"reward_error_limit is {limit}; use at least 1.")
-
-
 def without_lost(
     scores: Tensor, groups: Sequence[Group], outcomes: Sequence[Outcome], weights: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -46,6 +38,10 @@ class Failures:
     """Failed calls of each reward; RewardError after `limit` in a row, or with `on_error="raise"` at the first one."""
 
     def __init__(self, names: Sequence[str], limit: int, on_error: str) -> None:
+        if on_error not in ("record", "raise"):
+            raise ConfigError(f"on_reward_error is {on_error!r}; use 'record' or 'raise'.")
+        if limit < 1:
+            raise ConfigError(f"reward_error_limit is {limit}; use at least 1.")
         self.names, self.limit, self.on_error = names, limit, on_error
         self.in_a_row = dict.fromkeys(names, 0)
         self.metrics: dict[str, Metric] = {}

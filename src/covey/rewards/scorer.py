@@ -17,14 +17,14 @@ from covey.rewards.calling.caller import Caller
 from covey.rewards.calling.deadline import EventLoop
 from covey.rewards.calling.outcome import Outcome, logged_columns
 from covey.rewards.calling.workers import INSIDE
-from covey.rewards.combining import Combiner, Running, is_moving, weight_of, within_float32
+from covey.rewards.combining import Combiner, is_moving, weight_of, within_float32
 from covey.rewards.contract import Batch, RewardSpec, check_signature, takes
-from covey.rewards.failures import Failures, refuse_bad_limits, without_lost
+from covey.rewards.failures import Failures, without_lost
 from covey.rewards.replaced import Calculate, Replaced
 from covey.rewards.scales import Scale, Scales
 from covey.rewards.specs import isolated, specs_of
 from covey.rewards.surroundings import Leftovers, Surroundings, copied_state
-from covey.types import Event, Group, Mean, Metric, Reward
+from covey.types import Event, Group, Mean, Metric, Reward, Spread
 
 
 class Scorer:
@@ -59,7 +59,6 @@ class Scorer:
         trainer_state: Callable[[], Any] | None = None,
         calculate: Calculate | None = None,
     ) -> None:
-        refuse_bad_limits(error_limit, on_error)
         if INSIDE in os.environ:
             raise RewardError(
                 "a worker process was about to train: it imports the script that holds the reward. Put what trains under "
@@ -67,7 +66,7 @@ class Scorer:
             )
         self.rewards = specs_of(rewards, weights)
         self.combiner = combiner or Combiner()
-        self.combiner.running = [Running()] * len(self.rewards)
+        self.combiner.running = [Spread(0.0, 0.0, 0.0)] * len(self.rewards)
         self.weight_options: list[Any] = list(weights or [spec.weight for spec in self.rewards])
         """Weights [R] as they were set: numbers, schedules or functions of the step."""
         self._weights = [weight_of(weight) for weight in self.weight_options]
