@@ -6,7 +6,6 @@ function receives only what its signature names, and one that takes `**kwargs` r
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import math
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from covey.data.media import as_returned
 from covey.errors import DataError, RewardError, did_you_mean
-from covey.rewards.decorators import CallOptions, call_options_of
+from covey.rewards.decorators import CallOptions, call_options_of, without_partials
 from covey.rewards.raised import describe, is_ctrl_c
 from covey.rewards.surroundings import copied_inputs
 from covey.types import Completion, Group, Reward
@@ -64,16 +63,14 @@ class RewardSpec:
 
 def name_of(reward: Any) -> str:
     """TRL's name of a reward: the function's own, through `functools.partial`; an object's class otherwise."""
-    while isinstance(reward, functools.partial):
-        reward = reward.func
-    return str(getattr(reward, "__name__", type(reward).__name__))
+    function = without_partials(reward)
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def is_async(reward: Any) -> bool:
     """True when calling it gives something to await: `async def`, through partials and `__call__` alike."""
-    while isinstance(reward, functools.partial):
-        reward = reward.func
-    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None))  # noqa: B004
+    function = without_partials(reward)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def needs_one_of(*columns: str) -> Callable[[T], T]:
@@ -132,12 +129,6 @@ class Batch:
             {"prompt": prompt, **{name: values[i] for name, values in self.columns.items()}}
             for i, prompt in enumerate(self.prompts)
         ]
-
-    def part(self, start: int, stop: int) -> Batch:
-        """Completions `start` to `stop` of everything."""
-        columns = {name: values[start:stop] for name, values in self.columns.items()}
-        cut = slice(start, stop)
-        return Batch(self.prompts[cut], self.completions[cut], self.completion_ids[cut], columns)
 
     def take(self, indices: Sequence[int]) -> Batch:
         """Only these completions, in this order."""
@@ -251,9 +242,7 @@ def check_signature(spec: RewardSpec, columns: Iterable[str] | None) -> None:
 
     `columns` are the data set's; `None` when they are not known before the first row.
     """
-    made = spec.call
-    while isinstance(made, functools.partial):
-        made = made.func
+    made = without_partials(spec.call)
     if isinstance(made, type):
         raise RewardError(
             f"reward {spec.name!r} is the class {made.__name__}, which makes an object and no scores; give an instance, "

@@ -68,17 +68,16 @@ def reward(
         raise RewardError(
             f"reward(scale={scale!r}) is no scale; give the score of a wrong and of a right completion, as (0, 1)."
         )
-    return _marker(
-        CallOptions(
-            unit="group" if streams else "batch",
-            pure=pure,
-            isolated=isolated,
-            in_thread=in_thread,
-            concurrency=concurrency,
-            timeout_seconds=timeout,
-            scale=None if scale is None else (float(scale[0]), float(scale[1])),
-        )
+    call_options = CallOptions(
+        unit="group" if streams else "batch",
+        pure=pure,
+        isolated=isolated,
+        in_thread=in_thread,
+        concurrency=concurrency,
+        timeout_seconds=timeout,
+        scale=None if scale is None else (float(scale[0]), float(scale[1])),
     )
+    return lambda target: mark(target, call_options)
 
 
 @overload
@@ -98,23 +97,24 @@ def per_completion(function: T | None = None, *, pure: bool = True, **options: A
 
     def marked(target: T) -> T:
         reward(pure=pure, **options)(target)
-        return _marker(replace(call_options_of(target), unit="completion", is_singular=True))(target)
+        return mark(target, replace(call_options_of(target), unit="completion", is_singular=True))
 
     return marked if function is None else marked(function)
 
 
-def call_options_of(target: Any) -> CallOptions:
-    """Call options of a reward, also through `functools.partial`."""
+def without_partials(target: Any) -> Any:
+    """The callable inside of `functools.partial`s."""
     while isinstance(target, functools.partial):
         target = target.func
-    return getattr(target, _MARK, None) or CallOptions()
+    return target
+
+
+def call_options_of(target: Any) -> CallOptions:
+    """Call options of a reward, also through `functools.partial`."""
+    return getattr(without_partials(target), _MARK, None) or CallOptions()
 
 
 def mark(target: T, call_options: CallOptions) -> T:
     """The reward, with these call options from now on."""
     setattr(target, _MARK, call_options)
     return target
-
-
-def _marker(call_options: CallOptions) -> Callable[[T], T]:
-    return lambda target: mark(target, call_options)

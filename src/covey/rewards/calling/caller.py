@@ -52,7 +52,7 @@ class Caller:
         start = lambda part: self._lanes.run(functools.partial(self.score, part, trainer_state))
         if self.call_options.unit != "completion":
             return [(list(range(len(batch))), start(batch))]
-        return [([i], start(batch.part(i, i + 1))) for i in range(len(batch))]
+        return [([i], start(batch.take([i]))) for i in range(len(batch))]
 
     def score(self, batch: Batch, trainer_state: Any) -> Outcome:
         """Score the batch by calls within the time limit; a pure reward's known scores are not asked again."""

@@ -95,7 +95,7 @@ class Outcome:
                 indices = places[failure.start : failure.stop]
                 whole.failures += (
                     [Failure(indices[0], indices[-1] + 1, failure.error)]
-                    if _is_run(indices)
+                    if list(indices) == list(range(indices[0], indices[-1] + 1))
                     else [Failure(place, place + 1, failure.error) for place in indices]
                 )
             for column, values in part.extras.items():
@@ -155,7 +155,7 @@ def evaluate(
     while todo:
         part = todo.popleft()
         try:
-            returned, logged = attempt(batch.part(part.start, part.stop), _limit(part.size, len(batch), seconds))
+            returned, logged = attempt(batch.take(range(part.start, part.stop)), _limit(part.size, len(batch), seconds))
             values = to_scores(returned, part.size, name)
         except BaseException as error:  # the border to user code: reported, counted, limited
             if isinstance(error, StopNow) or is_ctrl_c(error):
@@ -224,10 +224,6 @@ def _join_late(failures: Sequence[Failure]) -> list[Failure]:
 def _limit(size: int, whole: int, seconds: float | None) -> float | None:
     """Seconds for a call about `size` of `whole` completions: twice its share, not too little for the way to a server."""
     return None if seconds is None else min(seconds, max(2.0 * seconds * size / whole, seconds / 16))
-
-
-def _is_run(places: Sequence[int]) -> bool:
-    return list(places) == list(range(places[0], places[0] + len(places)))
 
 
 def _event(name: str, failure: Failure, batch: Batch) -> Event:
