@@ -10,15 +10,13 @@ from typing import Any
 from covey.rewards.calling.outcome import Outcome
 from covey.rewards.contract import Batch
 
-_MOST = 100_000
-
 
 class ScoreCache:
     """Values by the content of a completion's keywords, the least recently used one leaving at 100,000."""
 
     def __init__(self, most: int = 100_000) -> None:
         self.most = most
-        self._values: OrderedDict[bytes, Any] = OrderedDict()
+        self._values: OrderedDict[bytes, float] = OrderedDict()
         self._lock = threading.Lock()
 
     def score(self, batch: Batch, name: str, call: Callable[[Batch], Outcome]) -> Outcome:
@@ -40,19 +38,19 @@ class ScoreCache:
         outcome = Outcome.joined(name, parts, len(batch))
         for i, value in enumerate(cached):
             if value is not None:
-                outcome.scores[i] = value[0]
+                outcome.scores[i] = value
         outcome.num_cached = len(batch) - len(missing)
         return outcome
 
-    def get(self, keys: Sequence[bytes]) -> list[tuple[Any] | None]:
-        """Each key's value in a tuple, None where it is not known."""
+    def get(self, keys: Sequence[bytes]) -> list[float | None]:
+        """Each key's score, NaN of an abstention; None where it is not known."""
         with self._lock:
             for key in keys:
                 if key in self._values:
                     self._values.move_to_end(key)
-            return [(self._values[key],) if key in self._values else None for key in keys]
+            return [self._values.get(key) for key in keys]
 
-    def put(self, keys: Sequence[bytes], values: Sequence[Any]) -> None:
+    def put(self, keys: Sequence[bytes], values: Sequence[float]) -> None:
         with self._lock:
             self._values.update(zip(keys, values, strict=True))
             while len(self._values) > self.most:
