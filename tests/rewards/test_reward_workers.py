@@ -28,7 +28,11 @@ def apart(call, **options):
 
 
 def pids(scorer):
-    return [pid for caller in scorer._callers if caller.pool for pid in caller.pool.process_ids]
+    return [pid for caller in scorer._callers if caller.pool for pid in process_ids(caller.pool)]
+
+
+def process_ids(pool):
+    return [worker.process.pid for worker in pool.processes.workers]
 
 
 def is_alive(pid):
@@ -174,7 +178,7 @@ def test_with_workers_own_functions_are_isolated_and_the_others_run_here_with_a_
 def test_a_pool_that_nobody_closes_ends_with_its_owner():
     pool = WorkerPool("length", theirs.length)
     pool.call({"completions": ["a"]}, (), 30.0)
-    (pid,) = pool.process_ids
+    (pid,) = process_ids(pool)
     del pool
     assert not is_alive(pid)
 

@@ -1,4 +1,4 @@
-"""Start of child processes that end with this one: `spawner().run(start)`.
+"""Start of child processes that end with this one: `spawner().run(start)`, and pools of them.
 
 Linux ends such a child (PR_SET_PDEATHSIG) with the *thread* that started it, so they are all started by a thread that lasts.
 """
@@ -8,11 +8,13 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 _Started = TypeVar("_Started")
 
@@ -43,6 +45,84 @@ class Spawner:
 def spawner() -> Spawner:
     """The spawner of this process."""
     return Spawner()
+
+
+class Worker(Protocol):
+    """A process that does one piece of work after the other."""
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    def begin(self) -> None:
+        """Wait until it is ready. Raises where it cannot be."""
+
+    def kill(self) -> None:
+        """End it and everything it started."""
+
+
+_Worker = TypeVar("_Worker", bound=Worker)
+
+
+class WorkerProcesses(Generic[_Worker]):
+    """At most `size` workers at a time, which `start` makes: started when first needed, killed by `close` and with this object."""
+
+    def __init__(self, start: Callable[[], _Worker], size: int) -> None:
+        self._start, self._room, self._lock = start, threading.BoundedSemaphore(size), threading.Lock()
+        self._idle: list[_Worker] = []
+        self.workers: set[_Worker] = set()
+        """Those that are alive, as far as is known."""
+        self._finalizer = weakref.finalize(self, _kill_all, self.workers)
+
+    @contextmanager
+    def worker(self) -> Iterator[_Worker]:
+        """A worker of this thread's own. It is killed where the block raises."""
+        with self._room:
+            taken = self._take()
+            with self._dropped_by_errors(taken):
+                yield taken
+            with self._lock:
+                self._idle += [taken] if taken in self.workers else []
+
+    def drop(self, worker: _Worker) -> None:
+        """Kill a worker, which no later work gets."""
+        with self._lock:
+            is_left = worker in self.workers  # once it was waited for, its number may be another process's
+            self.workers.discard(worker)
+        if is_left:
+            worker.kill()
+
+    def close(self) -> None:
+        """Kill every worker."""
+        with self._lock:
+            self._idle.clear()
+            _kill_all(self.workers)
+
+    def _take(self) -> _Worker:
+        with self._lock:
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.is_alive:
+                    return worker
+                self.workers.discard(worker)
+        worker = spawner().run(self._start)
+        with self._lock:
+            self.workers.add(worker)
+        with self._dropped_by_errors(worker):
+            worker.begin()
+        return worker
+
+    @contextmanager
+    def _dropped_by_errors(self, worker: _Worker) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.drop(worker)
+            raise
+
+
+def _kill_all(workers: set[Any]) -> None:
+    while workers:
+        workers.pop().kill()
 
 
 def start_module(

@@ -13,9 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,7 +24,7 @@ from typing import Any
 
 from covey.errors import RewardError
 from covey.process.cores import cores_of_rank
-from covey.process.spawner import spawner
+from covey.process.spawner import WorkerProcesses
 from covey.sandbox import mutants, verdicts, wire
 from covey.sandbox.confine import LAYERS, Limits
 from covey.sandbox.forms import are_apart
@@ -70,19 +68,13 @@ class Sandbox:
             "allow_unisolated": allow_unisolated,
             "numpy": _numpy() if numpy else None,
         }
-        self._room = threading.BoundedSemaphore(self.workers)
-        self._lock = threading.Lock()
-        self._idle: list[_Jail] = []
-        self._all: set[_Jail] = set()
-        self._finalizer = weakref.finalize(self, _kill_all, self._all)
+        self._jails = WorkerProcesses(partial(_Jail, self._settings), self.workers)
 
     @property
     def isolation(self) -> Isolation:
         """Isolation layers in force here. Starts a worker when there is none yet."""
-        with self._room:
-            jail = self._take()
-            self._give_back(jail)
-        return jail.isolation
+        with self._jails.worker() as jail:
+            return jail.isolation
 
     def run(
         self,
@@ -110,25 +102,17 @@ class Sandbox:
         verdicts.check_limits(code, timeout, memory_mb, max_output)
         started = time.perf_counter()
         limits = Limits(cpu_seconds=math.ceil(timeout), memory_mb=memory_mb)
-        with self._room:
-            jail = self._take()
+        with self._jails.worker() as jail:
             try:
                 result = self._judged(jail, code, plan, limits, timeout, max_output, strict)
             except (OSError, wire.Broken) as error:  # its worker is lost: this program's score, and no other's
-                self._drop(jail)
+                self._jails.drop(jail)
                 result = verdicts.lost(error, plan)
-            except BaseException:
-                self._drop(jail)
-                raise
-            else:
-                self._give_back(jail)
         return replace(result, seconds=time.perf_counter() - started)
 
     def close(self) -> None:
         """End every worker and its programs."""
-        with self._lock:
-            self._idle.clear()
-            _kill_all(self._all)
+        self._jails.close()
 
     def __enter__(self) -> Sandbox:
         return self
@@ -156,32 +140,6 @@ class Sandbox:
             if seen[-1].late:
                 break
         return verdicts.of_pairs(seen, plan)
-
-    def _take(self) -> _Jail:
-        with self._lock:
-            while self._idle:
-                jail = self._idle.pop()
-                if jail.alive:
-                    return jail
-                self._all.discard(jail)
-        jail = spawner().run(lambda: _Jail({**self._settings, "slot": secrets.randbelow(200_000_000)}))
-        with self._lock:
-            self._all.add(jail)
-        try:
-            jail.greet()
-        except BaseException:
-            self._drop(jail)
-            raise
-        return jail
-
-    def _give_back(self, jail: _Jail) -> None:
-        with self._lock:
-            self._idle.append(jail)
-
-    def _drop(self, jail: _Jail) -> None:
-        jail.kill()
-        with self._lock:
-            self._all.discard(jail)
 
 
 def _in_one_process(watch: Callable[..., ProcessOutput], plan: verdicts.Plan) -> Result:
@@ -239,13 +197,13 @@ class _Jail:
                 cwd="/",
                 start_new_session=True,
             )
-        self._settings = {**settings, "modules": texts}
+        self._settings = {**settings, "modules": texts, "slot": secrets.randbelow(200_000_000)}
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def greet(self) -> None:
+    def begin(self) -> None:
         """Wait until it has locked itself in. Raises RewardError where it cannot, or does not."""
         self._control.settimeout(_START_SECONDS)
         try:
@@ -367,8 +325,3 @@ def _interpreter() -> str:
     """The Python that this one is, not the link of a virtual environment's: its path would name the user's folder."""
     base = getattr(sys, "_base_executable", None)
     return base if base and os.access(base, os.X_OK) else sys.executable
-
-
-def _kill_all(jails: set[_Jail]) -> None:
-    while jails:
-        jails.pop().kill()

@@ -18,15 +18,14 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import weakref
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from covey.errors import RewardError
-from covey.process.spawner import spawner, start_module
+from covey.process.spawner import WorkerProcesses, start_module
 from covey.rewards.calling.deadline import DeadlineError
 
 if TYPE_CHECKING:
@@ -56,19 +55,7 @@ class WorkerPool:
     """At most `size` worker processes for one reward; started when first needed, ended by `close` or with the run."""
 
     def __init__(self, name: str, reward: Any, size: int = 1) -> None:
-        self.name, self.size = name, size
-        self._load = packed(name, reward)
-        self._room = threading.BoundedSemaphore(size)
-        self._idle: list[_Worker] = []
-        self._all: set[_Worker] = set()
-        self._lock = threading.Lock()
-        self._finalizer = weakref.finalize(self, _kill_all, self._all)
-
-    @property
-    def process_ids(self) -> list[int]:
-        """PIDs of the workers that are alive now."""
-        with self._lock:
-            return sorted(worker.process.pid for worker in self._all)
+        self.processes = WorkerProcesses(partial(_Worker, name, packed(name, reward)), size)
 
     def call(self, keywords: dict[str, Any], logs: tuple[str, ...], seconds: float | None) -> dict[str, Any]:
         """`{"values", "extras", "metrics", "seconds"}` of one call.
@@ -77,63 +64,40 @@ class WorkerPool:
         RewardError when the worker cannot load the reward.
         """
         seconds = None if seconds == float("inf") else seconds
-        with self._room:
-            worker = self._take()
-            try:
-                reply = worker.ask({"keywords": keywords, "logs": logs, "seconds": seconds}, seconds)
-            except BaseException:
-                self._drop(worker)
-                raise
-            with self._lock:
-                self._idle.append(worker)
+        with self.processes.worker() as worker:
+            reply = worker.ask({"keywords": keywords, "logs": logs, "seconds": seconds}, seconds)
         if "error" in reply:
             raise WorkerError(reply["error"], reply["said"], reply["traceback"])
         return reply
 
     def close(self) -> None:
         """Kill every worker."""
-        with self._lock:
-            self._idle.clear()
-            _kill_all(self._all)
-
-    def _take(self) -> _Worker:
-        with self._lock:
-            while self._idle:
-                worker = self._idle.pop()
-                if worker.process.poll() is None:
-                    return worker
-                self._all.discard(worker)
-        worker = spawner().run(_Worker)
-        with self._lock:
-            self._all.add(worker)
-        try:
-            reply = worker.ask({"load": self._load}, _START_SECONDS)
-        except BaseException:
-            self._drop(worker)
-            raise
-        if "error" in reply:
-            self._drop(worker)
-            raise RewardError(
-                f"reward {self.name!r} cannot be loaded in a worker process: {reply['error']}: {reply['said']}. Put it in a "
-                "file that can be imported by itself (a script needs `if __name__ == '__main__':` around what trains)."
-            )
-        return worker
-
-    def _drop(self, worker: _Worker) -> None:
-        worker.kill()
-        with self._lock:
-            self._all.discard(worker)
+        self.processes.close()
 
 
 class _Worker:
     """One process and the socket to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, load: dict[str, Any]) -> None:
+        self.name, self.load = name, load
         self.socket, theirs = socket.socketpair()
         self.trace = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
         words = (theirs.fileno(), os.getpid(), self.trace.fileno())
         with theirs:
             self.process = start_module("covey.rewards.calling.worker", words, (words[0], words[2]), **{INSIDE: "1"})
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def begin(self) -> None:
+        """Load the reward. Raises RewardError where it cannot be loaded."""
+        reply = self.ask({"load": self.load}, _START_SECONDS)
+        if "error" in reply:
+            raise RewardError(
+                f"reward {self.name!r} cannot be loaded in a worker process: {reply['error']}: {reply['said']}. Put it in a "
+                "file that can be imported by itself (a script needs `if __name__ == '__main__':` around what trains)."
+            )
 
     def ask(self, request: dict[str, Any], seconds: float | None) -> dict[str, Any]:
         until = None if seconds is None else time.monotonic() + seconds
@@ -186,11 +150,6 @@ class _Worker:
         except subprocess.TimeoutExpired:
             return "closed its connection"
         return f"was ended by signal {-code}" if code < 0 else f"left with exit code {code}"
-
-
-def _kill_all(workers: set[_Worker]) -> None:
-    while workers:
-        workers.pop().kill()
 
 
 class _Pickler(pickle.Pickler):
