@@ -5,8 +5,10 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import psutil
@@ -15,7 +17,7 @@ from covey.data.media import Kind
 from covey.environments.call_forms import readable
 from covey.environments.contents import MediaReturnedError, content_of, limited, media_in, opened, sendable, text_of
 from covey.environments.tools import Limits, Tool, unknown_tool
-from covey.rewards.calling.deadline import DeadlineError, EventLoop
+from covey.rewards.calling.deadline import DeadlineError, EventLoop, settle
 from covey.rewards.calling.workers import WorkerDied, WorkerError, WorkerPool
 from covey.types import ToolCall
 
@@ -143,7 +145,12 @@ class ToolRunner:
             return json.loads(self._pool(tool).call(arguments, (), seconds)["values"])
         if tool.is_async:
             return self._loop.run(lambda: tool.call(**arguments), seconds)
-        value = in_thread(lambda: tool.call(**arguments), seconds)
+        done: Future[Any] = Future()
+        work = (done, partial(tool.call, **arguments))
+        threading.Thread(target=settle, args=work, name="covey-tool-call", daemon=True).start()
+        if not wait([done], seconds).done:  # the thread is abandoned
+            raise DeadlineError
+        value = done.result()
         return self._loop.run(lambda: value, seconds) if asyncio.iscoroutine(value) else value  # behind a decorator
 
     def _pool(self, tool: Tool) -> WorkerPool:
@@ -181,27 +188,6 @@ def _limit_memory(num_bytes: int | None) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-def in_thread(function: Callable[[], Any], seconds: float) -> Any:
-    """Result of `function()`, called in a daemon thread that is abandoned past `seconds`. Raises DeadlineError then."""
-    box: list[tuple[Any, BaseException | None]] = []
-    done = threading.Event()
-
-    def work() -> None:
-        try:
-            box.append((function(), None))
-        except BaseException as error:  # noqa: BLE001 - raised again where it was called
-            box.append((None, error))
-        done.set()
-
-    threading.Thread(target=work, name="covey-tool-call", daemon=True).start()
-    if not done.wait(seconds):
-        raise DeadlineError(f"it did not return within {seconds:g} seconds")
-    value, error = box[0]
-    if error is not None:
-        raise error
-    return value
 
 
 def cut(text: str, most: int) -> str:

@@ -144,30 +144,16 @@ def _interrupting(seconds: float, function: Callable[[], T]) -> T:
     except _Interrupted as error:
         raise DeadlineError(_in_words(seconds)) from error
     finally:
-        signal.signal(SIGNAL, _ignore)  # the default action would end the process if one were still on its way
-
-
-def _ignore(signum: int, frame: Any) -> None:
-    return
+        signal.signal(SIGNAL, signal.SIG_IGN)  # the default action would end the process if one were still on its way
 
 
 def _abandoning(seconds: float, function: Callable[[], T]) -> T:
-    box: queue.SimpleQueue[concurrent.futures.Future[T]] = queue.SimpleQueue()
-
-    def work() -> None:
-        outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
-        try:
-            outcome.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - carried to the caller, who decides
-            outcome.set_exception(error)
-        box.put(outcome)
-
-    thread = threading.Thread(target=work, name="covey-reward", daemon=True)
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+    thread = threading.Thread(target=settle, args=(outcome, function), name="covey-reward", daemon=True)
     thread.start()
-    try:
-        outcome = box.get(timeout=seconds)
-    except queue.Empty:
-        where = _stack_of(thread)
+    if not concurrent.futures.wait([outcome], seconds).done:
+        frame = sys._current_frames().get(thread.ident or 0)
+        where = "".join(traceback.format_stack(frame)) if frame is not None else "it ended meanwhile"
         if thread.is_alive():
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Interrupted)
@@ -179,9 +165,12 @@ def _abandoning(seconds: float, function: Callable[[], T]) -> T:
     return outcome.result()
 
 
-def _stack_of(thread: threading.Thread) -> str:
-    frame = sys._current_frames().get(thread.ident or 0)
-    return "".join(traceback.format_stack(frame)) if frame is not None else "it ended meanwhile"
+def settle(future: concurrent.futures.Future[T], function: Callable[[], T]) -> None:
+    """Give the future the result of `function()`, or its exception of any kind."""
+    try:
+        future.set_result(function())
+    except BaseException as error:  # noqa: BLE001 - carried to the waiting thread, which decides
+        future.set_exception(error)
 
 
 class EventLoop:
@@ -382,8 +371,5 @@ def _end_lanes(work: queue.SimpleQueue[Any], threads: list[threading.Thread]) ->
 def _take_turns(work: _Work) -> None:
     while (item := work.get()) is not None:
         function, future = item
-        try:
-            future.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - carried to the waiting thread
-            future.set_exception(error)
+        settle(future, function)
         del item, function, future
