@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from covey.data.features.language import language
 from covey.errors import ConfigError, did_you_mean
-from covey.rewards.builtin.overlap import check_ratio, excess, references_of, several
+from covey.rewards.builtin.choice import gold_column
+from covey.rewards.builtin.overlap import check_ratio, excess, several
 from covey.rewards.builtin.text import text_of
 from covey.rewards.decorators import reward
 
@@ -44,7 +45,7 @@ class Bleu:
         self._measure_for("")
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        rows = [several(reference) for reference in references_of("bleu", columns)]
+        rows = [several(reference) for reference in gold_column(self, columns)]
         measures = [self._measure_for(references[0] if references else "") for references in rows]
         texts = map(text_of, completions)
         scores = [self._score(*each) if each[2] else None for each in zip(measures, texts, rows, strict=True)]

@@ -212,9 +212,10 @@ def gold_column(reward: Any, columns: Mapping[str, Sequence[Any] | None]) -> Seq
     for name in reward.needs_one_of:
         if (column := columns.get(name)) is not None:
             return column
-    raise RewardError(
-        f"{reward.__name__} needs a column 'answer' or 'solution'; rename yours, as in --columns answer=label."
-    )
+    example = "'answer' or 'solution'; rename yours, as in --columns answer=label"
+    if reward.needs_one_of[0] == "reference":
+        example = "'reference'; rename yours, as in --columns reference=highlights"
+    raise RewardError(f"{reward.__name__} needs a column {example}.")
 
 
 def golds_of(gold: Any) -> list[str]:

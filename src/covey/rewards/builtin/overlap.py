@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from covey.errors import ConfigError, RewardError
-from covey.rewards.builtin.choice import common_length
+from covey.errors import ConfigError
+from covey.rewards.builtin.choice import common_length, gold_column
 from covey.rewards.builtin.text import text_of, values_in, words_in
 from covey.rewards.decorators import reward
 
@@ -48,11 +48,8 @@ class Rouge:
         check_ratio("rouge", self.max_ratio)
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        references = references_of("rouge", columns)
-        return [self._best(text_of(c), several(r)) for c, r in zip(completions, references, strict=True)]
-
-    def _best(self, text: str, references: list[str]) -> float | None:
-        return max((self._score(text, reference) for reference in references), default=None)
+        rows = zip(map(text_of, completions), map(several, gold_column(self, columns)), strict=True)
+        return [max((self._score(text, reference) for reference in row), default=None) for text, row in rows]
 
     def _score(self, text: str, reference: str) -> float:
         words, reference_words = words_of(text), words_of(reference)
@@ -73,14 +70,6 @@ def check_ratio(name: str, max_ratio: float | None) -> None:
 def excess(num_words: int, num_reference: int, max_ratio: float | None) -> float:
     """Divisor for a text of `num_words` where the reference has `num_reference`; 1 up to `max_ratio` times as many."""
     return 1.0 if max_ratio is None or not num_reference else max(1.0, num_words / (max_ratio * num_reference))
-
-
-def references_of(name: str, columns: dict[str, Any]) -> Sequence[Any]:
-    for column in ("reference", "summary", "solution", "answer"):
-        if columns.get(column) is not None:
-            references: Sequence[Any] = columns[column]
-            return references
-    raise RewardError(f"{name} needs a column 'reference'; rename yours, as in --columns reference=highlights.")
 
 
 def several(reference: Any) -> list[str]:
