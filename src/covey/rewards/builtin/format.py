@@ -170,7 +170,7 @@ def read_json(text: str) -> tuple[bool, Any]:
     if _depth(text) > _DEEPEST:
         return False, None
     try:
-        return True, json.loads(text, parse_constant=_refuse, object_pairs_hook=_once)
+        return True, json.loads(text, parse_constant=_refuse, object_pairs_hook=once)
     except (ValueError, RecursionError):
         return False, None
 
@@ -187,7 +187,8 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object of these pairs. Raises ValueError for a key that occurs twice."""
     result = dict(pairs)
     if len(result) < len(pairs):
         raise ValueError("a key occurs twice")

@@ -3,18 +3,17 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from covey.data.rendering import content_text
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.chat_endpoint import Message, ReplyError
-from covey.rewards.builtin.judge import Judge, judge_of
+from covey.rewards.builtin.format import once
+from covey.rewards.builtin.judge import Judge, Metrics, judge_of
 from covey.rewards.builtin.text import clean, text_of, values_in
 from covey.rewards.decorators import CallOptions
-
-Metrics = Callable[[str, float], None]
 
 RUBRIC = (
     "Judge how well a response answers the task: whether it is right, complete and to the point. "
@@ -145,7 +144,8 @@ class PairwiseJudgeReward:
         results = dict(zip(matches, self._compare(tasks, players, matches, log_metric), strict=True))
         won: list[list[float]] = [[] for _ in players]
         for i, j in pairs:
-            share = results.get((i, j), _result_without_judge(players[i], players[j]))
+            unasked = 0.5 if players[i] == players[j] else float(bool(players[i]))
+            share = results.get((i, j), unasked)
             if isinstance(share, Exception):
                 continue
             won[i].append(share)
@@ -234,7 +234,7 @@ def read_object(reply: str, key: str) -> Any:
     text = reply.rsplit("</think>", 1)[-1]
     if len(text) > _LONGEST_REPLY:
         raise ReplyError(f"it has {len(text)} characters; a verdict has fewer")
-    decoder, values, start = json.JSONDecoder(object_pairs_hook=_only_once), [], _OPENING.search(text)
+    decoder, values, start = json.JSONDecoder(object_pairs_hook=once), [], _OPENING.search(text)
     while start is not None:
         place = start.start()
         try:
@@ -275,23 +275,12 @@ def _shown(content: Any) -> str:
     return " ".join(content_text([p]) or f"[{p['type']}]" if is_part(p) else content_text(p) for p in parts)
 
 
-def _only_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len({name for name, _ in pairs}) < len(pairs):
-        raise ReplyError("a JSON object has a key twice")
-    return dict(pairs)
-
-
 def _winner(reply: str) -> float:
     winner = read_object(reply, "winner")
     shares = {"A": 1.0, "B": 0.0, "TIE": 0.5}
     if not isinstance(winner, str) or winner.strip().upper() not in shares:
         raise ReplyError(f"the winner {str(winner)[:40]!r} is neither A nor B nor tie")
     return shares[winner.strip().upper()]
-
-
-def _result_without_judge(first: str, second: str) -> float:
-    """Equal texts tie; of an empty one and another, the other wins."""
-    return 0.5 if first == second else float(bool(first))
 
 
 def _rubric(text: str) -> str:
