@@ -233,14 +233,12 @@ def _label(config: Any, label: str | int) -> int:
 
 
 Pooling = Literal["mean", "cls", "last"]
-_NAMES: dict[str, Pooling] = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_sqrt_len_tokens": "mean",
-    "pooling_mode_lasttoken": "last",
+_POOLINGS: dict[str, Pooling] = {
+    **dict.fromkeys(("mean", "mean_tokens", "mean_sqrt_len_tokens"), "mean"),
+    **dict.fromkeys(("cls", "cls_token"), "cls"),
+    "lasttoken": "last",
 }
-"""By the names of former versions; a sum over the root of the length has the cosines of a mean."""
-_WORDS: dict[str, Pooling] = {"mean": "mean", "mean_sqrt_len_tokens": "mean", "cls": "cls", "lasttoken": "last"}
+"""By the names of all versions; a sum over the root of the length has the cosines of a mean."""
 _FREE = frozenset(("Transformer", "Pooling", "Normalize", "Dropout"))
 """Modules that the reward computes itself, or that change no cosine."""
 
@@ -275,7 +273,7 @@ def _pooling_of(model: str, config: dict[str, Any]) -> Pooling:
     named = config.get("pooling_mode")
     words = named if isinstance(named, list) else [named] if named else []
     modes = words or [name for name, is_on in config.items() if name.startswith("pooling_mode_") and is_on is True]
-    poolings = [_WORDS.get(str(name)) or _NAMES.get(str(name)) for name in modes]
+    poolings = [_POOLINGS.get(str(name).removeprefix("pooling_mode_")) for name in modes]
     if len(poolings) != 1 or poolings[0] is None:
         raise ConfigError(
             f"similarity: {model!r} pools by {' and '.join(map(str, modes)) or 'nothing'}, which this reward does not compute; choose "
