@@ -52,7 +52,9 @@ class Verifier:
             except OSError:
                 self._kill()
                 return None
-            return self._reply(number, time.monotonic() + _wall(seconds) + (_START_SECONDS if first else 0.0))
+            # of the clock, for a process that keeps its limit of processor time itself where it can fork
+            wall = 200 * seconds + 60 if hasattr(os, "fork") else seconds
+            return self._reply(number, time.monotonic() + wall + (_START_SECONDS if first else 0.0))
 
     def close(self) -> None:
         """End the child process."""
@@ -98,11 +100,6 @@ class Verifier:
             if pipe is not None:
                 pipe.close()
         process.wait()
-
-
-def _wall(seconds: float) -> float:
-    """Wall-clock limit for a limit of processor time, which the process itself keeps where it can fork, however slow the machine is."""
-    return 200 * seconds + 60 if hasattr(os, "fork") else seconds
 
 
 def _read(process: subprocess.Popen[str], replies: queue.SimpleQueue[str | None]) -> None:
