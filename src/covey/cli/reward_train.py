@@ -136,7 +136,7 @@ def _learn_steps(
 ) -> tuple[dict[str, Any], str]:
     """A process reward model, saved in `folder`: numbers on the steps of the held-out completions, and a sentence."""
     from covey.cli.reward_steps import as_json, in_words, judged
-    from covey.rewards import steps
+    from covey.rewards import preference, steps
     from covey.rewards.builtin.process_reward import AGGREGATES, SEPARATOR
 
     aggregate = options["aggregate"] or "min"
@@ -147,7 +147,7 @@ def _learn_steps(
     steps.train(reward, rows, how, on_step)
     calibration = judged(reward, held)
     folder.mkdir(parents=True)
-    steps.save(reward, folder)
+    preference.save(reward.frozen, folder)
     settings = {"aggregate": aggregate, "step_separator": separator}
     return {**as_json(calibration), "interval": [calibration.auc.low, calibration.auc.high], **settings}, in_words(
         calibration

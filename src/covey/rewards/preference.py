@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from covey.data.checks import row_of
 from covey.errors import ConfigError, DataError
-from covey.models import as_model_errors, load_tokenizer, quiet_bars, resolve_source
+from covey.models import as_model_errors, evaluating, load_tokenizer, quiet_bars, resolve_source
 from covey.process.ordered_sums import ordered_sums
+from covey.rewards.builtin.inference_model import Frozen
 from covey.rewards.builtin.reward_model import ModelReward
 
 
@@ -217,16 +218,14 @@ def fit(
 def judge(reward: ModelReward, pairs: Sequence[Pair]) -> Judged:
     """Margins of the pairs, by the very call that a training run makes."""
     prompts = [pair.prompt for pair in pairs]
-    was = reward.model.training
-    reward.model.eval()
-    chosen = reward(prompts, [pair.chosen for pair in pairs])
-    rejected = reward(prompts, [pair.rejected for pair in pairs])
-    reward.model.train(was)
+    with evaluating(reward.model):
+        chosen = reward(prompts, [pair.chosen for pair in pairs])
+        rejected = reward(prompts, [pair.rejected for pair in pairs])
     return Judged((chosen - rejected).tolist())
 
 
-def save(reward: ModelReward, folder: Path) -> None:
-    """Write model and tokenizer, as `--reward FOLDER` reads them."""
+def save(reward: Frozen, folder: Path) -> None:
+    """Write model and tokenizer of a reward, as `--reward FOLDER` reads them."""
     with quiet_bars():
         reward.model.save_pretrained(folder)
     reward.tokenizer.save_pretrained(folder)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from covey.data.checks import row_of
 from covey.data.loading import parted
 from covey.data.sources import opened, shown
 from covey.errors import DataError
-from covey.models import quiet_bars
+from covey.models import evaluating
 from covey.rewards.builtin.process_reward import SEPARATOR, ProcessReward
 from covey.rewards.preference import Pair, PreferenceOptions, fit, load_head, pairs_of
 
@@ -102,18 +101,8 @@ def train(
 
 def judge(reward: ProcessReward, rows: Sequence[ScoredSteps]) -> list[list[float]]:
     """Probability of each step to be right, by the very call that a training run makes."""
-    was = reward.frozen.model.training
-    reward.frozen.model.eval()
-    scores = reward.step_scores([row.prompt for row in rows], [row.steps for row in rows])
-    reward.frozen.model.train(was)
-    return scores
-
-
-def save(reward: ProcessReward, folder: Path) -> None:
-    """Write model and tokenizer, as `--reward FOLDER` reads them."""
-    with quiet_bars():
-        reward.frozen.model.save_pretrained(folder)
-    reward.frozen.tokenizer.save_pretrained(folder)
+    with evaluating(reward.frozen.model):
+        return reward.step_scores([row.prompt for row in rows], [row.steps for row in rows])
 
 
 def _encode(reward: ProcessReward, rows: Sequence[ScoredSteps]) -> list[tuple[list[int], list[int], tuple[bool, ...]]]:
