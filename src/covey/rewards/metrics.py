@@ -46,12 +46,10 @@ def reward_metrics(
     metrics["reward_std"] = Spread.of(total)
     metrics["rewards/unscored"] = Mean.of(total.isnan())
     rewards = [group.rewards for group in groups if group.rewards is not None]
-    reward_scales = seen_scales(groups, len(names)) if scales is None else scales
-    return (
-        metrics
-        | _tied_metric([weighted_total(each, weights) for each in rewards])
-        | _verdict_metrics(rewards, weights, reward_scales)
-    )
+    scored = [_scored_totals(each, weights) for each in rewards]
+    tied = sum(bool(len(totals) > 1 and totals.max() - totals.min() <= _TIED) for totals in scored)
+    metrics["frac_reward_zero_std"] = Mean(tied, len(groups))
+    return metrics | _verdict_metrics(rewards, weights, seen_scales(groups, len(names)) if scales is None else scales)
 
 
 def has_signal(group: Group, weights: Tensor | Sequence[float]) -> bool:
@@ -73,12 +71,6 @@ def mean_score(group: Group, weights: Tensor | Sequence[float]) -> float:
 def _scored_totals(rewards: Tensor, weights: Tensor) -> Tensor:
     total = weighted_total(rewards, weights)
     return total[~total.isnan()]  # [<= G]
-
-
-def _tied_metric(totals: Sequence[Tensor]) -> dict[str, Metric]:
-    scored = [total[~total.isnan()] for total in totals]
-    tied = sum(bool(total.numel() > 1 and total.max() - total.min() <= _TIED) for total in scored)
-    return {"frac_reward_zero_std": Mean(tied, len(totals))}
 
 
 def _verdict_metrics(rewards: Sequence[Tensor], weights: Tensor, scales: Sequence[Scale | None]) -> dict[str, Metric]:
