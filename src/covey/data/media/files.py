@@ -6,6 +6,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,17 @@ def content_of(value: Any, kind: Kind, where: str) -> Any:
 def reason_of(error: BaseException) -> str:
     """A library's message about bytes, in one line without the address of the object that held them."""
     return " ".join(re.sub(r"<[\w.]+ object at \w+>", "", str(error)).split()).replace(" :", ":")
+
+
+@contextmanager
+def readable(noun: str, where: str) -> Iterator[None]:
+    """Context in which any exception is a DataError: readers of formats raise anything on a damaged file."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{where} cannot be read as {noun} ({reason_of(error)}); mend or remove it.") from error
 
 
 def from_base64(text: str, where: str) -> bytes:

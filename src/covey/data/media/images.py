@@ -4,7 +4,7 @@ import io
 import warnings
 from typing import Any
 
-from covey.data.media.files import content_of, reason_of
+from covey.data.media.files import content_of, readable, reason_of
 from covey.data.media.kinds import IMAGE
 from covey.data.rendering import say_once
 from covey.errors import DataError
@@ -25,14 +25,9 @@ def open_image(value: Any, where: str) -> Any:
         return _rgb(value, where)
     if not isinstance(value, bytes):
         raise DataError(f"{where} is a {type(value).__name__}; give an image of Pillow, a path, or the file's bytes.")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), readable("an image", where):
         warnings.simplefilter("error", image_class.DecompressionBombWarning)
-        try:
-            return _rgb(image_class.open(io.BytesIO(value)), where)
-        except DataError:
-            raise
-        except Exception as error:  # Pillow's readers of formats raise anything on a damaged file
-            raise DataError(f"{where} cannot be read as an image ({reason_of(error)}); mend or remove it.") from error
+        return _rgb(image_class.open(io.BytesIO(value)), where)
 
 
 def _rgb(image: Any, where: str) -> Any:
@@ -40,11 +35,9 @@ def _rgb(image: Any, where: str) -> Any:
         raise DataError(f"{where} has {image.width} x {image.height} pixels; make it smaller than 64 million.")
     if image.mode.startswith(("I", "F")):
         raise DataError(f"{where} has pixels of Pillow's mode {image.mode}; scale them to 8 bits a channel first.")
-    try:
+    with readable("an image", where):  # pixels are decoded here
         image.load()
         return _upright(image).convert("RGB")
-    except Exception as error:  # as above: pixels are decoded here
-        raise DataError(f"{where} cannot be read as an image ({reason_of(error)}); mend or remove it.") from error
 
 
 def _upright(image: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from covey.data.media.files import content_of, reason_of
+from covey.data.media.files import content_of, readable
 from covey.data.media.kinds import SOUND
 from covey.errors import DataError
 
@@ -98,21 +98,16 @@ def _read_file(content: bytes, where: str) -> tuple[np.ndarray, int]:
     soundfile = _soundfile()
     if (missing := _missing_bytes(content)) > 1:  # the byte that pads an odd size is often left out
         raise DataError(f"{where} ends {missing:,} bytes before its header says; mend or remove it.")
-    try:
-        with soundfile.SoundFile(io.BytesIO(content)) as file:
-            if file.channels > _MOST_CHANNELS or file.frames > _MOST_SECONDS * file.samplerate:
-                raise DataError(
-                    f"{where} has {file.channels} channels of {file.frames / file.samplerate:.0f} seconds; give at most "
-                    f"{_MOST_CHANNELS} of {_MOST_SECONDS:.0f}."
-                )
-            samples = file.read(dtype="float32", always_2d=True)
-            if len(samples) < file.frames:
-                raise DataError(f"{where} ends after {len(samples)} of its {file.frames} samples; mend or remove it.")
-            return samples.T, file.samplerate
-    except DataError:
-        raise
-    except (soundfile.SoundFileError, RuntimeError, ValueError, TypeError) as error:
-        raise DataError(f"{where} cannot be read as a sound ({reason_of(error)}); mend or remove it.") from error
+    with readable("a sound", where), soundfile.SoundFile(io.BytesIO(content)) as file:
+        if file.channels > _MOST_CHANNELS or file.frames > _MOST_SECONDS * file.samplerate:
+            raise DataError(
+                f"{where} has {file.channels} channels of {file.frames / file.samplerate:.0f} seconds; give at most "
+                f"{_MOST_CHANNELS} of {_MOST_SECONDS:.0f}."
+            )
+        samples = file.read(dtype="float32", always_2d=True)
+        if len(samples) < file.frames:
+            raise DataError(f"{where} ends after {len(samples)} of its {file.frames} samples; mend or remove it.")
+    return samples.T, file.samplerate
 
 
 def _missing_bytes(content: bytes) -> int:

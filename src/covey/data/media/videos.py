@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from covey.data.media.files import content_of, reason_of
+from covey.data.media.files import content_of, readable
 from covey.data.media.images import open_image, pillow
 from covey.data.media.kinds import VIDEO
 from covey.errors import DataError
@@ -55,24 +55,18 @@ def _decoder(content: bytes, where: str) -> Any:
         raise DataError(
             f"{where} is a file of video, which torchcodec reads: install torchcodec and ffmpeg, or give its frames, a list of images."
         ) from error
-    try:
+    with readable("a video", where):
         return VideoDecoder(content)
-    except Exception as error:  # ffmpeg's readers of formats raise anything on a damaged file
-        raise DataError(f"{where} cannot be read as a video ({reason_of(error)}); mend or remove it.") from error
 
 
 def _decoded(decoder: Any, where: str) -> np.ndarray:
     """[frames, height, width, 3] bytes; nothing is decoded of a file that is too long."""
-    try:
+    with readable("a video", where):  # frames are decoded here
         count, size = len(decoder), decoder.metadata
         _expect_count(count, where)
         if count * size.height * size.width > _MOST_PIXELS:
             raise DataError(f"{where} has {count} frames of {size.width} x {size.height} pixels; make it smaller.")
         frames: np.ndarray = decoder[:].cpu().numpy()
-    except DataError:
-        raise
-    except Exception as error:  # as above: frames are decoded here
-        raise DataError(f"{where} cannot be read as a video ({reason_of(error)}); mend or remove it.") from error
     frames = frames if frames.shape[-1] == 3 else frames.transpose(0, 2, 3, 1)
     if frames.dtype != np.uint8:
         raise DataError(f"{where} is decoded to {frames.dtype}; make a decoder of bytes, torch.uint8.")
