@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from covey.data.media import media_prompt, refuse_openai_parts, row_kinds
-from covey.data.rendering import ROW_COLUMNS, as_written, chat_ids, clean, say_once
-from covey.errors import DataError, ModelError, message_of
+from covey.data.rendering import ROW_COLUMNS, as_written, chat_ids, clean, next_turn, refusals, say_once
+from covey.errors import DataError, ModelError
 from covey.types import Message, Prompt
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
@@ -123,12 +123,6 @@ def encode_chat(
             f"{where} is a list of chat messages, but the tokenizer has no chat template; use an instruct model's tokenizer, "
             "set tokenizer.chat_template, or give prompts as plain text."
         )
-    continues = messages[-1]["role"] == "assistant"
-    how: dict[str, Any] = {"continue_final_message": True} if continues else {"add_generation_prompt": True}
-    try:
-        return tuple(chat_ids(tokenizer, messages, **{**how, **template}))
-    except Exception as error:  # a template is a program and may raise anything
-        reason = message_of(error, 300)
-        raise DataError(
-            f"{where}: the chat template refused its messages ({type(error).__name__}: {reason})."
-        ) from error
+    with refusals(where, "chat template", "messages"):
+        ids = chat_ids(tokenizer, messages, **{**next_turn(messages), **template})
+    return tuple(ids)

@@ -4,9 +4,12 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
+
+from covey.errors import DataError, message_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,21 @@ def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: A
     template = {"chat_template": options["chat_template"]} if "chat_template" in options else {}
     rendered = tokenizer.apply_chat_template(hidden, tokenize=False, **template, **shown)
     return _ids_of_hidden(tokenizer, rendered, marks)
+
+
+def next_turn(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Options of `apply_chat_template` for the model's turn behind a conversation; one that ends with the assistant is continued."""
+    return {"continue_final_message" if messages[-1]["role"] == "assistant" else "add_generation_prompt": True}
+
+
+@contextmanager
+def refusals(where: str, program: str, noun: str) -> Iterator[None]:
+    """Context in which any exception is a DataError: a chat template and a processor are programs, which may raise anything."""
+    try:
+        yield
+    except Exception as error:
+        reason = f"{type(error).__name__}: {message_of(error, 300)}"
+        raise DataError(f"{where}: the {program} refused its {noun} ({reason}).") from error
 
 
 def clean(message: Mapping[str, Any]) -> dict[str, Any]:

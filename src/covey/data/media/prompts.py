@@ -13,8 +13,8 @@ from covey.data.media.kinds import IMAGE, KINDS, SOUND, VIDEO, Kind
 from covey.data.media.places import Items, column_items, expect_places, with_places
 from covey.data.media.sounds import Sound, open_sound, preview_sound
 from covey.data.media.videos import open_video, preview_video
-from covey.data.rendering import HiddenMarks, as_template_takes, clean, keeping_text, with_text
-from covey.errors import DataError, message_of
+from covey.data.rendering import HiddenMarks, as_template_takes, clean, keeping_text, next_turn, refusals, with_text
+from covey.errors import DataError
 from covey.types import Media, Message, Prompt
 
 _TEXT_KEYS = ("input_ids", "attention_mask")
@@ -89,11 +89,8 @@ def _conversation(
         {**message, "content": [place(part) for part in message["content"]]} if message.get("content") else message
         for message in shown
     ]
-    try:
+    with refusals(where, "processor", "messages"):
         made = processor.apply_chat_template(messages)
-    except Exception as error:  # processors may raise anything on items they cannot read
-        reason = message_of(error, 300)
-        raise DataError(f"{where}: the processor refused its messages ({type(error).__name__}: {reason}).") from error
     expect_whole(made, opened[SOUND], where, processor)
     heard = _heard(columns, _of_columns(items, ordered, opened))
     ids = tuple(made["input_ids"][0].tolist())
@@ -142,18 +139,12 @@ def _heard(columns: Mapping[str, Any], opened: Items) -> dict[str, Any]:
 
 def _render(messages: Sequence[Message], where: str, processor: Any, template: Mapping[str, Any]) -> str:
     """The text of a conversation that is the model's turn next, placeholders not yet expanded."""
-    continues = messages[-1]["role"] == "assistant"
-    how: dict[str, Any] = {"continue_final_message": True} if continues else {"add_generation_prompt": True}
+    how = {**next_turn(messages), **template}
     has_template = getattr(processor, "chat_template", None) or template.get("chat_template")
     shown = processor if has_template else processor.tokenizer
-    try:
-        messages = list(map(_in_parts, as_template_takes(shown, messages, {**how, **template})))
-        text: str = shown.apply_chat_template(messages, tokenize=False, **{**how, **template})
-    except Exception as error:  # a template is a program and may raise anything
-        reason = message_of(error, 300)
-        raise DataError(
-            f"{where}: the chat template refused its messages ({type(error).__name__}: {reason})."
-        ) from error
+    with refusals(where, "chat template", "messages"):
+        messages = list(map(_in_parts, as_template_takes(shown, messages, how)))
+        text: str = shown.apply_chat_template(messages, tokenize=False, **how)
     return text
 
 
@@ -175,16 +166,15 @@ def _process(
     if not present:
         return tuple(processor.tokenizer(text, **options)["input_ids"]), None
     try:
-        made = processor(text=[text], return_tensors="pt", **options, **_arguments(opened, processor))
-    except Exception as error:  # processors may raise anything on items they cannot read
-        nouns = " and ".join(f"{kind.noun}s" for kind in present)
-        if isinstance(processor.tokenizer, HiddenMarks):
-            raise DataError(
-                f"{where}: its messages spell out a control token of the model beside {_articled(present[0])}, which "
-                f"{type(processor).__name__} cannot read as text; remove it from the message."
-            ) from error
-        reason = message_of(error, 300)
-        raise DataError(f"{where}: the processor refused its {nouns} ({type(error).__name__}: {reason}).") from error
+        with refusals(where, "processor", " and ".join(f"{kind.noun}s" for kind in present)):
+            made = processor(text=[text], return_tensors="pt", **options, **_arguments(opened, processor))
+    except DataError as error:
+        if not isinstance(processor.tokenizer, HiddenMarks):
+            raise
+        raise DataError(
+            f"{where}: its messages spell out a control token of the model beside {_articled(present[0])}, which "
+            f"{type(processor).__name__} cannot read as text; remove it from the message."
+        ) from error
     expect_whole(made, opened[SOUND], where, processor)
     return tuple(made["input_ids"][0].tolist()), _media(made, opened)
 
