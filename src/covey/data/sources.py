@@ -43,13 +43,7 @@ def shown(source: Any) -> str:
 
 
 def _open(source: Any, split: str | None, streaming: bool, config_name: str | None) -> AnyDataset:
-    if source == "demo" and not Path("demo").exists():
-        return _demo(split, streaming)
-    if source == "gym" and split is not None and not Path("gym").exists():
-        dataset = datasets.Dataset.from_list(gym.rows(split))  # the task stands in the split's place
-        return dataset.to_iterable_dataset() if streaming else dataset
-    if _is_of_verifiers(source, split):
-        dataset = _of_verifiers(str(source), str(split or "train"))
+    if (dataset := _made(source, split)) is not None:
         return dataset.to_iterable_dataset() if streaming else dataset
     files = _files(source)
     if files:
@@ -58,6 +52,23 @@ def _open(source: Any, split: str | None, streaming: bool, config_name: str | No
     if folder.is_dir():
         return _from_folder(folder, split, streaming, config_name)
     return _from_hub(str(source), split, streaming, config_name)
+
+
+def _made(source: Any, split: str | None) -> Any:
+    """The demo's rows, those of a task of Reasoning Gym or of an environment of verifiers; None for files, folders and hub ids."""
+    name, colon, environment = str(source).partition(":")
+    if name not in ("demo", "gym", "verifiers") or Path(str(source)).exists():
+        return None
+    if source == "demo":
+        return _demo(split)
+    if source == "gym" and split is not None:
+        return datasets.Dataset.from_list(gym.rows(split))  # the task stands in the split's place
+    if name == "verifiers" and (
+        colon or split is not None
+    ):  # `verifiers:NAME`; of `verifiers:NAME:SPLIT` the last part is the split
+        words = [environment, split or "train"] if environment else [split or "train"]
+        return verifiers.rows(*words)
+    return None
 
 
 def _files(source: Any) -> list[Path]:
@@ -125,7 +136,6 @@ def _from_files(files: Sequence[Path], name: str, split: str | None, streaming: 
         raise DataError(f"{empty[0]} is empty.")
     kind = str(kinds.pop())
     if kind == "json":
-        _refuse_nulls(files)
         _refuse_wild(files)
     read = {"json": tables.read_json, "csv": tables.read_csv}.get(kind)
     try:
@@ -148,15 +158,6 @@ def _part(dataset: Any, split: str) -> Any:
     return dataset.select(range(instruction.from_ or 0, len(dataset) if instruction.to is None else instruction.to))
 
 
-def _refuse_nulls(files: Sequence[Path]) -> None:
-    """Raise DataError for JSON that begins with null: pyarrow 26 ends the process on lines that are all null."""
-    for file in files:
-        if file.suffix.lower() not in _COMPRESSED:
-            with file.open("rb") as content:
-                if content.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"null"):
-                    raise DataError(f'{file} begins with null where an object such as {{"prompt": ...}} was wanted.')
-
-
 _DEEPEST = 500
 _NESTED = re.compile(rb'(?:[\[{]\s*(?:"[^"\\]*"\s*:\s*)?){%d}' % _DEEPEST)
 
@@ -167,6 +168,10 @@ def _refuse_wild(files: Sequence[Path]) -> None:
         if file.suffix.lower() in _COMPRESSED:
             continue
         with file.open("rb") as content:
+            if content.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"null"):
+                # pyarrow 26 ends the process on lines that are all null
+                raise DataError(f'{file} begins with null where an object such as {{"prompt": ...}} was wanted.')
+            content.seek(0)
             if _suffix(file) == ".json":
                 with mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as text:
                     if _NESTED.search(text):
@@ -283,17 +288,6 @@ def _load_named(name: str, config_name: str | None, split: str | None, streaming
         raise DataError(f"The data set {name!r} cannot be loaded: {first_line(error)}") from error
 
 
-def _is_of_verifiers(source: Any, split: str | None) -> bool:
-    """True for `verifiers:NAME` and `verifiers:NAME:SPLIT`, of which the last part is the split here."""
-    named = source == "verifiers" and split is not None
-    return (named or str(source).startswith("verifiers:")) and not Path(str(source)).exists()
-
-
-def _of_verifiers(source: str, split: str) -> Any:
-    name = source.partition(":")[2]
-    return verifiers.rows(name, split) if name else verifiers.rows(split)
-
-
 def _default_split(splits: Sequence[str], name: str) -> str:
     if "train" in splits:
         return "train"
@@ -306,14 +300,13 @@ def _no_split(name: str, split: str, splits: Sequence[str]) -> str:
     return f"{name} has no split {split!r}; it has {', '.join(splits)}.{did_you_mean(split, splits)}"
 
 
-def _demo(split: str | None, streaming: bool) -> AnyDataset:
+def _demo(split: str | None) -> Any:
     from covey.demo import rows
 
     split_name = (split or "train").partition("[")[0]
     if split_name not in ("train", "test"):
         raise DataError(_no_split("demo", split_name, ("train", "test")))
-    dataset = _part(datasets.Dataset.from_list(rows("test" if split_name == "test" else "train")), split or split_name)
-    return dataset.to_iterable_dataset() if streaming else dataset
+    return _part(datasets.Dataset.from_list(rows("test" if split_name == "test" else "train")), split or split_name)
 
 
 @contextlib.contextmanager
