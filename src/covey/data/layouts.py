@@ -6,6 +6,7 @@ A conversation that ends with the assistant is parted: its last turn is the colu
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import datasets
@@ -41,7 +42,8 @@ def with_prompts(dataset: Any, name: str, chosen: Mapping[str, str]) -> Any:
     elif not has_prompt:
         new += _prompt_layout(have, first, name)
     if "ground_truth" in (first.get("reward_model") or {}) if isinstance(first.get("reward_model"), Mapping) else False:
-        new.append((_ground_truth, f"{name}: the column 'answer' is reward_model.ground_truth.", None))
+        verdict: Change = lambda row: {"answer": (row.get("reward_model") or {}).get("ground_truth")}
+        new.append((verdict, f"{name}: the column 'answer' is reward_model.ground_truth.", None))
     taken = {*have, *(column for column in chosen if column != "prompt")} - {prompt_column if has_prompt else ""}
     stays = {old for new_name, old in chosen.items() if new_name != "prompt"}
     for change, sentence, gone in new:
@@ -66,7 +68,7 @@ def _prompt_layout(have: Collection[str], first: Mapping[str, Any], name: str) -
 
 def _split_turns(first: Mapping[str, Any], column: str, name: str) -> tuple[Change, str, str | None]:
     sentence = _TAKEN if turns(first, column)[1] else "{name}: the column 'prompt' is the conversation in {column!r}."
-    return _Parted(column), sentence.format(name=name, column=column), column
+    return partial(_parted, column), sentence.format(name=name, column=column), column
 
 
 def turns(row: Mapping[str, Any], column: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -115,16 +117,11 @@ def _read_json(value: Any) -> Any:
     return value
 
 
-class _Parted:
+def _parted(column: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """A conversation as the prompt and, as `answer`, the text of the assistant's last turn; tools go to the chat template."""
-
-    def __init__(self, column: str) -> None:
-        self._column = column
-
-    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        before, last = turns(row, self._column)
-        answer = last[-1].get("content") if last else None
-        return {"prompt": before, "answer": answer, **tools_for_template(row)}
+    before, last = turns(row, column)
+    answer = last[-1].get("content") if last else None
+    return {"prompt": before, "answer": answer, **tools_for_template(row)}
 
 
 def _message(message: Any) -> dict[str, Any]:
@@ -154,10 +151,6 @@ def _paragraphs(*parts: Any) -> str:
     if odd := [part for part in parts if not isinstance(part, str | int | float | None)]:
         raise DataError(f"A row has {str(odd[0])[:60]!r} where the text of its prompt belongs; give a text.")
     return "\n\n".join(text for part in parts if part is not None and part == part and (text := str(part)).strip())
-
-
-def _ground_truth(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {"answer": (row.get("reward_model") or {}).get("ground_truth")}
 
 
 def _is_chat(value: Any) -> bool:
