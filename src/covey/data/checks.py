@@ -59,8 +59,10 @@ def check_dataset(dataset: Any, name: str = "train_dataset", *, prompt_only: boo
     _check_type(dataset, name)
     dataset = undecoded(dataset)
     columns = dataset.column_names
-    if columns is not None:
-        _check_columns(columns, name)
+    if columns is not None and "prompt" not in columns:
+        near = did_you_mean("prompt", columns) or _advice(columns)
+        has = f"has no column 'prompt'; it has {', '.join(columns)}.{near}" if columns else "has no columns at all."
+        raise MissingKeyError(f"{name} {has}")
     if isinstance(dataset, datasets.Dataset):
         _check_rows(dataset, name)
     if not prompt_only:
@@ -85,15 +87,6 @@ def _remedy(dataset: Any, kind: str) -> str:
         return f"load it with covey.data.load({str(dataset)!r})"
     maker = {"dict": "from_dict(columns)", "DataFrame": "from_pandas(frame)", "generator": "from_list(list(rows))"}
     return f"wrap it with datasets.Dataset.{maker.get(kind, 'from_list(rows)')}"
-
-
-def _check_columns(columns: list[str], name: str) -> None:
-    if "prompt" not in columns:
-        near = did_you_mean("prompt", columns) or _advice(columns)
-        listed = ", ".join(columns)
-        raise MissingKeyError(
-            f"{name} has no column 'prompt'; it has {listed}.{near}" if columns else f"{name} has no columns at all."
-        )
 
 
 _QUESTIONS = ("question", "problem", "instruction", "query", "task", "input", "text", "source", "content")

@@ -37,6 +37,8 @@ def order_of(
         if curriculum != "none":
             raise DataError(f"curriculum={curriculum!r} needs a data set with a length; leave streaming out.")
         return BlockOrder(dataset, seed=seed, shuffle=shuffle, block_size=block_size)
+    if not len(dataset):
+        raise DataError("The data set is empty; there is nothing to draw from.")
     columns = getattr(dataset, "column_names", None) or []
     if keeps_shares and WEIGHT_COLUMN in columns and NAME_COLUMN in columns:
         return Mixture(dataset, curriculum=curriculum, seed=seed, shuffle=shuffle)
@@ -90,8 +92,6 @@ class Frontier:
     """
 
     def __init__(self, dataset: Any, *, seed: int) -> None:
-        if not len(dataset):
-            raise DataError("The data set is empty; there is nothing to draw from.")
         self.dataset, self.seed = dataset, seed
         self.num_rows: int = len(dataset)
         self._drawn = torch.zeros(self.num_rows, dtype=torch.int32)
@@ -173,8 +173,6 @@ class Mixture:
     def __init__(self, dataset: Any, *, curriculum: str, seed: int, shuffle: bool) -> None:
         names, weights = dataset[NAME_COLUMN][:], dataset[WEIGHT_COLUMN][:]
         self.num_rows: int = len(names)
-        if not self.num_rows:
-            raise DataError("The data set is empty; there is nothing to draw from.")
         places: dict[str, list[int]] = {}
         shares: dict[str, float] = {}
         for row, (name, weight) in enumerate(zip(names, weights, strict=True)):

@@ -57,8 +57,6 @@ class Permutation:
     """Rows of a data set with a length: all of them once an epoch, each epoch in an order of its own."""
 
     def __init__(self, dataset: Any, *, seed: int, shuffle: bool) -> None:
-        if not len(dataset):
-            raise DataError("The data set is empty; there is nothing to draw from.")
         self.dataset, self.seed, self.shuffle = dataset, seed, shuffle
         self.num_rows: int = len(dataset)
         self._epoch, self._position = 0, 0
