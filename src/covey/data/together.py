@@ -23,13 +23,6 @@ def columns_of(columns: Collection[str], languages: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([*names, LANGUAGE]))
 
 
-def in_language(row: Row, language: str, languages: Sequence[str]) -> Row:
-    """The row with `prompt_de` as `prompt`, `answer_de` as `answer` and so on, and without other languages' columns."""
-    parts = [(*_parted(name, languages), value) for name, value in row.items()]
-    plain, translated = ({name: value for name, of, value in parts if of == end} for end in (None, language))
-    return {**plain, **translated, LANGUAGE: language}
-
-
 def refuse_missing_languages(columns: Collection[str] | None, languages: Sequence[str]) -> None:
     """Raise DataError unless each language has its column; one of them may be `prompt` itself. `columns` None: not told."""
     missing = [code for code in languages if f"prompt_{code}" not in (columns or ())]
@@ -66,7 +59,7 @@ class Together:
         return self.base.epoch
 
     def next(self) -> tuple[str, Row]:
-        """The uid and the row in the next language."""
+        """The uid and the row in the next language: `prompt_de` as `prompt` and so on, without other languages' columns."""
         if self._current is None:
             self._before = self.base.state_dict()
             self._current, self._next = self.base.next(), 0
@@ -75,7 +68,9 @@ class Together:
         self._next += 1
         if self._next == len(self.languages):
             self._current = None
-        return f"{uid}/{language}", in_language(row, language, self.languages)
+        parts = [(*_parted(name, self.languages), value) for name, value in row.items()]
+        plain, translated = ({name: value for name, of, value in parts if of == end} for end in (None, language))
+        return f"{uid}/{language}", {**plain, **translated, LANGUAGE: language}
 
     def learn(self, outcomes: Mapping[int, Outcome]) -> None:
         learn = getattr(self.base, "learn", None)

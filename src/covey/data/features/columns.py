@@ -109,12 +109,9 @@ def readability(text: str) -> float | None:
     if not words:
         return None
     pieces = [piece for piece in _SENTENCE_END.split(text) if _WORD.search(piece)]
-    syllables = sum(_syllables(word.casefold()) for word in words)
+    vowels = [_VOWELS.findall(_SILENT.sub("", word.casefold())) for word in words]
+    syllables = sum(max(1, len(groups)) for groups in vowels)
     return 206.835 - 1.015 * len(words) / len(pieces) - 84.6 * syllables / len(words)
-
-
-def _syllables(word: str) -> int:
-    return max(1, len(_VOWELS.findall(_SILENT.sub("", word))))
 
 
 @dataclass(frozen=True, eq=False)

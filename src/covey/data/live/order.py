@@ -161,7 +161,7 @@ class LiveOrder:
         while True:
             kind, content = self.dataset.share(self._poll() if self.dataset.is_main else None)
             if kind == "rows" and content:
-                self._tell_of_return()
+                self._tell(None)
                 self._waiting.extend(content)
                 self._read = content[-1][0]
                 return
@@ -173,10 +173,7 @@ class LiveOrder:
                     f"No prompt came from {self.dataset.name} for {waited:.0f} s (live_timeout_seconds={limit:g}); see "
                     "whether its writer is alive, then go on with --resume auto."
                 )
-            if kind == "away":
-                self._tell_of_absence(content)
-            else:
-                self._tell_of_return()
+            self._tell(content if kind == "away" else None)
             self._pause(pause if kind == "away" else self.dataset.poll_seconds)
             pause = min(2 * pause, _LONGEST_PAUSE) if kind == "away" else _FIRST_PAUSE
 
@@ -201,12 +198,10 @@ class LiveOrder:
             time.sleep(min(left, 0.2))
         self.dataset.check_stop()
 
-    def _tell_of_absence(self, why: str) -> None:
-        if not self._is_away:
-            logger.warning("%s is away (%s); training waits and tries again.", self.dataset.name, why)
-        self._is_away = True
-
-    def _tell_of_return(self) -> None:
-        if self._is_away:
+    def _tell(self, absence: str | None) -> None:
+        """Log that the source is away, for this reason, or back (None), where that is new."""
+        if absence is not None and not self._is_away:
+            logger.warning("%s is away (%s); training waits and tries again.", self.dataset.name, absence)
+        if absence is None and self._is_away:
             logger.warning("%s is back.", self.dataset.name)
-        self._is_away = False
+        self._is_away = absence is not None
