@@ -263,7 +263,7 @@ class _TaggedCalls:
             first = min(first, match.start())
             arguments, at = self._pairs(text, match.end())
             calls.append(WrittenCall(match.group(1), arguments))
-        return _before_tag(text[:first]), calls
+        return re.sub(r"<[^<>/]*>\s*$", "", text[:first]).strip(), calls  # without a tag around the calls
 
     def _pairs(self, text: str, at: int) -> tuple[dict[str, str], int]:
         """Arguments from `at` on, and where they end. A mark of a part of calls is text where the value goes on behind it."""
@@ -291,11 +291,6 @@ def _flexible(text: str) -> str:
     if text.startswith('"'):
         return f'"{_ATTRIBUTES}*' + _flexible(re.sub(_ATTRIBUTES, "", text[1:]))
     return r"\s*".join(re.escape(part) for part in text.split())
-
-
-def _before_tag(text: str) -> str:
-    """A turn's text without the wrapper tag that opens a call."""
-    return re.sub(r"<[^<>/]*>\s*$", "", text).strip()
 
 
 def as_mapping(arguments: Any) -> Any:

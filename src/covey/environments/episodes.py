@@ -167,7 +167,8 @@ class Episodes:
         episode.read = tuple(token_ids)
         message: dict[str, Any] = {"role": "assistant", "content": text, **thoughts}
         if calls:
-            message["tool_calls"] = [_as_message(call) for call in calls]
+            functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
+            message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
         episode.messages.append(message)
         if is_over or not calls:
             return []
@@ -220,7 +221,7 @@ class Episodes:
 def _notes(prompt: Prompt, episode: _Episode) -> EpisodeNotes:
     """The states that turns began in, and what the environment says of them: `turn_rewards`, and the `role` that the model played."""
     rewards = () if episode.reset is None else getattr(episode.reset.instance, "turn_rewards", ())
-    first: list[Any] = [[message.get("role"), message.get("content")] for message in prompt.messages or ()]
+    first: list[Any] = list(map(_role_and_content, prompt.messages or ()))
     first += [] if prompt.media is None else prompt.media.names
     role = None if episode.reset is None else getattr(episode.reset.instance, "role", None)
     return EpisodeNotes(
@@ -233,10 +234,6 @@ def _notes(prompt: Prompt, episode: _Episode) -> EpisodeNotes:
 def _as_answer(call: ToolCall, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The message of a call's answer: its text, or its parts where it has media."""
     return {"role": "tool", "name": call.name, "content": list(parts) if parts else call.result}
-
-
-def _as_message(call: WrittenCall) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 class EpisodeSampler:

@@ -6,6 +6,7 @@ import asyncio
 import shlex
 import threading
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from covey.environments.tools import SECONDS, Limits, Tool
@@ -28,7 +29,7 @@ def mcp_tools(server: str, timeout: float = SECONDS) -> list[Tool]:
     return [
         Tool(
             name=tool.name,
-            call=_Call(session, tool.name, timeout),
+            call=partial(_call, session, tool.name, timeout),
             schema={
                 "type": "function",
                 "function": {
@@ -43,18 +44,13 @@ def mcp_tools(server: str, timeout: float = SECONDS) -> list[Tool]:
     ]
 
 
-class _Call:
-    """One tool of a server, called with keyword arguments."""
-
-    def __init__(self, session: _Session, name: str, timeout: float) -> None:
-        self.session, self.name, self.timeout = session, name, timeout
-
-    def __call__(self, **arguments: Any) -> Any:
-        result = self.session.call(self.name, arguments, self.timeout)
-        text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
-        if result.is_error:
-            raise RuntimeError(text)
-        return list(map(_as_part, result.content)) if {part.type for part in result.content} & _MEDIA else text
+def _call(session: _Session, name: str, timeout: float, /, **arguments: Any) -> Any:
+    """Result of one tool of a server: its text, or parts where it has media."""
+    result = session.call(name, arguments, timeout)
+    text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
+    if result.is_error:
+        raise RuntimeError(text)
+    return list(map(_as_part, result.content)) if {part.type for part in result.content} & _MEDIA else text
 
 
 _MEDIA = {"image", "audio"}

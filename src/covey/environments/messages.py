@@ -35,7 +35,9 @@ def _message(done: Completion, prompt: Prompt, tokenizer: Any) -> Message:
 
 def has_form(tokenizer: Any) -> bool:
     """True if a tokenizer's turns are read by its `response_template` or by harmony's channels."""
-    return bool(getattr(tokenizer, "response_template", None)) or _has_channels(tokenizer)
+    template = getattr(tokenizer, "chat_template", None)
+    has_channels = isinstance(template, str) and "<|channel|>analysis<|message|>" in template
+    return bool(getattr(tokenizer, "response_template", None)) or has_channels
 
 
 def message_in(tokenizer: Any, ids: Sequence[int], prefix: Sequence[int], tools: Any) -> dict[str, Any] | None:
@@ -92,11 +94,6 @@ def thoughts_of(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # -- channels: gpt-oss' harmony -------------------------------------------------------------------------------------
-
-
-def _has_channels(tokenizer: Any) -> bool:
-    template = getattr(tokenizer, "chat_template", None)
-    return isinstance(template, str) and "<|channel|>analysis<|message|>" in template
 
 
 def read_channels(text: str) -> tuple[str, list[WrittenCall]]:

@@ -4,7 +4,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
 from covey.environments.stepping import Stepped
@@ -40,7 +40,6 @@ class _Session:
     def __init__(self, base: str, timeout: float) -> None:
         self.base, self.timeout = base, timeout
         self._socket: Any = None
-        self._opened = ExitStack()
 
     def reset(self, seed: int) -> Any:
         try:
@@ -85,21 +84,15 @@ class _Session:
             from websockets.sync.client import connect
 
             place = "ws" + self.base.removeprefix("http") + "/ws"
-            self._opened = ExitStack()
-            how: dict[str, Any] = {
-                "open_timeout": self.timeout,
-                "close_timeout": 1,
-                "max_size": _MOST_BYTES,
-                "proxy": None,
-            }
-            self._socket = self._opened.enter_context(connect(place, **how))
+            how: dict[str, Any] = {"open_timeout": self.timeout, "close_timeout": 1, "proxy": None}
+            self._socket = connect(place, max_size=_MOST_BYTES, **how)
         return self._socket
 
     def _drop(self) -> None:
-        if self._socket is not None:
-            self._socket = None
+        socket, self._socket = self._socket, None
+        if socket is not None:
             with suppress(OSError):
-                self._opened.close()
+                socket.close()
 
 
 def _action_schema(base: str, timeout: float) -> dict[str, Any]:
@@ -117,8 +110,5 @@ def _action_schema(base: str, timeout: float) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{base}/schema has no schema of an action, so it is no OpenEnv server.") from error
     required = [name for name in schema.get("required", []) if name in properties]
-    return {"type": "object", "properties": properties, "required": required, **_definitions(schema)}
-
-
-def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
-    return {"$defs": schema["$defs"]} if "$defs" in schema else {}
+    definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
+    return {"type": "object", "properties": properties, "required": required, **definitions}

@@ -71,7 +71,7 @@ class Template:
                 "tools need a chat template, which the tokenizer does not have; use an instruct model's, or set "
                 "tokenizer.chat_template."
             )
-        self._arguments_as_text, self._id_style = False, ID
+        self.takes_text_arguments, self._id_style = False, ID
         self._wrapper = ""  # text that opens the calls, without special tokens
         self._before_body = ""
         self._failures: list[str] = []  # the template's own exceptions at a turn with a call
@@ -90,11 +90,6 @@ class Template:
                     "the tokenizer's chat template leaves out what a tool answers, so the model would not read it; set another "
                     "tokenizer.chat_template."
                 )
-
-    @property
-    def takes_text_arguments(self) -> bool:
-        """True where the template adds the arguments of a call to a text, so that they must be one."""
-        return self._arguments_as_text
 
     # -- what the model wrote ---------------------------------------------------------------------------------------
 
@@ -245,7 +240,7 @@ class Template:
 
     def _assistant(self, names: Sequence[str], arguments: Mapping[str, Any], ids: Sequence[str] = ()) -> Message:
         """The model's turn with a call of each of these tools."""
-        content: Any = json.dumps(arguments) if self._arguments_as_text else dict(arguments)
+        content: Any = json.dumps(arguments) if self.takes_text_arguments else dict(arguments)
         ids = ids or [self._id_style.format(name=name, place=place) for place, name in enumerate(names)]
         calls = [
             {"type": "function", "id": call_id, "function": {"name": name, "arguments": content}}
@@ -258,7 +253,7 @@ class Template:
     def _learn_form(self) -> Callable[[str], tuple[str, list[WrittenCall]]]:
         """The parser for calls as this template writes them."""
         body, form = None, None
-        for self._id_style, self._arguments_as_text in _WAYS:
+        for self._id_style, self.takes_text_arguments in _WAYS:
             if form is None and (written := self._body()) is not None:
                 body = body or written
                 learnt = [make(written) for make in self._forms()]
