@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ from covey.algorithms import MemberWeight
 from covey.ensembles.answers import Answer, Vote, answer_key, candidates_of, chosen, expect_vote
 from covey.ensembles.loading import load_writers, names_of
 from covey.ensembles.member import Member, as_member
-from covey.ensembles.sampler import seed_of, totals
+from covey.ensembles.sampler import of_member, totals
 from covey.ensembles.writers import Writer
 from covey.errors import ConfigError
 from covey.rewards import Scorer
@@ -124,8 +124,7 @@ class Ensemble:
         """Every member's completions of every prompt, members in order."""
         rows: list[list[Completion]] = [[] for _ in prompts]
         for i, writer in enumerate(self._writers):
-            member_sampling = replace(sampling, seed=None if sampling.seed is None else seed_of(sampling.seed, i))
-            for row, written in zip(rows, writer.write(prompts, member_sampling), strict=True):
+            for row, written in zip(rows, writer.write(prompts, of_member(sampling, i)), strict=True):
                 row += written.completions
         return [Group(prompt=prompt, completions=tuple(row)) for prompt, row in zip(prompts, rows, strict=True)]
 

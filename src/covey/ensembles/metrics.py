@@ -60,7 +60,7 @@ def member_metrics(
         metrics |= {
             f"{at}/lost": Mean(lost, drawn),
             f"{at}/reward": Mean.of(totals, ~totals.isnan()),
-            f"{at}/win_rate": _wins([(group, i) for group, i in of_member]),
+            f"{at}/win_rate": _wins(of_member),
             f"{at}/used": Mean(sum(_is_used(group, i, role) for group, i in of_member), drawn),
         }
         if role != "baseline":

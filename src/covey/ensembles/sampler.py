@@ -16,6 +16,7 @@ from covey.rollout import Sampler, SamplingParams, close_sampler
 from covey.rollout.joining import with_shared_prompt
 from covey.rollout.prompts import PromptLike
 from covey.types import Completion, Event, Group, Prompt, reaches
+from covey.types.values import weighted_total
 
 MEASURES = Needs(old_logp=True)
 """Measurements that a sibling's completion needs before it has a weight."""
@@ -108,10 +109,7 @@ class EnsembleSampler:
         """Groups of these members by prompt. Of a member that is split, every process must ask, also without prompts."""
         out: dict[str, list[Group]] = {prompt.uid: [] for prompt in prompts}
         for writer in writers:
-            member_params = replace(
-                params, seed=None if params.seed is None else seed_of(params.seed, self.writers.index(writer))
-            )
-            written = writer.write(prompts, member_params)
+            written = writer.write(prompts, of_member(params, self.writers.index(writer)))
             self.tally.add(writer.name, writer.samples, written)
             for group in written:
                 out[group.prompt.uid].append(group)
@@ -148,9 +146,9 @@ def _joined(group: Group, more: Sequence[Group]) -> Group:
     return replace(same, completions=tuple(completions), events=(*group.events, *events))
 
 
-def seed_of(seed: int, member: int) -> int:
-    """Another stream of random numbers for each member."""
-    return (seed + 7_368_787 * (member + 1)) % 2**31
+def of_member(params: SamplingParams, member: int) -> SamplingParams:
+    """The sampling options of a member: a seeded stream of random numbers is another one for each."""
+    return replace(params, seed=None if params.seed is None else (params.seed + 7_368_787 * (member + 1)) % 2**31)
 
 
 def unknown(completion: Completion) -> Tensor:
@@ -161,8 +159,7 @@ def unknown(completion: Completion) -> Tensor:
 def totals(group: Group, weights: Tensor) -> Tensor:
     """[G], weighted sums of a scored group's rewards, NaN: not scored."""
     assert group.rewards is not None
-    scored = ~group.rewards.isnan()
-    return (group.rewards.nan_to_num(0.0) * weights).sum(-1).masked_fill(~scored.any(-1), torch.nan)
+    return weighted_total(group.rewards, weights)
 
 
 def has_failed(group: Group, weights: Tensor, threshold: float) -> bool:
