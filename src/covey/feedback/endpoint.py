@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -67,7 +67,7 @@ class LearningEndpoint:
         self._lock.take()
         self.versions = Versions(settings.folder, fingerprint(self.base))
         self.store = Store(settings.folder, settings.max_age_seconds)
-        self._fixed = marks_of(fixed_prompts(settings, sampler.tokenizer))
+        self._fixed = {mark for prompt in fixed_prompts(settings, sampler.tokenizer) for mark in marks(prompt)}
         self._serving, self._closing, self._scored = threading.Lock(), threading.Event(), threading.Event()
         self._problem: str | None = None
         self._thread: threading.Thread | None = None
@@ -363,10 +363,6 @@ def marks(prompt: Prompt) -> set[str]:
     if text is not None and text.strip():
         hashes.add(_hash(" ".join(unicodedata.normalize("NFKC", text).casefold().split())))
     return hashes
-
-
-def marks_of(prompts: Iterable[Prompt]) -> frozenset[str]:
-    return frozenset(mark for prompt in prompts for mark in marks(prompt))
 
 
 def _hash(value: str | Sequence[int]) -> str:

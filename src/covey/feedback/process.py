@@ -1,7 +1,6 @@
 """Client of the training process in the endpoint: start, requests, end."""
 
 import contextlib
-import subprocess
 import sys
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -24,7 +23,9 @@ class Learning:
         mine, theirs = Pipe()
         self.connection: Connection = mine
         self.is_closed = False
-        self.process = _start(theirs)
+        with theirs:
+            descriptors = [theirs.fileno()]
+            self.process = start_module("covey.feedback.worker", descriptors, descriptors, sys.path)
         self._ask(settings)
 
     def make(self, order: Order) -> Made:
@@ -55,8 +56,3 @@ class Learning:
             raised = CoveyError(f"the process that learns failed: {answer[2]}")
             raise raised from Exception(f"in the process that learns:\n{answer[3]}")
         return answer
-
-
-def _start(theirs: Connection) -> subprocess.Popen[bytes]:
-    with theirs:
-        return start_module("covey.feedback.worker", [theirs.fileno()], [theirs.fileno()], sys.path)

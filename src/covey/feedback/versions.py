@@ -1,7 +1,6 @@
 """Adapter versions on disk, by number, with one small file that names the served one."""
 
 import json
-import os
 import shutil
 import threading
 import time
@@ -11,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from covey.errors import RunFolderError
-from covey.runs.storage import read_plain
+from covey.runs.storage import read_plain, write_atomically
 
 _MOST_VERSIONS = 5
 """Versions of a model that stay on the disk, besides the served one, its parent and the best."""
@@ -109,12 +108,7 @@ class Versions:
 
     def _write(self, model: str, state: Mapping[str, Any]) -> None:
         whole = {**self._state, "models": {**self._state["models"], model: dict(state)}}
-        aside = self._path.with_suffix(".new")
-        with aside.open("w") as file:
-            json.dump(whole, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(self._path)
+        write_atomically(self._path, json.dumps(whole, indent=1).encode())
         self._state = whole
 
     def _prune(self, model: str) -> None:
