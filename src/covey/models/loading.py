@@ -54,7 +54,7 @@ def load_model(
     kwargs = {"trust_remote_code": trust_remote_code, **(init_kwargs or {})}
     former_name = kwargs.pop("torch_dtype", None)
     kwargs["dtype"] = dtype_of(kwargs.get("dtype", former_name))
-    _check_folder(source, needs=("config.json",), what="model")
+    _check_folder(source)
     if (described := adapter_options(source)) is not None:
         init_kwargs = _of_base(init_kwargs, described)
         base = load_model(base_of(source, described), init_kwargs, trust_remote_code=trust_remote_code)
@@ -104,7 +104,7 @@ def config_of(
     if not isinstance(named, (str, Path)):
         return unwrapped(load_model(named)).config
     source = resolve_source(named)
-    _check_folder(source, needs=("config.json",), what="model")
+    _check_folder(source)
     if (described := adapter_options(source)) is not None:
         init_kwargs = _of_base(init_kwargs, described)
         return config_of(base_of(source, described), init_kwargs, trust_remote_code=trust_remote_code)
@@ -241,23 +241,21 @@ def resolve_source(source: str | Path) -> str:
     return str(Path(source).expanduser()) if str(source).startswith("~") else str(source)
 
 
-def _check_folder(source: str, needs: Sequence[str], what: str) -> None:
+def _check_folder(source: str) -> None:
     """A local folder must hold its files; anything that does not look like a path is left to the hub."""
     folder = Path(source)
-    refuse_missing(source, f"{what} folder")
+    refuse_missing(source, "model folder")
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise ModelError(f"The {what} {source!r} is a file; give the folder that holds config.json and the weights.")
-    missing = [name for name in needs if not (folder / name).is_file()]
-    weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("adapter_config.json")]
-    if (folder / "adapter_config.json").is_file():
-        missing = []
-    if not weights:
-        missing.append("model.safetensors")
+        raise ModelError(f"The model {source!r} is a file; give the folder that holds config.json and the weights.")
+    patterns = {"config.json": ("config.json",), "model.safetensors": ("*.safetensors", "*.bin")}
+    is_adapter = (folder / "adapter_config.json").is_file()
+    has = lambda names: any(path for name in names for path in folder.glob(name))
+    missing = [] if is_adapter else [name for name, names in patterns.items() if not has(names)]
     if missing:
         content = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-        raise ModelError(f"The {what} folder {source!r} lacks {' and '.join(missing)}; it holds {content}.")
+        raise ModelError(f"The model folder {source!r} lacks {' and '.join(missing)}; it holds {content}.")
     for name in ("config.json", "generation_config.json", "adapter_config.json"):
         if (folder / name).is_file() and not isinstance(read_json(folder / name, ModelError), dict):
             raise ModelError(f"{folder / name} holds no options of a model: it must be one JSON object.")

@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from covey.errors import ModelError
@@ -60,12 +59,15 @@ def take_factors(model: Any, factors: Factors) -> None:
 
     The configuration, and so what is saved, stays as it came. Nothing changes unless `can_take_long`. `attention_factor` is the same for both sets in transformers.
     """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     places = _buffers(model)
     for module, prefix, layer_type in places:
         limit = short_rope_limit(module.config)
         seq_len = limit + 1 if factors == "long" and limit is not None else None
         original: Tensor = getattr(module, f"{prefix}original_inv_freq")
-        frequencies, _ = _longrope(module.config, original.device, seq_len=seq_len, layer_type=layer_type)
+        rotate = ROPE_INIT_FUNCTIONS["longrope"]
+        frequencies, _ = rotate(module.config, original.device, seq_len=seq_len, layer_type=layer_type)
         for name in ("original_inv_freq", "inv_freq"):
             getattr(module, f"{prefix}{name}").copy_(frequencies)
     if places:
@@ -99,9 +101,3 @@ def _buffers(model: Any) -> list[tuple[nn.Module, str, str | None]]:
             if has_buffers and "long_mscale" not in (rope if layer_type is None else rope[layer_type]):
                 places.append((module, prefix, layer_type))
     return places
-
-
-def _longrope(config: Any, device: torch.device, **options: Any) -> tuple[Tensor, float]:
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    return ROPE_INIT_FUNCTIONS["longrope"](config, device, **options)

@@ -55,8 +55,8 @@ def merge_adapters(folders: Sequence[Path], out: Path, weights: Sequence[float] 
             up.append(b * share * scaling(config))
         a, b = torch.cat(down, 1), torch.cat(up, 1)  # [E, r, in], [out, r, E]
         if rank is not None:
-            a, b, error = _experts_to_rank(a, b, rank)
-            worst = max(worst, error)
+            downs, ups, errors = zip(*(_to_rank(a[e], b[..., e], rank) for e in range(len(a))), strict=True)
+            a, b, worst = torch.stack(downs), torch.stack(ups, -1), max(worst, *errors)
         ranks.add(a.shape[1])
         merged[f"{layer}.lora_A.weight"], merged[f"{layer}.lora_B.weight"] = (
             x.contiguous() for x in (a.flatten(0, 1), b.flatten(1, 2))
@@ -88,12 +88,6 @@ def _factors(folder: Path, tensors: dict[str, Tensor], layer: str, rank: int) ->
     if a is None or b is None:
         raise ConfigError(f"{folder} does not hold rank {rank} in {layer}, as its adapter_config.json says.")
     return a, b
-
-
-def _experts_to_rank(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
-    """`_to_rank` of each expert of A [E, r, in] and B [out, r, E]; the largest error."""
-    downs, ups, errors = zip(*(_to_rank(a[e], b[..., e], rank) for e in range(len(a))), strict=True)
-    return torch.stack(downs), torch.stack(ups, -1), max(errors)
 
 
 def _to_rank(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:

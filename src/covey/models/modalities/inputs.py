@@ -57,7 +57,8 @@ def media_inputs(model: Any, prompts: Sequence[Prompt], width: int, starts: Sequ
     if not media:
         return {}
     out = dict(together(media))
-    for name in _token_types(model, prompts):
+    names = {"mm_token_type_ids", *(name for entry in media for name in entry.token_types)}
+    for name in sorted(name for name in names if accepts(model, name)):
         kinds = torch.zeros(len(prompts), width, dtype=torch.long)
         for row, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
             if prompt.media is not None:
@@ -66,11 +67,6 @@ def media_inputs(model: Any, prompts: Sequence[Prompt], width: int, starts: Sequ
         out[name] = kinds
     moved = lambda x: x.to(parameter.device, parameter.dtype if x.is_floating_point() else None)
     return {name: moved(value) for name, value in out.items()}
-
-
-def _token_types(model: Any, prompts: Sequence[Prompt]) -> list[str]:
-    names = {name for prompt in prompts if prompt.media is not None for name in prompt.media.token_types}
-    return sorted(name for name in names | {"mm_token_type_ids"} if accepts(model, name))
 
 
 def _kinds(model: Any, prompt: Prompt, name: str) -> Tensor:
