@@ -10,6 +10,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+_BEGINNINGS = {".png": b"\x89PNG", ".jpg": b"\xff\xd8\xff", ".wav": b"RIFF", ".gif": b"GIF8"}
+"""First bytes of the files of previews."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Media:
@@ -79,9 +82,8 @@ class Media:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """File names of the previews, by their content."""
-        return tuple(
-            f"{hashlib.sha256(preview).hexdigest()[:24]}{suffix_of(preview) or '.jpg'}" for preview in self.previews
-        )
+        suffix = lambda preview: next((end for end, begin in _BEGINNINGS.items() if preview.startswith(begin)), ".jpg")
+        return tuple(f"{hashlib.sha256(preview).hexdigest()[:24]}{suffix(preview)}" for preview in self.previews)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,12 +124,3 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     sizes = [max(part.shape[d] for part in parts) for d in range(1, parts[0].ndim)]
     pads = lambda part: [n for d in reversed(range(1, part.ndim)) for n in (0, sizes[d - 1] - part.shape[d])]
     return torch.cat([torch.nn.functional.pad(part, pads(part)) for part in parts])
-
-
-BEGINNINGS = {".png": b"\x89PNG", ".jpg": b"\xff\xd8\xff", ".wav": b"RIFF", ".gif": b"GIF8"}
-"""First bytes of the files of previews."""
-
-
-def suffix_of(content: bytes) -> str | None:
-    """Suffix of a preview's file by its first bytes; None for any other content."""
-    return next((suffix for suffix, begin in BEGINNINGS.items() if content.startswith(begin)), None)
