@@ -273,7 +273,7 @@ def _hidden(value: Any, marks: Sequence[str]) -> Any:
     """The value with a place holder for every control token in its texts."""
     pattern = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
     places = {mark: f"{_OPENS}{i}{_CLOSES}" for i, mark in enumerate(marks)}
-    return _rewritten(value, lambda text: pattern.sub(lambda match: places[match[0]], text))
+    return rewritten(value, lambda text: pattern.sub(lambda match: places[match[0]], text))
 
 
 def _ids_of_hidden(tokenizer: Any, text: str, marks: Sequence[str]) -> list[int]:
@@ -327,10 +327,11 @@ def _holds(value: Any, marks: Sequence[str]) -> bool:
     return isinstance(value, list | tuple) and any(_holds(part, marks) for part in value)
 
 
-def _rewritten(value: Any, rewrite: Any) -> Any:
-    """The value with every text in it rewritten, keys included."""
+def rewritten(value: Any, rewrite: Callable[[str], str]) -> Any:
+    """The value with every text in it rewritten, keys included; lists and tuples stay what they are."""
     if isinstance(value, str):
         return rewrite(value)
     if isinstance(value, Mapping):
-        return {_rewritten(name, rewrite): _rewritten(part, rewrite) for name, part in value.items()}
-    return [_rewritten(part, rewrite) for part in value] if isinstance(value, list | tuple) else value
+        return {rewritten(name, rewrite): rewritten(part, rewrite) for name, part in value.items()}
+    parts = [rewritten(part, rewrite) for part in value] if isinstance(value, list | tuple) else value
+    return tuple(parts) if isinstance(value, tuple) else parts

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from covey.data.rendering import rewritten
 from covey.files.bounded import MOST_DEPTH, json_depth, whole_characters
 
 NAME, KEYS, VALUES = "qxname", ("qxkeya", "qxkeyb"), ("qxvaluea", "qxvalueb")
@@ -137,11 +138,7 @@ def read_json(text: str, at: int) -> tuple[Any, int, str | None]:
 
 def readable(value: Any) -> Any:
     """The value with U+FFFD for half of a pair of surrogates, as an escape of JSON may leave, which no tokenizer or file takes."""
-    if isinstance(value, str):
-        return whole_characters(value)
-    if isinstance(value, Mapping):
-        return {readable(key): readable(held) for key, held in value.items()}
-    return type(value)(map(readable, value)) if type(value) in (list, tuple) else value
+    return rewritten(value, whole_characters)
 
 
 def writable(value: Any) -> Any:
