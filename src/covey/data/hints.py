@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from covey.data.prompts import encode_chat, template_of_prompt
+from covey.data.prompts import behind_last_user, encode_chat, template_of_prompt
 from covey.errors import ConfigError
 from covey.types import Completion, Group, Prompt, lowest_passing, reaches
 
@@ -83,13 +83,7 @@ def with_hint(prompt: Prompt, hint: str, template: str, tokenizer: Any, options:
     text = template.replace("{feedback}", hint)
     if prompt.messages is None:
         return tuple(tokenizer(text=f"{prompt.text or ''}{text}")["input_ids"])
-    messages = [dict(message) for message in prompt.messages]
-    of_user = [place for place, message in enumerate(messages) if message["role"] == "user"]
-    if of_user:
-        content = messages[of_user[-1]].get("content") or ""
-        is_text = isinstance(content, str)
-        messages[of_user[-1]]["content"] = f"{content}{text}" if is_text else [*content, {"type": "text", "text": text}]
-    else:
-        messages.append({"role": "user", "content": text.strip()})
+    is_alone = all(message["role"] != "user" for message in prompt.messages)
+    messages = behind_last_user(prompt.messages, text.strip() if is_alone else text)
     where = f"prompt {prompt.uid} with its feedback"
     return encode_chat(messages, where, tokenizer, {**options, **template_of_prompt(prompt, where)})

@@ -109,6 +109,19 @@ def template_of_prompt(prompt: Prompt, where: str) -> dict[str, Any]:
     return {**shown, **template_of_row(prompt.columns, where)}
 
 
+def behind_last_user(messages: Sequence[Message], content: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with a text or parts behind the last one of the user; as one of the user's where there is none."""
+    changed = [dict(message) for message in messages]
+    last = next((message for message in reversed(changed) if message.get("role") == "user"), None)
+    if last is None:
+        return [*changed, {"role": "user", "content": content if isinstance(content, str) else list(content)}]
+    before = last.get("content") or ""
+    as_parts = lambda value: [{"type": "text", "text": value}] * bool(value) if isinstance(value, str) else list(value)
+    both_texts = isinstance(before, str) and isinstance(content, str)
+    last["content"] = f"{before}{content}" if both_texts else [*as_parts(before), *as_parts(content)]
+    return changed
+
+
 def encode_chat(
     messages: Sequence[Message], where: str, tokenizer: Any, template: Mapping[str, Any]
 ) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 from zlib import crc32
 
 from covey.data.media import items_of
+from covey.data.prompts import behind_last_user
 from covey.environments.tools import Tool, bound, tools_of
 from covey.errors import ConfigError, CoveyError, DataError, did_you_mean
 from covey.types import Group, Message, Prompt
@@ -168,25 +169,13 @@ def _with_observation(prompt: Prompt, observation: Observation, tools: Sequence[
 
     Raises DataError for an image or a sound inside of the prompt's messages, which is not there to be encoded again.
     """
-    messages = [dict(message) for message in prompt.messages or ()]
+    messages: Sequence[Message] = prompt.messages or ()
     if observation:
-        last = next((i for i in reversed(range(len(messages))) if messages[i].get("role") == "user"), None)
-        if last is None:
-            messages.append({"role": "user", "content": ""})
-        message = messages[-1 if last is None else last]
-        message["content"] = _joined(message.get("content") or "", observation)
+        messages = behind_last_user(messages, observation)
     if not messages:
         return prompt
     items_of(prompt, "which cannot be encoded again with what reset() of its environment returns")
     return encode(messages, prompt, tools)
-
-
-def _joined(content: Any, observation: str | Sequence[Mapping[str, Any]]) -> Any:
-    """Content of a message, followed by an observation: a text of both, or the parts of both."""
-    if isinstance(content, str) and isinstance(observation, str):
-        return f"{content}{observation}"
-    as_parts = lambda value: [{"type": "text", "text": value}] * bool(value) if isinstance(value, str) else list(value)
-    return [*as_parts(content), *as_parts(observation)]
 
 
 def _is_same(first: Any, other: Any) -> bool:
