@@ -51,10 +51,10 @@ class RewardSpec:
     scale: tuple[float, float] | None = None
     """The score of a wrong and that of a right completion; `None`: as its decorator says, or not known."""
 
-    @property
-    def declared_scale(self) -> tuple[float, float] | None:
-        """The declared scale; `None` where nothing declares one."""
-        return self.how.scale if self.scale is None else self.scale
+    @staticmethod
+    def of(reward: Any) -> RewardSpec:
+        """A function with its own name; a spec as it is."""
+        return reward if isinstance(reward, RewardSpec) else RewardSpec(name=name_of(reward), call=reward)
 
     @property
     def how(self) -> CallOptions:
@@ -354,5 +354,4 @@ def check(rewards: Any, columns: Iterable[str] | None = None) -> None:
     several = rewards if isinstance(rewards, Sequence) and not isinstance(rewards, str) else [rewards]
     column_names = None if columns is None else list(columns)
     for reward in several:
-        spec = reward if isinstance(reward, RewardSpec) else RewardSpec(name=name_of(reward), call=reward)
-        check_signature(spec, column_names)
+        check_signature(RewardSpec.of(reward), column_names)

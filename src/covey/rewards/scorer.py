@@ -18,7 +18,7 @@ from covey.rewards.calling.deadline import EventLoop
 from covey.rewards.calling.outcome import Outcome, logged_columns
 from covey.rewards.calling.workers import INSIDE
 from covey.rewards.combining import Combiner, is_moving, weight_of, within_float32
-from covey.rewards.contract import Batch, RewardSpec, check_signature, takes
+from covey.rewards.contract import Batch, RewardSpec, check, takes
 from covey.rewards.failures import Failures, without_lost
 from covey.rewards.replaced import Calculate, Replaced
 from covey.rewards.scales import Scale, Scales
@@ -82,7 +82,7 @@ class Scorer:
         self.replaced = None if calculate is None else Replaced(calculate, self.names)
         """Scores every batch in place of the rewards; it may ask them."""
         self._leftovers = Leftovers()
-        self._scales = Scales([spec.declared_scale for spec in self.rewards])
+        self._scales = Scales([spec.how.scale if spec.scale is None else spec.scale for spec in self.rewards])
         self._failures = Failures(self.names, error_limit, on_error)
 
     @staticmethod
@@ -117,9 +117,7 @@ class Scorer:
 
     def check(self, columns: Iterable[str] | None) -> None:
         """Raise one sentence when a reward is not callable or needs something that the data set's `columns` do not have."""
-        column_names = None if columns is None else list(columns)
-        for spec in self.rewards:
-            check_signature(spec, column_names)
+        check(self.rewards, columns)
 
     def begin(self) -> Scoring:
         """Start a batch whose groups come one by one."""

@@ -8,7 +8,7 @@ from typing import Any
 from covey.errors import ConfigError, RewardError
 from covey.rewards.calling.workers import packed
 from covey.rewards.combining import weight_of
-from covey.rewards.contract import RewardSpec, is_async, name_of
+from covey.rewards.contract import RewardSpec, is_async
 from covey.types import Reward
 
 logger = logging.getLogger(__name__)
@@ -18,10 +18,7 @@ def specs_of(rewards: Sequence[RewardSpec | Reward], weights: Sequence[Any] | No
     """Specs with names that differ (`name`, `name_2`, ...) and the given weights."""
     if not rewards:
         raise RewardError("there is no reward; give at least one function, reward model or name of a built-in reward.")
-    specs = [
-        reward if isinstance(reward, RewardSpec) else RewardSpec(name=name_of(reward), call=reward)
-        for reward in rewards
-    ]
+    specs = [RewardSpec.of(reward) for reward in rewards]
     if weights is not None and len(weights) != len(specs):
         raise ConfigError(f"reward_weights has {len(weights)} values for {len(specs)} rewards; give one for each.")
     if weights is not None:

@@ -100,7 +100,7 @@ def resolve(reward: Any, tokenizer: Any = None, *, device: Any = None, **model_o
         return RewardSpec(name=model.name, call=model, timeout_seconds=float("inf"))
     if isinstance(reward, type):
         return RewardSpec(name=reward.__name__, call=_make(reward, {}, reward.__name__))
-    return RewardSpec(name=name_of(reward), call=reward)
+    return RewardSpec.of(reward)
 
 
 def _place(spec: RewardSpec, device: Any) -> RewardSpec:
