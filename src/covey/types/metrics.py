@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -186,16 +186,8 @@ class Bound:
     sizes: float
 
     def __add__(self, other: Bound) -> Bound:
-        return Bound(
-            self.is_upper,
-            self.is_share,
-            self.groups + other.groups,
-            self.sum + other.sum,
-            self.count + other.count,
-            self.squares + other.squares,
-            self.products + other.products,
-            self.sizes + other.sizes,
-        )
+        names = ("groups", "sum", "count", "squares", "products", "sizes")
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
     @property
     def value(self) -> float:
