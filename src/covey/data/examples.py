@@ -8,7 +8,7 @@ import torch
 
 from covey.data.checks import check_dataset, row_of
 from covey.data.layouts import tools_for_template, with_prompts
-from covey.data.loading import parted
+from covey.data.loading import parted, rename_columns
 from covey.data.prompts import encode_chat, template_of_prompt
 from covey.data.rendering import as_written, clean, content_text
 from covey.data.sources import AnyDataset, opened, shown
@@ -28,13 +28,7 @@ def load_examples(
     """
     name = shown(source) if isinstance(source, str) else "the examples"
     dataset = opened(*parted(source, None), False, None) if not hasattr(source, "column_names") else source
-    have = list(dataset.column_names or [])
-    renames = {"prompt": prompt_column, "completion": completion_column}
-    for new, old in renames.items():
-        if old != new and old not in have:
-            raise DataError(f"{name} has no column {old!r}; it has {', '.join(have)}.")
-    changes = {old: new for new, old in renames.items() if old != new}
-    dataset = dataset.rename_columns(changes) if changes else dataset
+    dataset = rename_columns(dataset, {"prompt": prompt_column, "completion": completion_column}, name)
     if limit is not None:
         dataset = dataset.select(range(min(limit, len(dataset))))
     return check_dataset(_as_examples(dataset, name), name)

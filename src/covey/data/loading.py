@@ -81,7 +81,7 @@ def _load_checked(
     if renames.get("prompt") in before and renames["prompt"] not in have:  # it became the prompt
         renames = {new: old for new, old in renames.items() if new != "prompt"}
     applied = {new: old for new, old in renames.items() if not (is_mixed and new in have and old not in have)}
-    return with_paths(check_dataset(_rename_columns(dataset, applied, name), name), source)
+    return with_paths(check_dataset(rename_columns(dataset, applied, name), name), source)
 
 
 def _follow(source: str, split: str | None, renames: Mapping[str, str], is_mixed: bool) -> LiveDataset:
@@ -108,7 +108,8 @@ def parted(source: Any, split: str | None) -> tuple[Any, str | None]:
     return match["source"], match["split"]
 
 
-def _rename_columns(dataset: AnyDataset, columns: Mapping[str, str], name: str) -> AnyDataset:
+def rename_columns(dataset: AnyDataset, columns: Mapping[str, str], name: str) -> AnyDataset:
+    """The data set with its columns renamed, new name to old. Raises DataError for one that is not there, or a name that is taken."""
     have = dataset.column_names
     renames = {new: old for new, old in columns.items() if new != old}
     for new, old in renames.items():
