@@ -76,10 +76,8 @@ def json_rows(file: Path) -> Rows:
         for number, line in enumerate(lines, 1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
-            if fault := line_fault(line):
-                raise DataError(f"{file}, line {number}: {fault}.")
             if line.strip():
-                yield json.loads(line)
+                yield _row_of(line, f"{file}, line {number}")
 
 
 def _rows_in(whole: Any, file: Path) -> Rows:
@@ -124,20 +122,21 @@ def _columns_in(whole: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     return [dict(zip(whole, row, strict=True)) for row in zip(*values, strict=True)]
 
 
-def line_fault(line: bytes) -> str | None:
-    """Short description of why a line is no JSON object; None for an object or a blank line."""
-    if not line.strip():
-        return None
+def _row_of(line: bytes, where: str) -> Mapping[str, Any]:
+    """The object of a line. Raises DataError, which begins with `where`, for anything else."""
     try:
         row = json.loads(line.decode("utf-8").rstrip())
+        fault = f'a {type(row).__name__} where an object such as {{"prompt": ...}} was wanted'
     except UnicodeDecodeError as error:
-        return f"not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8"
+        fault = f"not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8"
     except ValueError as error:
-        return f"not JSON ({str(error).replace('line 1 ', '')})"
+        fault = f"not JSON ({str(error).replace('line 1 ', '')})"
     except RecursionError:
-        return "nested too deeply"
-    kind = type(row).__name__
-    return None if isinstance(row, dict) else f'a {kind} where an object such as {{"prompt": ...}} was wanted'
+        fault = "nested too deeply"
+    else:
+        if isinstance(row, dict):
+            return row
+    raise DataError(f"{where}: {fault}.")
 
 
 def csv_rows(file: Path) -> Rows:
