@@ -17,7 +17,7 @@ from covey.data.media import Kind
 from covey.environments.call_forms import readable
 from covey.environments.contents import MediaReturnedError, content_of, limited, media_in, opened, sendable, text_of
 from covey.environments.tools import Limits, Tool, unknown_tool
-from covey.rewards.calling.deadline import DeadlineError, EventLoop, settle
+from covey.rewards.calling.deadline import DeadlineError, EventLoop, Lanes, settle
 from covey.rewards.calling.workers import WorkerDied, WorkerError, WorkerPool
 from covey.types import ToolCall
 
@@ -48,33 +48,18 @@ class ToolRunner:
         self.tokenizer, self.processor, self.shows = tokenizer, processor, shows
         self._loop = EventLoop()
         self._pools: dict[str, WorkerPool] = {}
-        self._room = threading.BoundedSemaphore(AT_ONCE)
+        self._lanes = Lanes("tool", AT_ONCE)
 
     def run(self, requests: Sequence[Request]) -> list[ToolCall]:
         """The result of every call, in order. Raises nothing that a tool raises, but DataError for media that the model cannot be shown."""
-        results: list[ToolCall | MediaReturnedError | None] = [None] * len(requests)
-        done = threading.Semaphore(0)
-
-        def work(i: int) -> None:
-            try:
-                with self._room:
-                    results[i] = self._call(requests[i])
-            except MediaReturnedError as error:
-                results[i] = error
-            done.release()
-
-        for i in range(len(requests)):
-            threading.Thread(target=work, args=(i,), name="covey-tool", daemon=True).start()
-        for _ in requests:
-            done.acquire()
-        for result in results:
-            if isinstance(result, MediaReturnedError):
-                raise result
-        return [result for result in results if isinstance(result, ToolCall)]
+        calls = [self._lanes.run(partial(self._call, request)) for request in requests]
+        wait(calls)
+        return [call.result() for call in calls]
 
     def close(self) -> None:
-        """End the event loop and the worker processes."""
+        """End the event loop, the threads and the worker processes."""
         self._loop.close()
+        self._lanes.close()
         for pool in self._pools.values():
             pool.close()
 

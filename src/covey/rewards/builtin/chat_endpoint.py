@@ -15,12 +15,14 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.text import clean
+from covey.rewards.calling.deadline import Lanes
 
 Message = Mapping[str, str]
 T = TypeVar("T")
@@ -271,30 +273,17 @@ def side_by_side(work: Sequence[Callable[[], Any]], gate: threading.Semaphore, m
 
     Work unfinished at `until` gives a TimeoutError; its thread is a daemon and ends with its own time limit.
     """
-    results: list[Any] = [TimeoutError("the judge was not done in time")] * len(work)
-    todo = list(range(len(work)))[::-1]
-    lock, done = threading.Lock(), threading.Semaphore(0)
 
-    def serve() -> None:
-        while True:
-            with lock:
-                if not todo:
-                    return
-                index = todo.pop()
-            try:
-                with gate:
-                    result = work[index]()
-            except Exception as error:  # noqa: BLE001 - handed to the caller, who raises or counts it
-                result = error
-            with lock:
-                results[index] = result
-            done.release()
+    def gated(call: Callable[[], Any]) -> Any:
+        with gate:
+            return call()
 
-    for _ in range(min(most, len(work))):
-        threading.Thread(target=serve, daemon=True, name="judge").start()
-    for _ in work:
-        if not done.acquire(timeout=max(0.0, until - time.monotonic())):
-            break
-    with lock:
-        todo.clear()
-        return list(results)
+    lanes = Lanes("judge", most)
+    futures = [lanes.run(partial(gated, call)) for call in work]
+    wait(futures, max(0.0, until - time.monotonic()))
+    for future in futures:
+        future.cancel()
+    lanes.close()
+    late = TimeoutError("the judge was not done in time")
+    is_done = lambda future: future.done() and not future.cancelled()
+    return [future.exception() or future.result() if is_done(future) else late for future in futures]

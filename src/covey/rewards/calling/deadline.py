@@ -371,5 +371,6 @@ def _end_lanes(work: queue.SimpleQueue[Any], threads: list[threading.Thread]) ->
 def _take_turns(work: _Work) -> None:
     while (item := work.get()) is not None:
         function, future = item
-        settle(future, function)
+        if future.set_running_or_notify_cancel():
+            settle(future, function)
         del item, function, future
