@@ -1,13 +1,12 @@
 """Rewards for right answers: mathematics by value, short answers by text."""
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
-from covey.data.rendering import prompt_text
+from covey.data.rendering import prompt_text, say_once
 from covey.errors import RewardError
 from covey.process.cores import cores_of_rank
 from covey.rewards.builtin import verify
@@ -17,8 +16,6 @@ from covey.rewards.builtin.formulas import is_equal
 from covey.rewards.builtin.units import words_of
 from covey.rewards.contract import needs_one_of
 from covey.rewards.decorators import reward
-
-logger = logging.getLogger(__name__)
 
 _VERIFY_SECONDS = 0.65
 """Processor time of an idle core for one comparison; an answer that needs more is wrong."""
@@ -146,7 +143,10 @@ def _evaluate(gold: str, answer: str, *, seconds: float) -> bool | None:
         raise RewardError(
             f"the gold answer {gold!r} is a formula, which math-verify compares: pip install 'covey[math]'."
         )
-    _warn_without_math_verify()
+    say_once(
+        "Some answers are formulas, and math-verify is not installed: where the gold answer is a number, they score 0; "
+        "pip install 'covey[math]'."
+    )
     return False
 
 
@@ -171,11 +171,3 @@ def _matches(text: str, gold: str) -> float:
     if marked is None and number(gold) is not None:
         candidates.append(final_answer(text) or "")
     return float(any(is_same(candidate, gold) for candidate in candidates))
-
-
-@lru_cache
-def _warn_without_math_verify() -> None:
-    logger.warning(
-        "Some answers are formulas, and math-verify is not installed: where the gold answer is a number, they score 0; "
-        "pip install 'covey[math]'."
-    )

@@ -264,10 +264,6 @@ class Breaker:
         self._is_open = False
         self._lock = threading.Lock()
 
-    @property
-    def is_open(self) -> bool:
-        return self._is_open
-
     def begin(self) -> None:
         """A new batch: half open where the last one ended open."""
         with self._lock:
