@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,14 +12,12 @@ import torch
 
 from covey.data import num_embeddings
 from covey.data.prompts import encode_chat, template_of_prompt
-from covey.data.rendering import THOUGHT_FIELDS, for_endpoint, spells_control
+from covey.data.rendering import THOUGHT_FIELDS, for_endpoint, say_once, spells_control
 from covey.ensembles.member import Role
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.chat_endpoint import Endpoint, Reply, all_of
 from covey.rollout import Sampler, SamplingParams, close_sampler
 from covey.types import Completion, Finish, Group, Prompt
-
-logger = logging.getLogger(__name__)
 
 _STAND_IN = "covey-stand-in-for-an-answer"
 
@@ -80,44 +77,38 @@ ReadTurn = Callable[[Any, Sequence[int], Sequence[int]], tuple[str, str] | None]
 """Thoughts and text of a turn, from a tokenizer, the turn's ids and the prompt's; None where no thoughts are told apart."""
 
 
-@dataclass(eq=False)
-class Rewriter:
-    """A turn of a member with another tokenizer as the policy would write it."""
+def rewritten(
+    name: str, encoding: Encoding, prompt: Prompt, thoughts: str, text: str, finish: Finish, limit: int
+) -> tuple[list[int], str] | None:
+    """A turn of member `name`, of another tokenizer, as the policy would write it: token ids and text.
 
-    name: str
-    has_noted_thoughts: bool = field(default=False, init=False)
+    None where `encoding` has none, or the member spells out a control token of the policy.
+    """
+    tokenizer = encoding.tokenizer
+    if spells_control(tokenizer, thoughts, text):
+        return None
+    whole = _turn(name, encoding, prompt, thoughts.strip(), text)
+    ids = encoding(whole or text, finish, limit, has_marks=whole is not None)
+    if ids is None or whole is None:
+        return None if ids is None else (ids, text)
+    shown = ids[:-1] if finish == "stop" else ids
+    return ids, tokenizer.decode(shown, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def __call__(
-        self, encoding: Encoding, prompt: Prompt, thoughts: str, text: str, finish: Finish, limit: int
-    ) -> tuple[list[int], str] | None:
-        """Token ids and text. None where `encoding` has none, or the member spells out a control token of the policy."""
-        tokenizer = encoding.tokenizer
-        if spells_control(tokenizer, thoughts, text):
-            return None
-        whole = self._turn(encoding, prompt, thoughts.strip(), text)
-        ids = encoding(whole or text, finish, limit, has_marks=whole is not None)
-        if ids is None or whole is None:
-            return None if ids is None else (ids, text)
-        shown = ids[:-1] if finish == "stop" else ids
-        return ids, tokenizer.decode(shown, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def _turn(self, encoding: Encoding, prompt: Prompt, thoughts: str, text: str) -> str | None:
-        """Thoughts in their marks, the answer in its channel. None for the text alone.
+def _turn(name: str, encoding: Encoding, prompt: Prompt, thoughts: str, text: str) -> str | None:
+    """Thoughts in their marks, the answer in its channel. None for the text alone.
 
-        Thoughts for which the policy has no form are left out, which is said once.
-        """
-        if thoughts and thoughts not in text:
-            if (whole := encoding.turn(prompt, thoughts, text)) is not None:
-                return whole
-            if not self.has_noted_thoughts:
-                self.has_noted_thoughts = True
-                logger.warning(
-                    "Ensemble member %s answers with thoughts apart, for which the policy's prompts and chat template have no "
-                    "place; its completions are the answers without them.",
-                    self.name,
-                )
-        whole = encoding.turn(prompt, "", text)
-        return whole if whole is not None and spells_control(encoding.tokenizer, whole) else None
+    Thoughts for which the policy has no form are left out, which is said once.
+    """
+    if thoughts and thoughts not in text:
+        if (whole := encoding.turn(prompt, thoughts, text)) is not None:
+            return whole
+        say_once(
+            f"Ensemble member {name} answers with thoughts apart, for which the policy's prompts and chat template have no "
+            "place; its completions are the answers without them."
+        )
+    whole = encoding.turn(prompt, "", text)
+    return whole if whole is not None and spells_control(encoding.tokenizer, whole) else None
 
 
 @dataclass(eq=False)
@@ -135,10 +126,6 @@ class LocalWriter:
     """True if it reads prompts in tokens of its own. False: the policy's tokens are its own."""
     read_turn: ReadTurn | None = None
     """Reader of its turns in a chat. None: their text is taken over as it is."""
-    rewriter: Rewriter = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.rewriter = Rewriter(self.name)
 
     def write(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Group]:
         """A group of `samples` completions of each prompt, in the policy's tokens, without those that are not the same in them.
@@ -188,7 +175,7 @@ class LocalWriter:
         if self.read_turn is not None and prompt.messages is not None:
             turn = self.read_turn(self.tokenizer, completion.token_ids.tolist(), shown.token_ids)
         thoughts, text = turn or ("", completion.text)
-        written = self.rewriter(self.encoding, prompt, thoughts, text, completion.finish, params.max_tokens)
+        written = rewritten(self.name, self.encoding, prompt, thoughts, text, completion.finish, params.max_tokens)
         if written is None:
             return None
         ids, text = written
@@ -207,10 +194,6 @@ class EndpointWriter:
     """None: its completions have text and no tokens."""
     check_stop: Callable[[], None] = field(default=lambda: None)
     """Called while requests are pending; an exception ends the waiting."""
-    rewriter: Rewriter = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.rewriter = Rewriter(self.name)
 
     def write(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Group]:
         """As `LocalWriter.write`. Raises ConfigError where the endpoint refuses for good: a wrong key, model or address."""
@@ -244,7 +227,8 @@ class EndpointWriter:
         finish: Finish = "length" if reply.finish == "length" else "stop"
         text, ids = reply.text, list[int]()
         if self.encoding is not None:
-            written = self.rewriter(self.encoding, prompt, reply.thoughts, text, finish, params.max_tokens)
+            limit = params.max_tokens
+            written = rewritten(self.name, self.encoding, prompt, reply.thoughts, text, finish, limit)
             if written is None:
                 return None
             ids, text = written
