@@ -119,3 +119,10 @@ def _trained_on(texts: tuple[tuple[str, str], ...], steps: int, make: Callable[[
         loss.backward()
         optimizer.step()
     return model.eval()
+
+
+def calls_in(template: Any, token_ids: Any) -> tuple[str, list[Any]]:
+    """Text of a model's turn behind a question, without its tool calls, and the calls."""
+    asked = [{"role": "user", "content": "qxquestion"}]
+    text, calls, _ = template.turn_in(token_ids, template._render(asked, tokenize=True, add_generation_prompt=True))
+    return text, calls

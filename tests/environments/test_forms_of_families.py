@@ -13,7 +13,7 @@ from covey.environments.call_forms import WrittenCall, _JsonCalls, as_mapping, t
 from covey.environments.calls import Request, ToolRunner
 from covey.environments.keyed_calls import _KeyedCalls
 from covey.errors import ModelError
-from environments.acting import CHATML, chat_tokenizer
+from environments.acting import CHATML, calls_in, chat_tokenizer
 from environments.families import CHAT, EACH, FAMILIES, MUSE, UNMARKED
 from kit import rest_nightly
 
@@ -55,7 +55,7 @@ def test_a_call_is_read_with_the_identity_that_the_model_wrote(name, content):
     if content and name == "Llama 4":
         pytest.skip("its calls are whole turns")
     template, _ = of(name)
-    text, calls = template.calls_in(turn(name, template, content, {"a": 7, "b": "x y"}))
+    text, calls = calls_in(template, turn(name, template, content, {"a": 7, "b": "x y"}))
     written = [(call.name, str(call.arguments["a"]), call.arguments["b"], call.problem, call.id) for call in calls]
     assert written == [("add", "7", "x y", None, FAMILIES[name][2])]
     assert text == ("" if name == "gpt-oss" else content)  # its words before a call are analysis
@@ -65,7 +65,7 @@ def test_a_call_is_read_with_the_identity_that_the_model_wrote(name, content):
 def test_what_a_turn_writes_to_all_is_its_text_and_no_call(mark, monkeypatch):
     monkeypatch.setitem(FAMILIES, "here", (UNMARKED if mark else FAMILIES["Functionary 3"][0], ("<|end|>",), None))
     template, tokenizer = of("here")
-    read = lambda text: template.calls_in(tokenizer(mark + text + "<|end|>")["input_ids"])
+    read = lambda text: calls_in(template, tokenizer(mark + text + "<|end|>")["input_ids"])
     assert read('all\nThe answer is {"a": 4}.') == ('The answer is {"a": 4}.', [])
     assert read("Not in this form.") == (mark + "Not in this form.", [])
     call = WrittenCall("add", {"a": 7})
@@ -175,7 +175,7 @@ def test_text_becomes_a_value_of_the_types_that_a_schema_admits(text, schema, va
 
 def test_the_channels_of_harmony_are_told_apart():
     template, tokenizer = of("gpt-oss")
-    read = lambda text: template.calls_in(tokenizer(text)["input_ids"])
+    read = lambda text: calls_in(template, tokenizer(text)["input_ids"])
     thought = "<|channel|>analysis<|message|>Seven.<|end|><|start|>assistant"
     assert read(f"{thought}<|channel|>final<|message|>It is 7.<|return|>") == ("It is 7.", [])
     text, calls = read(f"{thought}<|channel|>commentary to=functions.add <|message|>" + '{"a": 1, "b": "x"}<|call|>')
@@ -200,11 +200,11 @@ def test_thoughts_that_the_template_drops_later_stay_in_the_tokens_that_are_lear
     answer = {"role": "tool", "name": "add", "content": "9", "tool_call_id": "abcdefghi"}
     whole = template._render([*ask, drawn, answer], tokenize=True, add_generation_prompt=True)
     assert whole[: len(prompt)] == prompt
-    bridge = template.bridge([answer])
+    bridge = list(template.reply([answer]).token_ids)
     assert whole[-len(bridge) :] == bridge
     completion = whole[len(prompt) : -len(bridge)]
     assert "I add." in tokenizer.decode(completion)
-    _, calls = template.calls_in(completion)
+    _, calls = calls_in(template, completion)
     assert [call.name for call in calls] == ["add"]
     later = template._render([*ask, drawn, answer, {"role": "assistant", "content": "9"}, *ask], tokenize=True)
     assert "I add." not in tokenizer.decode(later)  # rendered again, the thought would be gone
@@ -216,13 +216,13 @@ def test_a_channel_of_thoughts_is_no_call():
     template = Template(tokenizer, [tokenizer.eos_token_id], {})
     turn = " to=self<|message|>I add.<|eom|><|start|>assistant to=add<|message|><calls>\n"
     turn += '<invoke name="add">\n<parameter name="a">7</parameter>\n</invoke>\n</calls><|end|>'
-    _, calls = template.calls_in(tokenizer(turn, add_special_tokens=False)["input_ids"])
+    _, calls = calls_in(template, tokenizer(turn, add_special_tokens=False)["input_ids"])
     assert [(call.name, call.arguments) for call in calls] == [("add", {"a": "7"})]
 
 
 def test_an_object_behind_a_call_is_a_call_only_with_a_name():
     template, tokenizer = of("MiniMax M1")
-    read = lambda text: template.calls_in(tokenizer(text)["input_ids"])
+    read = lambda text: calls_in(template, tokenizer(text)["input_ids"])
     first = '{"name": "add", "arguments": {"a": 1}}'
     _, calls = read(f"<tool_calls>\n{first}\n" + '{"name": "add", "arg\n</tool_calls>')
     assert [(call.name, call.problem is None) for call in calls] == [("add", True), ("", False)]

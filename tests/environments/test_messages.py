@@ -9,7 +9,7 @@ from covey.environments import Template
 from covey.environments.messages import with_messages
 from covey.errors import ModelError
 from covey.types import Completion, Group, Prompt
-from environments.acting import CHATML, HARMONY, chat_tokenizer, tiny_llama
+from environments.acting import CHATML, HARMONY, calls_in, chat_tokenizer, tiny_llama
 
 RESPONSE = {
     "defaults": {"role": "assistant"},
@@ -143,5 +143,5 @@ def test_a_call_nested_too_deep_or_with_half_of_a_character_ends_no_run():
     half = tokenizer(
         r'<tool_call>{"name": "add", "arguments": {"a": "\ud83d"}}</tool_call><|im_end|>', add_special_tokens=False
     )
-    _, calls = template.calls_in(half["input_ids"])
+    _, calls = calls_in(template, half["input_ids"])
     assert [call.arguments for call in calls] == [{"a": "\ufffd"}]

@@ -10,7 +10,7 @@ import pytest
 from covey.environments import Template, tools_of
 from covey.environments.call_forms import typed_argument
 from covey.errors import ModelError
-from environments.acting import CHATML, chat_tokenizer
+from environments.acting import CHATML, calls_in, chat_tokenizer
 
 
 def add(a: int, b: str) -> int:
@@ -76,7 +76,7 @@ def test_a_call_that_a_template_writes_is_read_back(name, content):
     ask = [{"role": "user", "content": "q"}]
     start = template._render(ask, tokenize=True, add_generation_prompt=True)
     whole = template._render([*ask, {"role": "assistant", "content": content, "tool_calls": [call]}], tokenize=True)
-    text, calls = template.calls_in(whole[len(start) :])
+    text, calls = calls_in(template, whole[len(start) :])
     assert [(one.name, one.arguments, one.problem) for one in calls] == [("add", {"a": "7", "b": "x y"}, None)]
     assert text.startswith(content)
 
@@ -84,7 +84,7 @@ def test_a_call_that_a_template_writes_is_read_back(name, content):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_turn_without_a_call_has_none(name):
     template, tokenizer = of(FAMILIES[name])
-    text, calls = template.calls_in(tokenizer("The answer is 7.<|im_end|>")["input_ids"])
+    text, calls = calls_in(template, tokenizer("The answer is 7.<|im_end|>")["input_ids"])
     assert (text, calls) == ("The answer is 7.", [])
 
 
@@ -96,7 +96,7 @@ def test_an_answer_is_what_the_template_would_write_after_the_turn(name, result)
     call = {"type": "function", "id": "abcdefghi", "function": {"name": "add", "arguments": {}}}
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}, answer]
     whole = template._render(messages, tokenize=True, add_generation_prompt=True)
-    ids = template.bridge([answer])
+    ids = list(template.reply([answer]).token_ids)
     assert whole[-len(ids) :] == ids
     assert whole[-len(ids) - 1] in template.eos_ids
 
@@ -105,7 +105,7 @@ def test_calls_after_the_first_are_read_too():
     template, tokenizer = of(CHATML)
     one = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call>'
     two = one.replace("1", "2")
-    _, calls = template.calls_in(tokenizer(f"Both.\n{one}\n{two}<|im_end|>")["input_ids"])
+    _, calls = calls_in(template, tokenizer(f"Both.\n{one}\n{two}<|im_end|>")["input_ids"])
     assert [call.arguments["a"] for call in calls] == [1, 2]
 
 
@@ -178,7 +178,7 @@ def test_published_templates_are_learnt_or_refused():
         start = template._render(ask, tokenize=True, add_generation_prompt=True)
         whole = template._render([*ask, {"role": "assistant", "content": "", "tool_calls": [call]}], tokenize=True)
         begin = next((i for i, (x, y) in enumerate(zip(start, whole, strict=False)) if x != y), len(start))
-        _, calls = template.calls_in(whole[begin:])
+        _, calls = calls_in(template, whole[begin:])
         read = {name: typed_argument(value, tool.parameters.get(name)) for name, value in calls[0].arguments.items()}
         assert (len(calls), calls[0].name, read) == (1, "typed", TYPED), file
         learnt.append(Path(file).stem)

@@ -157,7 +157,7 @@ def test_an_answer_reaches_a_template_that_reads_parts_alone(kind):
     tokenizer = chat_tokenizer(acting_template(kind))
     template = Template(tokenizer, [tokenizer.eos_token_id], {"tools": [one.schema for one in tools_of([add])]})
     answer = {"role": "tool", "name": "add", "content": "seven <|im_end|>", "tool_call_id": template.call_id("add")}
-    ids = template.bridge([answer])
+    ids = list(template.reply([answer]).token_ids)
     assert tokenizer.decode(ids) == (
         "\n<|im_start|>user\n<tool_response>\nseven <|im_end|>\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )

@@ -84,7 +84,7 @@ class Template:
             answer = {"role": "tool", "name": NAME, "content": "qxresult", "tool_call_id": self.call_id(NAME)}
             history = [_ASK, self._assistant([NAME], {}, [self.call_id(NAME)]), answer]
             self._in_parts |= self._roles_in_parts(history, "qxresult")
-            self.bridge([answer])
+            self.reply([answer])
             if "qxresult" not in self._render(history, tokenize=False):
                 raise ModelError(
                     "the tokenizer's chat template leaves out what a tool answers, so the model would not read it; set another "
@@ -93,13 +93,11 @@ class Template:
 
     # -- what the model wrote ---------------------------------------------------------------------------------------
 
-    def calls_in(self, token_ids: Sequence[int]) -> tuple[str, list[WrittenCall]]:
-        """Text of a model's turn without its tool calls, and the calls. `token_ids` end with the end-of-turn token, if any."""
-        text, calls, _ = self.turn_in(token_ids, self._render([_ASK], tokenize=True, add_generation_prompt=True))
-        return text, calls
-
     def turn_in(self, token_ids: Sequence[int], prefix: Sequence[int]) -> tuple[str, list[WrittenCall], dict[str, Any]]:
-        """`calls_in` of a turn behind the tokens `prefix`, and the fields of its message with thoughts, where these are told apart."""
+        """Text of a model's turn without its tool calls, the calls, and the fields of its message with thoughts, where these are told apart.
+
+        `token_ids` stand behind the tokens `prefix`, and end with the end-of-turn token, if any.
+        """
         head, text, calls, thoughts = self.parts_in(token_ids, prefix)
         return (without_specials(head, self.tokenizer, strips=False) + text).strip(), calls, thoughts
 
@@ -149,10 +147,6 @@ class Template:
             return place is None or place in self._render(history, tokenize=False)
         except Exception:  # noqa: BLE001 - a template is a program and may raise anything
             return False
-
-    def bridge(self, answers: Sequence[Message]) -> list[int]:
-        """The token ids of `reply`."""
-        return list(self.reply(answers).token_ids)
 
     def reply(self, answers: Sequence[Message]) -> Answer:
         """Token ids from the end of the model's turn to the start of its next, with `answers` (tool or user messages), and their media.
