@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from covey.errors import ConfigError, RewardError
@@ -12,7 +11,7 @@ from covey.rewards.builtin.answers import thought_ends
 from covey.rewards.builtin.code_tests import COLUMNS, for_program, row_tests
 from covey.rewards.builtin.text import text_of
 from covey.rewards.decorators import CallOptions
-from covey.sandbox import Sandbox
+from covey.sandbox import shared
 from covey.sandbox.pool import WALL
 
 _SETUP = ("test_imports", "setup", "test_setup_code", "test_setup")
@@ -79,9 +78,9 @@ class Code:
             return 0.0
         program, tests, near = for_program(tests, program)
         setup = near or "\n".join(line for name in _SETUP for line in _lines(columns.get(name)))
-        sandbox = _sandbox(os.getpid(), self.workers, self.allow_unisolated, self.numpy)
+        options = {"allow_unisolated": self.allow_unisolated, "numpy": self.numpy}
         statements = isinstance(tests[0], str)
-        result = sandbox.run(
+        result = shared(os.getpid(), self.workers, **options).run(
             program,
             tests,
             setup=setup if statements else "",
@@ -114,8 +113,3 @@ def program_of(text: str) -> str | None:
             opened = after
         place = after
     return None if "```" in text[end:] else text if block is None else block
-
-
-@cache
-def _sandbox(process: int, workers: int | None, allow_unisolated: bool, numpy: bool) -> Sandbox:
-    return Sandbox(workers, allow_unisolated=allow_unisolated, numpy=numpy)
