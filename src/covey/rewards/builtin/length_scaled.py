@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from covey.errors import ConfigError, RewardError
@@ -63,17 +64,8 @@ class CosineScaled:
         return low + (high - low) / 2 * (1 + math.cos(math.pi * min(length / self.max_len, 1.0)))
 
 
-def get_cosine_scaled_reward(
-    max_len: int,
-    min_value_wrong: float = -1.0,
-    max_value_wrong: float = -0.5,
-    min_value_correct: float = 0.5,
-    max_value_correct: float = 1.0,
-) -> CosineScaled:
-    """TRL's name for `CosineScaled`, with TRL's judge."""
-    return CosineScaled(
-        max_len, min_value_wrong, max_value_wrong, min_value_correct, max_value_correct, judge="accuracy_reward"
-    )
+get_cosine_scaled_reward = partial(CosineScaled, judge="accuracy_reward")
+"""TRL's name for `CosineScaled`, with TRL's judge."""
 
 
 def reasoning_accuracy_reward(

@@ -184,14 +184,8 @@ class Repetition:
         return (1 - len(set(grams)) / len(grams)) * self.max_penalty
 
 
-def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> SoftOverlong:
-    """TRL's name for `SoftOverlong`."""
-    return SoftOverlong(max_completion_len, soft_punish_cache)
-
-
-def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Repetition:
-    """TRL's name for `Repetition`."""
-    return Repetition(ngram_size, max_penalty)
+get_soft_overlong_punishment, get_repetition_penalty_reward = SoftOverlong, Repetition
+"""TRL's names for these."""
 
 
 def clean(text: str) -> str:
