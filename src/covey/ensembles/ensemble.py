@@ -13,7 +13,7 @@ import torch
 
 from covey.algorithms import MemberWeight
 from covey.ensembles.answers import Answer, Vote, answer_key, candidates_of, chosen, expect_vote
-from covey.ensembles.loading import load_writers, names_of
+from covey.ensembles.loading import load_writers
 from covey.ensembles.member import Member, as_member
 from covey.ensembles.sampler import of_member, totals
 from covey.ensembles.writers import Writer
@@ -60,7 +60,14 @@ class Ensemble:
     @property
     def names(self) -> list[str]:
         """The members' names, no two the same."""
-        return names_of(self.members)
+        names: list[str] = []
+        for member in self.members:
+            name, count = member.short_name, 1
+            while name in names:
+                count += 1
+                name = f"{member.short_name}-{count}"
+            names.append(name)
+        return names
 
     @property
     def samples(self) -> int:

@@ -117,15 +117,3 @@ def load_writers(
     for writer in writers if policy is not None else ():
         logger.info("ensemble: %s writes %d completion(s) a prompt as %s", writer.name, writer.samples, writer.role)
     return writers
-
-
-def names_of(members: Sequence[Member]) -> list[str]:
-    """A name for each, no two the same."""
-    names: list[str] = []
-    for member in members:
-        name, count = member.short_name, 1
-        while name in names:
-            count += 1
-            name = f"{member.short_name}-{count}"
-        names.append(name)
-    return names
