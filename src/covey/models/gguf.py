@@ -79,11 +79,10 @@ def write_gguf(path: Path, model: Any, tokenizer: Any, *, name: str, outtype: st
     gguf = load_gguf()
     config = model.config.get_text_config()
     kind = expect_exportable(config, outtype)
-    vocabulary = vocabulary_of(tokenizer, vocabulary_size(model))
     arch = gguf.MODEL_ARCH[kind]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
-    _add_header(gguf, writer, config, name, outtype, len(vocabulary.tokens))
-    _add_vocabulary(writer, vocabulary)
+    _add_header(gguf, writer, config, name, outtype, vocabulary_size(model))
+    _add_vocabulary(writer, tokenizer, vocabulary_size(model))
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for parameter, weight in _weights(model):
         stem, _, ending = parameter.rpartition(".")
@@ -126,23 +125,6 @@ def _rope_theta(config: Any) -> float:
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     theta: Any = rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
     return float(theta)
-
-
-def _add_vocabulary(writer: Any, vocabulary: Any) -> None:
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(vocabulary.pre)
-    writer.add_token_list(list(vocabulary.tokens))
-    writer.add_token_types(list(vocabulary.types))
-    writer.add_token_merges(list(vocabulary.merges))
-    for add, value in (
-        (writer.add_bos_token_id, vocabulary.bos),
-        (writer.add_eos_token_id, vocabulary.eos),
-        (writer.add_pad_token_id, vocabulary.pad),
-        (writer.add_chat_template, vocabulary.chat_template),
-    ):
-        if value is not None:
-            add(value)
-    writer.add_add_bos_token(vocabulary.adds_bos)
 
 
 def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -215,24 +197,8 @@ _DIGITS_FIRST = "smollm"
 """Each digit alone, then GPT-2's pattern."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Vocabulary:
-    """Values of GGUF's `tokenizer.ggml.*`, V entries."""
-
-    tokens: tuple[str, ...]
-    types: tuple[int, ...]
-    """1 normal, 3 control, 4 defined by the user, 5 unused (llama.cpp's `llama_token_type`)."""
-    merges: tuple[str, ...]
-    pre: str
-    bos: int | None
-    eos: int | None
-    pad: int | None
-    adds_bos: bool
-    chat_template: str | None
-
-
-def vocabulary_of(tokenizer: Any, size: int) -> Vocabulary:
-    """The tokenizer of a model with `size` embeddings. Raises ModelError for one that GGUF would not reproduce."""
+def _add_vocabulary(writer: Any, tokenizer: Any, size: int) -> None:
+    """Add the tokenizer of a model with `size` embeddings. Raises ModelError for one that GGUF would not reproduce."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     described = json.loads(backend.to_str()) if backend is not None else {}
     model = described.get("model") or {}
@@ -250,19 +216,26 @@ def vocabulary_of(tokenizer: Any, size: int) -> Vocabulary:
         raise ModelError(
             f"The tokenizer has token {max(words)} and the model {size} embeddings; they do not belong together."
         )
+    # llama.cpp's `llama_token_type`: 1 normal, 3 control, 4 defined by the user, 5 unused
     kinds = {index: 3 if is_special else 4 for index, is_special in special}
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    return Vocabulary(
-        tokens=tuple(words.get(i, f"[PAD{i}]") for i in range(size)),
-        types=tuple(kinds.get(i, 1) if i in words else 5 for i in range(size)),
-        merges=tuple(merges),
-        pre=_pre(described.get("pre_tokenizer"), described.get("normalizer"), bool(model.get("ignore_merges"))),
-        bos=tokenizer.bos_token_id,
-        eos=tokenizer.eos_token_id,
-        pad=tokenizer.pad_token_id,
-        adds_bos=tokenizer.bos_token_id is not None and tokenizer("a").input_ids[0] == tokenizer.bos_token_id,
-        chat_template=tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
+    bos = tokenizer.bos_token_id
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(
+        _pre(described.get("pre_tokenizer"), described.get("normalizer"), bool(model.get("ignore_merges")))
     )
+    writer.add_token_list([words.get(i, f"[PAD{i}]") for i in range(size)])
+    writer.add_token_types([kinds.get(i, 1) if i in words else 5 for i in range(size)])
+    writer.add_token_merges(merges)
+    for add, value in (
+        (writer.add_bos_token_id, bos),
+        (writer.add_eos_token_id, tokenizer.eos_token_id),
+        (writer.add_pad_token_id, tokenizer.pad_token_id),
+        (writer.add_chat_template, tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None),
+    ):
+        if value is not None:
+            add(value)
+    writer.add_add_bos_token(bos is not None and tokenizer("a").input_ids[0] == bos)
 
 
 def _pre(described: Any, normalizer: Any, ignores_merges: bool) -> str:
