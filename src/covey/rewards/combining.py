@@ -52,22 +52,18 @@ def weight_of(spec: Any) -> Weight:
     """A number, `"linear:1:0:200"` (from 1 to 0 over 200 steps; also cosine and step), or a function of the step."""
     if callable(spec):
         return functools.partial(_weight_at, spec)
+    what, shapes = f"reward_weights: {spec!r}", ", ".join(_SHAPES)
+    advice = f"reward_weights has {spec!r}; give a number, or a schedule as 'linear:1:0:200' (from 1 to 0 over 200 steps; {shapes})."
+    if not isinstance(spec, str) or ":" not in spec:
+        value = _finite(spec, what, advice)
+        return lambda step: value
     try:
-        if not isinstance(spec, str) or ":" not in spec:
-            value = _finite(spec, f"reward_weights: {spec!r}")
-            return lambda step: value
         shape, first, last, steps = spec.split(":")
         if shape not in _SHAPES or int(steps) < 1:
             raise ValueError
-        what = f"reward_weights: {spec!r}"
-        return Schedule(shape, _finite(first, what), _finite(last, what), int(steps))
-    except (ValueError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(
-            f"reward_weights has {spec!r}; give a number, or a schedule as 'linear:1:0:200' (from 1 to 0 over 200 steps; "
-            f"{', '.join(_SHAPES)})."
-        ) from error
+    except ValueError as error:
+        raise ConfigError(advice) from error
+    return Schedule(shape, _finite(first, what, advice), _finite(last, what, advice), int(steps))
 
 
 def is_moving(weight: Weight) -> bool:
@@ -90,21 +86,18 @@ def _weight_at(function: Callable[[int], Any], step: int) -> float:
         raise ConfigError(
             f"reward_weights: {function!r} raised {type(error).__name__} at step {step}: {error}."
         ) from error
-    try:
-        return _finite(value, f"reward_weights: {function!r} at step {step}")
-    except (TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(
-            f"reward_weights: {function!r} gave {value!r} at step {step}; a weight is a number."
-        ) from error
+    what = f"reward_weights: {function!r}"
+    return _finite(value, f"{what} at step {step}", f"{what} gave {value!r} at step {step}; a weight is a number.")
 
 
-def _finite(value: Any, what: str) -> float:
+def _finite(value: Any, what: str, advice: str) -> float:
+    """The weight as a number. Raises ConfigError: with `advice` for no number, naming `what` is beyond the bounds."""
     try:
         number = float(value) + 0.0  # no negative zero: it would show as "-0"
     except OverflowError:
         number = math.inf
+    except (ValueError, TypeError) as error:
+        raise ConfigError(advice) from error
     if not abs(number) <= LARGEST:
         raise ConfigError(f"{what} is {number:g}; a weight is a number between -{LARGEST:g} and {LARGEST:g}.")
     return number
