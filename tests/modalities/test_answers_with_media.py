@@ -19,7 +19,7 @@ from covey.environments.call_forms import WrittenCall
 from covey.environments.calls import Request, ToolRunner
 from covey.environments.check import examine
 from covey.environments.contents import shown_parts
-from covey.environments.mcp import _Call
+from covey.environments.mcp import _call
 from covey.environments.stepping import Stepped
 from covey.errors import DataError
 from covey.learner import Policy
@@ -351,7 +351,7 @@ def test_parts_of_mcp_arrive_as_media():
     _, processor = acting_model("qwen2_5_vl")
     content = [Part(type="text", text="a"), Part(type="image", data=base64.b64encode(png(picture(2))).decode())]
     session = Part(call=lambda *_: Part(content=content, is_error=False))
-    returned = _Call(session, "see", 1.0)()
+    returned = _call(session, "see", 1.0)
     (made,) = tools_of([photograph])
     (done,) = ToolRunner(processor.tokenizer, processor).run(
         [Request("see", {"n": 1}, {"see": replace(made, name="see", call=lambda n: returned)})]
