@@ -1,7 +1,5 @@
 """Models: loading them, their inputs of other modalities (`modalities/`), merging them, writing them as GGUF."""
 
-from covey.models.expert_products import autocast_dtype, compute_with, expert_weights, experts_forward
-from covey.models.float32_products import multiplies_in_float32, settle_products
 from covey.models.loading import (
     SharedBase,
     as_model_errors,
@@ -27,6 +25,14 @@ from covey.models.passes import (
     reads_media,
     unwrapped,
     widens_stream,
+)
+from covey.models.products import (
+    autocast_dtype,
+    compute_with,
+    expert_weights,
+    experts_forward,
+    multiplies_in_float32,
+    settle_products,
 )
 
 __all__ = [

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from covey.models.float32_products import settle_products
+from covey.models.products import settle_products
 
 logger = logging.getLogger(__name__)
 
