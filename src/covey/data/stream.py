@@ -283,6 +283,27 @@ class PromptStream:
         return _digest("\0".join(texts)), _digest(others)
 
 
+def take(prompts: PromptStream, n: int, set_aside: Sequence[str]) -> list[Prompt]:
+    """The next `n` prompts that are not set aside (excluded after bad numbers). Raises DataError when none is left."""
+    if not set_aside:
+        return prompts.take(n)
+    refused, taken = frozenset(set_aside), list[Prompt]()
+    misses = 0
+    while len(taken) < n:
+        prompt = prompts.take(1)[0]
+        misses = misses + 1 if row_key(prompt) in refused else 0
+        if not misses:
+            taken.append(prompt)
+        elif misses >= (prompts.num_rows or _FIRST_CHECK_ROWS):
+            raise DataError("Every prompt of the data set has led to bad numbers and is set aside; look at bad_steps/.")
+    return taken
+
+
+def row_key(prompt: Prompt) -> str:
+    """Key of a prompt's row in the data set, independent of the epoch."""
+    return prompt.uid.partition(":")[2] or prompt.uid
+
+
 def longer_prompt(
     dataset: Any, tokenizer: Any, tokens: int, template: Mapping[str, Any] | None = None, processor: Any = None
 ) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from covey.data import PromptStream
-from covey.data.set_aside import take
+from covey.data.stream import take
 from covey.errors import CheckpointError
 from covey.rollout.asynchronous import AsynchronousSampler
 from covey.rollout.sampler import SamplingParams

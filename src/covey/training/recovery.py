@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.data import PromptStream
-from covey.data.set_aside import row_of
+from covey.data.stream import row_key
 from covey.errors import CheckpointError, NumericsError, SpoiledError
 from covey.learner import lower_rates
 from covey.learner.soundness import expect_sound, saved_weights, weight_fault
@@ -140,7 +140,7 @@ def roll_back(
     restore_history(session, newest)
     earlier = guard.policy.roll_back_learning_rate ** (state.roll_backs - restored.roll_backs)
     lower_rates(parts.learner.optimizer, parts.learner.scheduler, factor * earlier)
-    aside = dict.fromkeys([*state.set_aside, *restored.set_aside, *(row_of(prompt) for prompt in set_aside)])
+    aside = dict.fromkeys([*state.set_aside, *restored.set_aside, *(row_key(prompt) for prompt in set_aside)])
     restored = replace(restored, roll_backs=state.roll_backs + 1, bad_steps=0, set_aside=tuple(aside))
     sentence = (
         f"Back from step {state.step} to {newest.name}, with the learning rate times {factor * earlier:g}"
