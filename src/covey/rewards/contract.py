@@ -11,7 +11,7 @@ import itertools
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any, TypeVar
 
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from covey.data.media import as_returned
-from covey.errors import DataError, RewardError, did_you_mean
+from covey.errors import ConfigError, DataError, RewardError, did_you_mean
+from covey.rewards.combining import weight_of
 from covey.rewards.decorators import CallOptions, call_options_of, without_partials
 from covey.rewards.raised import describe, is_ctrl_c
 from covey.rewards.surroundings import copied_inputs
@@ -71,6 +72,23 @@ def is_async(reward: Any) -> bool:
     """True when calling it gives something to await: `async def`, through partials and `__call__` alike."""
     function = without_partials(reward)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def specs_of(rewards: Sequence[RewardSpec | Reward], weights: Sequence[Any] | None) -> list[RewardSpec]:
+    """Specs with names that differ (`name`, `name_2`, ...) and the given weights."""
+    if not rewards:
+        raise RewardError("there is no reward; give at least one function, reward model or name of a built-in reward.")
+    specs = [RewardSpec.of(reward) for reward in rewards]
+    if weights is not None and len(weights) != len(specs):
+        raise ConfigError(f"reward_weights has {len(weights)} values for {len(specs)} rewards; give one for each.")
+    if weights is not None:
+        specs = [replace(spec, weight=weight_of(weight)(0)) for spec, weight in zip(specs, weights, strict=True)]
+    seen: dict[str, int] = {}
+    for i, spec in enumerate(specs):
+        seen[spec.name] = seen.get(spec.name, 0) + 1
+        if seen[spec.name] > 1:
+            specs[i] = replace(spec, name=f"{spec.name}_{seen[spec.name]}")
+    return specs
 
 
 def needs_one_of(*columns: str) -> Callable[[T], T]:

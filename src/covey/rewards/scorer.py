@@ -16,13 +16,12 @@ from covey.rewards.builtin.registry import resolve
 from covey.rewards.calling.caller import Caller
 from covey.rewards.calling.deadline import EventLoop
 from covey.rewards.calling.outcome import Outcome, logged_columns
-from covey.rewards.calling.workers import INSIDE
+from covey.rewards.calling.workers import INSIDE, isolated
 from covey.rewards.combining import Combiner, is_moving, weight_of, within_float32
-from covey.rewards.contract import Batch, RewardSpec, check, takes
+from covey.rewards.contract import Batch, RewardSpec, check, specs_of, takes
 from covey.rewards.failures import Failures, without_lost
 from covey.rewards.replaced import Calculate, Replaced
 from covey.rewards.scales import Scale, Scales
-from covey.rewards.specs import isolated, specs_of
 from covey.rewards.surroundings import Leftovers, Surroundings, copied_state
 from covey.types import Event, Group, Mean, Metric, Reward, Spread
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import logging
 import os
 import pickle
 import signal
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +31,9 @@ from covey.process.spawner import WorkerProcesses, start_module
 from covey.rewards.calling.deadline import DeadlineError
 
 if TYPE_CHECKING:
-    from covey.rewards.contract import Logged
+    from covey.rewards.contract import Logged, RewardSpec
+
+logger = logging.getLogger(__name__)
 
 INSIDE = "COVEY_REWARD_WORKER"
 """Set in a worker's environment, where no scorer may be built: a script without a guard would train a second time."""
@@ -182,6 +186,22 @@ def packed(name: str, reward: Any) -> dict[str, Any]:
     modules = [(module, _file_of(name, module)) for module in sorted(pickler.modules) if not _is_importable(module)]
     path = [entry or os.getcwd() for entry in sys.path]
     return {"path": path, "modules": modules, "reward": file.getvalue()}
+
+
+def isolated(spec: RewardSpec) -> RewardSpec:
+    """The reward in worker processes, if it is a function of the user's own that they can import; else as it is."""
+    from covey.rewards.contract import is_async
+
+    target = spec.call if hasattr(spec.call, "__module__") else type(spec.call)
+    is_user_function = not str(getattr(target, "__module__", "")).startswith("covey.")
+    if is_async(spec.call) or not is_user_function or spec.how.isolated or hasattr(spec.call, "parameters"):
+        return spec
+    try:
+        packed(spec.name, spec.call)
+    except RewardError as reason:
+        logger.warning("reward_workers: %s It runs in the process of training.", reason)
+        return spec
+    return replace(spec, call_options=replace(spec.how, isolated=True))
 
 
 def light_state(trainer_state: Any) -> SimpleNamespace:
