@@ -28,10 +28,18 @@ _SPLIT_WORDS = {
 AnyDataset: TypeAlias = "datasets.Dataset | datasets.IterableDataset"
 
 
-def opened(source: Any, split: str | None, streaming: bool, config_name: str | None) -> AnyDataset:
-    """The data set as it is stored: of its splits the one asked for, or `train`, or the only one."""
-    with quiet():
-        return _open(source, split, streaming, config_name)
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Context manager without progress bars for small files, and without logs of errors that are raised as DataError."""
+    was_on, level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if was_on:
+            datasets.enable_progress_bars()
 
 
 def shown(source: Any) -> str:
@@ -42,7 +50,9 @@ def shown(source: Any) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def _open(source: Any, split: str | None, streaming: bool, config_name: str | None) -> AnyDataset:
+@quiet()
+def opened(source: Any, split: str | None, streaming: bool, config_name: str | None) -> AnyDataset:
+    """The data set as it is stored: of its splits the one asked for, or `train`, or the only one."""
     if (dataset := _made(source, split)) is not None:
         return dataset.to_iterable_dataset() if streaming else dataset
     files = _files(source)
@@ -307,17 +317,3 @@ def _demo(split: str | None) -> Any:
     if split_name not in ("train", "test"):
         raise DataError(_no_split("demo", split_name, ("train", "test")))
     return _part(datasets.Dataset.from_list(rows("test" if split_name == "test" else "train")), split or split_name)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Context manager without progress bars for small files, and without logs of errors that are raised as DataError."""
-    was_on, level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(level)
-        if was_on:
-            datasets.enable_progress_bars()
