@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -118,21 +117,14 @@ def is_installed() -> bool:
 _idle: list[Verifier] = []
 
 
-@contextlib.contextmanager
-def idle() -> Iterator[Verifier]:
-    """A verifier that no other thread of this process uses now; it ends with the process."""
+def is_equal(gold: str, answer: str, **options: Any) -> bool | None:
+    """`Verifier.is_equal` of one that no other thread of this process uses now; it ends with the process."""
     try:
         verifier = _idle.pop()
     except IndexError:
         verifier = Verifier()
         atexit.register(verifier.close)
     try:
-        yield verifier
+        return verifier.is_equal(gold, answer, **options)
     finally:
         _idle.append(verifier)
-
-
-def is_equal(gold: str, answer: str, **options: Any) -> bool | None:
-    """`Verifier.is_equal` of an idle one."""
-    with idle() as verifier:
-        return verifier.is_equal(gold, answer, **options)
