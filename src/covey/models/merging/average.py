@@ -23,9 +23,7 @@ class WeightAverage:
         if (decay is None) == (every is None):
             raise ValueError("WeightAverage takes decay or every, one of the two.")
         self.model, self.decay, self.every = model, decay, every
-        self.count = 0
-        """Weights that are in the average, the first ones not counted."""
-        self.average = {name: w.detach().float().clone() for name, w in self._trained()}
+        self.restart()
 
     def _trained(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, w) for name, w in self.model.named_parameters() if w.requires_grad)
@@ -70,6 +68,7 @@ class WeightAverage:
     def restart(self) -> None:
         """Restart the average from the model's current weights."""
         self.count = 0
+        """Weights that are in the average, the first ones not counted."""
         self.average = {name: w.detach().float().clone() for name, w in self._trained()}
 
     def state_dict(self) -> dict[str, Any]:

@@ -88,9 +88,7 @@ class Method:
 
 def linear(recipe: Recipe, tensors: Sequence[Tensor], base: Tensor | None, name: str) -> Tensor:
     """Weighted mean: model soups (Wortsman et al. 2022, <https://arxiv.org/abs/2203.05482>)."""
-    merged = sum(
-        (weight * tensor for weight, tensor in zip(recipe.weights, tensors, strict=True)), torch.zeros_like(tensors[0])
-    )
+    merged = _weighted(recipe.weights, tensors)
     return merged / sum(recipe.weights) if recipe.normalize else merged
 
 
@@ -108,10 +106,7 @@ def slerp(recipe: Recipe, tensors: Sequence[Tensor], base: Tensor | None, name: 
 def task_arithmetic(recipe: Recipe, tensors: Sequence[Tensor], base: Tensor | None, name: str) -> Tensor:
     """Base plus weighted task vectors (Ilharco et al. 2023, <https://arxiv.org/abs/2212.04089>)."""
     assert base is not None
-    return base + recipe.scale * sum(
-        (weight * (tensor - base) for weight, tensor in zip(recipe.weights, tensors, strict=True)),
-        torch.zeros_like(base),
-    )
+    return base + recipe.scale * _weighted(recipe.weights, [tensor - base for tensor in tensors])
 
 
 def ties(recipe: Recipe, tensors: Sequence[Tensor], base: Tensor | None, name: str) -> Tensor:
@@ -124,7 +119,7 @@ def dare_linear(recipe: Recipe, tensors: Sequence[Tensor], base: Tensor | None, 
     """Task vectors with entries dropped at random and the rest rescaled (Yu et al. 2024, <https://arxiv.org/abs/2311.03099>)."""
     assert base is not None
     deltas = _drop(recipe, tensors, base, name)
-    merged = sum((weight * delta for weight, delta in zip(recipe.weights, deltas, strict=True)), torch.zeros_like(base))
+    merged = _weighted(recipe.weights, deltas)
     return base + recipe.scale * (merged / sum(recipe.weights) if recipe.normalize else merged)
 
 
@@ -132,6 +127,10 @@ def dare_ties(recipe: Recipe, tensors: Sequence[Tensor], base: Tensor | None, na
     """DARE's random drop with TIES' election of signs."""
     assert base is not None
     return base + recipe.scale * _elect(recipe, _drop(recipe, tensors, base, name))
+
+
+def _weighted(weights: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:
+    return sum((w * tensor for w, tensor in zip(weights, tensors, strict=True)), torch.zeros_like(tensors[0]))
 
 
 def _elect(recipe: Recipe, deltas: Sequence[Tensor]) -> Tensor:
