@@ -58,7 +58,9 @@ class OnRay:
         self.options: CallOptions = call_options_of(reward)
         self.__name__ = str(getattr(reward, "__name__", type(reward).__name__))
         signature = inspect.signature(reward)
-        self.takes_prompts = self.options.is_singular or _takes(signature, "prompts")
+        kinds = {parameter.kind for parameter in signature.parameters.values()}
+        takes_any = "prompts" in signature.parameters or inspect.Parameter.VAR_KEYWORD in kinds
+        self.takes_prompts = self.options.is_singular or takes_any
         if not self.takes_prompts:  # where one prompt's completions end
             first = inspect.Parameter("prompts", inspect.Parameter.KEYWORD_ONLY)
             signature = signature.replace(
@@ -129,8 +131,12 @@ class OnRay:
                 ray.kill(part.actor, no_restart=True)
             raise
         answers = [by_start[start] for start, _ in bounds]
-        if not self.options.is_singular:
-            self._expect_sizes(answers, bounds)
+        for answer, (start, stop) in zip(answers, bounds, strict=True):
+            if len(bounds) > 1 and len(answer["values"]) != stop - start:
+                raise RewardError(
+                    f"reward {self.__name__!r} returned {len(answer['values'])} values for {stop - start} completions; return one "
+                    "for each."
+                )
         return answers
 
     def _answer(self, ray: Any, reference: Any, part: _Part) -> dict[str, Any] | None:
@@ -156,14 +162,6 @@ class OnRay:
     def _drop(self, actor: Any) -> None:
         with self._lock:
             self._actors = [None if running is actor else running for running in self._actors]
-
-    def _expect_sizes(self, answers: Sequence[Mapping[str, Any]], bounds: Sequence[tuple[int, int]]) -> None:
-        for answer, (start, stop) in zip(answers, bounds, strict=True):
-            if len(bounds) > 1 and len(answer["values"]) != stop - start:
-                raise RewardError(
-                    f"reward {self.__name__!r} returned {len(answer['values'])} values for {stop - start} completions; return one "
-                    "for each."
-                )
 
 
 class _Actor:
@@ -193,11 +191,6 @@ class _Actor:
 
 async def _await(values: Any) -> Any:
     return await values
-
-
-def _takes(signature: inspect.Signature, name: str) -> bool:
-    kinds = {parameter.kind for parameter in signature.parameters.values()}
-    return name in signature.parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _bounds(prompts: Sequence[Any], most: int) -> list[tuple[int, int]]:

@@ -10,12 +10,13 @@ from typing import Any
 from covey.rewards.calling.outcome import Outcome
 from covey.rewards.contract import Batch
 
+_MOST = 100_000
+
 
 class ScoreCache:
     """Values by the content of a completion's keywords, the least recently used one leaving at 100,000."""
 
-    def __init__(self, most: int = 100_000) -> None:
-        self.most = most
+    def __init__(self) -> None:
         self._values: OrderedDict[bytes, float] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -53,7 +54,7 @@ class ScoreCache:
     def put(self, keys: Sequence[bytes], values: Sequence[float]) -> None:
         with self._lock:
             self._values.update(zip(keys, values, strict=True))
-            while len(self._values) > self.most:
+            while len(self._values) > _MOST:
                 self._values.popitem(last=False)
 
 
