@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,14 +27,7 @@ class Pair:
     rejected: Any
 
 
-class Example(Protocol):
-    """A row to learn from or to be judged on."""
-
-    @property
-    def prompt(self) -> Any: ...
-
-
-E = TypeVar("E", bound=Example)
+E = TypeVar("E")
 V = TypeVar("V")
 
 
@@ -120,7 +113,7 @@ def _pair(row: Any, where: str) -> Pair:
     return Pair(prompt, chosen, rejected)
 
 
-def by_prompt(examples: Sequence[Example], values: Sequence[V]) -> list[list[V]]:
+def by_prompt(examples: Sequence[Any], values: Sequence[V]) -> list[list[V]]:
     """The values, one for each example, in lists by prompt; an example without a prompt is alone."""
     grouped: dict[Hashable, list[V]] = {}
     for place, (example, value) in enumerate(zip(examples, values, strict=True)):
@@ -179,7 +172,8 @@ def train(
     """
 
     def losses(batch: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
-        scores = _scores(reward, [ids for pair in batch for ids in pair])
+        padded, mask = reward.padded([ids for pair in batch for ids in pair])
+        scores = reward.model(input_ids=padded, attention_mask=mask).logits[:, 0].float()  # [2 B], with gradient
         chosen, rejected = scores[0::2], scores[1::2]
         loss = -F.logsigmoid(chosen - rejected).mean()
         return loss, options.center_rewards_coefficient * (chosen + rejected).square().mean()
@@ -254,10 +248,3 @@ def _batches(items: Sequence[Any], size: int, total: int, generator: torch.Gener
             waiting += torch.randperm(len(items), generator=generator).tolist()
         batch, waiting = waiting[:size], waiting[size:]
         yield [items[place] for place in batch]
-
-
-def _scores(reward: ModelReward, ids: Sequence[Sequence[int]]) -> Tensor:
-    """[B], with gradient."""
-    padded, mask = reward.padded(ids)
-    logits: Tensor = reward.model(input_ids=padded, attention_mask=mask).logits
-    return logits[:, 0].float()

@@ -57,15 +57,11 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
     if kind is tuple:
         return tuple(_copy(item, memo) for item in value)
     if id(value) not in memo:
-        memo[id(value)] = _object(value)
+        try:
+            memo[id(value)] = copy.deepcopy(value)
+        except Exception:  # noqa: BLE001 - a lock, an open file: it stays shared
+            memo[id(value)] = value
     return memo[id(value)]
-
-
-def _object(value: Any) -> Any:
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # noqa: BLE001 - a lock, an open file: it stays shared
-        return value
 
 
 _Access = tuple[Callable[[], Any], Callable[[Any], object]]

@@ -114,7 +114,9 @@ class _Worker:
                 raise WorkerDied(f"it sent {size} bytes, more than a reward can mean")
             return dict(json.loads(self._receive(size, until)))
         except TimeoutError:
-            raise DeadlineError(f"it did not return within {seconds:g} seconds and was killed") from self._where()
+            trace = os.pread(self.trace.fileno(), 8000, 0).decode(errors="replace")
+            where = Exception(f"in its worker process, shortly before the limit:\n{trace}")
+            raise DeadlineError(f"it did not return within {seconds:g} seconds and was killed") from where
         except (OSError, EOFError) as error:
             raise WorkerDied(f"its worker process {self._end()}") from error
 
@@ -143,10 +145,6 @@ class _Worker:
                 raise EOFError
             parts += part
         return bytes(parts)
-
-    def _where(self) -> Exception:
-        trace = os.pread(self.trace.fileno(), 8000, 0).decode(errors="replace")
-        return Exception(f"in its worker process, shortly before the limit:\n{trace}")
 
     def _end(self) -> str:
         try:
