@@ -140,23 +140,18 @@ class ToolRunner:
 
     def _pool(self, tool: Tool) -> WorkerPool:
         if tool.name not in self._pools:
-            self._pools[tool.name] = WorkerPool(tool.name, _Isolated(tool.call, tool.limits.max_memory), 4)
+            self._pools[tool.name] = WorkerPool(tool.name, partial(_isolated, tool.call, tool.limits.max_memory), 4)
         return self._pools[tool.name]
 
 
-class _Isolated:
+def _isolated(call: Callable[..., Any], max_memory: int | None, /, **arguments: Any) -> str:
     """A tool as a worker process calls it: its text or parts come back as JSON, since replies of workers are numbers and text."""
-
-    def __init__(self, call: Callable[..., Any], max_memory: int | None) -> None:
-        self.call, self.max_memory = call, max_memory
-
-    def __call__(self, **arguments: Any) -> str:
-        with _limit_memory(self.max_memory):
-            returned = self.call(**arguments)
-            content = content_of(asyncio.run(returned) if asyncio.iscoroutine(returned) else returned)
-            if not isinstance(content, str):
-                content = [sendable(part, "its answer") for part in content]
-            return json.dumps(content)
+    with _limit_memory(max_memory):
+        returned = call(**arguments)
+        content = content_of(asyncio.run(returned) if asyncio.iscoroutine(returned) else returned)
+        if not isinstance(content, str):
+            content = [sendable(part, "its answer") for part in content]
+    return json.dumps(content)
 
 
 @contextmanager

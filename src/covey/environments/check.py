@@ -130,7 +130,7 @@ def _walk(
     return [
         Walk(
             shown=tuple(shown[k]),
-            reward=_reward(sessions[k].instance),
+            reward=float(instance.get_reward()) if hasattr(instance := sessions[k].instance, "get_reward") else None,
             seconds=tuple(seconds[k]),
             errors=tuple(errors[k]),
             messages=tuple(messages[k]),
@@ -153,10 +153,6 @@ def _call(session: Reset, name: str, arguments: dict[str, Any]) -> tuple[str, st
         return content if isinstance(content, str) else _as_text(content), None
     except Exception as error:  # noqa: BLE001 - any exception of a tool is its answer, as in a run
         return f"{type(error).__name__}: {error}", f"{name}: {type(error).__name__}: {error}"
-
-
-def _reward(instance: Any) -> float | None:
-    return float(instance.get_reward()) if hasattr(instance, "get_reward") else None
 
 
 def _plan(tools: Sequence[Tool], turns: int, seed: str) -> list[tuple[Tool, dict[str, Any]]]:

@@ -67,7 +67,8 @@ class _KeyedCalls:
         return pairs, stop.end()
 
     def _value(self, text: str, at: int) -> tuple[Any, int]:
-        mark = next((mark for mark in self._marks if text.startswith(mark, at)), None)
+        marks = (self.quote,) if len(self.quote) > 1 else ('"', "'")
+        mark = next((mark for mark in marks if text.startswith(mark, at)), None)
         if mark is not None:
             return _quoted(text, at + len(mark), mark)
         if text[at : at + 1] in ("{", "["):
@@ -98,10 +99,6 @@ class _KeyedCalls:
             value, at = self._value(text, comma.end() if comma else at)
             items.append(value)
         return items, stop.end()
-
-    @property
-    def _marks(self) -> tuple[str, ...]:
-        return (self.quote,) if len(self.quote) > 1 else ('"', "'")
 
 
 def _quoted(text: str, at: int, mark: str) -> tuple[str, int]:

@@ -25,14 +25,10 @@ def verifiers_agent(source: Any, **options: Any) -> Callable[..., Awaitable[dict
     async def main(row: Mapping[str, Any], client: Any, model: str) -> dict[str, Any]:
         done = await made.run_rollout(dict(row), OpenAIChatCompletionsClient(client), model, {})
         if done.get("error") is not None:
-            raise DataError(f"the environment's rollout failed: {_error_chain(done['error'])}")
+            error = done["error"]
+            chain = error.get("error_chain_repr") if isinstance(error, Mapping) else error
+            raise DataError(f"the environment's rollout failed: {' '.join(str(chain).split())[:500]}")
         return {**(done.get("metrics") or {}), "score": done["reward"]}
 
     main.__name__ = made.env_id or "verifiers"
     return main
-
-
-def _error_chain(error: Any) -> str:
-    """The chain of errors that verifiers keeps with a rollout, in one line."""
-    chain = error.get("error_chain_repr") if isinstance(error, Mapping) else error
-    return " ".join(str(chain).split())[:500]
