@@ -31,9 +31,10 @@ def settle_products(model: nn.Module) -> None:
     if model in _checked:
         return
     _checked.add(model)
-    narrow_experts(model)
     kinds: dict[type, bool] = {}
     for module in model.modules():
+        if names := expert_weights(module):
+            module.__dict__.setdefault("forward", partial(experts_forward, module, names))
         kind = type(module)
         if kind not in kinds:
             kinds[kind] = _casts_to_float32(module)
@@ -112,13 +113,6 @@ def expert_weights(module: nn.Module) -> tuple[str, ...]:
     if not hasattr(type(module), "_apply_gate"):
         return ()
     return tuple(name for name, weight in module.named_parameters(recurse=False) if weight.ndim == 3)
-
-
-def narrow_experts(model: nn.Module) -> None:
-    """Let the fused experts of this model compute in autocast's type from now on; copies of the model do so too."""
-    for module in model.modules():
-        if names := expert_weights(module):
-            module.__dict__.setdefault("forward", partial(experts_forward, module, names))
 
 
 def experts_forward(experts: Any, names: tuple[str, ...], *args: Any, **others: Any) -> Any:
