@@ -155,13 +155,10 @@ class Frontier:
 
     def _ranked(self) -> torch.Tensor:
         """All rows, in the order of a draw without replacement by weight."""
-        uniform = torch.rand(self.num_rows, generator=_generator(self.seed, self._rounds), dtype=torch.float64)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self._rounds) % 2**63)
+        uniform = torch.rand(self.num_rows, generator=generator, dtype=torch.float64)
         keys = self.weights().double().log() - (-uniform.clamp_min(1e-300).log()).log()
         return torch.argsort(keys, descending=True, stable=True)
-
-
-def _generator(seed: int, turn: int) -> torch.Generator:
-    return torch.Generator().manual_seed((seed * 1_000_003 + turn) % 2**63)
 
 
 class Mixture:
