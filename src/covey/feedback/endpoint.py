@@ -267,7 +267,9 @@ class LearningEndpoint:
             output=output,
         )
         made = self._learning.make(order)
-        entry = {"model": model, "conversations": len(conversations), **_summary(made, rivals)}
+        verdicts = {str(rival): verdict.summary() for rival, verdict in zip(rivals, made.verdicts, strict=True)}
+        entry = {"model": model, "conversations": len(conversations), "verdicts": verdicts}
+        entry |= {"metrics": made.metrics, "seconds": round(made.seconds, 3)}
         with self._serving:
             if self.versions.served(model) != served:  # rolled back: the verdict compares with another version
                 self._write({**entry, "outcome": "overtaken"})
@@ -327,11 +329,6 @@ class LearningEndpoint:
         if not self._log_path.exists():
             return []
         return [json.loads(line) for line in self._log_path.read_text().splitlines() if line.endswith("}")]
-
-
-def _summary(made: Made, rivals: tuple[int, ...]) -> dict[str, Any]:
-    verdicts = {str(rival): verdict.summary() for rival, verdict in zip(rivals, made.verdicts, strict=True)}
-    return {"verdicts": verdicts, "metrics": made.metrics, "seconds": round(made.seconds, 3)}
 
 
 def fingerprint(model: Any) -> str:
