@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -108,13 +109,10 @@ class Joined(Mapping[str, Tensor]):
         return len(list(iter(self)))
 
 
-def _parts_of(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], ...]:
-    return tensors.parts if isinstance(tensors, Joined) else (tensors,)
-
-
 def together(media: Sequence[Media]) -> Mapping[str, Tensor]:
     """Tensors of several media by name, as one."""
-    return Joined(tuple(part for entry in media for part in _parts_of(entry.tensors)))
+    parts = [each.parts if isinstance(each, Joined) else (each,) for each in (entry.tensors for entry in media)]
+    return Joined(tuple(itertools.chain(*parts)))
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
