@@ -15,10 +15,11 @@ from covey.algorithms import MemberWeight
 from covey.ensembles.answers import Answer, Vote, answer_key, candidates_of, chosen, expect_vote
 from covey.ensembles.loading import load_writers
 from covey.ensembles.member import Member, as_member
-from covey.ensembles.sampler import of_member, totals
+from covey.ensembles.sampler import of_member
 from covey.ensembles.writers import Writer
 from covey.errors import ConfigError
 from covey.rewards import Scorer
+from covey.rewards.metrics import totals_of
 from covey.rollout import SamplingParams
 from covey.types import Completion, Group, Message, Prompt
 
@@ -141,7 +142,7 @@ class Ensemble:
             return [[math.nan] * group.size for group in groups]
         is_scorer = isinstance(rewards, Scorer)
         with nullcontext(rewards) if is_scorer else closing(Scorer.of(rewards)) as scorer:
-            return [totals(group, scorer.weights).tolist() for group in scorer.score(groups)]
+            return [totals_of(group, scorer.weights).tolist() for group in scorer.score(groups)]
 
     @cached_property
     def _writers(self) -> list[Writer]:

@@ -12,11 +12,11 @@ from covey.ensembles.member import Role
 from covey.ensembles.metrics import Tally
 from covey.ensembles.writers import Writer, for_each_path
 from covey.errors import DataError
+from covey.rewards.metrics import totals_of
 from covey.rollout import Sampler, SamplingParams, close_sampler
 from covey.rollout.joining import with_shared_prompt
 from covey.rollout.prompts import PromptLike
 from covey.types import Completion, Event, Group, Prompt, reaches
-from covey.types.values import weighted_total
 
 MEASURES = Needs(old_logp=True)
 """Measurements that a sibling's completion needs before it has a weight."""
@@ -84,7 +84,7 @@ class EnsembleSampler:
         group = replace(group, events=(*group.events, *answers.events))
         if group.rewards is None or answers.rewards is None:
             return group
-        right = [i for i, total in enumerate(totals(answers, rewards).tolist()) if reaches(total, self.threshold)]
+        right = [i for i, total in enumerate(totals_of(answers, rewards).tolist()) if reaches(total, self.threshold)]
         if not right:
             return group
         group, right_answers = with_shared_prompt([group, answers.take(right)])
@@ -156,15 +156,9 @@ def unknown(completion: Completion) -> Tensor:
     return torch.full((completion.num_tokens,), torch.nan)
 
 
-def totals(group: Group, weights: Tensor) -> Tensor:
-    """[G], weighted sums of a scored group's rewards, NaN: not scored."""
-    assert group.rewards is not None
-    return weighted_total(group.rewards, weights)
-
-
 def has_failed(group: Group, weights: Tensor, threshold: float) -> bool:
     """True if the policy's completions were scored and none is right."""
     policy_rows = [i for i, completion in enumerate(group.completions) if completion.source == "policy"]
-    policy_totals = totals(group, weights)[policy_rows]
+    policy_totals = totals_of(group, weights)[policy_rows]
     policy_totals = policy_totals[~policy_totals.isnan()]
     return bool(policy_totals.numel()) and not any(reaches(total, threshold) for total in policy_totals.tolist())

@@ -21,9 +21,9 @@ from covey.evaluation.intervals import (
 )
 from covey.process.counting import tell
 from covey.rewards import Scorer
+from covey.rewards.metrics import totals_of
 from covey.rollout import Sampler, SamplingParams
 from covey.types import Group, Prompt, reaches
-from covey.types.values import weighted_total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +147,7 @@ def scored_answers(
 
 def totals(group: Group, scorer: Scorer) -> tuple[float, ...]:
     """Weighted reward of each completion of a scored group; NaN where no reward scored it."""
-    assert group.rewards is not None
-    return tuple(weighted_total(group.rewards, scorer.weights).tolist())
+    return tuple(totals_of(group, scorer.weights).tolist())
 
 
 def _mean_reward(values: Sequence[float], seen: Sequence[float]) -> Estimate:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from covey.rewards.scales import Scale, seen_scales, verdicts
 from covey.types import Group, Last, Mean, Metric
-from covey.types.values import weighted_total
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _REPEATED = 4
@@ -36,13 +35,6 @@ def text_metrics(
         scores = torch.cat([group.rewards[:, column] for group in groups if group.rewards is not None])
         metrics["format_rate"] = Mean.of(scores, ~scores.isnan())
     return metrics
-
-
-def total_of(group: Group, weights: Tensor) -> Tensor:
-    """[G], the weighted sum of a group's rewards, an unscored one counting 0; NaN where none scored."""
-    if group.rewards is None:
-        return torch.full((group.size,), torch.nan)
-    return weighted_total(group.rewards, weights)
 
 
 def _diversity(ids: Sequence[Sequence[NDArray[np.int64]]]) -> dict[str, Metric]:

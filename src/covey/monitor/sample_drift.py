@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from covey.monitor.measures import total_of
+from covey.rewards.metrics import totals_of
 from covey.types import Group, Last, Mean, Metric
 
 _PERMUTATIONS, _MORE = 300, 10_000
@@ -156,7 +156,7 @@ def _row(group: Group, weights: Tensor) -> list[float]:
     ids = np.asarray(group.prompt.token_ids, dtype=np.int64)
     pairs = ids[:-1] * 31 + ids[1:] if len(ids) > 1 else ids
     counts = np.bincount((pairs * _MIX >> 7) % _BUCKETS, minlength=_BUCKETS)
-    return [float(len(ids)), *counts.astype(float).tolist(), float(total_of(group, weights).nanmean())]
+    return [float(len(ids)), *counts.astype(float).tolist(), float(totals_of(group, weights).nanmean())]
 
 
 _PROMPT_BUCKETS = 256

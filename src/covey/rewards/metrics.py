@@ -52,6 +52,13 @@ def reward_metrics(
     return metrics | _verdict_metrics(rewards, weights, seen_scales(groups, len(names)) if scales is None else scales)
 
 
+def totals_of(group: Group, weights: Tensor) -> Tensor:
+    """[G], the weighted sum of a group's rewards, an unscored one counting 0; NaN where none scored."""
+    if group.rewards is None:
+        return torch.full((group.size,), torch.nan)
+    return weighted_total(group.rewards, weights)
+
+
 def has_signal(group: Group, weights: Tensor | Sequence[float]) -> bool:
     """True if any two completions of a scored group have different weighted sums; a tied group has no gradient."""
     if group.rewards is None:
