@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from covey import Ensemble, GRPOConfig, GRPOTrainer, Member
+from covey.data.rendering import say_once
 from covey.ensembles.loading import load_writer
 from covey.ensembles.writers import Encoding, LocalWriter
 from covey.environments.messages import with_messages, with_thoughts_apart
@@ -212,6 +213,7 @@ def written_by_endpoint(message: dict, template: str | None, limit: int = 60) ->
 def test_an_endpoints_thoughts_are_written_once_as_the_policys_template_writes_them(
     message, template, text, field, caplog
 ):
+    say_once.cache_clear()
     completion, decoded, requests = written_by_endpoint({**message, field: "Two and two.\n"}, template)
     assert (completion.text, decoded, requests) == (text, text, 1)
     assert completion.finish == message.get("finish_reason", "stop")
@@ -262,6 +264,7 @@ def test_thoughts_and_answers_of_an_endpoint_get_the_control_tokens_of_the_polic
     done, text = written_with_marks(apart, MISTRAL)
     assert (text, done.text) == ("[THINK]Two and two.[/THINK]4<|return|>", "Two and two.4")
     assert not caplog.records
+    say_once.cache_clear()
     done, text = written_with_marks(apart, HARMONY)
     assert text == "<|channel|>final<|message|>4<|return|>"
     assert "with thoughts apart" in caplog.text
@@ -304,6 +307,7 @@ def test_thoughts_and_answers_of_a_local_member_with_another_tokenizer_stay_apar
     assert taken_over("4<|im_end|>", THINKING, THINKING_HARMONY) == in_channels[in_channels.index("<|channel|>final") :]
     assert taken_over("4<|im_end|>", THINKING, THINKING) == "4<|im_end|>"
     assert not caplog.records
+    say_once.cache_clear()
     assert taken_over(thought, THINKING, CHATML) == "4<|im_end|>"
     assert "with thoughts apart" in caplog.text
 
