@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from covey.sandbox.pool import Sandbox
-from covey.sandbox.results import Isolation, Result
+from covey.sandbox.verdicts import Isolation, Result
 
 __all__ = ["Isolation", "Result", "Sandbox", "isolation", "run"]
 

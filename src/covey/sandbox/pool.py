@@ -29,7 +29,7 @@ from covey.sandbox import mutants, verdicts, wire
 from covey.sandbox.confine import LAYERS, Limits
 from covey.sandbox.forms import are_apart
 from covey.sandbox.jail import MODULES, START
-from covey.sandbox.results import Isolation, ProcessOutput, Result
+from covey.sandbox.verdicts import Isolation, ProcessOutput, Result
 
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 10.0
