@@ -17,12 +17,16 @@ _RAISE = dis.opmap["RAISE_VARARGS"]
 
 def describe(error: BaseException) -> str:
     """An exception in one line: `ValueError: no number in it`."""
-    kind = kind_of(error)
-    try:
-        text = " ".join(str(error)[:2000].split()).rstrip(".")
-    except BaseException as again:  # noqa: BLE001 - the user's __str__
-        text = f"its text cannot be shown, for __str__ raises {type(again).__name__}"
+    kind, text = kind_of(error), " ".join(text_of(error).split()).rstrip(".")
     return f"{kind}: {text[:300]}" if text else kind
+
+
+def text_of(error: BaseException) -> str:
+    """An exception's message, of at most 2,000 characters."""
+    try:
+        return str(error)[:2000]
+    except BaseException as again:  # noqa: BLE001 - the user's __str__
+        return f"its text cannot be shown, for __str__ raises {type(again).__name__}"
 
 
 def kind_of(error: BaseException) -> str:

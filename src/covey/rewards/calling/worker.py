@@ -15,9 +15,10 @@ import socket
 import struct
 import sys
 import time
-import traceback
 from collections.abc import Iterable, Mapping, Set
 from typing import Any, BinaryIO
+
+from covey.rewards.raised import text_of, traceback_of
 
 _PR_SET_PDEATHSIG = 1
 
@@ -121,12 +122,7 @@ def _plain(value: Any) -> Any:
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    try:
-        message = str(error)[:2000]
-    except BaseException as again:  # noqa: BLE001 - the user's __str__
-        message = f"its text cannot be shown, for __str__ raises {type(again).__name__}"
-    trace = "".join(traceback.format_exception(error))
-    return {"error": type(error).__name__, "said": message, "traceback": trace[-8000:]}
+    return {"error": type(error).__name__, "said": text_of(error), "traceback": traceback_of(error)[-8000:]}
 
 
 def _read(connection: Any) -> dict[str, Any] | None:
