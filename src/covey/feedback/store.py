@@ -46,7 +46,6 @@ class FeedbackError(Exception):
 class Taken:
     """A score that was taken."""
 
-    model: str
     version: int
     """Version of the weights that sampled the answer."""
     refused: str | None
@@ -152,13 +151,13 @@ class Store:
         """Give an answer its score. Raises FeedbackError for an unknown one, a second score, or one that comes too late."""
         with self._using():
             row = self._file.execute(
-                "SELECT model, version, refused, score, created FROM answers WHERE id = ? AND choice = ?", (id, choice)
+                "SELECT version, refused, score, created FROM answers WHERE id = ? AND choice = ?", (id, choice)
             ).fetchone()
             if row is None:
                 raise FeedbackError(
                     404, "unknown", f"No answer {id!r} with index {choice} is waiting for a score here."
                 )
-            model, version, refused, former, created = row
+            version, refused, former, created = row
             if former is not None:
                 sentence = f"Answer {id!r} has the score {former:g} already; one score is taken."
                 raise FeedbackError(409, "second", sentence)
@@ -170,7 +169,7 @@ class Store:
                 "UPDATE answers SET score = ?, scored = ?, comment = ? WHERE id = ? AND choice = ?",
                 (score, time.time(), comment, id, choice),
             )
-        return Taken(model=model, version=version, refused=refused)
+        return Taken(version=version, refused=refused)
 
     def due(self, least: int) -> str | None:
         """Model with at least so many conversations to train on, the one that has waited longest; None where there is none."""
