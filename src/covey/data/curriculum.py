@@ -9,7 +9,7 @@ import torch
 from covey.data.checks import row_at
 from covey.data.live.dataset import LiveDataset
 from covey.data.live.order import LiveOrder
-from covey.data.order import BlockOrder, Order, Outcome, Permutation, Row, permutation
+from covey.data.order import BlockOrder, Order, Outcome, Permutation, Row, pass_on, permutation
 from covey.errors import DataError, did_you_mean
 
 WEIGHT_COLUMN, NAME_COLUMN = "dataset_weight", "dataset"
@@ -210,9 +210,7 @@ class Mixture:
             name, local = self._where[row]
             parts.setdefault(name, {})[local] = outcome
         for name, part in parts.items():
-            order = self._orders[name]
-            if isinstance(order, Frontier | Replay):
-                order.learn(part)
+            pass_on(self._orders[name], "learn", part)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -323,9 +321,7 @@ class Replay:
                 self._waiting[row] = (0, self._drawn)
             elif dull is not None and dull + 1 < _PATIENCE:
                 self._waiting[row] = (dull + 1, self._drawn)
-        learn = getattr(self.base, "learn", None)
-        if learn is not None:
-            learn(outcomes)
+        pass_on(self.base, "learn", outcomes)
 
     def state_dict(self) -> dict[str, Any]:
         waiting = [[row, dull, since] for row, (dull, since) in self._waiting.items()]

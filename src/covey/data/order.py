@@ -53,6 +53,13 @@ class Order(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
+def pass_on(order: Any, name: str, *arguments: Any) -> None:
+    """Call a method that some orders have: `learn` of those that adapt to outcomes, `commit` of those of live sources."""
+    method = getattr(order, name, None)
+    if method is not None:
+        method(*arguments)
+
+
 class Permutation:
     """Rows of a data set with a length: all of them once an epoch, each epoch in an order of its own."""
 

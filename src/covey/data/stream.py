@@ -15,7 +15,7 @@ from covey.data.checks import first_prompts, row_at, row_of
 from covey.data.curriculum import order_of
 from covey.data.live.dataset import LiveDataset
 from covey.data.media import MEDIA_COLUMNS, expect_files, has_media, media_digest
-from covey.data.order import Order, Outcome
+from covey.data.order import Order, Outcome, pass_on
 from covey.data.prompts import to_prompt
 from covey.data.together import Together, question_of
 from covey.data.tokenizer import expect_ids_below, tokens_beyond
@@ -155,18 +155,15 @@ class PromptStream:
 
     def learn(self, outcomes: Mapping[str, Outcome]) -> None:
         """Report the outcomes of prompts, by their uid, to the order; a static order ignores them."""
-        learn = getattr(self._order, "learn", None)
-        if learn is not None:
-            by_row: dict[int, list[Outcome]] = {}
-            for uid, outcome in outcomes.items():
-                by_row.setdefault(int(question_of(uid).partition(":")[2]), []).append(outcome)
-            learn({row: Outcome.mean(several) for row, several in by_row.items()})
+        by_row: dict[int, list[Outcome]] = {}
+        for uid, outcome in outcomes.items() if hasattr(self._order, "learn") else ():
+            by_row.setdefault(int(question_of(uid).partition(":")[2]), []).append(outcome)
+        pass_on(self._order, "learn", {row: Outcome.mean(several) for row, several in by_row.items()})
 
     def commit(self, state: Mapping[str, Any]) -> None:
         """A checkpoint with this state is on the disk: a live source may forget the rows before it."""
-        commit = getattr(self._order, "commit", None)
-        if commit is not None and state:
-            commit(state["order"])
+        if state:
+            pass_on(self._order, "commit", state["order"])
 
     def state_dict(self) -> dict[str, Any]:
         """The exact position, as plain values that JSON can hold."""

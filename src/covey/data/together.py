@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from covey.data.order import Order, Outcome, Row
+from covey.data.order import Order, Outcome, Row, pass_on
 from covey.errors import DataError
 from covey.types import Group
 
@@ -73,14 +73,10 @@ class Together:
         return f"{uid}/{language}", {**plain, **translated, LANGUAGE: language}
 
     def learn(self, outcomes: Mapping[int, Outcome]) -> None:
-        learn = getattr(self.base, "learn", None)
-        if learn is not None:
-            learn(outcomes)
+        pass_on(self.base, "learn", outcomes)
 
     def commit(self, state: Mapping[str, Any]) -> None:
-        commit = getattr(self.base, "commit", None)
-        if commit is not None:
-            commit(state["base"])
+        pass_on(self.base, "commit", state["base"])
 
     def state_dict(self) -> dict[str, Any]:
         is_between = self._current is None
