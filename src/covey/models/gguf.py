@@ -114,8 +114,9 @@ def _add_header(gguf: Any, writer: Any, config: Any, name: str, outtype: str, si
     writer.add_key_length(head)
     writer.add_value_length(head)
     writer.add_rope_dimension_count(head)
-    rope = getattr(config, "rope_parameters", None) or {}
-    writer.add_rope_freq_base(float(rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0)))
+    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    theta: Any = rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
+    writer.add_rope_freq_base(float(theta))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(size)
     writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[outtype]])
