@@ -12,7 +12,7 @@ from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from covey.errors import ArgumentTypeError, ConfigError, ModelError, first_line
+from covey.errors import ArgumentTypeError, ConfigError, ModelError, first_line, needed
 from covey.files.bounded import read_json
 
 if TYPE_CHECKING:
@@ -108,11 +108,9 @@ def with_saved_adapter(model: Any, folder: str | Path, *, is_trainable: bool = F
 
     Raises ModelError for an adapter of another model, or one without all of its weights.
     """
-    try:
+    with needed("Adapters need the peft package", "peft"):
         from peft import PeftModel, set_peft_model_state_dict
         from peft.utils import load_peft_weights
-    except ImportError as error:
-        raise ConfigError("Adapters need the peft package: pip install 'covey[peft]'.") from error
     if carries_adapter(model):
         raise ModelError(
             f"The adapter in {folder} is to be put on an adapter; first covey merge that one into its base."
@@ -167,10 +165,8 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
         if has_adapter(model):
             _settle(model)
         return model
-    try:
+    with needed("peft_config needs the peft package", "peft"):
         from peft import PeftConfig, get_peft_model
-    except ImportError as error:
-        raise ConfigError("peft_config needs the peft package: pip install 'covey[peft]'.") from error
     if not isinstance(peft_config, PeftConfig):
         raise ArgumentTypeError(
             f"peft_config is a {type(peft_config).__name__}; give one of PEFT's, such as LoraConfig()."

@@ -4,7 +4,8 @@ A wrong argument is a ValueError too, and a TypeError where TRL raises one, so t
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -150,6 +151,15 @@ def did_you_mean(word: str, names: Iterable[str], *, cutoff: float = 0.6) -> str
     near = difflib.get_close_matches(word, list(names), n=3, cutoff=cutoff)
     near.sort(key=lambda name: sorted(name) != sorted(word))  # letters that changed places
     return f" Did you mean {near[0]}?" if near else ""
+
+
+@contextmanager
+def needed(what: str, extra: str) -> Iterator[None]:
+    """Imports of a package that comes with an extra of Covey. ConfigError, where it is not installed, says `what` needs it."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"{what}: pip install 'covey[{extra}]'.") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -115,7 +115,7 @@ def test_a_rubric_that_compares_a_group_is_refused():
 
 @pytest.mark.skipif(HAS_IT, reason="verifiers is installed")
 def test_without_the_library_the_sentence_says_what_to_install():
-    with pytest.raises(ConfigError, match=r'pip install "covey\[verifiers\]"'):
+    with pytest.raises(ConfigError, match=r"pip install 'covey\[verifiers\]'"):
         load("verifiers:gsm8k")
     with pytest.raises(ConfigError, match="need verifiers"):
         verifiers_agent("gsm8k")

@@ -8,7 +8,7 @@ from covey.adapters import SECOND_ADAPTER, adapter_options
 from covey.cli.checkpoints import model_folder
 from covey.cli.flags import Flag, spelled
 from covey.cli.verb import Args
-from covey.errors import ConfigError
+from covey.errors import ConfigError, needed
 
 WEIGHTS = (
     Flag(name="dtype", help="Type that the weights are loaded in: float32, bfloat16, auto, ...", default="float32", group="model"),
@@ -44,10 +44,8 @@ def adapter(args: Args) -> Any:
     refuse_bad_adapter(args)
     if args.get("lora_r") is None:
         return None
-    try:
+    with needed("--lora-r needs the peft package", "peft"):
         from peft import LoraConfig
-    except ImportError as error:
-        raise ConfigError("--lora-r needs the peft package: pip install 'covey[peft]'.") from error
     return LoraConfig(
         r=args["lora_r"],
         lora_alpha=args.get("lora_alpha", 2 * args["lora_r"]),

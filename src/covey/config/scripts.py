@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 
 from transformers.hf_argparser import HfArgumentParser
 
-from covey.errors import ConfigError, DataError
+from covey.errors import ConfigError, DataError, needed
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
@@ -226,10 +226,8 @@ def get_peft_config(model_args: ModelConfig) -> Any:
     """peft's LoraConfig of these arguments, None without `use_peft`. Raises ConfigError where peft is not installed."""
     if not model_args.use_peft:
         return None
-    try:
+    with needed("use_peft needs peft, which is not installed", "peft"):
         from peft import LoraConfig, TaskType
-    except ImportError:
-        raise ConfigError("use_peft needs peft, which is not installed: pip install 'covey[peft]'.") from None
     return LoraConfig(
         task_type=TaskType(model_args.lora_task_type),
         r=model_args.lora_r,

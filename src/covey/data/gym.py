@@ -7,7 +7,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from covey.errors import ConfigError, DataError, did_you_mean
+from covey.errors import DataError, did_you_mean, needed
 
 COLUMN = "gym"
 """The column that holds a row's task, seed and place, as JSON."""
@@ -68,11 +68,9 @@ def is_harmless(name: str, answer: str) -> bool:
 @lru_cache(maxsize=32)
 def task(name: str, seed: int, size: int) -> Any:
     """A task of Reasoning Gym, once it is known that its grader does not run answers."""
-    try:
+    with needed("gym: tasks need Reasoning Gym", "gym"):
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
-    except ImportError as error:
-        raise ConfigError("gym: tasks need Reasoning Gym: pip install 'covey[gym]'.") from error
     if name not in DATASETS:
         raise DataError(f"Reasoning Gym has no task {name!r}.{did_you_mean(name, DATASETS)}")
     made = reasoning_gym.create_dataset(name, seed=seed, size=size)

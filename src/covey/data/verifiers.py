@@ -2,17 +2,15 @@
 
 from typing import Any
 
-from covey.errors import ConfigError, DataError, first_line
+from covey.errors import ConfigError, DataError, first_line, needed
 
 SPLITS = ("train", "test")
 
 
 def environment(name: str, **options: Any) -> Any:
     """The environment `verifiers.load_environment(name, **options)`. Raises ConfigError without the library or for a name that it cannot load."""
-    try:
+    with needed("verifiers: environments need verifiers", "verifiers"):
         import verifiers
-    except ImportError as error:
-        raise ConfigError('verifiers: environments need verifiers: pip install "covey[verifiers]".') from error
     if not hasattr(verifiers, "load_environment"):
         raise ConfigError(
             f"verifiers {getattr(verifiers, '__version__', '')} has no load_environment; pip install 'covey[verifiers]'."

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from covey.environments.stepping import Stepped, as_text
-from covey.errors import ConfigError
+from covey.errors import ConfigError, needed
 from covey.models import first_line
 
 
@@ -78,10 +78,8 @@ class _Gymnasium:
 def _make(make: str | Callable[[], Any], options: Mapping[str, Any]) -> Any:
     if not isinstance(make, str):
         return make(**options)
-    try:
+    with needed("Gymnasium environments need gymnasium", "gymnasium"):
         import gymnasium
-    except ImportError as error:
-        raise ConfigError('Gymnasium environments need gymnasium: pip install "covey[gymnasium]".') from error
     try:
         return gymnasium.make(make, **options)
     except gymnasium.error.Error as error:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from covey.environments.tools import SECONDS, Limits, Tool
-from covey.errors import ConfigError
+from covey.errors import ConfigError, needed
 
 _START = 30.0
 """Seconds for a server to start and list its tools."""
@@ -117,10 +117,8 @@ class _Session:
             done.set()
 
     async def _serve(self, ready: list[Any], done: threading.Event) -> None:
-        try:
+        with needed("MCP servers need mcp", "mcp"):
             from mcp import Client, StdioServerParameters
-        except ImportError as error:
-            raise ConfigError('MCP servers need mcp: pip install "covey[mcp]".') from error
         if self.server.startswith(("http://", "https://")):
             place: Any = self.server
         else:

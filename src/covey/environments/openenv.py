@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from covey.environments.stepping import Stepped
-from covey.errors import ConfigError
+from covey.errors import ConfigError, needed
 
 _MOST_BYTES = 100 * 2**20
 
@@ -97,10 +97,8 @@ class _Session:
 
 def _action_schema(base: str, timeout: float) -> dict[str, Any]:
     """JSON schema of the server's action, without the fields that every action has."""
-    try:
+    with needed("OpenEnv servers need websockets", "openenv"):
         import websockets  # noqa: F401
-    except ImportError as error:
-        raise ConfigError('OpenEnv servers need websockets: pip install "covey[openenv]".') from error
     try:
         with urllib.request.urlopen(f"{base}/schema", timeout=timeout) as answer:
             schema = json.loads(answer.read(_MOST_BYTES))["action"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from covey.errors import ConfigError
+from covey.errors import needed
 from covey.experiments import child, series
 from covey.experiments.attempt import Attempt, Watch, number_of
 from covey.experiments.search import Dimension
@@ -46,11 +46,9 @@ class Tuning:
 
 def open_study(tuning: Tuning) -> Any:
     """Optuna's study in the folder: a new one, or the one that was interrupted."""
-    try:
+    with needed("covey tune needs the optuna package", "tune"):
         import optuna
         from optuna.storages.journal import JournalFileBackend
-    except ImportError as error:
-        raise ConfigError("covey tune needs the optuna package: pip install 'covey[tune]'.") from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     backend = JournalFileBackend(str(tuning.folder / JOURNAL))
     pruners: dict[str, Any] = {

@@ -11,7 +11,7 @@ import torch
 from covey import algorithms as alg
 from covey.adapters import with_adapter, with_saved_adapter
 from covey.config import GRPOConfig
-from covey.errors import ConfigError
+from covey.errors import needed
 from covey.feedback.settings import Settings
 from covey.feedback.store import Conversation
 from covey.process.world import World
@@ -71,10 +71,8 @@ def train_candidate(
 
 def adapted(base: Any, start: Path | None, settings: Settings) -> Any:
     """A PEFT model over the weights of `base`, which it shares, with the adapter of `start` or a fresh one, to be trained."""
-    try:
+    with needed("learning from feedback trains an adapter", "peft"):
         from peft import LoraConfig
-    except ImportError as error:
-        raise ConfigError("learning from feedback trains an adapter: pip install 'covey[peft]'.") from error
     shared = {id(held): held for held in (*base.parameters(), *base.buffers())}
     model = copy.deepcopy(base, shared)
     if start is not None:

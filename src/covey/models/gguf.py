@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from covey.data import vocabulary_size
-from covey.errors import ConfigError, ModelError
+from covey.errors import ConfigError, ModelError, needed
 
 ARCHITECTURES = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
 """`model_type` of transformers: its name in gguf."""
@@ -40,10 +40,8 @@ class Written:
 
 def load_gguf() -> Any:
     """The `gguf` package. Raises ConfigError where it is not installed."""
-    try:
+    with needed("GGUF files need the gguf package", "gguf"):
         import gguf
-    except ImportError as error:
-        raise ConfigError("GGUF files need the gguf package: pip install 'covey[gguf]'.") from error
     return gguf
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from covey.adapters import adapter_options, resized_rows, with_saved_adapter, writes_base
-from covey.errors import ConfigError, ModelError
+from covey.errors import ConfigError, ModelError, needed
 from covey.models import as_model_errors
 
 
@@ -21,10 +21,8 @@ def with_merged_adapter(model: Any, folder: str | Path) -> Any:
     """
     if (described := adapter_options(folder)) is None:
         raise ModelError(f"{folder} holds no adapter: there is no adapter_config.json in it.")
-    try:
+    with needed("Adapters need the peft package", "peft"):
         from peft.tuners.tuners_utils import BaseTunerLayer
-    except ImportError as error:
-        raise ConfigError("Adapters need the peft package: pip install 'covey[peft]'.") from error
     with as_model_errors(str(folder)):
         is_written = writes_base(described) or resized_rows(model, folder) is not None
         weights = () if is_written else (*model.parameters(), *model.buffers())

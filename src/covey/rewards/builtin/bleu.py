@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from covey.data.features.language import language
-from covey.errors import ConfigError, did_you_mean
+from covey.errors import ConfigError, did_you_mean, needed
 from covey.rewards.builtin.choice import gold_column
 from covey.rewards.builtin.overlap import check_ratio, excess, several
 from covey.rewards.builtin.text import text_of
@@ -111,10 +111,8 @@ def tokenizer_for(text: str) -> str:
 @lru_cache(maxsize=64)
 def measure_of(tokenize: str, max_n: int, smooth_method: str = "exp", lowercase: bool = False) -> Any:
     """sacrebleu's `BLEU` for single sentences. Raises ConfigError where it, or the tokenizer's own package, is not installed."""
-    try:
+    with needed("the rewards bleu and self_bleu need sacrebleu", "rewards"):
         from sacrebleu.metrics.bleu import BLEU
-    except ImportError as error:
-        raise ConfigError("the rewards bleu and self_bleu need sacrebleu: pip install 'covey[rewards]'.") from error
     if tokenize not in BLEU.TOKENIZERS:
         tokenizers = sorted(BLEU.TOKENIZERS)
         near = did_you_mean(tokenize, tokenizers)

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from covey.errors import ConfigError, RewardError
+from covey.errors import ConfigError, RewardError, needed
 from covey.rewards.builtin.text import text_of
 
 _DEEPEST = 200
@@ -209,11 +209,9 @@ def _schema(schema: Any) -> Any:
 
 
 def _validator_of(schema: Any) -> Any:
-    try:
+    with needed("json_schema needs jsonschema", "rewards"):
         import jsonschema
         from referencing import Registry
-    except ImportError as error:
-        raise ConfigError("json_schema needs jsonschema: pip install 'covey[rewards]'.") from error
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
         kind.check_schema(schema)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from covey.errors import ConfigError, RewardError
+from covey.errors import ConfigError, RewardError, needed
 from covey.rewards.builtin.text import text_of
 
 _CYRILLIC = frozenset({"CYRILLIC"})
@@ -139,8 +139,6 @@ def _check(code: str) -> None:
 
 @lru_cache
 def _identifier() -> Any:
-    try:
+    with needed("the reward language needs py3langid", "rewards"):
         from py3langid import langid
-    except ImportError as error:
-        raise ConfigError("the reward language needs py3langid: pip install 'covey[rewards]'.") from error
     return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE)
